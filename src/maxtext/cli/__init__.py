@@ -1,0 +1,1 @@
+"""The `maxtext` command: thin, and quick to start."""

@@ -1,0 +1,113 @@
+"""Refusals that need more than one key, or that say what does not exist yet. No devices are known here."""
+
+from collections.abc import Callable
+
+from maxtext.configs.errors import ConfigError, nearest
+from maxtext.configs.types import (
+  DatasetType,
+  LearningRateScheduleType,
+  MaxTextConfig,
+  OptimizerType,
+  RematPolicy,
+  RopeType,
+)
+
+ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_flash_jax")
+
+
+def check(config: MaxTextConfig) -> None:
+  """Raises `ConfigError` for the first thing that cannot be done as asked."""
+  for rule in _RULES:
+    if problem := rule(config):
+      raise ConfigError(problem)
+
+
+def remat_policies(config: MaxTextConfig) -> tuple[RematPolicy, ...]:
+  """The policies that take turns over the layers."""
+  return tuple(RematPolicy(name.strip()) for name in config.remat_policy.split(","))
+
+
+def _heads(c: MaxTextConfig) -> str | None:
+  if c.base_num_query_heads % c.base_num_kv_heads:
+    return (
+      f"base_num_query_heads={c.base_num_query_heads} is not a multiple of base_num_kv_heads={c.base_num_kv_heads}: "
+      f"each key head serves the same number of query heads."
+    )
+  if c.head_dim % 2:
+    return f"head_dim={c.head_dim} must be even: rotary positions turn pairs of dimensions."
+  return None
+
+
+def _activations(c: MaxTextConfig) -> str | None:
+  known = ("silu", "gelu", "relu")
+  ok = c.mlp_activations[:1] and c.mlp_activations[0] in known and c.mlp_activations[1:] in ([], ["linear"])
+  if not ok:
+    return f"mlp_activations={c.mlp_activations} must be one of {known}, with 'linear' after it for a gated layer."
+  return None
+
+
+def _window(c: MaxTextConfig) -> str | None:
+  if (c.attention_type == "local_sliding") != (c.sliding_window_size > 0):
+    return (
+      f"attention_type={c.attention_type} and sliding_window_size={c.sliding_window_size} do not go together: "
+      f"set attention_type=local_sliding and a window above 0, or neither."
+    )
+  return None
+
+
+def _attention(c: MaxTextConfig) -> str | None:
+  if c.attention not in ATTENTION_KERNELS:
+    return (
+      f"attention={c.attention} must be one of {', '.join(ATTENTION_KERNELS)}.{nearest(c.attention, ATTENTION_KERNELS)}"
+    )
+  return None
+
+
+def _remat(c: MaxTextConfig) -> str | None:
+  known = [p.value for p in RematPolicy]
+  names = [name.strip() for name in c.remat_policy.split(",")]
+  for name in names:
+    if name not in known:
+      return f"remat_policy={c.remat_policy}: '{name}' must be one of {', '.join(known)}.{nearest(name, known)}"
+  if c.base_num_decoder_layers % len(names):
+    return (
+      f"remat_policy={c.remat_policy} names {len(names)} policies that take turns over the layers, and "
+      f"base_num_decoder_layers={c.base_num_decoder_layers} is not a multiple of {len(names)}."
+    )
+  return None
+
+
+def _tiling(c: MaxTextConfig) -> str | None:
+  if c.num_vocab_tiling < 1 or c.max_target_length % c.num_vocab_tiling:
+    return f"num_vocab_tiling={c.num_vocab_tiling} must divide max_target_length={c.max_target_length}."
+  return None
+
+
+def _length(c: MaxTextConfig) -> str | None:
+  if c.steps == -1 and c.learning_rate_schedule_steps == -1:
+    return "steps=-1 takes learning_rate_schedule_steps, which is -1 too: set one of them."
+  return None
+
+
+def _not_there_yet(c: MaxTextConfig) -> str | None:
+  if c.dataset_type != DatasetType.SYNTHETIC:
+    return f"dataset_type={c.dataset_type.value} is not implemented yet: write dataset_type=synthetic."
+  if c.opt_type != OptimizerType.ADAMW:
+    return f"opt_type={c.opt_type.value} is not implemented yet: write opt_type=adamw."
+  if c.lr_schedule_type != LearningRateScheduleType.COSINE:
+    return f"lr_schedule_type={c.lr_schedule_type.value} is not implemented yet: write lr_schedule_type=cosine."
+  if c.rope_type == RopeType.YARN:
+    return "rope_type=yarn is not implemented yet: write rope_type=default or rope_type=llama3.1."
+  return None
+
+
+_RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
+  _heads,
+  _activations,
+  _window,
+  _attention,
+  _remat,
+  _tiling,
+  _length,
+  _not_there_yet,
+)

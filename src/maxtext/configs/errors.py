@@ -1,0 +1,14 @@
+"""The one error for a user's mistake; its text names the key, the value and what to write instead."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+  """A run that cannot be done as asked. The command line prints it without a traceback and exits with 2."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+  """A hint for a misspelt word, as the end of a sentence; empty where nothing is close."""
+  found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+  return f" Did you mean '{found[0]}'?" if found else ""

@@ -1,0 +1,128 @@
+"""From files and `key=value` to one frozen `MaxTextConfig`.
+
+Later layers win: base.yml, the model's YAML, a user's YAML (or a built-in recipe's name), then single values.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from maxtext.configs.checks import check
+from maxtext.configs.errors import ConfigError, nearest
+from maxtext.configs.types import MaxTextConfig
+from maxtext.configs.types.run import ModelName
+
+_HERE = Path(__file__).parent
+_MODELS = _HERE / "models"
+_RECIPES = _HERE / "recipes"
+
+
+def load_config(source: str | Path | None = None, **values: Any) -> MaxTextConfig:
+  """Builds a run's configuration.
+
+  Args:
+    source: a YAML file, the name of a built-in recipe, or the name of a model.
+    **values: single keys, which win over every file.
+  """
+  user = (_user_layer(source) if source is not None else {}) | values
+  _refuse_unknown(user)
+  base = _read(_HERE / "base.yml")
+  model = _model_layer(user.get("model_name", "default"))
+  config = _build(base | model | user)
+  if not config.override_model_config:
+    _refuse_changed_model(config, _build(base | model), model.keys() & user.keys())
+  check(config)
+  return config
+
+
+def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
+  """`key=value` words of a command line; values are read as YAML."""
+  values: dict[str, Any] = {}
+  for word in words:
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+      raise ConfigError(f"'{word}' is not of the form key=value.")
+    try:
+      values[key] = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError:
+      values[key] = text
+  return values
+
+
+@cache
+def model_names() -> tuple[str, ...]:
+  """Every name the specification knows, available or not."""
+  return get_args(ModelName)
+
+
+def _user_layer(source: str | Path) -> dict[str, Any]:
+  path = Path(source)
+  if path.suffix in (".yml", ".yaml"):
+    layer = _read(path)
+    if base := layer.pop("base_config", None):
+      layer = _user_layer(path.parent / base) | layer
+    return layer
+  name = str(source)
+  recipe = _RECIPES / f"{name}.yml"
+  if recipe.exists():
+    return _read(recipe)
+  if name in model_names():
+    return {"model_name": name}
+  recipes = sorted(p.stem for p in _RECIPES.glob("*.yml"))
+  hint = nearest(name, (*recipes, *model_names()))
+  raise ConfigError(f"'{name}' is no .yml file, no recipe ({', '.join(recipes)}) and no model's name.{hint}")
+
+
+def _model_layer(name: str) -> dict[str, Any]:
+  if name not in model_names():
+    raise ConfigError(f"model_name={name} is not a known model.{nearest(str(name), model_names())}")
+  path = _MODELS / f"{name}.yml"
+  if not path.exists():
+    there = ", ".join(n for n in model_names() if (_MODELS / f"{n}.yml").exists())
+    raise ConfigError(f"model_name={name} is known, but its family is not implemented yet. Available: {there}.")
+  return _read(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+  try:
+    content = yaml.safe_load(path.read_text()) or {}
+  except OSError as error:
+    raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
+  except yaml.YAMLError as error:
+    raise ConfigError(f"{path} is not valid YAML: {error}") from None
+  if not isinstance(content, Mapping):
+    raise ConfigError(f"{path} must hold 'key: value' lines at its top level.")
+  return dict(content)
+
+
+def _refuse_unknown(values: Mapping[str, Any]) -> None:
+  known = MaxTextConfig.model_fields
+  for key in values:
+    if key not in known:
+      raise ConfigError(f"'{key}' is not a key.{nearest(key, known)}")
+
+
+def _build(values: Mapping[str, Any]) -> MaxTextConfig:
+  try:
+    return MaxTextConfig(**values)
+  except ValidationError as error:
+    raise ConfigError(_readable(error)) from None
+
+
+def _refuse_changed_model(config: MaxTextConfig, named: MaxTextConfig, keys: Iterable[str]) -> None:
+  for key in sorted(keys):
+    asked, has = getattr(config, key), getattr(named, key)
+    if asked != has:
+      raise ConfigError(
+        f"{key}={asked} contradicts model_name={config.model_name}, which has {key}={has}. "
+        f"Add override_model_config=true to change the model."
+      )
+
+
+def _readable(error: ValidationError) -> str:
+  """One line per wrong key: the key, the value, what was expected."""
+  return "\n".join(f"{e['loc'][0]}={e['input']}: {e['msg'].lower()}." for e in error.errors())

@@ -1,0 +1,48 @@
+"""Tokens with the frequencies of words in a text, for trying things out without data."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from maxtext.data.batch import Batch
+
+
+def synthetic_batches(
+  vocab: int, rows: int, length: int, seed: int, sharding: Sharding, first_step: int = 0
+) -> Iterator[Batch]:
+  """Endless batches; each process makes only the rows that its devices hold."""
+
+  def array(cell: Callable[[np.ndarray, np.ndarray], np.ndarray], dtype: type) -> jax.Array:
+    def piece(index: Any) -> np.ndarray:
+      row, column = (np.arange(n, dtype=np.uint64)[i] for n, i in zip((rows, length), index, strict=True))
+      return np.broadcast_to(cell(row[:, None], column[None]), (len(row), len(column))).astype(dtype)
+
+    return jax.make_array_from_callback((rows, length), sharding, piece)
+
+  positions = array(lambda row, column: column, np.int32)
+  weights = array(lambda row, column: np.ones(1), np.float32)
+  for step in itertools.count(first_step):
+    inputs = array(partial(_token, vocab, seed, step, 0), np.int32)
+    targets = array(partial(_token, vocab, seed, step, 1), np.int32)
+    yield Batch(inputs, targets, positions, None, weights)
+
+
+def _token(vocab: int, seed: int, step: int, shift: int, row: np.ndarray, column: np.ndarray) -> np.ndarray:
+  """Token t has a probability of about 1/t, as words have, so that there is something to learn."""
+  stream = _hash(_hash(_hash(np.array(seed, np.uint64)) ^ np.uint64(step)) ^ row)
+  uniform = (_hash(stream ^ (column + np.uint64(shift))) >> np.uint64(11)) * 2.0**-53
+  return np.floor(np.exp(uniform * np.log(vocab))) - 1
+
+
+def _hash(x: np.ndarray) -> np.ndarray:
+  """The finaliser of SplitMix64: neighbouring numbers become unrelated ones."""
+  with np.errstate(over="ignore"):
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(x ^ (x >> np.uint64(31)))

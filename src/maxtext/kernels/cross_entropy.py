@@ -1,0 +1,40 @@
+"""Cross-entropy of next tokens, whole or in tiles so that the batch's logits never exist at once.
+
+Shapes: B batch, S sequence, E width, V vocabulary, N tiles.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array, z_loss: float) -> jax.Array:
+  """Loss per token from logits [B,S,V]: -log p(target) + z_loss * log(partition)^2."""
+  log_partition = jax.nn.logsumexp(logits, axis=-1)
+  # A masked sum instead of a gather: it fuses, and a vocabulary split over devices needs no exchange of logits.
+  hit = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
+  gold = jnp.where(hit, logits, 0).sum(axis=-1)
+  return log_partition - gold + z_loss * jnp.square(log_partition)
+
+
+def tiled_cross_entropy(
+  hidden: jax.Array, logits_of: Callable[[jax.Array], jax.Array], targets: jax.Array, z_loss: float, tiles: int
+) -> jax.Array:
+  """The same from hidden states [B,S,E], one tile of positions at a time, computed again in the backward pass.
+
+  Tile n holds positions n, n + N, n + 2N, ...: every device then holds part of every tile, however length is split.
+  """
+  if tiles == 1:
+    return cross_entropy(logits_of(hidden), targets, z_loss)
+
+  def split(x: jax.Array) -> jax.Array:
+    B, S = x.shape[:2]
+    return jnp.moveaxis(x.reshape(B, S // tiles, tiles, *x.shape[2:]), 2, 0)
+
+  @jax.checkpoint
+  def one(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
+    return cross_entropy(logits_of(tile[0]), tile[1], z_loss)
+
+  losses = jax.lax.map(one, (split(hidden), split(targets)))
+  return jnp.moveaxis(losses, 0, 2).reshape(targets.shape)

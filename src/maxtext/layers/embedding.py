@@ -1,0 +1,30 @@
+"""The token table, which may serve as output head too.
+
+Shapes: B batch, S sequence, E width, V vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxtext.layers.how import How
+from maxtext.layers.make import Make
+
+
+class Embedding(nnx.Module):
+  """Rows of a table [V,E]."""
+
+  def __init__(self, make: Make, vocab: int, width: int, how: How, std: float) -> None:
+    self.how = how
+    self.table = make("table", (vocab, width), ("vocab", "embed"), std=std)
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    """Looks up [B,S] to [B,S,E]."""
+    # Gathering the width first lets the partitioner index whole rows; it would rematerialise the table otherwise.
+    table = self.how.shard(self.table[...].astype(self.how.dtype), "vocab", None)
+    return table[tokens]
+
+  def logits(self, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The tied head: [B,S,E] to [B,S,V]."""
+    table = self.table[...].astype(dtype)
+    return jnp.einsum("bse,ve->bsv", x.astype(dtype), table, precision=self.how.precision)

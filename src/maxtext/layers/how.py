@@ -1,0 +1,61 @@
+"""How a run executes a model, beside what the model is: number formats, placement, kernels, rematerialisation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxtext.kernels.attention import Attention
+from maxtext.mesh.rules import Rules
+
+
+@dataclass(frozen=True)
+class Remat:
+  """What one layer keeps for its backward pass, by the names given in the layers; the rest is computed again."""
+
+  saved: tuple[str, ...] = ()
+  offloaded: tuple[str, ...] = ()
+
+
+class LinearHook(Protocol):
+  """Something that changes every product of a weight and an activation: LoRA, quantization."""
+
+  def variables(self, make: Any, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> dict[str, Any]:
+    """Variables to keep beside the weight, made with the layer's `Make`."""
+    ...
+
+  def __call__(self, product: Any, x: jax.Array, weight: jax.Array, own: Mapping[str, jax.Array]) -> jax.Array:
+    """Computes the output; `product(x, weight)` is the plain one, or the next hook's."""
+    ...
+
+
+@dataclass(frozen=True)
+class How:
+  """Everything a layer must know of the run. Hashable: it is part of what a compiled program depends on."""
+
+  mesh: Mesh
+  rules: Rules
+  dtype: Any = jnp.float32
+  weight_dtype: Any = jnp.float32
+  precision: str = "default"
+  activations_in_float32: bool = False
+  logits_dot_in_float32: bool = False
+  cast_logits_to_float32: bool = True
+  attention: Attention = field(default_factory=Attention)
+  remat: tuple[Remat, ...] = (Remat(),)  # takes turns over the layers of a stack
+  scan: bool = True
+  init_scale: float = 1.0
+  linear_hooks: tuple[LinearHook, ...] = ()
+
+  def partition(self, shape: tuple[int, ...], *axes: str | None) -> PartitionSpec:
+    """How an array with these named dimensions is split over the mesh."""
+    return self.rules.partition(self.mesh, axes, shape)
+
+  def shard(self, x: jax.Array, *axes: str | None) -> jax.Array:
+    """Tells the compiler where an activation lives."""
+    if self.mesh.size == 1:
+      return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.partition(x.shape, *axes)))

@@ -1,0 +1,108 @@
+"""Named dimensions and the mesh axes they are split over.
+
+Every array in the program names its dimensions (`LogicalAxis`); one table, from the configuration, says which mesh axes
+each name is split over. Strategies (data, FSDP, tensor, ...) differ only in the mesh's shape and in this table.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, get_args
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxtext.configs.errors import ConfigError, nearest
+
+LogicalAxis = Literal[
+  "layers",
+  "vocab",
+  "embed",
+  "heads",
+  "kv_heads",
+  "head_dim",
+  "mlp",
+  "norm",
+  "activation_batch",
+  "activation_embed_and_logits_batch",
+  "activation_length",
+  "activation_norm_length",
+  "activation_embed",
+  "activation_heads",
+  "activation_kv_heads",
+  "activation_head_dim",
+  "activation_mlp",
+  "activation_vocab",
+]
+LOGICAL_AXES: tuple[str, ...] = get_args(LogicalAxis)
+
+
+@dataclass(frozen=True)
+class Rules:
+  """The table, as hashable pairs (named dimension, mesh axes)."""
+
+  pairs: tuple[tuple[str, tuple[str, ...]], ...]
+
+  @staticmethod
+  def parse(table: Any, mesh_axes: Sequence[str]) -> "Rules":
+    """Reads `logical_axis_rules`; unknown and doubly-used names are refused."""
+    rules: dict[str, tuple[str, ...]] = {}
+    for entry in table:
+      name, axes = _entry(entry)
+      if name not in LOGICAL_AXES:
+        raise ConfigError(f"logical_axis_rules: '{name}' is not a named dimension.{nearest(name, LOGICAL_AXES)}")
+      if name in rules:
+        raise ConfigError(f"logical_axis_rules: '{name}' stands twice; join its mesh axes in one entry.")
+      for axis in axes:
+        if axis not in mesh_axes:
+          raise ConfigError(f"logical_axis_rules: {name}: '{axis}' is not a mesh axis.{nearest(axis, mesh_axes)}")
+      if len(set(axes)) < len(axes):
+        raise ConfigError(f"logical_axis_rules: {name}: {list(axes)} names a mesh axis twice.")
+      rules[name] = axes
+    if missing := [name for name in LOGICAL_AXES if name not in rules]:
+      raise ConfigError(f"logical_axis_rules lacks {', '.join(missing)}; write [] for a dimension that is not split.")
+    return Rules(tuple(rules.items()))
+
+  def partition(self, mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+    """How an array with these named dimensions is split.
+
+    A dimension takes the longest prefix of its mesh axes whose product divides it, so that a model with two key heads
+    still runs on eight tensor-parallel devices. Axes of size one are left out.
+    """
+    assert len(axes) == len(shape), (axes, shape)
+    table: Mapping[str, tuple[str, ...]] = dict(self.pairs)
+    taken: dict[str, str] = {}
+    parts: list[tuple[str, ...] | None] = []
+    for name, size in zip(axes, shape, strict=True):
+      if name is None:
+        parts.append(None)
+        continue
+      wanted = [axis for axis in table[name] if mesh.shape.get(axis, 1) > 1]
+      for axis in wanted:
+        if axis in taken:
+          raise ConfigError(
+            f"logical_axis_rules: an array with dimensions {list(axes)} would be split over mesh axis '{axis}' twice, "
+            f"by '{taken[axis]}' and by '{name}'. Take it out of one of the two."
+          )
+        taken[axis] = name
+      parts.append(_dividing_prefix(wanted, mesh, size) or None)
+    return PartitionSpec(*parts)
+
+  def sharding(self, mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+    """The same as a sharding."""
+    return NamedSharding(mesh, self.partition(mesh, axes, shape))
+
+
+def _entry(entry: Any) -> tuple[str, tuple[str, ...]]:
+  if not (isinstance(entry, Sequence) and len(entry) == 2 and isinstance(entry[0], str)):
+    raise ConfigError(f"logical_axis_rules: {entry!r} is not a pair [named dimension, mesh axes].")
+  axes = entry[1]
+  return entry[0], (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def _dividing_prefix(axes: Iterable[str], mesh: Mesh, size: int) -> tuple[str, ...]:
+  kept: list[str] = []
+  for axis in axes:
+    if size % prod(mesh.shape[a] for a in (*kept, axis)):
+      break
+    kept.append(axis)
+  return tuple(kept)

@@ -1,0 +1,94 @@
+"""Named TPU topologies, for compiling where there is no TPU."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.experimental import topologies
+
+from maxtext.configs.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class Chip:
+  """A TPU generation. Figures are per chip."""
+
+  compiler_name: str
+  cores_in_name: int  # what the number in 'v5p-128' counts, per chip
+  dims: int  # dimensions of its torus
+  hbm_bytes: int
+  peak_bf16_flops: float
+  clock_hz: float
+  config_name: str = "default"
+
+
+CHIPS = {
+  "v4": Chip("v4", 2, 3, 32 * 2**30, 275e12, 1.05e9, "megacore"),
+  "v5e": Chip("v5e", 1, 2, 16 * 2**30, 197e12, 1.5e9),
+  "v5p": Chip("v5p", 2, 3, 102_803_439_616, 459e12, 1.75e9),
+  "v6e": Chip("v6e", 1, 2, 32 * 2**30, 918e12, 1.75e9),
+}
+
+_SHAPES: dict[int, dict[int, tuple[int, ...]]] = {
+  2: {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)},
+  3: {
+    4: (2, 2, 1),
+    8: (2, 2, 2),
+    16: (2, 2, 4),
+    32: (2, 4, 4),
+    64: (4, 4, 4),
+    128: (4, 4, 8),
+    256: (4, 8, 8),
+    512: (8, 8, 8),
+    1024: (8, 8, 16),
+    2048: (8, 16, 16),
+    4096: (16, 16, 16),
+    8960: (16, 20, 28),
+  },
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+  """Slices of one shape of one chip."""
+
+  chip: Chip
+  shape: tuple[int, ...]
+  slices: int = 1
+
+  @staticmethod
+  def named(name: str, slices: int = 1) -> "Topology":
+    """Reads Google's names: 'v5p-128' is 64 chips, 'v5e-256' is 256."""
+    kind, _, count = name.partition("-")
+    chip = CHIPS.get(kind)
+    shapes = {n * chip.cores_in_name: s for n, s in _SHAPES[chip.dims].items()} if chip else {}
+    if chip is None or not count.isdigit() or int(count) not in shapes:
+      known = [f"{k}-{n * c.cores_in_name}" for k, c in CHIPS.items() for n in _SHAPES[c.dims]]
+      raise ConfigError(f"compile_topology={name} is not a known topology.{nearest(name, known)}")
+    return Topology(chip, shapes[int(count)], slices)
+
+  @property
+  def wrap(self) -> tuple[bool, bool, bool]:
+    """Which dimensions close to a ring. Without this the compiler decomposes every all-gather."""
+    if self.chip.dims == 3:
+      return (min(self.shape) >= 4,) * 3
+    first, second = (size == 16 for size in self.shape)
+    return first, second, False
+
+  def devices(self) -> Sequence[jax.Device]:
+    """Descriptions of the devices, from the TPU compiler; no TPU is touched."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    try:
+      description = topologies.get_topology_desc(
+        platform="tpu",
+        topology_name=f"{self.chip.compiler_name}:{'x'.join(map(str, self.shape))}",
+        chip_config_name=self.chip.config_name,
+        chips_per_host_bounds=(2, 2, 1),
+        num_slices=self.slices,
+        wrap=self.wrap,
+      )
+    except (ImportError, RuntimeError) as error:
+      raise ConfigError(f"The TPU compiler cannot be loaded ({error}); pip install 'maxtext[tpu]'.") from error
+    return description.devices

@@ -1,0 +1,79 @@
+"""One decoder for every spec.
+
+Shapes: B batch, S sequence, E width, V vocabulary.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxtext.layers.block import RESIDUAL
+from maxtext.layers.cache import Cache
+from maxtext.layers.context import Context
+from maxtext.layers.embedding import Embedding
+from maxtext.layers.how import How
+from maxtext.layers.linear import Linear
+from maxtext.layers.make import Make
+from maxtext.layers.norm import RMSNorm
+from maxtext.layers.stack import Stack
+from maxtext.models.spec import DecoderSpec
+
+_TOKENS = ("activation_embed_and_logits_batch", "activation_norm_length", "activation_embed")
+_LOGITS = ("activation_embed_and_logits_batch", "activation_length", "activation_vocab")
+
+
+class Decoder(nnx.Module):
+  """Tokens to hidden states, hidden states to logits."""
+
+  def __init__(self, spec: DecoderSpec, how: How, key: jax.Array) -> None:
+    self.spec, self.how = spec, how
+    make = Make(key, how.weight_dtype)
+    std = spec.width**-0.5 if spec.tied else 1.0
+    self.embedding = Embedding(make.at("embedding"), spec.vocab, spec.width, how, std)
+    groups = make.at("groups")
+    self.groups = nnx.List(
+      [Stack(groups.at(i), g.cycle, g.repeats, spec.width, how) for i, g in enumerate(spec.groups)]
+    )
+    self.final_norm = RMSNorm(make.at("final_norm"), spec.final_norm, spec.width)
+    self.head = (
+      None if spec.tied else Linear(make.at("head"), {"embed": spec.width}, {"vocab": spec.vocab}, how, "logits")
+    )
+
+  def hidden(
+    self,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segments: jax.Array | None = None,
+    cache: list[list[Cache]] | None = None,
+  ) -> tuple[jax.Array, list[Any], list[list[Cache]] | None]:
+    """Tokens [B,S] to normed hidden states [B,S,E], the layers' reports per group, and the extended cache."""
+    how = self.how
+    context = Context.of(positions, segments, self.spec.ropes, how.dtype)
+    x = how.shard(self.embedding(tokens), *_TOKENS)
+    x, reports, caches = how.shard(x, *RESIDUAL), [], []
+    for i, group in enumerate(self.groups):
+      x, report, extended = group(x, None, context, None if cache is None else cache[i])
+      reports.append(report)
+      caches.append(extended)
+    return self.final_norm(x), reports, None if cache is None else caches
+
+  def logits(self, x: jax.Array) -> jax.Array:
+    """Hidden states [B,S,E] to logits [B,S,V]."""
+    how, spec = self.how, self.spec
+    dtype = jnp.float32 if how.logits_dot_in_float32 else how.dtype
+    logits = self.embedding.logits(x, dtype) if self.head is None else self.head(x, dtype)
+    logits = how.shard(logits, *_LOGITS)
+    if how.cast_logits_to_float32:
+      logits = logits.astype(jnp.float32)
+    if spec.logit_scale != 1.0:
+      logits = logits * spec.logit_scale
+    return logits if spec.logit_cap is None else spec.logit_cap * jnp.tanh(logits / spec.logit_cap)
+
+  def empty_cache(self, batch: int, length: int) -> list[list[Cache]]:
+    """A cache for `length` positions."""
+    return [
+      [{n: jnp.zeros(s, self.how.dtype) for n, s in layer.items()} for layer in group.cache_shapes(batch, length)]
+      for group in self.groups
+    ]

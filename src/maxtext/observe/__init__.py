@@ -1,0 +1,1 @@
+"""What a run shows of itself. Nothing here decides what the run does."""

@@ -1,0 +1,49 @@
+"""The training loop. It knows a step, a state and batches; all else hangs on it as callbacks."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from maxtext.data.batch import Batch
+from maxtext.train.callbacks.base import Callback
+from maxtext.train.state import TrainState
+
+Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
+
+
+def run_loop(
+  step_fn: Step,
+  state: TrainState,
+  batches: Iterator[Batch],
+  steps: range,
+  callbacks: Sequence[Callback] = (),
+) -> TrainState:
+  """Runs the steps and returns the last state. Figures are read one step late, so that the devices never wait."""
+  pending: tuple[int, dict[str, Any]] | None = None
+  finished = time.perf_counter()
+
+  def report() -> None:
+    nonlocal finished
+    if pending is None:
+      return
+    step, metrics = pending
+    figures = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    now = time.perf_counter()
+    figures["seconds"], finished = now - finished, now
+    figures["tokens_per_second"] = figures["tokens"] / figures["seconds"]
+    for callback in callbacks:
+      callback.on_step(step, figures)
+
+  batch = next(batches)
+  for step in steps:
+    state, metrics = step_fn(state, batch)
+    if step + 1 < steps.stop:
+      batch = next(batches)
+    report()
+    pending = step, metrics
+  report()
+  for callback in callbacks:
+    callback.on_end(state)
+  return state

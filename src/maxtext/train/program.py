@@ -1,0 +1,104 @@
+"""A run made ready: the model, the compiled step, and the abstract state and batch it takes. No array exists yet."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.data.batch import Batch
+from maxtext.data.synthetic import synthetic_batches
+from maxtext.mesh.rules import Rules
+from maxtext.models.build import build_model
+from maxtext.models.model import Model
+from maxtext.optim.optimizer import make_optimizer
+from maxtext.optim.schedules import learning_rate
+from maxtext.train.objectives.language_modeling import LanguageModeling
+from maxtext.train.state import TrainState, abstract_state, initial_state
+from maxtext.train.step import make_train_step
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+  """What the loop runs and the planner compiles; another mesh is another `Program`."""
+
+  config: MaxTextConfig
+  model: Model
+  state: TrainState  # abstract
+  batch: Batch  # abstract
+  step: Any  # jitted: (state, batch) to (state, metrics)
+  _init: Any
+
+  @staticmethod
+  def of(config: MaxTextConfig, mesh: Mesh) -> "Program":
+    """Builds everything that needs no array."""
+    model = build_model(config, mesh)
+    optimizer = make_optimizer(config)
+    state = abstract_state(model, optimizer)
+    objective = LanguageModeling(config.z_loss_multiplier, config.num_vocab_tiling)
+    step = make_train_step(
+      model,
+      objective,
+      optimizer,
+      learning_rate(config),
+      accumulation=config.gradient_accumulation_steps,
+      grad_dtype=config.grad_dtype.value,
+    )
+    shardings = jax.tree.map(lambda a: a.sharding, state)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return Program(
+      config,
+      model,
+      state,
+      _abstract_batch(config, mesh, model.how.rules),
+      jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated)),
+      jax.jit(lambda key: initial_state(model, optimizer, key), out_shardings=shardings),
+    )
+
+  def init(self) -> TrainState:
+    """The first state, made where it lives."""
+    return self._init(jax.random.key(self.config.init_weights_seed))
+
+  def batches(self, first_step: int = 0) -> Iterator[Batch]:
+    """The data from a step on."""
+    c, (rows, length) = self.config, self.batch.inputs.shape
+    return synthetic_batches(c.vocab_size, rows, length, c.data_shuffle_seed, self.batch.inputs.sharding, first_step)
+
+  def lower(self) -> jax.stages.Lowered:
+    """The step for this mesh, from shapes alone."""
+    return self.step.lower(self.state, self.batch)
+
+
+def global_batch_size(config: MaxTextConfig, devices: int) -> int:
+  """Sequences per update: per device, times devices, times accumulation."""
+  rows = config.per_device_batch_size * devices * config.gradient_accumulation_steps
+  if rows != int(rows) or rows < 1:
+    raise ConfigError(
+      f"per_device_batch_size={config.per_device_batch_size} x {devices} devices x gradient_accumulation_steps="
+      f"{config.gradient_accumulation_steps} = {rows:g} sequences, which is not a whole number above 0."
+    )
+  return int(rows)
+
+
+def _abstract_batch(config: MaxTextConfig, mesh: Mesh, rules: Rules) -> Batch:
+  shape = global_batch_size(config, mesh.size), config.max_target_length
+  axes = config.input_data_sharding_logical_axes
+  whole = rules.sharding(mesh, axes, shape)
+  micro = shape[0] // config.gradient_accumulation_steps
+  split = dict(rules.pairs)[axes[0]]
+  shards = prod(mesh.shape[a] for a in split)
+  if micro % shards:
+    raise ConfigError(
+      f"A micro-batch of {micro} sequences (per_device_batch_size={config.per_device_batch_size} x {mesh.size} "
+      f"devices) cannot be split over {' x '.join(f'{a}={mesh.shape[a]}' for a in split)} = {shards} groups: "
+      f"make per_device_batch_size a multiple of {shards / mesh.size:g}."
+    )
+
+  def array(dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+  return Batch(array(jnp.int32), array(jnp.int32), array(jnp.int32), None, array(jnp.float32))

@@ -1,0 +1,61 @@
+"""From a configuration to a trained state."""
+
+import os
+from collections.abc import Sequence
+
+import jax
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.mesh.devices import make_mesh
+from maxtext.mesh.multihost import join
+from maxtext.observe.sinks import Console, JsonLines, Sink
+from maxtext.train.callbacks.base import Callback
+from maxtext.train.callbacks.report import Report
+from maxtext.train.loop import run_loop
+from maxtext.train.program import Program
+from maxtext.train.state import TrainState
+
+
+def train(config: MaxTextConfig, callbacks: Sequence[Callback] = ()) -> TrainState:
+  """Trains as configured, on all devices that JAX finds, and returns the last state."""
+  _start(config)
+  program = Program.of(config, make_mesh(config))
+  _introduce(program)
+  steps = range(config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
+  callbacks = [Report(_sinks(config, steps)), *callbacks]
+  try:
+    return run_loop(program.step, program.init(), program.batches(), steps, callbacks)
+  finally:
+    for callback in callbacks:
+      callback.close()
+
+
+def _start(config: MaxTextConfig) -> None:
+  if config.jax_cache_dir:
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
+  join(config)
+  platform = jax.default_backend()
+  if "hardware" in config.model_fields_set and not config.hardware.startswith(platform):
+    raise ConfigError(f"hardware={config.hardware}, but JAX finds {platform} devices: leave hardware out to take them.")
+
+
+def _introduce(program: Program) -> None:
+  if jax.process_index():
+    return
+  model, mesh = program.model, program.model.how.mesh
+  axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1) or "one device"
+  rows, length = program.batch.inputs.shape
+  print(
+    f"{program.config.model_name}: {model.size:,} parameters on {mesh.size} {mesh.devices.flat[0].platform} "
+    f"({axes}), {rows} x {length} tokens a step",
+    flush=True,
+  )
+
+
+def _sinks(config: MaxTextConfig, steps: range) -> list[Sink]:
+  if jax.process_index():
+    return []
+  sinks: list[Sink] = [Console(config.log_period, len(steps))]
+  if config.metrics_file:
+    sinks.append(JsonLines(config.metrics_file))
+  return sinks

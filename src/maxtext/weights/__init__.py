@@ -1,0 +1,1 @@
+"""Weights of other frameworks, through each family's table of names."""
