@@ -1,6 +1,7 @@
-"""The parameter factory: a value is a function of (seed, path, repeat), whatever the scan, mesh or process count."""
+"""The parameter factory: a value is a function of (seed, path, index), whatever the loop, mesh or process count."""
 
 import dataclasses
+import math
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ class Buffer(nnx.Variable):
 class Make:
   """Makes the variables of one module; `at` goes one module down. Inside a stack each is stacked on dimension 0."""
 
-  key: jax.Array
+  seed: jax.typing.ArrayLike
   dtype: Any
   path: str = ""
   repeats: int | None = None
@@ -37,14 +38,33 @@ class Make:
     fill: float = 0.0,
     kind: type[nnx.Variable] = nnx.Param,
   ) -> Any:
-    """A variable with named dimensions: normal, cut at three deviations, around `fill`."""
+    """A variable with named dimensions: normal around `fill`, cut at three deviations."""
+    if self.repeats is not None:
+      shape, axes = (self.repeats, *shape), ("layers", *axes)
+    value = jnp.full(shape, fill, self.dtype)
+    if std:
+      value += (std * _normal(self.seed, f"{self.path}/{name}", shape)).astype(self.dtype)
+    return kind(value, axes=axes)
 
-    def one(key: jax.Array) -> jax.Array:
-      value = jnp.full(shape, fill, self.dtype)
-      return value + std * jax.random.truncated_normal(key, -3, 3, shape, self.dtype) if std else value
 
-    key = jax.random.fold_in(self.key, zlib.crc32(f"{self.path}/{name}".encode()))
-    if self.repeats is None:
-      return kind(one(key), axes=axes)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(self.repeats))
-    return kind(jax.vmap(one)(keys), axes=("layers", *axes))
+def _normal(seed: jax.typing.ArrayLike, path: str, shape: tuple[int, ...]) -> jax.Array:
+  """Each element from a hash of its own index: any shard can be computed alone, and it compiles in a tenth of the time
+  of `jax.random`, which would be a quarter of a small run's start-up."""
+  assert math.prod(shape[1:]) <= 2**32, "an index within dimension 0 is 32 bits"
+  key = _mix(jnp.asarray(seed, jnp.uint32) ^ jnp.uint32(zlib.crc32(path.encode())))
+  inner = jnp.zeros(shape, jnp.uint32)
+  for dim in range(1, len(shape)):
+    inner += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(math.prod(shape[dim + 1 :]))
+  outer = _mix(jax.lax.broadcasted_iota(jnp.uint32, shape, 0) ^ _mix(key + 1))
+  bits = _mix(_mix(inner ^ _mix(key + 2)) + outer)
+  symmetric = ((bits >> 8).astype(jnp.float32) + 0.5) * 2.0**-23 - 1.0
+  cut = math.erf(3 / math.sqrt(2))
+  deviation = math.sqrt(1 - 6 * math.exp(-4.5) / (math.sqrt(2 * math.pi) * cut))  # of a normal cut at three
+  return jax.lax.erf_inv(symmetric * cut) * (math.sqrt(2) / deviation)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+  """A bijection of 32 bits that makes neighbouring numbers unrelated (two multiplications, as in murmur3)."""
+  x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
+  x = (x ^ (x >> 15)) * jnp.uint32(0x735A2D97)
+  return x ^ (x >> 15)

@@ -36,7 +36,7 @@ class Model:
   @staticmethod
   def of(spec: DecoderSpec, how: How) -> "Model":
     """Traces the modules' construction; nothing is allocated."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(spec, how, jax.random.key(0))))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(spec, how, 0)))
     variables: list[tuple] = []
     trained: dict[str, jax.ShapeDtypeStruct] = {}
     buffers: dict[str, jax.ShapeDtypeStruct] = {}
@@ -53,9 +53,9 @@ class Model:
     """Number of parameters."""
     return sum(a.size for a in self.abstract.values())
 
-  def init(self, key: jax.Array) -> tuple[Params, Params]:
+  def init(self, seed: jax.typing.ArrayLike) -> tuple[Params, Params]:
     """Initial parameters and buffers; call it under `jax.jit` with the shardings of the abstract trees."""
-    _, state = nnx.split(Decoder(self.spec, self.how, key))
+    _, state = nnx.split(Decoder(self.spec, self.how, seed))
     values = {_name(path): variable.get_value() for path, variable in nnx.to_flat_state(state)}
     return {n: values[n] for n in self.abstract}, {n: values[n] for n in self.buffers}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.configs import ConfigError, MaxTextConfig
@@ -56,12 +57,12 @@ class Program:
       state,
       _abstract_batch(config, mesh, model.how.rules),
       jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated)),
-      jax.jit(lambda key: initial_state(model, optimizer, key), out_shardings=shardings),
+      jax.jit(lambda seed: initial_state(model, optimizer, seed), out_shardings=shardings),
     )
 
   def init(self) -> TrainState:
     """The first state, made where it lives."""
-    return self._init(jax.random.key(self.config.init_weights_seed))
+    return self._init(np.uint32(self.config.init_weights_seed))
 
   def batches(self, first_step: int = 0) -> Iterator[Batch]:
     """The data from a step on."""

@@ -29,9 +29,9 @@ class TrainState:
   opt_state: Any
 
 
-def initial_state(model: Model, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+def initial_state(model: Model, optimizer: optax.GradientTransformation, seed: jax.Array) -> TrainState:
   """Traced, never run eagerly: `jax.jit` it with the shardings of `abstract_state`."""
-  params, buffers = model.init(key)
+  params, buffers = model.init(seed)
   return TrainState(jnp.zeros((), jnp.int32), params, buffers, optimizer.init(params))
 
 

@@ -44,7 +44,7 @@ def make_train_step(
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     rate = jnp.asarray(schedule(state.step))
-    metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), "learning_rate": rate, "tokens": total}
+    metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": rate, "tokens": total}
     return TrainState(state.step + 1, params, state.buffers, opt_state), metrics
 
   return train_step
