@@ -12,7 +12,7 @@ Table = tuple[jax.Array, jax.Array]  # cosine and sine, [B,S,1,D/2]
 
 @dataclass(frozen=True)
 class LongContext:
-  """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+  """Scaling by wavelength: long ones are stretched by `factor`, short ones kept, those between blended."""
 
   factor: float
   original_length: int

@@ -1,0 +1,14 @@
+"""The real train step, lowered and compiled for a topology that is not here."""
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.mesh.devices import make_mesh
+from maxtext.mesh.topology import Topology
+from maxtext.train.program import Program
+
+
+def program_for(config: MaxTextConfig) -> tuple[Program, Topology]:
+  """The program of a run on `compile_topology`; nothing is allocated, and no device is touched."""
+  if not config.compile_topology:
+    raise ConfigError("compile_topology is empty: name the hardware to compile for, such as compile_topology=v5p-128.")
+  topology = Topology.named(config.compile_topology, max(config.compile_topology_num_slices, 1))
+  return Program.of(config, make_mesh(config, topology.devices())), topology
