@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 from jax.experimental import topologies
 
-from maxtext.configs.errors import ConfigError, nearest
+from maxtext.configs.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,12 @@ class Topology:
     """Reads Google's names: 'v5p-128' is 64 chips, 'v5e-256' is 256."""
     kind, _, count = name.partition("-")
     chip = CHIPS.get(kind)
-    shapes = {n * chip.cores_in_name: s for n, s in _SHAPES[chip.dims].items()} if chip else {}
-    if chip is None or not count.isdigit() or int(count) not in shapes:
-      known = [f"{k}-{n * c.cores_in_name}" for k, c in CHIPS.items() for n in _SHAPES[c.dims]]
-      raise ConfigError(f"compile_topology={name} is not a known topology.{nearest(name, known)}")
-    return Topology(chip, shapes[int(count)], slices)
+    if chip is None:
+      raise ConfigError(f"compile_topology={name}: the chip is one of {', '.join(CHIPS)}, as in v5p-128.")
+    shapes = {str(n * chip.cores_in_name): s for n, s in _SHAPES[chip.dims].items()}
+    if count not in shapes:
+      raise ConfigError(f"compile_topology={name}: {kind} comes in sizes {', '.join(shapes)}.")
+    return Topology(chip, shapes[count], slices)
 
   @property
   def wrap(self) -> tuple[bool, bool, bool]:

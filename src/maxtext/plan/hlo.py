@@ -96,7 +96,9 @@ class CompiledProgram:
     """Every instruction that is scheduled, with how often it runs; fusions are one instruction."""
     for instruction in self.computations[name or self.entry].instructions:
       yield instruction, times
-      called = dict(zip(("condition", "body"), _loop(instruction), strict=True)) if instruction.opcode == "while" else {}
+      called = (
+        dict(zip(("condition", "body"), _loop(instruction), strict=True)) if instruction.opcode == "while" else {}
+      )
       if called:
         yield from self.walk(called["body"], times * self.trips(instruction))
       elif instruction.opcode in ("call", "conditional", "async-start"):

@@ -35,30 +35,37 @@ def make_train_step(
   """Builds step(state, batch) to (state, metrics). With accumulation the batch holds that many micro-batches."""
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    total = objective.weight(batch)
-
-    def loss_of(params: Params, part: Batch) -> jax.Array:
-      return objective(model.bind(params | state.buffers), part) / total
-
-    loss, grads = _gradients(loss_of, model, state.params, batch, accumulation, grad_dtype)
+    loss, grads = gradients(
+      model, objective, state.params, state.buffers, batch, accumulation=accumulation, grad_dtype=grad_dtype
+    )
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    rate = jnp.asarray(schedule(state.step))
-    metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads), "learning_rate": rate, "tokens": total}
+    metrics = {
+      "loss": loss,
+      "grad_norm": optax.tree.norm(grads),
+      "learning_rate": jnp.asarray(schedule(state.step)),
+      "tokens": objective.weight(batch),
+    }
     return TrainState(state.step + 1, params, state.buffers, opt_state), metrics
 
   return train_step
 
 
-def _gradients(
-  loss_of: Callable[[Params, Batch], jax.Array],
+def gradients(
   model: Model,
+  objective: Objective,
   params: Params,
+  buffers: Params,
   batch: Batch,
-  accumulation: int,
-  grad_dtype: jax.typing.DTypeLike,
+  *,
+  accumulation: int = 1,
+  grad_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, Params]:
-  """Loss and gradients of the whole batch, one micro-batch at a time, placed like the parameters."""
+  """Loss and gradients of the whole batch, one micro-batch at a time; gradients are placed like the parameters."""
+  total = objective.weight(batch)
+
+  def loss_of(params: Params, part: Batch) -> jax.Array:
+    return objective(model.bind(params | buffers), part) / total
 
   def one(part: Batch) -> tuple[jax.Array, Params]:
     loss, grads = jax.value_and_grad(loss_of)(params, part)
@@ -72,8 +79,8 @@ def _gradients(
 
   # Rows are dealt in turn, so that each device's rows are spread over all micro-batches and none has to move.
   parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, accumulation, *x.shape[1:]), 1, 0), batch)
-  zero = jnp.zeros((), jnp.float32), _like_params({n: jnp.zeros(p.shape, grad_dtype) for n, p in params.items()}, model)
-  return jax.lax.scan(add, zero, parts)[0]
+  zeros = _like_params({n: jnp.zeros(p.shape, grad_dtype) for n, p in params.items()}, model)
+  return jax.lax.scan(add, (jnp.zeros((), jnp.float32), zeros), parts)[0]
 
 
 def _like_params(grads: Params, model: Model) -> Params:

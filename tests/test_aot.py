@@ -1,0 +1,73 @@
+"""The real TPU compiler on the real step: what fits, what it costs, which collectives it makes."""
+
+from collections import Counter
+
+import jax
+import pytest
+
+from maxtext import load_config
+from maxtext.plan.compile import program_for
+from maxtext.plan.hlo import CompiledProgram
+
+pytest.importorskip("libtpu")
+pytestmark = [pytest.mark.aot, pytest.mark.slow]
+
+# A Llama layer's weights that FSDP splits: query, key, value, out, gate, up, down.
+WEIGHTS_PER_LAYER = 7
+
+
+def compiled(model: str, **keys):
+  program, topology = program_for(load_config(model, dataset_type="synthetic", max_target_length=4096, **keys))
+  executable = program.lower().compile()
+  return executable.memory_analysis(), CompiledProgram.parse(executable.as_text()), topology
+
+
+def splash_calls(program: CompiledProgram) -> Counter:
+  calls = [(i.op_name or "", n) for i, n in program.walk() if i.opcode == "custom-call" and "tpu_custom_call" in i.rest]
+  count: Counter = Counter()
+  for name, times in calls:
+    for part in ("fwd", "dq", "dkv"):
+      count[part] += times * (f"splash_mha_{part}" in name)
+  return count
+
+
+def test_7b_compiles_for_eight_chips_with_splash():
+  memory, program, topology = compiled("llama2-7b", compile_topology="v5p-16", per_device_batch_size=1)
+  assert memory.peak_memory_in_bytes < topology.chip.hbm_bytes
+  assert splash_calls(program) == {"fwd": 64, "dq": 32, "dkv": 32}, "forward, and again for the backward pass"
+  print(f"peak {memory.peak_memory_in_bytes / 1e9:.1f} GB, {program.cycles:.3e} cycles")
+
+
+def test_70b_on_64_chips_costs_what_it_should():
+  memory, program, _ = compiled(
+    "llama2-70b", compile_topology="v5p-128", per_device_batch_size=2, remat_policy="save_dot_except_mlpwi"
+  )
+  print(f"peak {memory.peak_memory_in_bytes / 1e9:.1f} GB, {program.cycles:.3e} cycles")
+  assert memory.peak_memory_in_bytes == pytest.approx(58.1e9, rel=0.05)
+  assert program.cycles == pytest.approx(1.96e10, rel=0.05)
+
+  collectives = program.collectives()
+  assert all(i.op_name for i, _ in collectives), "a collective without a source is a decomposed one"
+  in_loop = Counter(i.collective for i, times in collectives if times == 80)
+  assert in_loop["all-gather"] == 2 * WEIGHTS_PER_LAYER, "each weight once forward, once backward"
+  outside = [i for i, times in collectives if times == 1 and i.collective == "all-gather"]
+  assert sorted(i.type.split("{")[0] for i in outside) == ["bf16[32000,8192]", "bf16[8192,32000]"], "embedding and head"
+
+
+def test_70b_lowers_for_50944_chips_without_an_array():
+  before = {id(a) for a in jax.live_arrays()}
+  config = load_config(
+    "llama2-70b",
+    dataset_type="synthetic",
+    max_target_length=4096,
+    per_device_batch_size=1,
+    compile_topology="v5e-256",
+    compile_topology_num_slices=199,
+  )
+  program, _ = program_for(config)
+  mesh = program.model.how.mesh
+  assert mesh.size == 50944
+  assert (mesh.shape["data"], mesh.shape["fsdp"]) == (199, 256)
+  text = program.lower().as_text()
+  assert "50944" in text
+  assert not [a for a in jax.live_arrays() if id(a) not in before and a.size > 1]

@@ -1,0 +1,212 @@
+"""The contracts that later work stands on: one Linear, one Stack, one batch, hidden apart from logits, caches."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from maxtext.layers.cache import extend
+from maxtext.layers.context import Context
+from maxtext.layers.make import Buffer, Make
+from maxtext.layers.stack import Stack
+from maxtext.models.model import Model
+from maxtext.train.objectives.language_modeling import LanguageModeling
+from maxtext.train.step import gradients
+from tests.support import program, random_batch, tiny
+
+
+@dataclass(frozen=True)
+class Lora:
+  """y = x W + x A B, with B zero at first."""
+
+  rank: int = 4
+
+  def variables(self, make, inputs, outputs):
+    down = make("down", (*inputs.values(), self.rank), (*inputs, None), std=0.1)
+    up = make("up", (self.rank, *outputs.values()), (None, *outputs))
+    return {"down": down, "up": up}
+
+  def __call__(self, product, x, weight, own):
+    count = own["down"].ndim - 1
+    return product(x, weight) + jnp.tensordot(jnp.tensordot(x, own["down"], count), own["up"], 1)
+
+
+@dataclass(frozen=True)
+class FakeQuantization:
+  """Weights rounded to a few levels, gradients straight through; keeps a buffer as amax histories will."""
+
+  levels: int = 7
+
+  def variables(self, make, inputs, outputs):
+    return {"amax": make("amax", (1,), (None,), fill=1.0, kind=Buffer)}
+
+  def __call__(self, product, x, weight, own):
+    step = jnp.abs(weight).max() / self.levels * own["amax"][0]
+    rounded = jnp.round(weight / step) * step
+    return product(x, weight + jax.lax.stop_gradient(rounded - weight))
+
+
+def train(model: Model, params, buffers, batch, trained, steps=15):
+  """Adam on the parameters whose name `trained` accepts; returns the losses and the last parameters."""
+  optimizer = optax.adam(3e-3)
+  frozen = {n: p for n, p in params.items() if not trained(n)}
+  free = {n: p for n, p in params.items() if trained(n)}
+
+  @jax.jit
+  def step(free, state):
+    loss, grads = gradients(model, LanguageModeling(), frozen | free, buffers, batch)
+    updates, state = optimizer.update({n: grads[n] for n in free}, state)
+    return optax.apply_updates(free, updates), state, loss
+
+  state, losses = optimizer.init(free), []
+  for _ in range(steps):
+    free, state, loss = step(free, state)
+    losses.append(float(loss))
+  return losses, frozen | free
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_lora_trains_inside_linear(scan):
+  config = tiny(scan_layers=scan)
+  plain = program(config).model
+  model = Model.of(plain.spec, dataclasses.replace(plain.how, linear_hooks=(Lora(),)))
+  params, buffers = jax.jit(model.init)(0)
+  base, _ = jax.jit(plain.init)(0)
+  assert base.keys() < params.keys(), "hooks add variables and rename none"
+  query = "groups/0/layers/0/mixer/query/extra/0/down"
+  assert params[query].shape == (2, 48, 4)
+
+  batch = random_batch(config)
+  losses, after = train(model, params, buffers, batch, lambda name: "/extra/" in name)
+  before, _ = train(plain, base, {}, batch, lambda name: True, steps=1)
+  assert losses[0] == pytest.approx(before[0], abs=1e-5), "it starts as the plain model"
+  assert losses[-1] < losses[0] - 0.2
+  assert all((after[n] == base[n]).all() for n in base)
+  assert float(jnp.abs(after[query] - params[query]).max()) > 0
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_fake_quantization_trains_inside_linear(scan):
+  config = tiny(scan_layers=scan)
+  plain = program(config).model
+  model = Model.of(plain.spec, dataclasses.replace(plain.how, linear_hooks=(FakeQuantization(),)))
+  params, buffers = jax.jit(model.init)(0)
+  assert params.keys() == plain.abstract.keys(), "what no gradient touches is no parameter"
+  assert len(buffers) == 8
+  batch = random_batch(config)
+  losses, _ = train(model, params, buffers, batch, lambda name: True)
+  exact, _ = train(plain, params, {}, batch, lambda name: True, steps=1)
+  assert abs(losses[0] - exact[0]) > 1e-4, "rounding must be felt"
+  assert losses[-1] < losses[0] - 0.2
+
+
+@dataclass(frozen=True)
+class Probe:
+  """A layer that shows what a stack handed to it."""
+
+  def build(self, make: Make, width, how):
+    return ProbeLayer(make, width)
+
+
+class ProbeLayer(nnx.Module):
+  def __init__(self, make, width):
+    self.scale = make("scale", (width,), ("norm",), std=1.0)
+
+  def __call__(self, x, layer_input, context, cache, repeat):
+    x = x * self.scale[...] + layer_input + context.positions[..., None]
+    seen = jnp.zeros(())
+    if cache is not None:
+      cache, layer = extend(cache, repeat, context.positions, {"sum": x})
+      seen = layer["sum"].sum()
+    return x, {"repeat": repeat, "norm": jnp.abs(x).sum(), "seen": seen}, cache
+
+  def cache_shapes(self, batch, length):
+    return {"sum": (batch, length, 3)}
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("scan", [True, False])
+def test_stack_passes_inputs_reports_and_cache(scan, turns):
+  R, C, B, S, E = 4, 2, 2, 3, 3
+  how = dataclasses.replace(program(tiny()).model.how, scan=scan)
+  how = dataclasses.replace(how, remat=how.remat * turns)
+  stack = Stack(Make(0, jnp.float32), (Probe(),) * C, R, E, how)
+  rng = np.random.default_rng(0)
+  x = rng.standard_normal((B, S, E)).astype(np.float32)
+  inputs = [rng.standard_normal((R, B, S, E)).astype(np.float32) for _ in range(C)]
+  positions = np.broadcast_to(np.arange(S), (B, S))
+  cache = [{n: jnp.zeros(s) for n, s in layer.items()} for layer in stack.cache_shapes(B, S + 2)]
+
+  for kept in (None, cache):
+    out, reports, new = stack(x, inputs, Context(positions, None, {}), kept)
+    expected, sums = x, np.zeros((C, R, B, S, E))
+    for r in range(R):
+      for c in range(C):
+        expected = expected * np.asarray(stack.layers[c].scale[r]) + inputs[c][r] + positions[..., None]
+        sums[c, r] = expected
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    for c in range(C):
+      np.testing.assert_array_equal(reports[c]["repeat"], np.arange(R))
+      np.testing.assert_allclose(reports[c]["norm"], np.abs(sums[c]).sum((1, 2, 3)), rtol=1e-5)
+      if kept is not None:
+        np.testing.assert_allclose(new[c]["sum"][:, :, :S], sums[c], atol=1e-5)
+        np.testing.assert_allclose(reports[c]["seen"], sums[c].sum((1, 2, 3)), rtol=1e-4)
+        assert not new[c]["sum"][:, :, S:].any()
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_type": "local_sliding", "sliding_window_size": 5}])
+def test_prefill_and_decode_equal_the_forward_pass(changes):
+  config = tiny(max_target_length=16, **changes)
+  model = program(config).model
+  params, _ = jax.jit(model.init)(0)
+  batch = random_batch(config)
+
+  @jax.jit
+  def forward(tokens, positions):
+    decoder = model.bind(params)
+    return decoder.logits(decoder.hidden(tokens, positions)[0])
+
+  @jax.jit
+  def cached(tokens, positions, cache):
+    decoder = model.bind(params)
+    hidden, _, cache = decoder.hidden(tokens, positions, cache=cache)
+    return decoder.logits(hidden), cache
+
+  expected = forward(batch.inputs, batch.positions)
+  cache = model.bind(params).empty_cache(batch=2, length=20)
+  prefill = 7
+  logits, cache = cached(batch.inputs[:, :prefill], batch.positions[:, :prefill], cache)
+  np.testing.assert_allclose(logits, expected[:, :prefill], atol=1e-5)
+  for s in range(prefill, 16):
+    logits, cache = cached(batch.inputs[:, s : s + 1], batch.positions[:, s : s + 1], cache)
+    np.testing.assert_allclose(logits[:, 0], expected[:, s], atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["dot_product", "chunked"])
+def test_documents_in_a_row_do_not_see_each_other(kernel):
+  config = tiny(attention=kernel, max_target_length=256)
+  model = program(config).model
+  params, _ = jax.jit(model.init)(0)
+  segments = np.ones((2, 256), np.int32)
+  segments[:, 130:] = 2
+  positions = np.broadcast_to(np.concatenate([np.arange(130), np.arange(126)]), (2, 256))
+  batch = random_batch(config, segments=segments)
+
+  @jax.jit
+  def forward(tokens):
+    decoder = model.bind(params)
+    return decoder.logits(decoder.hidden(tokens, positions, segments)[0])
+
+  changed = np.array(batch.inputs)
+  changed[:, 5] = (changed[:, 5] + 1) % config.vocab_size
+  before, after = forward(batch.inputs), forward(changed)
+  np.testing.assert_array_equal(before[:, 130:], after[:, 130:])
+  assert float(jnp.abs(before[:, 5:130] - after[:, 5:130]).max()) > 1e-3
+  alone = program(tiny(max_target_length=126)).model.bind(params)
+  hidden, _, _ = alone.hidden(batch.inputs[:, 130:], positions[:, 130:])
+  np.testing.assert_allclose(before[:, 130:], alone.logits(hidden), atol=1e-4)

@@ -1,0 +1,78 @@
+"""Meshes, the table of named dimensions, and topologies; no step is run."""
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from maxtext import ConfigError
+from maxtext.mesh.devices import make_mesh, parallelism
+from maxtext.mesh.rules import LOGICAL_AXES, Rules
+from maxtext.mesh.topology import CHIPS, Topology
+from tests.support import tiny
+
+AXES = tiny().mesh_axes
+TABLE = [[name, axes] for name, axes in tiny().logical_axis_rules]
+
+
+def mesh(**axes):
+  sizes = {f"ici_{name}_parallelism": size for name, size in axes.items()}
+  return make_mesh(tiny(**({"ici_fsdp_parallelism": 1} | sizes)), jax.devices()[:8])
+
+
+def changed(name, axes):
+  return [[n, axes if n == name else a] for n, a in TABLE]
+
+
+def test_minus_one_takes_what_is_left():
+  config = tiny(ici_tensor_parallelism=2)
+  assert dict(zip(AXES, parallelism(config, "ici", 8), strict=True))["fsdp"] == 4
+  assert dict(zip(AXES, parallelism(config, "dcn", 3), strict=True))["data"] == 3
+
+
+def test_a_dimension_takes_the_axes_that_divide_it():
+  rules, m = Rules.parse(TABLE, AXES), mesh(fsdp=2, tensor=4)
+  assert rules.partition(m, ("embed", "heads", "head_dim"), (48, 4, 8)) == P("fsdp", "tensor", None)
+  assert rules.partition(m, ("embed", "kv_heads", "head_dim"), (48, 2, 8)) == P("fsdp", None, None)
+  m = mesh(tensor=2, tensor_sequence=2, fsdp_transpose=2)
+  assert rules.partition(m, ("mlp",), (8,)) == P(("tensor", "tensor_sequence", "fsdp_transpose"))
+  assert rules.partition(m, ("mlp",), (4,)) == P(("tensor", "tensor_sequence"))
+
+
+REFUSED = {
+  "unknown dimension": ([*TABLE, ["hed", []]], "'hed' is not a named dimension. Did you mean 'heads'?"),
+  "unknown axis": (changed("mlp", ["tensr"]), "mlp: 'tensr' is not a mesh axis. Did you mean 'tensor'?"),
+  "axis twice": (changed("mlp", ["tensor", "tensor"]), "names a mesh axis twice"),
+  "dimension twice": ([*TABLE, ["mlp", []]], "'mlp' stands twice"),
+  "missing": (TABLE[1:], "lacks layers"),
+  "no pair": ([*TABLE, "mlp"], "'mlp' is not a pair"),
+}
+
+
+@pytest.mark.parametrize(("table", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_tables_with_mistakes_are_refused(table, message):
+  with pytest.raises(ConfigError) as error:
+    Rules.parse(table, AXES)
+  assert message in str(error.value)
+
+
+def test_one_axis_for_two_dimensions_of_an_array_is_refused():
+  rules = Rules.parse(changed("mlp", ["fsdp"]), AXES)
+  with pytest.raises(ConfigError, match="split over mesh axis 'fsdp' twice, by 'embed' and by 'mlp'"):
+    rules.partition(mesh(fsdp=8), ("embed", "mlp"), (48, 80))
+  assert rules.partition(mesh(tensor=8), ("embed", "mlp"), (48, 80)) == P(None, None), "an axis of size one is free"
+
+
+def test_every_named_dimension_has_a_rule():
+  assert {name for name, _ in Rules.parse(TABLE, AXES).pairs} == set(LOGICAL_AXES)
+
+
+def test_topologies_know_their_shape_and_wrap():
+  assert Topology.named("v5p-128") == Topology(CHIPS["v5p"], (4, 4, 4))
+  assert Topology.named("v5p-128").wrap == (True, True, True)
+  assert Topology.named("v5p-16").wrap == (False, False, False)
+  assert Topology.named("v5e-256", 199).wrap == (True, True, False)
+  assert Topology.named("v6e-128").wrap == (False, True, False)
+  with pytest.raises(ConfigError, match="compile_topology=v5p-129: v5p comes in sizes 8, 16, 32"):
+    Topology.named("v5p-129")
+  with pytest.raises(ConfigError, match="compile_topology=v9-8: the chip is one of v4, v5e, v5p, v6e"):
+    Topology.named("v9-8")
