@@ -36,7 +36,10 @@ def init(size: Size):
 
   def make(key):
     keys = iter(jax.random.split(key, 9))
-    normal = lambda shape, fan: jax.random.normal(next(keys), shape) * fan**-0.5
+
+    def normal(shape, fan):
+      return jax.random.normal(next(keys), shape) * fan**-0.5
+
     layers = {n: normal((L, *s), fan_in.get(n, E)) for n, s in shapes.items()}
     layers |= {"n1": jnp.ones((L, E)), "n2": jnp.ones((L, E))}
     params = {"embed": normal((V, E), 1.0), "head": normal((E, V), E), "norm": jnp.ones(E), "layers": layers}

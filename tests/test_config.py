@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import maxtext
 from maxtext import ConfigError, load_config
 from maxtext.configs.loader import model_names, parse_assignments
-from maxtext.configs.types import MaxTextConfig
+from maxtext.configs.types import MaxTextConfig, RematAndOffload
 from maxtext.models.build import FAMILIES
 from tests.support import TINY, program, tiny
 
@@ -112,21 +113,17 @@ def test_placement_mistakes_are_named(change, message):
 
 def test_every_key_is_described_and_read():
   """A key that nothing outside configs/ reads would be a promise that is not kept."""
-  from pathlib import Path
-
   source = Path(maxtext.__file__).parent
   loader = (source / "configs" / "loader.py").read_text() + (source / "configs" / "checks.py").read_text()
   code = loader + "".join(p.read_text() for p in source.rglob("*.py") if "configs" not in p.parts)
   computed = ("dcn_", "ici_")  # read by name of the mesh axis
   for key, info in MaxTextConfig.model_fields.items():
     assert info.description, key
-    remat = key in __import__("maxtext.configs.types", fromlist=["x"]).RematAndOffload.model_fields
+    remat = key in RematAndOffload.model_fields  # read as a whole section
     assert remat or key.startswith(computed) or f".{key}" in code or f'"{key}"' in code, f"nothing reads {key}"
 
 
 def test_nothing_but_models_knows_a_family():
-  from pathlib import Path
-
   source = Path(maxtext.__file__).parent
   names = {m.__name__.rsplit(".", 1)[1] for m in FAMILIES.values()}
   for path in source.rglob("*.py"):
@@ -136,5 +133,8 @@ def test_nothing_but_models_knows_a_family():
 
 
 def test_configuration_costs_no_jax():
-  code = "import sys, maxtext.cli.main as m; m.load_config('llama2-7b', dataset_type='synthetic'); sys.exit('jax' in sys.modules)"
+  code = (
+    "import sys, maxtext.cli.main as m; m.load_config('llama2-7b', dataset_type='synthetic');"
+    "sys.exit('jax' in sys.modules)"
+  )
   assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.kernels.attention import Attention, SplashBlocks, choose_kernel, chunked, reference
+from maxtext.kernels.attention import Attention, SplashBlocks, Tokens, choose_kernel, chunked, reference
 from maxtext.kernels.cross_entropy import cross_entropy, tiled_cross_entropy
 from maxtext.mesh.devices import make_mesh
 from tests.support import tiny
@@ -32,7 +32,10 @@ def packed():
   for row in range(B):
     for s in range(1, S):
       start[row, s] = start[row, s - 1] if segments[row, s] == segments[row, s - 1] else s
-  return jnp.asarray(np.arange(S) - start), jnp.asarray(segments)
+  return Tokens(jnp.asarray(np.arange(S) - start), jnp.asarray(segments))
+
+
+UNPACKED = Tokens(np.broadcast_to(np.arange(S), (B, S)))
 
 
 def gradients(attend, qkv):
@@ -52,10 +55,10 @@ CASES = [(None, False), (None, True), (40, False), (40, True)]
 
 @pytest.mark.parametrize(("window", "segmented"), CASES)
 def test_chunked_attention(qkv, packed, window, segmented):
-  positions, segments = packed if segmented else (jnp.broadcast_to(jnp.arange(S), (B, S)), None)
+  tokens = packed if segmented else UNPACKED
   check(
-    lambda q, k, v: chunked(q, k, v, positions, segments, SCALE, window, chunks=2),
-    lambda q, k, v: reference(q, k, v, positions, positions, segments, segments, SCALE, window),
+    lambda q, k, v: chunked(q, k, v, tokens, SCALE, window, chunks=2),
+    lambda q, k, v: reference(q, k, v, tokens, tokens, SCALE, window),
     qkv,
     1e-5,
   )
@@ -65,11 +68,11 @@ def test_chunked_attention(qkv, packed, window, segmented):
 @pytest.mark.parametrize(("window", "segmented"), CASES)
 def test_splash_attention(packed, window, segmented, fused):
   """On two by two devices, with as many key heads as fit (K=2) and too few to split (K=1)."""
-  positions, segments = packed if segmented else (jnp.broadcast_to(jnp.arange(S), (B, S)), None)
+  tokens = packed if segmented else UNPACKED
   config = tiny(ici_data_parallelism=2, ici_fsdp_parallelism=1, ici_tensor_parallelism=2)
   mesh = make_mesh(config, jax.devices()[:4])
   P = jax.sharding.PartitionSpec
-  attention = Attention("splash", SplashBlocks(*(128,) * 8, fused_backward=fused), interpret=True)
+  attention = Attention("splash", blocks=SplashBlocks(*(128,) * 8, fused_backward=fused), interpret=True)
   for kv_heads in (2, 1) if fused else (2,):
     qkv = draw(0, B, S, H, 128), draw(1, B, S, kv_heads, 128), draw(2, B, S, kv_heads, 128)
     where = {
@@ -82,12 +85,8 @@ def test_splash_attention(packed, window, segmented, fused):
     def run(attend, qkv=qkv, probe=probe):
       return jax.jit(jax.value_and_grad(lambda q, k, v: (attend(q, k, v) * probe).sum(), (0, 1, 2)))(*qkv)
 
-    value, grads = run(
-      lambda q, k, v, where=where: attention(
-        q, k, v, positions=positions, segments=segments, scale=SCALE, window=window, **where
-      )
-    )
-    expected, others = run(lambda q, k, v: reference(q, k, v, positions, positions, segments, segments, SCALE, window))
+    value, grads = run(lambda q, k, v, where=where: attention(q, k, v, tokens, SCALE, window, **where))
+    expected, others = run(lambda q, k, v: reference(q, k, v, tokens, tokens, SCALE, window))
     np.testing.assert_allclose(value, expected, rtol=2e-5, atol=2e-3)
     for grad, other in zip(grads, others, strict=True):
       np.testing.assert_allclose(grad, other, atol=2e-5 * float(jnp.abs(other).max()), rtol=0)
@@ -112,7 +111,9 @@ def test_tiled_cross_entropy_never_holds_all_logits():
   hidden, head, targets = draw(0, 2, 64, E), draw(1, E, V), jnp.asarray(np.arange(128).reshape(2, 64))
 
   def run(tiles):
-    loss = lambda h, w: tiled_cross_entropy(h, lambda x: x @ w, targets, 1e-2, tiles).sum()
+    def loss(h, w):
+      return tiled_cross_entropy(h, lambda x: x @ w, targets, 1e-2, tiles).sum()
+
     lowered = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(hidden, head)
     return lowered.compile()(hidden, head), lowered.as_text()
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +38,39 @@ class SplashBlocks:
   kv_dq: int = 512
   fused_backward: bool = False
 
+  def within(self, length: int, kind: Callable[..., Any]) -> Any:
+    """As the kernel wants them: no block longer than the sequence, and none for a kernel that is not used."""
+    q_dq, kv_dq = (None, None) if self.fused_backward else (min(self.q_dq, length), min(self.kv_dq, length))
+    return kind(
+      block_q=min(self.q, length),
+      block_kv=min(self.kv, length),
+      block_kv_compute=min(self.kv_compute, length),
+      block_q_dkv=min(self.q_dkv, length),
+      block_kv_dkv=min(self.kv_dkv, length),
+      block_kv_dkv_compute=min(self.kv_dkv_compute, length),
+      block_q_dq=q_dq,
+      block_kv_dq=kv_dq,
+      use_fused_bwd_kernel=self.fused_backward,
+    )
+
+
+class Tokens(NamedTuple):
+  """Where tokens stand: position within the document, and document within the row (None: each row is one)."""
+
+  positions: jax.Array
+  segments: jax.Array | None = None
+
+  def part(self, start: int, end: int) -> "Tokens":
+    """The tokens of a range."""
+    return Tokens(self.positions[:, start:end], None if self.segments is None else self.segments[:, start:end])
+
 
 @dataclass(frozen=True)
 class Attention:
-  """One call of attention, whichever kernel computes it."""
+  """Self-attention of whole sequences, by one of the kernels."""
 
   kernel: Kernel = "dot_product"
+  precision: str = "default"
   blocks: SplashBlocks = SplashBlocks()
   interpret: bool = False  # run Pallas kernels as plain operations, to test them without a TPU
 
@@ -52,8 +79,33 @@ class Attention:
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    tokens: Tokens,
+    scale: float,
+    window: int | None,
     *,
-    positions: jax.Array,
+    mesh: Mesh,
+    q_spec: PartitionSpec,
+    kv_spec: PartitionSpec,
+  ) -> jax.Array:
+    """q [B,S,H,D], k and v [B,S,K,D] to [B,S,H,D]; mesh and specs are where they live.
+
+    Keys stand in the order of their positions within a segment, so that the order alone is causal.
+    """
+    if self.kernel == "splash":
+      return self._splash(q, k, v, tokens.segments, scale, window, mesh, q_spec, kv_spec)
+    if self.kernel == "cudnn":
+      out = _cudnn(q, k, v, tokens.segments, scale, window)
+    elif self.kernel == "chunked":
+      out = chunked(q, k, v, tokens, scale, window, self.precision)
+    else:
+      out = reference(q, k, v, tokens, tokens, scale, window, self.precision)
+    return checkpoint_name(out, RESULT)
+
+  def _splash(
+    self,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
     segments: jax.Array | None,
     scale: float,
     window: int | None,
@@ -61,19 +113,35 @@ class Attention:
     q_spec: PartitionSpec,
     kv_spec: PartitionSpec,
   ) -> jax.Array:
-    """Self-attention of a whole sequence: q [B,S,H,D], k and v [B,S,K,D] to [B,S,H,D].
+    """JAX's splash kernel, per device. Its residuals carry the name RESULT, so the result must not carry it again."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    Keys stand in the order of their positions within a segment, so that the order alone is causal.
-    """
-    if self.kernel == "splash":
-      return _splash(q, k, v, segments, scale, window, self.blocks, self.interpret, mesh, q_spec, kv_spec)
-    if self.kernel == "cudnn":
-      out = _cudnn(q, k, v, segments, scale, window)
-    elif self.kernel == "chunked":
-      out = chunked(q, k, v, positions, segments, scale, window)
-    else:
-      out = reference(q, k, v, positions, positions, segments, segments, scale, window)
-    return checkpoint_name(out, RESULT)
+    S, H = q.shape[1], q.shape[2]
+    if q_spec[2] != kv_spec[2]:  # key heads too few to be split like the query heads: give each query head its own
+      k, v = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k, v))
+      kv_spec = q_spec
+    split = q_spec[2] or ()
+    heads = H // math.prod(mesh.shape[a] for a in ((split,) if isinstance(split, str) else split))
+    mask = masks.CausalMask((S, S)) if window is None else masks.LocalMask((S, S), (window - 1, 0), 0)
+    attend = splash.make_splash_mha(
+      masks.MultiHeadMask([mask] * heads),
+      block_sizes=self.blocks.within(S, splash.BlockSizes),
+      head_shards=1,
+      q_seq_shards=1,
+      residual_checkpoint_name=RESULT,
+      interpret=self.interpret,
+    )
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+      heads_first = (x.swapaxes(1, 2) for x in (q * scale, k, v))
+      ids = None if segments is None else splash.SegmentIds(segments, segments)
+      return jax.vmap(attend)(*heads_first, ids).swapaxes(1, 2)
+
+    ids_spec = None if segments is None else PartitionSpec(q_spec[0], None)
+    return jax.shard_map(
+      local, mesh=mesh, in_specs=(q_spec, kv_spec, kv_spec, ids_spec), out_specs=q_spec, check_vma=False
+    )(q, k, v, segments)
 
 
 def choose_kernel(name: str, platform: str) -> Kernel:
@@ -90,61 +158,49 @@ def reference(
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
-  q_positions: jax.Array,
-  k_positions: jax.Array,
-  q_segments: jax.Array | None,
-  k_segments: jax.Array | None,
+  queries: Tokens,
+  keys: Tokens,
   scale: float,
   window: int | None,
+  precision: str = "default",
 ) -> jax.Array:
-  """The plain form. Positions are [B,S] and [B,T]; a key is visible if not later, near enough, and of the segment."""
+  """The plain form: a key is visible if it is not later, near enough, and of the same segment."""
   B, S, H, D = q.shape
   K = k.shape[2]
   grouped = q.reshape(B, S, K, H // K, D)
-  logits = jnp.einsum("bskgd,btkd->bkgst", grouped, k, preferred_element_type=jnp.float32) * scale
-  gap = q_positions[:, :, None] - k_positions[:, None, :]
+  logits = jnp.einsum("bskgd,btkd->bkgst", grouped, k, precision=precision, preferred_element_type=jnp.float32)
+  gap = queries.positions[:, :, None] - keys.positions[:, None, :]
   visible = gap >= 0
   if window is not None:
     visible &= gap < window
-  if q_segments is not None and k_segments is not None:
-    visible &= q_segments[:, :, None] == k_segments[:, None, :]
-  weights = jax.nn.softmax(jnp.where(visible[:, None, None], logits, _MASKED), axis=-1).astype(v.dtype)
-  return jnp.einsum("bkgst,btkd->bskgd", weights, v).reshape(B, S, H, v.shape[-1])
+  if queries.segments is not None and keys.segments is not None:
+    visible &= queries.segments[:, :, None] == keys.segments[:, None, :]
+  weights = jax.nn.softmax(jnp.where(visible[:, None, None], logits * scale, _MASKED), axis=-1).astype(v.dtype)
+  return jnp.einsum("bkgst,btkd->bskgd", weights, v, precision=precision).reshape(B, S, H, v.shape[-1])
 
 
 def chunked(
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
-  positions: jax.Array,
-  segments: jax.Array | None,
+  tokens: Tokens,
   scale: float,
   window: int | None,
+  precision: str = "default",
   chunks: int = 8,
 ) -> jax.Array:
   """The reference, a chunk of queries at a time: keys after the chunk are never touched, and only one chunk's logits
   exist at once, in the backward pass too."""
   S = q.shape[1]
   size = max(128, -(-S // chunks))
+  attend = partial(reference, scale=scale, window=window, precision=precision)
+  one: Callable[..., jax.Array] = jax.checkpoint(attend) if size < S else attend
   out = []
   for start in range(0, S, size):
     end = min(start + size, S)
-    first = 0 if window is None else max(0, (start - window + 1) // 128 * 128)
-    one: Callable[..., jax.Array] = partial(reference, scale=scale, window=window)
-    if size < S:
-      one = jax.checkpoint(one)
-    seg_q, seg_k = (None, None) if segments is None else (segments[:, start:end], segments[:, first:end])
-    out.append(
-      one(
-        q[:, start:end],
-        k[:, first:end],
-        v[:, first:end],
-        positions[:, start:end],
-        positions[:, first:end],
-        seg_q,
-        seg_k,
-      )
-    )
+    first = 0 if window is None else max(0, start - window + 1)
+    keys, values = k[:, first:end], v[:, first:end]
+    out.append(one(q[:, start:end], keys, values, tokens.part(start, end), tokens.part(first, end)))
   return jnp.concatenate(out, axis=1)
 
 
@@ -156,60 +212,3 @@ def _cudnn(
   return jax.nn.dot_product_attention(
     q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=local, implementation="cudnn"
   )
-
-
-def _splash(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  segments: jax.Array | None,
-  scale: float,
-  window: int | None,
-  blocks: SplashBlocks,
-  interpret: bool,
-  mesh: Mesh,
-  q_spec: PartitionSpec,
-  kv_spec: PartitionSpec,
-) -> jax.Array:
-  """JAX's splash kernel, per device. Its residuals carry the name RESULT, so the result must not carry it again."""
-  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
-  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-  S, H = q.shape[1], q.shape[2]
-  if q_spec[2] != kv_spec[2]:  # key heads too few to be split like the query heads: give each query head its own
-    k, v = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k, v))
-    kv_spec = q_spec
-  split = q_spec[2] or ()
-  shards = math.prod(mesh.shape[a] for a in ((split,) if isinstance(split, str) else split))
-  shape = (S, S)
-  mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
-  b = blocks
-  sizes = kernel.BlockSizes(
-    block_q=min(b.q, S),
-    block_kv=min(b.kv, S),
-    block_kv_compute=min(b.kv_compute, S),
-    block_q_dkv=min(b.q_dkv, S),
-    block_kv_dkv=min(b.kv_dkv, S),
-    block_kv_dkv_compute=min(b.kv_dkv_compute, S),
-    block_q_dq=None if b.fused_backward else min(b.q_dq, S),
-    block_kv_dq=None if b.fused_backward else min(b.kv_dq, S),
-    use_fused_bwd_kernel=b.fused_backward,
-  )
-  attend = kernel.make_splash_mha(
-    masks.MultiHeadMask([mask] * (H // shards)),
-    block_sizes=sizes,
-    head_shards=1,
-    q_seq_shards=1,
-    residual_checkpoint_name=RESULT,
-    interpret=interpret,
-  )
-
-  def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
-    heads_first = (x.swapaxes(1, 2) for x in (q * scale, k, v))
-    ids = None if segments is None else kernel.SegmentIds(segments, segments)
-    return jax.vmap(attend)(*heads_first, ids).swapaxes(1, 2)
-
-  ids_spec = None if segments is None else PartitionSpec(q_spec[0], None)
-  return jax.shard_map(
-    local, mesh=mesh, in_specs=(q_spec, kv_spec, kv_spec, ids_spec), out_specs=q_spec, check_vma=False
-  )(q, k, v, segments)

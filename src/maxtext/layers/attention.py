@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.kernels.attention import reference
+from maxtext.kernels.attention import Tokens, reference
 from maxtext.layers.cache import Cache, extend
 from maxtext.layers.context import Context
 from maxtext.layers.how import How
@@ -55,24 +55,14 @@ class GroupedQueryAttention(nnx.Module):
     q = how.shard(rotate(self.query(x), table), *_Q)
     k = how.shard(rotate(self.key(x), table), *_KV)
     v = how.shard(self.value(x), *_KV)
-    scale = spec.head_dim**-0.5
+    tokens, scale = Tokens(context.positions, context.segments), spec.head_dim**-0.5
     if cache is None:
-      out = how.attention(
-        q,
-        k,
-        v,
-        positions=context.positions,
-        segments=context.segments,
-        scale=scale,
-        window=spec.window,
-        mesh=how.mesh,
-        q_spec=how.partition(q.shape, *_Q),
-        kv_spec=how.partition(k.shape, *_KV),
-      )
+      q_spec, kv_spec = how.partition(q.shape, *_Q), how.partition(k.shape, *_KV)
+      out = how.attention(q, k, v, tokens, scale, spec.window, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec)
     else:
       cache, layer = extend(cache, repeat, context.positions, {"key": k, "value": v})
-      slots = jnp.arange(layer["key"].shape[1])[None]
-      out = reference(q, layer["key"], layer["value"], context.positions, slots, None, None, scale, spec.window)
+      slots = Tokens(jnp.arange(layer["key"].shape[1])[None])
+      out = reference(q, layer["key"], layer["value"], tokens, slots, scale, spec.window, how.precision)
     return self.out(how.shard(out, *_Q)), cache
 
   def cache_shapes(self, batch: int, length: int) -> dict[str, tuple[int, ...]]:

@@ -49,7 +49,7 @@ def how(config: MaxTextConfig, mesh: Mesh) -> How:
     activations_in_float32=c.activations_in_float32,
     logits_dot_in_float32=c.logits_dot_in_fp32,
     cast_logits_to_float32=c.cast_logits_to_fp32,
-    attention=Attention(kernel, blocks),
+    attention=Attention(kernel, c.matmul_precision.value, blocks),
     remat=tuple(_remat(policy, c) for policy in remat_policies(c)),
     scan=c.scan_layers,
     init_scale=c.dense_init_scale,

@@ -1,7 +1,7 @@
 """Reading a compiled program: what the TPU compiler itself expects each operation to cost.
 
-The scheduled HLO text is parsed into computations; `Program` walks them from the entry, counting loop bodies as often as
-they run. Pallas calls carry no estimate, and neither does the time a collective waits for the network.
+The scheduled HLO text is parsed into computations; `CompiledProgram` walks them from the entry, counting loop bodies as
+often as they run. Pallas calls carry no estimate, and neither does the time a collective waits for the network.
 """
 
 import re
@@ -153,7 +153,8 @@ def _balanced(text: str) -> tuple[str, str]:
 def _loop(instruction: Instruction) -> tuple[str, str]:
   condition = re.search(r"condition=%([^\s,]+)", instruction.rest)
   body = re.search(r"body=%([^\s,]+)", instruction.rest)
-  assert condition and body, instruction.name
+  assert condition is not None
+  assert body is not None
   return condition[1], body[1]
 
 
