@@ -5,5 +5,3 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests run tiny programs once: compiling them quickly matters more than how fast they run.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

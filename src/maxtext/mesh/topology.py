@@ -30,6 +30,14 @@ CHIPS = {
   "v6e": Chip("v6e", 1, 2, 32 * 2**30, 918e12, 1.75e9),
 }
 
+# The compiler's library looks for a TPU's metadata server and complains at length where there is none.
+_COMPILER_ENVIRONMENT = {
+  "TPU_SKIP_MDS_QUERY": "1",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_ACCELERATOR_TYPE": "v5p-8",
+}
+
 _SHAPES: dict[int, dict[int, tuple[int, ...]]] = {
   2: {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)},
   3: {
@@ -79,8 +87,8 @@ class Topology:
 
   def devices(self) -> Sequence[jax.Device]:
     """Descriptions of the devices, from the TPU compiler; no TPU is touched."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    for name, value in _COMPILER_ENVIRONMENT.items():
+      os.environ.setdefault(name, value)
     try:
       description = topologies.get_topology_desc(
         platform="tpu",
