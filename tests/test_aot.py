@@ -50,6 +50,8 @@ def test_70b_on_64_chips_costs_what_it_should():
   assert all(i.op_name for i, _ in collectives), "a collective without a source is a decomposed one"
   in_loop = Counter(i.collective for i, times in collectives if times == 80)
   assert in_loop["all-gather"] == 2 * WEIGHTS_PER_LAYER, "each weight once forward, once backward"
+  gathered = sum(i.bytes * times for i, times in collectives if i.collective == "all-gather")
+  assert gathered == pytest.approx(275e9, rel=0.02)
   outside = [i for i, times in collectives if times == 1 and i.collective == "all-gather"]
   assert sorted(i.type.split("{")[0] for i in outside) == ["bf16[32000,8192]", "bf16[8192,32000]"], "embedding and head"
 

@@ -1,5 +1,6 @@
 """A run's configuration: layers, refusals, and what it costs to load."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -78,7 +79,10 @@ MISTAKES = {
   ),
   "heads": ({"base_num_kv_heads": 3}, "base_num_query_heads=4 is not a multiple of base_num_kv_heads=3"),
   "remat": ({"remat_policy": "ful"}, "'ful' must be one of full, minimal"),
-  "remat turns": ({"remat_policy": "full,full,minimal"}, "base_num_decoder_layers=2 is not a multiple of 3"),
+  "remat without effect": ({"query_proj": "offload"}, "query_proj=offload has no effect without remat_policy=custom."),
+  "rope without effect": ({"rope_type": "default"}, "rope_factor=8 has no effect without a rope_type"),
+  "base_config": ({"base_config": "x.yml"}, "base_config=x.yml belongs in a YAML file"),
+  "moment": ({"mu_dtype": "int8"}, "mu_dtype=int8 must be one of bfloat16, float32, float16, or empty."),
   "tiling": ({"num_vocab_tiling": 5}, "num_vocab_tiling=5 must divide max_target_length=32."),
   "window": ({"sliding_window_size": 8}, "set attention_type=local_sliding and a window above 0"),
   "kernel": ({"attention": "flsh"}, "Did you mean 'flash'?"),
@@ -100,7 +104,13 @@ PLACEMENT_MISTAKES = {
   "two fills": ({"ici_data_parallelism": -1}, "at most one is -1"),
   "batch": ({"per_device_batch_size": 0.3}, "= 2.4 sequences, which is not a whole number above 0."),
   "batch split": ({"per_device_batch_size": 0.5}, "cannot be split over data=1 x fsdp=8 x fsdp_transpose=1 = 8 groups"),
-  "kernel": ({"attention": "cudnn_flash_jax", "per_device_batch_size": 1}, "needs a GPU"),
+  "kernel": ({"attention": "cudnn_flash_jax"}, "attention=cudnn_flash_jax does not run on cpu devices"),
+  "remat turns": ({"remat_policy": "full,full,minimal"}, "repeats 2 layers, which is not a multiple of 3."),
+  "absent axis": (
+    {"mesh_axes": ["data", "fsdp"], "ici_tensor_parallelism": 4},
+    "ici_tensor_parallelism=4 has no axis in mesh_axes=['data', 'fsdp']: set it to 1.",
+  ),
+  "batch axes": ({"per_device_batch_size": 1, "input_data_sharding_logical_axes": []}, "must name two dimensions"),
 }
 
 
@@ -108,6 +118,39 @@ PLACEMENT_MISTAKES = {
 def test_placement_mistakes_are_named(change, message):
   with pytest.raises(ConfigError) as error:
     program(tiny(**change), devices=8)
+  assert message in str(error.value)
+
+
+NUMBERS = [key for key, info in MaxTextConfig.model_fields.items() if info.annotation in (int, float, int | float)]
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+@pytest.mark.parametrize("value", [0, -1, -7, 2**70, float("nan"), float("inf"), "many", None, [1]])
+def test_odd_numbers_build_or_are_refused(key, value):
+  """Whatever a number is set to, the answer is a model or one message, never a traceback."""
+  with contextlib.suppress(ConfigError):
+    config = load_config(**(TINY | {key: value}))
+    if config.per_device_batch_size * config.gradient_accumulation_steps < 2**20:
+      program(config, devices=8)
+
+
+FILES = {
+  "no mapping": ("[1, 2]", "must hold 'key: value' lines"),
+  "not YAML": ("a: [", "is not valid YAML"),
+  "not text": (b"\xff\xfe\x00", "is not valid YAML"),
+  "key twice": ("steps: 1\nsteps: 2\n", "'steps' stands twice"),
+  "key that is no word": ("1: 2\n", "'1' is not a key."),
+  "its own base": ("base_config: it.yml\n", "leads back to itself"),
+  "base that is not there": ("base_config: gone.yml\n", "Cannot read"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), FILES.values(), ids=FILES.keys())
+def test_files_with_mistakes_are_named(content, message, tmp_path):
+  path = tmp_path / "it.yml"
+  path.write_bytes(content if isinstance(content, bytes) else content.encode())
+  with pytest.raises(ConfigError) as error:
+    load_config(path)
   assert message in str(error.value)
 
 

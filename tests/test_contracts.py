@@ -10,13 +10,14 @@ import optax
 import pytest
 from flax import nnx
 
-from maxtext.layers.cache import extend
+from maxtext.layers.cache import Slots, extend
 from maxtext.layers.context import Context
 from maxtext.layers.make import Buffer, Make
 from maxtext.layers.stack import Stack
 from maxtext.models.model import Model
 from maxtext.train.objectives.language_modeling import LanguageModeling
-from maxtext.train.step import gradients
+from maxtext.train.state import initial_state
+from maxtext.train.step import make_train_step
 from tests.support import program, random_batch, tiny
 
 
@@ -25,84 +26,84 @@ class Lora:
   """y = x W + x A B, with B zero at first."""
 
   rank: int = 4
+  name: str = "lora"
 
   def variables(self, make, inputs, outputs):
     down = make("down", (*inputs.values(), self.rank), (*inputs, None), std=0.1)
     up = make("up", (self.rank, *outputs.values()), (None, *outputs))
     return {"down": down, "up": up}
 
-  def __call__(self, product, x, weight, own):
-    count = own["down"].ndim - 1
-    return product(x, weight) + jnp.tensordot(jnp.tensordot(x, own["down"], count), own["up"], 1)
+  def __call__(self, product, own, x, weight):
+    down, up = own["down"][...], own["up"][...]
+    return product(x, weight) + jnp.tensordot(jnp.tensordot(x, down, down.ndim - 1), up, 1)
 
 
 @dataclass(frozen=True)
 class FakeQuantization:
-  """Weights rounded to a few levels, gradients straight through; keeps a buffer as amax histories will."""
+  """Weights rounded to a few levels, gradients straight through; a buffer counts its calls, as amax histories would."""
 
   levels: int = 7
+  name: str = "quantization"
 
   def variables(self, make, inputs, outputs):
-    return {"amax": make("amax", (1,), (None,), fill=1.0, kind=Buffer)}
+    return {"calls": make("calls", (1,), (None,), kind=Buffer, dtype=jnp.int32)}
 
-  def __call__(self, product, x, weight, own):
-    step = jnp.abs(weight).max() / self.levels * own["amax"][0]
+  def __call__(self, product, own, x, weight):
+    own["calls"].set_value(own["calls"][...] + 1)
+    step = jnp.abs(weight).max() / self.levels
     rounded = jnp.round(weight / step) * step
     return product(x, weight + jax.lax.stop_gradient(rounded - weight))
 
 
-def train(model: Model, params, buffers, batch, trained, steps=15):
-  """Adam on the parameters whose name `trained` accepts; returns the losses and the last parameters."""
+def hooked(model: Model, *hooks, **kwargs) -> Model:
+  return Model.of(model.spec, dataclasses.replace(model.how, linear_hooks=hooks), **kwargs)
+
+
+def train(model: Model, batch, steps=15, accumulation=1):
+  """The real step with Adam; returns the losses and the last state."""
   optimizer = optax.adam(3e-3)
-  frozen = {n: p for n, p in params.items() if not trained(n)}
-  free = {n: p for n, p in params.items() if trained(n)}
-
-  @jax.jit
-  def step(free, state):
-    loss, grads = gradients(model, LanguageModeling(), frozen | free, buffers, batch)
-    updates, state = optimizer.update({n: grads[n] for n in free}, state)
-    return optax.apply_updates(free, updates), state, loss
-
-  state, losses = optimizer.init(free), []
+  step = jax.jit(make_train_step(model, LanguageModeling(), optimizer, lambda step: 3e-3, accumulation=accumulation))
+  state, losses = jax.jit(lambda: initial_state(model, optimizer, 0))(), []
   for _ in range(steps):
-    free, state, loss = step(free, state)
-    losses.append(float(loss))
-  return losses, frozen | free
+    state, metrics = step(state, batch)
+    losses.append(float(metrics["loss"]))
+  return losses, state
 
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_lora_trains_inside_linear(scan):
   config = tiny(scan_layers=scan)
   plain = program(config).model
-  model = Model.of(plain.spec, dataclasses.replace(plain.how, linear_hooks=(Lora(),)))
-  params, buffers = jax.jit(model.init)(0)
-  base, _ = jax.jit(plain.init)(0)
-  assert base.keys() < params.keys(), "hooks add variables and rename none"
-  query = "groups/0/layers/0/mixer/query/extra/0/down"
-  assert params[query].shape == (2, 48, 4)
+  model = hooked(plain, Lora(), trained=lambda path: "/lora/" in path)
+  query = "groups/0/layers/0/mixer/query/hooks/lora/down"
+  assert model.params[query].shape == (2, 48, 4)
+  assert model.buffers.keys() == plain.params.keys(), "hooks rename nothing, and what is not trained is carried along"
 
   batch = random_batch(config)
-  losses, after = train(model, params, buffers, batch, lambda name: "/extra/" in name)
-  before, _ = train(plain, base, {}, batch, lambda name: True, steps=1)
-  assert losses[0] == pytest.approx(before[0], abs=1e-5), "it starts as the plain model"
+  losses, state = train(model, batch)
+  start, _ = train(plain, batch, steps=1)
+  assert losses[0] == pytest.approx(start[0], abs=1e-5), "it starts as the plain model"
   assert losses[-1] < losses[0] - 0.2
-  assert all((after[n] == base[n]).all() for n in base)
-  assert float(jnp.abs(after[query] - params[query]).max()) > 0
+  base, _ = jax.jit(plain.init)(0)
+  assert all((state.buffers[n] == base[n]).all() for n in base)
+  moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+  assert len(moments) == 2 * len(model.params), "the optimizer keeps nothing for what is not trained"
 
 
-@pytest.mark.parametrize("scan", [True, False])
-def test_fake_quantization_trains_inside_linear(scan):
+@pytest.mark.parametrize(("scan", "accumulation"), [(True, 1), (False, 1), (True, 2)])
+def test_fake_quantization_trains_inside_linear(scan, accumulation):
   config = tiny(scan_layers=scan)
   plain = program(config).model
-  model = Model.of(plain.spec, dataclasses.replace(plain.how, linear_hooks=(FakeQuantization(),)))
-  params, buffers = jax.jit(model.init)(0)
-  assert params.keys() == plain.abstract.keys(), "what no gradient touches is no parameter"
-  assert len(buffers) == 8
+  model = hooked(plain, FakeQuantization())
+  assert model.params.keys() == plain.params.keys(), "what no gradient touches is no parameter"
   batch = random_batch(config)
-  losses, _ = train(model, params, buffers, batch, lambda name: True)
-  exact, _ = train(plain, params, {}, batch, lambda name: True, steps=1)
+  losses, state = train(model, batch, accumulation=accumulation)
+  exact, _ = train(plain, batch, steps=1)
   assert abs(losses[0] - exact[0]) > 1e-4, "rounding must be felt"
   assert losses[-1] < losses[0] - 0.2
+  assert len(state.buffers) == 8
+  for name, calls in state.buffers.items():
+    np.testing.assert_array_equal(calls, np.full(calls.shape, 15 * accumulation), err_msg=name)
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,8 @@ class ProbeLayer(nnx.Module):
       seen = layer["sum"].sum()
     return x, {"repeat": repeat, "norm": jnp.abs(x).sum(), "seen": seen}, cache
 
-  def cache_shapes(self, batch, length):
-    return {"sum": (batch, length, 3)}
+  def cache_slots(self, batch, length):
+    return {"sum": Slots((batch, length, 3), (None, None, None), jnp.float32)}
 
 
 @pytest.mark.parametrize("turns", [1, 2])
@@ -140,7 +141,7 @@ def test_stack_passes_inputs_reports_and_cache(scan, turns):
   x = rng.standard_normal((B, S, E)).astype(np.float32)
   inputs = [rng.standard_normal((R, B, S, E)).astype(np.float32) for _ in range(C)]
   positions = np.broadcast_to(np.arange(S), (B, S))
-  cache = [{n: jnp.zeros(s) for n, s in layer.items()} for layer in stack.cache_shapes(B, S + 2)]
+  cache = [{n: jnp.zeros(s.shape) for n, s in layer.items()} for layer in stack.cache_slots(B, S + 2)]
 
   for kept in (None, cache):
     out, reports, new = stack(x, inputs, Context(positions, None, {}), kept)
@@ -157,6 +158,35 @@ def test_stack_passes_inputs_reports_and_cache(scan, turns):
         np.testing.assert_allclose(new[c]["sum"][:, :, :S], sums[c], atol=1e-5)
         np.testing.assert_allclose(reports[c]["seen"], sums[c].sum((1, 2, 3)), rtol=1e-4)
         assert not new[c]["sum"][:, :, S:].any()
+
+
+def test_layer_inputs_join_the_residual_of_their_layer():
+  config = tiny()
+  model = program(config).model
+  params, _ = jax.jit(model.init)(0)
+  batch = random_batch(config)
+  extra = np.zeros((2, 2, 32, 48), np.float32)  # [layer, row, position, width]
+
+  @jax.jit
+  def hidden(extra):
+    return model.bind(params).hidden(batch.inputs, batch.positions, layer_inputs=[[extra]])[0]
+
+  without = jax.jit(lambda: model.bind(params).hidden(batch.inputs, batch.positions)[0])()
+  np.testing.assert_array_equal(hidden(extra), without)
+  extra[1, 0, 10] = 1.0
+  changed = np.abs(np.asarray(hidden(extra) - without)).max(-1)
+  assert not changed[0, :10].any()
+  assert not changed[1].any()
+  assert (changed[0, 10:] > 0).all()
+
+
+def test_a_cache_lives_where_its_activations_do():
+  p = program(tiny(ici_fsdp_parallelism=4, ici_tensor_parallelism=2, per_device_batch_size=1), devices=8)
+  params, _ = jax.jit(p.model.init)(0)
+  cache = jax.jit(lambda params: p.model.bind(params).empty_cache(batch=8, length=16))(params)
+  keys = cache[0][0]["key"]
+  assert keys.shape == (2, 8, 16, 2, 8)
+  assert keys.addressable_shards[0].data.shape == (2, 2, 16, 1, 8)
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_type": "local_sliding", "sliding_window_size": 5}])

@@ -48,7 +48,8 @@ def loss_and_gradients(params, changes):
   def run(params, batch):
     return gradients(model, objective, params, {}, batch, accumulation=config.gradient_accumulation_steps)
 
-  return run(params, batch)
+  found = run(params, batch)
+  return found.loss, found.grads
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_remat_policies_save_what_they_say():
     def loss(params):
       return p.model.bind(params).hidden(batch.inputs, batch.positions)[0].sum()
 
-    _, backward = jax.eval_shape(lambda params: jax.vjp(loss, params), p.model.abstract)
+    _, backward = jax.eval_shape(lambda params: jax.vjp(loss, params), p.model.params)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(backward))
 
   full, qkv, dots, minimal = map(residuals, ("full", "save_qkv_proj", "save_dot_except_mlp", "minimal"))
@@ -97,7 +98,7 @@ def test_low_precision_is_close_and_stored_as_asked(params, plain, dtype):
   p = program(config)
   assert {a.dtype.name for a in p.state.params.values()} == {dtype}
   low = {name: value.astype(dtype) for name, value in params.items()}
-  loss, grads = jax.jit(
+  loss, _, grads, _ = jax.jit(
     lambda low, batch: gradients(p.model, LanguageModeling(z_loss=1e-3), low, {}, batch, grad_dtype=dtype)
   )(low, random_batch(config, rows=8))
   assert {g.dtype.name for g in grads.values()} == {dtype}
@@ -105,3 +106,28 @@ def test_low_precision_is_close_and_stored_as_asked(params, plain, dtype):
   for name, grad in grads.items():
     exact = np.asarray(plain[1][name])
     assert np.linalg.norm(np.asarray(grad, np.float32) - exact) < 0.06 * np.linalg.norm(exact), name
+
+
+@pytest.mark.parametrize("weight", ["float32", "bfloat16"])
+@pytest.mark.parametrize("grad", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moment", ["", "bfloat16"])
+def test_a_step_returns_the_state_it_took(weight, grad, moment):
+  """Same shapes and number formats: otherwise the second step would compile again and a checkpoint would not fit."""
+  p = program(tiny(weight_dtype=weight, grad_dtype=grad, mu_dtype=moment))
+  after, _ = jax.eval_shape(p.step, p.state, p.batch)
+  before = jax.tree.map(lambda a: (a.shape, a.dtype), p.state)
+  assert jax.tree.map(lambda a: (a.shape, a.dtype), after) == before
+
+
+def test_clipping_bounds_the_update_and_not_the_figure():
+  figures = {}
+  for clip in (0, 0.01):
+    p = program(tiny(gradient_clipping_threshold=clip, warmup_steps_fraction=0, adam_eps=1.0, adam_weight_decay=0))
+    state = p.init()
+    before = {n: np.asarray(x) for n, x in state.params.items()}
+    state, metrics = p.step(state, random_batch(tiny(), rows=8))
+    moved = np.sqrt(sum(np.square(np.asarray(state.params[n]) - before[n]).sum() for n in before))
+    figures[clip] = float(metrics["grad_norm"]), moved
+  assert figures[0][0] == pytest.approx(figures[0.01][0])
+  assert figures[0][0] > 0.1
+  assert figures[0.01][1] < 0.1 * figures[0][1]

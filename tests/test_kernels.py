@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.kernels.attention import Attention, SplashBlocks, Tokens, choose_kernel, chunked, reference
+from maxtext.kernels.attention import Attention, SplashBlocks, Tokens, chunked, reference
 from maxtext.kernels.cross_entropy import cross_entropy, tiled_cross_entropy
 from maxtext.mesh.devices import make_mesh
 from tests.support import tiny
@@ -90,13 +90,6 @@ def test_splash_attention(packed, window, segmented, fused):
     np.testing.assert_allclose(value, expected, rtol=2e-5, atol=2e-3)
     for grad, other in zip(grads, others, strict=True):
       np.testing.assert_allclose(grad, other, atol=2e-5 * float(jnp.abs(other).max()), rtol=0)
-
-
-def test_the_kernel_fits_the_platform():
-  assert choose_kernel("autoselected", "tpu") == choose_kernel("flash", "tpu") == "splash"
-  assert choose_kernel("autoselected", "gpu") == choose_kernel("cudnn_flash_jax", "gpu") == "cudnn"
-  assert choose_kernel("autoselected", "cpu") == choose_kernel("flash", "cpu") == "chunked"
-  assert choose_kernel("dot_product", "tpu") == "dot_product"
 
 
 def test_cross_entropy_by_hand():

@@ -43,8 +43,17 @@ def one_device():
 
 @pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES.keys())
 def test_loss_curve(one_device, axes):
-  curve = losses(tiny(**RUN, per_device_batch_size=1, **{k: v for k, v in axes.items()}), devices=8)
+  curve = losses(tiny(**RUN, per_device_batch_size=1, **axes), devices=8)
   np.testing.assert_allclose(curve, one_device, atol=1e-5, rtol=0)
+
+
+def test_loss_curve_with_every_head_split():
+  """Eight tensor-parallel devices for eight heads; the tiny model's four are replicated there."""
+  heads = {"base_num_query_heads": 8, "base_num_kv_heads": 8}
+  axes = {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 8, "per_device_batch_size": 1}
+  np.testing.assert_allclose(
+    losses(tiny(**RUN, **heads, **axes), devices=8), losses(tiny(**RUN, **heads)), atol=1e-5, rtol=0
+  )
 
 
 def test_two_processes_of_four_devices(one_device, tmp_path):

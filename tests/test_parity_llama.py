@@ -71,7 +71,7 @@ def test_logits_and_gradients(reference, scan, kernel):
   def run(params, batch: Batch):
     decoder = model.bind(params)
     hidden, _, _ = decoder.hidden(batch.inputs, batch.positions)
-    grads = jax.grad(lambda p: LanguageModeling()(model.bind(p), batch))(params)
+    grads = jax.grad(lambda p: LanguageModeling()(model.bind(p), batch)[0])(params)
     return decoder.logits(hidden), grads
 
   logits, grads = run(params, batch)

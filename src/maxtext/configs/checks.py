@@ -1,13 +1,17 @@
 """Refusals that need more than one key, or that say what does not exist yet. No devices are known here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
 
 from maxtext.configs.errors import ConfigError, nearest
 from maxtext.configs.types import (
   DatasetType,
+  DType,
   LearningRateScheduleType,
   MaxTextConfig,
   OptimizerType,
+  RematAndOffload,
   RematPolicy,
   RopeType,
 )
@@ -69,11 +73,6 @@ def _remat(c: MaxTextConfig) -> str | None:
   for name in names:
     if name not in known:
       return f"remat_policy={c.remat_policy}: '{name}' must be one of {', '.join(known)}.{nearest(name, known)}"
-  if c.base_num_decoder_layers % len(names):
-    return (
-      f"remat_policy={c.remat_policy} names {len(names)} policies that take turns over the layers, and "
-      f"base_num_decoder_layers={c.base_num_decoder_layers} is not a multiple of {len(names)}."
-    )
   return None
 
 
@@ -89,19 +88,81 @@ def _length(c: MaxTextConfig) -> str | None:
   return None
 
 
-def _not_there_yet(c: MaxTextConfig) -> str | None:
-  if c.dataset_type != DatasetType.SYNTHETIC:
-    return f"dataset_type={c.dataset_type.value} is not implemented yet: write dataset_type=synthetic."
-  if c.opt_type != OptimizerType.ADAMW:
-    return f"opt_type={c.opt_type.value} is not implemented yet: write opt_type=adamw."
-  if c.lr_schedule_type != LearningRateScheduleType.COSINE:
-    return f"lr_schedule_type={c.lr_schedule_type.value} is not implemented yet: write lr_schedule_type=cosine."
-  if c.rope_type == RopeType.YARN:
-    return "rope_type=yarn is not implemented yet: write rope_type=default or rope_type=llama3.1."
+def _sizes(c: MaxTextConfig) -> str | None:
+  for key, least in _LEAST.items():
+    if not least <= getattr(c, key) < 2**31:
+      return f"{key}={getattr(c, key)} must be from {least} to 2147483647."
   return None
 
 
+def _moment(c: MaxTextConfig) -> str | None:
+  known = [d.value for d in DType]
+  if c.mu_dtype and c.mu_dtype not in known:
+    return f"mu_dtype={c.mu_dtype} must be one of {', '.join(known)}, or empty."
+  return None
+
+
+def _without_effect(c: MaxTextConfig) -> str | None:
+  for keys, has_effect, need in _EFFECT:
+    changed = [key for key in keys if getattr(c, key) != type(c).model_fields[key].default]
+    if changed and not has_effect(c):
+      return f"{changed[0]}={_plain(getattr(c, changed[0]))} has no effect without {need}."
+  return None
+
+
+def _not_there_yet(c: MaxTextConfig) -> str | None:
+  for key, there in _THERE.items():
+    if getattr(c, key) not in there:
+      value, instead = _plain(getattr(c, key)), " or ".join(f"{key}={value.value}" for value in there)
+      return f"{key}={value} is not implemented yet: write {instead}."
+  return None
+
+
+def _plain(value: Any) -> Any:
+  return value.value if isinstance(value, Enum) else value
+
+
+_LEAST = {
+  "base_emb_dim": 1,
+  "base_num_query_heads": 1,
+  "base_num_kv_heads": 1,
+  "base_mlp_dim": 1,
+  "base_num_decoder_layers": 1,
+  "head_dim": 1,
+  "vocab_size": 1,
+  "max_target_length": 1,
+  "rope_factor": 1,
+  "rope_max_timescale": 1,
+  "original_max_position_embeddings": 1,
+  "log_period": 1,
+  "data_shuffle_seed": 0,
+  "init_weights_seed": 0,
+  "dense_init_scale": 0,
+  "normalization_layer_epsilon": 0,
+}
+
+_EFFECT: tuple[tuple[tuple[str, ...], Callable[[MaxTextConfig], bool], str], ...] = (
+  (
+    tuple(key for key in RematAndOffload.model_fields if key != "remat_policy"),
+    lambda c: RematPolicy.CUSTOM in remat_policies(c),
+    "remat_policy=custom",
+  ),
+  (
+    ("rope_factor", "original_max_position_embeddings"),
+    lambda c: c.rope_type != RopeType.DEFAULT,
+    "a rope_type that scales positions, such as rope_type=llama3.1",
+  ),
+)
+
+_THERE: Mapping[str, tuple[Enum, ...]] = {
+  "dataset_type": (DatasetType.SYNTHETIC,),
+  "opt_type": (OptimizerType.ADAMW,),
+  "lr_schedule_type": (LearningRateScheduleType.COSINE,),
+  "rope_type": (RopeType.DEFAULT, RopeType.LLAMA3_1),
+}
+
 _RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
+  _sizes,
   _heads,
   _activations,
   _window,
@@ -109,5 +170,7 @@ _RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _remat,
   _tiling,
   _length,
+  _moment,
+  _without_effect,
   _not_there_yet,
 )

@@ -59,12 +59,15 @@ def model_names() -> tuple[str, ...]:
   return get_args(ModelName)
 
 
-def _user_layer(source: str | Path) -> dict[str, Any]:
+def _user_layer(source: str | Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
   path = Path(source)
   if path.suffix in (".yml", ".yaml"):
+    if path.resolve() in below:
+      raise ConfigError(f"base_config in {path} leads back to itself.")
     layer = _read(path)
     if base := layer.pop("base_config", None):
-      layer = _user_layer(path.parent / base) | layer
+      near = path.parent / str(base)
+      layer = _user_layer(near if near.exists() else str(base), (*below, path.resolve())) | layer
     return layer
   name = str(source)
   recipe = _RECIPES / f"{name}.yml"
@@ -87,20 +90,32 @@ def _model_layer(name: str) -> dict[str, Any]:
   return _read(path)
 
 
+class _StrictLoader(yaml.SafeLoader):
+  """YAML in which a key is a word and stands once."""
+
+  def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    keys = [key.value for key, _ in node.value]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+      raise yaml.YAMLError(f"'{twice[0]}' stands twice{node.start_mark}")
+    return super().construct_mapping(node, deep)
+
+
 def _read(path: Path) -> dict[str, Any]:
   try:
-    content = yaml.safe_load(path.read_text()) or {}
+    content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader) or {}
   except OSError as error:
     raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
-  except yaml.YAMLError as error:
-    raise ConfigError(f"{path} is not valid YAML: {error}") from None
+  except (yaml.YAMLError, UnicodeDecodeError) as error:
+    raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
   if not isinstance(content, Mapping):
     raise ConfigError(f"{path} must hold 'key: value' lines at its top level.")
-  return dict(content)
+  return {str(key): value for key, value in content.items()}
 
 
 def _refuse_unknown(values: Mapping[str, Any]) -> None:
   known = MaxTextConfig.model_fields
+  if "base_config" in values:
+    raise ConfigError(f"base_config={values['base_config']} belongs in a YAML file; name the file itself instead.")
   for key in values:
     if key not in known:
       raise ConfigError(f"'{key}' is not a key.{nearest(key, known)}")
@@ -125,4 +140,9 @@ def _refuse_changed_model(config: MaxTextConfig, named: MaxTextConfig, keys: Ite
 
 def _readable(error: ValidationError) -> str:
   """One line per wrong key: the key, the value, what was expected."""
-  return "\n".join(f"{e['loc'][0]}={e['input']}: {e['msg'].lower()}." for e in error.errors())
+  problems: dict[str, str] = {}
+  for e in error.errors():
+    key = str(e["loc"][0])
+    message = f"{key}={e['input']}: {e['msg'].lower()}"
+    problems[key] = f"{problems[key]}, or {e['msg'].lower()}" if key in problems else message
+  return "\n".join(f"{problem}." for problem in problems.values())

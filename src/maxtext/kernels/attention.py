@@ -144,16 +144,6 @@ class Attention:
     )(q, k, v, segments)
 
 
-def choose_kernel(name: str, platform: str) -> Kernel:
-  """The kernel that an `attention` setting means on a platform; raises ValueError where there is none."""
-  fast: dict[str, Kernel] = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}
-  if name == "cudnn_flash_jax" and fast.get(platform) != "cudnn":
-    raise ValueError(f"attention={name} needs a GPU, and the mesh is of {platform} devices: write autoselected")
-  if name in ("dot_product", "chunked"):
-    return name  # type: ignore[return-value]
-  return fast.get(platform, "chunked")
-
-
 def reference(
   q: jax.Array,
   k: jax.Array,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.kernels.attention import Tokens, reference
-from maxtext.layers.cache import Cache, extend
+from maxtext.layers.cache import Cache, Slots, extend
 from maxtext.layers.context import Context
 from maxtext.layers.how import How
 from maxtext.layers.linear import Linear
@@ -30,6 +30,11 @@ class GQA:
   head_dim: int
   rope: Rope
   window: int | None = None
+
+  @property
+  def ropes(self) -> tuple[Rope, ...]:
+    """The rotary tables it needs."""
+    return (self.rope,)
 
   def build(self, make: Make, width: int, how: How) -> "GroupedQueryAttention":
     """The layer."""
@@ -60,12 +65,13 @@ class GroupedQueryAttention(nnx.Module):
       q_spec, kv_spec = how.partition(q.shape, *_Q), how.partition(k.shape, *_KV)
       out = how.attention(q, k, v, tokens, scale, spec.window, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec)
     else:
+      assert context.segments is None, "a cached row is one document"
       cache, layer = extend(cache, repeat, context.positions, {"key": k, "value": v})
       slots = Tokens(jnp.arange(layer["key"].shape[1])[None])
       out = reference(q, layer["key"], layer["value"], tokens, slots, scale, spec.window, how.precision)
     return self.out(how.shard(out, *_Q)), cache
 
-  def cache_shapes(self, batch: int, length: int) -> dict[str, tuple[int, ...]]:
+  def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
     """The cache of one layer."""
-    shape = (batch, length, self.spec.kv_heads, self.spec.head_dim)
-    return {"key": shape, "value": shape}
+    slots = Slots((batch, length, self.spec.kv_heads, self.spec.head_dim), _KV, self.how.dtype)
+    return {"key": slots, "value": slots}

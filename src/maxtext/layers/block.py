@@ -1,29 +1,43 @@
 """One decoder layer: a mixer over the sequence, then a feed-forward layer, each normed and added to the residual."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.layers.attention import GQA
-from maxtext.layers.cache import Cache
+from maxtext.layers.cache import Cache, Slots
 from maxtext.layers.context import Context
 from maxtext.layers.how import How
 from maxtext.layers.make import Make
-from maxtext.layers.mlp import MLP
 from maxtext.layers.norm import Norm, RMSNorm
+from maxtext.layers.rope import Rope
 
 RESIDUAL = ("activation_batch", "activation_norm_length", "activation_embed")
+
+
+class Mixer(Protocol):
+  """What mixes tokens of a sequence: its layer takes (x, context, cache, repeat) to (x, cache), has `cache_slots`."""
+
+  @property
+  def ropes(self) -> tuple[Rope, ...]: ...
+
+  def build(self, make: Make, width: int, how: How) -> Any: ...
+
+
+class FeedForward(Protocol):
+  """What works on each token alone: its layer takes x to (x, report)."""
+
+  def build(self, make: Make, width: int, how: How) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Block:
   """What one layer is made of."""
 
-  mixer: GQA
-  feed_forward: MLP
+  mixer: Mixer
+  feed_forward: FeedForward
   norm: Norm
 
   def build(self, make: Make, width: int, how: How) -> "DecoderBlock":
@@ -44,7 +58,7 @@ class DecoderBlock(nnx.Module):
   def __call__(
     self, x: jax.Array, layer_input: jax.Array | None, context: Context, cache: Cache | None, repeat: jax.Array
   ) -> tuple[jax.Array, dict[str, jax.Array], Cache | None]:
-    """A layer of a `Stack`; a layer input is added to the residual on entry."""
+    """A layer of a `Stack`; a layer input (features of an image, say) joins the residual on entry."""
     x = checkpoint_name(x, "decoder_layer_input")
     if layer_input is not None:
       x = x + layer_input
@@ -53,6 +67,6 @@ class DecoderBlock(nnx.Module):
     fed, report = self.feed_forward(self.feed_forward_norm(x))
     return self.how.shard(x + fed, *RESIDUAL), report, cache
 
-  def cache_shapes(self, batch: int, length: int) -> dict[str, Any]:
+  def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
     """The cache of one layer."""
-    return self.mixer.cache_shapes(batch, length)
+    return self.mixer.cache_slots(batch, length)

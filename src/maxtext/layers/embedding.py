@@ -4,7 +4,6 @@ Shapes: B batch, S sequence, E width, V vocabulary.
 """
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.layers.how import How
@@ -24,7 +23,7 @@ class Embedding(nnx.Module):
     table = self.how.shard(self.table[...].astype(self.how.dtype), "vocab", None)
     return table[tokens]
 
-  def logits(self, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The tied head: [B,S,E] to [B,S,V]."""
-    table = self.table[...].astype(dtype)
-    return jnp.einsum("bse,ve->bsv", x.astype(dtype), table, precision=self.how.precision)
+  @property
+  def as_head(self) -> jax.Array:
+    """The table as the weight of a tied head, [E,V]."""
+    return self.table[...].T

@@ -1,14 +1,16 @@
 """How a run executes a model, beside what the model is: number formats, placement, kernels, rematerialisation."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.kernels.attention import Attention
+from maxtext.layers.make import Make
 from maxtext.mesh.rules import Rules
 
 
@@ -20,15 +22,25 @@ class Remat:
   offloaded: tuple[str, ...] = ()
 
 
-class LinearHook(Protocol):
-  """Something that changes every product of a weight and an activation: LoRA, quantization."""
+Product = Callable[[jax.Array, jax.Array], jax.Array]
 
-  def variables(self, make: Any, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> dict[str, Any]:
-    """Variables to keep beside the weight, made with the layer's `Make`."""
+
+class LinearHook(Protocol):
+  """Something that changes every product of a weight and an activation: LoRA, quantization.
+
+  Attributes:
+    name: stands in the paths of its variables.
+  """
+
+  @property
+  def name(self) -> str: ...
+
+  def variables(self, make: Make, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> dict[str, nnx.Variable]:
+    """Variables to keep beside the weight."""
     ...
 
-  def __call__(self, product: Any, x: jax.Array, weight: jax.Array, own: Mapping[str, jax.Array]) -> jax.Array:
-    """Computes the output; `product(x, weight)` is the plain one, or the next hook's."""
+  def __call__(self, product: Product, own: Mapping[str, nnx.Variable], x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Computes the output; `product(x, weight)` is the plain one, or the next hook's. Buffers may be assigned to."""
     ...
 
 

@@ -1,6 +1,6 @@
 """The only place where a weight meets an activation, so that quantization and LoRA hook in once."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from math import prod
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.layers.how import How, LinearHook
+from maxtext.layers.how import How, Product
 from maxtext.layers.make import Make
 
 
@@ -21,33 +21,36 @@ class Linear(nnx.Module):
     inputs: named dimensions that are contracted, with their sizes.
     outputs: named dimensions that appear instead.
     name: the name under which the output may be kept for the backward pass.
+    tied: has no weight of its own and is called with another module's.
   """
 
-  def __init__(self, make: Make, inputs: Mapping[str, int], outputs: Mapping[str, int], how: How, name: str) -> None:
+  def __init__(
+    self,
+    make: Make,
+    inputs: Mapping[str, int],
+    outputs: Mapping[str, int],
+    how: How,
+    name: str,
+    tied: bool = False,
+  ) -> None:
     self.how, self.inputs, self.name = how, len(inputs), name
     shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
-    self.weight = make("weight", shape, axes, std=(how.init_scale / prod(inputs.values())) ** 0.5)
-    self.extra = nnx.List(
-      [nnx.Dict(h.variables(make.at(f"extra{i}"), inputs, outputs)) for i, h in enumerate(how.linear_hooks)]
-    )
+    std = (how.init_scale / prod(inputs.values())) ** 0.5
+    self.weight = None if tied else make("weight", shape, axes, std=std)
+    hooks = {hook.name: hook.variables(make.at(hook.name), inputs, outputs) for hook in how.linear_hooks}
+    self.hooks = nnx.Dict({name: nnx.Dict(variables) for name, variables in hooks.items()})
 
-  def __call__(self, x: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """`dtype` is that of the product, unlike the run's."""
-    dtype = dtype or self.how.dtype
-    product: Callable[[jax.Array, jax.Array], jax.Array] = self._product
-    for hook, variables in zip(self.how.linear_hooks, self.extra, strict=True):
-      product = partial(_hooked, hook, product, {n: v[...] for n, v in variables.items()})
-    return checkpoint_name(product(x.astype(dtype), self.weight[...].astype(dtype)), self.name)
+  def __call__(
+    self, x: jax.Array, weight: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None
+  ) -> jax.Array:
+    """`weight` is given where it is tied; `dtype` is that of the product where it is not the run's."""
+    product: Product = partial(self._product, dtype or self.how.dtype)
+    for hook in self.how.linear_hooks:
+      product = partial(hook, product, self.hooks[hook.name])
+    if self.weight is not None:
+      weight = self.weight[...]
+    assert weight is not None
+    return checkpoint_name(product(x, weight), self.name)
 
-  def _product(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-    return jnp.tensordot(x, weight, self.inputs, precision=self.how.precision)
-
-
-def _hooked(
-  hook: LinearHook,
-  product: Callable[[jax.Array, jax.Array], jax.Array],
-  own: Mapping[str, jax.Array],
-  x: jax.Array,
-  weight: jax.Array,
-) -> jax.Array:
-  return hook(product, x, weight, own)
+  def _product(self, dtype: jax.typing.DTypeLike, x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.tensordot(x.astype(dtype), weight.astype(dtype), self.inputs, precision=self.how.precision)

@@ -5,16 +5,16 @@ checkpoint knows neither the loop nor the rematerialisation.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.layers.cache import Cache
+from maxtext.layers.cache import Cache, Slots
 from maxtext.layers.context import Context
 from maxtext.layers.how import How, Remat
-from maxtext.layers.make import Make
+from maxtext.layers.make import Buffer, Make
 
 Report = dict[str, jax.Array]
 
@@ -23,50 +23,51 @@ class LayerSpec(Protocol):
   """What a stack is built from."""
 
   def build(self, make: Make, width: int, how: How) -> Any:
-    """A layer: (x, layer_input, context, cache, repeat) to (x, report, cache), with `cache_shapes`."""
+    """A layer: (x, layer_input, context, cache, repeat) to (x, report, cache), with `cache_slots`."""
     ...
+
+
+class _Kept(NamedTuple):
+  """What one pass of a layer leaves behind besides x and the cache."""
+
+  report: Report
+  buffers: Any
 
 
 class Stack(nnx.Module):
   """(x, per-layer inputs, per-token context, cache) to (x, per-layer reports, cache).
 
   Per-layer inputs and reports are lists over the cycle of pytrees with leading dimension R; a cache is a list over the
-  cycle of arrays [R,...], carried through the loop and written in place.
+  cycle of arrays [R,...], carried through the loop and written in place. Buffers that layers assign to are updated.
   """
 
   def __init__(self, make: Make, cycle: Sequence[LayerSpec], repeats: int, width: int, how: How) -> None:
-    assert repeats % len(how.remat) == 0, "checked with the configuration"
+    assert repeats % len(how.remat) == 0, "checked when the model is built"
     self.repeats, self.how = repeats, how
     self.layers = nnx.List([spec.build(make.at("layers").at(i, repeats), width, how) for i, spec in enumerate(cycle)])
 
   def __call__(
-    self, x: jax.Array, layer_inputs: Any, context: Context, cache: list[Cache] | None
+    self, x: jax.Array, layer_inputs: list[Any] | None, context: Context, cache: list[Cache] | None
   ) -> tuple[jax.Array, list[Report], list[Cache] | None]:
-    graph, weights = nnx.split(self.layers)
     turns = len(self.how.remat)
-
-    def cycle(
-      x: jax.Array, weights: Any, layer_inputs: Any, context: Context, cache: list[Cache] | None, repeat: jax.Array
-    ) -> tuple[jax.Array, list[Report], list[Cache] | None]:
-      reports, caches = [], []
-      for i, layer in enumerate(nnx.merge(graph, weights)):
-        own_input = None if layer_inputs is None else layer_inputs[i]
-        x, report, own_cache = layer(x, own_input, context, None if cache is None else cache[i], repeat)
-        reports.append(report)
-        caches.append(own_cache)
-      return x, reports, None if cache is None else caches
-
+    graphs, weights = zip(*(nnx.split(layer) for layer in self.layers), strict=True)
+    inputs = [None] * len(graphs) if layer_inputs is None else layer_inputs
     # Nothing is differentiated through a cache, so nothing is rematerialised with one.
-    steps = [cycle if cache is not None else _remat(cycle, policy, self.how.scan) for policy in self.how.remat]
+    passes = [
+      [_pass(graph) if cache is not None else _remat(_pass(graph), policy, self.how.scan) for graph in graphs]
+      for policy in self.how.remat
+    ]
 
     def turn(carry: tuple[jax.Array, Any], xs: tuple[jax.Array, Any, Any]) -> tuple[tuple[jax.Array, Any], Any]:
-      (x, cache), (first, weights, layer_inputs) = carry, xs
-      reports = []
-      for i, step in enumerate(steps):
-        own_weights, own_inputs = (jax.tree.map(lambda w, i=i: w[i], tree) for tree in (weights, layer_inputs))
-        x, report, cache = step(x, own_weights, own_inputs, context, cache, first + i)
-        reports.append(report)
-      return (x, cache), jax.tree.map(lambda *r: jnp.stack(r), *reports)
+      (x, caches), (first, weights, inputs) = carry, xs
+      kept: list[list[_Kept]] = []
+      for t, cycle in enumerate(passes):
+        own_weights, own_inputs = (jax.tree.map(lambda w, t=t: w[t], tree) for tree in (weights, inputs))
+        kept.append([])
+        for i, one in enumerate(cycle):
+          x, caches[i], left = one(x, own_weights[i], own_inputs[i], context, caches[i], first + t)
+          kept[t].append(left)
+      return (x, caches), jax.tree.map(lambda *k: jnp.stack(k), *kept)
 
     def fold(w: jax.Array) -> jax.Array:
       return w.reshape(self.repeats // turns, turns, *w.shape[1:])
@@ -74,17 +75,34 @@ class Stack(nnx.Module):
     def unfold(w: jax.Array) -> jax.Array:
       return w.reshape(self.repeats, *w.shape[2:])
 
-    xs = (jnp.arange(0, self.repeats, turns), *jax.tree.map(fold, (weights, layer_inputs)))
+    xs = (jnp.arange(0, self.repeats, turns), *jax.tree.map(fold, (weights, inputs)))
     loop = jax.lax.scan if self.how.scan else _unrolled
-    (x, cache), reports = loop(turn, (x, cache), xs)
-    return x, jax.tree.map(unfold, reports), cache
+    caches: list[Any] = [None] * len(graphs) if cache is None else list(cache)
+    (x, caches), kept = loop(turn, (x, caches), xs)
+    kept = jax.tree.map(unfold, kept)
+    for layer, left in zip(self.layers, kept, strict=True):
+      nnx.update(layer, left.buffers)
+    return x, [left.report for left in kept], None if cache is None else caches
 
-  def cache_shapes(self, batch: int, length: int) -> list[dict[str, tuple[int, ...]]]:
+  def cache_slots(self, batch: int, length: int) -> list[dict[str, Slots]]:
     """The cache of the stack."""
-    return [{n: (self.repeats, *s) for n, s in layer.cache_shapes(batch, length).items()} for layer in self.layers]
+    return [{n: s.stacked(self.repeats) for n, s in layer.cache_slots(batch, length).items()} for layer in self.layers]
 
 
-def _remat(step: Callable, policy: Remat, scanned: bool) -> Callable:
+def _pass(graph: Any) -> Callable[..., tuple[jax.Array, Cache | None, _Kept]]:
+  """One layer as a function of its arguments alone, with nothing closed over, so that it may be a pipeline's stage."""
+
+  def run(
+    x: jax.Array, weights: Any, layer_input: Any, context: Context, cache: Cache | None, repeat: jax.Array
+  ) -> tuple[jax.Array, Cache | None, _Kept]:
+    layer = nnx.merge(graph, weights)
+    x, report, cache = layer(x, layer_input, context, cache, repeat)
+    return x, cache, _Kept(report, nnx.state(layer, Buffer))
+
+  return run
+
+
+def _remat(run: Callable, policy: Remat, scanned: bool) -> Callable:
   keep = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=policy.saved,
     names_which_can_be_offloaded=policy.offloaded,
@@ -92,7 +110,7 @@ def _remat(step: Callable, policy: Remat, scanned: bool) -> Callable:
     offload_dst="pinned_host",
   )
   # Inside a loop the compiler cannot merge the recomputation with the forward pass, so it needs no barrier.
-  return jax.checkpoint(step, policy=keep, prevent_cse=not scanned)
+  return jax.checkpoint(run, policy=keep, prevent_cse=not scanned)
 
 
 def _unrolled(body: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:

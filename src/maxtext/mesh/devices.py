@@ -23,6 +23,9 @@ def make_mesh(config: MaxTextConfig, devices: Sequence[jax.Device] | None = None
 def parallelism(config: MaxTextConfig, network: str, count: int) -> tuple[int, ...]:
   """The sizes of all mesh axes on one network, with -1 filled so that they multiply to `count`."""
   keys = [f"{network}_{_KEY_OF_AXIS.get(axis, axis)}_parallelism" for axis in config.mesh_axes]
+  for key in type(config).model_fields:
+    if key.startswith(f"{network}_") and key not in keys and getattr(config, key) != 1:
+      raise ConfigError(f"{key}={getattr(config, key)} has no axis in mesh_axes={config.mesh_axes}: set it to 1.")
   sizes = [getattr(config, key, 1) for key in keys]
   product = " x ".join(f"{key}={size}" for key, size in zip(keys, sizes, strict=True) if size != 1) or "1"
   unit = "slices" if network == "dcn" else "devices per slice"

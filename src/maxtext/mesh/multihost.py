@@ -4,7 +4,7 @@ import os
 
 import jax
 
-from maxtext.configs import MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig
 
 
 def join(config: MaxTextConfig) -> None:
@@ -14,7 +14,14 @@ def join(config: MaxTextConfig) -> None:
     return
   jax.distributed.initialize(
     address,
-    num_processes=int(os.environ["JAX_NUM_PROCESSES"]),
-    process_id=int(os.environ["JAX_PROCESS_ID"]),
+    num_processes=_number("JAX_NUM_PROCESSES"),
+    process_id=_number("JAX_PROCESS_ID"),
     initialization_timeout=config.jax_distributed_initialization_timeout,
   )
+
+
+def _number(name: str) -> int:
+  text = os.environ.get(name, "")
+  if not text.isdigit():
+    raise ConfigError(f"{name}={text!r} in the environment must be a number where JAX_COORDINATOR_ADDRESS is set.")
+  return int(text)

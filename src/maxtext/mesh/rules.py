@@ -46,6 +46,8 @@ class Rules:
   def parse(table: Any, mesh_axes: Sequence[str]) -> "Rules":
     """Reads `logical_axis_rules`; unknown and doubly-used names are refused."""
     rules: dict[str, tuple[str, ...]] = {}
+    if not isinstance(table, list | tuple):
+      raise ConfigError(f"logical_axis_rules={table!r} must be a list of pairs [named dimension, mesh axes].")
     for entry in table:
       name, axes = _entry(entry)
       if name not in LOGICAL_AXES:
@@ -93,10 +95,12 @@ class Rules:
 
 
 def _entry(entry: Any) -> tuple[str, tuple[str, ...]]:
-  if not (isinstance(entry, Sequence) and len(entry) == 2 and isinstance(entry[0], str)):
-    raise ConfigError(f"logical_axis_rules: {entry!r} is not a pair [named dimension, mesh axes].")
-  axes = entry[1]
-  return entry[0], (axes,) if isinstance(axes, str) else tuple(axes or ())
+  match entry:
+    case [str(name), str(axis)]:
+      return name, (axis,)
+    case [str(name), [*axes]] if all(isinstance(axis, str) for axis in axes):
+      return name, tuple(axes)
+  raise ConfigError(f"logical_axis_rules: {entry!r} is not a pair [named dimension, mesh axes].")
 
 
 def _dividing_prefix(axes: Iterable[str], mesh: Mesh, size: int) -> tuple[str, ...]:

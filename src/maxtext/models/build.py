@@ -1,5 +1,6 @@
 """From a configuration and a mesh to a model."""
 
+import dataclasses
 from collections.abc import Mapping
 from types import ModuleType
 
@@ -7,28 +8,32 @@ from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.checks import remat_policies
-from maxtext.configs.types import DecoderBlockType, RematAndOffload, RematLocation, RematPolicy
-from maxtext.kernels.attention import Attention, SplashBlocks, choose_kernel
+from maxtext.configs.types import DecoderBlockType, RematAndOffload, RematLocation, RematPolicy, SplashAttention
+from maxtext.kernels.attention import Attention, Kernel, SplashBlocks
 from maxtext.layers.how import How, Remat
 from maxtext.mesh.rules import Rules
 from maxtext.models import llama
 from maxtext.models.model import Model
 
+# Which file a family's spec and weight table are in.
 FAMILIES: Mapping[DecoderBlockType, ModuleType] = {DecoderBlockType.LLAMA2: llama}
 
 
 def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
   """The model of a run, abstract."""
-  return Model.of(FAMILIES[config.decoder_block].spec(config), how(config, mesh))
+  spec, execution = FAMILIES[config.decoder_block].spec(config), how(config, mesh)
+  turns = len(execution.remat)
+  if odd := [group.repeats for group in spec.groups if group.repeats % turns]:
+    raise ConfigError(
+      f"remat_policy={config.remat_policy} names {turns} policies that take turns over the layers, and this model "
+      f"repeats {odd[0]} layers, which is not a multiple of {turns}."
+    )
+  return Model.of(spec, execution)
 
 
 def how(config: MaxTextConfig, mesh: Mesh) -> How:
   """How this configuration executes any model on a mesh."""
   c = config
-  try:
-    kernel = choose_kernel(c.attention, mesh.devices.flat[0].platform)
-  except ValueError as error:
-    raise ConfigError(f"{error}.") from None
   blocks = SplashBlocks(
     c.sa_block_q,
     c.sa_block_kv,
@@ -49,12 +54,42 @@ def how(config: MaxTextConfig, mesh: Mesh) -> How:
     activations_in_float32=c.activations_in_float32,
     logits_dot_in_float32=c.logits_dot_in_fp32,
     cast_logits_to_float32=c.cast_logits_to_fp32,
-    attention=Attention(kernel, c.matmul_precision.value, blocks),
+    attention=Attention(_kernel(c, mesh, blocks), c.matmul_precision.value, blocks),
     remat=tuple(_remat(policy, c) for policy in remat_policies(c)),
     scan=c.scan_layers,
     init_scale=c.dense_init_scale,
   )
 
+
+def _kernel(config: MaxTextConfig, mesh: Mesh, blocks: SplashBlocks) -> Kernel:
+  platform = mesh.devices.flat[0].platform
+  kernels = _KERNELS[config.attention]
+  if platform not in kernels:
+    raise ConfigError(f"attention={config.attention} does not run on {platform} devices: write attention=autoselected.")
+  kernel = kernels[platform]
+  if kernel == "splash":
+    _check_splash(config, blocks)
+  return kernel
+
+
+def _check_splash(config: MaxTextConfig, blocks: SplashBlocks) -> None:
+  length = config.max_target_length
+  if length % 128:
+    raise ConfigError(f"max_target_length={length} is not a multiple of 128, which the splash kernel needs.")
+  for key, size in zip(SplashAttention.model_fields, dataclasses.astuple(blocks)[:-1], strict=False):
+    if size < 128 or size % 128 or length % min(size, length):
+      raise ConfigError(f"{key}={size} must be a multiple of 128 that divides max_target_length={length}.")
+
+
+_PLATFORMS = ("tpu", "gpu", "cuda", "cpu")
+_FAST: Mapping[str, Kernel] = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}
+_KERNELS: Mapping[str, Mapping[str, Kernel]] = {
+  "autoselected": {"cpu": "chunked", **_FAST},
+  "dot_product": dict.fromkeys(_PLATFORMS, "dot_product"),
+  "chunked": dict.fromkeys(_PLATFORMS, "chunked"),
+  "flash": _FAST,
+  "cudnn_flash_jax": {name: kernel for name, kernel in _FAST.items() if kernel == "cudnn"},
+}
 
 _QKV = ("query_proj", "key_proj", "value_proj")
 _PRODUCTS = (*_QKV, "out_proj", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.layers.block import RESIDUAL
-from maxtext.layers.cache import Cache
+from maxtext.layers.cache import Cache, Slots
 from maxtext.layers.context import Context
 from maxtext.layers.embedding import Embedding
 from maxtext.layers.how import How
@@ -37,24 +37,27 @@ class Decoder(nnx.Module):
       [Stack(groups.at(i), g.cycle, g.repeats, spec.width, how) for i, g in enumerate(spec.groups)]
     )
     self.final_norm = RMSNorm(make.at("final_norm"), spec.final_norm, spec.width)
-    self.head = (
-      None if spec.tied else Linear(make.at("head"), {"embed": spec.width}, {"vocab": spec.vocab}, how, "logits")
-    )
+    self.head = Linear(make.at("head"), {"embed": spec.width}, {"vocab": spec.vocab}, how, "logits", tied=spec.tied)
 
   def hidden(
     self,
     tokens: jax.Array,
     positions: jax.Array,
     segments: jax.Array | None = None,
+    layer_inputs: list[list[Any]] | None = None,
     cache: list[list[Cache]] | None = None,
   ) -> tuple[jax.Array, list[Any], list[list[Cache]] | None]:
-    """Tokens [B,S] to normed hidden states [B,S,E], the layers' reports per group, and the extended cache."""
+    """Tokens [B,S] to normed hidden states [B,S,E], the layers' reports per group, and the extended cache.
+
+    Layer inputs and caches are lists over groups of what a `Stack` takes.
+    """
     how = self.how
     context = Context.of(positions, segments, self.spec.ropes, how.dtype)
     x = how.shard(self.embedding(tokens), *_TOKENS)
     x, reports, caches = how.shard(x, *RESIDUAL), [], []
     for i, group in enumerate(self.groups):
-      x, report, extended = group(x, None, context, None if cache is None else cache[i])
+      own_inputs, own_cache = (None if tree is None else tree[i] for tree in (layer_inputs, cache))
+      x, report, extended = group(x, own_inputs, context, own_cache)
       reports.append(report)
       caches.append(extended)
     return self.final_norm(x), reports, None if cache is None else caches
@@ -63,8 +66,8 @@ class Decoder(nnx.Module):
     """Hidden states [B,S,E] to logits [B,S,V]."""
     how, spec = self.how, self.spec
     dtype = jnp.float32 if how.logits_dot_in_float32 else how.dtype
-    logits = self.embedding.logits(x, dtype) if self.head is None else self.head(x, dtype)
-    logits = how.shard(logits, *_LOGITS)
+    weight = self.embedding.as_head if spec.tied else None
+    logits = how.shard(self.head(x, weight, dtype), *_LOGITS)
     if how.cast_logits_to_float32:
       logits = logits.astype(jnp.float32)
     if spec.logit_scale != 1.0:
@@ -72,8 +75,12 @@ class Decoder(nnx.Module):
     return logits if spec.logit_cap is None else spec.logit_cap * jnp.tanh(logits / spec.logit_cap)
 
   def empty_cache(self, batch: int, length: int) -> list[list[Cache]]:
-    """A cache for `length` positions."""
+    """A cache for `length` positions, placed like the activations it will hold."""
+
+    def zeros(slots: Slots) -> jax.Array:
+      return self.how.shard(jnp.zeros(slots.shape, slots.dtype), *slots.axes)
+
     return [
-      [{n: jnp.zeros(s, self.how.dtype) for n, s in layer.items()} for layer in group.cache_shapes(batch, length)]
+      [{name: zeros(slots) for name, slots in layer.items()} for layer in group.cache_slots(batch, length)]
       for group in self.groups
     ]

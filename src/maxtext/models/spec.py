@@ -29,5 +29,5 @@ class DecoderSpec:
 
   @property
   def ropes(self) -> tuple[Rope, ...]:
-    """The distinct rotary specs of all layers."""
-    return tuple(dict.fromkeys(block.mixer.rope for group in self.groups for block in group.cycle))
+    """The distinct rotary tables of all layers."""
+    return tuple(dict.fromkeys(rope for group in self.groups for block in group.cycle for rope in block.mixer.ropes))

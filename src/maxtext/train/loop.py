@@ -42,7 +42,7 @@ def run_loop(
     if step + 1 < steps.stop:
       batch = next(batches)
     report()
-    pending = step, metrics
+    pending = step + 1, metrics
   report()
   for callback in callbacks:
     callback.on_end(state)

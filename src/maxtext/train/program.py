@@ -13,14 +13,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.data.batch import Batch
 from maxtext.data.synthetic import synthetic_batches
-from maxtext.mesh.rules import Rules
+from maxtext.mesh.rules import LOGICAL_AXES, Rules
 from maxtext.models.build import build_model
 from maxtext.models.model import Model
 from maxtext.optim.optimizer import make_optimizer
 from maxtext.optim.schedules import learning_rate
 from maxtext.train.objectives.language_modeling import LanguageModeling
 from maxtext.train.state import TrainState, abstract_state, initial_state
-from maxtext.train.step import make_train_step
+from maxtext.train.step import Objective, make_train_step
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,17 +35,17 @@ class Program:
   _init: Any
 
   @staticmethod
-  def of(config: MaxTextConfig, mesh: Mesh) -> "Program":
-    """Builds everything that needs no array."""
+  def of(config: MaxTextConfig, mesh: Mesh, objective: Objective | None = None) -> "Program":
+    """Builds everything that needs no array. Without an objective the run pre-trains."""
     model = build_model(config, mesh)
     optimizer = make_optimizer(config)
     state = abstract_state(model, optimizer)
-    objective = LanguageModeling(config.z_loss_multiplier, config.num_vocab_tiling)
     step = make_train_step(
       model,
-      objective,
+      objective or LanguageModeling(config.z_loss_multiplier, config.num_vocab_tiling),
       optimizer,
       learning_rate(config),
+      clip=config.gradient_clipping_threshold,
       accumulation=config.gradient_accumulation_steps,
       grad_dtype=config.grad_dtype.value,
     )
@@ -88,6 +88,11 @@ def global_batch_size(config: MaxTextConfig, devices: int) -> int:
 def _abstract_batch(config: MaxTextConfig, mesh: Mesh, rules: Rules) -> Batch:
   shape = global_batch_size(config, mesh.size), config.max_target_length
   axes = config.input_data_sharding_logical_axes
+  if len(axes) != 2 or not set(axes) <= set(LOGICAL_AXES):
+    raise ConfigError(
+      f"input_data_sharding_logical_axes={axes} must name two dimensions, of rows and of length, such as "
+      f"[activation_embed_and_logits_batch, activation_norm_length]."
+    )
   whole = rules.sharding(mesh, axes, shape)
   micro = shape[0] // config.gradient_accumulation_steps
   split = dict(rules.pairs)[axes[0]]

@@ -19,11 +19,11 @@ from maxtext.train.state import TrainState
 def train(config: MaxTextConfig, callbacks: Sequence[Callback] = ()) -> TrainState:
   """Trains as configured, on all devices that JAX finds, and returns the last state."""
   _start(config)
-  program = Program.of(config, make_mesh(config))
-  _introduce(program)
   steps = range(config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
   callbacks = [Report(_sinks(config, steps)), *callbacks]
   try:
+    program = Program.of(config, make_mesh(config))
+    _introduce(program)
     return run_loop(program.step, program.init(), program.batches(), steps, callbacks)
   finally:
     for callback in callbacks:
@@ -31,6 +31,8 @@ def train(config: MaxTextConfig, callbacks: Sequence[Callback] = ()) -> TrainSta
 
 
 def _start(config: MaxTextConfig) -> None:
+  if config.compile_topology:
+    raise ConfigError(f"compile_topology={config.compile_topology} is for compiling only: leave it out to train here.")
   if config.jax_cache_dir:
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
   join(config)

@@ -40,10 +40,10 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation) -> Tra
   replicated = NamedSharding(model.how.mesh, PartitionSpec())
 
   def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    owner = model.abstract.get(getattr(path[-1], "key", ""))
-    same = owner is not None and owner.shape == leaf.shape
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=owner.sharding if same else replicated)  # type: ignore[union-attr]
+    owner = model.params.get(getattr(path[-1], "key", ""))
+    assert leaf.ndim == 0 or (owner is not None and owner.shape == leaf.shape), f"{path} belongs to no parameter"
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated if leaf.ndim == 0 else owner.sharding)  # type: ignore[union-attr]
 
-  opt_state = jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, model.abstract))
+  opt_state = jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, model.params))
   step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-  return TrainState(step, model.abstract, model.buffers, opt_state)
+  return TrainState(step, model.params, model.buffers, opt_state)

@@ -1,7 +1,7 @@
 """One update, as a pure function of pytrees."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,22 @@ Metrics = dict[str, jax.Array]
 class Objective(Protocol):
   """A loss as a sum over a batch, and what the sum is divided by."""
 
-  def __call__(self, decoder: Decoder, batch: Batch) -> jax.Array: ...
+  def __call__(self, decoder: Decoder, batch: Any) -> tuple[jax.Array, Metrics]:
+    """The sum that is minimised, and sums that are only reported."""
+    ...
 
-  def weight(self, batch: Batch) -> jax.Array: ...
+  def weight(self, batch: Any) -> jax.Array:
+    """What all of these are divided by; known before the forward pass."""
+    ...
+
+
+class Gradients(NamedTuple):
+  """What a batch says about the parameters."""
+
+  loss: jax.Array
+  metrics: Metrics
+  grads: Params
+  buffers: Params
 
 
 def make_train_step(
@@ -29,24 +42,34 @@ def make_train_step(
   optimizer: optax.GradientTransformation,
   schedule: optax.Schedule,
   *,
+  clip: float = 0.0,
   accumulation: int = 1,
   grad_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-  """Builds step(state, batch) to (state, metrics). With accumulation the batch holds that many micro-batches."""
+  """Builds step(state, batch) to (state, metrics).
+
+  Args:
+    clip: largest gradient norm; 0 is no limit. Apart from the optimizer, so that its state does not depend on it.
+    accumulation: micro-batches that a batch holds.
+    grad_dtype: number format in which gradients are summed and reach the optimizer.
+  """
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    loss, grads = gradients(
+    found = gradients(
       model, objective, state.params, state.buffers, batch, accumulation=accumulation, grad_dtype=grad_dtype
     )
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in found.grads.values()))
+    factor = jnp.minimum(1.0, clip / (norm + 1e-16)) if clip else 1.0
+    grads = {n: (g * factor).astype(g.dtype) for n, g in found.grads.items()}
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    metrics = {
-      "loss": loss,
-      "grad_norm": optax.tree.norm(grads),
+    metrics = found.metrics | {
+      "loss": found.loss,
+      "grad_norm": norm,
       "learning_rate": jnp.asarray(schedule(state.step)),
       "tokens": objective.weight(batch),
     }
-    return TrainState(state.step + 1, params, state.buffers, opt_state), metrics
+    params = optax.apply_updates(state.params, updates)
+    return TrainState(state.step + 1, params, found.buffers, opt_state), metrics
 
   return train_step
 
@@ -60,30 +83,36 @@ def gradients(
   *,
   accumulation: int = 1,
   grad_dtype: jax.typing.DTypeLike = jnp.float32,
-) -> tuple[jax.Array, Params]:
-  """Loss and gradients of the whole batch, one micro-batch at a time; gradients are placed like the parameters."""
+) -> Gradients:
+  """Gradients of the whole batch, one micro-batch at a time; they are placed like the parameters."""
   total = objective.weight(batch)
 
-  def loss_of(params: Params, part: Batch) -> jax.Array:
-    return objective(model.bind(params | buffers), part) / total
+  def loss_of(params: Params, buffers: Params, part: Batch) -> tuple[jax.Array, tuple[Metrics, Params]]:
+    decoder = model.bind(params | buffers)
+    loss, metrics = objective(decoder, part)
+    return loss / total, ({n: m / total for n, m in metrics.items()}, model.buffers_of(decoder))
 
-  def one(part: Batch) -> tuple[jax.Array, Params]:
-    loss, grads = jax.value_and_grad(loss_of)(params, part)
-    return loss, _like_params({n: g.astype(grad_dtype) for n, g in grads.items()}, model)
+  def one(buffers: Params, part: Batch) -> Gradients:
+    (loss, (metrics, buffers)), grads = jax.value_and_grad(loss_of, has_aux=True)(params, buffers, part)
+    return Gradients(loss, metrics, _like_params({n: g.astype(grad_dtype) for n, g in grads.items()}, model), buffers)
 
   if accumulation == 1:
-    return one(batch)
+    return one(buffers, batch)
 
-  def add(carry: tuple[jax.Array, Params], part: Batch) -> tuple[tuple[jax.Array, Params], None]:
-    return jax.tree.map(jnp.add, carry, one(part)), None
+  def add(carry: Gradients, part: Batch) -> tuple[Gradients, None]:
+    new = one(carry.buffers, part)
+    loss, metrics, grads = jax.tree.map(jnp.add, carry[:3], new[:3])
+    return Gradients(loss, metrics, grads, new.buffers), None
 
   # Rows are dealt in turn, so that each device's rows are spread over all micro-batches and none has to move.
   parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, accumulation, *x.shape[1:]), 1, 0), batch)
-  zeros = _like_params({n: jnp.zeros(p.shape, grad_dtype) for n, p in params.items()}, model)
-  return jax.lax.scan(add, (jnp.zeros((), jnp.float32), zeros), parts)[0]
+  shapes = jax.eval_shape(one, buffers, jax.tree.map(lambda x: x[0], parts))
+  zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+  start = Gradients(zero.loss, zero.metrics, _like_params(zero.grads, model), buffers)
+  return jax.lax.scan(add, start, parts)[0]
 
 
 def _like_params(grads: Params, model: Model) -> Params:
   if model.how.mesh.size == 1:
     return grads
-  return jax.lax.with_sharding_constraint(grads, {n: model.abstract[n].sharding for n in grads})
+  return jax.lax.with_sharding_constraint(grads, {n: model.params[n].sharding for n in grads})

@@ -15,7 +15,7 @@ def from_tensors(model: Model, table: Mapping[str, Weight], tensors: Mapping[str
     ValueError: names what is missing or left over.
   """
   used: set[str] = set()
-  params = {path: _assemble(table[path], a.shape, tensors, used) for path, a in model.abstract.items()}
+  params = {path: _assemble(table[path], a.shape, tensors, used) for path, a in model.params.items()}
   if left := sorted(set(tensors) - used):
     raise ValueError(f"Tensors that no parameter takes: {', '.join(left)}.")
   return params

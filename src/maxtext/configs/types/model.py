@@ -41,7 +41,7 @@ class Attention(Section):
   """How attention is computed and what it sees."""
 
   attention: str = Field(
-    "autoselected", description="Kernel: autoselected, dot_product, chunked, flash (splash), cudnn_flash_jax."
+    "autoselected", description="Kernel: autoselected, dot_product, chunked, flash (TPU, GPU), cudnn_flash_jax (GPU)."
   )
   attention_type: Literal["global", "local_sliding"] = Field("global", description="Which keys a query sees.")
   sliding_window_size: Annotated[int, Ge(0)] = Field(0, description="Window of local_sliding attention, in tokens.")

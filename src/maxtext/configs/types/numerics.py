@@ -10,7 +10,9 @@ class DataTypes(Section):
   """Number formats of weights, activations and gradients."""
 
   dtype: DType = Field(DType.BFLOAT16, description="Activations and the inputs of matrix products.")
-  grad_dtype: DType = Field(DType.FLOAT32, description="Gradients as the optimizer sees them.")
+  grad_dtype: DType = Field(DType.FLOAT32, description="Gradients as they are summed and as the optimizer sees them.")
   weight_dtype: DType = Field(DType.FLOAT32, description="Weights as they are stored.")
-  matmul_precision: MatmulPrecision = Field(MatmulPrecision.DEFAULT, description="Precision of matrix products.")
+  matmul_precision: MatmulPrecision = Field(
+    MatmulPrecision.DEFAULT, description="Precision of matrix products outside attention kernels."
+  )
   activations_in_float32: bool = Field(False, description="Apply activation functions in float32.")

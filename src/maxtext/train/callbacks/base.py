@@ -7,7 +7,7 @@ class Callback:
   """Called by the loop on every process; override what is needed."""
 
   def on_step(self, step: int, figures: dict[str, float]) -> None:
-    """A step has finished, and these are its figures."""
+    """The step-th step (from 1) has finished, and these are its figures."""
 
   def on_end(self, state: TrainState) -> None:
     """The last step has finished."""

@@ -16,11 +16,11 @@ class LanguageModeling:
   z_loss: float = 0.0
   tiles: int = 1
 
-  def __call__(self, decoder: Decoder, batch: Batch) -> jax.Array:
+  def __call__(self, decoder: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The sum of the losses of all targets, each times its weight."""
     hidden, _, _ = decoder.hidden(batch.inputs, batch.positions, batch.segments)
     losses = tiled_cross_entropy(hidden, decoder.logits, batch.targets, self.z_loss, self.tiles)
-    return (losses * batch.weights).sum()
+    return (losses * batch.weights).sum(), {}
 
   def weight(self, batch: Batch) -> jax.Array:
     """What the sum is divided by."""
