@@ -55,6 +55,7 @@ def make_step(size: Size, dtype, lr: float = 3e-5):
   angle = np.arange(size.length)[:, None] * 10000.0 ** (-np.arange(half) / half)
   cos, sin = (f(angle)[None, :, None].astype(np.float32) for f in (np.cos, np.sin))
   causal = np.tril(np.ones((size.length, size.length), bool))
+  chunk = max(size.length // 4, 1)
 
   def norm(x, w):
     y = x.astype(jnp.float32)
@@ -68,9 +69,13 @@ def make_step(size: Size, dtype, lr: float = 3e-5):
     p = {n: w.astype(dtype) for n, w in p.items()}
     h = norm(x, p["n1"])
     q, k, v = (jnp.einsum("bse,ehd->bshd", h, p[n]) for n in "qkv")
-    scores = jnp.einsum("bshd,bthd->bhst", rope(q), rope(k)).astype(jnp.float32) * size.head_dim**-0.5
-    weights = jax.nn.softmax(jnp.where(causal, scores, -1e30)).astype(dtype)
-    x = x + jnp.einsum("bshd,hde->bse", jnp.einsum("bhst,bthd->bshd", weights, v), p["o"])
+    q, k, mixed = rope(q), rope(k), []
+    for a in range(0, size.length, chunk):  # a query sees no later key, so do not compute them
+      b = a + chunk
+      scores = jnp.einsum("bshd,bthd->bhst", q[:, a:b], k[:, :b]).astype(jnp.float32) * size.head_dim**-0.5
+      weights = jax.nn.softmax(jnp.where(causal[a:b, :b], scores, -1e30)).astype(dtype)
+      mixed.append(jnp.einsum("bhst,bthd->bshd", weights, v[:, :b]))
+    x = x + jnp.einsum("bshd,hde->bse", jnp.concatenate(mixed, 1), p["o"])
     h = norm(x, p["n2"])
     return x + (jax.nn.silu(h @ p["g"]) * (h @ p["u"])) @ p["d"], None
 

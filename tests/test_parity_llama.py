@@ -15,6 +15,10 @@ pytestmark = pytest.mark.parity
 
 @pytest.fixture(scope="module")
 def reference():
+  return random_llama(tied=False)
+
+
+def random_llama(tied):
   """A tiny Llama with every weight random, norms included: the usual initial values hide mistakes."""
   torch = pytest.importorskip("torch")
   from transformers import LlamaConfig, LlamaForCausalLM
@@ -31,7 +35,7 @@ def reference():
       max_position_embeddings=128,
       head_dim=8,
       rms_norm_eps=1e-5,
-      tie_word_embeddings=False,
+      tie_word_embeddings=tied,
       rope_parameters={
         "rope_type": "llama3",
         "rope_theta": 500000.0,
@@ -79,6 +83,18 @@ def test_logits_and_gradients(reference, scan, kernel):
   for name, grad in grads.items():
     difference = np.linalg.norm(grad - expected_grads[name]) / np.linalg.norm(expected_grads[name])
     assert difference < 1e-4, f"{name}: relative difference {difference:.1e}"
+
+
+def test_tied_head():
+  import torch
+
+  tied = random_llama(tied=True)
+  config = tiny(logits_via_embedding=True, normalize_embedding_logits=False)
+  model, batch = program(config).model, random_batch(config)
+  params = from_tensors(model, WEIGHTS, {n: p.detach().numpy() for n, p in tied.named_parameters()})
+  decoder = model.bind(params)
+  logits = decoder.logits(decoder.hidden(batch.inputs, batch.positions)[0])
+  np.testing.assert_allclose(logits, tied(torch.from_numpy(batch.inputs).long()).logits.detach(), atol=1e-4, rtol=0)
 
 
 def test_every_tensor_is_accounted_for(reference):

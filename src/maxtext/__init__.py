@@ -1,4 +1,4 @@
-"""MaxText: train, tune and serve large language models in pure Python and JAX.
+"""MaxText: train large language models in pure Python and JAX.
 
 `load_config` builds a run's configuration, `maxtext.train(config)` trains it.
 """
