@@ -9,6 +9,8 @@ from maxtext.train.objectives.language_modeling import LanguageModeling
 from maxtext.train.step import gradients
 from tests.support import program, random_batch, tiny
 
+SLOW = pytest.mark.slow  # the quick run has two unscanned variants, the full run all
+
 CUSTOM = {
   "remat_policy": "custom",
   "decoder_layer_input": "offload",
@@ -20,7 +22,10 @@ CUSTOM = {
 
 VARIANTS = (
   {policy.value: {"remat_policy": policy.value} for policy in RematPolicy}
-  | {f"{policy.value}, unscanned": {"remat_policy": policy.value, "scan_layers": False} for policy in RematPolicy}
+  | {
+    f"{policy.value}, unscanned": pytest.param({"remat_policy": policy.value, "scan_layers": False}, marks=SLOW)
+    for policy in RematPolicy
+  }
   | {
     "custom by tensor": CUSTOM,
     "custom by tensor, unscanned": CUSTOM | {"scan_layers": False},

@@ -21,16 +21,14 @@ MESHES = {
   "fsdp 8": {"ici_fsdp_parallelism": 8},
   "fsdp 4 x tensor 2": {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
   "tensor 8": {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 8},
-  "fsdp 2 x fsdp_transpose 2 x tensor_sequence 2": {
-    "ici_fsdp_parallelism": 2,
-    "ici_fsdp_transpose_parallelism": 2,
-    "ici_tensor_sequence_parallelism": 2,
-  },
-  "tensor 4 x tensor_transpose 2": {
-    "ici_fsdp_parallelism": 1,
-    "ici_tensor_parallelism": 4,
-    "ici_tensor_transpose_parallelism": 2,
-  },
+  "fsdp 2 x fsdp_transpose 2 x tensor_sequence 2": pytest.param(
+    {"ici_fsdp_parallelism": 2, "ici_fsdp_transpose_parallelism": 2, "ici_tensor_sequence_parallelism": 2},
+    marks=pytest.mark.slow,
+  ),
+  "tensor 4 x tensor_transpose 2": pytest.param(
+    {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 4, "ici_tensor_transpose_parallelism": 2},
+    marks=pytest.mark.slow,
+  ),
 }
 
 
@@ -47,6 +45,7 @@ def test_loss_curve(one_device, axes):
   np.testing.assert_allclose(curve, one_device, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_loss_curve_with_every_head_split():
   """Eight tensor-parallel devices for eight heads; the tiny model's four are replicated there."""
   heads = {"base_num_query_heads": 8, "base_num_kv_heads": 8}
