@@ -5,7 +5,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from maxtext import ConfigError
-from maxtext.mesh.devices import make_mesh, parallelism
+from maxtext.configs.derived import parallelism
+from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.rules import LOGICAL_AXES, Rules
 from maxtext.mesh.topology import CHIPS, Topology
 from tests.support import tiny

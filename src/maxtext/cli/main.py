@@ -4,9 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from maxtext.configs import ConfigError, load_config
-from maxtext.configs.loader import parse_assignments
-from maxtext.configs.types import MaxTextConfig
+from maxtext.cli import config
+from maxtext.configs import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,24 +25,15 @@ def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(prog="maxtext", description="Train large language models with JAX.")
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
   train = commands.add_parser("train", help="train a model", description="Train a model.")
-  train.add_argument(
-    "words",
-    nargs="*",
-    metavar="[FILE.yml | RECIPE | MODEL] key=value",
-    help="where the configuration starts from, then single keys",
-  )
+  config.add_words(train)
   train.set_defaults(run=_train)
+  config.add_commands(commands)
   return parser
 
 
 def _train(arguments: argparse.Namespace) -> int:
-  config = _config(arguments.words)
+  resolved = config.resolve_words(arguments.words)
   from maxtext.train.run import train
 
-  train(config)
+  train(resolved.config)
   return 0
-
-
-def _config(words: Sequence[str]) -> MaxTextConfig:
-  source = words[0] if words and "=" not in words[0] else None
-  return load_config(source, **parse_assignments(words[1:] if source else words))

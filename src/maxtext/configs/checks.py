@@ -1,34 +1,19 @@
 """Refusals that need more than one key, or that say what does not exist yet. No devices are known here."""
 
-from collections.abc import Callable, Mapping
-from enum import Enum
-from typing import Any
+from collections.abc import Callable
 
 from maxtext.configs.errors import ConfigError, nearest
-from maxtext.configs.types import (
-  DatasetType,
-  DType,
-  LearningRateScheduleType,
-  MaxTextConfig,
-  OptimizerType,
-  RematAndOffload,
-  RematPolicy,
-  RopeType,
-)
+from maxtext.configs.refusals import REFUSALS
+from maxtext.configs.types import DatasetType, DType, MaxTextConfig, RematPolicy
 
 ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_flash_jax")
 
 
 def check(config: MaxTextConfig) -> None:
   """Raises `ConfigError` for the first thing that cannot be done as asked."""
-  for rule in _RULES:
+  for rule in (*_RULES, *(refusal.problem for refusal in REFUSALS)):
     if problem := rule(config):
       raise ConfigError(problem)
-
-
-def remat_policies(config: MaxTextConfig) -> tuple[RematPolicy, ...]:
-  """The policies that take turns over the layers."""
-  return tuple(RematPolicy(name.strip()) for name in config.remat_policy.split(","))
 
 
 def _heads(c: MaxTextConfig) -> str | None:
@@ -102,24 +87,10 @@ def _moment(c: MaxTextConfig) -> str | None:
   return None
 
 
-def _without_effect(c: MaxTextConfig) -> str | None:
-  for keys, has_effect, need in _EFFECT:
-    changed = [key for key in keys if getattr(c, key) != type(c).model_fields[key].default]
-    if changed and not has_effect(c):
-      return f"{changed[0]}={_plain(getattr(c, changed[0]))} has no effect without {need}."
+def _data(c: MaxTextConfig) -> str | None:
+  if c.dataset_type != DatasetType.SYNTHETIC:
+    return f"dataset_type={c.dataset_type.value} is not implemented yet: write dataset_type=synthetic."
   return None
-
-
-def _not_there_yet(c: MaxTextConfig) -> str | None:
-  for key, there in _THERE.items():
-    if getattr(c, key) not in there:
-      value, instead = _plain(getattr(c, key)), " or ".join(f"{key}={value.value}" for value in there)
-      return f"{key}={value} is not implemented yet: write {instead}."
-  return None
-
-
-def _plain(value: Any) -> Any:
-  return value.value if isinstance(value, Enum) else value
 
 
 _LEAST = {
@@ -141,26 +112,6 @@ _LEAST = {
   "normalization_layer_epsilon": 0,
 }
 
-_EFFECT: tuple[tuple[tuple[str, ...], Callable[[MaxTextConfig], bool], str], ...] = (
-  (
-    tuple(key for key in RematAndOffload.model_fields if key != "remat_policy"),
-    lambda c: RematPolicy.CUSTOM in remat_policies(c),
-    "remat_policy=custom",
-  ),
-  (
-    ("rope_factor", "original_max_position_embeddings"),
-    lambda c: c.rope_type != RopeType.DEFAULT,
-    "a rope_type that scales positions, such as rope_type=llama3.1",
-  ),
-)
-
-_THERE: Mapping[str, tuple[Enum, ...]] = {
-  "dataset_type": (DatasetType.SYNTHETIC,),
-  "opt_type": (OptimizerType.ADAMW,),
-  "lr_schedule_type": (LearningRateScheduleType.COSINE,),
-  "rope_type": (RopeType.DEFAULT, RopeType.LLAMA3_1),
-}
-
 _RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _sizes,
   _heads,
@@ -171,6 +122,5 @@ _RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _tiling,
   _length,
   _moment,
-  _without_effect,
-  _not_there_yet,
+  _data,
 )

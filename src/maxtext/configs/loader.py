@@ -1,9 +1,11 @@
 """From files and `key=value` to one frozen `MaxTextConfig`.
 
-Later layers win: base.yml, the model's YAML, a user's YAML (or a built-in recipe's name), then single values.
+Later layers win: base.yml, the model's YAML, a user's YAML (or a built-in recipe's name), `M_<KEY>` variables of the
+environment that the caller hands over, then single values.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -21,22 +23,48 @@ _MODELS = _HERE / "models"
 _RECIPES = _HERE / "recipes"
 
 
-def load_config(source: str | Path | None = None, **values: Any) -> MaxTextConfig:
+@dataclass(frozen=True)
+class Resolved:
+  """A configuration, and for each key that is not at its default where its value came from."""
+
+  config: MaxTextConfig
+  origins: Mapping[str, str]
+
+
+def load_config(
+  source: str | Path | None = None, *, environment: Mapping[str, str] | None = None, **values: Any
+) -> MaxTextConfig:
   """Builds a run's configuration.
 
   Args:
     source: a YAML file, the name of a built-in recipe, or the name of a model.
-    **values: single keys, which win over every file.
+    environment: variables `M_<KEY>`, which win over every file.
+    **values: single keys, which win over everything.
   """
-  user = (_user_layer(source) if source is not None else {}) | values
+  return resolve(source, environment, values).config
+
+
+def resolve(
+  source: str | Path | None = None,
+  environment: Mapping[str, str] | None = None,
+  values: Mapping[str, Any] | None = None,
+) -> Resolved:
+  """The same, with where each value came from."""
+  user_layers = {
+    str(source): _user_layer(source) if source is not None else {},
+    "environment": _environment_layer(environment or {}),
+    "command line": dict(values or {}),
+  }
+  user = {key: value for layer in user_layers.values() for key, value in layer.items()}
   _refuse_unknown(user)
-  base = _read(_HERE / "base.yml")
-  model = _model_layer(user.get("model_name", "default"))
+  base, name = _read(_HERE / "base.yml"), user.get("model_name", "default")
+  model = _model_layer(name)
   config = _build(base | model | user)
   if not config.override_model_config:
     _refuse_changed_model(config, _build(base | model), model.keys() & user.keys())
   check(config)
-  return config
+  layers = {"base.yml": base, f"model {name}": model} | user_layers
+  return Resolved(config, {key: origin for origin, layer in layers.items() for key in layer})
 
 
 def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
@@ -78,6 +106,20 @@ def _user_layer(source: str | Path, below: tuple[Path, ...] = ()) -> dict[str, A
   recipes = sorted(p.stem for p in _RECIPES.glob("*.yml"))
   hint = nearest(name, (*recipes, *model_names()))
   raise ConfigError(f"'{name}' is no .yml file, no recipe ({', '.join(recipes)}) and no model's name.{hint}")
+
+
+def _environment_layer(environment: Mapping[str, str]) -> dict[str, Any]:
+  words = []
+  for variable, text in environment.items():
+    if variable.startswith("M_"):
+      key = variable.removeprefix("M_").lower()
+      if key not in MaxTextConfig.model_fields:
+        hint = nearest(key, MaxTextConfig.model_fields)
+        if not hint:  # somebody else's variable
+          continue
+        raise ConfigError(f"{variable} in the environment names no key.{hint}")
+      words.append(f"{key}={text}")
+  return parse_assignments(words)
 
 
 def _model_layer(name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from types import ModuleType
 from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.configs.checks import remat_policies
+from maxtext.configs.refusals import remat_policies
 from maxtext.configs.types import DecoderBlockType, RematAndOffload, RematLocation, RematPolicy, SplashAttention
 from maxtext.kernels.attention import Attention, Kernel, SplashBlocks
 from maxtext.layers.how import How, Remat

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.derived import global_batch_size
 from maxtext.data.batch import Batch
 from maxtext.data.synthetic import synthetic_batches
 from maxtext.mesh.rules import LOGICAL_AXES, Rules
@@ -72,17 +73,6 @@ class Program:
   def lower(self) -> jax.stages.Lowered:
     """The step for this mesh, from shapes alone."""
     return self.step.lower(self.state, self.batch)
-
-
-def global_batch_size(config: MaxTextConfig, devices: int) -> int:
-  """Sequences per update: per device, times devices, times accumulation."""
-  rows = config.per_device_batch_size * devices * config.gradient_accumulation_steps
-  if rows != int(rows) or rows < 1:
-    raise ConfigError(
-      f"per_device_batch_size={config.per_device_batch_size} x {devices} devices x gradient_accumulation_steps="
-      f"{config.gradient_accumulation_steps} = {rows:g} sequences, which is not a whole number above 0."
-    )
-  return int(rows)
 
 
 def _abstract_batch(config: MaxTextConfig, mesh: Mesh, rules: Rules) -> Batch:

@@ -1,6 +1,14 @@
 """The closed sets of values that keys may take."""
 
-from enum import Enum
+from enum import Enum, IntEnum
+
+
+class XProfTPUPowerTraceMode(IntEnum):
+  """How much a TPU trace says of power."""
+
+  POWER_TRACE_NONE = 0
+  POWER_TRACE_NORMAL = 1
+  POWER_TRACE_SPI = 2
 
 
 class DType(str, Enum):
@@ -19,6 +27,33 @@ class MatmulPrecision(str, Enum):
   HIGHEST = "highest"
   BFLOAT16 = "bfloat16"
   FLOAT32 = "float32"
+
+
+class QuantizationType(str, Enum):
+  """Ways to compute in few bits."""
+
+  NONE = ""
+  INT4 = "int4"
+  INT8 = "int8"
+  INTMP = "intmp"
+  FP8 = "fp8"
+  NANOO_FP8 = "nanoo_fp8"
+  FP8_NANO_V2 = "fp8_nanoo"
+  FP8_GPU = "fp8_gpu"
+  FP8_FULL = "fp8_full"
+  TE_FP8_DS = "te_fp8_delayedscaling"
+  TE_FP8_CS = "te_fp8_currentscaling"
+  TE_MXFP8 = "te_mxfp8"
+  TE_NVFP4 = "te_nvfp4"
+  TE_NVFP4_NO_RHT = "te_nvfp4_no_rht"
+
+
+class KvQuantAxis(str, Enum):
+  """What shares one scale in a quantized cache."""
+
+  NONE = ""
+  DKV = "dkv"
+  HEADS_AND_DKV = "heads_and_dkv"
 
 
 class RematPolicy(str, Enum):
@@ -60,12 +95,27 @@ class LearningRateScheduleType(str, Enum):
   WSD = "wsd"
 
 
+class WsdDecayStyle(str, Enum):
+  """Shapes of the last part of a warmup-stable-decay schedule."""
+
+  LINEAR = "linear"
+  COSINE = "cosine"
+
+
 class RopeType(str, Enum):
   """Ways to stretch rotary positions beyond the length a model was first trained on."""
 
   DEFAULT = "default"
   LLAMA3_1 = "llama3.1"
   YARN = "yarn"
+
+
+class TokenizerType(str, Enum):
+  """Tokenizer libraries."""
+
+  SENTENCEPIECE = "sentencepiece"
+  HUGGINGFACE = "huggingface"
+  TIKTOKEN = "tiktoken"
 
 
 class DatasetType(str, Enum):
@@ -79,7 +129,63 @@ class DatasetType(str, Enum):
   OLMO_GRAIN = "olmo_grain"
 
 
+class SamplingStrategy(str, Enum):
+  """How the next token is chosen."""
+
+  GREEDY = "greedy"
+  WEIGHTED = "weighted"
+  NUCLEUS = "nucleus"
+  TOPK = "topk"
+  COMPOSITE = "composite"
+
+
+class ProfilerType(str, Enum):
+  """Profilers."""
+
+  NONE = ""
+  XPLANE = "xplane"
+  NSYS = "nsys"
+
+
 class DecoderBlockType(str, Enum):
-  """Model families: each names one file in `maxtext.models`."""
+  """Model families; those that exist name one file in `maxtext.models`."""
 
   LLAMA2 = "llama2"
+  MISTRAL = "mistral"
+  MIXTRAL = "mixtral"
+  DEEPSEEK = "deepseek"
+  GEMMA = "gemma"
+  GEMMA2 = "gemma2"
+  GEMMA3 = "gemma3"
+  GEMMA4 = "gemma4"
+  QWEN2 = "qwen2"
+  QWEN3 = "qwen3"
+  QWEN3_MOE = "qwen3_moe"
+  QWEN3_NEXT = "qwen3_next"
+  QWEN3_CUSTOM_MOE = "qwen3_custom_moe"
+  QWEN3_5 = "qwen3_5"
+  GPT3 = "gpt3"
+  GPT_OSS = "gpt_oss"
+  LLAMA4 = "llama4"
+  OLMO3 = "olmo3"
+
+
+class ShardMode(str, Enum):
+  """Who decides where activations live: the compiler, or the types of arrays."""
+
+  AUTO = "auto"
+  EXPLICIT = "explicit"
+
+
+class ReorderStrategy(str, Enum):
+  """Orders of a sequence that balance causal attention over context-parallel devices."""
+
+  AUTO = "auto"
+  DUAL_CHUNK_SWAP = "dual_chunk_swap"
+  STRIPED = "striped"
+
+
+class CustomRule(str, Enum):
+  """Named files of mesh axes and rules; there are none yet."""
+
+  DEFAULT = ""

@@ -1,8 +1,7 @@
-"""Identity of a run, its length, and how it starts."""
+"""Identity, length and start-up of a run."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from annotated_types import Ge
 from pydantic import Field
 
 from maxtext.configs.types.section import Section
@@ -25,34 +24,69 @@ class RunInfo(Section):
   """Identity of the run."""
 
   base_config: None | str = Field(None, description="A YAML file whose values this file starts from.")
+  run_name: str = Field("", description="Name of the run; empty takes the model's name and the time.")
   model_name: ModelName = Field("default", description="A named model; its architecture keys are then fixed.")
   override_model_config: bool = Field(False, description="Allow keys of the named model to be changed.")
+  override_logical_axis_rules: bool = Field(
+    False, description="True replaces the base logical axis rules with the given ones, not a merge."
+  )
+  log_config: bool = Field(True, description="True prints every configuration value at start.")
+  debug_sharding: bool = Field(
+    False, description="Print every parameter's shape, named dimensions, mesh axes and bytes per device."
+  )
+  base_output_directory: str = Field("", description="Folder that holds runs; empty means ./runs.")
+  sharding_strategy: None | Literal["experimental"] = Field(
+    None, description="Alternative set of sharding rules; None is the standard one."
+  )
 
 
 class TrainingLoop(Section):
-  """Length of the run, its log and its seeds."""
+  """Length of the run, evaluation, and seeds."""
 
-  steps: Annotated[int, Ge(-1)] = Field(150001, description="Optimizer steps; -1 takes learning_rate_schedule_steps.")
+  steps: int = Field(150001, ge=-1, description="Optimizer steps; -1 takes learning_rate_schedule_steps.")
   log_period: int = Field(100, description="Steps between lines of the log; the first ten steps are always shown.")
+  eval_interval: int = Field(-1, description="Training steps between evaluations; -1 is no evaluation.")
+  eval_steps: int = Field(-1, description="Batches per evaluation; -1 takes the whole evaluation set.")
+  target_eval_loss: float = Field(0.0, description="Evaluation loss at which training stops early; 0 is no target.")
+  abort_on_nan_loss: bool = Field(True, description="True stops the run when the loss is not a number.")
+  abort_on_inf_loss: bool = Field(True, description="True stops the run when the loss is infinite.")
+  enable_dropout: bool = Field(True, description="True applies dropout_rate in training; false turns dropout off.")
+  dropout_rate: float = Field(
+    0.0, ge=0.0, le=1.0, description="Share of activations zeroed in training, 0 to 1; 0 is none."
+  )
+  enable_data_shuffling: bool = Field(True, description="True shuffles the training data, seeded by data_shuffle_seed.")
   data_shuffle_seed: int = Field(0, description="Seed of the data order.")
   init_weights_seed: int = Field(0, description="Seed of the initial weights.")
-
-
-class Metrics(Section):
-  """Where figures go."""
-
-  metrics_file: None | str = Field(None, description="Append one JSON object per step to this file.")
 
 
 class AOT(Section):
   """Compilation for hardware that is not here."""
 
+  compiled_trainstep_file: str = Field(
+    "", description="File of the train step compiled ahead, saved or loaded; '' compiles at start."
+  )
   compile_topology: str = Field("", description="Topology to compile for, such as 'v5p-128'.")
   compile_topology_num_slices: int = Field(-1, description="Slices of that topology; -1 is one.")
 
 
 class DevelopmentAndDebugging(Section):
-  """Compilation cache and start-up of several processes."""
+  """Compilation cache, start-up of several processes, and debugging."""
 
+  constant_bound_config: list = Field(
+    [], description="Six fixed bounds for static quantization scales; empty computes them on the fly."
+  )
   jax_cache_dir: str | None = Field("~/jax_cache", description="Folder of compiled programs; empty keeps none.")
   jax_distributed_initialization_timeout: int = Field(300, description="Seconds to wait for the other processes.")
+  jax_debug_log_modules: str = Field("", description="JAX modules that log at debug level, such as 'jax'; '' is none.")
+  skip_jax_distributed_system: bool = Field(False, description="True leaves out JAX's multi-host start-up.")
+  enable_single_controller: bool = Field(False, description="True runs all hosts from one Python process (Pathways).")
+  subslice_shape: str = Field(
+    "", description="Part of the slice to use, as sizes with commas (single controller); '' is all."
+  )
+  max_checkify: bool = Field(False, description="True adds run-time value checks to compiled code; slow.")
+
+
+class Debug(Section):
+  """Debugging switches."""
+
+  rl: bool = Field(False, description="True turns on debugging output of reinforcement learning.")

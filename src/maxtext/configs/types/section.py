@@ -6,4 +6,4 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
   """Keys are flat for the user; sections only group them for the reader."""
 
-  model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+  model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)

@@ -1,0 +1,62 @@
+"""What a key is, what reads it, and what it cannot be combined with, from the sources alone."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+from maxtext.configs.errors import ConfigError, nearest
+from maxtext.configs.refusals import default_of, plain, refusals_of
+from maxtext.configs.types import DcnParallelism, IciParallelism, MaxTextConfig, RematAndOffload
+
+_PACKAGE = Path(__file__).parents[1]
+
+# Read under a computed name, as a whole section.
+_BY_SECTION = {
+  "mesh/devices.py": (*IciParallelism.model_fields, *DcnParallelism.model_fields),
+  "models/build.py": tuple(RematAndOffload.model_fields),
+}
+# Read here, on the way to the configuration, or by `configs.derived` for the rooms above.
+_BY_CONFIGS = {
+  "configs/loader.py": ("base_config", "override_model_config"),
+  "configs/checks.py": ("dataset_type", "opt_type", "lr_schedule_type", "attention_type"),
+  "configs/derived.py": ("per_device_batch_size", "mesh_axes", "gradient_accumulation_steps"),
+}
+
+
+def explain(key: str) -> str:
+  """A few lines for a person."""
+  known = MaxTextConfig.model_fields
+  if key not in known:
+    raise ConfigError(f"'{key}' is not a key.{nearest(key, known)}")
+  lines = [f"{key}: {known[key].description}", f"  type     {type_of(key)}", f"  default  {plain(default_of(key))!r}"]
+  for refusal in refusals_of(key):
+    words = "set away from its default, " if refusal.unless is None else "in some combinations, "
+    lines.append(f"  refused  {words}because {refusal.reason}")
+  if readers := readers_of(key):
+    lines.append(f"  read by  {', '.join(readers)}")
+  return "\n".join(lines)
+
+
+def type_of(key: str) -> str:
+  """A key's type as it is written in `configs/types`."""
+  info = MaxTextConfig.model_fields[key]
+  annotation = info.annotation
+  name = (
+    annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
+  )
+  bounds = " ".join(re.findall(r"\w+=[-\d.]+", " ".join(map(repr, info.metadata))))
+  return re.sub(r"(typing|maxtext\.configs\.types\.\w+)\.", "", f"{name} {bounds}".strip())
+
+
+def readers_of(key: str) -> list[str]:
+  """Files that read a key; those in `configs/` count only where they act on it alone."""
+  direct = [name for name, keys in _reads().items() if key in keys]
+  return sorted({*direct, *(name for name, keys in (_BY_SECTION | _BY_CONFIGS).items() if key in keys)})
+
+
+@cache
+def _reads() -> dict[str, set[str]]:
+  files = (path for path in _PACKAGE.rglob("*.py") if path.relative_to(_PACKAGE).parts[0] != "configs")
+  pattern = re.compile(r"\b(?:config|c)\.([a-z]\w*)")
+  found = {str(path.relative_to(_PACKAGE)): set(pattern.findall(path.read_text())) for path in files}
+  return {name: keys & MaxTextConfig.model_fields.keys() for name, keys in found.items()}

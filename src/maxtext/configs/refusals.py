@@ -1,0 +1,236 @@
+"""What is refused: keys that nothing reads yet, and keys that have no effect beside others.
+
+Setting such a key away from its default ends the run with its reason. The table shrinks as things are built; a test
+fails if a key is neither read nor here, or both.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from maxtext.configs import types as t
+from maxtext.configs.types.section import Section
+
+
+@dataclass(frozen=True)
+class Refusal:
+  """Keys that are refused for one reason.
+
+  Attributes:
+    keys: their names.
+    reason: what is missing, and what to do instead.
+    harmless: values besides the default that ask for nothing.
+    unless: where this holds, the key is read and does what it says.
+  """
+
+  keys: tuple[str, ...]
+  reason: str
+  harmless: tuple[Any, ...] = ()
+  unless: Callable[[t.MaxTextConfig], bool] | None = None
+
+  def problem(self, config: t.MaxTextConfig) -> str | None:
+    """The message for the first key that was set, if any."""
+    if self.unless is not None and self.unless(config):
+      return None
+    for key in self.keys:
+      value = getattr(config, key)
+      if value != default_of(key) and not self.allows(value):
+        return f"{key}={plain(value)} is refused: {self.reason}."
+    return None
+
+  def allows(self, value: Any) -> bool:
+    """Whether a value asks for nothing; 0 is not False here."""
+    return any(type(value) is type(other) and value == other for other in self.harmless)
+
+
+def default_of(key: str) -> Any:
+  """The value of a key that was not set."""
+  return t.MaxTextConfig.model_fields[key].get_default(call_default_factory=True)
+
+
+def plain(value: Any) -> Any:
+  """A value as the user writes it."""
+  return value.value if isinstance(value, Enum) else value
+
+
+def refusals_of(key: str) -> list[Refusal]:
+  """The entries of the table that name a key."""
+  return [refusal for refusal in REFUSALS if key in refusal.keys]
+
+
+def remat_policies(config: t.MaxTextConfig) -> tuple[t.RematPolicy, ...]:
+  """The policies that take turns over the layers."""
+  return tuple(t.RematPolicy(name.strip()) for name in config.remat_policy.split(","))
+
+
+def _section(*sections: type[Section], but: Iterable[str] = ()) -> tuple[str, ...]:
+  return tuple(key for section in sections for key in section.model_fields if key not in tuple(but))
+
+
+_REMAT_NAMES = (
+  "decoder_layer_input", "context", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "query_proj", "key_proj", "value_proj",
+  "out_proj",
+)  # fmt: skip
+_MESH_AXES = ("data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence")
+
+REFUSALS: tuple[Refusal, ...] = (
+  Refusal(_section(t.DerivedValues), "it is computed from other keys; leave it out"),
+  Refusal(
+    ("run_name", "base_output_directory", "log_config", "debug_sharding"),
+    "there are no run directories yet; use metrics_file for the figures of a run",
+  ),
+  Refusal(
+    ("override_logical_axis_rules", "sharding_strategy", "data_sharding", "context_sharding"),
+    "logical_axis_rules is always the whole table; write that",
+  ),
+  Refusal(
+    ("sharding_tolerance", "shard_optimizer_over_data"), "where arrays live follows logical_axis_rules alone for now"
+  ),
+  Refusal(
+    ("internal_compile", "internal_compile_num_devices", "compile_xla_flags", "compiled_trainstep_file"),
+    "compiled steps are not saved yet, and flags go into the environment as XLA_FLAGS",
+  ),
+  Refusal(
+    _section(t.Checkpointing, t.OrbaxStorage, t.EmergencyCheckpointing, t.ElasticTraining),
+    "checkpoints are not implemented yet; a run starts from its seed",
+    harmless=(False,),
+  ),
+  Refusal(("dtype_mm",), "there is no image encoder yet"),
+  Refusal(
+    _section(t.Quantization), "quantization is not implemented yet; lower dtype to bfloat16", harmless=(None, False)
+  ),
+  Refusal(
+    ("global_parameter_scale", "attention_output_dim", "global_head_dim", "mlp_activations_limit", "fused_qkv",
+     "attention_bias", "fused_mlp", "qk_norm_with_scale", "v_norm_with_scale"),
+    "the model families that need it are not implemented yet; write the sizes themselves as base_* keys",
+  ),
+  Refusal(
+    _section(t.Engram, t.MTP, t.ManifoldConstrainedHyperConnections, t.Qwen3Next, t.PositionalEmbedding),
+    "the model families that need it are not implemented yet",
+    harmless=(False,),
+  ),
+  Refusal(
+    ("rope_use_scale", "rope_min_timescale", "rope_linear_scaling_factor", "local_rope_max_timescale",
+     "global_rope_max_timescale", "global_rope_proportion", "local_rope_proportion", "max_position_embeddings",
+     "beta_fast", "beta_slow", "mscale", "rope_interleave", "rope_truncate", "rope_attention_scaling"),
+    "the scaling that needs it is not implemented yet; there are rope_type=default and rope_type=llama3.1",
+  ),
+  Refusal(
+    ("rope_type",),
+    "this scaling is not implemented yet: write rope_type=default or rope_type=llama3.1",
+    harmless=(t.RopeType.LLAMA3_1,),
+  ),
+  Refusal(
+    ("rope_factor", "original_max_position_embeddings"),
+    "it has no effect without a rope_type that scales positions, such as rope_type=llama3.1",
+    unless=lambda c: c.rope_type != t.RopeType.DEFAULT,
+  ),
+  Refusal(
+    ("attention_type",),
+    "this kind of attention is not implemented yet: write attention_type=global or attention_type=local_sliding",
+    harmless=("local_sliding",),
+  ),
+  Refusal(
+    ("share_kv_projections", "global_num_kv_heads", "attention_sink", "float32_qk_product", "float32_logits",
+     "chunk_attn_window_size", "attn_logits_soft_cap", "use_post_attn_norm", "use_post_ffw_norm", "use_qk_clip",
+     "qk_clip_threshold", *_section(t.MlaAttention, t.MoBa, t.AttentionIndexer, t.Llama4Attention)),
+    "this form of attention is not implemented yet; logits and softmax are always float32",
+    harmless=(0.0, False),
+  ),
+  Refusal(
+    ("use_ragged_attention", "ragged_block_size", "use_tokamax_gmm", "enable_padding_causal_mask",
+     "use_tokamax_splash", "use_jax_splash", "force_q_layout", "sa_q_layout", "sa_k_layout", "sa_v_layout",
+     "use_max_logit_estimate", "cost_estimate_flops_fwd", "cost_estimate_flops_bwd", "dq_reduction_steps",
+     "use_splash_scheduler", *_section(t.PagedAttention)),
+    "the kernels are JAX's own splash and cuDNN; choose with attention and sa_block_*",
+  ),
+  Refusal(
+    _section(t.MoEGeneral, t.MoEKernels, t.DeepSeekMoE),
+    "mixtures of experts are not implemented yet",
+    harmless=(False,),
+  ),
+  Refusal(
+    ("num_slices", "shard_mode", "inhomogeneous_layer_cycle_interval", "param_scan_axis",
+     "context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy", "custom_mesh",
+     "custom_mesh_and_rule", "optimize_mesh_for_tpu_v6e", "remove_size_one_mesh_axis_from_type"),
+    "the mesh follows ici_*, dcn_* and mesh_axes alone for now",
+  ),
+  Refusal(
+    ("enable_nnx", "pure_nnx", "pure_nnx_decoder", "shardy"),
+    "there is one decoder, of NNX modules, partitioned by Shardy; leave it out",
+    harmless=(True,),
+  ),
+  Refusal(
+    tuple(key for key in _section(t.IciParallelism, t.DcnParallelism)
+          if key.split("_", 1)[1].removesuffix("_parallelism") not in _MESH_AXES),
+    "this axis is not implemented yet; there are " + ", ".join(_MESH_AXES),
+  ),
+  Refusal(_section(t.PipelineParallelism), "pipeline parallelism is not implemented yet"),
+  Refusal(
+    tuple(key for key in _section(t.RematAndOffload, but=("remat_policy", *_REMAT_NAMES))),
+    "no layer has this tensor yet",
+    harmless=(False, t.RematLocation.REMAT),
+  ),
+  Refusal(
+    _REMAT_NAMES,
+    "it has no effect without remat_policy=custom",
+    unless=lambda c: t.RematPolicy.CUSTOM in remat_policies(c),
+  ),
+  Refusal(_section(t.DilocoParams), "DiLoCo is not implemented yet", harmless=(False,)),
+  Refusal(
+    _section(t.Tokenizer, but=("vocab_size", "num_vocab_tiling")), "there is no text to tokenize yet; data is synthetic"
+  ),
+  Refusal(
+    _section(t.DatasetGeneral, but=("dataset_type", "per_device_batch_size")),
+    "only synthetic data is implemented yet",
+    harmless=(False,),
+  ),
+  Refusal(
+    _section(t.TfdsDataset, t.HfDataset, t.GrainDataset, t.OlmoGrainDataset), "only synthetic data is implemented yet"
+  ),
+  Refusal(("opt_type",), "this optimizer is not implemented yet: write opt_type=adamw"),
+  Refusal(("lr_schedule_type",), "this schedule is not implemented yet: write lr_schedule_type=cosine"),
+  Refusal(
+    ("skip_step_on_spikes", "skip_step_interval", "skip_step_scaling_factor", "use_tunix_gradient_accumulation",
+     "wsd_decay_steps_fraction", "wsd_decay_style", "trainable_parameters_mask", "adamw_mask", *_section(t.Muon)),
+    "AdamW on all parameters with a cosine schedule is all there is yet",
+  ),
+  Refusal(
+    ("eval_interval", "eval_steps", "target_eval_loss"), "evaluation is not implemented yet; leave it out"
+  ),
+  Refusal(
+    ("abort_on_nan_loss", "abort_on_inf_loss"), "a run goes on whatever its loss for now; watch metrics_file",
+    harmless=(False,),
+  ),
+  Refusal(("enable_dropout", "dropout_rate"), "dropout is not implemented yet", harmless=(False,)),
+  Refusal(("enable_data_shuffling",), "synthetic data has no order to keep"),
+  Refusal(
+    (*_section(t.FineTuning, t.Distillation, t.RLHardware, t.VLLM, t.RL, t.RLDataset, t.RLEvaluation, t.Reward,
+               t.SpecialTokens), "rl", "debug"),
+    "runs only pre-train yet",
+    harmless=(False,),
+  ),
+  Refusal(
+    _section(t.InferenceGeneral, t.Decoding, t.InferenceLayout, t.InferenceServer, t.InferenceBenchmark,
+             t.PrefixCaching, but=("max_target_length",)),
+    "inference is not implemented yet",
+    harmless=(False,),
+  ),
+  Refusal(
+    ("constant_bound_config", "jax_debug_log_modules", "skip_jax_distributed_system", "enable_single_controller",
+     "subslice_shape", "max_checkify"),
+    "processes are joined by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID alone for now",
+  ),
+  Refusal(
+    _section(t.Metrics, t.Tensorboard, t.Profiling, t.HloDump, t.StackTrace, t.Goodput, t.GcpMonitoring,
+             t.ManagedMLDiagnostics, but=("metrics_file",)),
+    "figures go to the console and to metrics_file for now",
+    harmless=(False,),
+  ),
+  Refusal(
+    _section(t.MultimodalGeneral, t.VisionTower, t.VisionProjector, t.AudioEncoder),
+    "models take text only for now",
+    harmless=(False,),
+  ),
+)  # fmt: skip

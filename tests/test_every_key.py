@@ -1,0 +1,203 @@
+"""Every key of the specification: there with its type, bounds and default, and either read or refused."""
+
+import contextlib
+import enum
+import json
+import re
+import subprocess
+import sys
+import time
+import typing
+from pathlib import Path
+
+import pydantic
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from maxtext import ConfigError
+from maxtext.configs import types
+from maxtext.configs.derived import derive
+from maxtext.configs.explain import explain, readers_of
+from maxtext.configs.loader import parse_assignments, resolve
+from maxtext.configs.refusals import REFUSALS, default_of, plain
+from maxtext.configs.types import MaxTextConfig
+from tests.support import TINY, tiny
+
+DATA = Path(__file__).parent / "data"
+SPECIFICATION = json.loads((DATA / "config_keys.json").read_text())
+NAMES = {**vars(typing), **vars(types), "NoneType": type(None)}
+CASES = [
+  (s, k, v["type"], v["default"]) for s, body in SPECIFICATION["sections"].items() for k, v in body["fields"].items()
+]
+FACTORIES = {"dict": {}, "dict[str, Any]": {}, "list[int]": [], "list[str]": []}
+# The specification's page was made on a machine whose home stands in this default.
+OTHER_DEFAULT = {"jax_cache_dir": "~/jax_cache"}
+
+
+def test_sections_and_enums_are_all_there():
+  assert len(SPECIFICATION["sections"]) == 74
+  assert len(CASES) == 723
+  assert [b.__name__ for b in MaxTextConfig.__bases__] == SPECIFICATION["aggregate_bases"]
+  for name, members in SPECIFICATION["enums"].items():
+    assert {m.name: m.value for m in getattr(types, name)} == members
+
+
+@pytest.mark.parametrize(("section", "key", "written", "default"), CASES, ids=[f"{s}.{k}" for s, k, _, _ in CASES])
+def test_key_is_as_specified(section, key, written, default):
+  info = getattr(types, section).model_fields[key]
+  assert info.description, "every key says what it is"
+  assert info.description.endswith(".")
+  bounds = {name: float(value) for name, value in re.findall(r"\b(ge|gt|le)=([-\d.]+)", written)}
+  if written.startswith("Annotated"):
+    assert {n: float(getattr(m, n)) for m in info.metadata for n in ("ge", "gt", "le") if hasattr(m, n)} == bounds
+    written = written.removeprefix("Annotated[").split(",")[0]
+  elif bounds:
+    assert "Ge(ge=0)" in str(info.annotation)
+    written = None
+  if written is not None:
+    assert info.annotation == eval(written, NAMES), written
+  expected = FACTORIES[written] if default == "<factory>" else eval(default, NAMES)
+  actual = info.get_default(call_default_factory=True)
+  assert actual == OTHER_DEFAULT.get(key, expected)
+  assert type(actual) is type(expected) or isinstance(actual, enum.Enum)
+
+
+def test_every_key_is_read_or_refused():
+  refused = {key for refusal in REFUSALS for key in refusal.keys}
+  unread = {key for key in MaxTextConfig.model_fields if not readers_of(key)}
+  print(f"\n{len(unread)} of {len(MaxTextConfig.model_fields)} keys are refused because nothing reads them yet")
+  assert not unread - refused, "neither read nor refused"
+
+
+def other_values(key):
+  """Values of the key's type that are not its default."""
+  annotation, default = MaxTextConfig.model_fields[key].annotation, default_of(key)
+  options = typing.get_args(annotation)
+  if isinstance(default, enum.Enum):
+    return [member for member in type(default) if member is not default]
+  if options and all(isinstance(option, str) for option in options):
+    return [option for option in options if option != default]
+  if key in ("debug", "rl"):
+    return [{"debug": {"rl": True}, "rl": {"grpo_beta": 1.0}}[key]]
+  examples = [True, False, 3, 7, 0.5, "experimental", ["a"], [1], {"a": 1}]
+  adapter = pydantic.TypeAdapter(annotation, config={"strict": True})
+  return [e for e in examples if e != default and accepts(adapter, e)]
+
+
+def accepts(adapter, value):
+  try:
+    adapter.validate_python(value)
+  except pydantic.ValidationError:
+    return False
+  return True
+
+
+@pytest.mark.parametrize(
+  ("refusal", "key"), [(refusal, key) for refusal in REFUSALS if refusal.unless is None for key in refusal.keys]
+)
+def test_refused_keys_are_refused_with_a_reason(refusal, key):
+  values = other_values(key)
+  asking = [value for value in values if not refusal.allows(value)]
+  assert values or key == "custom_mesh_and_rule", "it has one value for now"
+  for value in asking:
+    with pytest.raises(ConfigError) as error:
+      resolve(values=TINY | {key: value})
+    assert str(error.value).startswith(f"{key}=")
+    assert "\n" not in str(error.value)
+
+
+SOURCES = ["small-llama", "default", "llama2-7b", "llama2-13b", "llama2-70b", "llama3-8b", "llama3.1-8b",
+           "llama3.1-70b", "llama3.1-405b", "llama3.3-70b"]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_resolved_configurations_do_not_drift(source):
+  """Golden files: a changed default shows as a difference. Remake them with `python -m tests.test_every_key`."""
+  assert resolved_changes(source) == json.loads((DATA / "resolved" / f"{source}.json").read_text())
+
+
+def resolved_changes(source):
+  found = resolve(source, values={"dataset_type": "synthetic"})
+  changed = [key for key in MaxTextConfig.model_fields if getattr(found.config, key) != default_of(key)]
+  return {key: [plain(getattr(found.config, key)), found.origins[key]] for key in sorted(changed)}
+
+
+def test_layers_and_their_names(tmp_path):
+  (tmp_path / "mine.yml").write_text("steps: 5\nlearning_rate: 0.5\nlog_period: 3\ndataset_type: synthetic\n")
+  environment = {"M_STEPS": "6", "M_LEARNING_RATE": "0.25", "PATH": "x", "M_": "y", "M_QQQ": "z"}
+  found = resolve(tmp_path / "mine.yml", environment, {"steps": 7})
+  assert (found.config.steps, found.config.learning_rate, found.config.log_period) == (7, 0.25, 3)
+  assert found.origins["steps"] == "command line"
+  assert found.origins["learning_rate"] == "environment"
+  assert found.origins["log_period"] == str(tmp_path / "mine.yml")
+  with pytest.raises(ConfigError, match=r"M_STEPPS in the environment names no key\. Did you mean 'steps'\?"):
+    resolve(environment={"M_STEPPS": "3"})
+
+
+def command(*words):
+  start = time.perf_counter()
+  done = subprocess.run(
+    [Path(sys.executable).with_name("maxtext"), *words], capture_output=True, text=True, timeout=60, check=False
+  )
+  return done, time.perf_counter() - start
+
+
+def fastest(*words):
+  return min((command(*words) for _ in range(3)), key=lambda found: found[1])
+
+
+def test_show_and_explain_answer_at_once():
+  shown, seconds = min(
+    (command("config", "show", "llama2-7b", "dataset_type=synthetic", "--json") for _ in range(3)), key=lambda r: r[1]
+  )
+  assert seconds < 1
+  rows = json.loads(shown.stdout)
+  assert len(rows) == len(MaxTextConfig.model_fields)
+  assert rows["base_emb_dim"] == {"value": 4096, "from": "model llama2-7b"}
+  changed, _ = command("config", "show", "small-llama", "--changed")
+  assert "steps                    60  (small-llama)" in changed.stdout
+  explained, seconds = fastest("config", "explain", "remat_policy")
+  assert seconds < 1
+  assert explained.stdout.splitlines() == [
+    "remat_policy: A policy's name; several, separated by commas, take turns over the layers.",
+    "  type     str",
+    "  default  'full'",
+    "  read by  models/build.py",
+  ]
+  wrong, _ = command("config", "explain", "remat_polcy")
+  assert (wrong.returncode, wrong.stderr) == (2, "maxtext: 'remat_polcy' is not a key. Did you mean 'remat_policy'?\n")
+
+
+def test_every_key_can_be_explained():
+  for key in MaxTextConfig.model_fields:
+    assert explain(key).startswith(f"{key}: ")
+
+
+def test_derived_values_need_only_a_device_count():
+  values = derive(tiny(ici_tensor_parallelism=2, gradient_accumulation_steps=2), devices=24, slices=3)
+  assert dict(zip(tiny().mesh_axes, values.ici_parallelism, strict=True))["fsdp"] == 4
+  assert dict(zip(tiny().mesh_axes, values.dcn_parallelism, strict=True))["data"] == 3
+  assert (values.global_batch_size_to_train_on, values.micro_batch_size_to_train_on) == (8 * 24 * 2, 8 * 24)
+  custom = derive(tiny(remat_policy="custom", mlpwo="offload"), devices=1)
+  assert (custom.tensors_on_device, custom.tensors_to_offload) == (["decoder_layer_input"], ["mlpwo"])
+
+
+WORDS = st.one_of(
+  st.integers(-3, 10), st.floats(), st.booleans(), st.none(), st.text(max_size=8),
+  st.lists(st.integers(0, 3), max_size=3),
+  st.sampled_from(["full", "custom", "auto", "1e-3", "-1", "true", "[a", "{", "llama2-7b", "float32", "~", "0x1f"]),
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(st.sampled_from(sorted(MaxTextConfig.model_fields)), WORDS, min_size=1, max_size=4))
+def test_any_configuration_builds_or_is_refused_in_words(changes):
+  with contextlib.suppress(ConfigError):
+    words = parse_assignments(f"{key}={value}" for key, value in changes.items())
+    derive(resolve(values=TINY | words).config, devices=8)
+
+
+if __name__ == "__main__":
+  for name in SOURCES:
+    (DATA / "resolved" / f"{name}.json").write_text(json.dumps(resolved_changes(name), indent=1) + "\n")
