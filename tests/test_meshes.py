@@ -2,14 +2,18 @@
 
 import json
 import os
-import socket
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+import maxtext
+from maxtext import ConfigError
 from tests.support import TINY, losses, program, tiny
 
 pytestmark = pytest.mark.mesh
@@ -55,28 +59,79 @@ def test_loss_curve_with_every_head_split():
   )
 
 
-def test_two_processes_of_four_devices(one_device, tmp_path):
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    port = s.getsockname()[1]
+@pytest.mark.parametrize(
+  ("processes", "devices"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.slow)], ids=["2 x 4", "4 x 2"]
+)
+def test_several_processes(one_device, tmp_path, processes, devices):
   values = TINY | RUN | {"per_device_batch_size": 1, "ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}
   values["metrics_file"] = str(tmp_path / "metrics.jsonl")
-  command = [sys.executable, "-m", "maxtext.train", *(f"{k}={v}" for k, v in values.items())]
-
-  def start(index: int) -> subprocess.Popen:
-    env = os.environ | {
-      "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-      "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-      "JAX_NUM_PROCESSES": "2",
-      "JAX_PROCESS_ID": str(index),
-    }
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-  workers = [start(i) for i in range(2)]
-  outputs = [w.communicate(timeout=180)[0] for w in workers]
-  assert [w.returncode for w in workers] == [0, 0], "\n".join(outputs)
+  done = launch("--processes", processes, "--devices", devices, "--", "train", *(f"{k}={v}" for k, v in values.items()))
+  assert done.returncode == 0, done.stdout
+  assert all(line.startswith("[") for line in done.stdout.splitlines()), "every line is tagged with its process"
   curve = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
   np.testing.assert_allclose(curve, one_device, atol=1e-5, rtol=0)
+
+
+def launch(*words):
+  command = [Path(sys.executable).with_name("maxtext"), "launch", *map(str, words)]
+  return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+def test_a_killed_process_is_named_and_the_run_starts_again(tmp_path):
+  file = tmp_path / "metrics.jsonl"
+  words = ["--processes", "2", "--restarts", "1", "--", "train", "small-llama", "steps=25", "per_device_batch_size=2",
+           f"jax_cache_dir={tmp_path / 'cache'}", f"metrics_file={file}"]  # fmt: skip
+  command = [Path(sys.executable).with_name("maxtext"), "launch", *words]
+  env = os.environ | {"XLA_FLAGS": ""}
+  with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    seen = []
+    for line in process.stdout:
+      seen.append(line)
+      if "step  3/25" in line and not any("SIGKILL" in s for s in seen):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[1]), signal.SIGKILL)
+        killed = time.monotonic()
+      if "was ended by SIGKILL" in line:
+        assert time.monotonic() - killed < 15
+  output = "".join(seen)
+  assert process.returncode == 0, output
+  assert "maxtext: process 1 was ended by SIGKILL.\nmaxtext: starting all 2 again (1 of 1).\n" in output
+  steps = [json.loads(line)["step"] for line in file.read_text().splitlines()]
+  assert steps[-25:] == list(range(1, 26))
+  assert len(steps) > 25
+
+
+def test_two_simulated_slices(one_device):
+  axes = {"num_slices": 2, "dcn_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+  config = tiny(**RUN, per_device_batch_size=1, **axes)
+  mesh = program(config, devices=8).model.how.mesh
+  first_slice = {d.id for d in mesh.devices.reshape(2, 4)[0]}
+  assert first_slice == {0, 1, 2, 3}, "data steps over slices, the rest stays within one"
+  np.testing.assert_allclose(losses(config, devices=8), one_device, atol=1e-5, rtol=0)
+  both = tiny(num_slices=2, dcn_data_parallelism=1, dcn_fsdp_parallelism=2, ici_fsdp_parallelism=4)
+  ids = [d.id for d in program(both, devices=8).model.how.mesh.devices.flat]
+  assert ids == list(range(8))
+  with pytest.raises(ConfigError, match="num_slices=3 does not fit 8 devices in 1 slices"):
+    program(tiny(num_slices=3), devices=8)
+
+
+def test_parameters_that_stay_whole_are_refused():
+  config = tiny(ici_tensor_parallelism=8, ici_fsdp_parallelism=1, per_device_batch_size=1, steps=1)
+  with pytest.raises(
+    ConfigError, match=r"sharding_tolerance=0\.02, but \d+% of the parameters stay whole .*query/weight"
+  ):
+    maxtext.train(config)
+
+
+def test_debug_sharding_shows_every_parameter(capsys):
+  keys = {"ici_tensor_parallelism": 2, "ici_fsdp_parallelism": 4, "per_device_batch_size": 1, "steps": 1}
+  maxtext.train(tiny(debug_sharding=True, **keys))
+  shown = capsys.readouterr().out
+  assert "mixer/query/weight" in shown
+  query = next(line for line in shown.splitlines() if "mixer/query/weight" in line)
+  assert query.split()[-5:] == ["-,", "fsdp,", "tensor,", "-", "1,536"]
 
 
 def test_parameters_and_optimizer_are_split():

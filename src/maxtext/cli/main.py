@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from maxtext.cli import config
+from maxtext.cli import config, launch
 from maxtext.configs import ConfigError
 
 
@@ -27,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
   train = commands.add_parser("train", help="train a model", description="Train a model.")
   config.add_words(train)
   train.set_defaults(run=_train)
+  launch.add_command(commands)
   config.add_commands(commands)
   return parser
 

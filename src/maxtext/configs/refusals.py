@@ -77,7 +77,7 @@ _MESH_AXES = ("data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "t
 REFUSALS: tuple[Refusal, ...] = (
   Refusal(_section(t.DerivedValues), "it is computed from other keys; leave it out"),
   Refusal(
-    ("run_name", "base_output_directory", "log_config", "debug_sharding"),
+    ("run_name", "base_output_directory", "log_config"),
     "there are no run directories yet; use metrics_file for the figures of a run",
   ),
   Refusal(
@@ -85,7 +85,7 @@ REFUSALS: tuple[Refusal, ...] = (
     "logical_axis_rules is always the whole table; write that",
   ),
   Refusal(
-    ("sharding_tolerance", "shard_optimizer_over_data"), "where arrays live follows logical_axis_rules alone for now"
+    ("shard_optimizer_over_data",), "where arrays live follows logical_axis_rules alone for now"
   ),
   Refusal(
     ("internal_compile", "internal_compile_num_devices", "compile_xla_flags", "compiled_trainstep_file"),
@@ -151,7 +151,7 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=(False,),
   ),
   Refusal(
-    ("num_slices", "shard_mode", "inhomogeneous_layer_cycle_interval", "param_scan_axis",
+    ("shard_mode", "inhomogeneous_layer_cycle_interval", "param_scan_axis",
      "context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy", "custom_mesh",
      "custom_mesh_and_rule", "optimize_mesh_for_tpu_v6e", "remove_size_one_mesh_axis_from_type"),
     "the mesh follows ici_*, dcn_* and mesh_axes alone for now",
@@ -218,9 +218,9 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=(False,),
   ),
   Refusal(
-    ("constant_bound_config", "jax_debug_log_modules", "skip_jax_distributed_system", "enable_single_controller",
+    ("constant_bound_config", "jax_debug_log_modules", "enable_single_controller",
      "subslice_shape", "max_checkify"),
-    "processes are joined by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID alone for now",
+    "it belongs to a way of starting or debugging that is not implemented yet",
   ),
   Refusal(
     _section(t.Metrics, t.Tensorboard, t.Profiling, t.HloDump, t.StackTrace, t.Goodput, t.GcpMonitoring,

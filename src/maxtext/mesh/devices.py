@@ -7,27 +7,42 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from maxtext.configs import MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import parallelism
 
 
 def make_mesh(config: MaxTextConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
   """A mesh with one axis per name in `mesh_axes`; size-one axes included, so that every rule has its axis."""
   devices = list(jax.devices() if devices is None else devices)
-  slices = len({getattr(d, "slice_index", 0) for d in devices})
+  slices = _slices(config, devices)
   ici, dcn = parallelism(config, "ici", len(devices) // slices), parallelism(config, "dcn", slices)
   return Mesh(_arrange(config, devices, ici, dcn, slices), config.mesh_axes, axis_types=(AxisType.Auto,) * len(ici))
+
+
+def _slices(config: MaxTextConfig, devices: list[jax.Device]) -> int:
+  """What the hardware says; devices that know no slices may be told to form some, in their order."""
+  found = len({getattr(d, "slice_index", 0) for d in devices})
+  asked = found if config.num_slices == -1 else config.num_slices
+  if asked < 1 or len(devices) % asked or (found > 1 and asked != found):
+    raise ConfigError(f"num_slices={config.num_slices} does not fit {len(devices)} devices in {found} slices.")
+  return asked
 
 
 def _arrange(
   config: MaxTextConfig, devices: list[jax.Device], ici: tuple[int, ...], dcn: tuple[int, ...], slices: int
 ) -> np.ndarray:
   if devices[0].platform != "tpu":
-    return np.array(devices).reshape([a * b for a, b in zip(dcn, ici, strict=True)])
+    return _hybrid(np.array(devices), ici, dcn)
   split = config.allow_split_physical_axes or _needs_split(ici)
   if slices > 1:
     return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=split)
   return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=split)
+
+
+def _hybrid(devices: np.ndarray, ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
+  """Devices slice by slice to a mesh in which each axis steps through its slices first, then within them."""
+  pairs = devices.reshape(*dcn, *ici).transpose([i for axis in range(len(ici)) for i in (axis, axis + len(ici))])
+  return pairs.reshape([a * b for a, b in zip(dcn, ici, strict=True)])
 
 
 def _needs_split(ici: tuple[int, ...]) -> bool:

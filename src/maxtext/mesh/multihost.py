@@ -8,16 +8,39 @@ from maxtext.configs import ConfigError, MaxTextConfig
 
 
 def join(config: MaxTextConfig) -> None:
-  """Starts `jax.distributed` when the environment names a coordinator; alone, it does nothing."""
-  address = os.environ.get("JAX_COORDINATOR_ADDRESS")
-  if not address or jax.distributed.is_initialized():
+  """Starts `jax.distributed` where the run has several processes; alone, it does nothing.
+
+  Processes that someone started by hand, or `maxtext launch`, are told by the environment where the first one listens.
+  On GPU clusters (`hardware=gpu_multiprocess`) and on TPU pods JAX asks the scheduler or the metadata server itself.
+  """
+  if config.skip_jax_distributed_system or jax.distributed.is_initialized():
     return
-  jax.distributed.initialize(
-    address,
-    num_processes=_number("JAX_NUM_PROCESSES"),
-    process_id=_number("JAX_PROCESS_ID"),
-    initialization_timeout=config.jax_distributed_initialization_timeout,
-  )
+  seconds = config.jax_distributed_initialization_timeout
+  if "JAX_COORDINATOR_ADDRESS" in os.environ:
+    _join_by_address(os.environ["JAX_COORDINATOR_ADDRESS"], seconds)
+  elif config.hardware == "gpu_multiprocess" or "MEGASCALE_COORDINATOR_ADDRESS" in os.environ or _pod_workers() > 1:
+    jax.distributed.initialize(initialization_timeout=seconds)
+
+
+def _join_by_address(address: str, seconds: int) -> None:
+  count, index = _number("JAX_NUM_PROCESSES"), _number("JAX_PROCESS_ID")
+  try:
+    jax.distributed.initialize(address, num_processes=count, process_id=index, initialization_timeout=seconds)
+  except RuntimeError as error:
+    raise ConfigError(
+      f"Process {index} of {count} waited {seconds} s at {address}, and not all others came: {_missing(error)}. "
+      f"See that every process is started, or raise jax_distributed_initialization_timeout={seconds}."
+    ) from error
+
+
+def _missing(error: RuntimeError) -> str:
+  """What JAX knows of who is missing; its message is long."""
+  text = " ".join(str(error).split())
+  return text if len(text) < 300 else text[:300] + "..."
+
+
+def _pod_workers() -> int:
+  return len([host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host])
 
 
 def _number(name: str) -> int:

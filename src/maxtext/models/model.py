@@ -54,6 +54,11 @@ class Model:
     """Number of parameters, trained or not."""
     return sum(self._struct(name).size for name, _, kind, _ in self._variables if not issubclass(kind, Buffer))
 
+  @property
+  def named_dimensions(self) -> dict[str, tuple[str | None, ...]]:
+    """The named dimensions of every parameter and buffer."""
+    return {name: metadata["axes"] for name, _, _, metadata in self._variables}
+
   def init(self, seed: jax.typing.ArrayLike) -> tuple[Params, Params]:
     """Initial parameters and buffers; call it under `jax.jit` with the shardings of the abstract trees."""
     _, state = nnx.split(Decoder(self.spec, self.how, seed))

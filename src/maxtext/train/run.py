@@ -8,6 +8,7 @@ import jax
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.multihost import join
+from maxtext.models.placement import placements, table
 from maxtext.observe.sinks import Console, JsonLines, Sink
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.callbacks.report import Report
@@ -23,6 +24,7 @@ def train(config: MaxTextConfig, callbacks: Sequence[Callback] = ()) -> TrainSta
   callbacks = [Report(_sinks(config, steps)), *callbacks]
   try:
     program = Program.of(config, make_mesh(config))
+    _refuse_unsharded(program)
     _introduce(program)
     return run_loop(program.step, program.init(), program.batches(), steps, callbacks)
   finally:
@@ -39,6 +41,23 @@ def _start(config: MaxTextConfig) -> None:
   platform = jax.default_backend()
   if "hardware" in config.model_fields_set and not config.hardware.startswith(platform):
     raise ConfigError(f"hardware={config.hardware}, but JAX finds {platform} devices: leave hardware out to take them.")
+
+
+def _refuse_unsharded(program: Program) -> None:
+  """Parameters that stay whole on a mesh that is there to split them are a mistake in sizes or rules."""
+  if program.config.debug_sharding and not jax.process_index():
+    print(table(program.model), flush=True)
+  rows, tolerance = placements(program.model), program.config.sharding_tolerance
+  if all(row.shards == 1 for row in rows):
+    return
+  whole = sorted((row for row in rows if row.shards == 1), key=lambda row: -row.size)
+  share = sum(row.size for row in whole) / sum(row.size for row in rows)
+  if share > tolerance:
+    raise ConfigError(
+      f"sharding_tolerance={tolerance}, but {share:.0%} of the parameters stay whole on every device: "
+      f"{', '.join(f'{row.path} {list(row.shape)}' for row in whole[:3])}, ... "
+      f"Choose a mesh whose axes divide them, or raise sharding_tolerance; debug_sharding=true shows all."
+    )
 
 
 def _introduce(program: Program) -> None:

@@ -1,0 +1,34 @@
+"""`maxtext launch`: one run of several processes on this machine."""
+
+import argparse
+import sys
+from typing import Any
+
+from maxtext.configs import ConfigError
+
+
+def add_command(commands: Any) -> None:
+  """Adds the command to the parser."""
+  parser = commands.add_parser(
+    "launch",
+    help="run a command as several processes on this machine",
+    description="Start a run of several processes on this machine; logs are tagged with the process.",
+  )
+  parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes to start (default 1)")
+  parser.add_argument("--restarts", type=int, default=0, metavar="K", help="times to start all again when one is lost")
+  parser.add_argument("--devices", type=int, metavar="D", help="CPU devices per process")
+  parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="such as: -- train small-llama")
+  parser.set_defaults(run=_launch)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+  from maxtext.mesh.supervisor import supervise
+
+  words = arguments.rest[1:] if arguments.rest[:1] == ["--"] else arguments.rest
+  if not words:
+    raise ConfigError("launch needs a command after --, such as: maxtext launch --processes 2 -- train small-llama")
+  if arguments.processes < 1 or arguments.restarts < 0:
+    raise ConfigError(f"--processes {arguments.processes} --restarts {arguments.restarts}: at least 1 and 0.")
+  flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={arguments.devices}"} if arguments.devices else {}
+  command = [sys.executable, "-m", "maxtext.cli", *words]
+  return supervise(command, arguments.processes, arguments.restarts, flags)

@@ -1,0 +1,124 @@
+"""Starting the processes of one run on this machine, and starting all of them again when one is lost.
+
+JAX ends the survivors of a lost process by a signal, without a Python exception, so this must watch from outside. It
+imports no JAX.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+
+@dataclass(frozen=True)
+class Loss:
+  """The first process of a run that ended badly."""
+
+  process: int
+  code: int
+
+  def __str__(self) -> str:
+    how = f"was ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with code {self.code}"
+    return f"process {self.process} {how}"
+
+
+def supervise(
+  command: Sequence[str],
+  processes: int,
+  restarts: int = 0,
+  environment: Mapping[str, str] | None = None,
+  grace_seconds: float = 10.0,
+  out: TextIO = sys.stdout,
+) -> int:
+  """Runs `processes` copies of a command as one run and returns its exit code.
+
+  A user's mistake (exit code 2) and an interrupt are not tried again. When a process is lost, the others get
+  `grace_seconds` to end before they are killed, and the whole is started again, up to `restarts` times.
+  """
+  for attempt in range(restarts + 1):
+    loss = _run_once(command, processes, environment or {}, grace_seconds, out)
+    if loss is None:
+      return 0
+    print(f"maxtext: {loss}.", file=out, flush=True)
+    if loss.code in (2, 130, -signal.SIGINT):
+      return abs(loss.code) if loss.code > 0 else 130
+    if attempt < restarts:
+      print(f"maxtext: starting all {processes} again ({attempt + 1} of {restarts}).", file=out, flush=True)
+  return 1
+
+
+def _run_once(
+  command: Sequence[str], processes: int, environment: Mapping[str, str], grace_seconds: float, out: TextIO
+) -> Loss | None:
+  address = f"127.0.0.1:{_free_port()}"
+  workers = [_start(command, i, processes, address, environment) for i in range(processes)]
+  readers = [threading.Thread(target=_tag, args=(i, worker, out), daemon=True) for i, worker in enumerate(workers)]
+  for reader in readers:
+    reader.start()
+  try:
+    loss = _first_loss(workers)
+  except KeyboardInterrupt:
+    loss = Loss(0, -signal.SIGINT)  # the terminal has sent it to every worker
+  if loss is not None:
+    _end(workers, grace_seconds)
+  for reader in readers:
+    reader.join(timeout=5)
+  return loss
+
+
+def _start(
+  command: Sequence[str], index: int, processes: int, address: str, environment: Mapping[str, str]
+) -> subprocess.Popen[str]:
+  own = {
+    "JAX_COORDINATOR_ADDRESS": address,
+    "JAX_NUM_PROCESSES": str(processes),
+    "JAX_PROCESS_ID": str(index),
+    "PYTHONUNBUFFERED": "1",
+  }
+  return subprocess.Popen(
+    command, env=os.environ | environment | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+  )
+
+
+def _tag(index: int, worker: subprocess.Popen[str], out: TextIO) -> None:
+  assert worker.stdout is not None
+  for line in worker.stdout:
+    out.write(f"[{index}] {line}")
+    out.flush()
+
+
+def _first_loss(workers: Sequence[subprocess.Popen[str]]) -> Loss | None:
+  """Waits until all have ended well, or one has not."""
+  while True:
+    codes = [worker.poll() for worker in workers]
+    for i, code in enumerate(codes):
+      if code:
+        return Loss(i, code)
+    if all(code == 0 for code in codes):
+      return None
+    time.sleep(0.05)
+
+
+def _end(workers: Sequence[subprocess.Popen[str]], grace_seconds: float) -> None:
+  deadline = time.monotonic() + grace_seconds
+  for worker in workers:
+    if worker.poll() is None:
+      worker.terminate()
+  for worker in workers:
+    try:
+      worker.wait(timeout=max(deadline - time.monotonic(), 0))
+    except subprocess.TimeoutExpired:
+      worker.kill()
+      worker.wait()
+
+
+def _free_port() -> int:
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    return probe.getsockname()[1]
