@@ -1,14 +1,20 @@
 """Keys do what they say: each is changed alone, and what it should change is looked at."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import maxtext
+from maxtext import ConfigError
+from maxtext.configs.errors import RunError
+from maxtext.models.flops import train_flops_per_token
 from maxtext.optim.optimizer import make_optimizer
 from maxtext.optim.schedules import learning_rate
-from tests.support import program, random_batch, tiny
+from tests.support import History, program, random_batch, tiny
 
 
 @pytest.fixture(scope="module")
@@ -101,20 +107,81 @@ def test_schedule_is_a_rise_and_half_a_cosine():
   assert float(shorter(10)) == pytest.approx(0.05)
 
 
-def test_adamw_by_hand():
-  keys = {"adam_b1": 0.8, "adam_b2": 0.9, "adam_eps": 1e-3, "adam_eps_root": 1e-4, "adam_weight_decay": 0.2}
-  optimizer = make_optimizer(tiny(steps=10, learning_rate=0.1, warmup_steps_fraction=0, **keys))
-  rate = learning_rate(tiny(steps=10, learning_rate=0.1, warmup_steps_fraction=0))
-  p, m, v = np.array([1.0, -2.0, 3.0]), 0.0, 0.0
-  params, state = {"p": jnp.asarray(p)}, optimizer.init({"p": jnp.asarray(p)})
-  for step in range(5):
-    g = np.sin(np.arange(3) + step)
-    updates, state = jax.jit(optimizer.update)({"p": jnp.asarray(g)}, state, params)
+def test_wsd_is_a_rise_a_plateau_and_a_fall():
+  keys = {"steps": 100, "learning_rate": 0.5, "warmup_steps_fraction": 0.1, "lr_schedule_type": "wsd"}
+  steps = np.arange(120)
+  fallen = np.clip((steps - 80) / 20, 0, 1)
+  for style, fall in (("linear", 1 - 0.9 * fallen), ("cosine", 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * fallen)))):
+    rate = learning_rate(tiny(**keys, wsd_decay_steps_fraction=0.2, wsd_decay_style=style))
+    expected = 0.5 * np.where(steps < 10, steps / 10, fall)
+    np.testing.assert_allclose([rate(s) for s in steps], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adam_pax", "sgd"])
+def test_optimizers_by_hand(kind):
+  """Fifty steps against the formula, in float64."""
+  adam = {"adam_b1": 0.8, "adam_b2": 0.9, "adam_eps": 1e-3, "adam_eps_root": 1e-4, "adam_weight_decay": 0.2}
+  keys = {"steps": 60, "learning_rate": 0.05, "warmup_steps_fraction": 0, "opt_type": kind}
+  config = tiny(**keys, **({} if kind == "sgd" else adam | {"adamw_mask": ["bias$"]}))
+  optimizer, rate = make_optimizer(config), learning_rate(config)
+  start = np.array([1.0, -2.0, 3.0])
+  expected = {"weight": start, "bias": start + 1}
+  params = {n: jnp.asarray(p) for n, p in expected.items()}
+  m, v, state = dict.fromkeys(expected, 0.0), dict.fromkeys(expected, 0.0), optimizer.init(params)
+  for step in range(50):
+    grads = {"weight": np.sin(np.arange(3) + step), "bias": np.cos(np.arange(3) * step)}
+    updates, state = jax.jit(optimizer.update)({n: jnp.asarray(g) for n, g in grads.items()}, state, params)
     params = optax.apply_updates(params, updates)
-    m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
-    m_hat, v_hat = m / (1 - 0.8 ** (step + 1)), v / (1 - 0.9 ** (step + 1))
-    p = p - float(rate(step)) * (m_hat / (np.sqrt(v_hat + 1e-4) + 1e-3) + 0.2 * p)
-  np.testing.assert_allclose(params["p"], p, rtol=1e-5)
+    for name, g in grads.items():
+      m[name], v[name] = 0.8 * m[name] + 0.2 * g, 0.9 * v[name] + 0.1 * g**2
+      m_hat, v_hat = m[name] / (1 - 0.8 ** (step + 1)), v[name] / (1 - 0.9 ** (step + 1))
+      decay = 0.2 * expected[name] if name == "weight" else 0.0
+      change = g if kind == "sgd" else m_hat / (np.sqrt(v_hat + 1e-4) + 1e-3) + decay
+      expected[name] = expected[name] - float(rate(step)) * change
+  for name, value in expected.items():
+    np.testing.assert_allclose(params[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_trainable_parameters_mask():
+  p = program(tiny(trainable_parameters_mask=["mixer/", "^head"]))
+  assert "head/weight" in p.model.params
+  assert "embedding/table" in p.model.buffers
+  assert not [n for n in p.model.params if "feed_forward" in n]
+  before = p.init()
+  frozen = {n: np.asarray(x) for n, x in before.buffers.items()}
+  head = np.asarray(before.params["head/weight"])
+  after, _ = p.step(p.step(before, random_batch(tiny(), rows=8))[0], random_batch(tiny(), rows=8))
+  for name, value in frozen.items():
+    np.testing.assert_array_equal(after.buffers[name], value)
+  assert (after.params["head/weight"] != head).any()
+  with pytest.raises(ConfigError, match="leaves nothing to train"):
+    program(tiny(trainable_parameters_mask=["nothing"]))
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
+  file = tmp_path / "metrics.jsonl"
+  keys = {"learning_rate": 1e30, "warmup_steps_fraction": 0, "gradient_clipping_threshold": 0, "steps": 9}
+  keys |= {"ici_fsdp_parallelism": 8, "per_device_batch_size": 1}
+  with pytest.raises(RunError, match=r"the loss is not a number at step (\d)") as error:
+    maxtext.train(tiny(**keys, metrics_file=str(file)))
+  records = [json.loads(line) for line in file.read_text().splitlines()]
+  assert records[-1]["loss"] is None
+  assert f"at step {records[-1]['step']};" in str(error.value)
+  assert len(records) < 9
+  history = History()
+  maxtext.train(tiny(**keys, abort_on_nan_loss=False), [history])
+  assert len(history.losses) == 9
+
+
+def test_flops_by_hand():
+  model = program(tiny()).model
+  layer = 48 * 32 + 2 * 48 * 16 + 32 * 48 + 3 * 48 * 80
+  weights = 2 * layer + 48 * 128
+  assert train_flops_per_token(model, length=32) == 6 * weights + 2 * 12 * 32 * 16
+  window = program(tiny(attention_type="local_sliding", sliding_window_size=5)).model
+  assert train_flops_per_token(window, length=32) == 6 * weights + 2 * 12 * 32 * 5
+  tied = program(tiny(logits_via_embedding=True)).model
+  assert train_flops_per_token(tied, length=32) == train_flops_per_token(model, length=32)
 
 
 def test_large_arrays_have_an_index():

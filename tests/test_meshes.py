@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ from maxtext import ConfigError
 from tests.support import TINY, losses, program, tiny
 
 pytestmark = pytest.mark.mesh
+
+MAXTEXT = Path(sys.executable).with_name("maxtext")
 
 RUN = {"base_num_decoder_layers": 4, "steps": 20, "learning_rate": 1e-3, "warmup_steps_fraction": 0.1}
 
@@ -73,8 +76,30 @@ def test_several_processes(one_device, tmp_path, processes, devices):
 
 
 def launch(*words):
-  command = [Path(sys.executable).with_name("maxtext"), "launch", *map(str, words)]
+  command = [MAXTEXT, "launch", *map(str, words)]
   return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.parametrize("present", [[0, 2], [1, 2]])
+def test_who_is_missing_is_said(present):
+  """Three processes are expected, one of them never starts."""
+  with socket.create_server(("127.0.0.1", 0)) as probe:
+    port = probe.getsockname()[1]
+
+  def start(index):
+    env = os.environ | {
+      "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": str(index)
+    }  # fmt: skip
+    command = [MAXTEXT, "train", "small-llama", "jax_distributed_initialization_timeout=4"]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+  workers = [start(index) for index in present]
+  absent = ({0, 1, 2} - set(present)).pop()
+  for index, worker in zip(present, workers, strict=True):
+    output, _ = worker.communicate(timeout=60)
+    assert worker.returncode == 2
+    assert output.startswith(f"maxtext: Process {index} of 3 waited 4 s at 127.0.0.1:{port} for process {absent}. See")
+    assert len(output.splitlines()) == 1
 
 
 @pytest.mark.chaos
@@ -83,7 +108,7 @@ def test_a_killed_process_is_named_and_the_run_starts_again(tmp_path):
   file = tmp_path / "metrics.jsonl"
   words = ["--processes", "2", "--restarts", "1", "--", "train", "small-llama", "steps=25", "per_device_batch_size=2",
            f"jax_cache_dir={tmp_path / 'cache'}", f"metrics_file={file}"]  # fmt: skip
-  command = [Path(sys.executable).with_name("maxtext"), "launch", *words]
+  command = [MAXTEXT, "launch", *words]
   env = os.environ | {"XLA_FLAGS": ""}
   with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
     seen = []

@@ -17,7 +17,7 @@ def add_command(commands: Any) -> None:
   parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes to start (default 1)")
   parser.add_argument("--restarts", type=int, default=0, metavar="K", help="times to start all again when one is lost")
   parser.add_argument("--devices", type=int, metavar="D", help="CPU devices per process")
-  parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="such as: -- train small-llama")
+  parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="such as: -- train my.yml")
   parser.set_defaults(run=_launch)
 
 
@@ -26,7 +26,7 @@ def _launch(arguments: argparse.Namespace) -> int:
 
   words = arguments.rest[1:] if arguments.rest[:1] == ["--"] else arguments.rest
   if not words:
-    raise ConfigError("launch needs a command after --, such as: maxtext launch --processes 2 -- train small-llama")
+    raise ConfigError("launch needs a command after --, such as: maxtext launch --processes 2 -- train my.yml")
   if arguments.processes < 1 or arguments.restarts < 0:
     raise ConfigError(f"--processes {arguments.processes} --restarts {arguments.restarts}: at least 1 and 0.")
   flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={arguments.devices}"} if arguments.devices else {}

@@ -6,16 +6,20 @@ from collections.abc import Sequence
 
 from maxtext.cli import config, launch
 from maxtext.configs import ConfigError
+from maxtext.configs.errors import RunError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs a command and returns its exit code: 2 for a user's mistake, 130 for Ctrl-C."""
+  """Runs a command and returns its exit code: 2 for a user's mistake, 1 for a run that ended itself, 130 for Ctrl-C."""
   arguments = _parser().parse_args(argv)
   try:
     return arguments.run(arguments)
   except ConfigError as error:
     print(f"maxtext: {error}", file=sys.stderr)
     return 2
+  except RunError as error:
+    print(f"maxtext: {error}", file=sys.stderr)
+    return 1
   except KeyboardInterrupt:
     print("maxtext: stopped.", file=sys.stderr)
     return 130

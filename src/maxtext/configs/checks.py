@@ -1,5 +1,6 @@
 """Refusals that need more than one key, or that say what does not exist yet. No devices are known here."""
 
+import re
 from collections.abc import Callable
 
 from maxtext.configs.errors import ConfigError, nearest
@@ -80,6 +81,16 @@ def _sizes(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _patterns(c: MaxTextConfig) -> str | None:
+  for key in ("trainable_parameters_mask", "adamw_mask"):
+    for pattern in getattr(c, key):
+      try:
+        re.compile(pattern)
+      except re.error as error:
+        return f"{key}: '{pattern}' is not a regular expression: {error}."
+  return None
+
+
 def _moment(c: MaxTextConfig) -> str | None:
   known = [d.value for d in DType]
   if c.mu_dtype and c.mu_dtype not in known:
@@ -122,5 +133,6 @@ _RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _tiling,
   _length,
   _moment,
+  _patterns,
   _data,
 )

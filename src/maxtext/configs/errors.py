@@ -1,4 +1,4 @@
-"""The one error for a user's mistake; its text names the key, the value and what to write instead."""
+"""The errors that a user sees; their texts name the key, the value and what to write instead."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,6 +6,10 @@ from collections.abc import Iterable
 
 class ConfigError(ValueError):
   """A run that cannot be done as asked. The command line prints it without a traceback and exits with 2."""
+
+
+class RunError(RuntimeError):
+  """A run that ended itself. The command line prints it without a traceback and exits with 1."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -189,19 +189,28 @@ REFUSALS: tuple[Refusal, ...] = (
   Refusal(
     _section(t.TfdsDataset, t.HfDataset, t.GrainDataset, t.OlmoGrainDataset), "only synthetic data is implemented yet"
   ),
-  Refusal(("opt_type",), "this optimizer is not implemented yet: write opt_type=adamw"),
-  Refusal(("lr_schedule_type",), "this schedule is not implemented yet: write lr_schedule_type=cosine"),
+  Refusal(
+    ("opt_type",),
+    "this optimizer is not implemented yet: write opt_type=adamw, adam_pax or sgd",
+    harmless=(t.OptimizerType.ADAM_PAX, t.OptimizerType.SGD),
+  ),
+  Refusal(
+    ("wsd_decay_steps_fraction", "wsd_decay_style"),
+    "it has no effect without lr_schedule_type=wsd",
+    unless=lambda c: c.lr_schedule_type == t.LearningRateScheduleType.WSD,
+  ),
+  Refusal(
+    _section(t.AdamW),
+    "it has no effect on opt_type=sgd",
+    unless=lambda c: c.opt_type != t.OptimizerType.SGD,
+  ),
   Refusal(
     ("skip_step_on_spikes", "skip_step_interval", "skip_step_scaling_factor", "use_tunix_gradient_accumulation",
-     "wsd_decay_steps_fraction", "wsd_decay_style", "trainable_parameters_mask", "adamw_mask", *_section(t.Muon)),
-    "AdamW on all parameters with a cosine schedule is all there is yet",
+     *_section(t.Muon)),
+    "no step is skipped yet, and the optimizers are adamw, adam_pax and sgd",
   ),
   Refusal(
     ("eval_interval", "eval_steps", "target_eval_loss"), "evaluation is not implemented yet; leave it out"
-  ),
-  Refusal(
-    ("abort_on_nan_loss", "abort_on_inf_loss"), "a run goes on whatever its loss for now; watch metrics_file",
-    harmless=(False,),
   ),
   Refusal(("enable_dropout", "dropout_rate"), "dropout is not implemented yet", harmless=(False,)),
   Refusal(("enable_data_shuffling",), "synthetic data has no order to keep"),

@@ -32,6 +32,11 @@ class GQA:
   window: int | None = None
 
   @property
+  def attention_width(self) -> int:
+    """Width of all query heads together."""
+    return self.heads * self.head_dim
+
+  @property
   def ropes(self) -> tuple[Rope, ...]:
     """The rotary tables it needs."""
     return (self.rope,)

@@ -5,6 +5,7 @@ import os
 import jax
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.mesh.roll_call import missing_processes
 
 
 def join(config: MaxTextConfig) -> None:
@@ -24,19 +25,12 @@ def join(config: MaxTextConfig) -> None:
 
 def _join_by_address(address: str, seconds: int) -> None:
   count, index = _number("JAX_NUM_PROCESSES"), _number("JAX_PROCESS_ID")
-  try:
-    jax.distributed.initialize(address, num_processes=count, process_id=index, initialization_timeout=seconds)
-  except RuntimeError as error:
+  if missing := missing_processes(address, count, index, seconds):
     raise ConfigError(
-      f"Process {index} of {count} waited {seconds} s at {address}, and not all others came: {_missing(error)}. "
+      f"Process {index} of {count} waited {seconds} s at {address} for process {', '.join(map(str, missing))}. "
       f"See that every process is started, or raise jax_distributed_initialization_timeout={seconds}."
-    ) from error
-
-
-def _missing(error: RuntimeError) -> str:
-  """What JAX knows of who is missing; its message is long."""
-  text = " ".join(str(error).split())
-  return text if len(text) < 300 else text[:300] + "..."
+    )
+  jax.distributed.initialize(address, num_processes=count, process_id=index, initialization_timeout=seconds)
 
 
 def _pod_workers() -> int:

@@ -1,7 +1,8 @@
 """From a configuration and a mesh to a model."""
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from types import ModuleType
 
 from jax.sharding import Mesh
@@ -28,7 +29,12 @@ def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
       f"remat_policy={config.remat_policy} names {turns} policies that take turns over the layers, and this model "
       f"repeats {odd[0]} layers, which is not a multiple of {turns}."
     )
-  return Model.of(spec, execution)
+  return Model.of(spec, execution, _trained(config))
+
+
+def _trained(config: MaxTextConfig) -> Callable[[str], bool]:
+  patterns = [re.compile(pattern) for pattern in config.trainable_parameters_mask]
+  return lambda path: not patterns or any(pattern.search(path) for pattern in patterns)
 
 
 def how(config: MaxTextConfig, mesh: Mesh) -> How:

@@ -19,31 +19,43 @@ def run_loop(
   batches: Iterator[Batch],
   steps: range,
   callbacks: Sequence[Callback] = (),
+  flops_per_token: float = 0.0,
 ) -> TrainState:
-  """Runs the steps and returns the last state. Figures are read one step late, so that the devices never wait."""
-  pending: tuple[int, dict[str, Any]] | None = None
+  """Runs the steps and returns the last state. Figures are read one step late, so that the devices never wait.
+
+  `flops_per_token` is one device's share, for the figure of its speed.
+  """
+  pending: tuple[int, dict[str, Any], float] | None = None
   finished = time.perf_counter()
 
   def report() -> None:
     nonlocal finished
     if pending is None:
       return
-    step, metrics = pending
+    step, metrics, waited = pending
     figures = {name: float(value) for name, value in jax.device_get(metrics).items()}
     now = time.perf_counter()
     figures["seconds"], finished = now - finished, now
+    figures["input_seconds"] = waited
     figures["tokens_per_second"] = figures["tokens"] / figures["seconds"]
+    figures["tflops_per_device"] = figures["tokens_per_second"] * flops_per_token / 1e12
     for callback in callbacks:
       callback.on_step(step, figures)
 
-  batch = next(batches)
+  batch, waited = _timed(batches)
   for step in steps:
     state, metrics = step_fn(state, batch)
+    used = waited
     if step + 1 < steps.stop:
-      batch = next(batches)
+      batch, waited = _timed(batches)
     report()
-    pending = step + 1, metrics
+    pending = step + 1, metrics, used
   report()
   for callback in callbacks:
     callback.on_end(state)
   return state
+
+
+def _timed(batches: Iterator[Batch]) -> tuple[Batch, float]:
+  start = time.perf_counter()
+  return next(batches), time.perf_counter() - start

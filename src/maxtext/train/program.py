@@ -39,6 +39,8 @@ class Program:
   def of(config: MaxTextConfig, mesh: Mesh, objective: Objective | None = None) -> "Program":
     """Builds everything that needs no array. Without an objective the run pre-trains."""
     model = build_model(config, mesh)
+    if not model.params:
+      raise ConfigError(f"trainable_parameters_mask={config.trainable_parameters_mask} leaves nothing to train.")
     optimizer = make_optimizer(config)
     state = abstract_state(model, optimizer)
     step = make_train_step(

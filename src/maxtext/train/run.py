@@ -8,9 +8,11 @@ import jax
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.multihost import join
+from maxtext.models.flops import train_flops_per_token
 from maxtext.models.placement import placements, table
 from maxtext.observe.sinks import Console, JsonLines, Sink
 from maxtext.train.callbacks.base import Callback
+from maxtext.train.callbacks.guard import LossGuard
 from maxtext.train.callbacks.report import Report
 from maxtext.train.loop import run_loop
 from maxtext.train.program import Program
@@ -21,12 +23,14 @@ def train(config: MaxTextConfig, callbacks: Sequence[Callback] = ()) -> TrainSta
   """Trains as configured, on all devices that JAX finds, and returns the last state."""
   _start(config)
   steps = range(config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
-  callbacks = [Report(_sinks(config, steps)), *callbacks]
+  guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
+  callbacks = [Report(_sinks(config, steps)), guard, *callbacks]
   try:
     program = Program.of(config, make_mesh(config))
     _refuse_unsharded(program)
     _introduce(program)
-    return run_loop(program.step, program.init(), program.batches(), steps, callbacks)
+    flops = train_flops_per_token(program.model, config.max_target_length) / program.model.how.mesh.size
+    return run_loop(program.step, program.init(), program.batches(), steps, callbacks, flops)
   finally:
     for callback in callbacks:
       callback.close()
