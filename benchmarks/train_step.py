@@ -12,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 import jax
@@ -40,6 +41,8 @@ def values_of(size: bare.Size, dtype: str) -> dict:
     "dtype": dtype,
     "remat_policy": "full",
     "jax_cache_dir": "",
+    "base_output_directory": tempfile.gettempdir(),
+    "run_name": "maxtext-benchmark",
     "steps": 1,
   }
 

@@ -1,5 +1,7 @@
 """The tiny Llama that most tests share, and short ways to run it."""
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +32,7 @@ TINY: dict[str, Any] = {
   "dataset_type": "synthetic",
   "dtype": "float32",
   "jax_cache_dir": "",
+  "base_output_directory": str(Path(tempfile.gettempdir()) / "maxtext-tests"),
 }
 
 

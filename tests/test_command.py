@@ -1,12 +1,17 @@
 """The command as a user meets it: real processes, real terminals' habits."""
 
+import contextlib
 import json
 import os
+import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
+import xml.etree.ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +38,7 @@ def test_quick_start_learns(tmp_path):
   losses = [json.loads(line)["loss"] for line in file.read_text().splitlines()]
   assert len(losses) == 12
   assert losses[-1] < losses[0] - 1
-  shown = [float(re.search(r"loss (\S+)", line)[1]) for line in lines[first:]]
+  shown = [float(re.search(r"loss (\S+)", line)[1]) for line in lines[first:-1]]
   np.testing.assert_allclose(shown, [losses[i] for i in (*range(10), 11)], atol=1e-4)
 
 
@@ -44,16 +49,73 @@ def test_a_mistake_is_one_line_and_exit_code_two(tmp_path):
     (["mine.yml"], "Cannot read mine.yml: No such file or directory."),
     (["small-llama", "steps"], "'steps' is not of the form key=value."),
     (["small-llama", "hardware=tpu"], "hardware=tpu, but JAX finds cpu devices"),
+    (["small-llama", "ici_fsdp_parallelism=3"], "ici_fsdp_parallelism=3 does not multiply to the 1 devices"),
+    (["small-llama", "base_output_directory=/proc/nothing"], "base_output_directory=/proc/nothing cannot be written"),
   ):
     done = run("train", *words, cwd=tmp_path)
     assert done.returncode == 2, words
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not done.stdout
+    assert not list(tmp_path.iterdir()), "a mistake leaves nothing behind"
+
+
+def test_every_run_explains_itself(tmp_path):
+  for name, rate in (("slow", 1e-4), ("fast", 1e-3)):
+    words = ["steps=4", f"run_name={name}", f"learning_rate={rate}", "jax_cache_dir=", "base_output_directory=out"]
+    done = run("train", "small-llama", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"report: out/{name}/report.html"
+  folder = tmp_path / "out" / "fast"
+  config = json.loads((folder / "config.json").read_text())
+  assert config["learning_rate"] == {"value": 0.001, "from": "command line"}
+  assert config["base_emb_dim"] == {"value": 192, "from": "small-llama"}
+  assert config["adam_b1"] == {"value": 0.9, "from": "default"}
+  facts = json.loads((folder / "run.json").read_text())
+  assert facts["command"][1:3] == ["train", "small-llama"]
+  assert facts["versions"]["jax"]
+  assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4
+  done = run("report", "out/slow", "out/fast", "--out", "both.html", cwd=tmp_path)
+  assert (done.returncode, done.stdout) == (0, "both.html\n")
+  page = (tmp_path / "both.html").read_text()
+  pictures = xml.etree.ElementTree.fromstring(re.search(r'<div class="grid">.*</div>', page)[0])
+  lines = pictures.findall(".//polyline")
+  assert len(lines) == 2 * 5, "five pictures with a line per run"
+  loss = lines[0].attrib["points"].split()
+  assert len(loss) == 4
+  assert float(loss[0].split(",")[1]) < float(loss[-1].split(",")[1]), "a falling loss falls on the page"
+  wrong = run("report", "out/none", cwd=tmp_path)
+  assert (wrong.returncode, wrong.stdout) == (2, "")
+  assert wrong.stderr.startswith("maxtext: out/none is not a run's folder")
+
+
+def test_prometheus_and_a_terminal(tmp_path):
+  """On a terminal there is a bar with the time left; a monitor reads the last figures meanwhile."""
+  with socket.create_server(("127.0.0.1", 0)) as probe:
+    port = probe.getsockname()[1]
+  words = ["steps=40", "jax_cache_dir=", f"prometheus_port={port}", f"base_output_directory={tmp_path}"]
+  leader, follower = pty.openpty()
+  env = os.environ | {"XLA_FLAGS": "", "TERM": "xterm", "COLUMNS": "120"}
+  with subprocess.Popen(
+    [MAXTEXT, "train", "small-llama", *words], stdout=follower, stderr=follower, env=env
+  ) as process:
+    os.close(follower)
+    shown, figures = b"", ""
+    with contextlib.suppress(OSError):  # the terminal is gone when the process is
+      while piece := os.read(leader, 65536):
+        shown += piece
+        if b"step 12" not in shown and b"step 10" in shown and not figures:
+          figures = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    os.close(leader)
+  assert process.returncode == 0, shown
+  assert b"step 40/40  loss" in shown
+  assert b"left" in shown
+  assert re.search(r"^maxtext_loss [5-8]\.", figures, re.M)
+  assert re.search(r"^maxtext_step 1\d\.0", figures, re.M)
 
 
 def test_control_c_stops_quietly(tmp_path):
-  command = [MAXTEXT, "train", "small-llama", "steps=100000", "jax_cache_dir="]
+  command = [MAXTEXT, "train", "small-llama", "steps=100000", "jax_cache_dir=", f"base_output_directory={tmp_path}"]
   env = os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
   with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
     for line in process.stdout:

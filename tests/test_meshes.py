@@ -107,6 +107,7 @@ def test_who_is_missing_is_said(present):
 def test_a_killed_process_is_named_and_the_run_starts_again(tmp_path):
   file = tmp_path / "metrics.jsonl"
   words = ["--processes", "2", "--restarts", "1", "--", "train", "small-llama", "steps=25", "per_device_batch_size=2",
+           f"base_output_directory={tmp_path}",
            f"jax_cache_dir={tmp_path / 'cache'}", f"metrics_file={file}"]  # fmt: skip
   command = [MAXTEXT, "launch", *words]
   env = os.environ | {"XLA_FLAGS": ""}

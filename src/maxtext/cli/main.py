@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from maxtext.cli import config, launch
+from maxtext.cli import config, launch, report
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 
@@ -32,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
   config.add_words(train)
   train.set_defaults(run=_train)
   launch.add_command(commands)
+  report.add_command(commands)
   config.add_commands(commands)
   return parser
 
@@ -40,5 +41,5 @@ def _train(arguments: argparse.Namespace) -> int:
   resolved = config.resolve_words(arguments.words)
   from maxtext.train.run import train
 
-  train(resolved.config)
+  train(resolved.config, origins=resolved.origins)
   return 0

@@ -77,10 +77,6 @@ _MESH_AXES = ("data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "t
 REFUSALS: tuple[Refusal, ...] = (
   Refusal(_section(t.DerivedValues), "it is computed from other keys; leave it out"),
   Refusal(
-    ("run_name", "base_output_directory", "log_config"),
-    "there are no run directories yet; use metrics_file for the figures of a run",
-  ),
-  Refusal(
     ("override_logical_axis_rules", "sharding_strategy", "data_sharding", "context_sharding"),
     "logical_axis_rules is always the whole table; write that",
   ),
@@ -233,8 +229,8 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     _section(t.Metrics, t.Tensorboard, t.Profiling, t.HloDump, t.StackTrace, t.Goodput, t.GcpMonitoring,
-             t.ManagedMLDiagnostics, but=("metrics_file",)),
-    "figures go to the console and to metrics_file for now",
+             t.ManagedMLDiagnostics, but=("metrics_file", "prometheus_port")),
+    "figures go to the console, the run's folder, metrics_file and prometheus_port for now",
     harmless=(False,),
   ),
   Refusal(

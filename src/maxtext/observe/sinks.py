@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from maxtext.configs import ConfigError
 
@@ -25,29 +25,37 @@ class Sink(Protocol):
 
 
 class Console:
-  """A line per step: the first ten, then one in `period`, and the last."""
+  """A line per step: the first ten, then one in `period`, and the last. On a terminal, a bar with the time left."""
 
   def __init__(self, period: int, steps: int, out: TextIO = sys.stdout) -> None:
     self._period, self._steps, self._out = period, steps, out
+    self._bar = _progress_bar(steps) if out.isatty() else None
 
   def write(self, step: int, figures: Figures) -> None:
     if step <= 10 or step % self._period == 0 or step == self._steps:
-      print(
+      self._line(
         f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {figures['loss']:.4f}  "
         f"grad norm {figures['grad_norm']:.3g}  lr {figures['learning_rate']:.3g}  "
-        f"{figures['seconds']:.3f} s  {figures['tokens_per_second']:,.0f} tokens/s",
-        file=self._out,
-        flush=True,
+        f"{figures['seconds']:.3f} s  {figures['tokens_per_second']:,.0f} tokens/s"
       )
+    if self._bar is not None:
+      self._bar.update(self._bar.task_ids[0], completed=step)
 
   def close(self) -> None:
-    pass
+    if self._bar is not None:
+      self._bar.stop()
+
+  def _line(self, text: str) -> None:
+    if self._bar is not None:
+      self._bar.console.print(text, highlight=False)
+    else:
+      print(text, file=self._out, flush=True)
 
 
 class JsonLines:
   """One JSON object per step, appended to a file; what is not a number is null."""
 
-  def __init__(self, path: str) -> None:
+  def __init__(self, path: str | Path) -> None:
     try:
       Path(path).parent.mkdir(parents=True, exist_ok=True)
       self._file = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
@@ -60,3 +68,35 @@ class JsonLines:
 
   def close(self) -> None:
     self._file.close()
+
+
+class Prometheus:
+  """The last figures at http://<host>:<port>/metrics, for a monitor that comes by."""
+
+  def __init__(self, port: int) -> None:
+    from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+    self._registry, self._gauge, self._gauges = CollectorRegistry(), Gauge, {}  # type: ignore[var-annotated]
+    try:
+      self._server, _ = start_http_server(port, registry=self._registry)
+    except OSError as error:
+      raise ConfigError(f"prometheus_port={port} cannot be listened on: {error.strerror}.") from None
+
+  def write(self, step: int, figures: Figures) -> None:
+    for name, value in {"step": step, **figures}.items():
+      if name not in self._gauges:
+        self._gauges[name] = self._gauge(f"maxtext_{name}", f"{name} of the last step", registry=self._registry)
+      self._gauges[name].set(value)
+
+  def close(self) -> None:
+    self._server.shutdown()
+    self._server.server_close()
+
+
+def _progress_bar(steps: int) -> Any:
+  from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+  bar = Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
+  bar.add_task("", total=steps)
+  bar.start()
+  return bar

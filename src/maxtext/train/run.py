@@ -1,16 +1,18 @@
 """From a configuration to a trained state."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.refusals import plain
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.multihost import join
 from maxtext.models.flops import train_flops_per_token
 from maxtext.models.placement import placements, table
-from maxtext.observe.sinks import Console, JsonLines, Sink
+from maxtext.observe.run_directory import RunDirectory, readable_name
+from maxtext.observe.sinks import Console, JsonLines, Prometheus, Sink
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.callbacks.guard import LossGuard
 from maxtext.train.callbacks.report import Report
@@ -19,21 +21,42 @@ from maxtext.train.program import Program
 from maxtext.train.state import TrainState
 
 
-def train(config: MaxTextConfig, callbacks: Sequence[Callback] = ()) -> TrainState:
-  """Trains as configured, on all devices that JAX finds, and returns the last state."""
+def train(
+  config: MaxTextConfig, callbacks: Sequence[Callback] = (), origins: Mapping[str, str] | None = None
+) -> TrainState:
+  """Trains as configured, on all devices that JAX finds, and returns the last state.
+
+  Args:
+    config: the run.
+    callbacks: what else hangs on the loop.
+    origins: where each value of the configuration came from, for the record.
+  """
   _start(config)
+  program = Program.of(config, make_mesh(config))
+  _refuse_unsharded(program)
   steps = range(config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
+  run = _directory(config, origins or {}) if jax.process_index() == 0 else None
   guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
-  callbacks = [Report(_sinks(config, steps)), guard, *callbacks]
+  callbacks = [Report(_sinks(config, steps, run) if run else []), guard, *callbacks]
+  flops = train_flops_per_token(program.model, config.max_target_length) / program.model.how.mesh.size
   try:
-    program = Program.of(config, make_mesh(config))
-    _refuse_unsharded(program)
-    _introduce(program)
-    flops = train_flops_per_token(program.model, config.max_target_length) / program.model.how.mesh.size
+    if run:
+      _introduce(program, run)
     return run_loop(program.step, program.init(), program.batches(), steps, callbacks, flops)
   finally:
     for callback in callbacks:
       callback.close()
+    if run and run.metrics.stat().st_size:
+      print(f"report: {run.finish()}", flush=True)
+
+
+def _directory(config: MaxTextConfig, origins: Mapping[str, str]) -> RunDirectory:
+  keys = {
+    key: {"value": plain(getattr(config, key)), "from": origins.get(key, "default")}
+    for key in type(config).model_fields
+  }
+  name = config.run_name or readable_name(config.model_name)
+  return RunDirectory.create(config.base_output_directory, name, keys if config.log_config else None)
 
 
 def _start(config: MaxTextConfig) -> None:
@@ -64,23 +87,21 @@ def _refuse_unsharded(program: Program) -> None:
     )
 
 
-def _introduce(program: Program) -> None:
-  if jax.process_index():
-    return
+def _introduce(program: Program, run: RunDirectory) -> None:
   model, mesh = program.model, program.model.how.mesh
   axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1) or "one device"
   rows, length = program.batch.inputs.shape
   print(
     f"{program.config.model_name}: {model.size:,} parameters on {mesh.size} {mesh.devices.flat[0].platform} "
-    f"({axes}), {rows} x {length} tokens a step",
+    f"({axes}), {rows} x {length} tokens a step, in {run.path}",
     flush=True,
   )
 
 
-def _sinks(config: MaxTextConfig, steps: range) -> list[Sink]:
-  if jax.process_index():
-    return []
-  sinks: list[Sink] = [Console(config.log_period, len(steps))]
+def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory) -> list[Sink]:
+  sinks: list[Sink] = [JsonLines(run.metrics)]
   if config.metrics_file:
     sinks.append(JsonLines(config.metrics_file))
-  return sinks
+  if config.prometheus_port:
+    sinks.append(Prometheus(config.prometheus_port))
+  return [*sinks, Console(config.log_period, len(steps))]

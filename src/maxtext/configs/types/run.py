@@ -30,7 +30,7 @@ class RunInfo(Section):
   override_logical_axis_rules: bool = Field(
     False, description="True replaces the base logical axis rules with the given ones, not a merge."
   )
-  log_config: bool = Field(True, description="True prints every configuration value at start.")
+  log_config: bool = Field(True, description="True writes the configuration into the run's folder.")
   debug_sharding: bool = Field(
     False, description="Print every parameter's shape, named dimensions, mesh axes and bytes per device."
   )
