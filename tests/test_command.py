@@ -114,6 +114,18 @@ def test_prometheus_and_a_terminal(tmp_path):
   assert re.search(r"^maxtext_step 1\d\.0", figures, re.M)
 
 
+def test_a_trace_and_the_stacks_of_a_run(tmp_path):
+  words = ["steps=12", "profiler=xplane", "skip_first_n_steps_for_profiler=3", "profiler_steps=2", "run_name=traced",
+           "collect_stack_trace=true", "stack_trace_interval_seconds=1", "jax_cache_dir="]  # fmt: skip
+  done = run("train", "small-llama", *words, cwd=tmp_path)
+  assert done.returncode == 0, done.stderr
+  traces = list((tmp_path / "runs" / "traced" / "profile").rglob("*.xplane.pb"))
+  assert len(traces) == 1
+  assert b"train_step" in traces[0].read_bytes()
+  assert "Timeout (0:00:01)!" in done.stderr
+  assert "train/loop.py" in done.stderr
+
+
 def test_control_c_stops_quietly(tmp_path):
   command = [MAXTEXT, "train", "small-llama", "steps=100000", "jax_cache_dir=", f"base_output_directory={tmp_path}"]
   env = os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}

@@ -14,7 +14,7 @@ from maxtext.configs.errors import RunError
 from maxtext.models.flops import train_flops_per_token
 from maxtext.optim.optimizer import make_optimizer
 from maxtext.optim.schedules import learning_rate
-from tests.support import History, program, random_batch, tiny
+from tests.support import History, losses, program, random_batch, tiny
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_optimizers_by_hand(kind):
   adam = {"adam_b1": 0.8, "adam_b2": 0.9, "adam_eps": 1e-3, "adam_eps_root": 1e-4, "adam_weight_decay": 0.2}
   keys = {"steps": 60, "learning_rate": 0.05, "warmup_steps_fraction": 0, "opt_type": kind}
   config = tiny(**keys, **({} if kind == "sgd" else adam | {"adamw_mask": ["bias$"]}))
-  optimizer, rate = make_optimizer(config), learning_rate(config)
+  optimizer, rate = make_optimizer(config, {}), learning_rate(config)
   start = np.array([1.0, -2.0, 3.0])
   expected = {"weight": start, "bias": start + 1}
   params = {n: jnp.asarray(p) for n, p in expected.items()}
@@ -140,6 +140,31 @@ def test_optimizers_by_hand(kind):
       expected[name] = expected[name] - float(rate(step)) * change
   for name, value in expected.items():
     np.testing.assert_allclose(params[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_muon_orthogonalises_each_layer_on_its_own():
+  """Against Optax on one layer's plain matrix; what is no layer's matrix gets AdamW with Nesterov momentum."""
+  from optax.contrib import muon
+
+  keys = {"muon_beta": 0.9, "muon_weight_decay": 0.1, "learning_rate": 0.02, "steps": 10, "warmup_steps_fraction": 0}
+  config = tiny(opt_type="muon", gradient_clipping_threshold=0, **keys)
+  p = program(config)
+  state, name = p.init(), "groups/0/layers/0/mixer/query/weight"
+  assert p.model.matrices[name] == ((1,), (2, 3))
+  assert p.model.matrices["groups/0/layers/0/mixer/out/weight"] == ((1, 2), (3,))
+  assert "head/weight" not in p.model.matrices
+  optimizer, plain = make_optimizer(config, p.model.matrices), muon(learning_rate(config), beta=0.9, weight_decay=0.1)
+  grads = {n: jnp.sin(7 * x + 1) for n, x in state.params.items()}
+  updates, _ = optimizer.update(grads, state.opt_state, state.params)
+  for layer in range(2):
+    flat = [{"w": tree[name][layer].reshape(48, 32)} for tree in (state.params, grads)]
+    expected, _ = plain.update(flat[1], plain.init(flat[0]), flat[0])
+    np.testing.assert_allclose(updates[name][layer].reshape(48, 32), expected["w"], atol=1e-6)
+  adamw = optax.adamw(learning_rate(config), 0.9, 0.95, weight_decay=0.1, nesterov=True)
+  exact, _ = adamw.update(grads, adamw.init(state.params), state.params)
+  np.testing.assert_allclose(updates["head/weight"], exact["head/weight"], rtol=1e-4)
+  curve = losses(tiny(opt_type="muon", learning_rate=0.01, steps=12))
+  assert curve[-1] < curve[0] - 0.3
 
 
 def test_trainable_parameters_mask():

@@ -32,6 +32,16 @@ MESHES = {
     {"ici_fsdp_parallelism": 2, "ici_fsdp_transpose_parallelism": 2, "ici_tensor_sequence_parallelism": 2},
     marks=pytest.mark.slow,
   ),
+  "fsdp 2 x fsdp_transpose 2 x tensor 2": pytest.param(
+    {"ici_fsdp_parallelism": 2, "ici_fsdp_transpose_parallelism": 2, "ici_tensor_parallelism": 2},
+    marks=pytest.mark.slow,
+  ),
+  "tensor_sequence 2 x fsdp 4": pytest.param(
+    {"ici_fsdp_parallelism": 4, "ici_tensor_sequence_parallelism": 2}, marks=pytest.mark.slow
+  ),
+  "data 2 x fsdp 2 x tensor 2": pytest.param(
+    {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}, marks=pytest.mark.slow
+  ),
   "tensor 4 x tensor_transpose 2": pytest.param(
     {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 4, "ici_tensor_transpose_parallelism": 2},
     marks=pytest.mark.slow,

@@ -74,6 +74,11 @@ _REMAT_NAMES = (
 )  # fmt: skip
 _MESH_AXES = ("data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence")
 
+_SHOWN = (
+  "metrics_file", "prometheus_port", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
+  "collect_stack_trace", "stack_trace_interval_seconds",
+)  # fmt: skip
+
 REFUSALS: tuple[Refusal, ...] = (
   Refusal(_section(t.DerivedValues), "it is computed from other keys; leave it out"),
   Refusal(
@@ -186,9 +191,9 @@ REFUSALS: tuple[Refusal, ...] = (
     _section(t.TfdsDataset, t.HfDataset, t.GrainDataset, t.OlmoGrainDataset), "only synthetic data is implemented yet"
   ),
   Refusal(
-    ("opt_type",),
-    "this optimizer is not implemented yet: write opt_type=adamw, adam_pax or sgd",
-    harmless=(t.OptimizerType.ADAM_PAX, t.OptimizerType.SGD),
+    _section(t.Muon),
+    "it has no effect without opt_type=muon",
+    unless=lambda c: c.opt_type == t.OptimizerType.MUON,
   ),
   Refusal(
     ("wsd_decay_steps_fraction", "wsd_decay_style"),
@@ -201,9 +206,8 @@ REFUSALS: tuple[Refusal, ...] = (
     unless=lambda c: c.opt_type != t.OptimizerType.SGD,
   ),
   Refusal(
-    ("skip_step_on_spikes", "skip_step_interval", "skip_step_scaling_factor", "use_tunix_gradient_accumulation",
-     *_section(t.Muon)),
-    "no step is skipped yet, and the optimizers are adamw, adam_pax and sgd",
+    ("skip_step_on_spikes", "skip_step_interval", "skip_step_scaling_factor", "use_tunix_gradient_accumulation"),
+    "no step is skipped yet, and accumulation is the step's own",
   ),
   Refusal(
     ("eval_interval", "eval_steps", "target_eval_loss"), "evaluation is not implemented yet; leave it out"
@@ -229,9 +233,20 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     _section(t.Metrics, t.Tensorboard, t.Profiling, t.HloDump, t.StackTrace, t.Goodput, t.GcpMonitoring,
-             t.ManagedMLDiagnostics, but=("metrics_file", "prometheus_port")),
+             t.ManagedMLDiagnostics, but=_SHOWN),
     "figures go to the console, the run's folder, metrics_file and prometheus_port for now",
     harmless=(False,),
+  ),
+  Refusal(("profiler",), "only profiler=xplane is implemented yet", harmless=(t.ProfilerType.XPLANE,)),
+  Refusal(
+    ("skip_first_n_steps_for_profiler", "profiler_steps"),
+    "it has no effect without profiler=xplane",
+    unless=lambda c: c.profiler != t.ProfilerType.NONE,
+  ),
+  Refusal(
+    ("stack_trace_interval_seconds",),
+    "it has no effect without collect_stack_trace=true",
+    unless=lambda c: c.collect_stack_trace,
   ),
   Refusal(
     _section(t.MultimodalGeneral, t.VisionTower, t.VisionProjector, t.AudioEncoder),

@@ -36,7 +36,7 @@ class Linear(nnx.Module):
     self.how, self.inputs, self.name = how, len(inputs), name
     shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
     std = (how.init_scale / prod(inputs.values())) ** 0.5
-    self.weight = None if tied else make("weight", shape, axes, std=std)
+    self.weight = None if tied else make("weight", shape, axes, std=std, contracted=len(inputs))
     hooks = {hook.name: hook.variables(make.at(hook.name), inputs, outputs) for hook in how.linear_hooks}
     self.hooks = nnx.Dict({name: nnx.Dict(variables) for name, variables in hooks.items()})
 

@@ -38,15 +38,19 @@ class Make:
     fill: float = 0.0,
     kind: type[nnx.Variable] = nnx.Param,
     dtype: Any = None,
+    contracted: int = 0,
   ) -> nnx.Variable:
-    """A variable with named dimensions (None: never split): normal around `fill`, cut at three deviations."""
+    """A variable with named dimensions (None: never split): normal around `fill`, cut at three deviations.
+
+    `contracted` counts the leading dimensions that a product sums over, for optimizers that see matrices.
+    """
     dtype = dtype or self.dtype
     if self.repeats is not None:
       shape, axes = (self.repeats, *shape), ("layers", *axes)
     value = jnp.full(shape, fill, dtype)
     if std:
       value += (std * _normal(self.seed, f"{self.path}/{name}", shape)).astype(dtype)
-    return kind(value, axes=axes)
+    return kind(value, axes=axes, contracted=contracted)
 
 
 def _normal(seed: jax.typing.ArrayLike, path: str, shape: tuple[int, ...]) -> jax.Array:

@@ -59,6 +59,16 @@ class Model:
     """The named dimensions of every parameter and buffer."""
     return {name: metadata["axes"] for name, _, _, metadata in self._variables}
 
+  @property
+  def matrices(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Which dimensions of the stacked layers' weights are summed over and which appear; others are independent."""
+    found = {}
+    for name, _, _, metadata in self._variables:
+      if metadata["contracted"] and metadata["axes"][0] == "layers":
+        cut, end = 1 + metadata["contracted"], len(metadata["axes"])
+        found[name] = tuple(range(1, cut)), tuple(range(cut, end))
+    return found
+
   def init(self, seed: jax.typing.ArrayLike) -> tuple[Params, Params]:
     """Initial parameters and buffers; call it under `jax.jit` with the shardings of the abstract trees."""
     _, state = nnx.split(Decoder(self.spec, self.how, seed))

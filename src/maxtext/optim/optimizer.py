@@ -12,13 +12,20 @@ from maxtext.configs import MaxTextConfig
 from maxtext.configs.types import OptimizerType
 from maxtext.optim.schedules import learning_rate
 
-
-def make_optimizer(config: MaxTextConfig) -> optax.GradientTransformation:
-  """The optimizer of a configuration; clipping is the step's."""
-  return _OPTIMIZERS[config.opt_type](config)
+Matrices = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def _adamw(c: MaxTextConfig) -> optax.GradientTransformation:
+def make_optimizer(config: MaxTextConfig, matrices: Matrices) -> optax.GradientTransformation:
+  """The optimizer of a configuration; clipping is the step's.
+
+  Args:
+    config: the run.
+    matrices: for each weight that is a matrix in some of its dimensions, those summed over and those that appear.
+  """
+  return _OPTIMIZERS[config.opt_type](config, matrices)
+
+
+def _adamw(c: MaxTextConfig, _: Matrices) -> optax.GradientTransformation:
   return optax.adamw(
     learning_rate(c),
     b1=c.adam_b1,
@@ -31,7 +38,7 @@ def _adamw(c: MaxTextConfig) -> optax.GradientTransformation:
   )
 
 
-def _adam_pax(c: MaxTextConfig) -> optax.GradientTransformation:
+def _adam_pax(c: MaxTextConfig, _: Matrices) -> optax.GradientTransformation:
   return optax.chain(
     _corrected_moments(c.adam_b1, c.adam_b2, c.adam_eps, c.adam_eps_root, _moment_dtype(c)),
     optax.add_decayed_weights(c.adam_weight_decay, _decayed(c)),
@@ -39,14 +46,38 @@ def _adam_pax(c: MaxTextConfig) -> optax.GradientTransformation:
   )
 
 
-def _sgd(c: MaxTextConfig) -> optax.GradientTransformation:
+def _sgd(c: MaxTextConfig, _: Matrices) -> optax.GradientTransformation:
   return optax.sgd(learning_rate(c))
 
 
-_OPTIMIZERS: Mapping[OptimizerType, Callable[[MaxTextConfig], optax.GradientTransformation]] = {
+def _muon(c: MaxTextConfig, matrices: Matrices) -> optax.GradientTransformation:
+  """Muon on the layers' matrices, each layer on its own; AdamW with Nesterov momentum on embedding, head and norms."""
+  from optax.contrib import MuonDimensionNumbers, muon
+
+  def dimensions(params: dict[str, Any]) -> dict[str, Any]:
+    return {path: MuonDimensionNumbers(*matrices[path]) if path in matrices else None for path in params}
+
+  return muon(
+    learning_rate(c),
+    beta=c.muon_beta,
+    eps=c.adam_eps,
+    weight_decay=c.muon_weight_decay,
+    weight_decay_mask=_decayed(c),
+    mu_dtype=_moment_dtype(c),
+    adam_b1=c.adam_b1,
+    adam_b2=c.adam_b2,
+    adam_eps_root=c.adam_eps_root,
+    adam_weight_decay=c.adam_weight_decay,
+    muon_weight_dimension_numbers=dimensions,
+    consistent_rms=c.muon_consistent_rms,
+  )
+
+
+_OPTIMIZERS: Mapping[OptimizerType, Callable[[MaxTextConfig, Matrices], optax.GradientTransformation]] = {
   OptimizerType.ADAMW: _adamw,
   OptimizerType.ADAM_PAX: _adam_pax,
   OptimizerType.SGD: _sgd,
+  OptimizerType.MUON: _muon,
 }
 
 

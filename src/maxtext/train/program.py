@@ -41,7 +41,7 @@ class Program:
     model = build_model(config, mesh)
     if not model.params:
       raise ConfigError(f"trainable_parameters_mask={config.trainable_parameters_mask} leaves nothing to train.")
-    optimizer = make_optimizer(config)
+    optimizer = make_optimizer(config, model.matrices)
     state = abstract_state(model, optimizer)
     step = make_train_step(
       model,

@@ -1,5 +1,6 @@
 """From a configuration to a trained state."""
 
+import faulthandler
 import os
 from collections.abc import Mapping, Sequence
 
@@ -7,6 +8,7 @@ import jax
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.refusals import plain
+from maxtext.configs.types import ProfilerType
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.multihost import join
 from maxtext.models.flops import train_flops_per_token
@@ -15,6 +17,7 @@ from maxtext.observe.run_directory import RunDirectory, readable_name
 from maxtext.observe.sinks import Console, JsonLines, Prometheus, Sink
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.callbacks.guard import LossGuard
+from maxtext.train.callbacks.profile import Profile
 from maxtext.train.callbacks.report import Report
 from maxtext.train.loop import run_loop
 from maxtext.train.program import Program
@@ -37,7 +40,7 @@ def train(
   steps = range(config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
   run = _directory(config, origins or {}) if jax.process_index() == 0 else None
   guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
-  callbacks = [Report(_sinks(config, steps, run) if run else []), guard, *callbacks]
+  callbacks = [Report(_sinks(config, steps, run) if run else []), guard, *_profilers(config, run), *callbacks]
   flops = train_flops_per_token(program.model, config.max_target_length) / program.model.how.mesh.size
   try:
     if run:
@@ -46,6 +49,7 @@ def train(
   finally:
     for callback in callbacks:
       callback.close()
+    faulthandler.cancel_dump_traceback_later()
     if run and run.metrics.stat().st_size:
       print(f"report: {run.finish()}", flush=True)
 
@@ -65,6 +69,8 @@ def _start(config: MaxTextConfig) -> None:
   if config.jax_cache_dir:
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
   join(config)
+  if config.collect_stack_trace:
+    faulthandler.dump_traceback_later(config.stack_trace_interval_seconds, repeat=True)
   platform = jax.default_backend()
   if "hardware" in config.model_fields_set and not config.hardware.startswith(platform):
     raise ConfigError(f"hardware={config.hardware}, but JAX finds {platform} devices: leave hardware out to take them.")
@@ -85,6 +91,12 @@ def _refuse_unsharded(program: Program) -> None:
       f"{', '.join(f'{row.path} {list(row.shape)}' for row in whole[:3])}, ... "
       f"Choose a mesh whose axes divide them, or raise sharding_tolerance; debug_sharding=true shows all."
     )
+
+
+def _profilers(config: MaxTextConfig, run: RunDirectory | None) -> list[Callback]:
+  if config.profiler is ProfilerType.NONE or run is None:
+    return []
+  return [Profile(run.path / "profile", config.skip_first_n_steps_for_profiler, config.profiler_steps)]
 
 
 def _introduce(program: Program, run: RunDirectory) -> None:

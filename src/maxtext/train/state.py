@@ -41,8 +41,10 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation) -> Tra
 
   def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     owner = model.params.get(getattr(path[-1], "key", ""))
-    assert leaf.ndim == 0 or (owner is not None and owner.shape == leaf.shape), f"{path} belongs to no parameter"
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated if leaf.ndim == 0 else owner.sharding)  # type: ignore[union-attr]
+    if owner is not None and owner.shape == leaf.shape:
+      return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=owner.sharding)
+    assert leaf.size <= 1024, f"{path} is large and belongs to no parameter"
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated)
 
   opt_state = jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, model.params))
   step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
