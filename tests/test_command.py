@@ -15,6 +15,7 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import maxtext
 from tests.support import History, tiny
@@ -60,6 +61,7 @@ def test_a_mistake_is_one_line_and_exit_code_two(tmp_path):
     assert not list(tmp_path.iterdir()), "a mistake leaves nothing behind"
 
 
+@pytest.mark.slow
 def test_every_run_explains_itself(tmp_path):
   for name, rate in (("slow", 1e-4), ("fast", 1e-3)):
     words = ["steps=4", f"run_name={name}", f"learning_rate={rate}", "jax_cache_dir=", "base_output_directory=out"]
@@ -89,6 +91,7 @@ def test_every_run_explains_itself(tmp_path):
   assert wrong.stderr.startswith("maxtext: out/none is not a run's folder")
 
 
+@pytest.mark.slow
 def test_prometheus_and_a_terminal(tmp_path):
   """On a terminal there is a bar with the time left; a monitor reads the last figures meanwhile."""
   with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -114,6 +117,7 @@ def test_prometheus_and_a_terminal(tmp_path):
   assert re.search(r"^maxtext_step 1\d\.0", figures, re.M)
 
 
+@pytest.mark.slow
 def test_a_trace_and_the_stacks_of_a_run(tmp_path):
   words = ["steps=12", "profiler=xplane", "skip_first_n_steps_for_profiler=3", "profiler_steps=2", "run_name=traced",
            "collect_stack_trace=true", "stack_trace_interval_seconds=1", "jax_cache_dir="]  # fmt: skip

@@ -142,6 +142,7 @@ def test_optimizers_by_hand(kind):
     np.testing.assert_allclose(params[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_muon_orthogonalises_each_layer_on_its_own():
   """Against Optax on one layer's plain matrix; what is no layer's matrix gets AdamW with Nesterov momentum."""
   from optax.contrib import muon
