@@ -130,6 +130,11 @@ def test_a_trace_and_the_stacks_of_a_run(tmp_path):
   assert "train/loop.py" in done.stderr
 
 
+def test_a_reader_that_has_enough():
+  done = subprocess.run(f"{MAXTEXT} config show small-llama | head -1", shell=True, capture_output=True, text=True)
+  assert (len(done.stdout.splitlines()), done.stderr) == (1, "")
+
+
 def test_control_c_stops_quietly(tmp_path):
   command = [MAXTEXT, "train", "small-llama", "steps=100000", "jax_cache_dir=", f"base_output_directory={tmp_path}"]
   env = os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}

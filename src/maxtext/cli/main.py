@@ -1,6 +1,7 @@
 """Entry point. Each command imports what it needs when it runs, so that `--help` is instant."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   except RunError as error:
     print(f"maxtext: {error}", file=sys.stderr)
     return 1
+  except BrokenPipeError:  # whoever read the output, `head` say, has enough
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
   except KeyboardInterrupt:
     print("maxtext: stopped.", file=sys.stderr)
     return 130
