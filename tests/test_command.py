@@ -107,14 +107,14 @@ def test_prometheus_and_a_terminal(tmp_path):
     with contextlib.suppress(OSError):  # the terminal is gone when the process is
       while piece := os.read(leader, 65536):
         shown += piece
-        if b"step 12" not in shown and b"step 10" in shown and not figures:
+        if b"step 10" in shown and not figures:
           figures = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
     os.close(leader)
   assert process.returncode == 0, shown
   assert b"step 40/40  loss" in shown
   assert b"left" in shown
   assert re.search(r"^maxtext_loss [5-8]\.", figures, re.M)
-  assert re.search(r"^maxtext_step 1\d\.0", figures, re.M)
+  assert 10 <= float(re.search(r"^maxtext_step (\S+)", figures, re.M)[1]) <= 40
 
 
 @pytest.mark.slow
