@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxtext.configs.explain import explain
-from maxtext.configs.loader import Resolved, parse_assignments, resolve
-from maxtext.configs.refusals import default_of, plain
-from maxtext.configs.types import MaxTextConfig
+from maxtext.configs.loader import Resolved, parse_assignments, resolve, values_and_origins
+from maxtext.configs.refusals import default_of
 
 
 def add_commands(commands: Any) -> None:
@@ -44,7 +43,7 @@ def resolve_words(words: Sequence[str]) -> Resolved:
 
 def _show(arguments: argparse.Namespace) -> int:
   resolved = resolve_words(arguments.words)
-  rows = {key: _row(resolved, key) for key in sorted(MaxTextConfig.model_fields)}
+  rows = dict(sorted(values_and_origins(resolved.config, resolved.origins).items()))
   if arguments.changed:
     rows = {key: row for key, row in rows.items() if getattr(resolved.config, key) != default_of(key)}
   if arguments.json:
@@ -54,10 +53,6 @@ def _show(arguments: argparse.Namespace) -> int:
   for key, row in rows.items():
     print(f"{key:<{width}}  {json.dumps(row['value'], default=str)}  ({row['from']})")
   return 0
-
-
-def _row(resolved: Resolved, key: str) -> dict[str, Any]:
-  return {"value": plain(getattr(resolved.config, key)), "from": resolved.origins.get(key, "default")}
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -31,8 +31,8 @@ def derive(config: MaxTextConfig, devices: int, slices: int = 1) -> DerivedValue
     global_batch_size_to_load=rows,
     global_batch_size_to_train_on=rows,
     micro_batch_size_to_train_on=rows // c.gradient_accumulation_steps,
-    tensors_on_device=_placed(c, RematLocation.DEVICE) if custom else None,
-    tensors_to_offload=_placed(c, RematLocation.OFFLOAD) if custom else None,
+    tensors_on_device=tensors_placed(c, RematLocation.DEVICE) if custom else None,
+    tensors_to_offload=tensors_placed(c, RematLocation.OFFLOAD) if custom else None,
   )
 
 
@@ -65,7 +65,8 @@ def global_batch_size(config: MaxTextConfig, devices: int) -> int:
   return int(rows)
 
 
-def _placed(config: MaxTextConfig, place: RematLocation) -> list[str]:
+def tensors_placed(config: MaxTextConfig, place: RematLocation) -> list[str]:
+  """The tensors of a layer that policy custom keeps in one place."""
   return [name for name in RematAndOffload.model_fields if getattr(config, name) is place]
 
 

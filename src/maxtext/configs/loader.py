@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from maxtext.configs.checks import check
 from maxtext.configs.errors import ConfigError, nearest
+from maxtext.configs.refusals import plain
 from maxtext.configs.types import MaxTextConfig
 from maxtext.configs.types.run import ModelName
 
@@ -29,6 +30,14 @@ class Resolved:
 
   config: MaxTextConfig
   origins: Mapping[str, str]
+
+
+def values_and_origins(config: MaxTextConfig, origins: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+  """Every key with its value, as the user writes it, and where it came from."""
+  return {
+    key: {"value": plain(getattr(config, key)), "from": origins.get(key, "default")}
+    for key in type(config).model_fields
+  }
 
 
 def load_config(

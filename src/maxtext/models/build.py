@@ -8,8 +8,9 @@ from types import ModuleType
 from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.derived import tensors_placed
 from maxtext.configs.refusals import remat_policies
-from maxtext.configs.types import DecoderBlockType, RematAndOffload, RematLocation, RematPolicy, SplashAttention
+from maxtext.configs.types import DecoderBlockType, RematLocation, RematPolicy, SplashAttention
 from maxtext.kernels.attention import Attention, Kernel, SplashBlocks
 from maxtext.layers.how import How, Remat
 from maxtext.mesh.rules import Rules
@@ -116,8 +117,5 @@ _REMAT = {
 def _remat(policy: RematPolicy, config: MaxTextConfig) -> Remat:
   if policy is not RematPolicy.CUSTOM:
     return _REMAT[policy]
-
-  def names(place: RematLocation) -> tuple[str, ...]:
-    return tuple(n for n in RematAndOffload.model_fields if getattr(config, n) is place)
-
-  return Remat(names(RematLocation.DEVICE), names(RematLocation.OFFLOAD))
+  saved, offloaded = (tensors_placed(config, place) for place in (RematLocation.DEVICE, RematLocation.OFFLOAD))
+  return Remat(tuple(saved), tuple(offloaded))

@@ -52,7 +52,7 @@ class Model:
   @property
   def size(self) -> int:
     """Number of parameters, trained or not."""
-    return sum(self._struct(name).size for name, _, kind, _ in self._variables if not issubclass(kind, Buffer))
+    return sum(self.struct(name).size for name, _, kind, _ in self._variables if not issubclass(kind, Buffer))
 
   @property
   def named_dimensions(self) -> dict[str, tuple[str | None, ...]]:
@@ -85,7 +85,8 @@ class Model:
     values = _values(nnx.state(decoder))
     return {n: values[n] for n in self.buffers}
 
-  def _struct(self, name: str) -> jax.ShapeDtypeStruct:
+  def struct(self, name: str) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of a parameter or buffer."""
     return self.params.get(name) or self.buffers[name]
 
 

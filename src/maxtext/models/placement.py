@@ -28,7 +28,7 @@ def placements(model: Model) -> list[Placement]:
   """Every parameter and buffer, in the order of the model."""
   rows = []
   for path, axes in model.named_dimensions.items():
-    struct = model.params.get(path) or model.buffers[path]
+    struct = model.struct(path)
     local = struct.sharding.shard_shape(struct.shape)
     parts = tuple(struct.sharding.spec) + (None,) * (len(struct.shape) - len(struct.sharding.spec))
     shards = struct.size // max(prod(local), 1)

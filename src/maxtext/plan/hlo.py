@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -50,7 +51,7 @@ class Instruction:
   @property
   def bytes(self) -> int:
     """Size of the largest array in the result."""
-    sizes = [_BYTES.get(t, 4) * _product(dims) for t, dims in _ARRAY.findall(self.type)]
+    sizes = [_BYTES.get(t, 4) * prod(map(int, filter(None, dims.split(",")))) for t, dims in _ARRAY.findall(self.type)]
     return max(sizes, default=0)
 
 
@@ -96,11 +97,8 @@ class CompiledProgram:
     """Every instruction that is scheduled, with how often it runs; fusions are one instruction."""
     for instruction in self.computations[name or self.entry].instructions:
       yield instruction, times
-      called = (
-        dict(zip(("condition", "body"), _loop(instruction), strict=True)) if instruction.opcode == "while" else {}
-      )
-      if called:
-        yield from self.walk(called["body"], times * self.trips(instruction))
+      if instruction.opcode == "while":
+        yield from self.walk(_loop(instruction)[1], times * self.trips(instruction))
       elif instruction.opcode in ("call", "conditional", "async-start"):
         for target in _CALLED.findall(instruction.rest):
           yield from self.walk(target, times)
@@ -162,10 +160,3 @@ def _constant(instruction: Instruction) -> int | None:
   if instruction.opcode != "constant" or not instruction.operands[0].lstrip("-").isdigit():
     return None
   return int(instruction.operands[0])
-
-
-def _product(dims: str) -> int:
-  result = 1
-  for dim in filter(None, dims.split(",")):
-    result *= int(dim)
-  return result

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.configs.refusals import plain
+from maxtext.configs.loader import values_and_origins
 from maxtext.configs.types import ProfilerType
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.multihost import join
@@ -36,6 +36,8 @@ def train(
   """
   _start(config)
   program = Program.of(config, make_mesh(config))
+  if config.debug_sharding and not jax.process_index():
+    print(table(program.model), flush=True)
   _refuse_unsharded(program)
   steps = range(config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
   run = _directory(config, origins or {}) if jax.process_index() == 0 else None
@@ -55,12 +57,9 @@ def train(
 
 
 def _directory(config: MaxTextConfig, origins: Mapping[str, str]) -> RunDirectory:
-  keys = {
-    key: {"value": plain(getattr(config, key)), "from": origins.get(key, "default")}
-    for key in type(config).model_fields
-  }
   name = config.run_name or readable_name(config.model_name)
-  return RunDirectory.create(config.base_output_directory, name, keys if config.log_config else None)
+  record = values_and_origins(config, origins) if config.log_config else None
+  return RunDirectory.create(config.base_output_directory, name, record)
 
 
 def _start(config: MaxTextConfig) -> None:
@@ -78,8 +77,6 @@ def _start(config: MaxTextConfig) -> None:
 
 def _refuse_unsharded(program: Program) -> None:
   """Parameters that stay whole on a mesh that is there to split them are a mistake in sizes or rules."""
-  if program.config.debug_sharding and not jax.process_index():
-    print(table(program.model), flush=True)
   rows, tolerance = placements(program.model), program.config.sharding_tolerance
   if all(row.shards == 1 for row in rows):
     return
