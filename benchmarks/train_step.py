@@ -50,12 +50,12 @@ def values_of(size: bare.Size, dtype: str) -> dict:
 def step_times(config: MaxTextConfig, size: bare.Size, dtype: str, rounds: int, steps: int) -> tuple[list, list]:
   """Seconds per step of ours and of the bare one, a pair per round; first and second in turn."""
   program = Program.of(config, make_mesh(config, jax.devices()[:1]))
-  state, batches = program.init(), program.batches()
+  state, feed = program.init(), program.feed()
   bare_step, bare_state, data = bare.make_step(size, jnp.dtype(dtype)), bare.init(size), bare.batch(size)
 
   def ours():
     nonlocal state
-    state = run_loop(program.step, state, batches, range(steps))
+    state = run_loop(program.step, state, feed, range(steps))
 
   def theirs():
     nonlocal bare_state
@@ -83,9 +83,9 @@ def host_overhead(config: MaxTextConfig, turns: int = 300) -> float:
   zero = jnp.zeros(())
   metrics = {name: zero for name in ("loss", "grad_norm", "learning_rate", "tokens")}
   nothing = jax.jit(lambda state, batch: (state, metrics), donate_argnums=0)
-  state = run_loop(nothing, program.init(), program.batches(), range(10))
+  state = run_loop(nothing, program.init(), program.feed(), range(10))
   start = time.perf_counter()
-  run_loop(nothing, state, program.batches(), range(turns))
+  run_loop(nothing, state, program.feed(), range(turns))
   return (time.perf_counter() - start) / turns
 
 

@@ -60,7 +60,7 @@ class History(Callback):
 
 def losses(config: MaxTextConfig, devices: int = 1) -> np.ndarray:
   p, history = program(config, devices), History()
-  run_loop(p.step, p.init(), p.batches(), range(config.steps), [history])
+  run_loop(p.step, p.init(), p.feed(), range(config.steps), [history])
   return history.losses
 
 

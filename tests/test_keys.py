@@ -82,14 +82,15 @@ def test_dense_init_scale(params, scale):
 def test_seeds():
   one, two = (program(tiny(init_weights_seed=s, data_shuffle_seed=s)) for s in (1, 2))
   assert (one.init().params["head/weight"] != two.init().params["head/weight"]).mean() > 0.99
-  assert (next(one.batches()).inputs != next(two.batches()).inputs).mean() > 0.3
+  assert (next(one.feed()).batch.inputs != next(two.feed()).batch.inputs).mean() > 0.3
 
 
 def test_synthetic_data_is_a_function_of_seed_step_and_row():
   one, eight = program(tiny()), program(tiny(per_device_batch_size=1), devices=8)
-  batches, split = one.batches(), eight.batches()
-  for step in range(3):
-    batch, other, resumed = next(batches), next(split), next(one.batches(first_step=step))
+  feed, split, position = one.feed(), eight.feed(), None
+  for _ in range(3):
+    resumed = next(one.feed(position)).batch
+    (batch, position), (other, _) = next(feed), next(split)
     for field in ("inputs", "targets", "positions", "weights"):
       np.testing.assert_array_equal(getattr(batch, field), getattr(other, field))
       np.testing.assert_array_equal(getattr(batch, field), getattr(resumed, field))

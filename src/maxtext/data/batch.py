@@ -1,9 +1,10 @@
-"""The one form in which every objective receives data."""
+"""The one form in which every objective receives data, and the place in the data that it was taken from."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 
 @jax.tree_util.register_dataclass
@@ -24,3 +25,14 @@ class Batch:
   positions: Any
   segments: Any
   weights: Any
+
+
+Position = dict[str, np.ndarray]
+"""Where the data stands, small, and the same whatever the number of hosts."""
+
+
+class Fed(NamedTuple):
+  """A batch, and where the data stands after it: what a checkpoint of the step that used it keeps."""
+
+  batch: Batch
+  position: Position

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from maxtext.data.batch import Batch
+from maxtext.data.batch import Batch, Fed, Position
 
 
 def synthetic_batches(
-  vocab: int, rows: int, length: int, seed: int, sharding: Sharding, first_step: int = 0
-) -> Iterator[Batch]:
+  vocab: int, rows: int, length: int, seed: int, sharding: Sharding, position: Position | None = None
+) -> Iterator[Fed]:
   """Endless batches; each process makes only the rows that its devices hold."""
 
   def array(cell: Callable[[np.ndarray, np.ndarray], np.ndarray], dtype: type) -> jax.Array:
@@ -26,10 +26,10 @@ def synthetic_batches(
 
   positions = array(lambda row, column: column, np.int32)
   weights = array(lambda row, column: np.ones(1), np.float32)
-  for step in itertools.count(first_step):
+  for step in itertools.count(0 if position is None else int(position["batches"])):
     inputs = array(partial(_token, vocab, seed, step, 0), np.int32)
     targets = array(partial(_token, vocab, seed, step, 1), np.int32)
-    yield Batch(inputs, targets, positions, None, weights)
+    yield Fed(Batch(inputs, targets, positions, None, weights), {"batches": np.array(step + 1, np.int64)})
 
 
 def _token(vocab: int, seed: int, step: int, shift: int, row: np.ndarray, column: np.ndarray) -> np.ndarray:

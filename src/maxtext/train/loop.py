@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from maxtext.data.batch import Batch
+from maxtext.data.batch import Batch, Fed
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.state import TrainState
 
@@ -16,12 +16,14 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 def run_loop(
   step_fn: Step,
   state: TrainState,
-  batches: Iterator[Batch],
+  feed: Iterator[Fed],
   steps: range,
   callbacks: Sequence[Callback] = (),
   flops_per_token: float = 0.0,
 ) -> TrainState:
-  """Runs the steps and returns the last state. Figures are read one step late, so that the devices never wait.
+  """Runs the steps, until a callback ends the run, and returns the last state.
+
+  Figures are read one step late, so that the devices never wait.
 
   `flops_per_token` is one device's share, for the figure of its speed.
   """
@@ -42,20 +44,23 @@ def run_loop(
     for callback in callbacks:
       callback.on_step(step, figures)
 
-  batch, waited = _timed(batches)
+  fed, waited = _timed(feed)
   for step in steps:
-    state, metrics = step_fn(state, batch)
+    state, metrics = step_fn(state, fed.batch)
+    ended = [callback.on_update(step + 1, state, fed.position) for callback in callbacks]
     used = waited
-    if step + 1 < steps.stop:
-      batch, waited = _timed(batches)
+    if step + 1 < steps.stop and not any(ended):
+      fed, waited = _timed(feed)
     report()
     pending = step + 1, metrics, used
+    if any(ended):
+      break
   report()
   for callback in callbacks:
     callback.on_end(state)
   return state
 
 
-def _timed(batches: Iterator[Batch]) -> tuple[Batch, float]:
+def _timed(feed: Iterator[Fed]) -> tuple[Fed, float]:
   start = time.perf_counter()
-  return next(batches), time.perf_counter() - start
+  return next(feed), time.perf_counter() - start

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import global_batch_size
-from maxtext.data.batch import Batch
+from maxtext.data.batch import Batch, Fed, Position
 from maxtext.data.synthetic import synthetic_batches
 from maxtext.mesh.rules import LOGICAL_AXES, Rules
 from maxtext.models.build import build_model
@@ -67,10 +67,10 @@ class Program:
     """The first state, made where it lives."""
     return self._init(np.uint32(self.config.init_weights_seed))
 
-  def batches(self, first_step: int = 0) -> Iterator[Batch]:
-    """The data from a step on."""
+  def feed(self, position: Position | None = None) -> Iterator[Fed]:
+    """The data from a position on."""
     c, (rows, length) = self.config, self.batch.inputs.shape
-    return synthetic_batches(c.vocab_size, rows, length, c.data_shuffle_seed, self.batch.inputs.sharding, first_step)
+    return synthetic_batches(c.vocab_size, rows, length, c.data_shuffle_seed, self.batch.inputs.sharding, position)
 
   def lower(self) -> jax.stages.Lowered:
     """The step for this mesh, from shapes alone."""

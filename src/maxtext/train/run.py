@@ -1,8 +1,8 @@
 """From a configuration to a trained state."""
 
-import faulthandler
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import jax
 
@@ -15,6 +15,7 @@ from maxtext.models.flops import train_flops_per_token
 from maxtext.models.placement import placements, table
 from maxtext.observe.run_directory import RunDirectory, readable_name
 from maxtext.observe.sinks import Console, JsonLines, Prometheus, Sink
+from maxtext.observe.stack_traces import StackTraces
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.callbacks.guard import LossGuard
 from maxtext.train.callbacks.profile import Profile
@@ -34,26 +35,31 @@ def train(
     callbacks: what else hangs on the loop.
     origins: where each value of the configuration came from, for the record.
   """
-  _start(config)
-  program = Program.of(config, make_mesh(config))
-  if config.debug_sharding and not jax.process_index():
-    print(table(program.model), flush=True)
-  _refuse_unsharded(program)
-  steps = range(config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
-  run = _directory(config, origins or {}) if jax.process_index() == 0 else None
-  guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
-  callbacks = [Report(_sinks(config, steps, run) if run else []), guard, *_profilers(config, run), *callbacks]
-  flops = train_flops_per_token(program.model, config.max_target_length) / program.model.how.mesh.size
-  try:
+  with ExitStack() as closing:
+    _start(config)
+    if config.collect_stack_trace:
+      closing.callback(StackTraces(config.stack_trace_interval_seconds).close)
+    program = Program.of(config, make_mesh(config))
+    if config.debug_sharding and not jax.process_index():
+      print(table(program.model), flush=True)
+    _refuse_unsharded(program)
+    steps = range(config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
+    run = _directory(config, origins or {}) if jax.process_index() == 0 else None
+    if run:
+      closing.callback(_finish, run)
+    guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
+    callbacks = [Report(_sinks(config, steps, run) if run else []), guard, *_profilers(config, run), *callbacks]
+    for callback in callbacks:
+      closing.callback(callback.close)
     if run:
       _introduce(program, run)
-    return run_loop(program.step, program.init(), program.batches(), steps, callbacks, flops)
-  finally:
-    for callback in callbacks:
-      callback.close()
-    faulthandler.cancel_dump_traceback_later()
-    if run and run.metrics.stat().st_size:
-      print(f"report: {run.finish()}", flush=True)
+    flops = train_flops_per_token(program.model, config.max_target_length) / program.model.how.mesh.size
+    return run_loop(program.step, program.init(), program.feed(), steps, callbacks, flops)
+
+
+def _finish(run: RunDirectory) -> None:
+  if run.metrics.exists() and run.metrics.stat().st_size:
+    print(f"report: {run.finish()}", flush=True)
 
 
 def _directory(config: MaxTextConfig, origins: Mapping[str, str]) -> RunDirectory:
@@ -68,8 +74,6 @@ def _start(config: MaxTextConfig) -> None:
   if config.jax_cache_dir:
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
   join(config)
-  if config.collect_stack_trace:
-    faulthandler.dump_traceback_later(config.stack_trace_interval_seconds, repeat=True)
   platform = jax.default_backend()
   if "hardware" in config.model_fields_set and not config.hardware.startswith(platform):
     raise ConfigError(f"hardware={config.hardware}, but JAX finds {platform} devices: leave hardware out to take them.")
