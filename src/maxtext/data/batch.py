@@ -1,5 +1,6 @@
 """The one form in which every objective receives data, and the place in the data that it was taken from."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,12 +28,13 @@ class Batch:
   weights: Any
 
 
-Position = dict[str, np.ndarray]
-"""Where the data stands, small, and the same whatever the number of hosts."""
+Position = dict[str, jax.Array | np.ndarray]
+"""Where the data stands: small arrays that know no hosts. Saved, each process holds at least its own rows' part;
+restored, each has the whole."""
 
 
 class Fed(NamedTuple):
   """A batch, and where the data stands after it: what a checkpoint of the step that used it keeps."""
 
   batch: Batch
-  position: Position
+  position: Callable[[], Position]  # called only when it is kept

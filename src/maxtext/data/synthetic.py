@@ -29,7 +29,11 @@ def synthetic_batches(
   for step in itertools.count(0 if position is None else int(position["batches"])):
     inputs = array(partial(_token, vocab, seed, step, 0), np.int32)
     targets = array(partial(_token, vocab, seed, step, 1), np.int32)
-    yield Fed(Batch(inputs, targets, positions, None, weights), {"batches": np.array(step + 1, np.int64)})
+    yield Fed(Batch(inputs, targets, positions, None, weights), partial(_after, step))
+
+
+def _after(step: int) -> Position:
+  return {"batches": np.array(step + 1, np.int32)}
 
 
 def _token(vocab: int, seed: int, step: int, shift: int, row: np.ndarray, column: np.ndarray) -> np.ndarray:
