@@ -12,7 +12,7 @@ ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_f
 
 def check(config: MaxTextConfig) -> None:
   """Raises `ConfigError` for the first thing that cannot be done as asked."""
-  for rule in (*_RULES, *(refusal.problem for refusal in REFUSALS)):
+  for rule in (*RULES, *(refusal.problem for refusal in REFUSALS)):
     if problem := rule(config):
       raise ConfigError(problem)
 
@@ -74,6 +74,30 @@ def _length(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _evaluation(c: MaxTextConfig) -> str | None:
+  if c.eval_interval == 0 or c.eval_interval < -1:
+    return f"eval_interval={c.eval_interval} must be above 0, or -1 for no evaluation."
+  if c.eval_steps == 0 or c.eval_steps < -1:
+    return f"eval_steps={c.eval_steps} must be above 0, or -1 for the whole evaluation set."
+  if c.eval_interval > 0 and c.eval_steps == -1 and c.dataset_type == DatasetType.SYNTHETIC:
+    return f"eval_interval={c.eval_interval} with eval_steps=-1 never ends: synthetic data is endless; set eval_steps."
+  return None
+
+
+def _profile(c: MaxTextConfig) -> str | None:
+  period = c.profile_periodically_period
+  if period != -1 and period <= c.profiler_steps:
+    return f"profile_periodically_period={period} must be above profiler_steps={c.profiler_steps}, or -1 to trace once."
+  return None
+
+
+def _compiler_flags(c: MaxTextConfig) -> str | None:
+  for flag in c.dump_hlo_xla_flags.split():
+    if not re.fullmatch(r"--\w+=\S+", flag):
+      return f"dump_hlo_xla_flags: '{flag}' must look like --xla_dump_to=folder."
+  return None
+
+
 def _sizes(c: MaxTextConfig) -> str | None:
   for key, least in _LEAST.items():
     if not least <= getattr(c, key) < 2**31:
@@ -126,7 +150,7 @@ _LEAST = {
   "normalization_layer_epsilon": 0,
 }
 
-_RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
+RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _sizes,
   _heads,
   _activations,
@@ -135,6 +159,9 @@ _RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _remat,
   _tiling,
   _length,
+  _evaluation,
+  _profile,
+  _compiler_flags,
   _moment,
   _patterns,
   _data,

@@ -43,13 +43,14 @@ def write_report(folders: Sequence[Path], target: Path) -> Path:
   settled = [Run(run.name, run.steps[1:], run.figures[1:]) for run in runs]  # the first step compiles
   charts = [
     ("Loss", _lines([(r.name, r.points("loss")) for r in runs])),
+    ("Loss of evaluation", _lines([(r.name, r.points("eval_loss")) for r in runs])),
     ("Learning rate", _lines([(r.name, r.points("learning_rate")) for r in runs])),
     ("Tokens per second", _lines([(r.name, r.points("tokens_per_second")) for r in settled])),
     ("Gradient norm", _lines([(r.name, r.points("grad_norm")) for r in runs])),
     ("Spread of step times, seconds", _histogram([(r.name, [s for _, s in r.points("seconds")]) for r in settled])),
     ("Waiting for input, seconds a step", _lines([(r.name, r.points("input_seconds")) for r in settled])),
   ]
-  figures = "".join(f"<figure><h2>{title}</h2>{picture}</figure>" for title, picture in charts)
+  figures = "".join(f"<figure><h2>{title}</h2>{picture}</figure>" for title, picture in charts if picture)
   title = html.escape(", ".join(run.name for run in runs))
   page = (
     f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
@@ -93,7 +94,7 @@ def _summary(runs: Sequence[Run]) -> str:
 def _lines(series: Sequence[tuple[str, list[tuple[float, float]]]]) -> str:
   everything = [point for _, points in series for point in points]
   if not everything:
-    return "<p>no figures</p>"
+    return ""
   x_range, y_range = _range([x for x, _ in everything]), _range([y for _, y in everything])
   body = []
   for (name, points), colour in zip(series, _cycle(len(series)), strict=True):
@@ -106,7 +107,7 @@ def _lines(series: Sequence[tuple[str, list[tuple[float, float]]]]) -> str:
 def _histogram(series: Sequence[tuple[str, list[float]]], bins: int = 30) -> str:
   everything = [value for _, values in series for value in values]
   if not everything:
-    return "<p>no figures</p>"
+    return ""
   x_range = _range(everything)
   width = (x_range[1] - x_range[0]) / bins
   counts = [[0] * bins for _ in series]
