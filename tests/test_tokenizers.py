@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -61,18 +62,14 @@ def test_a_document_cannot_end_itself(made, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_identity_is_what_decides_the_tokens(made, kind, tmp_path):
   tokenizer = open_kind(made, kind)
-  moved = tmp_path / made[kind].name
-  source = made[kind] if made[kind].is_dir() else made[kind].parent
-  for file in source.iterdir():
-    (moved if made[kind].is_dir() else tmp_path).mkdir(exist_ok=True)
-    ((moved if made[kind].is_dir() else tmp_path) / file.name).write_bytes(file.read_bytes())
-  again = open_kind(made, kind, tokenizer_path=str(moved))
-  assert again.identity == tokenizer.identity
+  path = made[kind]
+  shutil.copytree(path if path.is_dir() else path.parent, tmp_path / "same")
+  assert open_kind(made, kind, tokenizer_path=str(tmp_path / "same")).identity == tokenizer.identity
   assert tokenizer.identity["vocab_size"] == tokenizer.vocab_size
   assert open_kind(made, kind, add_eos=False).identity != tokenizer.identity
-  with open(again.vocabulary.files[0], "ab") as file:
-    file.write(b"\n")
-  assert open_kind(made, kind, tokenizer_path=str(moved)).identity["sha256"] != tokenizer.identity["sha256"]
+  other = KINDS[kind](tmp_path / "other", size=tokenizer.vocab_size - {"tiktoken": 257}.get(kind, 1))
+  changed = open_kind(made, kind, tokenizer_path=str(other)).identity
+  assert changed["sha256"] != tokenizer.identity["sha256"]
 
 
 def test_hugging_face_agrees_with_its_own_library(made):
@@ -159,16 +156,22 @@ def test_a_vocabulary_by_name_with_its_token(made, tmp_path):
       if asked[-1] != "Bearer sesame":
         return self.answer(b"", 401)
       if "/api/models/" in self.path:
-        names = ["tokenizer.json", "tokenizer_config.json", "model.safetensors"]
-        known = {"sha": "0" * 40, "id": "some/name", "siblings": [{"rfilename": n} for n in names]}
+        sizes = {file.name: file.stat().st_size for file in made["huggingface"].iterdir()} | {"model.safetensors": 9}
+        tree = [{"type": "file", "path": name, "size": size, "oid": name} for name, size in sizes.items()]
+        known = tree if "/tree/" in self.path else {"sha": "0" * 40, "id": "some/name"}
         return self.answer(json.dumps(known).encode(), type="application/json")
       return self.answer((made["huggingface"] / name).read_bytes())
 
-    do_HEAD = do_GET
+    do_HEAD = do_GET  # noqa: N815 - the library's own name
 
     def answer(self, body, status=200, type="text/plain"):
       self.send_response(status)
-      headers = {"X-Repo-Commit": "0" * 40, "ETag": '"1"', "Content-Type": type, "Content-Length": str(len(body))}
+      headers = {
+        "X-Repo-Commit": "0" * 40,
+        "ETag": f'"{len(body)}"',
+        "Content-Type": type,
+        "Content-Length": str(len(body)),
+      }
       for header in headers.items():
         self.send_header(*header)
       self.end_headers()

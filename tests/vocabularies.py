@@ -12,8 +12,8 @@ SENTENCES = [
 ] * 40
 
 CHAT_TEMPLATE = (
-  "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] | trim }}{{ eos_token }}\n"
-  "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+  "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] | trim }}"
+  "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
 
@@ -32,13 +32,13 @@ def hugging_face(folder: Path, size: int = 300, texts: Iterable[str] = SENTENCES
   tokenizer.enable_truncation(8)  # some published files carry one, which must not shorten documents
   folder.mkdir(parents=True, exist_ok=True)
   tokenizer.save(str(folder / "tokenizer.json"))
-  names = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": "<pad>"}
+  names = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}, "pad_token": "<pad>"}
   said = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE, **names}
   (folder / "tokenizer_config.json").write_text(json.dumps(said))
   return folder
 
 
-def sentence_piece(folder: Path, size: int = 120) -> Path:
+def sentence_piece(folder: Path, size: int = 400) -> Path:
   """A `.model` file with <s> and </s>, and without padding, as Llama 2 has it."""
   import sentencepiece
 
@@ -46,16 +46,16 @@ def sentence_piece(folder: Path, size: int = 120) -> Path:
   text = folder / "text"
   text.write_text("\n".join(SENTENCES))
   sentencepiece.SentencePieceTrainer.train(
-    input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=size, model_type="bpe", byte_fallback=False,
-    hard_vocab_limit=False, minloglevel=2,
+    input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=size, model_type="bpe", byte_fallback=True,
+    minloglevel=2,
   )  # fmt: skip
   return folder / "tokenizer.model"
 
 
-def tiktoken(folder: Path) -> Path:
+def tiktoken(folder: Path, size: int = 262) -> Path:
   """A file of ranks: the bytes, then a few joined ones."""
   folder.mkdir(parents=True, exist_ok=True)
   words = [bytes([b]) for b in range(256)] + [b"th", b"he", b"the", b" the", b"qu", b"ox"]
-  lines = (f"{base64.b64encode(word).decode()} {rank}\n" for rank, word in enumerate(words))
+  lines = (f"{base64.b64encode(word).decode()} {rank}\n" for rank, word in enumerate(words[:size]))
   (folder / "tokenizer.model").write_text("".join(lines))
   return folder / "tokenizer.model"

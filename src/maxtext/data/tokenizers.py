@@ -221,7 +221,7 @@ class _HuggingFace(Vocabulary):
 
 
 class _Tiktoken(Vocabulary):
-  """A file of byte sequences and their ranks, split and with special tokens as Llama 3 lays them out."""
+  """A file of byte sequences and their ranks, in the layout of Meta's: their way to split, and 256 special tokens."""
 
   _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
