@@ -180,7 +180,19 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(_section(t.DilocoParams), "DiLoCo is not implemented yet", harmless=(False,)),
   Refusal(
-    _section(t.Tokenizer, but=("vocab_size", "num_vocab_tiling")), "there is no text to tokenize yet; data is synthetic"
+    ("tokenizer_path", "tokenizer_type", "add_bos", "add_eos", "hf_access_token"),
+    "it has no effect on dataset_type=synthetic, which has no text",
+    unless=lambda c: c.dataset_type != t.DatasetType.SYNTHETIC,
+  ),
+  Refusal(
+    ("chat_template", "chat_template_path"),
+    "it has no effect without use_chat_template=true or use_sft=true: documents are not conversations",
+    unless=lambda c: c.use_chat_template or c.use_sft,
+  ),
+  Refusal(("use_chat_template",), "inference is not implemented yet"),
+  Refusal(
+    ("tokenize_train_data", "tokenize_eval_data", "use_truncation"),
+    "there is no text to tokenize yet; data is synthetic",
   ),
   Refusal(
     _section(t.DatasetGeneral, but=("dataset_type", "per_device_batch_size")),
@@ -188,7 +200,8 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=(False,),
   ),
   Refusal(
-    _section(t.TfdsDataset, t.HfDataset, t.GrainDataset, t.OlmoGrainDataset), "only synthetic data is implemented yet"
+    _section(t.TfdsDataset, t.HfDataset, t.GrainDataset, t.OlmoGrainDataset, but=("hf_access_token",)),
+    "only synthetic data is implemented yet",
   ),
   Refusal(
     _section(t.Muon),
