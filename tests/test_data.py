@@ -1,8 +1,6 @@
 """Streams: exact stops and restarts on any hosts, every document once an epoch, packing beside Grain's."""
 
-import hashlib
 import itertools
-import json
 import os
 import resource
 import time
@@ -10,16 +8,16 @@ import time
 import grain
 import numpy as np
 import pytest
-from array_record.python.array_record_module import ArrayRecordWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxtext.data import records
-from maxtext.data.corpus import Corpus, Source
+from maxtext.data.mixture import Mixture, Source
 from maxtext.data.order import Order, Window
 from maxtext.data.packing import Packing
 from maxtext.data.prepared import Prepared
 from maxtext.data.streams import Streams
+from tests.corpora import write_corpus
 
 PACKINGS = {
   "concat_then_split": Packing(64, "concat_then_split", look_ahead=1),
@@ -28,28 +26,6 @@ PACKINGS = {
   "few_segments": Packing(64, "first_fit", max_segments=2),
   "unpacked": Packing(64, "first_fit", max_segments=1, look_ahead=1),
 }
-
-
-def write_corpus(folder, sizes, seed=0, lengths=(1, 150)):
-  """A prepared corpus whose documents begin with their own number, in two tokens."""
-  folder.mkdir(parents=True, exist_ok=True)
-  rng, shards, number = np.random.default_rng(seed), [], 0
-  for i, size in enumerate(sizes):
-    path, tokens = folder / f"tokens-{i:05}-of-{len(sizes):05}.array_record", 0
-    writer = ArrayRecordWriter(str(path), "group_size:1")
-    for _ in range(size):
-      document = rng.integers(0, 1000, 2 + rng.integers(*lengths), dtype=np.uint16)
-      document[:2] = divmod(number, 1000)
-      number, tokens = number + 1, tokens + len(document)
-      writer.write(document.tobytes())
-    writer.close()
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    shards.append(
-      {"file": path.name, "documents": size, "tokens": tokens, "bytes": path.stat().st_size, "sha256": digest}
-    )
-  manifest = {"schema": 1, "dtype": "uint16", "documents": number, "tokens": sum(s["tokens"] for s in shards)}
-  (folder / "manifest.json").write_text(json.dumps(manifest | {"tokenizer": {}, "shards": shards}))
-  return folder
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +66,7 @@ def documents_in(rows):
 def test_stopped_anywhere_and_resumed_on_other_hosts_the_rows_are_the_same(
   sources, mixture, packing, epochs, shuffle, stops, read_ahead
 ):
-  corpus = Corpus(sources[mixture], 8, seed=3, shuffle=shuffle, epochs=epochs)
+  corpus = Mixture(sources[mixture], 8, seed=3, shuffle=shuffle, epochs=epochs)
   whole = Streams(corpus, PACKINGS[packing], range(8))
   state, numbers = np.zeros((8, 3), np.int32), itertools.count()
   for batches, hosts, per_row in stops:
@@ -110,7 +86,7 @@ def test_stopped_anywhere_and_resumed_on_other_hosts_the_rows_are_the_same(
 @pytest.mark.parametrize("packing", sorted(PACKINGS))
 def test_every_document_is_used_wholly_and_once_an_epoch(folder, packing):
   source = Prepared(folder)
-  streams = Streams(Corpus([Source(source)], 8, seed=5, epochs=2), PACKINGS[packing], range(8))
+  streams = Streams(Mixture([Source(source)], 8, seed=5, epochs=2), PACKINGS[packing], range(8))
   pairs, begun = [], []
   while (rows := streams.rows(range(8))).segments.any():
     real = rows.segments > 0
@@ -177,7 +153,7 @@ def one_bin(dataset, lengths):
   ids=["concat_then_split", "first_fit"],
 )
 def test_rows_are_those_of_grain_on_the_same_documents(tmp_path, packing, pack, lengths):
-  corpus = Corpus([Source(Prepared(write_corpus(tmp_path, (100, 80), lengths=lengths)))], 4, seed=1)
+  corpus = Mixture([Source(Prepared(write_corpus(tmp_path, (100, 80), lengths=lengths)))], 4, seed=1)
   streams = Streams(corpus, packing, range(4))
   oracles = [grain_rows(corpus, stream, pack) for stream in range(4)]
   for _ in range(10):
@@ -192,7 +168,7 @@ def test_rows_are_those_of_grain_on_the_same_documents(tmp_path, packing, pack, 
 
 
 def test_looking_ahead_leaves_less_padding_and_keeps_documents_whole(tmp_path):
-  corpus = Corpus([Source(Prepared(write_corpus(tmp_path, (600,), lengths=(1, 60))))], 2, seed=0, epochs=1)
+  corpus = Mixture([Source(Prepared(write_corpus(tmp_path, (600,), lengths=(1, 60))))], 2, seed=0, epochs=1)
   padding = {}
   for name, ahead in (("first_fit", 1), ("first_fit", 31), ("best_fit", 31)):
     streams = Streams(corpus, Packing(64, name, look_ahead=ahead), range(2))
@@ -206,7 +182,7 @@ def test_looking_ahead_leaves_less_padding_and_keeps_documents_whole(tmp_path):
 def test_mixtures_give_every_row_every_source_in_its_share(tmp_path):
   weights = (0.62, 0.3, 0.08)
   sources = [Source(Prepared(write_corpus(tmp_path / str(i), (40,), seed=i)), w) for i, w in enumerate(weights)]
-  corpus = Corpus(sources, streams=16, seed=0)
+  corpus = Mixture(sources, streams=16, seed=0)
   for stream in (0, 5, 15):
     found = [corpus._locate(stream, k) for k in range(5000)]
     shares = np.bincount([source for source, _ in found]) / 5000
@@ -221,7 +197,7 @@ def test_a_thousand_shards_need_few_open_files_and_little_memory(tmp_path, monke
   monkeypatch.setattr(records, "MOST_OPEN", 32)
   folder = write_corpus(tmp_path, [20] * 1000)
   source = Prepared(folder)
-  streams = Streams(Corpus([Source(source)], 16, seed=0, epochs=1), PACKINGS["first_fit"], range(16))
+  streams = Streams(Mixture([Source(source)], 16, seed=0, epochs=1), PACKINGS["first_fit"], range(16))
   before, open_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(os.listdir("/proc/self/fd"))
   most = begun = 0
   while (rows := streams.rows(range(16))).segments.any():
@@ -235,12 +211,12 @@ def test_a_thousand_shards_need_few_open_files_and_little_memory(tmp_path, monke
 
 def test_restoring_256_streams_takes_under_a_second(tmp_path):
   source = Source(Prepared(write_corpus(tmp_path, [5000] * 4, lengths=(1, 60))))
-  streams = Streams(Corpus([source], 256, seed=0), PACKINGS["first_fit"], range(256))
+  streams = Streams(Mixture([source], 256, seed=0), PACKINGS["first_fit"], range(256))
   for _ in range(3):
     state = streams.rows(range(256)).after
   start = time.perf_counter()
   source = Source(Prepared(tmp_path))
-  again = Streams(Corpus([source], 256, seed=0), PACKINGS["first_fit"], range(256), state)
+  again = Streams(Mixture([source], 256, seed=0), PACKINGS["first_fit"], range(256), state)
   rows = again.rows(range(256))
   assert time.perf_counter() - start < 1
   assert equal(rows, streams.rows(range(256)))

@@ -42,6 +42,11 @@ class Prepared:
     self.sizes = [shard.records for shard in shards]
 
   @property
+  def vocab_size(self) -> int:
+    """One more than the largest token that its tokenizer makes; 0 where the manifest does not say."""
+    return self._manifest["tokenizer"].get("vocab_size", 0)
+
+  @property
   def identity(self) -> dict[str, Any]:
     """What the shards hold, whatever the folder is called."""
     hashes = "".join(shard["sha256"] for shard in self._manifest["shards"])

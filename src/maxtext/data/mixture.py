@@ -41,7 +41,7 @@ class Source:
   weight: float = 1.0
 
 
-class Corpus:
+class Mixture:
   """The k-th document of any of S streams.
 
   Every stream takes its documents from the sources in a fixed cycle that has each in its share, and every source has an
