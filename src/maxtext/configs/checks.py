@@ -99,7 +99,7 @@ def _moment(c: MaxTextConfig) -> str | None:
 
 
 def _data(c: MaxTextConfig) -> str | None:
-  if c.dataset_type != DatasetType.SYNTHETIC:
+  if c.dataset_type not in (DatasetType.SYNTHETIC, DatasetType.GRAIN):
     return f"dataset_type={c.dataset_type.value} is not implemented yet: write dataset_type=synthetic."
   return None
 

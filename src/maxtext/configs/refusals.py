@@ -195,7 +195,7 @@ REFUSALS: tuple[Refusal, ...] = (
     "there is no text to tokenize yet; data is synthetic",
   ),
   Refusal(
-    _section(t.DatasetGeneral, but=("dataset_type", "per_device_batch_size")),
+    _section(t.DatasetGeneral, but=("dataset_type", "per_device_batch_size", "max_corpus_chars")),
     "only synthetic data is implemented yet",
     harmless=(False,),
   ),
