@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import time
+from contextlib import closing
 from typing import Any
 
 from maxtext.cli.config import add_words, resolve_words
@@ -56,7 +57,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
   files = [*find_files(arguments.sources, arguments.suffix), *(standard_library() if arguments.stdlib else ())]
   runner = in_beam(arguments.runner, arguments.beam) if arguments.runner else in_processes(arguments.workers)
   start = time.perf_counter()
-  with Display() as display:
+  with closing(_Terminal() if sys.stdout.isatty() else _Lines()) as display:
     manifest = prepare(
       config,
       files,
@@ -65,7 +66,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
       column=arguments.column,
       train=arguments.train_tokenizer,
       shard_size=int(arguments.shard_megabytes * 2**20),
-      show=display.show,
+      display=display,
     )
   print(
     f"{arguments.to}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens of "
@@ -79,38 +80,46 @@ def _refuse(arguments: argparse.Namespace) -> None:
   if not arguments.sources and not arguments.stdlib:
     raise ConfigError("data prepare needs text: --from PATH, or --stdlib.")
   if arguments.workers < 1 or arguments.shard_megabytes <= 0:
-    raise ConfigError(
-      f"--workers {arguments.workers} --shard-megabytes {arguments.shard_megabytes}: at least 1, above 0."
-    )
+    words = f"--workers {arguments.workers} --shard-megabytes {arguments.shard_megabytes:g}"
+    raise ConfigError(f"{words}: at least 1, and above 0.")
   if arguments.beam and not arguments.runner:
     raise ConfigError(f"--beam {arguments.beam[0]} has no effect without --runner.")
 
 
-class Display:
-  """A bar on a terminal; elsewhere a line for every tenth of the text."""
+class _Terminal:
+  """A bar."""
 
   def __init__(self) -> None:
-    self._shown = 0
-    self._bar: Any = None
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-  def __enter__(self) -> "Display":
-    return self
+    self._bar = Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), "left")
+    self._bar.add_task("", total=None)
 
-  def __exit__(self, *error: object) -> None:
-    if self._bar is not None:
-      self._bar.stop()
+  def say(self, line: str) -> None:
+    self._bar.console.print(line, highlight=False)
 
-  def show(self, progress: Any) -> None:
-    """Takes a `Progress`."""
-    if sys.stdout.isatty():
-      if self._bar is None:
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+  def progress(self, shards: int, all_shards: int, size: int, all_size: int) -> None:
+    self._bar.start()
+    self._bar.update(self._bar.task_ids[0], total=all_size, completed=size)
 
-        self._bar = Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), "left")
-        self._bar.add_task("", total=progress.all_size)
-        self._bar.start()
-      self._bar.update(self._bar.task_ids[0], completed=progress.size)
-    elif (tenth := 10 * progress.size // progress.all_size) > self._shown:
-      self._shown = tenth
-      done = f"{progress.size / 1e6:.1f} of {progress.all_size / 1e6:.1f} MB"
-      print(f"shard {progress.shards}/{progress.all_shards}  {done}", flush=True)
+  def close(self) -> None:
+    self._bar.stop()
+
+
+class _Lines:
+  """A line for every tenth of the text."""
+
+  def __init__(self) -> None:
+    self._tenths = 0
+
+  def say(self, line: str) -> None:
+    print(line, flush=True)
+
+  def progress(self, shards: int, all_shards: int, size: int, all_size: int) -> None:
+    tenths = 10 * size // all_size
+    if tenths > self._tenths:
+      self._tenths = tenths
+      self.say(f"shard {shards}/{all_shards}  {size / 1e6:.1f} of {all_size / 1e6:.1f} MB")
+
+  def close(self) -> None:
+    """Nothing is open."""

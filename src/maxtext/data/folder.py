@@ -24,11 +24,12 @@ class Folder:
 
   def names(self, below: str = "") -> list[str]:
     """Names of the files there, without their path."""
-    path = f"{self._root}/{below}".rstrip("/")
     self._fs.invalidate_cache()
-    return (
-      sorted(found.rsplit("/", 1)[-1] for found in self._fs.ls(path, detail=False)) if self._fs.exists(path) else []
-    )
+    try:
+      found = self._fs.ls(f"{self._root}/{below}".rstrip("/"), detail=False)
+    except FileNotFoundError:
+      return []
+    return sorted(path.rsplit("/", 1)[-1] for path in found)
 
   def read(self, name: str) -> bytes | None:
     """A file's content; None where there is no such file."""
@@ -55,6 +56,7 @@ class Folder:
     """Moves a file from `scratch` to its place; it is on the disk when this returns."""
     target = f"{self._root}/{name}"
     if self._local:
+      os.makedirs(os.path.dirname(target), exist_ok=True)
       _sync(file)
       os.replace(file, target)
       _sync(os.path.dirname(target))

@@ -12,15 +12,15 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,13 +28,14 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.configs.types import TokenizerType
 from maxtext.data.folder import UNFINISHED, Folder
-from maxtext.data.raw_text import Most, Span, documents, spans
+from maxtext.data.raw_text import File, Most, Span, cut, documents, must_be_read
 from maxtext.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
 MOST_DOCUMENTS = 10_000  # to find one record takes a reader time in proportion to the records of its shard
 _REQUEST, _INSTALLED = f"{UNFINISHED}/request.json", f"{UNFINISHED}/tokenizer.json"
+_PLAN = f"{UNFINISHED}/plan"
 _LOOK_EVERY = 0.5  # seconds
 
 
@@ -51,30 +52,32 @@ class Piece:
     return sum(span.size for span in self.spans)
 
 
-Execute = Callable[[Callable[[Piece], None], Sequence[Piece]], None]
-"""Calls a function, which can be pickled, for every piece: in any order, anywhere that sees the same files."""
+Execute = Callable[[Callable[[Any], None], Sequence[Any]], None]
+"""Calls a function for every item, both of which can be pickled: in any order, anywhere that sees the same files."""
 
 
-@dataclass(frozen=True)
-class Progress:
-  """How far a preparation is."""
+class Display(Protocol):
+  """Who is told how it goes."""
 
-  shards: int
-  all_shards: int
-  size: int  # bytes of text
-  all_size: int
+  def say(self, line: str) -> None:
+    """What begins now, where it takes a while."""
+    ...
+
+  def progress(self, shards: int, all_shards: int, size: int, all_size: int) -> None:
+    """Shards that are done, and their bytes of text."""
+    ...
 
 
 def prepare(
   config: MaxTextConfig,
-  files: Sequence[str],
+  files: Sequence[File],
   to: str,
   execute: Execute,
   *,
   column: str = "text",
   train: bool = False,
   shard_size: int = 8 << 20,
-  show: Callable[[Progress], None] = lambda progress: None,
+  display: Display | None = None,
 ) -> dict[str, Any]:
   """Makes the shards that are not there yet, and returns the manifest.
 
@@ -86,17 +89,20 @@ def prepare(
     column: what holds the text in JSON lines and Parquet.
     train: whether to train a tokenizer of `vocab_size` entries on the text first.
     shard_size: bytes of text in a shard, at most where a document is not larger.
-    show: called now and then.
+    display: is told now and then.
   """
-  folder = Folder(to)
-  pieces = plan(files, column, Most(MOST_DOCUMENTS, shard_size))
-  if not pieces:
+  folder, most = Folder(to), Most(MOST_DOCUMENTS, shard_size)
+  if train and config.tokenizer_path is not None:
+    raise ConfigError(f"tokenizer_path={config.tokenizer_path} names a tokenizer, and --train-tokenizer makes another.")
+  if not any(file.size for file in files):
     raise ConfigError("There is no text in what was given.")
-  request = _request(config, pieces, column, train)
+  request = _request(config, files, column, train, most)
   if (done := _begin(folder, to, request)) is not None:
     return done
-  job = _Job(to, len(pieces), column, request, *_install_tokenizer(config, folder, pieces, column, train))
-  with _shown(folder, job, pieces, show):
+  pieces = _plan(folder, to, files, column, most, execute)
+  tokenizer = _install_tokenizer(config, folder, pieces, column, train, display)
+  job = _Job(to, len(pieces), column, request, *tokenizer)
+  with _shown(folder, job, pieces, display) if display else nullcontext():
     execute(partial(make_shard, job), [piece for piece in pieces if _record(folder, job, piece) is None])
   manifest = _gather(folder, job, pieces)
   folder.write(MANIFEST, _json(manifest))
@@ -104,17 +110,11 @@ def prepare(
   return manifest
 
 
-def plan(files: Iterable[str], column: str, most: Most) -> list[Piece]:
-  """The spans of all files, in order, joined while a shard has room."""
-  pieces: list[list[Span]] = []
-  count = size = 0
-  for span in chain.from_iterable(spans(file, column, most) for file in files):
-    if not pieces or count + span.documents > most.documents or size + span.size > most.size:
-      pieces.append([])
-      count = size = 0
-    pieces[-1].append(span)
-    count, size = count + span.documents, size + span.size
-  return [Piece(number, tuple(parts)) for number, parts in enumerate(pieces)]
+def cut_file(to: str, column: str, most: Most, numbered: tuple[int, File]) -> None:
+  """Cuts one file into spans, and notes them where the plan is made."""
+  number, file = numbered
+  spans = [asdict(span) for span in cut(file, column, most)]
+  Folder(to).write(_spans_of(number), _json(spans))
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,15 @@ def make_shard(job: _Job, piece: Piece) -> None:
 def in_processes(workers: int) -> Execute:
   """Processes of this machine."""
 
-  def execute(make: Callable[[Piece], None], pieces: Sequence[Piece]) -> None:
+  def execute(make: Callable[[Any], None], items: Sequence[Any]) -> None:
+    if workers == 1 or len(items) < 2:
+      for item in items:
+        make(item)
+      return
     context = multiprocessing.get_context("spawn")
-    workers_here = min(workers, len(pieces)) or 1
-    with ProcessPoolExecutor(workers_here, context, initializer=_follow_parent) as pool:
+    with ProcessPoolExecutor(min(workers, len(items)), context, initializer=_follow_parent) as pool:
       try:
-        for _ in pool.map(make, pieces):
+        for _ in pool.map(make, items):
           pass
       except BrokenProcessPool:
         raise RunError("A worker was killed. Finished shards are kept: run the same command again.") from None
@@ -187,39 +190,71 @@ def in_beam(runner: str, options: Sequence[str]) -> Execute:
   except ImportError:
     raise ConfigError(f"--runner {runner} needs Apache Beam: pip install 'maxtext[prepare]'.") from None
 
-  def execute(make: Callable[[Piece], None], pieces: Sequence[Piece]) -> None:
+  def execute(make: Callable[[Any], None], items: Sequence[Any]) -> None:
     words = [f"--runner={runner}", *(f"--{option}" for option in options)]
-    with beam.Pipeline(options=PipelineOptions(words)) as pipeline:
-      _ = pipeline | beam.Create(pieces) | beam.Reshuffle() | beam.Map(make)
+    if items:
+      with beam.Pipeline(options=PipelineOptions(words)) as pipeline:
+        _ = pipeline | beam.Create(items) | beam.Reshuffle() | beam.Map(make)
 
   return execute
 
 
-def _request(config: MaxTextConfig, pieces: Sequence[Piece], column: str, train: bool) -> str:
-  """A hash of all that decides the shards, but for where the files are."""
-  shortened = [[asdict(span) | {"path": span.path.rsplit("/", 1)[-1]} for span in piece.spans] for piece in pieces]
+def _request(config: MaxTextConfig, files: Sequence[File], column: str, train: bool, most: Most) -> str:
+  """A hash of all that decides the shards, but for the folders where files are."""
   trained = {"vocab_size": config.vocab_size, "characters": config.max_corpus_chars}
   tokenizer = {**trained, "bos": config.add_bos, "eos": config.add_eos} if train else load_tokenizer(config).identity
-  return hashlib.sha256(_json({"column": column, "tokenizer": tokenizer, "pieces": shortened})).hexdigest()
+  names = [(file.path.rsplit("/", 1)[-1], file.size) for file in files]
+  return hashlib.sha256(_json([names, column, most, tokenizer])).hexdigest()
 
 
 def _begin(folder: Folder, to: str, request: str) -> dict[str, Any] | None:
   """Marks the folder as this request's; returns the manifest where it has been fulfilled already."""
-  manifest, begun = folder.read(MANIFEST), folder.read(_REQUEST)
-  there = json.loads(manifest)["request"] if manifest else json.loads(begun) if begun else None
-  if there is None and folder.names() not in ([], [UNFINISHED]):
+  manifest, begun, names = folder.read(MANIFEST), folder.read(_REQUEST), folder.names()
+  if manifest is None and begun is None and names not in ([], [UNFINISHED]):
     raise ConfigError(f"--to {to} holds something else: choose another folder.")
-  if there not in (None, request):
-    raise ConfigError(f"--to {to} holds other data (text, tokenizer or flags differ): choose another folder.")
-  if manifest:
+  there = json.loads(manifest)["request"] if manifest else json.loads(begun) if begun else request
+  if there != request and any(name.endswith(".array_record") for name in names):
+    raise ConfigError(f"--to {to} holds shards of other text, another tokenizer or other flags: choose another folder.")
+  if manifest or there != request:
     folder.remove(UNFINISHED)
+  if manifest:
     return json.loads(manifest)
-  folder.write(_REQUEST, _json(request))
+  try:
+    folder.write(_REQUEST, _json(request))
+  except OSError as error:
+    raise ConfigError(f"--to {to} cannot be written: {error.strerror}.") from None
   return None
 
 
+def _plan(folder: Folder, to: str, files: Sequence[File], column: str, most: Most, execute: Execute) -> list[Piece]:
+  """The spans of all files, in order, joined while a shard has room."""
+  known = set(folder.names(_PLAN))
+  unread = [(n, f) for n, f in enumerate(files) if must_be_read(f) and _spans_of(n).rsplit("/", 1)[-1] not in known]
+  execute(partial(cut_file, to, column, most), unread)
+  pieces: list[list[Span]] = []
+  count = size = 0
+  for number, file in enumerate(files):
+    noted = folder.read(_spans_of(number)) if must_be_read(file) else None
+    for span in [Span(**values) for values in json.loads(noted)] if noted else cut(file, column, most):
+      if not pieces or count + span.documents > most.documents or size + span.size > most.size:
+        pieces.append([])
+        count = size = 0
+      pieces[-1].append(span)
+      count, size = count + span.documents, size + span.size
+  return [Piece(number, tuple(spans)) for number, spans in enumerate(pieces)]
+
+
+def _spans_of(number: int) -> str:
+  return f"{_PLAN}/{number:07}.json"
+
+
 def _install_tokenizer(
-  config: MaxTextConfig, folder: Folder, pieces: Sequence[Piece], column: str, train: bool
+  config: MaxTextConfig,
+  folder: Folder,
+  pieces: Sequence[Piece],
+  column: str,
+  train: bool,
+  display: Display | None,
 ) -> tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]:
   """Puts the tokenizer's files beside the shards, so that the folder is whole; returns their names, and its keys."""
   kind = TokenizerType.HUGGINGFACE if train else config.tokenizer_type
@@ -227,6 +262,8 @@ def _install_tokenizer(
   if (names := folder.read(_INSTALLED)) is None:
     with folder.scratch() as scratch:
       if train:
+        if display:
+          display.say(f"training a tokenizer of {config.vocab_size:,} tokens")
         whole = chain.from_iterable(documents(span, column) for piece in pieces for span in piece.spans)
         files = train_tokenizer(whole, config.vocab_size, config.max_corpus_chars, Path(scratch))
       else:
@@ -274,14 +311,14 @@ def _gather(folder: Folder, job: _Job, pieces: Sequence[Piece]) -> dict[str, Any
 
 
 @contextmanager
-def _shown(folder: Folder, job: _Job, pieces: Sequence[Piece], show: Callable[[Progress], None]) -> Iterator[None]:
+def _shown(folder: Folder, job: _Job, pieces: Sequence[Piece], display: Display) -> Iterator[None]:
   """Reports what the folder says is finished, since workers may be anywhere."""
   over = threading.Event()
 
   def report() -> None:
     there = set(folder.names(UNFINISHED))
     finished = [piece for piece in pieces if f"{job.name(piece)}.json" in there]
-    show(Progress(len(finished), len(pieces), *(sum(p.size for p in group) for group in (finished, pieces))))
+    display.progress(len(finished), len(pieces), *(sum(p.size for p in group) for group in (finished, pieces)))
 
   def watch() -> None:
     while not over.wait(_LOOK_EVERY):

@@ -16,6 +16,13 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _LARGEST_TEXT = 1 << 28
 
 
+class File(NamedTuple):
+  """Raw text in some format."""
+
+  path: str
+  size: int
+
+
 @dataclass(frozen=True)
 class Span:
   """Documents that lie together in one file."""
@@ -34,7 +41,7 @@ class Most(NamedTuple):
   size: int
 
 
-def find_files(sources: Sequence[str], suffixes: Sequence[str] = ()) -> list[str]:
+def find_files(sources: Sequence[str], suffixes: Sequence[str] = ()) -> list[File]:
   """The files in the order of their sources; a folder means all visible ones below it, sorted by path.
 
   Args:
@@ -46,25 +53,31 @@ def find_files(sources: Sequence[str], suffixes: Sequence[str] = ()) -> list[str
   found = []
   for source in sources:
     fs, root = url_to_fs(source)
-    if not fs.exists(root):
+    there = fs.find(root, detail=True)
+    if not there and not fs.exists(root):
       raise ConfigError(f"--from {source}: no such file or folder.")
-    below = sorted(fs.find(root)) if fs.isdir(root) else []
-    visible = (path for path in below if not any(part.startswith(".") for part in _below(path, root)))
-    inside = [path for path in visible if not suffixes or path.endswith(tuple(suffixes))]
-    remote = "file" not in fs.protocol
-    found += [fs.unstrip_protocol(path) if remote else path for path in inside] if fs.isdir(root) else [source]
+    scheme = "" if "file" in fs.protocol else source.split("://")[0] + "://"
+    for path, facts in sorted(there.items()):
+      below = _below(path, root)
+      if path == root or (not any(part.startswith(".") for part in below) and path.endswith(tuple(suffixes) or "")):
+        found.append(File(scheme + path, facts["size"]))
   return found
 
 
-def standard_library() -> list[str]:
+def standard_library() -> list[File]:
   """The source files of this Python's own library, without its tests: real text that is on every machine."""
   root = sysconfig.get_paths()["stdlib"]
-  return [path for path in find_files([root], [".py"]) if not _NOT_LIBRARY & set(_below(path, root))]
+  return [file for file in find_files([root], [".py"]) if not _NOT_LIBRARY & set(_below(file.path, root))]
 
 
-def spans(path: str, column: str, most: Most) -> Iterator[Span]:
-  """A file cut in order; an empty one has no spans."""
-  return _format(path).cut(path, column, most)
+def must_be_read(file: File) -> bool:
+  """Whether cutting this file means to read it once."""
+  return _format(file.path).cut is _cut_lines
+
+
+def cut(file: File, column: str, most: Most) -> Iterator[Span]:
+  """The spans of a file, in order; an empty one has none."""
+  return _format(file.path).cut(file, column, most) if file.size else iter(())
 
 
 def documents(span: Span, column: str) -> Iterator[str]:
@@ -76,17 +89,12 @@ def _below(path: str, root: str) -> list[str]:
   return path.removeprefix(root).strip("/").split("/")
 
 
-def _cut_text(path: str, column: str, most: Most) -> Iterator[Span]:
-  from fsspec.core import url_to_fs
-
-  fs, inside = url_to_fs(path)
-  size = fs.size(inside)
-  if size > _LARGEST_TEXT:
+def _cut_text(file: File, column: str, most: Most) -> Iterator[Span]:
+  if file.size > _LARGEST_TEXT:
     raise ConfigError(
-      f"{path} is one text of {size} bytes: a file is one document; make it several, or one JSON line for each."
+      f"{file.path} is one text of {file.size} bytes, and a file is one document: make it several, or JSON lines."
     )
-  if size:
-    yield Span(path, 0, size, 1, size)
+  yield Span(file.path, 0, file.size, 1, file.size)
 
 
 def _read_text(span: Span, column: str) -> Iterator[str]:
@@ -100,10 +108,11 @@ def _read_text(span: Span, column: str) -> Iterator[str]:
     ) from None
 
 
-def _cut_lines(path: str, column: str, most: Most) -> Iterator[Span]:
+def _cut_lines(file: File, column: str, most: Most) -> Iterator[Span]:
+  path = file.path
   begin = end = count = 0
-  with _open(path) as file:
-    for line in file:
+  with _open(path) as lines:
+    for line in lines:
       if count and (count == most.documents or end + len(line) - begin > most.size):
         yield Span(path, begin, end, count, end - begin)
         begin, count = end, 0
@@ -137,9 +146,10 @@ def _text_of(line: bytes, column: str, path: str, place: int) -> str:
   return row[column]
 
 
-def _cut_rows(path: str, column: str, most: Most) -> Iterator[Span]:
-  with _open(path) as file:
-    table = _parquet(file, path)
+def _cut_rows(file: File, column: str, most: Most) -> Iterator[Span]:
+  path = file.path
+  with _open(path) as content:
+    table = _parquet(content, path)
     names = table.schema_arrow.names
     if column not in names:
       raise ConfigError(f"{path}: no column '{column}'. It has {', '.join(map(repr, names))}. Choose with --column.")
@@ -196,7 +206,7 @@ def _open(path: str) -> BinaryIO:
 
 class _Format(NamedTuple):
   suffixes: tuple[str, ...]
-  cut: Callable[[str, str, Most], Iterator[Span]]
+  cut: Callable[[File, str, Most], Iterator[Span]]
   read: Callable[[Span, str], Iterator[str]]
 
 
