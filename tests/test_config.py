@@ -90,7 +90,6 @@ MISTAKES = {
   "tiling": ({"num_vocab_tiling": 5}, "num_vocab_tiling=5 must divide max_target_length=32."),
   "window": ({"sliding_window_size": 8}, "set attention_type=local_sliding and a window above 0"),
   "kernel": ({"attention": "flsh"}, "Did you mean 'flash'?"),
-  "no files": ({"dataset_type": "grain"}, "dataset_type=grain needs grain_train_files"),
   "nothing to grow": (
     {"dataset_type": "tfds", "enable_rampup_batch_size": True, "per_device_batch_size_start": 8},
     "must be above 0 and below per_device_batch_size=8",

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from maxtext.configs.errors import ConfigError, nearest
 from maxtext.configs.refusals import REFUSALS
-from maxtext.configs.types import DatasetType, DType, MaxTextConfig, RematPolicy
+from maxtext.configs.types import DType, MaxTextConfig, RematPolicy
 
 ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_flash_jax")
 
@@ -98,13 +98,6 @@ def _moment(c: MaxTextConfig) -> str | None:
   return None
 
 
-def _data(c: MaxTextConfig) -> str | None:
-  for key, hint in _NEEDED.get(c.dataset_type, {}).items():
-    if not any(getattr(c, name) for name in key.split(" or ")):
-      return f"dataset_type={c.dataset_type.value} needs {key}: {hint}."
-  return None
-
-
 def _ramp(c: MaxTextConfig) -> str | None:
   if c.enable_rampup_batch_size and not 0 < c.per_device_batch_size_start < c.per_device_batch_size:
     return (
@@ -121,14 +114,6 @@ def _mixture(c: MaxTextConfig) -> str | None:
     return "grain_train_files and grain_train_mixture_config_path say the same thing twice: leave one out."
   return None
 
-
-_NEEDED = {
-  DatasetType.GRAIN: {
-    "grain_train_files or grain_train_mixture_config_path": "write the folder of a prepared corpus, or a glob of files"
-  },
-  DatasetType.HF: {"hf_path": "write json or parquet beside hf_train_files, or a name on Hugging Face"},
-  DatasetType.OLMO_GRAIN: {"olmo_index_path": "write the JSON index of the token files"},
-}
 
 _LEAST = {
   "base_emb_dim": 1,
@@ -178,7 +163,6 @@ _RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _length,
   _moment,
   _patterns,
-  _data,
   _ramp,
   _mixture,
 )

@@ -202,9 +202,8 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(("use_chat_template",), "inference is not implemented yet"),
   Refusal(
-    ("max_corpus_chars", "train_image_column", "eval_image_column", "expansion_factor_real_data",
-     "colocated_python_data_input"),
-    "tokenizers are not trained here, data is text, and every process reads what its devices need",
+    ("train_image_column", "eval_image_column", "expansion_factor_real_data", "colocated_python_data_input"),
+    "data is text, and every process reads what its devices need",
     harmless=(False,),
   ),
   Refusal(("eval_per_device_batch_size",), "evaluation is not implemented yet; leave it out"),

@@ -7,7 +7,7 @@ prepare data start quickly.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -35,8 +35,9 @@ def load_tokenizer(config: MaxTextConfig) -> "Tokenizer":
   ):
     if asked and token is None:
       raise ConfigError(f"tokenizer_path={config.tokenizer_path} has no {what}-of-sequence token: write {key}=false.")
+  content = hashlib.sha256(next(iter(vocabulary.files.values())).read_bytes()).hexdigest()
   return Tokenizer(
-    config.tokenizer_type.value, vocabulary, config.add_bos, config.add_eos, _chat_template(config, vocabulary)
+    config.tokenizer_type.value, content, vocabulary, config.add_bos, config.add_eos, _chat_template(config, vocabulary)
   )
 
 
@@ -49,6 +50,34 @@ def refuse_larger_vocabulary(config: MaxTextConfig, size: int, whose: str) -> No
     )
 
 
+def train_tokenizer(texts: Iterable[str], size: int, characters: int, folder: Path) -> dict[str, Path]:
+  """Trains a byte-level BPE vocabulary, which can write any text, and returns its files in `folder` by name.
+
+  Args:
+    texts: documents, of which the first are read.
+    size: tokens, at most.
+    characters: where reading ends.
+    folder: for the files.
+  """
+  from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+  special = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+  alphabet = pre_tokenizers.ByteLevel.alphabet()
+  if size < (least := len(alphabet) + len(special)):
+    raise ConfigError(f"vocab_size={size} is too small to train a tokenizer: it takes {least} for bytes and its ends.")
+  trainer = trainers.BpeTrainer(
+    vocab_size=size, special_tokens=list(special.values()), initial_alphabet=alphabet, show_progress=False
+  )
+  bpe = Tokenizer(models.BPE())
+  bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  bpe.decoder = decoders.ByteLevel()
+  bpe.train_from_iterator(_first(texts, characters), trainer)
+  files = {name: folder / name for name in ("tokenizer.json", "tokenizer_config.json")}
+  bpe.save(str(files["tokenizer.json"]))
+  files["tokenizer_config.json"].write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
+  return files
+
+
 class Vocabulary(Protocol):
   """What the libraries have in common."""
 
@@ -56,7 +85,7 @@ class Vocabulary(Protocol):
   bos: int | None
   eos: int | None
   pad: int | None
-  files: tuple[Path, ...]  # all that is needed to open it again; the first decides which text becomes which tokens
+  files: dict[str, Path]  # all that is needed to open it again, by name in a folder; the first holds the vocabulary
   chat_template: str | None = None
 
   def encode(self, text: str, special: bool) -> Sequence[int]:
@@ -77,6 +106,7 @@ class Tokenizer:
   """A vocabulary, and what is added to each document."""
 
   kind: str
+  sha256: str
   vocabulary: Vocabulary
   add_bos: bool
   add_eos: bool
@@ -102,13 +132,12 @@ class Tokenizer:
     """What fills a row; 0 where the vocabulary has nothing for it, since padding never counts."""
     return self.vocabulary.pad or 0
 
-  @cached_property
+  @property
   def identity(self) -> dict[str, Any]:
     """What decides the tokens of a document: two tokenizers that agree in it make the same data."""
-    content = hashlib.sha256(self.vocabulary.files[0].read_bytes()).hexdigest()
     return {
       "kind": self.kind,
-      "sha256": content,
+      "sha256": self.sha256,
       "vocab_size": self.vocab_size,
       "bos": self.bos if self.add_bos else None,
       "eos": self.eos if self.add_eos else None,
@@ -156,7 +185,7 @@ class _SentencePiece(Vocabulary):
       raise _unreadable(config, "a SentencePiece model") from None
     ids = (self._processor.bos_id(), self._processor.eos_id(), self._processor.pad_id())
     self.bos, self.eos, self.pad = (None if token < 0 else token for token in ids)
-    self.size, self.files = self._processor.get_piece_size(), (file,)
+    self.size, self.files = self._processor.get_piece_size(), {"tokenizer.model": file}
 
   def encode(self, text: str, special: bool) -> Sequence[int]:
     if not special or not self._control:
@@ -192,7 +221,8 @@ class _HuggingFace(Vocabulary):
     self._documents.no_truncation()
     self._documents.no_padding()
     self._documents.encode_special_tokens = True
-    self.files = (file, *(path for name in self._BESIDE if (path := file.with_name(name)).exists()))
+    beside = {name: path for name in self._BESIDE if (path := file.with_name(name)).exists()}
+    self.files = {"tokenizer.json": file, **beside}
     said = _json_beside(file, "special_tokens_map.json") | _json_beside(file, "tokenizer_config.json")
     self.bos, self.eos, self.pad = (self._token(said.get(f"{which}_token")) for which in ("bos", "eos", "pad"))
     self.size = max(self._documents.get_vocab().values()) + 1
@@ -247,7 +277,7 @@ class _Tiktoken(Vocabulary):
     names = [*self._NAMED, *reserved][: self._SPECIAL]
     special = {name: len(ranks) + place for place, name in enumerate(names)}
     self._encoding = tiktoken.Encoding(file.name, pat_str=self._SPLIT, mergeable_ranks=ranks, special_tokens=special)
-    self._text, self.size, self.files = len(ranks), self._encoding.n_vocab, (file,)
+    self._text, self.size, self.files = len(ranks), self._encoding.n_vocab, {"tokenizer.model": file}
     self.bos, self.eos, self.pad = (special[self._NAMED[place]] for place in (0, 1, 4))
 
   def encode(self, text: str, special: bool) -> Sequence[int]:
@@ -265,6 +295,14 @@ _OPEN: dict[TokenizerType, Callable[[MaxTextConfig], Vocabulary]] = {
   TokenizerType.HUGGINGFACE: _HuggingFace,
   TokenizerType.TIKTOKEN: _Tiktoken,
 }
+
+
+def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
+  for text in texts:
+    if characters <= 0:
+      return
+    yield text[:characters]
+    characters -= len(text)
 
 
 def _find(config: MaxTextConfig, *patterns: str, beside: Sequence[str] = ()) -> Path:

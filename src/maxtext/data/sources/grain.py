@@ -48,6 +48,8 @@ def _open(config: MaxTextConfig, split: Split, place: str) -> Documents:
 
 def _file_parts(key: str, value: str) -> Sequence[Part]:
   """`glob`, or `glob,weight;glob,weight`."""
+  if not value:
+    raise ConfigError(f"dataset_type=grain needs {key}: write the folder of a prepared corpus, or a glob of files.")
   if ";" not in value and "," not in value:
     return [(value, 1.0)]
   parts = [part.rsplit(",", 1) for part in value.split(";")]
