@@ -22,7 +22,7 @@ def run_loop(
   flops_per_token: float = 0.0,
   peak_flops: float = 0.0,
 ) -> TrainState:
-  """Runs the steps, until a callback ends the run, and returns the last state.
+  """Runs the steps, until a callback or the data ends the run, and returns the last state.
 
   Figures are read one step late, so that the devices never wait; only a callback that takes the state stops them.
   `flops_per_token` is one device's share, for the figure of its speed; `peak_flops` what it could do in a second, 0
@@ -31,6 +31,8 @@ def run_loop(
   reports = _Reports(callbacks, flops_per_token, peak_flops)
   fed, waited = _timed(feed)
   for step in steps:
+    if fed is None:
+      break
     state, metrics = step_fn(state, fed.batch)
     position, used = fed.position, waited
     if step + 1 < steps.stop:
@@ -83,6 +85,6 @@ class _Reports:
       callback.on_step(step, figures)
 
 
-def _timed(feed: Iterator[Fed]) -> tuple[Fed, float]:
+def _timed(feed: Iterator[Fed]) -> tuple[Fed | None, float]:
   start = time.perf_counter()
-  return next(feed), time.perf_counter() - start
+  return next(feed, None), time.perf_counter() - start

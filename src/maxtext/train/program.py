@@ -15,8 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import eval_batch_size, global_batch_size
 from maxtext.configs.errors import RunError
+from maxtext.configs.types import DatasetType
 from maxtext.data.batch import Batch, Fed, Position
-from maxtext.data.synthetic import synthetic_batches
+from maxtext.data.feed import make_feed
 from maxtext.layers.how import How
 from maxtext.mesh.rules import LOGICAL_AXES
 from maxtext.models.build import build_model
@@ -38,7 +39,7 @@ class Program:
   batch: Batch  # abstract
   step: Any  # jitted: (state, batch) to (state, metrics)
   _init: Any
-  _eval_batch: Batch  # abstract
+  eval_batch: Batch  # abstract
   _eval_sums: Any
 
   @staticmethod
@@ -92,20 +93,13 @@ class Program:
 
   def feed(self, position: Position | None = None) -> Iterator[Fed]:
     """The data from a position on."""
-    return self._synthetic(self.batch, self.config.data_shuffle_seed, position)
-
-  def _eval_feed(self) -> Iterator[Fed]:
-    """The evaluation data from its start; synthetic data of another seed."""
-    return self._synthetic(self._eval_batch, ~self.config.data_shuffle_seed & 0xFFFFFFFF)
-
-  def _synthetic(self, batch: Batch, seed: int, position: Position | None = None) -> Iterator[Fed]:
-    rows, length = batch.inputs.shape
-    return synthetic_batches(self.config.vocab_size, rows, length, seed, batch.inputs.sharding, position)
+    return make_feed(self.config, self.batch, position)
 
   def evaluate(self, state: TrainState) -> dict[str, float]:
     """The objective's figures per target over `eval_steps` batches of the evaluation data, and the targets' number."""
-    feed = islice(self._eval_feed(), None if self.config.eval_steps == -1 else self.config.eval_steps)
-    found = [self._eval_sums(state.params, state.buffers, fed.batch) for fed in feed]
+    feed = make_feed(self.config, self.eval_batch, split="eval")
+    batches = islice(feed, None if self.config.eval_steps == -1 else self.config.eval_steps)
+    found = [self._eval_sums(state.params, state.buffers, fed.batch) for fed in batches]
     if not found:
       raise RunError("the evaluation data has no batch; leave eval_interval out, or give it more.")
     sums = {name: sum(float(one[name]) for one in found) for name in found[0]}
@@ -142,7 +136,9 @@ def _abstract_batch(config: MaxTextConfig, how: How, key: str, accumulation: int
   def array(dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
 
-  return Batch(array(jnp.int32), array(jnp.int32), array(jnp.int32), None, array(jnp.float32))
+  # Synthetic rows are one document each.
+  segments = None if config.dataset_type == DatasetType.SYNTHETIC else array(jnp.int32)
+  return Batch(array(jnp.int32), array(jnp.int32), array(jnp.int32), segments, array(jnp.float32))
 
 
 def _compiler_options(config: MaxTextConfig) -> Mapping[str, str | bool]:
