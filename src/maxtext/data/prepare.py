@@ -36,6 +36,7 @@ SCHEMA = 1
 MOST_DOCUMENTS = 10_000  # to find one record takes a reader time in proportion to the records of its shard
 _REQUEST, _INSTALLED = f"{UNFINISHED}/request.json", f"{UNFINISHED}/tokenizer.json"
 _PLAN = f"{UNFINISHED}/plan"
+_KEPT = "Finished shards are kept: run the same command again."
 _LOOK_EVERY = 0.5  # seconds
 
 
@@ -170,7 +171,7 @@ def in_processes(workers: int) -> Execute:
         for _ in pool.map(make, items):
           pass
       except BrokenProcessPool:
-        raise RunError("A worker was killed. Finished shards are kept: run the same command again.") from None
+        raise RunError(f"A worker was killed. {_KEPT}") from None
       finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -191,10 +192,16 @@ def in_beam(runner: str, options: Sequence[str]) -> Execute:
     raise ConfigError(f"--runner {runner} needs Apache Beam: pip install 'maxtext[prepare]'.") from None
 
   def execute(make: Callable[[Any], None], items: Sequence[Any]) -> None:
-    words = [f"--runner={runner}", *(f"--{option}" for option in options)]
-    if items:
+    quiet = "--default_sdk_harness_log_level=WARNING"
+    words = [f"--runner={runner}", quiet, *(f"--{option}" for option in options)]
+    if not items:
+      return
+    try:
       with beam.Pipeline(options=PipelineOptions(words)) as pipeline:
-        _ = pipeline | beam.Create(items) | beam.Reshuffle() | beam.Map(make)
+        _ = pipeline | beam.Create(items) | beam.Reshuffle() | "work" >> beam.Map(make)
+    except Exception as error:  # what a worker raised arrives in as many forms as there are runners
+      reason = str(error).strip().splitlines()[-1]
+      raise RunError(f"--runner {runner} failed: {reason} {_KEPT}") from None
 
   return execute
 
