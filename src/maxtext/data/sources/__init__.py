@@ -1,0 +1,19 @@
+"""Where documents come from. Each source is opened by a function of the configuration; libraries are imported there."""
+
+from collections.abc import Callable
+
+from maxtext.configs import MaxTextConfig
+from maxtext.configs.types import DatasetType
+from maxtext.data.mixture import Source
+from maxtext.data.sources.grain import open_grain
+from maxtext.data.splits import Split
+
+
+def open_sources(config: MaxTextConfig, split: Split) -> list[Source]:
+  """The sources of training or evaluation, with their weights."""
+  return _OPEN[config.dataset_type](config, split)
+
+
+_OPEN: dict[DatasetType, Callable[[MaxTextConfig, Split], list[Source]]] = {
+  DatasetType.GRAIN: open_grain,
+}
