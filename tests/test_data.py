@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from maxtext.data import records
 from maxtext.data.mixture import Mixture, Source
-from maxtext.data.order import Order, Window
+from maxtext.data.order import FEW_SHARDS, Order, Window
 from maxtext.data.packing import Packing
 from maxtext.data.prepared import Prepared
 from maxtext.data.streams import Streams
@@ -108,8 +108,8 @@ def test_each_epoch_has_every_document_once_in_its_own_order():
   epochs = [[order.document(50 * e + i) for i in range(50)] for e in range(4)]
   assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
   assert len({tuple(epoch) for epoch in epochs}) == 4
-  assert epochs[1] != [Order([50], Window(), (1,)).document(i) for i in range(50)], "a seed is not an epoch"
-  assert [Order([5, 5], Window(), (0,), shuffle=False).document(i) for i in range(12)] == [*range(10), 0, 1]
+  assert epochs[1] != [Order([50], FEW_SHARDS, (1,)).document(i) for i in range(50)], "a seed is not an epoch"
+  assert [Order([5, 5], FEW_SHARDS, (0,), shuffle=False).document(i) for i in range(12)] == [*range(10), 0, 1]
 
 
 def test_a_window_touches_few_shards():

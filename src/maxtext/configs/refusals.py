@@ -233,7 +233,7 @@ REFUSALS: tuple[Refusal, ...] = (
     unless=lambda c: c.dataset_type == t.DatasetType.HF,
   ),
   Refusal(
-    _section(t.GrainDataset, but=_READERS),
+    _section(t.GrainDataset, but=(*_READERS, "grain_shuffle_buffer_size")),
     "it has no effect without dataset_type=grain",
     unless=lambda c: c.dataset_type == t.DatasetType.GRAIN,
   ),
@@ -247,8 +247,8 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     ("grain_shuffle_buffer_size",),
-    "it has no effect without grain_file_type=parquet or tfrecord; others are shuffled over many shards",
-    unless=lambda c: c.grain_file_type != "arrayrecord",
+    "it has no effect without grain_file_type=parquet or tfrecord, or streamed data; others are shuffled more widely",
+    unless=lambda c: c.grain_file_type != "arrayrecord" or c.dataset_type == t.DatasetType.HF,
   ),
   Refusal(
     _section(t.OlmoGrainDataset),

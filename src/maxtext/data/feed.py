@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from os import cpu_count
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,14 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import DatasetType
-from maxtext.data import fingerprint
+from maxtext.data import fingerprint, streaming
 from maxtext.data.ahead import Ahead
 from maxtext.data.batch import Batch, Fed, Position
 from maxtext.data.packing import LOOK_AHEAD, Packing
 from maxtext.data.ramp import BatchSizes, batch_sizes
 from maxtext.data.share import Share
 from maxtext.data.sources import open_sources
+from maxtext.data.sources.hf import is_remote
 from maxtext.data.splits import Name, Split, split_of
 from maxtext.data.streams import Rows
 from maxtext.data.synthetic import synthetic_batches
@@ -55,21 +56,60 @@ _FEEDS: dict[DatasetType, Callable[[MaxTextConfig, Batch, Position | None, Name]
 def _from_documents(config: MaxTextConfig, batch: Batch, position: Position | None, name: Name) -> Iterator[Fed]:
   split, (rows, length) = split_of(config, name), batch.inputs.shape
   sizes = batch_sizes(config, rows) if name == "train" else BatchSizes((0,), (rows,))
-  packing = _packing(config, length)
-  held = _Held.of(batch.inputs.sharding, rows, length)
+  packing, held = _packing(config, length), _Held.of(batch.inputs.sharding, rows, length)
   _refuse_uneven(config, sizes, held)
-  about = _about(config, split, sizes.streams, packing)
-  state, first = np.zeros((sizes.streams, 3), np.int32), 0
-  if position is not None:
-    fingerprint.refuse_other(np.asarray(position["about"]), about)
-    state, first = np.asarray(position["streams"]), int(position["batches"])
-  streams = held.numbers(sizes.streams)
-  share = Share(config, name, packing, sizes, tuple(streams.tolist()), state[streams], first)
-  workers = _workers(config, split, share)
-  made = rows_from_processes(share.cut(workers), split.buffer) if workers else share.rows()
-  place = partial(_place, held=held, total=sizes.streams, about=fingerprint.to_array(about))
+  streamed = config.dataset_type == DatasetType.HF and is_remote(config, split)
+  kind = _streamed if streamed else _random_access
+  made, about, total, first = kind(config, split, packing, sizes, held, position)
+  place = partial(_place, held=held, total=total, about=fingerprint.to_array(about))
   ahead = Ahead((place(number, rows) for number, rows in enumerate(made, first + 1)), split.buffer)
   return _until_the_end(ahead, split, held)
+
+
+class _Making(NamedTuple):
+  made: Iterator[Rows]
+  about: dict[str, Any]
+  total: int  # streams
+  first: int  # batch
+
+
+def _random_access(
+  config: MaxTextConfig, split: Split, packing: Packing, sizes: BatchSizes, held: "_Held", position: Position | None
+) -> _Making:
+  sources, total = open_sources(config, split), sizes.streams
+  about = {
+    "sources": [source.documents.identity for source in sources],
+    "weights": [source.weight for source in sources],
+    **_about(config, split, total, packing),
+  }
+  state, first = _start(position, about, (total, 3))
+  streams = held.numbers(total)
+  share = Share(config, split.name, packing, sizes, tuple(streams.tolist()), state[streams], first)
+  workers = _workers(config, split, share)
+  made = rows_from_processes(share.cut(workers), split.buffer) if workers else share.rows()
+  return _Making(made, about, total, first)
+
+
+def _streamed(
+  config: MaxTextConfig, split: Split, packing: Packing, sizes: BatchSizes, held: "_Held", position: Position | None
+) -> _Making:
+  group = held.group
+  if split.name == "train" and not jax.process_index():
+    print(f"data: {config.hf_path} is streamed; the run can be resumed only on {group[1]} hosts.", flush=True)
+  source = [config.hf_path, config.hf_name, config.hf_data_dir, split.hf_files, split.hf_split]
+  about = {"streamed": source, "hosts": group[1], **_about(config, split, held.blocks, packing)}
+  state, first = _start(position, about, (held.blocks, streaming.WIDTH))
+  share = len(held.mine), held.blocks
+  made = streaming.streamed_rows(config, split, packing, sizes, state[held.mine[0]], first, group, share)
+  return _Making(made, about, held.blocks, first)
+
+
+def _start(position: Position | None, about: dict[str, Any], shape: tuple[int, int]) -> tuple[np.ndarray, int]:
+  """The state of all streams, and the number of the next batch."""
+  if position is None:
+    return np.zeros(shape, np.int32), 0
+  fingerprint.refuse_other(np.asarray(position["about"]), about)
+  return np.asarray(position["streams"]), int(position["batches"])
 
 
 def _packing(config: MaxTextConfig, length: int) -> Packing:
@@ -80,10 +120,7 @@ def _packing(config: MaxTextConfig, length: int) -> Packing:
 
 
 def _about(config: MaxTextConfig, split: Split, streams: int, packing: Packing) -> dict[str, Any]:
-  sources = open_sources(config, split)
   return {
-    "sources": [source.documents.identity for source in sources],
-    "weights": [source.weight for source in sources],
     "streams": streams,
     "length": packing.length,
     "packing": {"kind": packing.kind, "max_segments": packing.max_segments, "look_ahead": packing.look_ahead},
@@ -99,13 +136,21 @@ class _Held:
   sharding: Sharding
   blocks: int
   mine: tuple[int, ...]
+  group: tuple[
+    int, int
+  ]  # among the sets of blocks that processes hold, the number of this one's, and how many there are
 
   @staticmethod
   def of(sharding: Sharding, rows: int, length: int) -> "_Held":
     held = {d: index[0].indices(rows)[0] for d, index in sharding.devices_indices_map((rows, length)).items()}
     starts = sorted(set(held.values()))
-    mine = {held[device] for device in sharding.addressable_devices}
-    return _Held(sharding, len(starts), tuple(block for block, start in enumerate(starts) if start in mine))
+    blocks: dict[int, set[int]] = {}
+    device: Any
+    for device, start in held.items():
+      blocks.setdefault(device.process_index, set()).add(starts.index(start))
+    mine = tuple(sorted(blocks[jax.process_index()]))
+    groups = sorted({tuple(sorted(block)) for block in blocks.values()})
+    return _Held(sharding, len(starts), mine, (groups.index(mine), len(groups)))
 
   def numbers(self, total: int) -> np.ndarray:
     """The rows of this process, among `total` of the run."""

@@ -18,8 +18,12 @@ from maxtext.data.hashing import splitmix64
 class Window(NamedTuple):
   """A window is closed as soon as it holds this many shards or this many documents."""
 
-  shards: int = 128
+  shards: int
   documents: int = 1 << 62
+
+
+FEW_SHARDS = Window(128)
+"""Few enough to keep their readers open."""
 
 
 class Order:
@@ -37,6 +41,13 @@ class Order:
     return self._epoch(epoch).document(i) if self._shuffle else i
 
 
+@lru_cache(maxsize=64)
+def permutation(count: int, *seed: int) -> np.ndarray:
+  """A table; for few numbers only."""
+  keys = np.arange(count, dtype=np.uint64) + np.uint64(_hash(*seed) << 32)
+  return np.argsort(splitmix64(keys), kind="stable")
+
+
 class _Epoch:
   """One permutation. Streams stand in different epochs at a time, so a few of these are kept."""
 
@@ -44,14 +55,11 @@ class _Epoch:
     self._seed = seed
     self._sizes, self._limit = sizes, window
     self._first = (np.cumsum(sizes) - sizes).tolist()
-    self._seeds: dict[int, int] = {}
 
   def document(self, i: int) -> int:
     window = bisect_right(self._window_starts, i) - 1
     start = self._window_starts[window]
-    if window not in self._seeds:
-      self._seeds[window] = _hash(*self._seed, 1 + window)
-    i = start + _permute(i - start, self._window_starts[window + 1] - start, self._seeds[window])
+    i = start + _permute(i - start, self._window_starts[window + 1] - start, (*self._seed, 1 + window))
     place = bisect_right(self._ends, i)
     shard = self._shards[place]
     return self._first[shard] + i - (self._ends[place] - int(self._sizes[shard]))
@@ -61,7 +69,7 @@ class _Epoch:
     count = len(self._sizes)
     if count <= self._limit.shards and self._sizes.sum() <= self._limit.documents:
       return list(range(count))  # one window: its documents are permuted as a whole
-    return _table(count, _hash(*self._seed, 0)).tolist()
+    return permutation(count, *self._seed, 0).tolist()
 
   @cached_property
   def _ends(self) -> list[int]:
@@ -78,19 +86,15 @@ class _Epoch:
     return starts if starts[-1] == self._ends[-1] else [*starts, self._ends[-1]]
 
 
-def _permute(i: int, count: int, seed: int) -> int:
+def _permute(i: int, count: int, seed: tuple[int, ...]) -> int:
   if count <= 8192:  # Feistel networks of few numbers are slow: they step until a number falls into the range
-    return int(_table(count, seed)[i])
+    return int(permutation(count, *seed)[i])
   from grain.experimental import index_shuffle
 
-  return index_shuffle(i, max_index=count - 1, seed=seed, rounds=4)
+  return index_shuffle(i, max_index=count - 1, seed=_hash(*seed), rounds=4)
 
 
-@lru_cache(maxsize=64)
-def _table(count: int, seed: int) -> np.ndarray:
-  return np.argsort(splitmix64(np.arange(count, dtype=np.uint64) + np.uint64(seed << 32)), kind="stable")
-
-
+@lru_cache(maxsize=1024)
 def _hash(*numbers: int) -> int:
   """A seed from several numbers; a sum would make epoch 1 of seed 0 the same as epoch 0 of seed 1."""
   return int(np.random.SeedSequence(numbers).generate_state(1)[0])

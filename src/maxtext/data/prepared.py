@@ -16,7 +16,7 @@ import numpy as np
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
-from maxtext.data.order import Window
+from maxtext.data.order import FEW_SHARDS
 from maxtext.data.records import Reader, Records, Shard
 
 SCHEMA = 1
@@ -27,7 +27,7 @@ INDEX_BYTES = 46  # of memory, per record of an open ArrayRecord shard
 class Prepared:
   """The documents of a prepared corpus."""
 
-  window = Window()
+  window = FEW_SHARDS
 
   def __init__(self, folder: str | Path, threads: int = 1) -> None:
     """Reads the manifest only; a shard is looked at when something is read from it."""

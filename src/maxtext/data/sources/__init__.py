@@ -6,6 +6,9 @@ from maxtext.configs import MaxTextConfig
 from maxtext.configs.types import DatasetType
 from maxtext.data.mixture import Source
 from maxtext.data.sources.grain import open_grain
+from maxtext.data.sources.hf import open_hf
+from maxtext.data.sources.olmo import open_olmo
+from maxtext.data.sources.tfds import open_tfds
 from maxtext.data.splits import Split
 
 
@@ -16,4 +19,8 @@ def open_sources(config: MaxTextConfig, split: Split) -> list[Source]:
 
 _OPEN: dict[DatasetType, Callable[[MaxTextConfig, Split], list[Source]]] = {
   DatasetType.GRAIN: open_grain,
+  DatasetType.HF: open_hf,
+  DatasetType.TFDS: open_tfds,
+  DatasetType.C4MLPERF: open_tfds,
+  DatasetType.OLMO_GRAIN: open_olmo,
 }

@@ -15,36 +15,27 @@ import numpy as np
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
-from maxtext.data.order import Window
+from maxtext.data.order import FEW_SHARDS
 from maxtext.data.prepared import INDEX_BYTES, open_array_record
 from maxtext.data.records import Reader, Records, Shard
+from maxtext.data.sources.columns import ColumnDocuments
 from maxtext.data.sources.encoding import Encoding
 from maxtext.data.sources.tf_example import feature_values
 
 
-class FileDocuments:
-  """The documents of some files."""
-
-  def __init__(self, paths: Sequence[str], kind: str, encoding: Encoding, in_order: int, threads: int) -> None:
-    """`in_order` documents are shuffled together in formats that are best read in order."""
-    form = FORMATS[kind]
-    shards = [shard for path in paths for shard in form.shards(path, encoding.columns)]
-    self.sizes = [shard.records for shard in shards]
-    self.window = Window(documents=in_order) if form.in_order else Window()
-    self._names = [[Path(shard.path).name, shard.part, shard.records, os.path.getsize(shard.path)] for shard in shards]
-    self._encoding, self._values = encoding, form.values
-    self._records = Records(shards, lambda shard: form.open(shard, encoding.columns), threads)
-
-  @property
-  def identity(self) -> dict[str, Any]:
-    """Names and sizes of the files, wherever they are, and how their records are read."""
-    names = hashlib.sha256(repr(self._names).encode()).hexdigest()
-    return {"documents": sum(self.sizes), "files": names, **self._encoding.identity}
-
-  def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
-    """The tokens of these documents."""
-    columns = self._encoding.columns
-    return [self._encoding(self._values(record, columns)) for record in self._records.read(numbers)]
+def open_files(paths: Sequence[str], kind: str, encoding: Encoding, in_order: int, threads: int) -> ColumnDocuments:
+  """The documents of some files; `in_order` of them are shuffled together in formats that are best read in order."""
+  form, columns = FORMATS[kind], encoding.columns
+  shards = [shard for path in paths for shard in form.shards(path, columns)]
+  names = [[Path(shard.path).name, shard.part, shard.records, os.path.getsize(shard.path)] for shard in shards]
+  records = Records(shards, lambda shard: form.open(shard, columns), threads)
+  return ColumnDocuments(
+    lambda numbers: [form.values(record, columns) for record in records.read(numbers)],
+    encoding,
+    [shard.records for shard in shards],
+    {"files": hashlib.sha256(repr(names).encode()).hexdigest()},
+    FEW_SHARDS._replace(documents=in_order) if form.in_order else FEW_SHARDS,
+  )
 
 
 class Format(NamedTuple):
