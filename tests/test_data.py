@@ -94,7 +94,7 @@ def test_every_document_is_used_wholly_and_once_an_epoch(folder, packing):
     begun.append(documents_in(rows))
     assert not rows.inputs[~real].any()
   assert not streams.rows(range(8)).segments.any()
-  every = source.read(range(100))
+  every = [source.tokens(record) for record in source.read(range(100))]
   expected = np.concatenate([np.stack([d[:-1], d[1:]]) for d in every] * 2, axis=1)
   found = np.concatenate(pairs, axis=1)
   assert np.array_equal(found[:, np.lexsort(found)], expected[:, np.lexsort(expected)])

@@ -1,8 +1,10 @@
 """Feeding a run: rows on devices, positions, worker processes, growing batches, the end of the data."""
 
 import itertools
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -219,3 +221,48 @@ def test_a_document_does_not_see_its_neighbours(config):
   before, after = (np.asarray(jax.jit(logits)(x))[0] for x in (inputs, changed))
   assert np.array_equal(before[~second], after[~second])
   assert not np.allclose(before[second], after[second])
+
+
+HOST = """
+import json, sys
+from pathlib import Path
+import jax, numpy as np
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+from maxtext.mesh.devices import make_mesh
+from maxtext.train.program import Program
+from tests.support import tiny
+
+def rows_held(array):
+  return {(shard.index[0].start or 0): np.asarray(shard.data).tolist() for shard in array.addressable_shards}
+
+seen = {}
+for axis in ("fsdp", "tensor"):
+  config = tiny(**(json.loads(sys.argv[3]) | {"ici_fsdp_parallelism": 1, f"ici_{axis}_parallelism": 4}))
+  program = Program.of(config, make_mesh(config))
+  seen[axis] = [[rows_held(fed.batch.inputs), rows_held(fed.position()["streams"])] for fed in program.feed()]
+Path(sys.argv[4], sys.argv[2]).write_text(json.dumps(seen))
+"""
+
+
+@pytest.mark.mesh
+def test_two_hosts_feed_what_one_does_and_end_together(folder, config, tmp_path):
+  """Rows split over hosts, and the same rows on both; a part of the rows ends before the others."""
+  changes = GRAIN | {"grain_train_files": str(folder), "per_device_batch_size": 2, "generate_padding_batch_train": True}
+  with socket.create_server(("127.0.0.1", 0)) as probe:
+    address = f"127.0.0.1:{probe.getsockname()[1]}"
+  env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+  commands = [[sys.executable, "-c", HOST, address, str(i), json.dumps(changes), str(tmp_path)] for i in range(2)]
+  hosts = [subprocess.Popen(command, env=env) for command in commands]
+  assert [host.wait(timeout=120) for host in hosts] == [0, 0]
+  found = [json.loads((tmp_path / str(i)).read_text()) for i in range(2)]
+  whole = list(map(host, program(config(**changes | {"per_device_batch_size": 8})).feed()))
+  assert len(whole[-1][0][3][(whole[-1][0][3] > 0).any(axis=1)]) < 8, "some rows have ended"
+  for axis, shared in (("fsdp", False), ("tensor", True)):
+    assert [len(seen[axis]) for seen in found] == [len(whole)] * 2
+    for number, (batch, position) in enumerate(whole):
+      for kind, expected in enumerate((batch[0], position["streams"])):
+        parts = [seen[axis][number][kind] for seen in found]
+        assert (parts[0].keys() == parts[1].keys()) is shared
+        for start, rows in (parts[0] | parts[1]).items():
+          assert np.array_equal(rows, expected[int(start) :][: len(rows)])
+        assert sum(map(len, (parts[0] | parts[1]).values())) == 8

@@ -59,11 +59,13 @@ def raw(tmp_path_factory):
   (folder / "a" / "deep" / "empty.txt").write_text("")
   (folder / "a" / ".hidden").write_text("not a document")
   lines = [json.dumps({"id": n, "body": texts[n]}) for n in range(300, 600)]
+  lines[:0] = [""]
   lines[7:7] = ["", json.dumps({"id": -1, "body": ""})]
   (folder / "b.jsonl").write_text("\n".join(lines[:200]) + "\n")
   with gzip.open(folder / "c.jsonl.gz", "wt") as file:
     file.write("\n".join(lines[200:]))
-  rows = pyarrow.table({"id": range(301), "body": [*texts[600:], ""]})
+  nested = [{"a": n, "b": n} for n in range(301)]  # more columns in the file than in the table
+  rows = pyarrow.table({"id": nested, "body": [*texts[600:], ""]})
   pyarrow.parquet.write_table(rows, folder / "d.parquet", row_group_size=70)
   return folder, texts
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from maxtext.configs.errors import RunError
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs a command and returns its exit code: 2 for a user's mistake, 1 for a run that ended itself, 130 for Ctrl-C."""
-  arguments = _parser().parse_args(argv)
+  arguments = _parse(argv)
   try:
     return arguments.run(arguments)
   except ConfigError as error:
@@ -27,6 +28,17 @@ def main(argv: Sequence[str] | None = None) -> int:
   except KeyboardInterrupt:
     print("maxtext: stopped.", file=sys.stderr)
     return 130
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+  """Keys may stand before flags and after them; argparse by itself takes only those that stand together."""
+  parser = _parser()
+  arguments, rest = parser.parse_known_args(argv)
+  if rest and not (hasattr(arguments, "words") and all(re.match(r"\w+=", word) for word in rest)):
+    parser.error(f"unrecognized arguments: {' '.join(rest)}")
+  if rest:
+    arguments.words += rest
+  return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,14 +28,14 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.configs.types import TokenizerType
 from maxtext.data.folder import UNFINISHED, Folder
+from maxtext.data.prepared import MANIFEST, SCHEMA
 from maxtext.data.raw_text import File, Most, Span, cut, documents, must_be_read
 from maxtext.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 
-MANIFEST = "manifest.json"
-SCHEMA = 1
 MOST_DOCUMENTS = 10_000  # to find one record takes a reader time in proportion to the records of its shard
 _REQUEST, _INSTALLED = f"{UNFINISHED}/request.json", f"{UNFINISHED}/tokenizer.json"
 _PLAN = f"{UNFINISHED}/plan"
+_KEPT = "Finished shards are kept: run the same command again."
 _LOOK_EVERY = 0.5  # seconds
 
 
@@ -100,8 +100,8 @@ def prepare(
   if (done := _begin(folder, to, request)) is not None:
     return done
   pieces = _plan(folder, to, files, column, most, execute)
-  tokenizer = _install_tokenizer(config, folder, pieces, column, train, display)
-  job = _Job(to, len(pieces), column, request, *tokenizer)
+  names = _install_tokenizer(config, folder, pieces, column, train, display)
+  job = _Job(to, len(pieces), column, request, names, _tokenizer_keys(config, train))
   with _shown(folder, job, pieces, display) if display else nullcontext():
     execute(partial(make_shard, job), [piece for piece in pieces if _record(folder, job, piece) is None])
   manifest = _gather(folder, job, pieces)
@@ -170,7 +170,7 @@ def in_processes(workers: int) -> Execute:
         for _ in pool.map(make, items):
           pass
       except BrokenProcessPool:
-        raise RunError("A worker was killed. Finished shards are kept: run the same command again.") from None
+        raise RunError(f"A worker was killed. {_KEPT}") from None
       finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -191,10 +191,16 @@ def in_beam(runner: str, options: Sequence[str]) -> Execute:
     raise ConfigError(f"--runner {runner} needs Apache Beam: pip install 'maxtext[prepare]'.") from None
 
   def execute(make: Callable[[Any], None], items: Sequence[Any]) -> None:
-    words = [f"--runner={runner}", *(f"--{option}" for option in options)]
-    if items:
+    if not items:
+      return
+    quiet = "--default_sdk_harness_log_level=WARNING"
+    words = [f"--runner={runner}", quiet, *(f"--{option}" for option in options)]
+    try:
       with beam.Pipeline(options=PipelineOptions(words)) as pipeline:
-        _ = pipeline | beam.Create(items) | beam.Reshuffle() | beam.Map(make)
+        _ = pipeline | beam.Create(items) | beam.Reshuffle() | "work" >> beam.Map(make)
+    except Exception as error:  # what a worker raised arrives in as many forms as there are runners
+      reason = str(error).strip().splitlines()[-1]
+      raise RunError(f"--runner {runner} failed: {reason} {_KEPT}") from None
 
   return execute
 
@@ -255,10 +261,8 @@ def _install_tokenizer(
   column: str,
   train: bool,
   display: Display | None,
-) -> tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]:
-  """Puts the tokenizer's files beside the shards, so that the folder is whole; returns their names, and its keys."""
-  kind = TokenizerType.HUGGINGFACE if train else config.tokenizer_type
-  keys = {"tokenizer_type": kind, **{key: getattr(config, key) for key in ("add_bos", "add_eos", "vocab_size")}}
+) -> tuple[str, ...]:
+  """Puts the tokenizer's files beside the shards, so that the folder is all that anyone needs; returns their names."""
   if (names := folder.read(_INSTALLED)) is None:
     with folder.scratch() as scratch:
       if train:
@@ -271,7 +275,18 @@ def _install_tokenizer(
       for name, file in files.items():
         folder.write(name, file.read_bytes())
     folder.write(_INSTALLED, names := _json(list(files)))
-  return tuple(json.loads(names)), tuple(keys.items())
+  return tuple(json.loads(names))
+
+
+def _tokenizer_keys(config: MaxTextConfig, train: bool) -> tuple[tuple[str, Any], ...]:
+  """The keys that open the tokenizer in the folder."""
+  kind = TokenizerType.HUGGINGFACE if train else config.tokenizer_type
+  return (
+    ("tokenizer_type", kind),
+    ("add_bos", config.add_bos),
+    ("add_eos", config.add_eos),
+    ("vocab_size", config.vocab_size),
+  )
 
 
 @lru_cache(maxsize=1)
@@ -280,7 +295,9 @@ def _tokenizer(job: _Job) -> Tokenizer:
   folder = Folder(job.to)
   with tempfile.TemporaryDirectory() as here:
     for name in job.tokenizer_files:
-      Path(here, name).write_bytes(folder.read(name) or b"")
+      content = folder.read(name)
+      assert content is not None, "the tokenizer is there before the shards"
+      Path(here, name).write_bytes(content)
     return load_tokenizer(MaxTextConfig(tokenizer_path=here, **dict(job.tokenizer_keys)))
 
 

@@ -72,7 +72,7 @@ def standard_library() -> list[File]:
 
 def must_be_read(file: File) -> bool:
   """Whether cutting this file means to read it once."""
-  return _format(file.path).cut is _cut_lines
+  return _format(file.path).read_to_cut
 
 
 def cut(file: File, column: str, most: Most) -> Iterator[Span]:
@@ -116,10 +116,11 @@ def _cut_lines(file: File, column: str, most: Most) -> Iterator[Span]:
       if count and (count == most.documents or end + len(line) - begin > most.size):
         yield Span(path, begin, end, count, end - begin)
         begin, count = end, 0
-      if not end:
-        _text_of(line, column, path, 0)  # a wrong column shows before any work is done
+      if line.strip():
+        if not count and not begin:
+          _text_of(line, column, path, end)  # a wrong column shows before any work is done
+        count += 1
       end += len(line)
-      count += bool(line.strip())
   if count:
     yield Span(path, begin, end, count, end - begin)
 
@@ -129,6 +130,8 @@ def _read_lines(span: Span, column: str) -> Iterator[str]:
     file.seek(place := span.begin)
     while place < span.end:
       line = file.readline()
+      if not line:
+        raise ConfigError(f"{span.path} became shorter while it was read.")
       if line.strip():
         yield _text_of(line, column, span.path, place)
       place += len(line)
@@ -153,9 +156,11 @@ def _cut_rows(file: File, column: str, most: Most) -> Iterator[Span]:
     names = table.schema_arrow.names
     if column not in names:
       raise ConfigError(f"{path}: no column '{column}'. It has {', '.join(map(repr, names))}. Choose with --column.")
-    rows, place = table.metadata.num_rows, table.schema_arrow.names.index(column)
-    groups = [table.metadata.row_group(g).column(place) for g in range(table.metadata.num_row_groups)]
-    size = max(1, sum(group.total_uncompressed_size for group in groups) // max(rows, 1))
+    rows = table.metadata.num_rows
+    groups = (table.metadata.row_group(number) for number in range(table.metadata.num_row_groups))
+    parts = (group.column(number) for group in groups for number in range(group.num_columns))
+    whole = sum(part.total_uncompressed_size for part in parts if part.path_in_schema == column)
+    size = max(1, whole // max(rows, 1))
   step = max(1, min(most.documents, most.size // size))
   for begin in range(0, rows, step):
     count = min(step, rows - begin)
@@ -206,15 +211,16 @@ def _open(path: str) -> BinaryIO:
 
 class _Format(NamedTuple):
   suffixes: tuple[str, ...]
+  read_to_cut: bool
   cut: Callable[[File, str, Most], Iterator[Span]]
   read: Callable[[Span, str], Iterator[str]]
 
 
 _FORMATS = (
-  _Format((".jsonl", ".ndjson", ".jsonl.gz", ".json.gz"), _cut_lines, _read_lines),
-  _Format((".parquet",), _cut_rows, _read_rows),
+  _Format((".jsonl", ".ndjson", ".jsonl.gz", ".json.gz"), True, _cut_lines, _read_lines),
+  _Format((".parquet",), False, _cut_rows, _read_rows),
 )
-_TEXT = _Format((), _cut_text, _read_text)
+_TEXT = _Format((), False, _cut_text, _read_text)
 
 
 def _format(path: str) -> _Format:

@@ -68,7 +68,7 @@ class _Windows:
       self._epoch, library = json.loads(cursor)
       self._data.load_state_dict(library)
     self._next = int(state[0]) // self._size  # the window that is read next
-    self._cursors: dict[int, np.ndarray] = {}
+    self._cursors = {self._next: state[3:]}  # the library itself knows where it stands only once it has moved
     self._held: dict[int, list[np.ndarray]] = {}
     self._rows = self._read_on()
 
@@ -93,12 +93,16 @@ class _Windows:
 
   def _read_to(self, window: int) -> None:
     while self._next <= window:
-      library = json.dumps([self._epoch, self._data.state_dict()]).encode()
-      if len(library) > _CURSOR_BYTES:
-        raise RunError(f"A position in this streamed data takes {len(library)} bytes: read it from files on disk.")
-      self._cursors[self._next] = np.frombuffer(library.ljust(_CURSOR_BYTES, b"\0"), np.int32)
+      if self._next not in self._cursors:
+        self._cursors[self._next] = self._here()
       self._held[self._next] = [self._encoding(values) for values in itertools.islice(self._rows, self._size)]
       self._next += 1
+
+  def _here(self) -> np.ndarray:
+    cursor = json.dumps([self._epoch, self._data.state_dict()]).encode()
+    if len(cursor) > _CURSOR_BYTES:
+      raise RunError(f"A position in this streamed data takes {len(cursor)} bytes: read it from files on disk.")
+    return np.frombuffer(cursor.ljust(_CURSOR_BYTES, b"\0"), np.int32)
 
   def _read_on(self) -> Iterator[list[Any]]:
     while self._epoch < self._epochs:
