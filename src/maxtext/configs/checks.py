@@ -98,6 +98,17 @@ def _moment(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _checkpoints(c: MaxTextConfig) -> str | None:
+  if c.max_num_checkpoints_to_keep is not None and c.max_num_checkpoints_to_keep < 1:
+    return f"max_num_checkpoints_to_keep={c.max_num_checkpoints_to_keep} must be at least 1, or null to keep all."
+  if c.checkpoint_storage_target_data_file_size_bytes < 1:
+    size = c.checkpoint_storage_target_data_file_size_bytes
+    return f"checkpoint_storage_target_data_file_size_bytes={size} must be at least 1."
+  if c.load_full_state_path and c.load_parameters_path:
+    return "load_full_state_path and load_parameters_path are both set, and a run starts from one of them."
+  return None
+
+
 def _data(c: MaxTextConfig) -> str | None:
   if c.dataset_type != DatasetType.SYNTHETIC:
     return f"dataset_type={c.dataset_type.value} is not implemented yet: write dataset_type=synthetic."
@@ -117,6 +128,9 @@ _LEAST = {
   "rope_max_timescale": 1,
   "original_max_position_embeddings": 1,
   "log_period": 1,
+  "checkpoint_period": 1,
+  "checkpoint_storage_concurrent_gb": 1,
+  "param_scan_axis": 0,
   "profiler_steps": 1,
   "stack_trace_interval_seconds": 1,
   "skip_first_n_steps_for_profiler": 0,
@@ -137,5 +151,6 @@ _RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _length,
   _moment,
   _patterns,
+  _checkpoints,
   _data,
 )
