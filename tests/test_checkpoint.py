@@ -4,10 +4,12 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +24,15 @@ from maxtext.checkpoint.location import steps_in
 from maxtext.checkpoint.record import Record
 from maxtext.checkpoint.restore import load_parameters, resume
 from maxtext.checkpoint.tree import named
+from maxtext.checkpoint.writer import Writer
 from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
+from maxtext.mesh.interrupt import Interrupt
 from maxtext.train.callbacks.base import Callback
+from maxtext.train.callbacks.save import Save
+from maxtext.train.kept import Kept
 from maxtext.train.loop import run_loop
-from tests.support import History, program, tiny
+from tests.support import TINY, History, program, tiny
 
 SPLIT = {"ici_fsdp_parallelism": 8, "per_device_batch_size": 1, "steps": 14}
 MAXTEXT = str(Path(sys.executable).with_name("maxtext"))
@@ -55,9 +61,29 @@ def equal(one, other):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def split():
+  """The program on eight devices, compiled once."""
+  return program(tiny(**SPLIT), 8)
+
+
+@pytest.fixture(scope="module")
+def whole(split):
   """A run that nothing interrupts."""
-  return run_in(tmp_path_factory.mktemp("whole"), enable_checkpointing=False)
+  history = History()
+  return run_loop(split.step, split.init(), split.feed(), range(14), [history]), history.losses
+
+
+def drive(folder, state, *callbacks, steps=range(4), **changes):
+  """The callback that saves, as the loop calls it, with a state that stays the same."""
+  config = tiny(**SPLIT | {"enable_checkpointing": True} | changes)
+  save = Save(Writer(config, epath.Path(folder), {}), Interrupt(), config.save_checkpoint_on_completion)
+  try:
+    for step in steps:
+      for callback in (save, *callbacks):
+        callback.on_update(step + 1, state, lambda: {"batches": np.array(1)})
+    save.on_end(state)
+  finally:
+    save.close()
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +120,11 @@ MESHES = {
   "one device": ({"ici_fsdp_parallelism": 1, "per_device_batch_size": 8}, 1),
   "unrolled": ({"scan_layers": False}, 8),
 }
+QUICK = "fsdp 2 x tensor 4"
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.mesh
+@pytest.mark.parametrize("mesh", [QUICK, *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES if m != QUICK)])
 def test_another_mesh_goes_on_from_the_same_state(whole, half, mesh):
   changes, devices = MESHES[mesh]
   config = tiny(**(SPLIT | changes))
@@ -109,31 +137,45 @@ def test_another_mesh_goes_on_from_the_same_state(whole, half, mesh):
   np.testing.assert_allclose(history.losses, whole[1][4:], rtol=1e-6)
 
 
-def test_another_run_starts_from_a_state_and_never_touches_it(whole, copy, tmp_path):
+def test_another_run_starts_from_a_state_and_never_touches_it(half, split, copy):
+  def start(path):
+    return Kept(tiny(**SPLIT | {"load_full_state_path": str(path)}), "other", {}).start(split)
+
   path = copy / "run"
-  before = sorted(p for p in path.rglob("*"))
-  state, _ = run_in(tmp_path / "other", load_full_state_path=str(path), enable_checkpointing=False)
-  assert equal(state, whole[0])
+  before = len(list(path.rglob("*")))
+  state, feed = start(path)
+  assert equal(state, half[1])
+  assert int(next(feed).position()["batches"]) == 5
   largest(path / "checkpoints" / "4").unlink()
   with pytest.raises(RunError, match=r"load_full_state_path=.* is damaged"):
-    run_in(tmp_path / "other", load_full_state_path=str(path), enable_checkpointing=False)
-  assert len(list(path.rglob("*"))) == len(before) - 1
-  with pytest.raises(ConfigError, match=r"load_full_state_path|no checkpoint"):
-    run_in(tmp_path / "other", load_full_state_path=str(tmp_path / "nothing"), enable_checkpointing=False)
+    start(path)
+  assert len(list(path.rglob("*"))) == before - 1
+  with pytest.raises(ConfigError, match=r"nothing is no checkpoint"):
+    start(copy / "nothing")
+
+
+def test_its_own_checkpoint_comes_before_the_named_ones(half, split, copy, tmp_path):
+  keys = {"enable_checkpointing": True, "base_output_directory": str(copy), "run_name": "run"}
+  other = tiny(**SPLIT | keys | {"load_full_state_path": str(half[0] / "run" / "checkpoints" / "2")})
+  assert int(Kept(other, "run", {}).start(split)[0].step) == 4
+  assert int(Kept(other, "new", {}).start(split)[0].step) == 2
 
 
 def largest(folder):
   return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
-def test_whatever_is_damaged_nothing_wrong_comes_back(half, tmp_path, capsys):
-  """Every file of the latest step, truncated, deleted or with a flipped bit: it is as saved, or the step before is."""
+@pytest.mark.chaos
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_whatever_is_damaged_nothing_wrong_comes_back(half, tmp_path, capsys, everything):
+  """Files of the latest step, truncated, deleted or with a flipped bit: it is as saved, or the step before is."""
   config = tiny(**SPLIT)
   abstract = program(config, 8).state
   checkpoints = half[0] / "run" / "checkpoints"
   files = sorted(p.relative_to(checkpoints) for p in (checkpoints / "4").rglob("*") if p.is_file())
-  rng, aside = random.Random(0), 0
-  for number, file in enumerate(files):
+  needed = {largest(checkpoints / "4").relative_to(checkpoints), Path("4/record/record.json")}
+  rng, aside = random.Random(0), set()
+  for number, file in enumerate(files if everything else needed):
     for how in ("truncated", "deleted", "flipped"):
       folder = tmp_path / f"{number}{how}"
       shutil.copytree(checkpoints, folder)
@@ -148,12 +190,12 @@ def test_whatever_is_damaged_nothing_wrong_comes_back(half, tmp_path, capsys):
       if found.folder.name == "4":
         assert equal(found.state, half[1]), (file, how)
       else:
-        aside += 1
+        aside.add((file, how))
         assert found.folder.name == "2"
         assert re.search(r"4 is damaged: .* It is now 4.damaged; an older step is tried.", said), (file, how)
         assert (folder / "4.damaged").exists()
       shutil.rmtree(folder)
-  assert aside > len(files), "damage was found"
+  assert aside >= {(file, how) for file in needed for how in ("truncated", "deleted", "flipped")}
 
 
 def test_a_flipped_bit_of_a_weight_is_named(half):
@@ -194,13 +236,12 @@ def test_parameters_alone(half, tmp_path, keys, capsys):
   assert "is there already" in capsys.readouterr().err
 
 
-def test_a_run_starts_with_other_parameters(half, tmp_path):
-  history = History()
-  config = tiny(**SPLIT | {"steps": 1, "load_parameters_path": str(half[0] / "run"), "data_shuffle_seed": 3})
-  maxtext.train(config, [history])
-  p, expected = program(config, 8), History()
-  run_loop(p.step, p.init().__class__(**vars(p.init()) | {"params": half[1].params}), p.feed(), range(1), [expected])
-  np.testing.assert_array_equal(history.losses, expected.losses)
+def test_a_run_starts_with_other_parameters(half, split):
+  config = tiny(**SPLIT | {"load_parameters_path": str(half[0] / "run")})
+  state, feed = Kept(config, "other", {}).start(split)
+  assert equal(state.params, half[1].params)
+  assert equal(state.opt_state, split.init().opt_state)
+  assert int(state.step) == int(next(feed).position()["batches"]) - 1 == 0
 
 
 def test_inspect_needs_no_jax(half):
@@ -217,10 +258,6 @@ def test_inspect_needs_no_jax(half):
   assert rows["data/batches"] == ["int32[]", "4"]
   record = Record.read(epath.Path(half[0] / "run" / "checkpoints" / "4"))
   assert record.config["checkpoint_period"]["value"] == 2
-
-
-def files_of(folder, pattern):
-  return len(list((folder / "run" / "checkpoints").glob(pattern)))
 
 
 @pytest.mark.parametrize(
@@ -248,77 +285,76 @@ def files_of(folder, pattern):
     ({"checkpoint_storage_target_data_file_size_bytes": 4096}, [4], "4/state/ocdbt.process_0/d/*", 40, 999),
   ],
 )
-def test_keys_of_what_is_kept(tmp_path, keys, steps, pattern, least, most):
-  state, _ = run_in(tmp_path, EndAfter(4), **keys)
-  folder = tmp_path / "run" / "checkpoints"
-  assert steps_in(epath.Path(folder)) == steps
-  assert least <= files_of(tmp_path, pattern) <= most
-  if steps[-1] == 4:
-    assert equal(resume(tiny(**SPLIT | keys | {"enable_checkpointing": True}), epath.Path(folder), state).state, state)
+def test_keys_of_what_is_kept(half, tmp_path, keys, steps, pattern, least, most):
+  drive(tmp_path, half[1], **keys)
+  assert steps_in(epath.Path(tmp_path)) == steps
+  assert least <= len(list(tmp_path.glob(pattern))) <= most
+  config = tiny(**SPLIT | {"enable_checkpointing": True} | keys)
+  assert equal(resume(config, epath.Path(tmp_path), half[1]).state, half[1])
 
 
-def test_continuous_saves_follow_each_other(tmp_path):
-  _, losses = run_in(tmp_path, enable_continuous_checkpointing=True)
-  steps = steps_in(epath.Path(tmp_path / "run" / "checkpoints"))
-  assert len(losses) == 14
-  assert steps[0] == 1
+def test_continuous_saves_follow_each_other(half, tmp_path):
+  class Slow(Callback):
+    def on_update(self, step, state, position):
+      time.sleep(0.2)
+
+  drive(tmp_path, half[1], Slow(), steps=range(14), enable_continuous_checkpointing=True)
+  steps = steps_in(epath.Path(tmp_path))
   assert len(steps) >= 3
-  assert steps[-1] == 14
+  assert (steps[0], steps[-1]) == (1, 14)
 
 
-def test_a_save_that_cannot_be_made_is_reported_and_the_run_goes_on(tmp_path, capsys, monkeypatch):
-  """A file stands where the folder of step 4 would be written; later steps are saved again."""
+@pytest.mark.chaos
+def test_a_save_that_fails_is_reported_and_the_run_goes_on(half, tmp_path, capsys):
+  """Files may not grow beyond 16 kB while step 4 is saved in the background; the next one works again."""
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-  class Block(Callback):
-    def on_step(self, step, figures):
-      blocker = tmp_path / "run" / "checkpoints" / "4.orbax-checkpoint-tmp"
-      if step == 2:
-        blocker.write_text("")
-      if step == 4:
-        blocker.unlink(missing_ok=True)
+  class Limit(Callback):
+    def on_update(self, step, state, position):
+      while step == 3 and not (tmp_path / "2").exists():
+        time.sleep(0.01)
+      time.sleep(1 if step == 4 else 0)
+      resource.setrlimit(resource.RLIMIT_FSIZE, (16384, before[1]) if step == 3 else before)
 
-  run_in(tmp_path, Block(), checkpoint_period=2, max_num_checkpoints_to_keep=1, steps=8)
-  said = capsys.readouterr().out
-  assert re.search(r"maxtext: the checkpoint of step 4 failed: .*; the last good one is step 2\.", said)
-  assert steps_in(epath.Path(tmp_path / "run" / "checkpoints")) == [8]
-
-
-def can_mount():
-  return os.geteuid() == 0 and shutil.which("mount")
-
-
-@pytest.mark.skipif(not can_mount(), reason="a small disk needs the right to mount one")
-def test_a_full_disk_keeps_the_last_good_step(tmp_path, capsys):
-  disk = tmp_path / "disk"
-  disk.mkdir()
-  if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], check=False).returncode:
-    pytest.skip("a small disk needs the right to mount one")
   try:
-
-    class Fill(Callback):
-      def on_step(self, step, figures):
-        if step == 2:
-          with open(disk / "rubbish", "wb") as file:
-            free = shutil.disk_usage(disk).free
-            file.write(b"x" * (free - 100_000))
-
-    with pytest.raises(RunError, match=r"ended at step 4, and its last state could not be saved"):
-      run_in(disk, Fill(), checkpoint_period=2, max_num_checkpoints_to_keep=1, steps=4)
-    said = capsys.readouterr().out
-    assert re.search(r"the checkpoint of step 4 failed: .*(No space|RESOURCE_EXHAUSTED).*last good one is step 2", said)
-    (disk / "rubbish").unlink()
-    state, losses = run_in(disk, checkpoint_period=2, steps=4)
-    assert len(losses) == 2
-    assert steps_in(epath.Path(disk / "run" / "checkpoints")) == [2, 4]
+    drive(tmp_path, half[1], Limit(), steps=range(7), checkpoint_period=2, max_num_checkpoints_to_keep=1)
   finally:
-    subprocess.run(["umount", str(disk)], check=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  said = capsys.readouterr().out
+  assert re.search(r"maxtext: the checkpoint of step 4 failed: .*File too large.*; the last good one is step 2\.", said)
+  assert steps_in(epath.Path(tmp_path)) == [7]
+
+
+@pytest.mark.chaos
+def test_a_full_disk_keeps_the_last_good_step(half, tmp_path, capsys):
+  if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)], check=False).returncode:
+    pytest.skip("a small disk needs the right to mount one")
+
+  class Fill(Callback):
+    def on_update(self, step, state, position):
+      if step == 3:
+        (tmp_path / "rubbish").write_bytes(b"x" * (shutil.disk_usage(tmp_path).free - 100_000))
+
+  keys = {"checkpoint_period": 2, "max_num_checkpoints_to_keep": 1, "async_checkpointing": False}
+  try:
+    with pytest.raises(RunError, match=r"ended at step 4, and its last state could not be saved"):
+      drive(tmp_path, half[1], Fill(), **keys)
+    said = capsys.readouterr().out
+    assert re.search(r"the checkpoint of step 4 failed: .*No space left.*last good one is step 2", said)
+    assert [p.name for p in tmp_path.iterdir() if p.name != "rubbish"] == ["2"], "a failed save leaves nothing behind"
+    assert equal(resume(tiny(), epath.Path(tmp_path), half[1]).state, half[1])
+    (tmp_path / "rubbish").unlink()
+    drive(tmp_path, half[1], steps=range(2, 4), **keys)
+    assert steps_in(epath.Path(tmp_path)) == [4]
+  finally:
+    subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_told_to_end_a_run_saves_first(tmp_path, number, code):
-  words = ["steps=100000", "run_name=run", f"base_output_directory={tmp_path}", f"jax_cache_dir={tmp_path / 'cache'}"]
-  command = [MAXTEXT, "train", "small-llama", *words]
-  env = os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
+  keys = TINY | {"steps": 100000, "run_name": "run", "base_output_directory": tmp_path, "enable_checkpointing": True}
+  command = [MAXTEXT, "train", *(f"{key}={value}" for key, value in keys.items())]
+  env = os.environ | {"PYTHONUNBUFFERED": "1"}
   with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
     for line in process.stdout:
       if line.startswith("step      2"):

@@ -61,10 +61,18 @@ def read(
   except PermissionError as error:
     raise ConfigError(f"{folder} cannot be read: {error}") from None
   except Exception as error:  # Orbax and TensorStore raise ValueError, KeyError, OSError and more for damaged files
-    raise DamagedError(_first_line(error)) from error
+    raise DamagedError(reason(error)) from error
   arrays = named(found)
   _verify(arrays.pop(_CHECKSUMS), arrays, record)
   return arrays
+
+
+def reason(error: BaseException) -> str:
+  """Why storage failed, in one line: the first cause, without TensorStore's description of where it looked."""
+  while error.__cause__ is not None:
+    error = error.__cause__
+  text = " ".join(str(error).split()) or type(error).__name__
+  return text.split(" [tensorstore_spec")[0].split(" See full TensorStore details")[0][:400]
 
 
 def _verify(saved: np.ndarray, arrays: Mapping[str, Any], record: Record) -> None:
@@ -91,8 +99,3 @@ def _restore_args(struct: jax.ShapeDtypeStruct | None, single_replica: bool) -> 
     return ocp.RestoreArgs(restore_type=np.ndarray)
   kind = ocp.type_handlers.SingleReplicaArrayRestoreArgs if single_replica else ocp.ArrayRestoreArgs
   return kind(sharding=struct.sharding, global_shape=struct.shape, dtype=struct.dtype)
-
-
-def _first_line(error: Exception) -> str:
-  text = str(error).strip().splitlines() or [type(error).__name__]
-  return text[0][:300]

@@ -1,5 +1,6 @@
 """A checkpoint described for a person, from its record alone: no JAX, no device, no array is read."""
 
+import json
 from typing import Any
 
 from etils import epath
@@ -7,6 +8,8 @@ from etils import epath
 from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.record import DamagedError, Record
 from maxtext.configs.errors import RunError
+from maxtext.configs.refusals import default_of, plain
+from maxtext.configs.types import MaxTextConfig
 
 
 def describe(path: str) -> str:
@@ -30,10 +33,10 @@ def describe(path: str) -> str:
 
 
 def chosen_keys(path: str) -> dict[str, Any]:
-  """The keys that whoever started the run had set, with their values."""
-  given = ("default", "base.yml")
+  """The run's keys that are not at their default, with their values."""
+  defaults = {key: json.loads(json.dumps(plain(default_of(key)), default=str)) for key in MaxTextConfig.model_fields}
   entries = read_record(locate(path)).config.items()
-  return {key: e["value"] for key, e in entries if e["from"] not in given and not e["from"].startswith("model ")}
+  return {key: entry["value"] for key, entry in entries if entry["value"] != defaults[key]}
 
 
 def read_record(folder: epath.Path) -> Record:

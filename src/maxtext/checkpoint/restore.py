@@ -19,6 +19,7 @@ from maxtext.checkpoint.record import SCHEMA, Array, DamagedError, Record
 from maxtext.checkpoint.tree import like, named
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
+from maxtext.configs.refusals import plain
 
 _DATA, PARAMETERS = "data/", ("params/", "buffers/")
 
@@ -111,7 +112,7 @@ def _differences(config: MaxTextConfig, record: Record) -> str:
   changed = [
     f"{key}={entry['value']} there, {value} here"
     for key, entry in record.config.items()
-    if not key.startswith(names) and str(value := getattr(config, key, None)) != str(entry["value"])
+    if not key.startswith(names) and str(value := plain(getattr(config, key, None))) != str(entry["value"])
   ]
   return f" Keys that differ: {'; '.join(changed[:5])}." if changed else ""
 

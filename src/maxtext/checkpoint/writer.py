@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
-from maxtext.checkpoint.files import contents, handlers
+from maxtext.checkpoint.files import contents, handlers, reason
 from maxtext.checkpoint.tree import named
 from maxtext.configs import MaxTextConfig
 
@@ -84,10 +84,9 @@ class Writer:
 
   def _failed(self, step: int, error: BaseException) -> None:
     """Says so, frees what the half-written step holds, and forgets what Orbax had planned to remove for it."""
-    reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
     kept = f"the last good one is step {self.last}" if self.last is not None else "there is none yet from this process"
     if jax.process_index() == 0:
-      print(f"maxtext: the checkpoint of step {step} failed: {reason[0]}; {kept}.", flush=True)
+      print(f"maxtext: the checkpoint of step {step} failed: {reason(error)}; {kept}.", flush=True)
       for path in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):
         path.rmtree(missing_ok=True)
     self._manager.reload()
