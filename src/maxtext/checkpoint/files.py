@@ -72,7 +72,8 @@ def reason(error: BaseException) -> str:
   while error.__cause__ is not None:
     error = error.__cause__
   text = " ".join(str(error).split()) or type(error).__name__
-  return text.split(" [tensorstore_spec")[0].split(" See full TensorStore details")[0][:400]
+  text = text.split(" [tensorstore_spec")[0].split(" See full TensorStore details")[0]
+  return text if len(text) < 400 else f"{text[:200]} ... {text[-200:]}"
 
 
 def _verify(saved: np.ndarray, arrays: Mapping[str, Any], record: Record) -> None:
