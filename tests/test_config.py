@@ -90,7 +90,10 @@ MISTAKES = {
   "tiling": ({"num_vocab_tiling": 5}, "num_vocab_tiling=5 must divide max_target_length=32."),
   "window": ({"sliding_window_size": 8}, "set attention_type=local_sliding and a window above 0"),
   "kernel": ({"attention": "flsh"}, "Did you mean 'flash'?"),
-  "no data yet": ({"dataset_type": "tfds"}, "write dataset_type=synthetic"),
+  "nothing to grow": (
+    {"dataset_type": "tfds", "enable_rampup_batch_size": True, "per_device_batch_size_start": 8},
+    "must be above 0 and below per_device_batch_size=8",
+  ),
   "activation": ({"mlp_activations": ["silu", "silu"]}, "mlp_activations=['silu', 'silu'] must be one of"),
 }
 

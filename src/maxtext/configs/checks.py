@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from maxtext.configs.errors import ConfigError, nearest
 from maxtext.configs.refusals import REFUSALS
-from maxtext.configs.types import DatasetType, DType, MaxTextConfig, RematPolicy
+from maxtext.configs.types import DType, MaxTextConfig, RematPolicy
 
 ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_flash_jax")
 
@@ -109,9 +109,20 @@ def _checkpoints(c: MaxTextConfig) -> str | None:
   return None
 
 
-def _data(c: MaxTextConfig) -> str | None:
-  if c.dataset_type != DatasetType.SYNTHETIC:
-    return f"dataset_type={c.dataset_type.value} is not implemented yet: write dataset_type=synthetic."
+def _ramp(c: MaxTextConfig) -> str | None:
+  if c.enable_rampup_batch_size and not 0 < c.per_device_batch_size_start < c.per_device_batch_size:
+    return (
+      f"per_device_batch_size_start={c.per_device_batch_size_start:g} must be above 0 and below "
+      f"per_device_batch_size={c.per_device_batch_size:g}, or there is nothing to grow."
+    )
+  if c.enable_rampup_batch_size and not c.per_device_batch_size_increment > 0:
+    return f"per_device_batch_size_increment={c.per_device_batch_size_increment:g} must be above 0."
+  return None
+
+
+def _mixture(c: MaxTextConfig) -> str | None:
+  if c.grain_train_files and c.grain_train_mixture_config_path:
+    return "grain_train_files and grain_train_mixture_config_path say the same thing twice: leave one out."
   return None
 
 
@@ -135,6 +146,21 @@ _LEAST = {
   "stack_trace_interval_seconds": 1,
   "skip_first_n_steps_for_profiler": 0,
   "data_shuffle_seed": 0,
+  "num_epoch": 1,
+  "max_segments_per_seq": -1,
+  "reuse_example_batch": 0,
+  "global_rampup_samples": 1,
+  "grain_worker_count": -1,
+  "grain_worker_count_eval": -1,
+  "grain_per_worker_buffer_size": 1,
+  "grain_per_worker_buffer_size_eval": 1,
+  "grain_num_threads": 1,
+  "grain_num_threads_eval": 1,
+  "grain_prefetch_buffer_size": 0,
+  "grain_prefetch_buffer_size_eval": 0,
+  "grain_shuffle_buffer_size": 1,
+  "grain_data_source_max_workers": 1,
+  "grain_ram_budget_mb": 1,
   "init_weights_seed": 0,
   "dense_init_scale": 0,
   "normalization_layer_epsilon": 0,
@@ -152,5 +178,6 @@ _RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _moment,
   _patterns,
   _checkpoints,
-  _data,
+  _ramp,
+  _mixture,
 )

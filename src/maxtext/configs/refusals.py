@@ -79,6 +79,16 @@ _SHOWN = (
   "collect_stack_trace", "stack_trace_interval_seconds",
 )  # fmt: skip
 
+_DOCUMENTS = (
+  "train_data_columns", "eval_data_columns", "packing", "grain_packing_type", "max_segments_per_seq", "num_epoch",
+  "generate_padding_batch_train", "generate_padding_batch_eval", "enable_rampup_batch_size",
+)  # fmt: skip
+_READERS = tuple(
+  key + split
+  for key in ("grain_worker_count", "grain_per_worker_buffer_size", "grain_num_threads", "grain_prefetch_buffer_size")
+  for split in ("", "_eval")
+)
+
 REFUSALS: tuple[Refusal, ...] = (
   Refusal(_section(t.DerivedValues), "it is computed from other keys; leave it out"),
   Refusal(
@@ -222,15 +232,70 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(_section(t.DilocoParams), "DiLoCo is not implemented yet", harmless=(False,)),
   Refusal(
-    _section(t.Tokenizer, but=("vocab_size", "num_vocab_tiling")), "there is no text to tokenize yet; data is synthetic"
+    (*_DOCUMENTS, *_READERS, "tokenizer_path", "tokenizer_type", "add_bos", "add_eos", "tokenize_train_data",
+     "tokenize_eval_data", "use_truncation", "hf_access_token", "enable_data_shuffling"),
+    "it has no effect on dataset_type=synthetic, which has no documents",
+    unless=lambda c: c.dataset_type != t.DatasetType.SYNTHETIC,
   ),
   Refusal(
-    _section(t.DatasetGeneral, but=("dataset_type", "per_device_batch_size")),
-    "only synthetic data is implemented yet",
+    ("chat_template", "chat_template_path"),
+    "it has no effect without use_chat_template=true or use_sft=true: documents are not conversations",
+    unless=lambda c: c.use_chat_template or c.use_sft,
+  ),
+  Refusal(("use_chat_template",), "inference is not implemented yet"),
+  Refusal(
+    ("train_image_column", "eval_image_column", "expansion_factor_real_data", "colocated_python_data_input"),
+    "data is text, and every process reads what its devices need",
     harmless=(False,),
   ),
+  Refusal(("eval_per_device_batch_size",), "evaluation is not implemented yet; leave it out"),
   Refusal(
-    _section(t.TfdsDataset, t.HfDataset, t.GrainDataset, t.OlmoGrainDataset), "only synthetic data is implemented yet"
+    ("grain_packing_type", "max_segments_per_seq"),
+    "it has no effect on rows of one document (packing=false, dataset_type=olmo_grain), and c4_mlperf always cuts",
+    unless=lambda c: c.packing and c.dataset_type not in (t.DatasetType.OLMO_GRAIN, t.DatasetType.C4MLPERF),
+  ),
+  Refusal(
+    ("per_device_batch_size_start", "per_device_batch_size_increment", "global_rampup_samples"),
+    "it has no effect without enable_rampup_batch_size=true",
+    unless=lambda c: c.enable_rampup_batch_size,
+  ),
+  Refusal(
+    _section(t.TfdsDataset, but=("train_split",)),
+    "it has no effect without dataset_type=tfds or dataset_type=c4_mlperf",
+    unless=lambda c: c.dataset_type in (t.DatasetType.TFDS, t.DatasetType.C4MLPERF),
+  ),
+  Refusal(
+    ("train_split",),
+    "it has no effect without dataset_type=tfds, c4_mlperf or hf",
+    unless=lambda c: c.dataset_type in (t.DatasetType.TFDS, t.DatasetType.C4MLPERF, t.DatasetType.HF),
+  ),
+  Refusal(
+    _section(t.HfDataset, but=("hf_access_token",)),
+    "it has no effect without dataset_type=hf",
+    unless=lambda c: c.dataset_type == t.DatasetType.HF,
+  ),
+  Refusal(
+    _section(t.GrainDataset, but=(*_READERS, "grain_shuffle_buffer_size")),
+    "it has no effect without dataset_type=grain",
+    unless=lambda c: c.dataset_type == t.DatasetType.GRAIN,
+  ),
+  Refusal(
+    ("grain_use_elastic_iterator",), "a position never depends on the number of hosts; leave it out", harmless=(True,)
+  ),
+  Refusal(
+    ("grain_ram_budget_mb",),
+    "it has no effect without grain_worker_count=-1 or grain_worker_count_eval=-1",
+    unless=lambda c: -1 in (c.grain_worker_count, c.grain_worker_count_eval),
+  ),
+  Refusal(
+    ("grain_shuffle_buffer_size",),
+    "it has no effect without grain_file_type=parquet or tfrecord, or streamed data; others are shuffled more widely",
+    unless=lambda c: c.grain_file_type != "arrayrecord" or c.dataset_type == t.DatasetType.HF,
+  ),
+  Refusal(
+    _section(t.OlmoGrainDataset),
+    "it has no effect without dataset_type=olmo_grain",
+    unless=lambda c: c.dataset_type == t.DatasetType.OLMO_GRAIN,
   ),
   Refusal(
     _section(t.Muon),
@@ -255,7 +320,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ("eval_interval", "eval_steps", "target_eval_loss"), "evaluation is not implemented yet; leave it out"
   ),
   Refusal(("enable_dropout", "dropout_rate"), "dropout is not implemented yet", harmless=(False,)),
-  Refusal(("enable_data_shuffling",), "synthetic data has no order to keep"),
   Refusal(
     (*_section(t.FineTuning, t.Distillation, t.RLHardware, t.VLLM, t.RL, t.RLDataset, t.RLEvaluation, t.Reward,
                t.SpecialTokens), "rl", "debug"),
