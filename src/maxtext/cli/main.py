@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from maxtext.cli import config, data, launch, report
+from maxtext.cli import config, data, launch, plan, report
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
   train.set_defaults(run=_train)
   launch.add_command(commands)
   report.add_command(commands)
+  plan.add_command(commands)
   data.add_commands(commands)
   config.add_commands(commands)
   return parser

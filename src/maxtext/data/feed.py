@@ -58,7 +58,8 @@ def is_streamed(config: MaxTextConfig, split: Split) -> bool:
 
 def _synthetic(config: MaxTextConfig, batch: Batch, position: Position | None, split: Name) -> Iterator[Fed]:
   rows, length = batch.inputs.shape
-  return synthetic_batches(config.vocab_size, rows, length, config.data_shuffle_seed, batch.inputs.sharding, position)
+  seed = config.data_shuffle_seed if split == "train" else ~config.data_shuffle_seed & 0xFFFFFFFF
+  return synthetic_batches(config.vocab_size, rows, length, seed, batch.inputs.sharding, position)
 
 
 _FEEDS: dict[DatasetType, Callable[[MaxTextConfig, Batch, Position | None, Name], Iterator[Fed]]] = {

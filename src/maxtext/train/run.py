@@ -3,20 +3,25 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.loader import values_and_origins
 from maxtext.configs.types import ProfilerType
+from maxtext.mesh.chips import chip_of
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.multihost import join
 from maxtext.models.flops import train_flops_per_token
 from maxtext.models.placement import placements, table
 from maxtext.observe.run_directory import RunDirectory, readable_name
-from maxtext.observe.sinks import Console, JsonLines, Prometheus, Sink
+from maxtext.observe.sinks import Console, JsonLines, Prometheus, Sink, TensorBoard
 from maxtext.observe.stack_traces import StackTraces
 from maxtext.train.callbacks.base import Callback
+from maxtext.train.callbacks.dump import Dump
+from maxtext.train.callbacks.evaluate import Evaluate
 from maxtext.train.callbacks.guard import LossGuard
 from maxtext.train.callbacks.profile import Profile
 from maxtext.train.callbacks.report import Report
@@ -47,14 +52,23 @@ def train(
     run = _directory(config, origins or {}) if jax.process_index() == 0 else None
     if run:
       closing.callback(_finish, run)
-    guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
-    callbacks = [Report(_sinks(config, steps, run) if run else []), guard, *_profilers(config, run), *callbacks]
+    callbacks = [
+      *(
+        [Evaluate(program.evaluate, config.eval_interval, config.target_eval_loss)] if config.eval_interval > 0 else []
+      ),
+      Report(_sinks(config, steps, run) if run else []),
+      LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss),
+      *_profilers(config, run),
+      *(_dumps(program, run) if run else []),
+      *callbacks,
+    ]
     for callback in callbacks:
       closing.callback(callback.close)
     if run:
       _introduce(program, run)
-    flops = train_flops_per_token(program.model, config.max_target_length) / program.model.how.mesh.size
-    return run_loop(program.step, program.init(), program.feed(), steps, callbacks, flops)
+    mesh = program.model.how.mesh
+    flops = train_flops_per_token(program.model, config.max_target_length) / mesh.size
+    return run_loop(program.step, program.init(), program.feed(), steps, callbacks, flops, _peak_flops(mesh))
 
 
 def _finish(run: RunDirectory) -> None:
@@ -71,9 +85,11 @@ def _directory(config: MaxTextConfig, origins: Mapping[str, str]) -> RunDirector
 def _start(config: MaxTextConfig) -> None:
   if config.compile_topology:
     raise ConfigError(f"compile_topology={config.compile_topology} is for compiling only: leave it out to train here.")
-  if config.jax_cache_dir:
+  if config.jax_cache_dir and not config.dump_hlo:  # a program from the cache passes no compiler
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
   join(config)
+  if config.enable_jax_profiler:
+    jax.profiler.start_server(config.jax_profiler_port)
   platform = jax.default_backend()
   if "hardware" in config.model_fields_set and not config.hardware.startswith(platform):
     raise ConfigError(f"hardware={config.hardware}, but JAX finds {platform} devices: leave hardware out to take them.")
@@ -94,10 +110,44 @@ def _refuse_unsharded(program: Program) -> None:
     )
 
 
+def _evaluations(program: Program) -> list[Callback]:
+  c = program.config
+  return [Evaluate(program.evaluate, c.eval_interval, c.target_eval_loss)] if c.eval_interval > 0 else []
+
+
 def _profilers(config: MaxTextConfig, run: RunDirectory | None) -> list[Callback]:
   if config.profiler is ProfilerType.NONE or run is None:
     return []
-  return [Profile(run.path / "profile", config.skip_first_n_steps_for_profiler, config.profiler_steps)]
+  return [
+    Profile(
+      run.path / "profile",
+      config.skip_first_n_steps_for_profiler,
+      config.profiler_steps,
+      config.profile_periodically_period,
+      config.profile_cleanly,
+    )
+  ]
+
+
+def _dumps(program: Program, run: RunDirectory) -> list[Callback]:
+  """Callbacks that bring dumps into the run's folder; what JAX makes of the step is written at once."""
+  c = program.config
+  dumps: list[Callback] = []
+  if c.dump_jaxpr:
+    folder = Path(c.dump_jaxpr_local_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train_step.jaxpr.txt").write_text(str(program.step.trace(program.state, program.batch).jaxpr))
+    dumps.append(Dump(str(folder), run.path / "jaxpr_dump", ".jaxpr", -1, c.dump_jaxpr_delete_local_after))
+  if c.dump_hlo:
+    source, delete = c.dump_hlo_local_dir, c.dump_hlo_delete_local_after
+    dumps.append(Dump(source, run.path / "xla_dump", c.dump_hlo_module_name, c.dump_step, delete))
+  return dumps
+
+
+def _peak_flops(mesh: Mesh) -> float:
+  """What a device could do at best, in dense bfloat16; 0 where that is not known."""
+  chip = chip_of(mesh.devices.flat[0].device_kind)
+  return chip.flops / chip.devices if chip else 0.0
 
 
 def _introduce(program: Program, run: RunDirectory) -> None:
@@ -115,6 +165,8 @@ def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory) -> list[Sink]
   sinks: list[Sink] = [JsonLines(run.metrics)]
   if config.metrics_file:
     sinks.append(JsonLines(config.metrics_file))
+  if config.enable_tensorboard:
+    sinks.append(TensorBoard(run.path / "tensorboard"))
   if config.prometheus_port:
     sinks.append(Prometheus(config.prometheus_port))
   return [*sinks, Console(config.log_period, len(steps))]
