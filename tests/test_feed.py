@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from maxtext import ConfigError
+from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
 from maxtext.data.feed import make_feed
 from maxtext.train.loop import run_loop
@@ -96,21 +98,42 @@ def test_a_batch_grows_and_takes_turns_among_its_streams(config):
   assert streams.shape == (24, 3)
   assert np.flatnonzero(streams.any(axis=1)).tolist() == [0, 6, 12, 18]
   assert made[4][1]["streams"].any(axis=1).sum() == 20
-  history = History()
-  p = program(grown)
-  run_loop(p.step, p.init(), p.feed(), range(10), [history])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_as_its_batch_grows(config):
+  p, history = program(
+    config(
+      enable_rampup_batch_size=True, per_device_batch_size=2, per_device_batch_size_start=1,
+      per_device_batch_size_increment=1, global_rampup_samples=2,
+    )
+  ), History()  # fmt: skip
+  run_loop(p.step, p.init(), p.feed(), range(4), [history])
   assert np.isfinite(history.losses).all()
+  assert history.figures[3]["tokens"] > 1.5 * history.figures[0]["tokens"]
 
 
-def test_the_data_ends_with_the_first_row_or_is_padded_to_the_last(config, capsys):
-  short, padded = (program(config(generate_padding_batch_train=pad), devices=8) for pad in (False, True))
+def test_pipelines_are_measured_alone(folder, capsys):
+  words = [f"{key}={value}" for key, value in GRAIN.items()]
+  assert main(["data", "bench", *words, f"grain_train_files={folder}", "num_epoch=99", "--seconds", "0.4"]) == 0
+  speed, shares, bound = capsys.readouterr().out.splitlines()
+  assert int(speed.split()[2].replace(",", "")) > 1000
+  found = {name: int(share) for name, share in re.findall(r"(\w+) (\d+)%", shares)}
+  assert list(found) == ["read", "tokenize", "pack", "place"]
+  assert 96 <= sum(found.values()) <= 104
+  assert found[bound.split()[-1]] == max(found.values())
+
+
+def test_the_data_ends_with_the_first_row_or_is_padded_to_the_last(config, tmp_path, capsys):
+  few = str(write_corpus(tmp_path, (30, 10), lengths=(10, 60)))
+  short, padded = (program(config(grain_train_files=few, generate_padding_batch_train=pad), 4) for pad in (False, True))
   cut, whole = list(map(host, short.feed())), list(map(host, padded.feed()))
   assert "data: ended after" in capsys.readouterr().out
   assert same(whole[: len(cut)], cut)
   assert all((batch[3] > 0).any(axis=1).all() for batch, _ in cut)
   begins = sum(((batch[2] == 0) & (batch[3] > 0)).sum() for batch, _ in whole)
   assert len(whole) > len(cut)
-  assert begins >= 300, "every document"
+  assert begins == 40, "every document"
   history = History()
   state = run_loop(short.step, short.init(), short.feed(), range(1000), [history])
   assert int(state.step) == len(history.losses) == len(cut)
@@ -245,6 +268,7 @@ Path(sys.argv[4], sys.argv[2]).write_text(json.dumps(seen))
 
 
 @pytest.mark.mesh
+@pytest.mark.slow
 def test_two_hosts_feed_what_one_does_and_end_together(folder, config, tmp_path):
   """Rows split over hosts, and the same rows on both; a part of the rows ends before the others."""
   changes = GRAIN | {"grain_train_files": str(folder), "per_device_batch_size": 2, "generate_padding_batch_train": True}
