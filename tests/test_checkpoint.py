@@ -340,9 +340,7 @@ def test_a_full_disk_keeps_the_last_good_step(half, tmp_path, capsys):
     with pytest.raises(RunError, match=r"ended at step 4, and its last state could not be saved"):
       drive(tmp_path, half[1], Fill(), **keys)
     said = capsys.readouterr().out
-    assert re.search(
-      r"the checkpoint of step 4 failed: .*RESOURCE_EXHAUSTED.* is step 2", said
-    )
+    assert re.search(r"the checkpoint of step 4 failed: .*RESOURCE_EXHAUSTED.* is step 2", said)
     assert [p.name for p in tmp_path.iterdir() if p.name != "rubbish"] == ["2"], "a failed save leaves nothing behind"
     assert equal(resume(tiny(), epath.Path(tmp_path), half[1]).state, half[1])
     (tmp_path / "rubbish").unlink()
