@@ -20,6 +20,7 @@ LogicalAxis = Literal[
   "heads",
   "kv_heads",
   "head_dim",
+  "qkv",
   "mlp",
   "norm",
   "activation_batch",

@@ -51,13 +51,28 @@ class Model:
 
   @property
   def size(self) -> int:
-    """Number of parameters, trained or not."""
-    return sum(self.struct(name).size for name, _, kind, _ in self._variables if not issubclass(kind, Buffer))
+    """Number of parameters, trained or not, with the buffers of layers; what hooks keep beside them does not count."""
+    return sum(self.struct(name).size for name in self.weight_names)
+
+  @property
+  def active_size(self) -> int:
+    """The same for one token, which meets only the experts that are chosen for it."""
+    return self.size
+
+  @property
+  def weight_names(self) -> list[str]:
+    """What a file of weights holds: every parameter and buffer but those of hooks."""
+    return [name for name, *_ in self._variables if "/hooks/" not in name]
 
   @property
   def named_dimensions(self) -> dict[str, tuple[str | None, ...]]:
     """The named dimensions of every parameter and buffer."""
     return {name: metadata["axes"] for name, _, _, metadata in self._variables}
+
+  @property
+  def contracted(self) -> dict[str, int]:
+    """How many dimensions of each variable, after those of stacked layers and experts, a product sums over."""
+    return {name: metadata["contracted"] for name, _, _, metadata in self._variables}
 
   @property
   def matrices(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
