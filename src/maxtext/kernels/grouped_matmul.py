@@ -109,7 +109,7 @@ _TILES = (1024, 256, 64, 16)
 
 def _over_tiles(state: Any, start: jax.Array, end: jax.Array, rows: int, step: Callable[..., Any]) -> Any:
   """Goes over rows [start, end) in tiles, large ones first, by step(size, row, state); the last may pass the end."""
-  sizes = [size for size in _TILES if size < 2 * rows or size == _TILES[-1]]
+  sizes = [size for size in _TILES if size <= rows or size == _TILES[-1]]
   carry = start, state
   for size in sizes:
     least = 1 if size == sizes[-1] else size

@@ -15,6 +15,7 @@ from maxtext.kernels.attention import Attention, Kernel, SplashBlocks
 from maxtext.layers.how import How, Remat
 from maxtext.mesh.rules import Rules
 from maxtext.models import llama
+from maxtext.models.experts import check_experts, dispatch
 from maxtext.models.model import Model
 
 # Which file a family's spec and weight table are in.
@@ -24,6 +25,7 @@ FAMILIES: Mapping[DecoderBlockType, ModuleType] = {DecoderBlockType.LLAMA2: llam
 def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
   """The model of a run, abstract."""
   spec, execution = FAMILIES[config.decoder_block].spec(config), how(config, mesh)
+  check_experts(config, spec)
   turns = len(execution.remat)
   if odd := [group.repeats for group in spec.groups if group.repeats % turns]:
     raise ConfigError(
@@ -62,6 +64,7 @@ def how(config: MaxTextConfig, mesh: Mesh) -> How:
     logits_dot_in_float32=c.logits_dot_in_fp32,
     cast_logits_to_float32=c.cast_logits_to_fp32,
     attention=Attention(_kernel(c, mesh, blocks), c.matmul_precision.value, blocks),
+    experts=dispatch(c, mesh),
     remat=tuple(_remat(policy, c) for policy in remat_policies(c)),
     scan=c.scan_layers,
     init_scale=c.dense_init_scale,
@@ -99,13 +102,14 @@ _KERNELS: Mapping[str, Mapping[str, Kernel]] = {
 }
 
 _QKV = ("query_proj", "key_proj", "value_proj")
-_PRODUCTS = (*_QKV, "out_proj", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo")
+_EXPERTS = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")
+_PRODUCTS = (*_QKV, "out_proj", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", *_EXPERTS)
 
 _REMAT = {
   RematPolicy.FULL: Remat(),
   RematPolicy.MINIMAL: Remat(saved=_PRODUCTS),
   RematPolicy.SAVE_DOT_WITH_CONTEXT_EXCEPT_MLP: Remat(saved=(*_QKV, "context", "out_proj")),
-  RematPolicy.SAVE_DOT_EXCEPT_MLPWI: Remat(saved=(*_QKV, "out_proj", "mlpwo")),
+  RematPolicy.SAVE_DOT_EXCEPT_MLPWI: Remat(saved=(*_QKV, "out_proj", "mlpwo", "moe_mlpwo")),
   RematPolicy.SAVE_DOT_EXCEPT_MLP: Remat(saved=(*_QKV, "out_proj")),
   RematPolicy.SAVE_QKV_PROJ: Remat(saved=_QKV),
   RematPolicy.QKV_PROJ_OFFLOADED: Remat(offloaded=_QKV),

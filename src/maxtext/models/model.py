@@ -65,8 +65,9 @@ class Model:
     found = {}
     for name, _, _, metadata in self._variables:
       if metadata["contracted"] and metadata["axes"][0] == "layers":
-        cut, end = 1 + metadata["contracted"], len(metadata["axes"])
-        found[name] = tuple(range(1, cut)), tuple(range(cut, end))
+        start, end = metadata["stacked"], len(metadata["axes"])
+        cut = start + metadata["contracted"]
+        found[name] = tuple(range(start, cut)), tuple(range(cut, end))
     return found
 
   def init(self, seed: jax.typing.ArrayLike) -> tuple[Params, Params]:
