@@ -53,7 +53,7 @@ def entry(name: str) -> Entry:
     name,
     config.decoder_block.value,
     model.size,
-    model.active_size,
+    _active(config, model),
     config.trainable_position_size if config.trainable_position_size > 0 else config.max_position_embeddings,
     all(find(table, path) for path in model.weight_names),
   )
@@ -74,6 +74,13 @@ def _configuration(name: str) -> MaxTextConfig:
 
 def _model(config: MaxTextConfig) -> Model:
   return build_model(config, make_mesh(config, jax.devices()[:1]))
+
+
+def _active(config: MaxTextConfig, model: Model) -> int:
+  """Without the experts that a token does not go to."""
+  chosen, count = config.num_experts_per_tok, config.num_experts
+  sizes = ((model.struct(name).size, "expert" in model.named_dimensions[name]) for name in model.weight_names)
+  return sum(size * chosen // count if of_an_expert else size for size, of_an_expert in sizes)
 
 
 def _layers(spec: DecoderSpec) -> list[str]:
