@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from maxtext.cli import config, launch, report
+from maxtext.cli import config, launch, models, report
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 
@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
   launch.add_command(commands)
   report.add_command(commands)
   config.add_commands(commands)
+  models.add_command(commands)
   return parser
 
 

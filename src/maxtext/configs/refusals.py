@@ -70,7 +70,7 @@ def _section(*sections: type[Section], but: Iterable[str] = ()) -> tuple[str, ..
 
 _REMAT_NAMES = (
   "decoder_layer_input", "context", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "query_proj", "key_proj", "value_proj",
-  "out_proj", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo",
+  "out_proj", "qkv_proj", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo",
 )  # fmt: skip
 _MESH_AXES = ("data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence", "expert")
 
@@ -111,25 +111,29 @@ REFUSALS: tuple[Refusal, ...] = (
     _section(t.Quantization), "quantization is not implemented yet; lower dtype to bfloat16", harmless=(None, False)
   ),
   Refusal(
-    ("global_parameter_scale", "attention_output_dim", "global_head_dim", "fused_qkv",
-     "attention_bias", "fused_mlp", "qk_norm_with_scale", "v_norm_with_scale"),
+    ("global_parameter_scale", "fused_mlp"),
     "the model families that need it are not implemented yet; write the sizes themselves as base_* keys",
   ),
   Refusal(
-    _section(t.Engram, t.MTP, t.ManifoldConstrainedHyperConnections, t.Qwen3Next, t.PositionalEmbedding),
+    (*_section(t.Engram, t.MTP, t.ManifoldConstrainedHyperConnections, t.Qwen3Next, but=("partial_rotary_factor",)),
+     "mscale"),
     "the model families that need it are not implemented yet",
     harmless=(False,),
   ),
   Refusal(
-    ("rope_use_scale", "rope_min_timescale", "rope_linear_scaling_factor", "local_rope_max_timescale",
-     "global_rope_max_timescale", "global_rope_proportion", "local_rope_proportion", "max_position_embeddings",
-     "beta_fast", "beta_slow", "mscale", "rope_interleave", "rope_truncate", "rope_attention_scaling"),
-    "the scaling that needs it is not implemented yet; there are rope_type=default and rope_type=llama3.1",
+    ("rope_use_scale",),
+    "it has no effect without rope_type=llama3.1",
+    unless=lambda c: c.rope_type == t.RopeType.LLAMA3_1,
   ),
   Refusal(
-    ("rope_type",),
-    "this scaling is not implemented yet: write rope_type=default or rope_type=llama3.1",
-    harmless=(t.RopeType.LLAMA3_1,),
+    ("beta_fast", "beta_slow", "rope_interleave", "rope_truncate", "rope_attention_scaling"),
+    "it has no effect without rope_type=yarn",
+    unless=lambda c: c.rope_type == t.RopeType.YARN,
+  ),
+  Refusal(
+    ("rope_linear_scaling_factor",),
+    "it has no effect beside a rope_type that scales positions in another way",
+    unless=lambda c: c.rope_type == t.RopeType.DEFAULT,
   ),
   Refusal(
     ("rope_factor", "original_max_position_embeddings"),
@@ -138,13 +142,12 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     ("attention_type",),
-    "this kind of attention is not implemented yet: write attention_type=global or attention_type=local_sliding",
-    harmless=("local_sliding",),
+    "this kind of attention is not implemented yet: write attention_type=global, local_sliding or chunk",
+    harmless=("local_sliding", "chunk"),
   ),
   Refusal(
-    ("share_kv_projections", "global_num_kv_heads", "attention_sink", "float32_qk_product", "float32_logits",
-     "chunk_attn_window_size", "attn_logits_soft_cap", "use_post_attn_norm", "use_post_ffw_norm", "use_qk_clip",
-     "qk_clip_threshold", *_section(t.MlaAttention, t.MoBa, t.AttentionIndexer, t.Llama4Attention)),
+    ("float32_qk_product", "float32_logits", "use_qk_clip", "qk_clip_threshold",
+     *_section(t.MlaAttention, t.MoBa, t.AttentionIndexer)),
     "this form of attention is not implemented yet; logits and softmax are always float32",
     harmless=(0.0, False),
   ),
@@ -156,15 +159,11 @@ REFUSALS: tuple[Refusal, ...] = (
     "the kernels are JAX's own splash and cuDNN; choose with attention and sa_block_*",
   ),
   Refusal(
-    (*_section(t.MoEGeneral, t.MoEKernels, t.DeepSeekMoE, but=("num_experts", *_UNBUILT_EXPERTS)),
-     "mlp_activations_limit"),
+    _section(t.MoEGeneral, t.MoEKernels, t.DeepSeekMoE, but=("num_experts", "mlp_bias", *_UNBUILT_EXPERTS)),
     "it has no effect without experts: set num_experts, for a family that has them",
     unless=lambda c: c.num_experts > 1,
   ),
-  Refusal(
-    ("moe_expert_input_dim", "interleave_moe_layer_step", "first_num_dense_layers"),
-    "the model families that need it are not implemented yet",
-  ),
+  Refusal(("first_num_dense_layers",), "the model families that need it are not implemented yet"),
   Refusal(
     ("shard_exp_on_fsdp", "use_2d_fsdp_sharding"),
     "logical_axis_rules says how expert, expert_embed and expert_mlp are split; write that",
@@ -205,7 +204,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ("routed_bias_update_rate",), "it has no effect without routed_bias=true", unless=lambda c: c.routed_bias
   ),
   Refusal(
-    ("shard_mode", "inhomogeneous_layer_cycle_interval", "param_scan_axis",
+    ("shard_mode", "param_scan_axis",
      "context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy", "custom_mesh",
      "custom_mesh_and_rule", "optimize_mesh_for_tpu_v6e", "remove_size_one_mesh_axis_from_type"),
     "the mesh follows ici_*, dcn_* and mesh_axes alone for now",

@@ -3,7 +3,6 @@
 Shapes: B batch, S sequence, E width, X experts (of this device), M rows, C rows per expert, I inputs, O outputs.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +17,7 @@ from maxtext.layers.expert_parallel import over_mesh
 from maxtext.layers.how import How
 from maxtext.layers.linear import Linear
 from maxtext.layers.make import Make
-from maxtext.layers.mlp import MLP
+from maxtext.layers.mlp import ACTIVATIONS, MLP
 from maxtext.layers.router import Router
 
 
@@ -96,11 +95,11 @@ class GatedExperts(nnx.Module):
   """act(x gate) * (x up), then down, with weights of each expert's own."""
 
   def __init__(self, make: Make, spec: Mixture, width: int, how: How) -> None:
-    self.how, self.activation, self.limit = how, getattr(jax.nn, spec.activation), spec.limit
+    self.how, self.activation, self.limit = how, ACTIVATIONS[spec.activation], spec.limit
     outside, inside = {"expert_embed": width}, {"expert_mlp": spec.width}
-    self.gate = ExpertLinear(make.at("gate"), outside, inside, how, "moe_mlpwi_0", spec.bias)
-    self.up = ExpertLinear(make.at("up"), outside, inside, how, "moe_mlpwi_1", spec.bias)
-    self.down = ExpertLinear(make.at("down"), inside, outside, how, "moe_mlpwo", spec.bias)
+    self.gate = ExpertLinear(make.at("gate"), outside, inside, how, "moe_mlpwi_0", bias=spec.bias)
+    self.up = ExpertLinear(make.at("up"), outside, inside, how, "moe_mlpwi_1", bias=spec.bias)
+    self.down = ExpertLinear(make.at("down"), inside, outside, how, "moe_mlpwo", bias=spec.bias)
 
   def __call__(self, x: jax.Array, sizes: jax.Array | None, parts: int = 1) -> jax.Array:
     """Rows [M,E] sorted by expert with their sizes [X], or [X,C,E] without.
@@ -121,12 +120,6 @@ class GatedExperts(nnx.Module):
 
 class ExpertLinear(Linear):
   """A `Linear` per expert; the factory it is given makes one copy of every variable for each."""
-
-  def __init__(
-    self, make: Make, inputs: Mapping[str, int], outputs: Mapping[str, int], how: How, name: str, bias: bool
-  ) -> None:
-    super().__init__(make, inputs, outputs, how, name)
-    self.bias = make("bias", tuple(outputs.values()), tuple(outputs)) if bias else None
 
   def of_rows(self, x: jax.Array, sizes: jax.Array | None, kernel: GroupedMatmul, parts: int = 1) -> jax.Array:
     """Rows [M,I] with sizes [X], or [X,C,I], to the same of O."""

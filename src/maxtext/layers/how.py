@@ -62,6 +62,7 @@ class How:
   remat: tuple[Remat, ...] = (Remat(),)  # takes turns over the layers of a stack
   scan: bool = True
   init_scale: float = 1.0
+  one_hot_embedding: bool = False
   linear_hooks: tuple[LinearHook, ...] = ()
 
   def partition(self, shape: tuple[int, ...], *axes: str | None) -> PartitionSpec:

@@ -22,6 +22,7 @@ class Linear(nnx.Module):
     outputs: named dimensions that appear instead.
     name: the name under which the output may be kept for the backward pass.
     tied: has no weight of its own and is called with another module's.
+    bias: adds a learned bias to the product.
   """
 
   def __init__(
@@ -32,11 +33,13 @@ class Linear(nnx.Module):
     how: How,
     name: str,
     tied: bool = False,
+    bias: bool = False,
   ) -> None:
     self.how, self.inputs, self.name = how, len(inputs), name
     shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
     std = (how.init_scale / prod(inputs.values())) ** 0.5
     self.weight = None if tied else make("weight", shape, axes, std=std, contracted=len(inputs))
+    self.bias = make("bias", tuple(outputs.values()), tuple(outputs)) if bias else None
     hooks = {hook.name: hook.variables(make.at(hook.name), inputs, outputs) for hook in how.linear_hooks}
     self.hooks = nnx.Dict({name: nnx.Dict(variables) for name, variables in hooks.items()})
 
@@ -48,7 +51,8 @@ class Linear(nnx.Module):
     if self.weight is not None:
       weight = self.weight[...]
     assert weight is not None
-    return checkpoint_name(product(x, weight), self.name)
+    y = product(x, weight)
+    return checkpoint_name(y if self.bias is None else y + self.bias[...].astype(y.dtype), self.name)
 
   def _hooked(self, product: Product) -> Product:
     for hook in self.how.linear_hooks:

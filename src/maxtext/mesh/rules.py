@@ -20,6 +20,8 @@ LogicalAxis = Literal[
   "heads",
   "kv_heads",
   "head_dim",
+  "qkv",
+  "narrow",
   "mlp",
   "norm",
   "router",

@@ -1,11 +1,14 @@
 """From keys to mixtures of experts: what they are, for the families that have them, and how a run executes them."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.kernels.grouped_matmul import GroupedMatmul, Kernel, Tiles
+from maxtext.layers.beside import Beside
 from maxtext.layers.dispatch import Dispatch
 from maxtext.layers.experts import Mixture
 from maxtext.layers.mlp import MLP
@@ -15,8 +18,8 @@ from maxtext.models.spec import DecoderSpec
 _KERNELS: dict[str, Kernel] = {"tpu": "megablox", "cpu": "tiled"}
 
 
-def mixture(config: MaxTextConfig) -> Mixture:
-  """The mixture that the keys describe; a family replaces what it has otherwise."""
+def mixture(config: MaxTextConfig, router_changes: Mapping[str, Any] | None = None, **changes: Any) -> Mixture:
+  """The mixture that the keys describe, but for what a family has otherwise."""
   c = config
   score: Literal["softmax", "sigmoid"] = "sigmoid" if c.routed_score_func == "sigmoid" else "softmax"
   # A group is judged by its best expert where scores compete, and by its best two where each stands alone.
@@ -32,16 +35,17 @@ def mixture(config: MaxTextConfig) -> Mixture:
     selection_bias_rate=c.routed_bias_update_rate,
     balance_weight=c.load_balance_loss_weight,
   )
-  width = c.base_moe_mlp_dim if c.base_moe_mlp_dim > 0 else c.base_mlp_dim
-  activation = c.mlp_activations[0]
-  return Mixture(
-    router,
-    width,
-    activation,
-    limit=c.mlp_activations_limit if c.mlp_activations_limit > 0 else None,
-    bias=c.mlp_bias,
-    shared=MLP(c.shared_experts * width, activation) if c.shared_experts else None,
-  )
+  dense, own, activation = c.base_mlp_dim, c.base_moe_mlp_dim, c.mlp_activations[0]
+  width = own if own > 0 else dense
+  values: dict[str, Any] = {
+    "router": replace(router, **(router_changes or {})),
+    "width": width,
+    "activation": activation,
+    "limit": c.mlp_activations_limit if c.mlp_activations_limit > 0 else None,
+    "bias": c.mlp_bias,
+    "shared": MLP(c.shared_experts * width, activation) if c.shared_experts else None,
+  }
+  return Mixture(**(values | changes))
 
 
 def dispatch(config: MaxTextConfig, mesh: Mesh) -> Dispatch:
@@ -76,7 +80,7 @@ def dispatch(config: MaxTextConfig, mesh: Mesh) -> Dispatch:
 
 def check_experts(config: MaxTextConfig, spec: DecoderSpec) -> None:
   """Refuses experts that the family does not have."""
-  has = any(isinstance(block.feed_forward, Mixture) for group in spec.groups for block in group.cycle)
+  has = any(isinstance(block.feed_forward, Mixture | Beside) for group in spec.groups for block in group.cycle)
   if config.num_experts > 1 and not has:
     raise ConfigError(
       f"num_experts={config.num_experts} has no effect on decoder_block={config.decoder_block.value}, a family without "

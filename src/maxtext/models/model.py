@@ -51,13 +51,23 @@ class Model:
 
   @property
   def size(self) -> int:
-    """Number of parameters, trained or not."""
-    return sum(self.struct(name).size for name, _, kind, _ in self._variables if not issubclass(kind, Buffer))
+    """Number of parameters, trained or not, with the buffers of layers; what hooks keep beside them does not count."""
+    return sum(self.struct(name).size for name in self.weight_names)
+
+  @property
+  def weight_names(self) -> list[str]:
+    """What a file of weights holds: every parameter and buffer but those of hooks."""
+    return [name for name, *_ in self._variables if "/hooks/" not in name]
 
   @property
   def named_dimensions(self) -> dict[str, tuple[str | None, ...]]:
     """The named dimensions of every parameter and buffer."""
     return {name: metadata["axes"] for name, _, _, metadata in self._variables}
+
+  @property
+  def contracted(self) -> dict[str, tuple[int, int]]:
+    """How many dimensions of each variable stack layers and experts, and how many after them are summed over."""
+    return {name: (metadata["stacked"], metadata["contracted"]) for name, _, _, metadata in self._variables}
 
   @property
   def matrices(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
