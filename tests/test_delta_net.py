@@ -129,7 +129,9 @@ def test_a_mesh_is_one_device(layer):
 
   def run(module):
     graph, state = nnx.split(module)
-    return jax.jit(jax.grad(lambda s, x: jnp.square(nnx.merge(graph, s)(x, context(ROW), None, FIRST)[0]).sum()))(state, INPUT)
+    return jax.jit(jax.grad(lambda s, x: jnp.square(nnx.merge(graph, s)(x, context(ROW), None, FIRST)[0]).sum()))(
+      state, INPUT
+    )
 
   for a, b in zip(jax.tree.leaves(run(other)), jax.tree.leaves(run(layer)), strict=True):
     np.testing.assert_allclose(a, b, atol=1e-4 * float(jnp.abs(b).max()), rtol=0)
