@@ -24,6 +24,8 @@ LogicalAxis = Literal[
   "narrow",
   "mlp",
   "norm",
+  "latent",
+  "latent_out",
   "router",
   "expert",
   "expert_embed",
