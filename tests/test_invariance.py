@@ -6,7 +6,6 @@ import pytest
 
 from maxtext.configs.types import RematPolicy
 from maxtext.train.objectives.language_modeling import LanguageModeling
-from maxtext.train.state import update_shardings
 from maxtext.train.step import gradients
 from tests.support import program, random_batch, tiny
 
@@ -52,8 +51,7 @@ def loss_and_gradients(params, changes):
 
   @jax.jit
   def run(params, batch):
-    placed = update_shardings(model, over_data=False)
-    return gradients(model, objective, params, {}, batch, placed, accumulation=config.gradient_accumulation_steps)
+    return gradients(model, objective, params, {}, batch, accumulation=config.gradient_accumulation_steps)
 
   found = run(params, batch)
   return found.loss, found.grads
@@ -105,9 +103,8 @@ def test_low_precision_is_close_and_stored_as_asked(params, plain, dtype):
   p = program(config)
   assert {a.dtype.name for a in p.state.params.values()} == {dtype}
   low = {name: value.astype(dtype) for name, value in params.items()}
-  placed = update_shardings(p.model, over_data=False)
   loss, _, grads, _ = jax.jit(
-    lambda low, batch: gradients(p.model, LanguageModeling(z_loss=1e-3), low, {}, batch, placed, grad_dtype=dtype)
+    lambda low, batch: gradients(p.model, LanguageModeling(z_loss=1e-3), low, {}, batch, grad_dtype=dtype)
   )(low, random_batch(config, rows=8))
   assert {g.dtype.name for g in grads.values()} == {dtype}
   assert abs(float(loss) - float(plain[0])) < 0.02

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.kernels.attention import Attention, SplashBlocks, Tokens, chunked, reference
+from maxtext.kernels.attention import Attention, Scoring, SplashBlocks, Tokens, chunked, reference
 from maxtext.kernels.cross_entropy import cross_entropy, tiled_cross_entropy
 from maxtext.mesh.devices import make_mesh
 from tests.support import tiny
@@ -50,46 +50,72 @@ def check(attend, plain, qkv, tolerance):
     np.testing.assert_allclose(grad, other, atol=tolerance * float(jnp.abs(other).max()), rtol=0)
 
 
-CASES = [(None, False), (None, True), (40, False), (40, True)]
+SINKS = draw(4, H)
+CASES = {
+  "causal": (Scoring(SCALE), None),
+  "window": (Scoring(SCALE, 40), None),
+  "chunk": (Scoring(SCALE, 40, chunked=True), None),
+  "cap": (Scoring(SCALE, cap=0.5), None),
+  "sinks": (Scoring(SCALE, 40), SINKS),
+}
+every_case = pytest.mark.parametrize(("scoring", "sinks"), CASES.values(), ids=CASES.keys())
 
 
-@pytest.mark.parametrize(("window", "segmented"), CASES)
-def test_chunked_attention(qkv, packed, window, segmented):
+@every_case
+@pytest.mark.parametrize("segmented", [False, True])
+def test_chunked_attention(qkv, packed, scoring, sinks, segmented):
   tokens = packed if segmented else UNPACKED
   check(
-    lambda q, k, v: chunked(q, k, v, tokens, SCALE, window, chunks=2),
-    lambda q, k, v: reference(q, k, v, tokens, tokens, SCALE, window),
+    lambda q, k, v: chunked(q, k, v, tokens, scoring, sinks, chunks=2),
+    lambda q, k, v: reference(q, k, v, tokens, tokens, scoring, sinks),
     qkv,
     1e-5,
   )
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("window", "segmented"), CASES)
-def test_splash_attention(packed, window, segmented, fused):
-  """On two by two devices, with as many key heads as fit (K=2) and too few to split (K=1)."""
-  tokens = packed if segmented else UNPACKED
+def test_reference_attention_by_hand(qkv):
+  """Caps, chunks and sinks, in plain numpy."""
+  q, k, v = (np.asarray(x[:1, :6], np.float64) for x in qkv)
+  scoring = Scoring(0.3, 4, chunked=True, cap=0.5)
+  found = reference(*(x[:1, :6] for x in qkv), *(Tokens(UNPACKED.positions[:1, :6]),) * 2, scoring, SINKS)
+  for h in range(H):
+    for s in range(6):
+      seen = range(s // 4 * 4, s + 1)
+      logits = np.array([0.5 * np.tanh(0.3 * q[0, s, h] @ k[0, t, h // 2] / 0.5) for t in seen])
+      weights = np.exp(logits) / (np.exp(logits).sum() + np.exp(float(SINKS[h])))
+      np.testing.assert_allclose(found[0, s, h], weights @ v[0, list(seen), h // 2], rtol=2e-5, atol=1e-6)
+
+
+def on_devices(kernel, qkv, tokens, scoring, sinks, **options):
+  """On two by two devices; value and gradients, those of the sinks too."""
   config = tiny(ici_data_parallelism=2, ici_fsdp_parallelism=1, ici_tensor_parallelism=2)
   mesh = make_mesh(config, jax.devices()[:4])
   P = jax.sharding.PartitionSpec
-  attention = Attention("splash", blocks=SplashBlocks(*(128,) * 8, fused_backward=fused), interpret=True)
-  for kv_heads in (2, 1) if fused else (2,):
-    qkv = draw(0, B, S, H, 128), draw(1, B, S, kv_heads, 128), draw(2, B, S, kv_heads, 128)
-    where = {
-      "mesh": mesh,
-      "q_spec": P("data", None, "tensor", None),
-      "kv_spec": P("data", None, "tensor" if kv_heads == 2 else None, None),
-    }
-    probe = draw(3, B, S, H, 128)
+  kv = P("data", None, "tensor" if qkv[1].shape[2] == 2 else None, None)
+  where = {"mesh": mesh, "q_spec": P("data", None, "tensor", None), "kv_spec": kv}
+  attention, probe = Attention(kernel, **options), draw(3, *qkv[0].shape)
 
-    def run(attend, qkv=qkv, probe=probe):
-      return jax.jit(jax.value_and_grad(lambda q, k, v: (attend(q, k, v) * probe).sum(), (0, 1, 2)))(*qkv)
+  def loss(qkv, sinks):
+    return (attention(*qkv, tokens, scoring, sinks, **where) * probe).sum()
 
-    value, grads = run(lambda q, k, v, where=where: attention(q, k, v, tokens, SCALE, window, **where))
-    expected, others = run(lambda q, k, v: reference(q, k, v, tokens, tokens, SCALE, window))
-    np.testing.assert_allclose(value, expected, rtol=2e-5, atol=2e-3)
-    for grad, other in zip(grads, others, strict=True):
-      np.testing.assert_allclose(grad, other, atol=2e-5 * float(jnp.abs(other).max()), rtol=0)
+  return jax.jit(jax.value_and_grad(loss, (0, 1) if sinks is not None else (0,)))(qkv, sinks)
+
+
+@pytest.mark.parametrize(
+  ("case", "segmented", "fused", "kv_heads"),
+  [(case, segmented, segmented, 2) for case in CASES for segmented in (False, True)] + [("window", True, True, 1)],
+)
+def test_splash_attention(packed, case, segmented, fused, kv_heads):
+  """With as many key heads as can be split like the query heads, and with too few."""
+  scoring, sinks = CASES[case]
+  tokens = packed if segmented else UNPACKED
+  qkv = draw(0, B, S, H, 128), draw(1, B, S, kv_heads, 128), draw(2, B, S, kv_heads, 128)
+  blocks = SplashBlocks(*(128,) * 8, fused_backward=fused)
+  value, grads = on_devices("splash", qkv, tokens, scoring, sinks, blocks=blocks, interpret=True)
+  expected, others = on_devices("dot_product", qkv, tokens, scoring, sinks)
+  np.testing.assert_allclose(value, expected, rtol=2e-5, atol=2e-3)
+  for grad, other in zip(jax.tree.leaves(grads), jax.tree.leaves(others), strict=True):
+    np.testing.assert_allclose(grad, other, atol=2e-5 * float(jnp.abs(other).max()), rtol=0)
 
 
 def test_cross_entropy_by_hand():

@@ -29,7 +29,7 @@ def _heads(c: MaxTextConfig) -> str | None:
 
 
 def _activations(c: MaxTextConfig) -> str | None:
-  known = ("silu", "gelu", "relu")
+  known = ("silu", "gelu", "relu", "sigmoid")
   ok = c.mlp_activations[:1] and c.mlp_activations[0] in known and c.mlp_activations[1:] in ([], ["linear"])
   if not ok:
     return f"mlp_activations={c.mlp_activations} must be one of {known}, with 'linear' after it for a gated layer."
@@ -37,11 +37,15 @@ def _activations(c: MaxTextConfig) -> str | None:
 
 
 def _window(c: MaxTextConfig) -> str | None:
-  if (c.attention_type == "local_sliding") != (c.sliding_window_size > 0):
-    return (
-      f"attention_type={c.attention_type} and sliding_window_size={c.sliding_window_size} do not go together: "
-      f"set attention_type=local_sliding and a window above 0, or neither."
-    )
+  for kind, key in {"local_sliding": "sliding_window_size", "chunk": "chunk_attn_window_size"}.items():
+    if c.attention_type == kind and getattr(c, key) < 1:
+      return f"attention_type={kind} needs {key} above 0; it is {getattr(c, key)}."
+  return None
+
+
+def _positions(c: MaxTextConfig) -> str | None:
+  if 0 < c.trainable_position_size < c.max_target_length:
+    return f"max_target_length={c.max_target_length} is more than trainable_position_size={c.trainable_position_size}."
   return None
 
 
@@ -49,6 +53,33 @@ def _attention(c: MaxTextConfig) -> str | None:
   if c.attention not in ATTENTION_KERNELS:
     return (
       f"attention={c.attention} must be one of {', '.join(ATTENTION_KERNELS)}.{nearest(c.attention, ATTENTION_KERNELS)}"
+    )
+  return None
+
+
+def _experts(c: MaxTextConfig) -> str | None:
+  if c.num_experts_per_tok > c.num_experts:
+    return f"num_experts_per_tok={c.num_experts_per_tok} is more than num_experts={c.num_experts}."
+  if c.routed_score_func not in ("", "softmax", "sigmoid"):
+    return f"routed_score_func={c.routed_score_func} must be softmax or sigmoid, or empty, which is softmax."
+  for key in ("capacity_factor", "ragged_buffer_factor"):
+    if not (getattr(c, key) == -1 or getattr(c, key) > 0):
+      return f"{key}={getattr(c, key)} must be above 0, or -1."
+  return None
+
+
+def _routing_groups(c: MaxTextConfig) -> str | None:
+  groups, kept = c.n_routing_groups, c.topk_routing_group
+  if groups <= 0:
+    return None
+  if c.num_experts % groups or c.num_experts // groups < 2:
+    return f"n_routing_groups={groups} must divide num_experts={c.num_experts} into groups of two or more."
+  if not 1 <= kept <= groups:
+    return f"topk_routing_group={kept} must be from 1 to n_routing_groups={groups}."
+  if c.num_experts_per_tok > kept * (c.num_experts // groups):
+    return (
+      f"num_experts_per_tok={c.num_experts_per_tok} is more than the experts of topk_routing_group={kept} of "
+      f"n_routing_groups={groups}."
     )
   return None
 
@@ -160,7 +191,17 @@ _LEAST = {
   "vocab_size": 1,
   "max_target_length": 1,
   "rope_factor": 1,
-  "rope_max_timescale": 1,
+  "rope_max_timescale": 2,
+  "rope_min_timescale": 1,
+  "rope_linear_scaling_factor": 1e-6,
+  "beta_fast": 1,
+  "beta_slow": 1,
+  "inhomogeneous_layer_cycle_interval": 1,
+  "global_head_dim": 0,
+  "global_num_kv_heads": 0,
+  "global_rope_proportion": 0,
+  "local_rope_proportion": 0,
+  "partial_rotary_factor": 0,
   "original_max_position_embeddings": 1,
   "log_period": 1,
   "checkpoint_period": 1,
@@ -195,7 +236,10 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _heads,
   _activations,
   _window,
+  _positions,
   _attention,
+  _experts,
+  _routing_groups,
   _remat,
   _tiling,
   _length,

@@ -70,10 +70,19 @@ def _section(*sections: type[Section], but: Iterable[str] = ()) -> tuple[str, ..
 
 _REMAT_NAMES = (
   "decoder_layer_input", "context", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "query_proj", "key_proj", "value_proj",
-  "out_proj",
+  "out_proj", "qkv_proj", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo",
 )  # fmt: skip
 _OFFLOADED = ("optimizer_memory_host_offload", "parameter_memory_host_offload")
-_MESH_AXES = ("data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence")
+_MESH_AXES = ("data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence", "expert")
+
+_UNBUILT_EXPERTS = (
+  "moe_expert_input_dim", "padded_base_moe_mlp_dim", "use_gather_mosaic_kernel", "interleave_moe_layer_step",
+  "moe_fsdp_use_two_stage_all_gather", "shard_exp_on_fsdp", "use_2d_fsdp_sharding", "prefuse_moe_weights",
+  "merge_gating_gmm", "first_num_dense_layers", "use_batch_split_schedule", "batch_split_factor",
+  "use_ring_of_experts",
+)  # fmt: skip
+_SPARSE = ("ragged_buffer_factor", "use_custom_sort_vjp", "megablox")
+_TILES = tuple(key for key in t.MoEKernels.model_fields if "_tile_" in key)
 
 _HLO = (
   "dump_hlo", "dump_step", "dump_hlo_local_dir", "dump_hlo_delete_local_after", "dump_hlo_module_name",
@@ -158,25 +167,29 @@ REFUSALS: tuple[Refusal, ...] = (
     _section(t.Quantization), "quantization is not implemented yet; lower dtype to bfloat16", harmless=(None, False)
   ),
   Refusal(
-    ("global_parameter_scale", "attention_output_dim", "global_head_dim", "mlp_activations_limit", "fused_qkv",
-     "attention_bias", "fused_mlp", "qk_norm_with_scale", "v_norm_with_scale"),
+    ("global_parameter_scale", "fused_mlp"),
     "the model families that need it are not implemented yet; write the sizes themselves as base_* keys",
   ),
   Refusal(
-    _section(t.Engram, t.MTP, t.ManifoldConstrainedHyperConnections, t.Qwen3Next, t.PositionalEmbedding),
+    (*_section(t.Engram, t.MTP, t.ManifoldConstrainedHyperConnections, t.Qwen3Next, but=("partial_rotary_factor",)),
+     "mscale"),
     "the model families that need it are not implemented yet",
     harmless=(False,),
   ),
   Refusal(
-    ("rope_use_scale", "rope_min_timescale", "rope_linear_scaling_factor", "local_rope_max_timescale",
-     "global_rope_max_timescale", "global_rope_proportion", "local_rope_proportion", "max_position_embeddings",
-     "beta_fast", "beta_slow", "mscale", "rope_interleave", "rope_truncate", "rope_attention_scaling"),
-    "the scaling that needs it is not implemented yet; there are rope_type=default and rope_type=llama3.1",
+    ("rope_use_scale",),
+    "it has no effect without rope_type=llama3.1",
+    unless=lambda c: c.rope_type == t.RopeType.LLAMA3_1,
   ),
   Refusal(
-    ("rope_type",),
-    "this scaling is not implemented yet: write rope_type=default or rope_type=llama3.1",
-    harmless=(t.RopeType.LLAMA3_1,),
+    ("beta_fast", "beta_slow", "rope_interleave", "rope_truncate", "rope_attention_scaling"),
+    "it has no effect without rope_type=yarn",
+    unless=lambda c: c.rope_type == t.RopeType.YARN,
+  ),
+  Refusal(
+    ("rope_linear_scaling_factor",),
+    "it has no effect beside a rope_type that scales positions in another way",
+    unless=lambda c: c.rope_type == t.RopeType.DEFAULT,
   ),
   Refusal(
     ("rope_factor", "original_max_position_embeddings"),
@@ -185,13 +198,12 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     ("attention_type",),
-    "this kind of attention is not implemented yet: write attention_type=global or attention_type=local_sliding",
-    harmless=("local_sliding",),
+    "this kind of attention is not implemented yet: write attention_type=global, local_sliding or chunk",
+    harmless=("local_sliding", "chunk"),
   ),
   Refusal(
-    ("share_kv_projections", "global_num_kv_heads", "attention_sink", "float32_qk_product", "float32_logits",
-     "chunk_attn_window_size", "attn_logits_soft_cap", "use_post_attn_norm", "use_post_ffw_norm", "use_qk_clip",
-     "qk_clip_threshold", *_section(t.MlaAttention, t.MoBa, t.AttentionIndexer, t.Llama4Attention)),
+    ("float32_qk_product", "float32_logits", "use_qk_clip", "qk_clip_threshold",
+     *_section(t.MlaAttention, t.MoBa, t.AttentionIndexer)),
     "this form of attention is not implemented yet; logits and softmax are always float32",
     harmless=(0.0, False),
   ),
@@ -203,12 +215,52 @@ REFUSALS: tuple[Refusal, ...] = (
     "the kernels are JAX's own splash and cuDNN; choose with attention and sa_block_*",
   ),
   Refusal(
-    _section(t.MoEGeneral, t.MoEKernels, t.DeepSeekMoE),
-    "mixtures of experts are not implemented yet",
+    _section(t.MoEGeneral, t.MoEKernels, t.DeepSeekMoE, but=("num_experts", "mlp_bias", *_UNBUILT_EXPERTS)),
+    "it has no effect without experts: set num_experts, for a family that has them",
+    unless=lambda c: c.num_experts > 1,
+  ),
+  Refusal(("first_num_dense_layers",), "the model families that need it are not implemented yet"),
+  Refusal(
+    ("shard_exp_on_fsdp", "use_2d_fsdp_sharding"),
+    "logical_axis_rules says how expert, expert_embed and expert_mlp are split; write that",
     harmless=(False,),
   ),
   Refusal(
-    ("shard_mode", "inhomogeneous_layer_cycle_interval",
+    ("prefuse_moe_weights", "merge_gating_gmm"),
+    "the experts' gate and up weights are kept and multiplied apart",
+    harmless=(False,),
+  ),
+  Refusal(
+    ("padded_base_moe_mlp_dim",), "the kernels cut their tiles to the experts' width, and nothing is padded",
+  ),
+  Refusal(
+    ("use_ring_of_experts",),
+    "tokens are always gathered on every expert shard and the results reduce-scattered",
+    harmless=(True, False),
+  ),
+  Refusal(
+    ("use_gather_mosaic_kernel", "moe_fsdp_use_two_stage_all_gather", "use_batch_split_schedule", "batch_split_factor"),
+    "tokens and expert weights are moved by XLA's own gathers, whole",
+    harmless=(False,),
+  ),
+  Refusal(
+    ("capacity_factor",),
+    "it has no effect on grouped products, which drop no token: write sparse_matmul=false",
+    unless=lambda c: not c.sparse_matmul,
+  ),
+  Refusal(
+    (*_SPARSE, *_TILES), "it has no effect without grouped products: write sparse_matmul=true",
+    unless=lambda c: c.sparse_matmul,
+  ),
+  Refusal(_TILES, "it has no effect without megablox=true", unless=lambda c: c.megablox),
+  Refusal(
+    ("topk_routing_group",), "it has no effect without n_routing_groups", unless=lambda c: c.n_routing_groups > 0
+  ),
+  Refusal(
+    ("routed_bias_update_rate",), "it has no effect without routed_bias=true", unless=lambda c: c.routed_bias
+  ),
+  Refusal(
+    ("shard_mode",
      "context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy", "custom_mesh",
      "custom_mesh_and_rule", "optimize_mesh_for_tpu_v6e", "remove_size_one_mesh_axis_from_type"),
     "the mesh follows ici_*, dcn_* and mesh_axes alone for now",

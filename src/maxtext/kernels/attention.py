@@ -1,4 +1,4 @@
-"""Attention: softmax(q k^T) v, causal, with an optional sliding window and segments.
+"""Attention: softmax(q k^T) v, causal, with windows or chunks, segments, a soft cap on logits and sinks.
 
 `reference` is the plain form and the oracle of the others; `Attention` dispatches to one of them.
 
@@ -66,6 +66,32 @@ class Tokens(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Scoring:
+  """How a query weighs keys, and which it sees.
+
+  Attributes:
+    scale: times the product of query and key.
+    window: how far back a query sees, itself counted; None is all the way.
+    chunked: the window does not slide: positions are cut into chunks of that length, and a query sees its own.
+    cap: bounds scaled logits by cap * tanh(logit / cap).
+  """
+
+  scale: float
+  window: int | None = None
+  chunked: bool = False
+  cap: float | None = None
+
+  def sees(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """Whether positions `keys` are visible from positions `queries`."""
+    gap = queries - keys
+    if self.window is None:
+      return gap >= 0
+    if self.chunked:
+      return (gap >= 0) & (queries // self.window == keys // self.window)
+    return (gap >= 0) & (gap < self.window)
+
+
+@dataclass(frozen=True)
 class Attention:
   """Self-attention of whole sequences, by one of the kernels."""
 
@@ -80,25 +106,30 @@ class Attention:
     k: jax.Array,
     v: jax.Array,
     tokens: Tokens,
-    scale: float,
-    window: int | None,
+    scoring: Scoring,
+    sinks: jax.Array | None = None,
     *,
+    chosen: jax.Array | None = None,
     mesh: Mesh,
     q_spec: PartitionSpec,
     kv_spec: PartitionSpec,
   ) -> jax.Array:
-    """q [B,S,H,D], k and v [B,S,K,D] to [B,S,H,D]; mesh and specs are where they live.
+    """q [B,S,H,D], k and v [B,S,K,D], sinks [H] to [B,S,H,D]; mesh and specs are where they live.
 
-    Keys stand in the order of their positions within a segment, so that the order alone is causal.
+    Keys stand in the order of their positions within a segment, so that the order alone is causal. Where keys are
+    chosen one by one, [B,S,T], no kernel that skips blocks of them helps.
     """
+    if chosen is not None:
+      return checkpoint_name(chunked(q, k, v, tokens, scoring, sinks, self.precision, chosen=chosen), RESULT)
     if self.kernel == "splash":
-      return self._splash(q, k, v, tokens.segments, scale, window, mesh, q_spec, kv_spec)
+      return self._splash(q, k, v, tokens, scoring, sinks, mesh, q_spec, kv_spec)
     if self.kernel == "cudnn":
-      out = _cudnn(q, k, v, tokens.segments, scale, window)
+      assert sinks is None, "refused when the model is built"
+      out = _cudnn(q, k, v, tokens.segments, scoring)
     elif self.kernel == "chunked":
-      out = chunked(q, k, v, tokens, scale, window, self.precision)
+      out = chunked(q, k, v, tokens, scoring, sinks, self.precision)
     else:
-      out = reference(q, k, v, tokens, tokens, scale, window, self.precision)
+      out = reference(q, k, v, tokens, tokens, scoring, sinks, self.precision)
     return checkpoint_name(out, RESULT)
 
   def _splash(
@@ -106,9 +137,9 @@ class Attention:
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segments: jax.Array | None,
-    scale: float,
-    window: int | None,
+    tokens: Tokens,
+    scoring: Scoring,
+    sinks: jax.Array | None,
     mesh: Mesh,
     q_spec: PartitionSpec,
     kv_spec: PartitionSpec,
@@ -123,25 +154,41 @@ class Attention:
       kv_spec = q_spec
     split = q_spec[2] or ()
     heads = H // math.prod(mesh.shape[a] for a in ((split,) if isinstance(split, str) else split))
-    mask = masks.CausalMask((S, S)) if window is None else masks.LocalMask((S, S), (window - 1, 0), 0)
+    window, segments = scoring.window, tokens.segments
+    if window is None:
+      mask: Any = masks.CausalMask((S, S))
+    elif not scoring.chunked:
+      mask = masks.LocalMask((S, S), (window - 1, 0), 0)
+    elif segments is None:
+      mask = masks.ChunkedCausalMask((S, S), window)
+    else:  # chunks are those of the documents, not of the row: let them be segments of their own
+      mask, segments = masks.CausalMask((S, S)), segments * (S // window + 1) + tokens.positions // window
     attend = splash.make_splash_mha(
       masks.MultiHeadMask([mask] * heads),
       block_sizes=self.blocks.within(S, splash.BlockSizes),
+      attn_logits_soft_cap=scoring.cap,
       head_shards=1,
       q_seq_shards=1,
       residual_checkpoint_name=RESULT,
       interpret=self.interpret,
     )
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
-      heads_first = (x.swapaxes(1, 2) for x in (q * scale, k, v))
+    def local(
+      q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None
+    ) -> jax.Array:
+      heads_first = (x.swapaxes(1, 2) for x in (q * scoring.scale, k, v))
       ids = None if segments is None else splash.SegmentIds(segments, segments)
-      return jax.vmap(attend)(*heads_first, ids).swapaxes(1, 2)
+      return jax.vmap(attend, in_axes=(0, 0, 0, 0, None))(*heads_first, ids, sinks).swapaxes(1, 2)
 
     ids_spec = None if segments is None else PartitionSpec(q_spec[0], None)
+    sinks_spec = None if sinks is None else PartitionSpec(q_spec[2])
     return jax.shard_map(
-      local, mesh=mesh, in_specs=(q_spec, kv_spec, kv_spec, ids_spec), out_specs=q_spec, check_vma=False
-    )(q, k, v, segments)
+      local,
+      mesh=mesh,
+      in_specs=(q_spec, kv_spec, kv_spec, ids_spec, sinks_spec),
+      out_specs=q_spec,
+      check_vma=False,
+    )(q, k, v, segments, sinks)
 
 
 def reference(
@@ -150,22 +197,32 @@ def reference(
   v: jax.Array,
   queries: Tokens,
   keys: Tokens,
-  scale: float,
-  window: int | None,
+  scoring: Scoring,
+  sinks: jax.Array | None = None,
   precision: str = "default",
+  chosen: jax.Array | None = None,
 ) -> jax.Array:
-  """The plain form: a key is visible if it is not later, near enough, and of the same segment."""
+  """The plain form: a key is visible if it is not later, near enough, of the same segment, and chosen [B,S,T].
+
+  A sink is a logit of its own per head, which takes its share of the softmax and gives nothing.
+  """
   B, S, H, D = q.shape
   K = k.shape[2]
   grouped = q.reshape(B, S, K, H // K, D)
   logits = jnp.einsum("bskgd,btkd->bkgst", grouped, k, precision=precision, preferred_element_type=jnp.float32)
-  gap = queries.positions[:, :, None] - keys.positions[:, None, :]
-  visible = gap >= 0
-  if window is not None:
-    visible &= gap < window
+  logits = logits * scoring.scale
+  if scoring.cap is not None:
+    logits = scoring.cap * jnp.tanh(logits / scoring.cap)
+  visible = scoring.sees(queries.positions[:, :, None], keys.positions[:, None, :])
   if queries.segments is not None and keys.segments is not None:
     visible &= queries.segments[:, :, None] == keys.segments[:, None, :]
-  weights = jax.nn.softmax(jnp.where(visible[:, None, None], logits * scale, _MASKED), axis=-1).astype(v.dtype)
+  if chosen is not None:
+    visible &= chosen
+  logits = jnp.where(visible[:, None, None], logits, _MASKED)
+  if sinks is not None:
+    column = sinks.astype(jnp.float32).reshape(1, K, H // K, 1, 1)
+    logits = jnp.concatenate([logits, jnp.broadcast_to(column, (*logits.shape[:-1], 1))], axis=-1)
+  weights = jax.nn.softmax(logits, axis=-1)[..., : k.shape[1]].astype(v.dtype)
   return jnp.einsum("bkgst,btkd->bskgd", weights, v, precision=precision).reshape(B, S, H, v.shape[-1])
 
 
@@ -174,31 +231,34 @@ def chunked(
   k: jax.Array,
   v: jax.Array,
   tokens: Tokens,
-  scale: float,
-  window: int | None,
+  scoring: Scoring,
+  sinks: jax.Array | None = None,
   precision: str = "default",
   chunks: int = 8,
+  chosen: jax.Array | None = None,
 ) -> jax.Array:
   """The reference, a chunk of queries at a time: keys after the chunk are never touched, and only one chunk's logits
   exist at once, in the backward pass too."""
   S = q.shape[1]
   size = max(128, -(-S // chunks))
-  attend = partial(reference, scale=scale, window=window, precision=precision)
+  attend = partial(reference, scoring=scoring, precision=precision)
   one: Callable[..., jax.Array] = jax.checkpoint(attend) if size < S else attend
   out = []
   for start in range(0, S, size):
     end = min(start + size, S)
-    first = 0 if window is None else max(0, start - window + 1)
+    first = 0 if scoring.window is None else max(0, start - scoring.window + 1)
     keys, values = k[:, first:end], v[:, first:end]
-    out.append(one(q[:, start:end], keys, values, tokens.part(start, end), tokens.part(first, end)))
+    own = None if chosen is None else chosen[:, start:end, first:end]
+    here, there = tokens.part(start, end), tokens.part(first, end)
+    out.append(one(q[:, start:end], keys, values, here, there, sinks=sinks, chosen=own))
   return jnp.concatenate(out, axis=1)
 
 
-def _cudnn(
-  q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scale: float, window: int | None
-) -> jax.Array:
+def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scoring: Scoring) -> jax.Array:
+  assert scoring.cap is None, "refused when the model is built"
+  assert not scoring.chunked, "refused when the model is built"
   mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
-  local = None if window is None else (window - 1, 0)
+  local = None if scoring.window is None else (scoring.window - 1, 0)
   return jax.nn.dot_product_attention(
-    q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=local, implementation="cudnn"
+    q, k, v, mask=mask, scale=scoring.scale, is_causal=True, local_window_size=local, implementation="cudnn"
   )

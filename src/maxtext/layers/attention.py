@@ -4,17 +4,19 @@ Shapes: B batch, S sequence, T cached positions, E width, H query heads, K key h
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.kernels.attention import Tokens, reference
+from maxtext.kernels.attention import Scoring, Tokens, reference
 from maxtext.layers.cache import Cache, Slots, extend
 from maxtext.layers.context import Context
 from maxtext.layers.how import How
 from maxtext.layers.linear import Linear
 from maxtext.layers.make import Make
+from maxtext.layers.norm import Norm, RMSNorm
 from maxtext.layers.rope import Rope, rotate
 
 _Q = ("activation_batch", "activation_length", "activation_heads", "activation_head_dim")
@@ -22,14 +24,67 @@ _KV = ("activation_batch", "activation_length", "activation_kv_heads", "activati
 
 
 @dataclass(frozen=True)
+class QueryKeyNorm:
+  """Norms of queries and keys.
+
+  Attributes:
+    over: each head is normed alone, or all of them as one vector.
+    rotated: after the rotation instead of before it.
+  """
+
+  norm: Norm
+  over: Literal["head", "all"] = "head"
+  rotated: bool = False
+
+
+@dataclass(frozen=True)
+class Temperature:
+  """Queries grow with the logarithm of how many times `length` fits into their position."""
+
+  length: int
+  strength: float = 0.1
+
+  def __call__(self, positions: jax.Array) -> jax.Array:
+    """The factor of queries at these positions."""
+    return 1.0 + self.strength * jnp.log1p(jnp.floor((positions + 1.0) / self.length))
+
+
+@dataclass(frozen=True)
 class GQA:
-  """Query heads share key heads in groups of heads/kv_heads."""
+  """Query heads share key heads in groups of heads/kv_heads.
+
+  Attributes:
+    rope: None leaves positions out.
+    window: how far back a query sees; where `chunked`, the length of the chunks it may not look out of.
+    scale: of logits; None is head_dim^-0.5.
+    cap: bounds logits by cap * tanh(logit / cap).
+    bias: query, key and value projections have biases; `out_bias`: the output projection has one.
+    value_norm: of values; `shared_values`: values are the keys before norm and rotation.
+    sinks: each head has a learned logit that takes its share of the softmax.
+    temperature: of queries, by position.
+    gated: a sigmoid gate per head and dimension, of the layer's input, on what attention returns.
+    out_width: of the output, where it is not that of the input.
+    fused: query, key and value are one product; there are as many key heads as query heads.
+  """
 
   heads: int
   kv_heads: int
   head_dim: int
-  rope: Rope
+  rope: Rope | None
   window: int | None = None
+  chunked: bool = False
+  scale: float | None = None
+  cap: float | None = None
+  bias: bool = False
+  out_bias: bool = False
+  qk_norm: QueryKeyNorm | None = None
+  value_norm: Norm | None = None
+  shared_values: bool = False
+  sinks: bool = False
+  temperature: Temperature | None = None
+  gated: bool = False
+  out_width: int | None = None
+  fused: bool = False
 
   @property
   def attention_width(self) -> int:
@@ -39,7 +94,13 @@ class GQA:
   @property
   def ropes(self) -> tuple[Rope, ...]:
     """The rotary tables it needs."""
-    return (self.rope,)
+    return () if self.rope is None else (self.rope,)
+
+  @property
+  def scoring(self) -> Scoring:
+    """What the kernel is told."""
+    scale = self.head_dim**-0.5 if self.scale is None else self.scale
+    return Scoring(scale, self.window, self.chunked, self.cap)
 
   def build(self, make: Make, width: int, how: How) -> "GroupedQueryAttention":
     """The layer."""
@@ -47,36 +108,82 @@ class GQA:
 
 
 class GroupedQueryAttention(nnx.Module):
-  """Projections, rotation, attention, output projection."""
+  """Projections, norms, rotation, attention, output projection."""
 
   def __init__(self, make: Make, spec: GQA, width: int, how: How) -> None:
     self.spec, self.how = spec, how
-    q = {"heads": spec.heads, "head_dim": spec.head_dim}
-    kv = {"kv_heads": spec.kv_heads, "head_dim": spec.head_dim}
-    self.query = Linear(make.at("query"), {"embed": width}, q, how, "query_proj")
-    self.key = Linear(make.at("key"), {"embed": width}, kv, how, "key_proj")
-    self.value = Linear(make.at("value"), {"embed": width}, kv, how, "value_proj")
-    self.out = Linear(make.at("out"), q, {"embed": width}, how, "out_proj")
+    x, q = {"embed": width}, {"heads": spec.heads, "head_dim": spec.head_dim}
+    kv, out = {"kv_heads": spec.kv_heads, "head_dim": spec.head_dim}, {"embed": spec.out_width or width}
+
+    def product(name: str, outputs: dict[str, int]) -> Linear:
+      return Linear(make.at(name), x, outputs, how, f"{name}_proj", bias=spec.bias)
+
+    self.qkv = product("qkv", {"qkv": 3, **q}) if spec.fused else None
+    self.query = None if spec.fused else product("query", q)
+    self.key = None if spec.fused else product("key", kv)
+    self.value = None if spec.fused or spec.shared_values else product("value", kv)
+    self.out = Linear(make.at("out"), q, out, how, "out_proj", bias=spec.out_bias)
+    self.gate = Linear(make.at("gate"), x, q, how, "query_proj") if spec.gated else None
+    self.query_norm, self.key_norm = self._head_norms(make)
+    self.value_norm = None if spec.value_norm is None else spec.value_norm.build(make.at("value_norm"), spec.head_dim)
+    self.sinks = make("sinks", (spec.heads,), ("heads",)) if spec.sinks else None
 
   def __call__(
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
   ) -> tuple[jax.Array, Cache | None]:
-    spec, how, table = self.spec, self.how, context.table(self.spec.rope)
-    q = how.shard(rotate(self.query(x), table), *_Q)
-    k = how.shard(rotate(self.key(x), table), *_KV)
-    v = how.shard(self.value(x), *_KV)
-    tokens, scale = Tokens(context.positions, context.segments), spec.head_dim**-0.5
+    spec, how = self.spec, self.how
+    q, k, v = self._projected(x)
+    if self.value_norm is not None:
+      v = self.value_norm(v)
+    q, k = self._placed(self.query_norm, q, context, _Q), self._placed(self.key_norm, k, context, _KV)
+    if spec.temperature is not None:
+      q = q * spec.temperature(context.positions)[..., None, None].astype(q.dtype)
+    v = how.shard(v, *_KV)
+    tokens, sinks = Tokens(context.positions, context.segments), None if self.sinks is None else self.sinks[...]
     if cache is None:
       q_spec, kv_spec = how.partition(q.shape, *_Q), how.partition(k.shape, *_KV)
-      out = how.attention(q, k, v, tokens, scale, spec.window, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec)
+      out = how.attention(q, k, v, tokens, spec.scoring, sinks, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec)
     else:
       assert context.segments is None, "a cached row is one document"
       cache, layer = extend(cache, repeat, context.positions, {"key": k, "value": v})
       slots = Tokens(jnp.arange(layer["key"].shape[1])[None])
-      out = reference(q, layer["key"], layer["value"], tokens, slots, scale, spec.window, how.precision)
+      out = reference(q, layer["key"], layer["value"], tokens, slots, spec.scoring, sinks, how.precision)
+    if self.gate is not None:
+      out = out * jax.nn.sigmoid(self.gate(x))
     return self.out(how.shard(out, *_Q)), cache
 
   def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
     """The cache of one layer."""
     slots = Slots((batch, length, self.spec.kv_heads, self.spec.head_dim), _KV, self.how.dtype)
     return {"key": slots, "value": slots}
+
+  def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    if self.qkv is not None:
+      q, k, v = jnp.unstack(self.qkv(x), axis=2)
+      return q, k, v
+    assert self.query is not None
+    assert self.key is not None
+    k = self.key(x)
+    return self.query(x), k, k if self.value is None else self.value(x)
+
+  def _head_norms(self, make: Make) -> tuple[RMSNorm | None, RMSNorm | None]:
+    spec, norms = self.spec, self.spec.qk_norm
+    if norms is None:
+      return None, None
+    q, k = (spec.head_dim * (n if norms.over == "all" else 1) for n in (spec.heads, spec.kv_heads))
+    return norms.norm.build(make.at("query_norm"), q), norms.norm.build(make.at("key_norm"), k)
+
+  def _placed(self, norm: RMSNorm | None, x: jax.Array, context: Context, axes: tuple[str, ...]) -> jax.Array:
+    """Queries or keys, normed and turned to their positions in the order of the spec."""
+    rope, norms = self.spec.rope, self.spec.qk_norm
+
+    def normed(x: jax.Array) -> jax.Array:
+      if norm is None or norms is None:
+        return x
+      return norm(x) if norms.over == "head" else norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+
+    def turned(x: jax.Array) -> jax.Array:
+      return x if rope is None else rotate(x, context.table(rope), rope.interleaved)
+
+    x = normed(turned(x)) if norms is not None and norms.rotated else turned(normed(x))
+    return self.how.shard(x, *axes)

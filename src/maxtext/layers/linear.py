@@ -22,6 +22,7 @@ class Linear(nnx.Module):
     outputs: named dimensions that appear instead.
     name: the name under which the output may be kept for the backward pass.
     tied: has no weight of its own and is called with another module's.
+    bias: adds a learned bias to the product.
   """
 
   def __init__(
@@ -32,11 +33,13 @@ class Linear(nnx.Module):
     how: How,
     name: str,
     tied: bool = False,
+    bias: bool = False,
   ) -> None:
     self.how, self.inputs, self.name = how, len(inputs), name
     shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
     std = (how.init_scale / prod(inputs.values())) ** 0.5
     self.weight = None if tied else make("weight", shape, axes, std=std, contracted=len(inputs))
+    self.bias = make("bias", tuple(outputs.values()), tuple(outputs)) if bias else None
     hooks = {hook.name: hook.variables(make.at(hook.name), inputs, outputs) for hook in how.linear_hooks}
     self.hooks = nnx.Dict({name: nnx.Dict(variables) for name, variables in hooks.items()})
 
@@ -44,13 +47,17 @@ class Linear(nnx.Module):
     self, x: jax.Array, weight: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None
   ) -> jax.Array:
     """`weight` is given where it is tied; `dtype` is that of the product where it is not the run's."""
-    product: Product = partial(self._product, dtype or self.how.dtype)
-    for hook in self.how.linear_hooks:
-      product = partial(hook, product, self.hooks[hook.name])
+    product = self._hooked(partial(self._product, dtype or self.how.dtype))
     if self.weight is not None:
       weight = self.weight[...]
     assert weight is not None
-    return checkpoint_name(product(x, weight), self.name)
+    y = product(x, weight)
+    return checkpoint_name(y if self.bias is None else y + self.bias[...].astype(y.dtype), self.name)
+
+  def _hooked(self, product: Product) -> Product:
+    for hook in self.how.linear_hooks:
+      product = partial(hook, product, self.hooks[hook.name])
+    return product
 
   def _product(self, dtype: jax.typing.DTypeLike, x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.tensordot(x.astype(dtype), weight.astype(dtype), self.inputs, precision=self.how.precision)

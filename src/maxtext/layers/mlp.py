@@ -3,7 +3,9 @@
 Shapes: B batch, S sequence, E width, F feed-forward width.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +18,29 @@ from maxtext.layers.make import Make
 _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 
 
+# By the names that configurations use; gelu is the form with tanh, which the published models were trained with.
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+  "silu": jax.nn.silu,
+  "gelu": partial(jax.nn.gelu, approximate=True),
+  "relu": jax.nn.relu,
+  "sigmoid": jax.nn.sigmoid,
+}
+
+
 @dataclass(frozen=True)
 class MLP:
-  """act(x gate) * (x up), or act(x up) where it is not gated; then down."""
+  """act(x gate) * (x up), or act(x up) where it is not gated; then down.
+
+  Attributes:
+    limit: bounds the gate from above and `up` from both sides, before the activation.
+    bias: all products have biases.
+  """
 
   width: int
   activation: str = "silu"
   gated: bool = True
+  limit: float | None = None
+  bias: bool = False
 
   def build(self, make: Make, width: int, how: How) -> "FeedForward":
     """The layer."""
@@ -33,17 +51,23 @@ class FeedForward(nnx.Module):
   """Two or three products around an activation."""
 
   def __init__(self, make: Make, spec: MLP, width: int, how: How) -> None:
-    self.how, self.activation = how, getattr(jax.nn, spec.activation)
-    wide = {"mlp": spec.width}
-    self.gate = Linear(make.at("gate"), {"embed": width}, wide, how, "mlpwi_0") if spec.gated else None
-    self.up = Linear(make.at("up"), {"embed": width}, wide, how, "mlpwi_1" if spec.gated else "mlpwi")
-    self.down = Linear(make.at("down"), wide, {"embed": width}, how, "mlpwo")
+    self.how, self.limit, self.activation = how, spec.limit, ACTIVATIONS[spec.activation]
+    x, wide = {"embed": width}, {"mlp": spec.width}
+    self.gate = Linear(make.at("gate"), x, wide, how, "mlpwi_0", bias=spec.bias) if spec.gated else None
+    self.up = Linear(make.at("up"), x, wide, how, "mlpwi_1" if spec.gated else "mlpwi", bias=spec.bias)
+    self.down = Linear(make.at("down"), wide, x, how, "mlpwo", bias=spec.bias)
 
   def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The output, and what a layer reports (nothing here; experts report their load)."""
-    up = self.up(x)
-    hidden = self._activate(up) if self.gate is None else self._activate(self.gate(x)) * up
+    up = self._bounded(self.up(x))
+    gate = None if self.gate is None else self._bounded(self.gate(x), from_below=False)
+    hidden = self._activate(up) if gate is None else self._activate(gate) * up
     return self.down(self.how.shard(hidden, *_HIDDEN)), {}
+
+  def _bounded(self, x: jax.Array, from_below: bool = True) -> jax.Array:
+    if self.limit is None:
+      return x
+    return jnp.clip(x, -self.limit if from_below else None, self.limit)
 
   def _activate(self, x: jax.Array) -> jax.Array:
     return self.activation(x.astype(jnp.float32) if self.how.activations_in_float32 else x).astype(x.dtype)

@@ -1,6 +1,7 @@
-"""Root-mean-square norm."""
+"""Norms of the last dimension: by root mean square, or by mean and variance."""
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +10,70 @@ from flax import nnx
 from maxtext.layers.make import Make
 
 
+class AnyNorm(Protocol):
+  """What a block may be normed by: its layer takes x to x."""
+
+  def build(self, make: Make, width: int) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Norm:
-  """Normalise in float32, cast, then scale."""
+  """Unit root mean square, computed in float32, times a learned scale.
+
+  Attributes:
+    offset: added to the learned scale, which then starts at 1 - offset.
+    scaled: there is a scale at all.
+    scale_in_float32: scale before the result is cast to the activations' format; always with an offset.
+  """
 
   epsilon: float = 1e-6
+  offset: float = 0.0
+  scaled: bool = True
+  scale_in_float32: bool = False
+
+  def build(self, make: Make, width: int) -> "RMSNorm":
+    """The layer."""
+    return RMSNorm(make, self, width)
+
+
+@dataclass(frozen=True)
+class CenteredNorm:
+  """Zero mean and unit variance, in float32, times a learned scale, plus a learned bias."""
+
+  epsilon: float = 1e-5
+
+  def build(self, make: Make, width: int) -> "LayerNorm":
+    """The layer."""
+    return LayerNorm(make, self, width)
 
 
 class RMSNorm(nnx.Module):
-  """Scales the last dimension to unit root mean square, times a weight."""
+  """The layer of `Norm`."""
 
   def __init__(self, make: Make, spec: Norm, width: int) -> None:
     self.spec = spec
-    self.scale = make("scale", (width,), ("norm",), fill=1.0)
+    self.scale = make("scale", (width,), ("norm",), fill=1.0 - spec.offset) if spec.scaled else None
 
   def __call__(self, x: jax.Array) -> jax.Array:
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.spec.epsilon)
+    if self.scale is None:
+      return y.astype(x.dtype)
+    if self.spec.offset or self.spec.scale_in_float32:
+      return (y * (self.spec.offset + self.scale[...].astype(jnp.float32))).astype(x.dtype)
     return y.astype(x.dtype) * self.scale[...].astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+  """The layer of `CenteredNorm`."""
+
+  def __init__(self, make: Make, spec: CenteredNorm, width: int) -> None:
+    self.epsilon = spec.epsilon
+    self.scale = make("scale", (width,), ("norm",), fill=1.0)
+    self.bias = make("bias", (width,), ("norm",))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    y = x.astype(jnp.float32)
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
+    return (y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)

@@ -1,7 +1,11 @@
-"""Rotary positions: pairs of dimensions (j, j + D/2) turn by position times frequency."""
+"""Rotary positions: pairs of dimensions turn by position times frequency.
+
+A pair is (j, j + D/2), or (2j, 2j + 1) where a `Rope` is interleaved.
+"""
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,44 +14,118 @@ import numpy as np
 Table = tuple[jax.Array, jax.Array]  # cosine and sine, [B,S,1,D/2]
 
 
+class Scaling(Protocol):
+  """A way to serve positions beyond the length a model was first trained on."""
+
+  @property
+  def multiplier(self) -> float:
+    """Of cosine and sine, so of queries and keys."""
+    ...
+
+  def stretch(self, frequency: np.ndarray, theta: float) -> np.ndarray:
+    """Frequencies [D/2] to slower ones."""
+    ...
+
+
+@dataclass(frozen=True)
+class Linear:
+  """Every wavelength is stretched by `factor`."""
+
+  factor: float
+  multiplier: float = 1.0
+
+  def stretch(self, frequency: np.ndarray, theta: float) -> np.ndarray:
+    """All alike."""
+    return frequency / self.factor
+
+
 @dataclass(frozen=True)
 class LongContext:
-  """Scaling by wavelength: long ones are stretched by `factor`, short ones kept, those between blended."""
+  """By wavelength: long ones are stretched by `factor`, short ones kept, those between blended."""
 
   factor: float
   original_length: int
   low: float = 1.0
   high: float = 4.0
+  multiplier: float = 1.0
+
+  def stretch(self, frequency: np.ndarray, theta: float) -> np.ndarray:
+    """By the full turns within the original length; with low = high there is nothing between."""
+    turns = self.original_length * frequency / (2 * math.pi)
+    keep = np.clip((turns - self.low) / max(self.high - self.low, 1e-9), 0, 1)
+    return frequency * ((1 - keep) / self.factor + keep)
+
+
+@dataclass(frozen=True)
+class Yarn:
+  """By dimension: those that turn more than `fast` times in the original length are kept, less than `slow` stretched.
+
+  Attributes:
+    truncate: the two bounds are rounded outwards to whole dimensions.
+  """
+
+  factor: float
+  original_length: int
+  fast: float = 32.0
+  slow: float = 1.0
+  truncate: bool = True
+  multiplier: float = 1.0
+
+  def stretch(self, frequency: np.ndarray, theta: float) -> np.ndarray:
+    """A linear ramp between the dimensions that turn `fast` and `slow` times."""
+    dim = 2 * len(frequency)
+
+    def turning(times: float) -> float:
+      return dim * math.log(self.original_length / (2 * math.pi * times)) / (2 * math.log(theta))
+
+    low, high = turning(self.fast), turning(self.slow)
+    if self.truncate:
+      low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = np.clip((np.arange(len(frequency)) - low) / max(high - low, 1e-3), 0, 1)
+    return frequency / self.factor * ramp + frequency * (1 - ramp)
 
 
 @dataclass(frozen=True)
 class Rope:
-  """Frequencies of one kind of layer."""
+  """Frequencies of one kind of layer.
+
+  Attributes:
+    head_dim: dimensions that the pairs are made of; those of a head beyond it are left alone.
+    shortest: the least wavelength, over 2 pi.
+    share: the share of the pairs, the fastest ones, that turn at all.
+    interleaved: neighbouring dimensions are a pair.
+  """
 
   head_dim: int
   theta: float = 1e4
-  scaling: LongContext | None = None
+  shortest: float = 1.0
+  scaling: Scaling | None = None
+  share: float = 1.0
+  interleaved: bool = False
 
 
 def rotary_table(spec: Rope, positions: jax.Array, dtype: jax.typing.DTypeLike) -> Table:
   """Cosine and sine for positions [B,S]; made once per call and shared by all layers with this spec."""
   angle = positions[..., None, None].astype(jnp.float32) * jnp.asarray(_frequencies(spec), jnp.float32)
-  return jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype)
+  multiplier = 1.0 if spec.scaling is None else spec.scaling.multiplier
+  return (jnp.cos(angle) * multiplier).astype(dtype), (jnp.sin(angle) * multiplier).astype(dtype)
 
 
-def rotate(x: jax.Array, table: Table) -> jax.Array:
-  """Applies the rotation to heads [B,S,H,D]."""
+def rotate(x: jax.Array, table: Table, interleaved: bool = False) -> jax.Array:
+  """Applies the rotation to heads [B,S,H,D], or to their first dimensions where the table is narrower."""
   cos, sin = table
-  a, b = jnp.split(x, 2, axis=-1)
-  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  turned = 2 * cos.shape[-1]
+  if turned < x.shape[-1]:
+    return jnp.concatenate([rotate(x[..., :turned], table, interleaved), x[..., turned:]], axis=-1)
+  a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
+  pair = (a * cos - b * sin, b * cos + a * sin)
+  return jnp.stack(pair, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(pair, axis=-1)
 
 
 def _frequencies(spec: Rope) -> np.ndarray:
   half = spec.head_dim // 2
-  frequency = spec.theta ** (-np.arange(half, dtype=np.float64) / half)
-  if spec.scaling is None:
-    return frequency
-  s = spec.scaling
-  turns = s.original_length * frequency / (2 * math.pi)  # full turns within the original length
-  keep = np.clip((turns - s.low) / (s.high - s.low), 0, 1)
-  return frequency * ((1 - keep) / s.factor + keep)
+  frequency = (spec.theta / spec.shortest) ** (-np.arange(half, dtype=np.float64) / half) / spec.shortest
+  if spec.scaling is not None:
+    frequency = spec.scaling.stretch(frequency, spec.theta)
+  return np.where(np.arange(half) < round(half * spec.share), frequency, 0.0)

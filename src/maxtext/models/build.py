@@ -1,29 +1,47 @@
 """From a configuration and a mesh to a model."""
 
 import dataclasses
+import pkgutil
 import re
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from types import ModuleType
+from typing import Any, cast
 
 from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import types as t
 from maxtext.configs.derived import tensors_placed
-from maxtext.configs.refusals import remat_policies
+from maxtext.configs.refusals import default_of, plain, remat_policies
 from maxtext.configs.types import DecoderBlockType, RematLocation, RematPolicy, SplashAttention
 from maxtext.kernels.attention import Attention, Kernel, SplashBlocks
 from maxtext.layers.how import How, Remat
 from maxtext.mesh.rules import Rules
-from maxtext.models import llama
+from maxtext.models import families
+from maxtext.models.experts import check_experts, dispatch
 from maxtext.models.model import Model
+from maxtext.models.spec import DecoderSpec
 
-# Which file a family's spec and weight table are in.
-FAMILIES: Mapping[DecoderBlockType, ModuleType] = {DecoderBlockType.LLAMA2: llama}
+# Every file in `families` is one; it bears the name that decoder_block gives it.
+FAMILIES: Mapping[DecoderBlockType, ModuleType] = {
+  DecoderBlockType(module.name): import_module(f"{families.__name__}.{module.name}")
+  for module in pkgutil.iter_modules(families.__path__)
+}
+
+# Sections that describe a model: what of them its family does not read has no effect on it.
+_DESCRIBES_A_MODEL = (
+  t.ModelArchitecture, t.Attention, t.MlaAttention, t.AttentionIndexer, t.Llama4Attention, t.DeepSeekMoE, t.Qwen3Next,
+  t.PositionalEmbedding, t.Rope, t.YarnRope,
+)  # fmt: skip
+_DESCRIBES_EXPERTS = {"moe_expert_input_dim", "base_moe_mlp_dim", "interleave_moe_layer_step", "norm_topk_prob"}
 
 
 def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
   """The model of a run, abstract."""
-  spec, execution = FAMILIES[config.decoder_block].spec(config), how(config, mesh)
+  spec, execution = model_spec(config), how(config, mesh)
+  _check_kernel(config, spec, execution.attention.kernel)
+  check_experts(config, spec)
   turns = len(execution.remat)
   if odd := [group.repeats for group in spec.groups if group.repeats % turns]:
     raise ConfigError(
@@ -31,6 +49,38 @@ def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
       f"repeats {odd[0]} layers, which is not a multiple of {turns}."
     )
   return Model.of(spec, execution, _trained(config))
+
+
+def model_spec(config: MaxTextConfig) -> DecoderSpec:
+  """What a configuration describes; a key that says something about a model and that its family does not read is
+  refused."""
+  reader = _Reader(config)
+  spec = FAMILIES[config.decoder_block].spec(cast(MaxTextConfig, reader))
+  keys = _DESCRIBES_EXPERTS.union(*(section.model_fields for section in _DESCRIBES_A_MODEL))
+  for key in sorted(keys - reader.read - _READ_ELSEWHERE):
+    value = getattr(config, key)
+    if value != default_of(key):
+      raise ConfigError(
+        f"{key}={plain(value)} has no effect here, on decoder_block={config.decoder_block.value}: leave it out."
+      )
+  return spec
+
+
+class _Reader:
+  """A configuration that remembers what was read of it."""
+
+  def __init__(self, config: MaxTextConfig) -> None:
+    self._config, self.read = config, set[str]()
+
+  def __getattr__(self, key: str) -> Any:
+    self.read.add(key)
+    return getattr(self._config, key)
+
+
+# What describes how a model runs, or is checked when a configuration is loaded.
+_READ_ELSEWHERE = {
+  "decoder_block", "dense_init_scale", "attention", "use_iota_embed", "max_position_embeddings",
+}  # fmt: skip
 
 
 def _trained(config: MaxTextConfig) -> Callable[[str], bool]:
@@ -62,9 +112,11 @@ def how(config: MaxTextConfig, mesh: Mesh) -> How:
     logits_dot_in_float32=c.logits_dot_in_fp32,
     cast_logits_to_float32=c.cast_logits_to_fp32,
     attention=Attention(_kernel(c, mesh, blocks), c.matmul_precision.value, blocks),
+    experts=dispatch(c, mesh),
     remat=tuple(_remat(policy, c) for policy in remat_policies(c)),
     scan=c.scan_layers,
     init_scale=c.dense_init_scale,
+    one_hot_embedding=c.use_iota_embed,
   )
 
 
@@ -77,6 +129,19 @@ def _kernel(config: MaxTextConfig, mesh: Mesh, blocks: SplashBlocks) -> Kernel:
   if kernel == "splash":
     _check_splash(config, blocks)
   return kernel
+
+
+def _check_kernel(config: MaxTextConfig, spec: DecoderSpec, kernel: Kernel) -> None:
+  """cuDNN has neither soft caps, nor chunks, nor sinks."""
+  mixers = [block.mixer for group in spec.groups for block in group.cycle]
+  lacking = {
+    "attn_logits_soft_cap": any(getattr(mixer, "cap", None) for mixer in mixers),
+    "chunk_attn_window_size": any(getattr(mixer, "chunked", False) for mixer in mixers),
+    "attention_sink": any(getattr(mixer, "sinks", False) for mixer in mixers),
+  }
+  for key, needed in lacking.items():
+    if needed and kernel == "cudnn":
+      raise ConfigError(f"{key}={getattr(config, key)}: cuDNN attention cannot do it; write attention=chunked.")
 
 
 def _check_splash(config: MaxTextConfig, blocks: SplashBlocks) -> None:
@@ -98,14 +163,15 @@ _KERNELS: Mapping[str, Mapping[str, Kernel]] = {
   "cudnn_flash_jax": {name: kernel for name, kernel in _FAST.items() if kernel == "cudnn"},
 }
 
-_QKV = ("query_proj", "key_proj", "value_proj")
-_PRODUCTS = (*_QKV, "out_proj", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo")
+_QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
+_EXPERTS = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")
+_PRODUCTS = (*_QKV, "out_proj", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", *_EXPERTS)
 
 _REMAT = {
   RematPolicy.FULL: Remat(),
   RematPolicy.MINIMAL: Remat(saved=_PRODUCTS),
   RematPolicy.SAVE_DOT_WITH_CONTEXT_EXCEPT_MLP: Remat(saved=(*_QKV, "context", "out_proj")),
-  RematPolicy.SAVE_DOT_EXCEPT_MLPWI: Remat(saved=(*_QKV, "out_proj", "mlpwo")),
+  RematPolicy.SAVE_DOT_EXCEPT_MLPWI: Remat(saved=(*_QKV, "out_proj", "mlpwo", "moe_mlpwo")),
   RematPolicy.SAVE_DOT_EXCEPT_MLP: Remat(saved=(*_QKV, "out_proj")),
   RematPolicy.SAVE_QKV_PROJ: Remat(saved=_QKV),
   RematPolicy.QKV_PROJ_OFFLOADED: Remat(offloaded=_QKV),

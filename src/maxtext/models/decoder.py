@@ -12,11 +12,10 @@ from flax import nnx
 from maxtext.layers.block import RESIDUAL
 from maxtext.layers.cache import Cache, Slots
 from maxtext.layers.context import Context
-from maxtext.layers.embedding import Embedding
+from maxtext.layers.embedding import Embedding, Positions, sinusoids
 from maxtext.layers.how import How
 from maxtext.layers.linear import Linear
 from maxtext.layers.make import Make
-from maxtext.layers.norm import RMSNorm
 from maxtext.layers.stack import Stack
 from maxtext.models.spec import DecoderSpec
 
@@ -31,12 +30,14 @@ class Decoder(nnx.Module):
     self.spec, self.how = spec, how
     make = Make(seed, how.weight_dtype)
     std = spec.width**-0.5 if spec.tied else 1.0
-    self.embedding = Embedding(make.at("embedding"), spec.vocab, spec.width, how, std)
+    self.embedding = Embedding(make.at("embedding"), spec.vocab, spec.width, how, std, spec.embedding_scale)
+    rows = spec.learned_positions
+    self.positions = None if rows is None else Positions(make.at("positions"), rows, spec.width, how)
     groups = make.at("groups")
     self.groups = nnx.List(
       [Stack(groups.at(i), g.cycle, g.repeats, spec.width, how) for i, g in enumerate(spec.groups)]
     )
-    self.final_norm = RMSNorm(make.at("final_norm"), spec.final_norm, spec.width)
+    self.final_norm = spec.final_norm.build(make.at("final_norm"), spec.width)
     self.head = Linear(make.at("head"), {"embed": spec.width}, {"vocab": spec.vocab}, how, "logits", tied=spec.tied)
 
   def hidden(
@@ -53,7 +54,12 @@ class Decoder(nnx.Module):
     """
     how = self.how
     context = Context.of(positions, segments, self.spec.ropes, how.dtype)
-    x = how.shard(self.embedding(tokens), *_TOKENS)
+    x = self.embedding(tokens)
+    if self.positions is not None:
+      x = x + self.positions(positions)
+    if self.spec.sinusoidal_positions:
+      x = x + sinusoids(positions, self.spec.width, how.dtype)
+    x = how.shard(x, *_TOKENS)
     x, reports, caches = how.shard(x, *RESIDUAL), [], []
     for i, group in enumerate(self.groups):
       own_inputs, own_cache = (None if tree is None else tree[i] for tree in (layer_inputs, cache))

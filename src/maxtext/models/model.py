@@ -51,8 +51,13 @@ class Model:
 
   @property
   def size(self) -> int:
-    """Number of parameters, trained or not."""
-    return sum(self.struct(name).size for name, _, kind, _ in self._variables if not issubclass(kind, Buffer))
+    """Number of parameters, trained or not, with the buffers of layers; what hooks keep beside them does not count."""
+    return sum(self.struct(name).size for name in self.weight_names)
+
+  @property
+  def weight_names(self) -> list[str]:
+    """What a file of weights holds: every parameter and buffer but those of hooks."""
+    return [name for name, *_ in self._variables if "/hooks/" not in name]
 
   @property
   def named_dimensions(self) -> dict[str, tuple[str | None, ...]]:
@@ -60,13 +65,19 @@ class Model:
     return {name: metadata["axes"] for name, _, _, metadata in self._variables}
 
   @property
+  def contracted(self) -> dict[str, tuple[int, int]]:
+    """How many dimensions of each variable stack layers and experts, and how many after them are summed over."""
+    return {name: (metadata["stacked"], metadata["contracted"]) for name, _, _, metadata in self._variables}
+
+  @property
   def matrices(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Which dimensions of the stacked layers' weights are summed over and which appear; others are independent."""
     found = {}
     for name, _, _, metadata in self._variables:
       if metadata["contracted"] and metadata["axes"][0] == "layers":
-        cut, end = 1 + metadata["contracted"], len(metadata["axes"])
-        found[name] = tuple(range(1, cut)), tuple(range(cut, end))
+        start, end = metadata["stacked"], len(metadata["axes"])
+        cut = start + metadata["contracted"]
+        found[name] = tuple(range(start, cut)), tuple(range(cut, end))
     return found
 
   def init(self, seed: jax.typing.ArrayLike) -> tuple[Params, Params]:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from maxtext.layers.block import Block
-from maxtext.layers.norm import Norm
+from maxtext.layers.block import Layer
+from maxtext.layers.norm import AnyNorm
 from maxtext.layers.rope import Rope
 
 
@@ -11,21 +11,38 @@ from maxtext.layers.rope import Rope
 class Group:
   """`repeats` copies of a short cycle of layers."""
 
-  cycle: tuple[Block, ...]
+  cycle: tuple[Layer, ...]
   repeats: int
+
+
+def cycles(cycle: tuple[Layer, ...], layers: int) -> tuple[Group, ...]:
+  """`layers` layers that go round a cycle; those of a last, incomplete round are a group of their own."""
+  repeats, rest = divmod(layers, len(cycle))
+  groups = (Group(cycle, repeats), Group(cycle[:rest], 1))
+  return tuple(group for group in groups if group.cycle and group.repeats)
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-  """Embedding, groups of layers, final norm, head."""
+  """Embedding, groups of layers, final norm, head.
+
+  Attributes:
+    tied: the head is the embedding's table.
+    embedding_scale: times the looked-up rows.
+    learned_positions: rows of a table of positions that is added to the tokens'; None is no table.
+    sinusoidal_positions: fixed sines of positions are added too.
+  """
 
   vocab: int
   width: int
   groups: tuple[Group, ...]
-  final_norm: Norm
+  final_norm: AnyNorm
   tied: bool = False
   logit_scale: float = 1.0
   logit_cap: float | None = None
+  embedding_scale: float = 1.0
+  learned_positions: int | None = None
+  sinusoidal_positions: bool = False
 
   @property
   def ropes(self) -> tuple[Rope, ...]:

@@ -1,6 +1,13 @@
-"""How a family's Hugging Face weights correspond to its parameters."""
+"""How a family's Hugging Face tensors correspond to its parameters.
 
+A table maps patterns of parameter paths, in which `*` stands for a number, to `Weight`s; the first that fits counts.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from maxtext.models.spec import DecoderSpec
 
 
 @dataclass(frozen=True)
@@ -8,9 +15,45 @@ class Weight:
   """One parameter's name and layout in a Hugging Face file.
 
   Attributes:
-    name: the tensor's name; `{layer}` counts the stacked layers of the parameter.
+    name: the tensor's name; `{layer}` and `{expert}` count. Without `{expert}` a tensor holds all of them, first.
     transposed: the file holds [out, in]; ours is [in..., out...], the same numbers transposed and reshaped.
+    table: the file holds it in the shape it has here, all dimensions apart.
+    parts: modules, in order, whose outputs stand side by side in the tensor; () where it holds this one alone.
+    blocks: the parts alternate in blocks, as many as this module has heads; "each": number by number; "": one block.
   """
 
   name: str
   transposed: bool = False
+  table: bool = False
+  parts: tuple[str, ...] = ()
+  blocks: str = ""
+
+
+Table = Mapping[str, Weight]
+
+
+def fused(
+  module: str, parts: Sequence[str], name: str, leaf: str = "weight", transposed: bool = False, blocks: str = ""
+) -> dict[str, Weight]:
+  """The entries of several modules that share one tensor."""
+  weight = Weight(name, transposed, parts=tuple(parts), blocks=blocks)
+  return {f"{module}/{part}/{leaf}": weight for part in parts}
+
+
+def find(table: Table, path: str) -> Weight | None:
+  """The entry of a parameter."""
+  for pattern, weight in table.items():
+    if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), path):
+      return weight
+  return None
+
+
+def layer_numbers(spec: DecoderSpec, path: str) -> list[int]:
+  """Which layers of the whole decoder a stacked parameter holds, in order; none for one that is not of a layer."""
+  found = re.match(r"groups/(\d+)/layers/(\d+)/", path)
+  if found is None:
+    return []
+  group, place = map(int, found.groups())
+  first = sum(len(g.cycle) * g.repeats for g in spec.groups[:group])
+  own = spec.groups[group]
+  return [first + repeat * len(own.cycle) + place for repeat in range(own.repeats)]

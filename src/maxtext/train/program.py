@@ -59,7 +59,7 @@ class Program:
       objective or LanguageModeling(config.z_loss_multiplier, config.num_vocab_tiling),
       optimizer,
       learning_rate(config),
-      updated,
+      updated=updated,
       clip=config.gradient_clipping_threshold,
       accumulation=config.gradient_accumulation_steps,
       grad_dtype=config.grad_dtype.value,
@@ -126,11 +126,11 @@ def _abstract_batch(config: MaxTextConfig, how: How, key: str, accumulation: int
   micro = shape[0] // accumulation
   split = dict(how.rules.pairs)[axes[0]]
   shards = prod(mesh.shape[a] for a in split)
+  over = " x ".join(f"{a}={mesh.shape[a]}" for a in split if mesh.shape[a] > 1)
   if micro % shards:
     raise ConfigError(
-      f"A micro-batch of {micro} sequences ({key}={getattr(config, key)} x {mesh.size} "
-      f"devices) cannot be split over {' x '.join(f'{a}={mesh.shape[a]}' for a in split)} = {shards} groups: "
-      f"make {key} a multiple of {shards / mesh.size:g}."
+      f"A micro-batch of {micro} sequences ({key}={getattr(config, key)} x {mesh.size} devices) cannot be split over "
+      f"{over}, {shards} groups: make {key} a multiple of {shards / mesh.size:g}."
     )
 
   def array(dtype: Any) -> jax.ShapeDtypeStruct:

@@ -10,7 +10,7 @@ import optax
 from maxtext.data.batch import Batch
 from maxtext.models.decoder import Decoder
 from maxtext.models.model import Model, Params
-from maxtext.train.state import Shardings, TrainState
+from maxtext.train.state import Shardings, TrainState, update_shardings
 
 Metrics = dict[str, jax.Array]
 
@@ -41,8 +41,8 @@ def make_train_step(
   objective: Objective,
   optimizer: optax.GradientTransformation,
   schedule: optax.Schedule,
-  updated: Shardings,
   *,
+  updated: Shardings | None = None,
   clip: float = 0.0,
   accumulation: int = 1,
   grad_dtype: jax.typing.DTypeLike = jnp.float32,
@@ -50,21 +50,29 @@ def make_train_step(
   """Builds step(state, batch) to (state, metrics).
 
   Args:
-    updated: where each parameter's gradient is summed and its update computed.
+    updated: where each parameter's gradient is summed and its update computed; None is where it lives.
     clip: largest gradient norm; 0 is no limit. Apart from the optimizer, so that its state does not depend on it.
     accumulation: micro-batches that a batch holds.
     grad_dtype: number format in which gradients are summed and reach the optimizer.
   """
   optimizer = optax.with_extra_args_support(optimizer)
+  places = updated or update_shardings(model, over_data=False)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     found = gradients(
-      model, objective, state.params, state.buffers, batch, updated, accumulation=accumulation, grad_dtype=grad_dtype
+      model,
+      objective,
+      state.params,
+      state.buffers,
+      batch,
+      placed=places,
+      accumulation=accumulation,
+      grad_dtype=grad_dtype,
     )
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in found.grads.values()))
     factor = jnp.minimum(1.0, clip / (norm + 1e-16)) if clip else 1.0
     grads = {n: (g * factor).astype(g.dtype) for n, g in found.grads.items()}
-    params = _placed(state.params, updated)
+    params = _placed(state.params, places)
     updates, opt_state = optimizer.update(grads, state.opt_state, params, loss=found.loss, grad_norm=norm)
     metrics = found.metrics | {
       "loss": found.loss,
@@ -85,13 +93,14 @@ def gradients(
   params: Params,
   buffers: Params,
   batch: Batch,
-  placed: Shardings,
   *,
+  placed: Shardings | None = None,
   accumulation: int = 1,
   grad_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Gradients:
-  """Gradients of the whole batch, one micro-batch at a time, each kept where `placed` says."""
-  total = objective.weight(batch)
+  """Gradients of the whole batch, one micro-batch at a time, each kept where `placed` says, or where its parameter
+  lives."""
+  total, places = objective.weight(batch), placed or update_shardings(model, over_data=False)
 
   def loss_of(params: Params, buffers: Params, part: Batch) -> tuple[jax.Array, tuple[Metrics, Params]]:
     decoder = model.bind(params | buffers)
@@ -100,7 +109,7 @@ def gradients(
 
   def one(buffers: Params, part: Batch) -> Gradients:
     (loss, (metrics, buffers)), grads = jax.value_and_grad(loss_of, has_aux=True)(params, buffers, part)
-    return Gradients(loss, metrics, _placed({n: g.astype(grad_dtype) for n, g in grads.items()}, placed), buffers)
+    return Gradients(loss, metrics, _placed({n: g.astype(grad_dtype) for n, g in grads.items()}, places), buffers)
 
   if accumulation == 1:
     return one(buffers, batch)
@@ -114,7 +123,7 @@ def gradients(
   parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, accumulation, *x.shape[1:]), 1, 0), batch)
   shapes = jax.eval_shape(one, buffers, jax.tree.map(lambda x: x[0], parts))
   zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  start = Gradients(zero.loss, zero.metrics, _placed(zero.grads, placed), buffers)
+  start = Gradients(zero.loss, zero.metrics, _placed(zero.grads, places), buffers)
   return jax.lax.scan(add, start, parts)[0]
 
 

@@ -1,0 +1,118 @@
+"""The named models: what each is, from its configuration alone. No array is made."""
+
+import dataclasses
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+import jax
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.loader import load_config, model_names
+from maxtext.mesh.devices import make_mesh
+from maxtext.models.build import FAMILIES, build_model
+from maxtext.models.model import Model
+from maxtext.models.spec import DecoderSpec, Group
+from maxtext.models.weight_table import find
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """One line of the catalogue; where the family is not implemented, its name alone is known.
+
+  Attributes:
+    parameters: all of them; `active_parameters`: those that one token meets.
+    context: the most positions it was made for.
+    converts: every weight has a name in Hugging Face files.
+  """
+
+  name: str
+  family: str | None = None
+  parameters: int | None = None
+  active_parameters: int | None = None
+  context: int | None = None
+  converts: bool = False
+
+
+def catalogue() -> list[Entry]:
+  """Every name of the specification."""
+  return [entry(name) for name in model_names()]
+
+
+def entry(name: str) -> Entry:
+  """One named model."""
+  try:
+    config = _configuration(name)
+  except ConfigError:
+    if name not in model_names():
+      raise
+    return Entry(name)
+  model = _model(config)
+  table = FAMILIES[config.decoder_block].WEIGHTS
+  return Entry(
+    name,
+    config.decoder_block.value,
+    model.size,
+    _active(config, model),
+    config.trainable_position_size if config.trainable_position_size > 0 else config.max_position_embeddings,
+    all(find(table, path) for path in model.weight_names),
+  )
+
+
+def picture(name: str) -> str:
+  """A model's layers, from the tokens to the logits, as text."""
+  config = _configuration(name)
+  model, about = _model(config), entry(name)
+  active = "" if about.active_parameters == about.parameters else f", {about.active_parameters:,} for each token"
+  lines = [f"{name} ({about.family}): {about.parameters:,} parameters{active}, {about.context:,} positions", ""]
+  return "\n".join(lines + _layers(model.spec))
+
+
+def _configuration(name: str) -> MaxTextConfig:
+  return load_config(name, dataset_type="synthetic", per_device_batch_size=1)
+
+
+def _model(config: MaxTextConfig) -> Model:
+  return build_model(config, make_mesh(config, jax.devices()[:1]))
+
+
+def _active(config: MaxTextConfig, model: Model) -> int:
+  """Without the experts that a token does not go to."""
+  chosen, count = config.num_experts_per_tok, config.num_experts
+  sizes = ((model.struct(name).size, "expert" in model.named_dimensions[name]) for name in model.weight_names)
+  return sum(size * chosen // count if of_an_expert else size for size, of_an_expert in sizes)
+
+
+def _layers(spec: DecoderSpec) -> list[str]:
+  scale = "" if spec.embedding_scale == 1.0 else f", times {spec.embedding_scale:g}"
+  positions = "" if spec.learned_positions is None else f", plus {spec.learned_positions} learned positions"
+  lines = [f"embedding   {spec.vocab} x {spec.width}{scale}{positions}"]
+  first = 0
+  for group in spec.groups:
+    lines += _group(group, first)
+    first += group.repeats * len(group.cycle)
+  cap = "" if spec.logit_cap is None else f", capped at {spec.logit_cap:g}"
+  head = "the embedding's table" if spec.tied else f"{spec.width} x {spec.vocab}"
+  return [*lines, f"final norm  {_words(spec.final_norm)}", f"head        {head}{cap}"]
+
+
+def _group(group: Group, first: int) -> list[str]:
+  last = first + group.repeats * len(group.cycle) - 1
+  lines = [f"layers {first}..{last}" + ("" if group.repeats == 1 else f", {group.repeats} rounds of")]
+  for block, same in groupby(group.cycle):
+    count = len(list(same))
+    lines.append(f"  {count} x")
+    lines += [f"    {field.name:<24} {_words(getattr(block, field.name))}" for field in _said(block)]
+  return lines
+
+
+def _words(part: Any) -> str:
+  """A part of a spec: its name, and what is not at its default."""
+  if not dataclasses.is_dataclass(part):
+    return f"{part:g}" if isinstance(part, float) else str(part)
+  said = (f"{f.name}={_words(getattr(part, f.name))}" for f in _said(part))
+  return f"{type(part).__name__}({', '.join(said)})"
+
+
+def _said(part: Any) -> Iterable[dataclasses.Field]:
+  return (f for f in dataclasses.fields(part) if getattr(part, f.name) != f.default)

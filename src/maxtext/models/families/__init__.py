@@ -1,0 +1,1 @@
+"""Model families, one file each, named as `decoder_block` names them: `spec(config)` and `WEIGHTS`."""

@@ -1,0 +1,16 @@
+"""Gemma 1: norms scale by one plus their weight, embeddings are multiplied by the root of the width."""
+
+from maxtext.configs import MaxTextConfig
+from maxtext.models import standard
+from maxtext.models.spec import DecoderSpec, cycles
+
+
+def spec(config: MaxTextConfig) -> DecoderSpec:
+  """The decoder that a configuration describes."""
+  norm = standard.norm(config, offset=1.0)
+  layer = standard.block(config, standard.attention(config), norm=norm)
+  groups = cycles((layer,), config.base_num_decoder_layers)
+  return standard.decoder(config, groups, final_norm=norm, **standard.multiplied_embeddings(config))
+
+
+WEIGHTS = standard.WEIGHTS

@@ -1,0 +1,81 @@
+"""Gemma 4 (text): five local layers, then a global one with wider and fewer heads whose values are its keys.
+
+Norms scale by their weight in float32, queries and keys are normed and so are values, logits are not scaled at all, and
+each layer's output is multiplied by a number of its own. Where there are experts, a dense layer stands beside them.
+"""
+
+from maxtext.configs import MaxTextConfig
+from maxtext.layers.attention import GQA, QueryKeyNorm
+from maxtext.layers.beside import Beside
+from maxtext.layers.experts import Mixture
+from maxtext.models import standard
+from maxtext.models.experts import mixture
+from maxtext.models.spec import DecoderSpec, cycles
+from maxtext.models.weight_table import Weight, fused
+
+
+def spec(config: MaxTextConfig) -> DecoderSpec:
+  """The decoder that a configuration describes."""
+  c = config
+  norm, dense = standard.norm(c, scale_in_float32=True), standard.mlp(c)
+  feed_forward = Beside(dense, _experts(c), norm) if c.num_experts > 1 else dense
+  changes = {"norm": norm, "output_scale": True, "feed_forward_norms_itself": c.num_experts > 1}
+  layers = tuple(standard.block(c, mixer, feed_forward, **changes) for mixer in (*[_near(c)] * 5, _far(c)))
+  groups = cycles(layers, c.base_num_decoder_layers)
+  return standard.decoder(c, groups, final_norm=norm, **standard.multiplied_embeddings(c))
+
+
+def _experts(c: MaxTextConfig) -> Mixture:
+  router = {"normalize": True, "input_norm": c.normalization_layer_epsilon, "expert_scale": True}
+  return mixture(c, router, shared=None)
+
+
+def _near(c: MaxTextConfig) -> GQA:
+  theta = c.local_rope_max_timescale if c.local_rope_max_timescale > 0 else c.rope_max_timescale
+  rope = standard.rope(c, c.head_dim, theta=theta, share=c.local_rope_proportion)
+  return standard.attention(c, window=c.sliding_window_size, rope=rope, shared_values=False, **_common(c))
+
+
+def _far(c: MaxTextConfig) -> GQA:
+  head_dim, kv_heads = c.global_head_dim or c.head_dim, c.global_num_kv_heads or c.base_num_kv_heads
+  theta = c.global_rope_max_timescale if c.global_rope_max_timescale > 0 else c.rope_max_timescale
+  rope = standard.rope(c, head_dim, theta=theta, share=c.global_rope_proportion)
+  return standard.attention(c, head_dim=head_dim, kv_heads=kv_heads, rope=rope, **_common(c))
+
+
+def _common(c: MaxTextConfig) -> dict:
+  qk_norm = standard.norm(c, scale_in_float32=True, scaled=c.qk_norm_with_scale)
+  return {
+    "scale": 1.0,
+    "qk_norm": QueryKeyNorm(qk_norm) if c.use_qk_norm else None,
+    "value_norm": standard.norm(c, scale_in_float32=True, scaled=c.v_norm_with_scale),
+  }
+
+
+_OURS, _THEIRS = standard.LAYER, "model.layers.{layer}"
+_BESIDE = {
+  "dense_norm": "pre_feedforward_layernorm",
+  "dense_post_norm": "post_feedforward_layernorm_1",
+  "experts_norm": "pre_feedforward_layernorm_2",
+  "experts_post_norm": "post_feedforward_layernorm_2",
+}
+
+WEIGHTS = (
+  standard.WEIGHTS
+  | standard.SANDWICH
+  | {
+    f"{_OURS}/output_scale": Weight(f"{_THEIRS}.layer_scalar"),
+    **{f"{_OURS}/feed_forward/{ours}/scale": Weight(f"{_THEIRS}.{name}.weight") for ours, name in _BESIDE.items()},
+    **{
+      f"{_OURS}/feed_forward/dense/{name}/weight": Weight(f"{_THEIRS}.mlp.{name}_proj.weight", transposed=True)
+      for name in ("gate", "up", "down")
+    },
+    f"{_OURS}/feed_forward/experts/router/logits/weight": Weight(f"{_THEIRS}.router.proj.weight", transposed=True),
+    f"{_OURS}/feed_forward/experts/router/input_scale": Weight(f"{_THEIRS}.router.scale"),
+    f"{_OURS}/feed_forward/experts/router/expert_scale": Weight(f"{_THEIRS}.router.per_expert_scale"),
+    **fused(
+      f"{_OURS}/feed_forward/experts/experts", ("gate", "up"), f"{_THEIRS}.experts.gate_up_proj", transposed=True
+    ),
+    f"{_OURS}/feed_forward/experts/experts/down/weight": Weight(f"{_THEIRS}.experts.down_proj", transposed=True),
+  }
+)

@@ -1,0 +1,48 @@
+"""GPT-3: learned positions, centered norms, biases everywhere, a tied head. Weights are laid out as GPT-2's."""
+
+from maxtext.configs import MaxTextConfig
+from maxtext.layers.norm import CenteredNorm
+from maxtext.models import standard
+from maxtext.models.spec import DecoderSpec, cycles
+from maxtext.models.weight_table import Weight, fused
+
+
+def spec(config: MaxTextConfig) -> DecoderSpec:
+  """The decoder that a configuration describes."""
+  c = config
+  norm = CenteredNorm(c.normalization_layer_epsilon)
+  mixer = standard.attention(c, rope=None, bias=True, out_bias=True, fused=c.fused_qkv)
+  layer = standard.block(c, mixer, standard.mlp(c, bias=True), norm=norm)
+  return standard.decoder(c, cycles((layer,), c.base_num_decoder_layers), final_norm=norm)
+
+
+_LAYER, _HF_LAYER = standard.LAYER, "transformer.h.{layer}"
+_NORMS = {
+  f"{_LAYER}/mixer_norm": f"{_HF_LAYER}.ln_1",
+  f"{_LAYER}/feed_forward_norm": f"{_HF_LAYER}.ln_2",
+  "final_norm": "transformer.ln_f",
+}
+_PRODUCTS = {"mixer/qkv": "attn.c_attn", "mixer/out": "attn.c_proj", "feed_forward/up": "mlp.c_fc",
+             "feed_forward/down": "mlp.c_proj"}  # fmt: skip
+
+WEIGHTS = {
+  "embedding/table": Weight("transformer.wte.weight", table=True),
+  "positions/table": Weight("transformer.wpe.weight", table=True),
+  **{
+    f"{ours}/{leaf}": Weight(f"{theirs}.{name}")
+    for ours, theirs in _NORMS.items()
+    for leaf, name in {"scale": "weight", "bias": "bias"}.items()
+  },
+  **{
+    f"{_LAYER}/{ours}/{leaf}": Weight(f"{_HF_LAYER}.{theirs}.{leaf}")
+    for ours, theirs in _PRODUCTS.items()
+    for leaf in ("weight", "bias")
+  },
+  **{
+    path: weight
+    for leaf in ("weight", "bias")
+    for path, weight in fused(
+      f"{_LAYER}/mixer", ("query", "key", "value"), f"{_HF_LAYER}.attn.c_attn.{leaf}", leaf
+    ).items()
+  },
+}

@@ -1,0 +1,23 @@
+"""OLMo 3: norms on what leaves each branch and none before it; three local layers, then a global one with YaRN."""
+
+from maxtext.configs import MaxTextConfig
+from maxtext.layers.attention import QueryKeyNorm
+from maxtext.models import standard
+from maxtext.models.spec import DecoderSpec, cycles
+
+
+def spec(config: MaxTextConfig) -> DecoderSpec:
+  """The decoder that a configuration describes."""
+  c = config
+  norm = standard.norm(c, scale_in_float32=True)
+  qk_norm = QueryKeyNorm(norm, over="all") if c.use_qk_norm else None
+  rope = standard.rope(c, c.head_dim, scaling=None)
+  near = standard.attention(c, window=c.sliding_window_size, rope=rope, qk_norm=qk_norm)
+  far = standard.attention(c, qk_norm=qk_norm)
+  cycle = (near,) * (c.inhomogeneous_layer_cycle_interval - 1) + (far,)
+  norms = {"norm": None, "mixer_post_norm": norm, "feed_forward_post_norm": norm}
+  layers = tuple(standard.block(c, mixer, **norms) for mixer in cycle)
+  return standard.decoder(c, cycles(layers, c.base_num_decoder_layers), final_norm=norm)
+
+
+WEIGHTS = standard.WEIGHTS | standard.SANDWICH
