@@ -76,7 +76,7 @@ def test_a_callback_sees_the_state_and_the_position_of_its_step():
     def due(self, step):
       return step in (2, 3)
 
-    def on_update(self, step, state, position):
+    def on_update(self, step, state, position, figures):
       seen.append((step, int(state.step), int(position()["batches"])))
       return step == 3
 

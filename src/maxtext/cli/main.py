@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from maxtext.cli import config, data, launch, plan, report
+from maxtext.cli import checkpoint, config, data, launch, plan, report
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
   plan.add_command(commands)
   data.add_commands(commands)
   config.add_commands(commands)
+  checkpoint.add_commands(commands)
   return parser
 
 

@@ -122,6 +122,17 @@ def _moment(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _checkpoints(c: MaxTextConfig) -> str | None:
+  if c.max_num_checkpoints_to_keep is not None and c.max_num_checkpoints_to_keep < 1:
+    return f"max_num_checkpoints_to_keep={c.max_num_checkpoints_to_keep} must be at least 1, or null to keep all."
+  if c.checkpoint_storage_target_data_file_size_bytes < 1:
+    size = c.checkpoint_storage_target_data_file_size_bytes
+    return f"checkpoint_storage_target_data_file_size_bytes={size} must be at least 1."
+  if c.load_full_state_path and c.load_parameters_path:
+    return "load_full_state_path and load_parameters_path are both set, and a run starts from one of them."
+  return None
+
+
 def _ramp(c: MaxTextConfig) -> str | None:
   if c.enable_rampup_batch_size and not 0 < c.per_device_batch_size_start < c.per_device_batch_size:
     return (
@@ -152,6 +163,9 @@ _LEAST = {
   "rope_max_timescale": 1,
   "original_max_position_embeddings": 1,
   "log_period": 1,
+  "checkpoint_period": 1,
+  "checkpoint_storage_concurrent_gb": 1,
+  "param_scan_axis": 0,
   "profiler_steps": 1,
   "stack_trace_interval_seconds": 1,
   "skip_first_n_steps_for_profiler": 0,
@@ -190,6 +204,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _compiler_flags,
   _moment,
   _patterns,
+  _checkpoints,
   _ramp,
   _mixture,
 )

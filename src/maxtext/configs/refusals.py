@@ -107,8 +107,50 @@ REFUSALS: tuple[Refusal, ...] = (
     "compiled steps are not saved yet, and flags go into the environment as XLA_FLAGS",
   ),
   Refusal(
-    _section(t.Checkpointing, t.OrbaxStorage, t.EmergencyCheckpointing, t.ElasticTraining),
-    "checkpoints are not implemented yet; a run starts from its seed",
+    ("enable_autocheckpoint",),
+    "a run always saves when it is told to end, so there is nothing to turn off; leave it out",
+    harmless=(True,),
+  ),
+  Refusal(
+    ("enable_orbax_v1", "colocated_python_checkpointing", "checkpoint_conversion_fn", "source_checkpoint_layout"),
+    "checkpoints are read and written through Orbax's CheckpointManager, in its own layout, by the process itself",
+    harmless=(False,),
+  ),
+  Refusal(
+    ("lora_input_adapters_path", "load_checkpoint_only_once", "checkpoint_is_quantized", "save_quantized_params_path"),
+    "it belongs to LoRA, RL or quantization, which are not implemented yet",
+    harmless=(False,),
+  ),
+  Refusal(
+    ("checkpoint_storage_target_data_file_size_bytes",),
+    "it has no effect without checkpoint_storage_use_ocdbt=true",
+    unless=lambda c: c.checkpoint_storage_use_ocdbt,
+  ),
+  Refusal(
+    ("checkpoint_period",),
+    "it has no effect beside enable_continuous_checkpointing=true",
+    unless=lambda c: not c.enable_continuous_checkpointing,
+  ),
+  Refusal(
+    ("checkpoint_period", "async_checkpointing", "max_num_checkpoints_to_keep", "checkpoint_todelete_subdir",
+     "checkpoint_todelete_full_path", "save_checkpoint_on_completion", "enable_continuous_checkpointing",
+     "checkpoint_storage_use_ocdbt", "checkpoint_storage_use_zarr3", "checkpoint_storage_target_data_file_size_bytes"),
+    "it has no effect without enable_checkpointing=true",
+    unless=lambda c: c.enable_checkpointing,
+  ),
+  Refusal(
+    ("checkpoint_todelete_full_path",),
+    "it is a folder of a bucket, for base_output_directory=gs://...; on a disk take checkpoint_todelete_subdir",
+    unless=lambda c: c.base_output_directory.startswith("gs://"),
+  ),
+  Refusal(
+    _section(t.EmergencyCheckpointing),
+    "there is no local tier yet; lower checkpoint_period",
+    harmless=(False,),
+  ),
+  Refusal(
+    _section(t.ElasticTraining),
+    "a run that lost processes is started again as a whole: maxtext launch --restarts",
     harmless=(False,),
   ),
   Refusal(("dtype_mm",), "there is no image encoder yet"),
@@ -166,7 +208,7 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=(False,),
   ),
   Refusal(
-    ("shard_mode", "inhomogeneous_layer_cycle_interval", "param_scan_axis",
+    ("shard_mode", "inhomogeneous_layer_cycle_interval",
      "context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy", "custom_mesh",
      "custom_mesh_and_rule", "optimize_mesh_for_tpu_v6e", "remove_size_one_mesh_axis_from_type"),
     "the mesh follows ici_*, dcn_* and mesh_axes alone for now",

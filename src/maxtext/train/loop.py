@@ -28,61 +28,67 @@ def run_loop(
   `flops_per_token` is one device's share, for the figure of its speed; `peak_flops` what it could do in a second, 0
   where that is not known.
   """
-  reports = _Reports(callbacks, flops_per_token, peak_flops)
+  speed = _Speed(flops_per_token, peak_flops)
+  pending: tuple[int, dict[str, Any], float] | None = None
+
+  def report() -> None:
+    if pending is not None:
+      step, metrics, waited = pending
+      _tell(callbacks, step, speed.figures(metrics, waited))
+
+  step, position = steps.start, None
   fed, waited = _timed(feed)
-  for step in steps:
-    if fed is None:
-      break
+  while fed is not None and step < steps.stop:
     state, metrics = step_fn(state, fed.batch)
-    position, used = fed.position, waited
-    if step + 1 < steps.stop:
+    step, position, used = step + 1, fed.position, waited
+    if step < steps.stop:
       fed, waited = _timed(feed)
-    reports.send()
-    reports.expect(step + 1, metrics, used)
-    if due := [callback for callback in callbacks if callback.due(step + 1)]:
-      jax.block_until_ready(metrics)
-      finished = time.perf_counter()
-      ended = [callback.on_update(step + 1, state, position) for callback in due]
-      reports.send(finished)
+    report()
+    pending = step, metrics, used
+    if due := [callback for callback in callbacks if callback.due(step)]:
+      figures, pending = speed.figures(metrics, used), None
+      ended = [callback.on_update(step, state, position, figures) for callback in due]
+      _tell(callbacks, step, figures)
+      speed.start()
       if any(ended):
         break
-  reports.send()
-  for callback in callbacks:
-    callback.on_end(state)
+  report()
+  if position is not None:
+    for callback in callbacks:
+      callback.on_end(step, state, position)
   return state
 
 
-class _Reports:
-  """The figures of a step, from when it is under way to when it has finished."""
+class _Speed:
+  """The time from the end of one step to the end of the next, and what follows from it."""
 
-  def __init__(self, callbacks: Sequence[Callback], flops_per_token: float, peak_flops: float) -> None:
-    self._callbacks, self._flops_per_token, self._peak_flops = callbacks, flops_per_token, peak_flops
-    self._expected: tuple[int, dict[str, Any], float] | None = None
+  def __init__(self, flops_per_token: float, peak_flops: float) -> None:
+    self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+    self.start()
+
+  def start(self) -> None:
+    """Takes the time; what was done since the last step is no step's."""
     self._last = time.perf_counter()
 
-  def expect(self, step: int, metrics: dict[str, Any], waited: float) -> None:
-    self._expected = step, metrics, waited
-
-  def send(self, finished: float | None = None) -> None:
-    """Waits for the expected step, if any. `finished` is given where more than the step was done since."""
-    if self._expected is None:
-      return
-    (step, metrics, waited), self._expected = self._expected, None
+  def figures(self, metrics: dict[str, Any], waited: float) -> dict[str, float]:
+    """Waits for a step, and gives its figures."""
     figures = {name: float(value) for name, value in jax.device_get(metrics).items()}
-    now = time.perf_counter()
-    seconds, self._last = (finished or now) - self._last, now
-    speed = figures["tokens"] / seconds
-    flops = speed * self._flops_per_token
+    before = self._last
+    self.start()
+    seconds = self._last - before
+    flops = figures["tokens"] / seconds * self._flops_per_token
     figures |= {
       "seconds": seconds,
       "input_seconds": waited,
-      "tokens_per_second": speed,
+      "tokens_per_second": figures["tokens"] / seconds,
       "tflops_per_device": flops / 1e12,
     }
-    if self._peak_flops:
-      figures["mfu"] = flops / self._peak_flops
-    for callback in self._callbacks:
-      callback.on_step(step, figures)
+    return figures | {"mfu": flops / self._peak_flops} if self._peak_flops else figures
+
+
+def _tell(callbacks: Sequence[Callback], step: int, figures: dict[str, float]) -> None:
+  for callback in callbacks:
+    callback.on_step(step, figures)
 
 
 def _timed(feed: Iterator[Fed]) -> tuple[Fed | None, float]:

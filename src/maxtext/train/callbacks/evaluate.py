@@ -18,20 +18,18 @@ class Evaluate(Callback):
 
   def __init__(self, evaluate: Callable[[TrainState], dict[str, float]], interval: int, target: float) -> None:
     self._evaluate, self._interval, self._target = evaluate, interval, target
-    self._found: dict[str, float] = {}
 
   def due(self, step: int) -> bool:
     return step % self._interval == 0
 
-  def on_update(self, step: int, state: TrainState, position: Callable[[], Position]) -> bool:
+  def on_update(
+    self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
+  ) -> bool:
     start = time.perf_counter()
-    self._found = {f"eval_{name}": value for name, value in self._evaluate(state).items()}
-    self._found["eval_seconds"] = time.perf_counter() - start
-    reached = self._found["eval_loss"] <= self._target
+    found = self._evaluate(state)
+    figures |= {f"eval_{name}": value for name, value in found.items()}
+    figures["eval_seconds"] = time.perf_counter() - start
+    reached = found["loss"] <= self._target
     if reached and not jax.process_index():
       print(f"target_eval_loss={self._target} is reached at step {step}: ending.", flush=True)
     return reached
-
-  def on_step(self, step: int, figures: dict[str, float]) -> None:
-    figures |= self._found
-    self._found = {}

@@ -24,7 +24,9 @@ class Profile(Callback):
   def due(self, step: int) -> bool:
     return self._cleanly and (self._begins(step) or self._begins(step - self._steps))
 
-  def on_update(self, step: int, state: TrainState, position: Callable[[], Position]) -> bool:
+  def on_update(
+    self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
+  ) -> bool:
     self._turn(step)
     return False
 
