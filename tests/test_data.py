@@ -3,6 +3,7 @@
 import itertools
 import os
 import resource
+import threading
 import time
 
 import grain
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxtext.data import records
+from maxtext.data.ahead import Ahead
 from maxtext.data.mixture import Mixture, Source
 from maxtext.data.order import FEW_SHARDS, Order, Window
 from maxtext.data.packing import Packing
@@ -221,3 +223,68 @@ def test_restoring_256_streams_takes_under_a_second(tmp_path):
     assert equal(again.rows(range(256)), following)
     seconds.append(time.perf_counter() - start)
   assert min(seconds) < 1
+
+
+class Asked:
+  """Documents, and how many were asked for at a time."""
+
+  def __init__(self, documents):
+    self.documents, self.calls = documents, []
+
+  def read(self, wanted):
+    self.calls.append(len(wanted))
+    return self.documents.read(wanted)
+
+
+def test_reading_ahead_makes_fewer_and_larger_reads(folder):
+  calls = {}
+  for read_ahead in (0, 40):
+    asked = Asked(Mixture([Source(Prepared(folder))], 4, seed=0))
+    streams = Streams(asked, PACKINGS["concat_then_split"], range(4), read_ahead=read_ahead)
+    for _ in range(20):
+      streams.rows(range(4))
+    calls[read_ahead] = asked.calls
+  assert len(calls[40]) < len(calls[0]) / 3
+  assert calls[40][0] == 4 * 41
+
+
+def test_several_shards_are_read_at_a_time():
+  together = threading.Barrier(3, timeout=20)
+
+  class Reader:
+    def read(self, places):
+      together.wait()
+      return places
+
+  shards = [records.Shard(str(i), 10, 0) for i in range(3)]
+  found = records.Records(shards, lambda shard: Reader(), threads=3).read([25, 3, 14, 1])
+  assert found == [5, 3, 4, 1]
+
+
+def test_things_are_made_ahead_so_far_and_no_further():
+  made, closed = [], threading.Event()
+
+  def make():
+    try:
+      for i in range(6):
+        made.append(i)
+        yield i
+      raise RuntimeError("broken")
+    finally:
+      closed.set()
+
+  ahead = Ahead(make(), depth=2)
+  deadline = time.monotonic() + 20
+  while len(made) < 3 and time.monotonic() < deadline:
+    time.sleep(0.01)
+  time.sleep(0.05)
+  assert made == [0, 1, 2], "two are ready, one waits for its place"
+  assert [next(ahead) for _ in range(6)] == list(range(6))
+  for _ in range(2):
+    with pytest.raises(RuntimeError, match="broken"):
+      next(ahead)
+  assert closed.wait(20)
+  unread = Ahead(make(), depth=1)
+  closed.clear()
+  unread.close()
+  assert closed.is_set()

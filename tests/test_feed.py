@@ -18,6 +18,8 @@ from maxtext import ConfigError
 from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
 from maxtext.data.feed import make_feed
+from maxtext.data.splits import split_of
+from maxtext.data.workers import choose_workers
 from maxtext.train.loop import run_loop
 from tests.corpora import write_corpus
 from tests.support import History, program, tiny
@@ -100,6 +102,15 @@ def test_a_batch_grows_and_takes_turns_among_its_streams(config):
   assert made[4][1]["streams"].any(axis=1).sum() == 20
 
 
+@pytest.mark.parametrize(
+  ("start", "words"), [(0.3, "make a batch of 2.4 rows on the way to 16"), (0.5, "4 rows, which cannot be split in 8")]
+)
+def test_batches_that_cannot_be_are_refused(config, start, words):
+  ramp = {"enable_rampup_batch_size": True, "per_device_batch_size": 2, "per_device_batch_size_increment": 1}
+  with pytest.raises(ConfigError, match=words):
+    program(config(**ramp, per_device_batch_size_start=start), devices=8).feed()
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_as_its_batch_grows(config):
   p, history = program(
@@ -134,9 +145,20 @@ def test_the_data_ends_with_the_first_row_or_is_padded_to_the_last(config, tmp_p
   begins = sum(((batch[2] == 0) & (batch[3] > 0)).sum() for batch, _ in whole)
   assert len(whole) > len(cut)
   assert begins == 40, "every document"
+  assert list(padded.feed(whole[-1][1])) == [], "resumed where there is nothing left"
   history = History()
   state = run_loop(short.step, short.init(), short.feed(), range(1000), [history])
   assert int(state.step) == len(history.losses) == len(cut)
+
+
+def test_reader_processes_are_chosen_by_cores_and_memory(config, monkeypatch):
+  monkeypatch.setattr(os, "cpu_count", lambda: 9)
+  chosen = {}
+  for megabytes in (1, 1024, 9999):
+    c = config(grain_worker_count=-1, grain_ram_budget_mb=megabytes)
+    chosen[megabytes] = choose_workers(c, split_of(c, "train"))
+  assert chosen == {1: 1, 1024: 4, 9999: 8}
+  assert choose_workers(config(grain_worker_count=3), split_of(config(grain_worker_count=3), "train")) == 3
 
 
 def test_a_corpus_that_fills_no_batch_is_refused(tmp_path):
@@ -172,8 +194,9 @@ def test_a_position_in_other_data_is_refused_with_the_difference(config, folder,
 
 def test_evaluation_reads_its_own_keys(config, tmp_path):
   other = str(write_corpus(tmp_path, (40,), seed=1))
-  p = program(config(grain_eval_files=other, grain_worker_count_eval=0, generate_padding_batch_eval=True))
-  rounds = [[np.asarray(fed.batch.inputs) for fed in make_feed(p.config, p.batch, split="eval")] for _ in range(2)]
+  keys = {"grain_eval_files": other, "grain_worker_count_eval": 0, "generate_padding_batch_eval": True}
+  p = program(config(**keys, gradient_accumulation_steps=3))
+  rounds = [[np.asarray(fed.batch.inputs) for fed in make_feed(p.config, p.eval_batch, split="eval")] for _ in range(2)]
   assert len(rounds[0]) > 2
   assert all(map(np.array_equal, *rounds))
   assert rounds[0][0][0, 1] == 0, "the first document comes first"

@@ -4,7 +4,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from os import cpu_count
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +25,7 @@ from maxtext.data.sources.hf import is_remote
 from maxtext.data.splits import Name, Split, split_of
 from maxtext.data.streams import Rows
 from maxtext.data.synthetic import synthetic_batches
-from maxtext.data.workers import rows_from_processes
+from maxtext.data.workers import choose_workers, rows_from_processes
 
 
 def make_feed(
@@ -76,7 +75,7 @@ def _from_documents(config: MaxTextConfig, batch: Batch, position: Position | No
   made, about, total, first = kind(config, split, packing, sizes, held, position)
   place = partial(place_rows, held=held, total=total, about=fingerprint.to_array(about))
   ahead = Ahead((place(number, rows) for number, rows in enumerate(made, first + 1)), split.buffer)
-  return _until_the_end(ahead, split, held)
+  return _until_the_end(ahead, split, held, first)
 
 
 class _Making(NamedTuple):
@@ -98,7 +97,7 @@ def _random_access(
   state, first = _start(position, about, (total, 3))
   streams = held.numbers(total)
   share = Share(config, split.name, packing, sizes, tuple(streams.tolist()), state[streams], first)
-  workers = _workers(config, split, share)
+  workers = choose_workers(config, split)
   made = rows_from_processes(share.cut(workers), split.buffer) if workers else share.rows(sources)
   return _Making(made, about, total, first)
 
@@ -141,8 +140,9 @@ def _about(config: MaxTextConfig, split: Split, streams: int, packing: Packing) 
 
 
 def _refuse_uneven(config: MaxTextConfig, sizes: BatchSizes, held: Held) -> None:
+  """The last size is that of the abstract batch, which is known to fit."""
   unit = held.blocks * config.gradient_accumulation_steps
-  for rows in sizes.rows:
+  for rows in sizes.rows[:-1]:
     if rows % unit:
       raise ConfigError(
         f"per_device_batch_size_start={config.per_device_batch_size_start:g} and per_device_batch_size_increment="
@@ -150,37 +150,25 @@ def _refuse_uneven(config: MaxTextConfig, sizes: BatchSizes, held: Held) -> None
       )
 
 
-def _workers(config: MaxTextConfig, split: Split, share: Share) -> int:
-  """Reader processes; where they are to be chosen, one per core that the run leaves, within the memory allowed."""
-  if split.workers >= 0:
-    return split.workers
-  batch = 16 * share.packing.length * len(share.streams)
-  return max(1, min((cpu_count() or 1) - 1, config.grain_ram_budget_mb * 2**20 // (batch * (split.buffer + 2))))
-
-
-def _until_the_end(ahead: Ahead[tuple[Fed, np.ndarray]], split: Split, held: Held) -> Generator[Fed]:
+def _until_the_end(ahead: Ahead[tuple[Fed, np.ndarray]], split: Split, held: Held, first: int) -> Generator[Fed]:
   """All batches that hold what they must: something in every row, or with `pad` in any."""
-  waiting: deque[tuple[Fed, Any]] = deque()
   # Several processes must agree on the last batch. Each asks a few batches early, so that nobody waits for the answer.
   early = 2 if jax.process_count() > 1 else 0
+  add = jax.jit(jnp.sum, out_shardings=NamedSharding(held.by_rows.mesh, PartitionSpec()))
+  waiting: deque[tuple[Fed, Any]] = deque()
   try:
-    for number in itertools.count():
+    for number in itertools.count(first):
       while len(waiting) <= early:
         fed, filled = next(ahead)
-        waiting.append((fed, _count(filled, fed, held) if early else filled.sum()))
+        rows = len(fed.batch.inputs)
+        waiting.append((fed, add(held.array(filled, rows, held.by_rows)) if early else filled.sum()))
       fed, count = waiting.popleft()
-      if count == 0 or (count < len(fed.batch.inputs) and not split.pad):
+      if int(count) < (1 if split.pad else len(fed.batch.inputs)):
         _say_the_end(number, split)
         return
       yield fed
   finally:
     ahead.close()
-
-
-def _count(filled: np.ndarray, fed: Fed, held: Held) -> jax.Array:
-  """How many rows of the run hold anything; under way when this returns."""
-  whole = held.array(filled, len(fed.batch.inputs), held.by_rows)
-  return jax.jit(jnp.sum, out_shardings=NamedSharding(held.by_rows.mesh, PartitionSpec()))(whole)
 
 
 def _say_the_end(batches: int, split: Split) -> None:
@@ -190,4 +178,4 @@ def _say_the_end(batches: int, split: Split) -> None:
       f"generate_padding_batch_{split.name}=true to pad what there is."
     )
   if split.name == "train" and not jax.process_index():
-    print(f"data: ended after {batches} batches of this run (num_epoch={split.epochs}).", flush=True)
+    print(f"data: ended after {batches} batches; num_epoch={split.epochs} says how often it is read.", flush=True)
