@@ -4,33 +4,14 @@ It is a sum, modulo 2^32, of a hash of every element and its index: it does not 
 what eight devices saved can be checked by one. One changed element always changes it.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 
-def checksums(arrays: Mapping[str, Any]) -> jax.Array:
-  """One uint32 per array, in the order of their names, on every device."""
-  leaves = [arrays[name] for name in sorted(arrays)]
-  placed = (leaf.sharding for leaf in leaves if isinstance(leaf, jax.Array))
-  mesh = next((sharding.mesh for sharding in placed if isinstance(sharding, NamedSharding)), None)
-  return _program(None if mesh is None else NamedSharding(mesh, PartitionSpec()))(leaves)
-
-
-@cache
-def _program(where: NamedSharding | None) -> Any:
-  def checksum_all(leaves: Sequence[Any]) -> jax.Array:
-    return jnp.stack([_checksum(leaf) for leaf in leaves])
-
-  return jax.jit(checksum_all, out_shardings=where)
-
-
-def _checksum(array: jax.typing.ArrayLike) -> jax.Array:
+@jax.jit
+def checksum(array: jax.typing.ArrayLike) -> jax.Array:
+  """The number, on every device that holds a part. Arrays go one by one: on a CPU each takes its size as scratch."""
   x = jnp.asarray(array)
   bits = x.astype(jnp.uint32) if x.dtype == jnp.bool_ else _bits(x)
   index = jnp.zeros(bits.shape, jnp.uint32)

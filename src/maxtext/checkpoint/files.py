@@ -1,6 +1,8 @@
 """Reading and writing the arrays and the record of one checkpoint with Orbax. Nothing here decides when, or which."""
 
-from collections.abc import Mapping
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -8,38 +10,65 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from maxtext.checkpoint.checksum import checksums
+from maxtext.checkpoint.checksum import checksum
 from maxtext.checkpoint.record import FILE, ITEM, Array, DamagedError, Record
 from maxtext.checkpoint.tree import named, nested
 from maxtext.configs import ConfigError, MaxTextConfig
 
 STATE = "state"
-_CHECKSUMS = "checksums"
 _REPLICAS = "data"  # the mesh axis along which devices hold the same parameters
+_IN_FLIGHT = 0.05  # of a process's share, while it is read: it is held twice until it is placed
 
 
-def handlers(config: MaxTextConfig, mesh: jax.sharding.Mesh | None = None) -> dict[str, Any]:
-  """Orbax's handlers of the items of a checkpoint. A mesh is given to read with one replica and send to the others."""
+def handlers(config: MaxTextConfig) -> dict[str, Any]:
+  """Orbax's handlers of the items of a checkpoint that is written."""
+  most = config.checkpoint_storage_concurrent_gb
   arrays = ocp.PyTreeCheckpointHandler(
     use_ocdbt=config.checkpoint_storage_use_ocdbt,
     use_zarr3=config.checkpoint_storage_use_zarr3,
-    save_concurrent_gb=config.checkpoint_storage_concurrent_gb,
-    restore_concurrent_gb=config.checkpoint_storage_concurrent_gb,
-    **({} if mesh is None else {"type_handler_registry": _one_replica_reads(mesh)}),
+    save_concurrent_gb=most,
   )
-  return {STATE: arrays, ITEM: ocp.JsonCheckpointHandler(filename=FILE)}
+  return {STATE: arrays, ITEM: RecordHandler()}
 
 
 def contents(
   config: MaxTextConfig, arrays: Mapping[str, Any], step: int, stacked: int | None, keys: Mapping[str, Any]
 ) -> ocp.args.Composite:
-  """What a save writes: the arrays, their checksums and the record."""
-  record = Record(step, {n: Array(tuple(np.shape(a)), str(a.dtype)) for n, a in arrays.items()}, stacked, keys)
+  """What a save writes: the arrays and the record. Checksums are under way when this returns."""
+  known = {name: (tuple(np.shape(array)), str(array.dtype), checksum(array)) for name, array in arrays.items()}
+
+  def record() -> dict[str, Any]:
+    described = {name: Array(shape, dtype, int(value)) for name, (shape, dtype, value) in known.items()}
+    return Record(step, described, stacked, keys).to_json()
+
   size = config.checkpoint_storage_target_data_file_size_bytes if config.checkpoint_storage_use_ocdbt else None
-  tree = nested({**arrays, _CHECKSUMS: checksums(arrays)})
-  return ocp.args.Composite(
-    **{STATE: ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=size), ITEM: ocp.args.JsonSave(record.to_json())}
-  )
+  state = ocp.args.PyTreeSave(nested(arrays), ocdbt_target_data_file_size=size)
+  return ocp.args.Composite(**{STATE: state, ITEM: RecordSave(record)})
+
+
+class RecordHandler(ocp.AsyncCheckpointHandler):
+  """Writes the record while the arrays are written: its checksums come from the devices, and the loop does not wait."""
+
+  async def async_save(self, directory: epath.Path, args: "RecordSave") -> list[ocp.future.Future]:
+    return [ocp.future.CommitFutureAwaitingContractedSignals(self._write(directory, args), name="maxtext_record")]
+
+  async def _write(self, directory: epath.Path, args: "RecordSave") -> None:
+    if jax.process_index() == 0:
+      (directory / FILE).write_text(json.dumps(args.record()))
+
+  def save(self, directory: epath.Path, args: "RecordSave") -> None:
+    raise NotImplementedError("Orbax saves through async_save")
+
+  def restore(self, directory: epath.Path, args: Any = None) -> Any:
+    raise NotImplementedError("records are read by `Record.read`, without Orbax")
+
+
+@ocp.args.register_with_handler(RecordHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class RecordSave(ocp.args.CheckpointArgs):
+  """What makes the record, once all is known."""
+
+  record: Callable[[], dict[str, Any]]
 
 
 def read(
@@ -49,22 +78,45 @@ def read(
 
   Raises `DamagedError` if something cannot be read or is not what was saved.
   """
-  where = next((s.sharding.mesh for s in wanted.values() if s is not None), None) if _single_replica(config) else None
-  handler = handlers(config, where)[STATE]
-  everything = dict(wanted) | {_CHECKSUMS: None}
-  restore = nested({name: _restore_args(struct, where is not None) for name, struct in everything.items()})
-  item = jax.tree.map(lambda _: 0, restore, is_leaf=lambda x: isinstance(x, ocp.RestoreArgs))
-  try:
-    found = handler.restore(
-      folder / STATE, args=ocp.args.PyTreeRestore(item, restore_args=restore, partial_restore=True)
-    )
-  except PermissionError as error:
-    raise ConfigError(f"{folder} cannot be read: {error}") from None
-  except Exception as error:  # Orbax and TensorStore raise ValueError, KeyError, OSError and more for damaged files
-    raise DamagedError(reason(error)) from error
-  arrays = named(found)
-  _verify(arrays.pop(_CHECKSUMS), arrays, record)
+  mesh = next((s.sharding.mesh for s in wanted.values() if s is not None), None) if _single_replica(config) else None
+  sizes = {name: _local_bytes(struct, record.arrays[name]) for name, struct in wanted.items()}
+  most = min(config.checkpoint_storage_concurrent_gb * 1e9, _IN_FLIGHT * sum(sizes.values()))
+  handler = ocp.PyTreeCheckpointHandler(**({} if mesh is None else {"type_handler_registry": _one_replica_reads(mesh)}))
+  arrays: dict[str, Any] = {}
+  for names in _groups(sizes, most):
+    restore = nested({name: _restore_args(wanted[name], mesh is not None) for name in names})
+    item = jax.tree.map(lambda _: 0, restore, is_leaf=lambda x: isinstance(x, ocp.RestoreArgs))
+    args = ocp.args.PyTreeRestore(item, restore_args=restore, partial_restore=True)
+    try:
+      arrays |= named(handler.restore(folder / STATE, args=args))
+    except PermissionError as error:
+      raise ConfigError(f"{folder} cannot be read: {error}") from None
+    except Exception as error:  # Orbax and TensorStore raise ValueError, KeyError, OSError and more for damaged files
+      raise DamagedError(reason(error)) from error
+  _verify(arrays, record)
   return arrays
+
+
+def _groups(sizes: Mapping[str, int], most: float) -> list[list[str]]:
+  """The names in groups that are read at once, of that size or of one array."""
+  groups: list[list[str]] = []
+  room = 0.0
+  for name in sorted(sizes, key=lambda name: sizes[name]):
+    if not groups or sizes[name] > room:
+      groups.append([])
+      room = most
+    groups[-1].append(name)
+    room -= sizes[name]
+  return groups
+
+
+def _local_bytes(struct: jax.ShapeDtypeStruct | None, array: Array) -> int:
+  """What this process holds of an array."""
+  if struct is None:
+    return array.bytes
+  parts = struct.sharding.addressable_devices_indices_map(struct.shape)
+  shard = np.prod(struct.sharding.shard_shape(struct.shape), dtype=int)
+  return int(len(parts) * shard * struct.dtype.itemsize)
 
 
 def reason(error: BaseException) -> str:
@@ -76,10 +128,8 @@ def reason(error: BaseException) -> str:
   return text if len(text) < 400 else f"{text[:200]} ... {text[-200:]}"
 
 
-def _verify(saved: np.ndarray, arrays: Mapping[str, Any], record: Record) -> None:
-  expected = dict(zip(sorted(record.arrays), saved, strict=True))
-  got = dict(zip(sorted(arrays), np.asarray(checksums(arrays)), strict=True))
-  if wrong := [name for name, value in got.items() if value != expected[name]]:
+def _verify(arrays: Mapping[str, Any], record: Record) -> None:
+  if wrong := [name for name, array in arrays.items() if int(checksum(array)) != record.arrays[name].checksum]:
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     raise DamagedError(f"{wrong[0]}{more} is not what was saved (checksum)")
 

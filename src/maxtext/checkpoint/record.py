@@ -20,10 +20,11 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True)
 class Array:
-  """One array of a checkpoint."""
+  """One array of a checkpoint. Its checksum is known when it has been saved."""
 
   shape: tuple[int, ...]
   dtype: str
+  checksum: int | None = None
 
   @property
   def bytes(self) -> int:
@@ -69,7 +70,7 @@ class Record:
       raise DamagedError(f"{ITEM}/{FILE} cannot be read") from None
     if not whole:
       raise DamagedError(f"{ITEM}/{FILE} is not what was written")
-    arrays = {name: Array(tuple(a["shape"]), a["dtype"]) for name, a in body["arrays"].items()}
+    arrays = {name: Array(tuple(a["shape"]), a["dtype"], a["checksum"]) for name, a in body["arrays"].items()}
     return Record(body["step"], arrays, body["stacked"], body["config"], body["schema"])
 
 

@@ -100,7 +100,7 @@ def _refuse_other(
   """A checkpoint of something else is the user's mistake, not damage."""
   for name, struct in wanted.items():
     has, wants = record.arrays.get(name), Array(tuple(struct.shape), str(struct.dtype))
-    if has != wants:
+    if has is None or (has.shape, has.dtype) != (wants.shape, wants.dtype):
       there = "has none" if has is None else f"has {has.dtype}{list(has.shape)}"
       here = f"this run wants {wants.dtype}{list(wants.shape)}"
       raise ConfigError(f"{folder} {there} for {name}, and {here}.{_differences(config, record)}")
