@@ -4,7 +4,7 @@
 
 A state of the given size is saved in the background and, in turn, while the loop waits; each is in a process of its own
 that has done one save before, and the state is read back in a fresh one. Memory is the largest resident size beyond
-that of the process with its libraries loaded.
+that of the process when it has read a state of a thousandth of the size.
 """
 
 import argparse
@@ -51,13 +51,22 @@ def _save(folder: Path, gib: float, rounds: int) -> dict:
   from maxtext.checkpoint.writer import Writer
 
   config, abstract = _state(gib)
+  small = Writer(config, epath.Path(folder / "small"), {})
+  small.save(1, _filled(_state(gib / 1000)[1]), {})
+  small.close()
   state = _filled(abstract)
   seconds: dict[bool, list[float]] = {True: [], False: []}
   blocked: list[float] = []
+  writers = {
+    background: Writer(
+      config.model_copy(update={"async_checkpointing": background, "max_num_checkpoints_to_keep": 1}),
+      epath.Path(folder / str(background)),
+      {},
+    )
+    for background in (True, False)
+  }
   for turn in range(rounds + 1):
-    for background in (True, False):
-      own = config.model_copy(update={"async_checkpointing": background, "max_num_checkpoints_to_keep": 1})
-      writer = Writer(own, epath.Path(folder / str(background)), {})
+    for background, writer in writers.items():
       start = time.perf_counter()
       writer.save(turn + 1, state, {})
       returned = time.perf_counter() - start
@@ -65,7 +74,8 @@ def _save(folder: Path, gib: float, rounds: int) -> dict:
       assert writer.last == turn + 1, "the save failed"
       seconds[background].append(time.perf_counter() - start)
       blocked += [returned] if background else []
-      writer.close()
+  for writer in writers.values():
+    writer.close()
   return {
     "state_bytes": sum(leaf.nbytes for leaf in state.values()),
     "sync_seconds": round(statistics.median(seconds[False][1:]), 3),
@@ -80,6 +90,7 @@ def _restore(folder: Path, gib: float, rounds: int) -> dict:
   from maxtext.checkpoint.restore import resume
 
   config, abstract = _state(gib)
+  resume(config, epath.Path(folder / "small"), _state(gib / 1000)[1])
   before = _peak()
   start = time.perf_counter()
   found = resume(config, epath.Path(folder / "False"), abstract)
@@ -97,7 +108,7 @@ def _state(gib: float) -> tuple:
 
   config = load_config(dataset_type="synthetic", enable_checkpointing=True)
   where = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
-  rows = int(gib * 2**30 / 32 / 4 / 4096)
+  rows = max(1, int(gib * 2**30 / 32 / 4 / 4096))
   return config, {f"w{i}": jax.ShapeDtypeStruct((rows, 4096), np.float32, sharding=where) for i in range(32)}
 
 

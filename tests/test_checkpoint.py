@@ -20,7 +20,7 @@ from etils import epath
 
 import maxtext
 from maxtext import ConfigError
-from maxtext.checkpoint.checksum import checksum
+from maxtext.checkpoint.checksum import added, checksums
 from maxtext.checkpoint.files import read
 from maxtext.checkpoint.location import steps_in
 from maxtext.checkpoint.record import Record
@@ -191,7 +191,11 @@ def test_whatever_is_damaged_nothing_wrong_comes_back(half, tmp_path, capsys, ev
   abstract = program(config, 8).state
   checkpoints = half[0] / "run" / "checkpoints"
   files = sorted(p.relative_to(checkpoints) for p in (checkpoints / "4").rglob("*") if p.is_file())
-  needed = {largest(checkpoints / "4").relative_to(checkpoints), Path("4/record/record.json")}
+  needed = {
+    largest(checkpoints / "4").relative_to(checkpoints),
+    Path("4/record/record.json"),
+    Path("4/record/checksums-0.json"),
+  }
   rng, aside = random.Random(0), set()
   for number, file in enumerate(files if everything else needed):
     for how in ("truncated", "deleted", "flipped"):
@@ -219,11 +223,12 @@ def test_whatever_is_damaged_nothing_wrong_comes_back(half, tmp_path, capsys, ev
 def test_one_bit_changes_a_checksum(half):
   record = Record.read(epath.Path(half[0] / "run" / "checkpoints" / "4"))
   arrays = read(tiny(), epath.Path(half[0] / "run" / "checkpoints" / "4"), dict.fromkeys(record.arrays), record)
-  for name, array in arrays.items():
-    assert checksum(array) == record.arrays[name].checksum
-    spoilt = array.copy()
+  before = added(checksums(arrays))
+  for place, name in enumerate(sorted(arrays)):
+    spoilt = arrays[name].copy()
     spoilt.reshape(-1).view(np.uint8)[-1] ^= 1
-    assert checksum(spoilt) != record.arrays[name].checksum
+    after = added(checksums(arrays | {name: spoilt}))
+    assert list(np.flatnonzero(before != after)) == [place]
 
 
 def test_another_model_is_a_mistake_and_not_damage(copy):

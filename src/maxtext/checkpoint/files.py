@@ -9,11 +9,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
 
-from maxtext.checkpoint.checksum import checksum
-from maxtext.checkpoint.record import FILE, ITEM, Array, DamagedError, Record
+from maxtext.checkpoint.checksum import added, checksums
+from maxtext.checkpoint.record import FILE, ITEM, Array, DamagedError, Record, checksum_file
 from maxtext.checkpoint.tree import named, nested
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import MaxTextConfig
+from maxtext.configs.errors import RunError
 
 STATE = "state"
 _REPLICAS = "data"  # the mesh axis along which devices hold the same parameters
@@ -35,15 +37,17 @@ def contents(
   config: MaxTextConfig, arrays: Mapping[str, Any], step: int, stacked: int | None, keys: Mapping[str, Any]
 ) -> ocp.args.Composite:
   """What a save writes: the arrays and the record. Checksums are under way when this returns."""
-  known = {name: (tuple(np.shape(array)), str(array.dtype), checksum(array)) for name, array in arrays.items()}
+  described = {name: Array(tuple(np.shape(array)), str(array.dtype)) for name, array in arrays.items()}
+  record, parts = Record(step, described, stacked, keys, jax.process_count()), checksums(arrays)
 
-  def record() -> dict[str, Any]:
-    described = {name: Array(shape, dtype, int(value)) for name, (shape, dtype, value) in known.items()}
-    return Record(step, described, stacked, keys).to_json()
+  def write(folder: epath.Path) -> None:
+    (folder / checksum_file(jax.process_index())).write_text(json.dumps(added(parts).tolist()))
+    if jax.process_index() == 0:
+      (folder / FILE).write_text(json.dumps(record.to_json()))
 
   size = config.checkpoint_storage_target_data_file_size_bytes if config.checkpoint_storage_use_ocdbt else None
   state = ocp.args.PyTreeSave(nested(arrays), ocdbt_target_data_file_size=size)
-  return ocp.args.Composite(**{STATE: state, ITEM: RecordSave(record)})
+  return ocp.args.Composite(**{STATE: state, ITEM: RecordSave(write)})
 
 
 class RecordHandler(ocp.AsyncCheckpointHandler):
@@ -53,8 +57,7 @@ class RecordHandler(ocp.AsyncCheckpointHandler):
     return [ocp.future.CommitFutureAwaitingContractedSignals(self._write(directory, args), name="maxtext_record")]
 
   async def _write(self, directory: epath.Path, args: "RecordSave") -> None:
-    if jax.process_index() == 0:
-      (directory / FILE).write_text(json.dumps(args.record()))
+    args.write(directory)
 
   def save(self, directory: epath.Path, args: "RecordSave") -> None:
     raise NotImplementedError("Orbax saves through async_save")
@@ -66,9 +69,9 @@ class RecordHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(RecordHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class RecordSave(ocp.args.CheckpointArgs):
-  """What makes the record, once all is known."""
+  """What writes the record into its folder, once all is known."""
 
-  record: Callable[[], dict[str, Any]]
+  write: Callable[[epath.Path], None]
 
 
 def read(
@@ -76,25 +79,66 @@ def read(
 ) -> dict[str, Any]:
   """Arrays of a checkpoint, each process only the part that its devices hold; `None` wants a whole NumPy array.
 
-  Raises `DamagedError` if something cannot be read or is not what was saved.
+  Raises `DamagedError`, on all processes, if something cannot be read or is not what was saved.
   """
+  arrays: dict[str, Any] = {}
+  difference, problem = np.zeros(len(wanted), np.uint32), None
+  try:
+    arrays = _read(config, folder, wanted, record)
+    difference = _difference(folder, arrays, record)
+  except DamagedError as damage:
+    problem = damage
+  failed, difference = _over_processes(problem is not None, difference)
+  if problem or failed:
+    raise problem or DamagedError("another process cannot read it")
+  if wrong := [name for name, value in zip(sorted(wanted), difference, strict=True) if value]:
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    raise DamagedError(f"{wrong[0]}{more} is not what was saved (checksum)")
+  return arrays
+
+
+def _read(
+  config: MaxTextConfig, folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct | None], record: Record
+) -> dict[str, Any]:
   mesh = next((s.sharding.mesh for s in wanted.values() if s is not None), None) if _single_replica(config) else None
+  handler = ocp.PyTreeCheckpointHandler(**({} if mesh is None else {"type_handler_registry": _one_replica_reads(mesh)}))
   sizes = {name: _local_bytes(struct, record.arrays[name]) for name, struct in wanted.items()}
   most = min(config.checkpoint_storage_concurrent_gb * 1e9, _IN_FLIGHT * sum(sizes.values()))
-  handler = ocp.PyTreeCheckpointHandler(**({} if mesh is None else {"type_handler_registry": _one_replica_reads(mesh)}))
   arrays: dict[str, Any] = {}
   for names in _groups(sizes, most):
     restore = nested({name: _restore_args(wanted[name], mesh is not None) for name in names})
     item = jax.tree.map(lambda _: 0, restore, is_leaf=lambda x: isinstance(x, ocp.RestoreArgs))
-    args = ocp.args.PyTreeRestore(item, restore_args=restore, partial_restore=True)
     try:
+      args = ocp.args.PyTreeRestore(item, restore_args=restore, partial_restore=True)
       arrays |= named(handler.restore(folder / STATE, args=args))
     except PermissionError as error:
-      raise ConfigError(f"{folder} cannot be read: {error}") from None
+      raise RunError(f"{folder} cannot be read: {error}.") from None
     except Exception as error:  # Orbax and TensorStore raise ValueError, KeyError, OSError and more for damaged files
       raise DamagedError(reason(error)) from error
-  _verify(arrays, record)
   return arrays
+
+
+def _difference(folder: epath.Path, arrays: Mapping[str, Any], record: Record) -> np.ndarray:
+  """Checksums of what this process has read, less those of its share of the processes that saved; the sum is 0."""
+  names = sorted(record.arrays)
+  saved = np.zeros(len(names), np.uint32)
+  for process in range(jax.process_index(), record.processes, jax.process_count()):
+    try:
+      saved += np.array(json.loads((folder / ITEM / checksum_file(process)).read_text()), np.uint32)
+    except (OSError, ValueError, TypeError, OverflowError):
+      raise DamagedError(f"{ITEM}/{checksum_file(process)} cannot be read") from None
+  # One by one: on a CPU an array takes its own size as scratch.
+  found = [added(checksums({name: arrays[name]})) for name in sorted(arrays)]
+  return np.concatenate(found) - saved[[names.index(name) for name in sorted(arrays)]]
+
+
+def _over_processes(failed: bool, difference: np.ndarray) -> tuple[bool, np.ndarray]:
+  """Whether any process failed, and the sum of what they found."""
+  if jax.process_count() == 1:
+    return failed, difference
+  everywhere = multihost_utils.process_allgather(np.append(np.uint32(failed), difference))
+  total = np.sum(everywhere, axis=0, dtype=np.uint32)
+  return bool(total[0]), total[1:]
 
 
 def _groups(sizes: Mapping[str, int], most: float) -> list[list[str]]:
@@ -126,12 +170,6 @@ def reason(error: BaseException) -> str:
   text = " ".join(str(error).split()) or type(error).__name__
   text = text.split(" [tensorstore_spec")[0].split(" See full TensorStore details")[0]
   return text if len(text) < 400 else f"{text[:200]} ... {text[-200:]}"
-
-
-def _verify(arrays: Mapping[str, Any], record: Record) -> None:
-  if wrong := [name for name, array in arrays.items() if int(checksum(array)) != record.arrays[name].checksum]:
-    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    raise DamagedError(f"{wrong[0]}{more} is not what was saved (checksum)")
 
 
 def _single_replica(config: MaxTextConfig) -> bool:

@@ -44,7 +44,7 @@ def resume(config: MaxTextConfig, folder: epath.Path, abstract: Any) -> Restored
   while (step := _agreed(max(steps_in(folder), default=-1))) >= 0:
     path = folder / str(step)
     try:
-      return _together(lambda path=path: _state(config, path, abstract))
+      return _state(config, path, abstract)
     except DamagedError as damage:
       if jax.process_index() == 0:
         aside = _aside(path)
@@ -88,7 +88,15 @@ def _parameters(
 
 
 def _readable(folder: epath.Path) -> Record:
-  record = Record.read(folder)
+  try:
+    record, problem = Record.read(folder), None
+  except DamagedError as damage:
+    record, problem = None, damage
+  everywhere = (
+    multihost_utils.process_allgather(np.array(record is None)) if jax.process_count() > 1 else record is None
+  )
+  if record is None or np.any(everywhere):
+    raise problem or DamagedError("another process cannot read its record")
   if record.schema > SCHEMA:
     raise ConfigError(f"{folder} has schema {record.schema}, and this release reads up to {SCHEMA}: take a newer one.")
   return record
@@ -119,25 +127,9 @@ def _differences(config: MaxTextConfig, record: Record) -> str:
 
 def _named_by(key: str, path: str, load: Any) -> Any:
   try:
-    return _together(load)
+    return load()
   except DamagedError as damage:
     raise RunError(f"{key}={path} is damaged: {damage}.") from None
-
-
-def _together(load: Any) -> Any:
-  """Runs a read on every process; where one finds damage, all do."""
-  found, problem = None, None
-  try:
-    found = load()
-  except DamagedError as damage:
-    problem = damage
-  if jax.process_count() > 1:
-    failed = np.flatnonzero(multihost_utils.process_allgather(np.array(problem is not None)))
-    if len(failed) and problem is None:
-      problem = DamagedError(f"process {failed[0]} cannot read it")
-  if problem is not None:
-    raise problem
-  return found
 
 
 def _agreed(step: int) -> int:
