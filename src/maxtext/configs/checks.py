@@ -158,6 +158,8 @@ _LEAST = {
   "partial_rotary_factor": 0,
   "original_max_position_embeddings": 1,
   "log_period": 1,
+  "moba_chunk_size": 1,
+  "moba_topk": 1,
   "profiler_steps": 1,
   "stack_trace_interval_seconds": 1,
   "skip_first_n_steps_for_profiler": 0,

@@ -115,11 +115,19 @@ REFUSALS: tuple[Refusal, ...] = (
     "the model families that need it are not implemented yet; write the sizes themselves as base_* keys",
   ),
   Refusal(
-    (*_section(t.Engram, t.MTP, t.ManifoldConstrainedHyperConnections, t.Qwen3Next, but=("partial_rotary_factor",)),
-     "mscale"),
+    (*_section(t.Engram, t.Qwen3Next, but=("partial_rotary_factor",)), "mscale"),
     "the model families that need it are not implemented yet",
     harmless=(False,),
   ),
+  Refusal(("mtp_eval_target_module",), "evaluation is not implemented yet"),
+  Refusal(
+    ("mtp_loss_scaling_factor",), "it has no effect without mtp_num_layers", unless=lambda c: c.mtp_num_layers > 0
+  ),
+  Refusal(
+    ("sinkhorn_iterations",), "it has no effect without mhc_expansion_rate", unless=lambda c: c.mhc_expansion_rate > 1
+  ),
+  Refusal(("moba_chunk_size", "moba_topk"), "it has no effect without moba=true", unless=lambda c: c.moba),
+  Refusal(("qk_clip_threshold",), "it has no effect without use_qk_clip=true", unless=lambda c: c.use_qk_clip),
   Refusal(
     ("rope_use_scale",),
     "it has no effect without rope_type=llama3.1",
@@ -146,8 +154,7 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=("local_sliding", "chunk"),
   ),
   Refusal(
-    ("float32_qk_product", "float32_logits", "use_qk_clip", "qk_clip_threshold",
-     *_section(t.MlaAttention, t.MoBa, t.AttentionIndexer)),
+    ("float32_qk_product", "float32_logits", *_section(t.MlaAttention, t.AttentionIndexer)),
     "this form of attention is not implemented yet; logits and softmax are always float32",
     harmless=(0.0, False),
   ),

@@ -26,6 +26,7 @@ LogicalAxis = Literal[
   "norm",
   "latent",
   "latent_out",
+  "streams",
   "router",
   "expert",
   "expert_embed",
