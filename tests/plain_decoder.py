@@ -8,17 +8,65 @@ import numpy as np
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
-def forward(params, tokens, positions, documents, moba=None, streams=None):
+def forward(params, tokens, positions, documents, moba=None, streams=None, engram=None):
   """Tokens [S] to normed hidden states [S,E]."""
   x = params["embedding/table"][tokens]
   if streams:
     x = np.repeat(x[:, None], streams[0], axis=1)
-  for number in range(2):
-    own = {n.removeprefix("groups/0/layers/0/"): v[number] for n, v in params.items() if n.startswith("groups/0/")}
+  for number, own in enumerate(layers_of(params)):
+    if "memory/table" in own:
+      x = x + memory(own, number, x, tokens, documents, **engram)
     x = layer(own, x, positions, documents, moba, streams)
   if streams:
     x = x.mean(1)
   return rms(x) * params["final_norm/scale"]
+
+
+def layers_of(params):
+  """The parameters of each layer, from first to last."""
+  for group in range(len({name.split("/")[1] for name in params if name.startswith("groups/")})):
+    own = {n.split("/", 4)[4]: v for n, v in params.items() if n.startswith(f"groups/{group}/layers/0/")}
+    for number in range(len(own["mixer_norm/scale"])):
+      yield {name: value[number] for name, value in own.items()}
+
+
+def memory(own, number, x, tokens, documents, bases, heads, dim, span, seed):
+  """SiLU(conv(norm(v))) + v, where v is the value of looked-up rows times a gate: how alike their key and x are."""
+  longest, S = len(bases) + 1, len(tokens)
+  odd = np.random.default_rng(seed + 10007 * number).integers(0, 2**31, size=longest, dtype=np.uint32) * 2 + 1
+  rows, taken, sizes = [], set(), []
+  for base in bases:
+    size = base
+    for _ in range(heads):
+      while size in taken or any(size % d == 0 for d in range(2, size)):
+        size += 1
+      taken.add(size)
+      sizes.append(size)
+  for s in range(S):
+    found = []
+    for length in range(2, longest + 1):
+      mixed = 0
+      for back in range(length):
+        known = s >= back and documents[s - back] == documents[s]
+        mixed ^= (int(tokens[s - back]) + 1) * int(odd[back]) % 2**32 if known else 0
+      for head in range(heads):
+        place = (length - 2) * heads + head
+        found.append(own["memory/table"][sum(sizes[:place]) + mixed % sizes[place]])
+    rows.append(np.concatenate(found))
+  rows, streams = np.stack(rows), x.reshape(S, -1, x.shape[-1])
+  assert rows.shape[1] == len(bases) * heads * dim
+  key = np.einsum("sm,mne->sne", rows, own["memory/key/weight"])
+  alike = (rms(key) * own["memory/key_norm/scale"] * rms(streams) * own["memory/query_norm/scale"]).sum(
+    -1, keepdims=True
+  )
+  value = sigmoid(alike / np.sqrt(x.shape[-1])) * (rows @ own["memory/value/weight"])[:, None]
+  normed, mixed = rms(value) * own["memory/value_norm/scale"], np.zeros_like(value)
+  for s in range(S):
+    for i in range(span):
+      before = s - (span - 1 - i) * longest
+      if before >= 0 and documents[before] == documents[s]:
+        mixed[s] += own["memory/convolution/weight"][i] * normed[before]
+  return (mixed * sigmoid(mixed) + value).reshape(x.shape)
 
 
 def layer(own, x, positions, documents, moba=None, streams=None):

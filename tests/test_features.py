@@ -21,6 +21,11 @@ MOBA = {"moba": True, "moba_chunk_size": 4, "moba_topk": 3}
 MHC = {"mhc_expansion_rate": 3, "sinkhorn_iterations": 4}
 MTP = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}
 CLIP = {"use_qk_clip": True, "qk_clip_threshold": 0.5}
+ENGRAM = {
+  "engram_layers": [1], "engram_num_heads": 2, "engram_head_dim": 4, "engram_vocab_bases": [30, 40],
+  "engram_max_ngram_size": 3, "engram_kernel_size": 3, "engram_seed": 7,
+}  # fmt: skip
+MEMORY = {"engram": {"bases": (30, 40), "heads": 2, "dim": 4, "span": 3, "seed": 7}}
 PACKED = np.where(np.arange(32) < 13, 1, 2)
 MESH = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "per_device_batch_size": 2}
 
@@ -45,8 +50,14 @@ def batch_of(documents):
 @pytest.mark.parametrize("documents", [np.ones(32, int), PACKED], ids=["one document", "two documents"])
 @pytest.mark.parametrize(
   ("keys", "plain"),
-  [({}, {}), (MOBA, {"moba": (4, 3)}), (MHC, {"streams": (3, 4)})],
-  ids=["plain", "moba", "hyper-connections"],
+  [
+    ({}, {}),
+    (MOBA, {"moba": (4, 3)}),
+    (MHC, {"streams": (3, 4)}),
+    (ENGRAM, MEMORY),
+    (ENGRAM | MHC, MEMORY | {"streams": (3, 4)}),
+  ],
+  ids=["plain", "moba", "hyper-connections", "engram", "engram and hyper-connections"],
 )
 def test_hidden_states(keys, plain, documents):
   model, params, _, exact = random_model(**keys)
@@ -171,7 +182,9 @@ def test_a_run_clips():
 
 @pytest.mark.mesh
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [MOBA, MHC, MTP, CLIP], ids=["moba", "hyper-connections", "multi-token", "clip"])
+@pytest.mark.parametrize(
+  "keys", [MOBA, MHC, MTP, CLIP, ENGRAM], ids=["moba", "hyper-connections", "multi-token", "clip", "engram"]
+)
 def test_a_mesh_trains_like_one_device(keys):
   run = {"steps": 4, "learning_rate": 1e-2, "warmup_steps_fraction": 0.0}
   np.testing.assert_allclose(losses(tiny(**keys, **run, **MESH), devices=4), losses(tiny(**keys, **run)), atol=1e-4)
@@ -184,6 +197,9 @@ def test_a_mesh_trains_like_one_device(keys):
     ({"sinkhorn_iterations": 3}, "it has no effect without mhc_expansion_rate"),
     ({"mtp_loss_scaling_factor": 0.5}, "it has no effect without mtp_num_layers"),
     ({"qk_clip_threshold": 5.0}, "it has no effect without use_qk_clip=true"),
+    ({"engram_seed": 3}, "engram_seed=3 is refused: it has no effect without engram_layers"),
+    (ENGRAM | {"engram_layers": [2]}, "engram_layers=[2] must be from 0 to 1, the model's last layer"),
+    (ENGRAM | {"engram_vocab_bases": [5]}, "must have a size for each n-gram length from 2 to engram_max_ngram_size=3"),
     ({"moba": True, "moba_chunk_size": 0}, "moba_chunk_size=0 must be from 1"),
     (
       {"use_qk_clip": True, "decoder_block": "qwen3", "use_qk_norm": True},

@@ -70,7 +70,8 @@ def _section(*sections: type[Section], but: Iterable[str] = ()) -> tuple[str, ..
 
 _REMAT_NAMES = (
   "decoder_layer_input", "context", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "query_proj", "key_proj", "value_proj",
-  "out_proj", "qkv_proj", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo",
+  "out_proj", "qkv_proj", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "engram",
+  "query_wa_proj", "kv_wa_proj",
 )  # fmt: skip
 _MESH_AXES = ("data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence", "expert")
 
@@ -115,9 +116,13 @@ REFUSALS: tuple[Refusal, ...] = (
     "the model families that need it are not implemented yet; write the sizes themselves as base_* keys",
   ),
   Refusal(
-    (*_section(t.Engram, t.Qwen3Next, but=("partial_rotary_factor",)), "mscale"),
+    (*_section(t.Qwen3Next, but=("partial_rotary_factor",)), "mscale"),
     "the model families that need it are not implemented yet",
     harmless=(False,),
+  ),
+  Refusal(
+    _section(t.Engram, but=("engram_layers",)), "it has no effect without engram_layers",
+    unless=lambda c: bool(c.engram_layers),
   ),
   Refusal(("mtp_eval_target_module",), "evaluation is not implemented yet"),
   Refusal(

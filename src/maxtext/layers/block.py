@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.layers.cache import Cache, Slots
 from maxtext.layers.context import Context
+from maxtext.layers.engram import Engram
 from maxtext.layers.how import How
 from maxtext.layers.make import Buffer, Make
 from maxtext.layers.norm import AnyNorm
@@ -63,6 +64,7 @@ class Block:
     feed_forward_norms_itself: what enters the feed-forward layer is not normed here.
     output_scale: the layer's output is multiplied by a number of its own, which no gradient touches.
     streams: the residual is several streams; None is one.
+    memory: joins the residual on entry; None is none.
   """
 
   mixer: Mixer
@@ -73,6 +75,7 @@ class Block:
   feed_forward_norms_itself: bool = False
   output_scale: bool = False
   streams: Streams | None = None
+  memory: Engram | None = None
 
   def build(self, make: Make, width: int, how: How) -> "DecoderBlock":
     """The layer."""
@@ -97,6 +100,7 @@ class DecoderBlock(nnx.Module):
     streams = spec.streams
     self.mixer_streams = None if streams is None else streams.build(make.at("mixer_streams"), width, how)
     self.feed_forward_streams = None if streams is None else streams.build(make.at("feed_forward_streams"), width, how)
+    self.memory = None if spec.memory is None else spec.memory.build(make.at("memory"), width, how)
     self.output_scale = make("output_scale", (1,), (None,), fill=1.0, kind=Buffer) if spec.output_scale else None
 
   def __call__(
@@ -106,6 +110,10 @@ class DecoderBlock(nnx.Module):
     x = checkpoint_name(x, "decoder_layer_input")
     if layer_input is not None:
       x = x + (layer_input if self.mixer_streams is None else layer_input[..., None, :])
+    if self.memory is not None:
+      streams = x if self.mixer_streams is not None else x[:, :, None]
+      found, cache = self.memory(streams, context, cache, repeat)
+      x = x + found.reshape(x.shape)
 
     def mix(x: jax.Array) -> tuple[jax.Array, Cache | None]:
       mixed, extended = self.mixer(_normed(self.mixer_norm, x), context, cache, repeat)
@@ -132,7 +140,8 @@ class DecoderBlock(nnx.Module):
 
   def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
     """The cache of one layer."""
-    return self.mixer.cache_slots(batch, length)
+    own = {} if self.memory is None else self.memory.cache_slots(batch)
+    return self.mixer.cache_slots(batch, length) | own
 
 
 def _normed(norm: Any, x: jax.Array) -> jax.Array:

@@ -27,6 +27,7 @@ LogicalAxis = Literal[
   "latent",
   "latent_out",
   "streams",
+  "memory",
   "router",
   "expert",
   "expert_embed",

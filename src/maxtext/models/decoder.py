@@ -57,7 +57,7 @@ class Decoder(nnx.Module):
     Layer inputs and caches are lists over groups of what a `Stack` takes.
     """
     how = self.how
-    context = Context.of(positions, segments, self.spec.ropes, how.dtype)
+    context = Context.of(positions, segments, self.spec.ropes, how.dtype, tokens if self.spec.looks_up_tokens else None)
     x = self.embedding(tokens)
     if self.positions is not None:
       x = x + self.positions(positions)

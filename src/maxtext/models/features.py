@@ -1,5 +1,6 @@
 """What keys add to a decoder of any family, as changes of its spec."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,15 +9,17 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.ahead import Ahead
 from maxtext.layers.attention import GQA
 from maxtext.layers.block import Block
+from maxtext.layers.engram import Engram
 from maxtext.layers.key_blocks import KeyBlocks
 from maxtext.layers.mla import MLA
+from maxtext.layers.norm import Norm
 from maxtext.layers.streams import Streams
-from maxtext.models.spec import DecoderSpec
+from maxtext.models.spec import DecoderSpec, Group
 
 
 def with_features(config: MaxTextConfig, spec: DecoderSpec) -> DecoderSpec:
   """The spec with everything that the keys ask for."""
-  for feature in (_key_blocks, _watched, _streams, _ahead):
+  for feature in (_key_blocks, _watched, _streams, _ahead, _memory):
     spec = feature(config, spec)
   return spec
 
@@ -66,6 +69,60 @@ def _ahead(config: MaxTextConfig, spec: DecoderSpec) -> DecoderSpec:
   if spec.streams > 1:  # its layers take what the final norm returns, which is one stream
     last = replace(last, streams=None)
   return replace(spec, ahead=Ahead(count, last, spec.final_norm))
+
+
+def _memory(config: MaxTextConfig, spec: DecoderSpec) -> DecoderSpec:
+  c, layers = config, sorted(set(config.engram_layers))
+  if not layers:
+    return spec
+  tables = _primes(c.engram_vocab_bases, c.engram_num_heads)
+
+  def change(number: int, layer: Any) -> Block:
+    if not isinstance(layer, Block):
+      raise _refused(config, f"engram_layers={c.engram_layers}", "whose layers have no place for it")
+    seed = c.engram_seed + 10007 * number
+    norm = Norm(c.normalization_layer_epsilon)
+    memory = Engram(tables, c.engram_head_dim, c.engram_kernel_size, seed, norm, spec.streams)
+    return replace(layer, memory=memory)
+
+  count = sum(len(group.cycle) * group.repeats for group in spec.groups)
+  if layers[0] < 0 or layers[-1] >= count:
+    raise ConfigError(f"engram_layers={c.engram_layers} must be from 0 to {count - 1}, the model's last layer.")
+  return replace(spec, groups=_with_layers(spec.groups, layers, change))
+
+
+def _with_layers(
+  groups: tuple[Group, ...], numbers: list[int], change: Callable[[int, Any], Block]
+) -> tuple[Group, ...]:
+  """The groups with some layers changed; rounds of a cycle that are left alone stay together."""
+  found: list[Group] = []
+  first = 0
+  for group in groups:
+    for repeat in range(group.repeats):
+      own = enumerate(group.cycle, first)
+      cycle = tuple(change(number, layer) if number in numbers else layer for number, layer in own)
+      first += len(cycle)
+      if repeat and found[-1].cycle == cycle:
+        found[-1] = replace(found[-1], repeats=found[-1].repeats + 1)
+      else:
+        found.append(Group(cycle, 1))
+  return tuple(found)
+
+
+def _primes(bases: list[int], heads: int) -> tuple[tuple[int, ...], ...]:
+  """For each base `heads` primes from it on, all different."""
+  taken: set[int] = set()
+  tables = []
+  for base in bases:
+    own: list[int] = []
+    size = base
+    while len(own) < heads:
+      if size not in taken and size > 1 and all(size % d for d in range(2, math.isqrt(size) + 1)):
+        own.append(size)
+        taken.add(size)
+      size += 1
+    tables.append(tuple(own))
+  return tuple(tables)
 
 
 def _each_block(config: MaxTextConfig, spec: DecoderSpec, what: str, change: Callable[[Block], Block]) -> DecoderSpec:

@@ -50,6 +50,11 @@ class DecoderSpec:
   ahead: Ahead | None = None
 
   @property
+  def looks_up_tokens(self) -> bool:
+    """Whether layers need the tokens themselves."""
+    return any(getattr(layer, "memory", None) is not None for group in self.groups for layer in group.cycle)
+
+  @property
   def ropes(self) -> tuple[Rope, ...]:
     """The distinct rotary tables of all layers."""
     return tuple(dict.fromkeys(rope for group in self.groups for block in group.cycle for rope in block.mixer.ropes))
