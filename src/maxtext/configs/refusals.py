@@ -78,7 +78,7 @@ _MESH_AXES = ("data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "t
 _UNBUILT_EXPERTS = (
   "moe_expert_input_dim", "padded_base_moe_mlp_dim", "use_gather_mosaic_kernel", "interleave_moe_layer_step",
   "moe_fsdp_use_two_stage_all_gather", "shard_exp_on_fsdp", "use_2d_fsdp_sharding", "prefuse_moe_weights",
-  "merge_gating_gmm", "first_num_dense_layers", "use_batch_split_schedule", "batch_split_factor",
+  "merge_gating_gmm", "use_batch_split_schedule", "batch_split_factor",
   "use_ring_of_experts",
 )  # fmt: skip
 _SPARSE = ("ragged_buffer_factor", "use_custom_sort_vjp", "megablox")
@@ -116,11 +116,6 @@ REFUSALS: tuple[Refusal, ...] = (
     "the model families that need it are not implemented yet; write the sizes themselves as base_* keys",
   ),
   Refusal(
-    (*_section(t.Qwen3Next, but=("partial_rotary_factor",)), "mscale"),
-    "the model families that need it are not implemented yet",
-    harmless=(False,),
-  ),
-  Refusal(
     _section(t.Engram, but=("engram_layers",)), "it has no effect without engram_layers",
     unless=lambda c: bool(c.engram_layers),
   ),
@@ -139,7 +134,7 @@ REFUSALS: tuple[Refusal, ...] = (
     unless=lambda c: c.rope_type == t.RopeType.LLAMA3_1,
   ),
   Refusal(
-    ("beta_fast", "beta_slow", "rope_interleave", "rope_truncate", "rope_attention_scaling"),
+    ("beta_fast", "beta_slow", "mscale", "rope_interleave", "rope_truncate", "rope_attention_scaling"),
     "it has no effect without rope_type=yarn",
     unless=lambda c: c.rope_type == t.RopeType.YARN,
   ),
@@ -155,11 +150,11 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     ("attention_type",),
-    "this kind of attention is not implemented yet: write attention_type=global, local_sliding or chunk",
-    harmless=("local_sliding", "chunk"),
+    "this kind of attention is not implemented yet: write attention_type=global, local_sliding, chunk or mla",
+    harmless=("local_sliding", "chunk", "mla"),
   ),
   Refusal(
-    ("float32_qk_product", "float32_logits", *_section(t.MlaAttention, t.AttentionIndexer)),
+    ("float32_qk_product", "float32_logits", "indexer_sparse_training", "indexer_loss_scaling_factor"),
     "this form of attention is not implemented yet; logits and softmax are always float32",
     harmless=(0.0, False),
   ),
@@ -175,7 +170,6 @@ REFUSALS: tuple[Refusal, ...] = (
     "it has no effect without experts: set num_experts, for a family that has them",
     unless=lambda c: c.num_experts > 1,
   ),
-  Refusal(("first_num_dense_layers",), "the model families that need it are not implemented yet"),
   Refusal(
     ("shard_exp_on_fsdp", "use_2d_fsdp_sharding"),
     "logical_axis_rules says how expert, expert_embed and expert_mlp are split; write that",

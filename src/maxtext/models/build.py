@@ -23,6 +23,7 @@ from maxtext.models.experts import check_experts, dispatch
 from maxtext.models.features import with_features
 from maxtext.models.model import Model
 from maxtext.models.spec import DecoderSpec
+from maxtext.models.weight_table import Table
 
 # Every file in `families` is one; it bears the name that decoder_block gives it.
 FAMILIES: Mapping[DecoderBlockType, ModuleType] = {
@@ -66,6 +67,12 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
         f"{key}={plain(value)} has no effect here, on decoder_block={config.decoder_block.value}: leave it out."
       )
   return spec
+
+
+def weight_table(config: MaxTextConfig, spec: DecoderSpec) -> Table:
+  """The names of a model's weights in Hugging Face files."""
+  family = FAMILIES[config.decoder_block]
+  return family.weights(spec) if hasattr(family, "weights") else family.WEIGHTS
 
 
 class _Reader:

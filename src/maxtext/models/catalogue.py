@@ -10,7 +10,7 @@ import jax
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.loader import load_config, model_names
 from maxtext.mesh.devices import make_mesh
-from maxtext.models.build import FAMILIES, build_model
+from maxtext.models.build import build_model, weight_table
 from maxtext.models.model import Model
 from maxtext.models.spec import DecoderSpec, Group
 from maxtext.models.weight_table import find
@@ -48,7 +48,7 @@ def entry(name: str) -> Entry:
       raise
     return Entry(name)
   model = _model(config)
-  table = FAMILIES[config.decoder_block].WEIGHTS
+  table = weight_table(config, model.spec)
   return Entry(
     name,
     config.decoder_block.value,

@@ -41,7 +41,7 @@ class Tensor:
   def split(self, tensor: np.ndarray) -> list[np.ndarray]:
     """The tensor's part of each slot."""
     rows = self.slots[0].rows
-    if self.weight.transposed:
+    if self.weight.transposed or self.weight.convolution:
       tensor = tensor.reshape(*rows[:-1], -1, rows[-1]).swapaxes(-1, -2)
     widths = [prod(slot.shape) // prod(rows) // self.blocks for slot in self.slots]
     blocked = tensor.reshape(prod(rows), self.blocks, sum(widths))
@@ -53,6 +53,8 @@ class Tensor:
     rows = self.slots[0].rows
     blocked = np.concatenate([piece.reshape(prod(rows), self.blocks, -1) for piece in pieces], axis=-1)
     tensor = blocked.reshape(*rows, -1)
+    if self.weight.convolution:
+      return tensor.T[:, None]
     return tensor.swapaxes(-1, -2) if self.weight.transposed else tensor
 
 
@@ -120,6 +122,7 @@ def _slots(model: Model, path: str, weight: Weight) -> list[tuple[str, Slot]]:
     indices = [((*i, e), {**n, "expert": e}) for i, n in indices for e in range(shape[1])]
   rest = shape[len(indices[0][0]) :]
   lead = stacked - len(indices[0][0])
+  contracted += weight.convolution
   inputs = (prod(rest[lead : lead + contracted]),) if contracted else ()
   rows = rest[:-1] if weight.table else (*rest[:lead], *inputs)
   return [(weight.name.format(**numbers), Slot(path, index, rest, rows)) for index, numbers in indices]
