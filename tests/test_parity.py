@@ -24,7 +24,7 @@ pytestmark = pytest.mark.parity
 
 CASES = json.loads((Path(__file__).parent / "data" / "tiny_models.json").read_text())
 LENGTH = 24  # longer than the windows and chunks of the tiny models
-RUN = {"max_target_length": LENGTH, "per_device_batch_size": 2, "dataset_type": "synthetic", "jax_cache_dir": ""}
+RUN = {"max_target_length": LENGTH, "per_device_batch_size": 1, "dataset_type": "synthetic", "jax_cache_dir": ""}
 
 every_case = pytest.mark.parametrize("case", CASES)
 
@@ -105,7 +105,7 @@ class Reference:
 
   def __init__(self, case, folder):
     about = CASES[case]["reference"]
-    self.batch = random_batch(configure(case))
+    self.batch = random_batch(configure(case), rows=4)
     self.model = (Plain if "plain" in about else Published)(about, folder)
     self.tensors = self.model.tensors
     self.inputs, self.targets = (torch.from_numpy(np.array(t)).long() for t in (self.batch.inputs, self.batch.targets))
@@ -198,7 +198,7 @@ def test_a_cache_changes_nothing(case, references):
     hidden, _, cache = decoder.hidden(tokens, positions, cache=cache)
     return decoder.logits(hidden), cache
 
-  cache = model.bind(params).empty_cache(batch=2, length=LENGTH + 3)
+  cache = model.bind(params).empty_cache(batch=4, length=LENGTH + 3)
   logits, cache = cached(batch.inputs[:, :prefill], batch.positions[:, :prefill], cache)
   found = [logits]
   for s in range(prefill, LENGTH):
@@ -236,4 +236,7 @@ def test_every_tensor_is_accounted_for(references):
 @pytest.mark.mesh
 @every_case
 def test_on_a_mesh(case, references):
-  check(configure(case, ici_fsdp_parallelism=2, ici_tensor_parallelism=2), references(case), devices=4)
+  """FSDP by tensors, and by experts where there are any."""
+  experts = 2 if CASES[case]["keys"].get("num_experts", 1) > 1 else 1
+  sizes = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "ici_expert_parallelism": experts}
+  check(configure(case, **sizes), references(case), devices=4 * experts)

@@ -70,7 +70,8 @@ def _section(*sections: type[Section], but: Iterable[str] = ()) -> tuple[str, ..
 
 _REMAT_NAMES = (
   "decoder_layer_input", "context", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "query_proj", "key_proj", "value_proj",
-  "out_proj", "qkv_proj", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo",
+  "out_proj", "qkv_proj", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "engram",
+  "query_wa_proj", "kv_wa_proj",
 )  # fmt: skip
 _OFFLOADED = ("optimizer_memory_host_offload", "parameter_memory_host_offload")
 _MESH_AXES = ("data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence", "expert")
@@ -171,10 +172,18 @@ REFUSALS: tuple[Refusal, ...] = (
     "the model families that need it are not implemented yet; write the sizes themselves as base_* keys",
   ),
   Refusal(
-    _section(t.Engram, t.MTP, t.ManifoldConstrainedHyperConnections),
-    "the model families that need it are not implemented yet",
-    harmless=(False,),
+    _section(t.Engram, but=("engram_layers",)), "it has no effect without engram_layers",
+    unless=lambda c: bool(c.engram_layers),
   ),
+  Refusal(("mtp_eval_target_module",), "evaluation is not implemented yet"),
+  Refusal(
+    ("mtp_loss_scaling_factor",), "it has no effect without mtp_num_layers", unless=lambda c: c.mtp_num_layers > 0
+  ),
+  Refusal(
+    ("sinkhorn_iterations",), "it has no effect without mhc_expansion_rate", unless=lambda c: c.mhc_expansion_rate > 1
+  ),
+  Refusal(("moba_chunk_size", "moba_topk"), "it has no effect without moba=true", unless=lambda c: c.moba),
+  Refusal(("qk_clip_threshold",), "it has no effect without use_qk_clip=true", unless=lambda c: c.use_qk_clip),
   Refusal(
     ("rope_use_scale",),
     "it has no effect without rope_type=llama3.1",
@@ -201,8 +210,7 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=("local_sliding", "chunk", "mla"),
   ),
   Refusal(
-    ("float32_qk_product", "float32_logits", "use_qk_clip", "qk_clip_threshold", "indexer_sparse_training",
-     "indexer_loss_scaling_factor", *_section(t.MoBa)),
+    ("float32_qk_product", "float32_logits", "indexer_sparse_training", "indexer_loss_scaling_factor"),
     "this form of attention is not implemented yet; logits and softmax are always float32",
     harmless=(0.0, False),
   ),

@@ -20,6 +20,7 @@ from maxtext.layers.how import How, Remat
 from maxtext.mesh.rules import Rules
 from maxtext.models import families
 from maxtext.models.experts import check_experts, dispatch
+from maxtext.models.features import with_features
 from maxtext.models.model import Model
 from maxtext.models.spec import DecoderSpec
 from maxtext.models.weight_table import Table
@@ -56,7 +57,8 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
   """What a configuration describes; a key that says something about a model and that its family does not read is
   refused."""
   reader = _Reader(config)
-  spec = FAMILIES[config.decoder_block].spec(cast(MaxTextConfig, reader))
+  read = cast(MaxTextConfig, reader)
+  spec = with_features(read, FAMILIES[config.decoder_block].spec(read))
   keys = _DESCRIBES_EXPERTS.union(*(section.model_fields for section in _DESCRIBES_A_MODEL))
   for key in sorted(keys - reader.read - _READ_ELSEWHERE):
     value = getattr(config, key)
@@ -86,7 +88,7 @@ class _Reader:
 
 # What describes how a model runs, or is checked when a configuration is loaded.
 _READ_ELSEWHERE = {
-  "decoder_block", "dense_init_scale", "attention", "use_iota_embed", "max_position_embeddings",
+  "decoder_block", "dense_init_scale", "attention", "use_iota_embed", "max_position_embeddings", "qk_clip_threshold",
 }  # fmt: skip
 
 

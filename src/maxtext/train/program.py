@@ -21,6 +21,7 @@ from maxtext.data.feed import make_feed
 from maxtext.layers.how import How
 from maxtext.mesh.rules import LOGICAL_AXES
 from maxtext.models.build import build_model
+from maxtext.models.clip import clip_queries_and_keys
 from maxtext.models.model import Model, Params
 from maxtext.optim.optimizer import make_optimizer
 from maxtext.optim.schedules import learning_rate
@@ -56,17 +57,18 @@ class Program:
     )
     update = make_train_step(
       model,
-      objective or LanguageModeling(config.z_loss_multiplier, config.num_vocab_tiling),
+      objective or LanguageModeling(config.z_loss_multiplier, config.num_vocab_tiling, config.mtp_loss_scaling_factor),
       optimizer,
       learning_rate(config),
       updated=updated,
       clip=config.gradient_clipping_threshold,
       accumulation=config.gradient_accumulation_steps,
       grad_dtype=config.grad_dtype.value,
+      after=partial(clip_queries_and_keys, model, config.qk_clip_threshold) if config.use_qk_clip else None,
     )
     shardings = jax.tree.map(lambda a: a.sharding, state)
     replicated = NamedSharding(mesh, PartitionSpec())
-    measured = objective or LanguageModeling(tiles=config.num_vocab_tiling)  # without what is only there to train well
+    measured = objective or LanguageModeling(tiles=config.num_vocab_tiling, alone=True)
 
     jit = partial(jax.jit, compiler_options=dict(_compiler_options(config)))
 

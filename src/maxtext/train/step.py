@@ -46,6 +46,7 @@ def make_train_step(
   clip: float = 0.0,
   accumulation: int = 1,
   grad_dtype: jax.typing.DTypeLike = jnp.float32,
+  after: Callable[[Params, Params], tuple[Params, Params]] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
   """Builds step(state, batch) to (state, metrics).
 
@@ -54,6 +55,7 @@ def make_train_step(
     clip: largest gradient norm; 0 is no limit. Apart from the optimizer, so that its state does not depend on it.
     accumulation: micro-batches that a batch holds.
     grad_dtype: number format in which gradients are summed and reach the optimizer.
+    after: what happens to parameters and buffers once the optimizer is done.
   """
   optimizer = optax.with_extra_args_support(optimizer)
   places = updated or update_shardings(model, over_data=False)
@@ -82,7 +84,10 @@ def make_train_step(
     }
     if (skipped := optax.tree_utils.tree_get(opt_state, "skipped_steps")) is not None:
       metrics["skipped_steps"] = skipped
-    return TrainState(state.step + 1, optax.apply_updates(params, updates), found.buffers, opt_state), metrics
+    params, buffers = optax.apply_updates(params, updates), found.buffers
+    if after is not None:
+      params, buffers = after(params, buffers)
+    return TrainState(state.step + 1, params, buffers, opt_state), metrics
 
   return train_step
 

@@ -1,6 +1,9 @@
 """The closed sets of values that keys may take."""
 
 from enum import Enum, IntEnum
+from pathlib import Path
+
+_FAMILIES = Path(__file__).parents[2] / "models" / "families"
 
 
 class XProfTPUPowerTraceMode(IntEnum):
@@ -148,7 +151,7 @@ class ProfilerType(str, Enum):
 
 
 class DecoderBlockType(str, Enum):
-  """Model families; those that exist name one file in `maxtext.models`."""
+  """Model families. Each has a file of its name in `maxtext.models.families`, and such a file makes a name one."""
 
   LLAMA2 = "llama2"
   MISTRAL = "mistral"
@@ -168,6 +171,15 @@ class DecoderBlockType(str, Enum):
   GPT_OSS = "gpt_oss"
   LLAMA4 = "llama4"
   OLMO3 = "olmo3"
+
+  @classmethod
+  def _missing_(cls, value: object) -> "DecoderBlockType | None":
+    name = str(value)
+    if not name.isidentifier() or name.startswith("_") or not (_FAMILIES / f"{name}.py").exists():
+      return None
+    member = str.__new__(cls, name)
+    member._name_, member._value_ = name.upper(), name
+    return member
 
 
 class ShardMode(str, Enum):
