@@ -137,7 +137,7 @@ def _over_processes(failed: bool, difference: np.ndarray) -> tuple[bool, np.ndar
   if jax.process_count() == 1:
     return failed, difference
   everywhere = multihost_utils.process_allgather(np.append(np.uint32(failed), difference))
-  total = np.sum(everywhere, axis=0, dtype=np.uint32)
+  total = np.asarray(np.sum(everywhere, axis=0, dtype=np.uint32))
   return bool(total[0]), total[1:]
 
 
