@@ -20,6 +20,7 @@ from maxtext.checkpoint.tree import like, named
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.configs.refusals import plain
+from maxtext.mesh.multihost import on_any
 
 _DATA, PARAMETERS = "data/", ("params/", "buffers/")
 
@@ -88,15 +89,14 @@ def _parameters(
 
 
 def _readable(folder: epath.Path) -> Record:
+  record, problem = None, None
   try:
-    record, problem = Record.read(folder), None
+    record = Record.read(folder)
   except DamagedError as damage:
-    record, problem = None, damage
-  everywhere = (
-    multihost_utils.process_allgather(np.array(record is None)) if jax.process_count() > 1 else record is None
-  )
-  if record is None or np.any(everywhere):
+    problem = damage
+  if on_any(record is None):
     raise problem or DamagedError("another process cannot read its record")
+  assert record is not None
   if record.schema > SCHEMA:
     raise ConfigError(f"{folder} has schema {record.schema}, and this release reads up to {SCHEMA}: take a newer one.")
   return record
