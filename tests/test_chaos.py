@@ -116,9 +116,9 @@ def whole(corpus):
 
 
 def documents(run: Run) -> list[int]:
-  """Of every batch of the run, in order: the numbers of the documents that begin in it."""
+  """Of every batch of the run: what the documents in it begin with, or the pieces of those that were cut."""
   seen = run.batches()
-  return [d for batch in range(1, STEPS + 1) for row in range(ROWS) for d in min(seen[batch, row])[1:]]
+  return [first for batch in range(1, STEPS + 1) for row in range(ROWS) for first in min(seen[batch, row])[1:]]
 
 
 def test_killed_twenty_times_the_history_is_the_same(whole, corpus):
@@ -153,7 +153,6 @@ def compare_documents(run: Run, expected: Run) -> tuple[int, int]:
   wrong = [place for place, seen in killed.items() if place in whole and seen != whole[place]]
   assert not wrong, f"batches that differ: {wrong[:5]}"
   ours, theirs = Counter(documents(run)), Counter(documents(expected))
-  assert max(theirs.values()) - min(theirs.values()) <= 2, "streams drift by at most an epoch"
   return (theirs - ours).total(), (ours - theirs).total()
 
 
@@ -172,11 +171,8 @@ def test_host_counts_change_between_kills(whole, corpus):
   run.finish(1)
   lost, repeated = compare_documents(run, expected)
   ours, theirs = np.array(run.history()), np.array(expected.history())
-  np.testing.assert_array_equal(ours[:, 0], theirs[:, 0])
-  np.testing.assert_allclose(ours, theirs, rtol=1e-6)
-  same = int((ours[:, 1] == theirs[:, 1]).sum())
-  print(f"\n6 kills, {interrupted} saves interrupted, documents lost or repeated ({lost}, {repeated}); "
-        f"{same} of {STEPS} losses equal bit for bit")  # fmt: skip
+  np.testing.assert_array_equal(ours, theirs, "losses, gradient norms and token counts, bit for bit")
+  print(f"\n6 kills, {interrupted} saves interrupted, documents lost or repeated ({lost}, {repeated})")
   assert (lost, repeated) == (0, 0)
 
 
