@@ -154,8 +154,11 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=("local_sliding", "chunk", "mla"),
   ),
   Refusal(
-    ("float32_qk_product", "float32_logits", "indexer_sparse_training", "indexer_loss_scaling_factor"),
-    "this form of attention is not implemented yet; logits and softmax are always float32",
+    ("float32_qk_product", "float32_logits"), "logits and softmax are always float32; leave it out", harmless=(False,)
+  ),
+  Refusal(
+    ("indexer_sparse_training", "indexer_loss_scaling_factor"),
+    "the indexer is not trained yet: it chooses keys by the weights that it has",
     harmless=(0.0, False),
   ),
   Refusal(
