@@ -25,6 +25,15 @@ from tests.support import TINY, tiny
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.mesh]
 STEPS, DEVICES = 40, 4
+STARTED: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leave_nothing_behind():
+  yield
+  for process in STARTED:
+    if process.poll() is None:
+      kill(process)
 
 
 class Run:
@@ -38,9 +47,10 @@ class Run:
   def start(self, processes: int) -> subprocess.Popen:
     words = [str(processes), str(DEVICES // processes), str(self.folder), str(self.corpus), str(STEPS)]
     with open(self.log, "a") as log:
-      return subprocess.Popen(
-        [sys.executable, "-m", "tests.chaos_worker", *words], stdout=log, stderr=log, start_new_session=True
-      )
+      command = [sys.executable, "-m", "tests.chaos_worker", *words]
+      process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    STARTED.append(process)
+    return process
 
   def finish(self, processes: int) -> None:
     assert self.start(processes).wait(timeout=300) == 0, self.log.read_text()[-3000:]
