@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,10 +21,19 @@ from maxtext.checkpoint.location import locate, steps_in
 from maxtext.checkpoint.record import Record
 from tests.chaos_worker import ROWS
 from tests.corpora import write_corpus
-from tests.support import tiny
+from tests.support import TINY, tiny
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.mesh]
 STEPS, DEVICES = 40, 4
+STARTED: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leave_nothing_behind():
+  yield
+  for process in STARTED:
+    if process.poll() is None:
+      kill(process)
 
 
 class Run:
@@ -37,9 +47,10 @@ class Run:
   def start(self, processes: int) -> subprocess.Popen:
     words = [str(processes), str(DEVICES // processes), str(self.folder), str(self.corpus), str(STEPS)]
     with open(self.log, "a") as log:
-      return subprocess.Popen(
-        [sys.executable, "-m", "tests.chaos_worker", *words], stdout=log, stderr=log, start_new_session=True
-      )
+      command = [sys.executable, "-m", "tests.chaos_worker", *words]
+      process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    STARTED.append(process)
+    return process
 
   def finish(self, processes: int) -> None:
     assert self.start(processes).wait(timeout=300) == 0, self.log.read_text()[-3000:]
@@ -174,6 +185,41 @@ def test_host_counts_change_between_kills(whole, corpus):
   np.testing.assert_array_equal(ours, theirs, "losses, gradient norms and token counts, bit for bit")
   print(f"\n6 kills, {interrupted} saves interrupted, documents lost or repeated ({lost}, {repeated})")
   assert (lost, repeated) == (0, 0)
+
+
+def test_one_replica_reads_and_sends_to_the_other(tmp_path):
+  keys = TINY | {"steps": 3, "ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "per_device_batch_size": 2,
+                 "enable_checkpointing": True, "base_output_directory": tmp_path, "run_name": "run",
+                 "checkpoint_period": 2}  # fmt: skip
+
+  def launch(**changes):
+    words = [f"{key}={value}" for key, value in (keys | changes).items()]
+    command = [
+      sys.executable,
+      "-m",
+      "maxtext.cli",
+      "launch",
+      "--processes",
+      "2",
+      "--devices",
+      "2",
+      "--",
+      "train",
+      *words,
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+  assert launch().returncode == 0
+  metrics = tmp_path / "run" / "metrics.jsonl"
+  loss = json.loads(metrics.read_text().splitlines()[-1])["loss"]
+  shutil.rmtree(tmp_path / "run" / "checkpoints" / "3")
+  wrong = launch(enable_single_replica_ckpt_restoring=True, ici_data_parallelism=1, ici_fsdp_parallelism=4)
+  assert wrong.returncode == 2
+  assert "the mesh has 1 along 'data'" in wrong.stdout
+  done = launch(enable_single_replica_ckpt_restoring=True)
+  assert done.returncode == 0, done.stdout
+  assert "goes on from" in done.stdout
+  assert json.loads(metrics.read_text().splitlines()[-1])["loss"] == loss
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

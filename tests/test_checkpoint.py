@@ -21,7 +21,7 @@ from etils import epath
 import maxtext
 from maxtext import ConfigError
 from maxtext.checkpoint.checksum import added, checksums
-from maxtext.checkpoint.files import read
+from maxtext.checkpoint.files import _groups, read
 from maxtext.checkpoint.location import steps_in
 from maxtext.checkpoint.record import Record
 from maxtext.checkpoint.restore import load_parameters, resume
@@ -214,10 +214,23 @@ def test_whatever_is_damaged_nothing_wrong_comes_back(half, tmp_path, capsys, ev
       else:
         aside.add((file, how))
         assert found.folder.name == "2"
-        assert re.search(r"4 is damaged: .* It is now 4.damaged; an older step is tried.", said), (file, how)
+        assert re.search(r"4 is damaged: .* It is now 4.damaged\.", said), (file, how)
         assert (folder / "4.damaged").exists()
       shutil.rmtree(folder)
   assert aside >= {(file, how) for file in needed for how in ("truncated", "deleted", "flipped")}
+
+
+def test_where_no_step_is_good_nothing_is_touched(half, copy, split):
+  checkpoints = copy / "run" / "checkpoints"
+  for step in ("2", "4"):
+    (checkpoints / step / "record" / "record.json").unlink()
+  with pytest.raises(RunError, match=r"none of the 2 checkpoints .* 4 is damaged: record/record.json is missing"):
+    resume(tiny(**SPLIT), epath.Path(checkpoints), split.state)
+  assert steps_in(epath.Path(checkpoints)) == [2, 4]
+
+
+def test_arrays_are_read_in_groups_of_a_size():
+  assert _groups({"a": 5, "b": 3, "c": 4, "d": 20}, most=8) == [["b", "c"], ["a"], ["d"]]
 
 
 def test_one_bit_changes_a_checksum(half):
