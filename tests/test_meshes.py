@@ -151,8 +151,7 @@ def test_a_killed_process_is_named_and_the_run_starts_again(tmp_path):
   assert process.returncode == 0, output
   assert "maxtext: process 1 was ended by SIGKILL.\nmaxtext: starting all 2 again (1 of 1).\n" in output
   steps = [json.loads(line)["step"] for line in file.read_text().splitlines()]
-  assert steps[-25:] == list(range(1, 26))
-  assert len(steps) > 25
+  assert steps == list(range(1, 26)), "what the lost attempt wrote is written again, and stands there once"
 
 
 def test_two_simulated_slices(one_device):
