@@ -115,6 +115,12 @@ def _tiling(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _ahead(c: MaxTextConfig) -> str | None:
+  if c.mtp_num_layers >= c.max_target_length:
+    return f"mtp_num_layers={c.mtp_num_layers} must be below max_target_length={c.max_target_length}."
+  return None
+
+
 def _length(c: MaxTextConfig) -> str | None:
   if c.steps == -1 and c.learning_rate_schedule_steps == -1:
     return "steps=-1 takes learning_rate_schedule_steps, which is -1 too: set one of them."
@@ -211,6 +217,7 @@ _LEAST = {
   "head_dim": 1,
   "vocab_size": 1,
   "max_target_length": 1,
+  "mhc_expansion_rate": 1,
   "rope_factor": 1,
   "rope_max_timescale": 2,
   "rope_min_timescale": 1,
@@ -266,6 +273,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _engram,
   _remat,
   _tiling,
+  _ahead,
   _length,
   _evaluation,
   _profile,
