@@ -74,7 +74,17 @@ _REMAT_NAMES = (
   "query_wa_proj", "kv_wa_proj",
 )  # fmt: skip
 _OFFLOADED = ("optimizer_memory_host_offload", "parameter_memory_host_offload")
-_MESH_AXES = ("data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence", "expert")
+_MESH_AXES = (
+  "data",
+  "fsdp",
+  "fsdp_transpose",
+  "tensor",
+  "tensor_transpose",
+  "tensor_sequence",
+  "sequence",
+  "context",
+  "expert",
+)
 
 _UNBUILT_EXPERTS = (
   "moe_expert_input_dim", "padded_base_moe_mlp_dim", "use_gather_mosaic_kernel", "interleave_moe_layer_step",
@@ -268,10 +278,18 @@ REFUSALS: tuple[Refusal, ...] = (
     ("routed_bias_update_rate",), "it has no effect without routed_bias=true", unless=lambda c: c.routed_bias
   ),
   Refusal(
-    ("shard_mode",
-     "context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy", "custom_mesh",
-     "custom_mesh_and_rule", "optimize_mesh_for_tpu_v6e", "remove_size_one_mesh_axis_from_type"),
+    ("shard_mode", "custom_mesh", "custom_mesh_and_rule", "optimize_mesh_for_tpu_v6e",
+     "remove_size_one_mesh_axis_from_type"),
     "the mesh follows ici_*, dcn_* and mesh_axes alone for now",
+  ),
+  Refusal(
+    ("context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy"),
+    "it has no effect without context parallelism: set ici_context_parallelism",
+    unless=lambda c: c.ici_context_parallelism != 1 or c.dcn_context_parallelism != 1,
+  ),
+  Refusal(
+    ("context_parallel_reorder_strategy",), "it has no effect without context_parallel_load_balance=true",
+    unless=lambda c: c.context_parallel_load_balance,
   ),
   Refusal(
     ("enable_nnx", "pure_nnx", "pure_nnx_decoder", "shardy"),

@@ -99,6 +99,10 @@ class Rules:
       parts.append(_dividing_prefix(wanted, mesh, size) or None)
     return PartitionSpec(*parts)
 
+  def parts(self, mesh: Mesh, name: LogicalAxis) -> int:
+    """Into how many parts a named dimension is cut that all its mesh axes divide."""
+    return prod(mesh.shape.get(axis, 1) for axis in dict(self.pairs)[name])
+
   def sharding(self, mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
     """The same as a sharding."""
     return NamedSharding(mesh, self.partition(mesh, axes, shape))

@@ -72,11 +72,16 @@ class Program:
 
     jit = partial(jax.jit, compiler_options=dict(_compiler_options(config)))
 
+    def dealt(batch: Batch) -> Batch:
+      """Rows in the order in which their parts have the same work."""
+      order = model.how.attention.order
+      return batch if order is None else jax.tree.map(order.apply, batch)
+
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-      return update(on_devices(state, shardings), batch)
+      return update(on_devices(state, shardings), dealt(batch))
 
     def evaluate(params: Params, buffers: Params, batch: Batch) -> Metrics:
-      return evaluation_sums(model, measured, on_devices(params, shardings.params), buffers, batch)
+      return evaluation_sums(model, measured, on_devices(params, shardings.params), buffers, dealt(batch))
 
     return Program(
       config,
