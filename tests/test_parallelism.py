@@ -34,11 +34,28 @@ AXES = {
     "context": 2, "sequence": 2, "fsdp": 2, "context_parallel_reorder_strategy": "striped",
   },
   "context 4 x expert 2, in order": {"context": 4, "expert": 2, "fsdp": 1, "context_parallel_load_balance": False},
+  "pipeline 2 x fsdp 4": {"pipeline": 2, "fsdp": 4, "num_layers_per_pipeline_stage": 2},
+  "pipeline 2 x tensor 2 x fsdp 2, twice round, 4 parts": {
+    "pipeline": 2, "tensor": 2, "fsdp": 2, "num_pipeline_microbatches": 4,
+  },
+  "pipeline 4 x data 2, delayed": {
+    "pipeline": 4, "data": 2, "fsdp": 1, "pipeline_delay_activation_forwarding": True,
+  },
+  "pipeline 2 x context 2 x expert 2, two layers after it": {
+    "pipeline": 2, "context": 2, "expert": 2, "fsdp": 1, "pipeline_parallel_layers": 2,
+  },
 }  # fmt: skip
+QUICK, SLOW = ("context 8", "pipeline 4 x data 2, delayed"), pytest.mark.slow
 
 
-@pytest.mark.parametrize("model", ["dense", pytest.param("experts", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("axes", AXES.values(), ids=AXES.keys())
+@pytest.mark.parametrize(
+  ("model", "axes"),
+  [
+    pytest.param(model, axes, id=f"{model}, {name}", marks=[] if name in QUICK and model == "dense" else SLOW)
+    for name, axes in AXES.items()
+    for model in MODELS
+  ],
+)
 def test_like_one_device(one_device, axes, model):
   np.testing.assert_allclose(curve(model, 8, **named(axes)), one_device(model), atol=1e-5, rtol=0)
 
@@ -56,7 +73,9 @@ def one_device():
 
 def named(axes):
   """Short names of axes as keys; other keys stay."""
-  return {key if "_parallel_" in key else f"ici_{key}_parallelism": value for key, value in axes.items()}
+  return {
+    key if "_parallel_" in key or "pipeline_" in key else f"ici_{key}_parallelism": value for key, value in axes.items()
+  }
 
 
 def curve(model, devices, **changes):

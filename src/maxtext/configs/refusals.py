@@ -64,6 +64,10 @@ def remat_policies(config: t.MaxTextConfig) -> tuple[t.RematPolicy, ...]:
   return tuple(t.RematPolicy(name.strip()) for name in config.remat_policy.split(","))
 
 
+def _staged(config: t.MaxTextConfig) -> bool:
+  return config.ici_pipeline_parallelism != 1 or config.dcn_pipeline_parallelism != 1
+
+
 def _section(*sections: type[Section], but: Iterable[str] = ()) -> tuple[str, ...]:
   return tuple(key for section in sections for key in section.model_fields if key not in tuple(but))
 
@@ -75,16 +79,9 @@ _REMAT_NAMES = (
 )  # fmt: skip
 _OFFLOADED = ("optimizer_memory_host_offload", "parameter_memory_host_offload")
 _MESH_AXES = (
-  "data",
-  "fsdp",
-  "fsdp_transpose",
-  "tensor",
-  "tensor_transpose",
-  "tensor_sequence",
-  "sequence",
-  "context",
-  "expert",
-)
+  "data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence", "sequence", "context", "expert",
+  "pipeline",
+)  # fmt: skip
 
 _UNBUILT_EXPERTS = (
   "moe_expert_input_dim", "padded_base_moe_mlp_dim", "use_gather_mosaic_kernel", "interleave_moe_layer_step",
@@ -301,7 +298,26 @@ REFUSALS: tuple[Refusal, ...] = (
           if key.split("_", 1)[1].removesuffix("_parallelism") not in _MESH_AXES),
     "this axis is not implemented yet; there are " + ", ".join(_MESH_AXES),
   ),
-  Refusal(_section(t.PipelineParallelism), "pipeline parallelism is not implemented yet"),
+  Refusal(
+    ("pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat"),
+    "weights are gathered where they are used for now",
+    harmless=(False,),
+  ),
+  Refusal(
+    ("scan_pipeline_iterations", "scan_pipeline_repeats", "set_remat_policy_on_pipeline_iterations",
+     "scan_layers_per_stage", "set_remat_policy_on_layers_per_stage"),
+    "a pipeline is one scan over its ticks, and each layer in it follows scan_layers and remat_policy; leave it out",
+  ),
+  Refusal(
+    ("num_layers_per_pipeline_stage", "num_pipeline_repeats", "pipeline_parallel_layers", "num_pipeline_microbatches",
+     "pipeline_delay_activation_forwarding"),
+    "it has no effect without stages: set ici_pipeline_parallelism or dcn_pipeline_parallelism",
+    unless=_staged,
+  ),
+  Refusal(
+    ("use_qk_clip", "routed_bias_update_rate"), "a pipeline leaves it out: layers in it keep no running values",
+    unless=lambda c: not _staged(c),
+  ),
   Refusal(
     tuple(key for key in _section(t.RematAndOffload, but=("remat_policy", *_OFFLOADED, *_REMAT_NAMES))),
     "no layer has this tensor yet",

@@ -25,6 +25,7 @@ from maxtext.models.experts import check_experts, dispatch
 from maxtext.models.features import with_features
 from maxtext.models.model import Model
 from maxtext.models.spec import DecoderSpec
+from maxtext.models.stages import pipelines
 from maxtext.models.weight_table import Table
 
 # Every file in `families` is one; it bears the name that decoder_block gives it.
@@ -57,6 +58,7 @@ def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
       "context_parallel_load_balance=true reorders the tokens of a row, and this model has layers that need them in "
       "order: write context_parallel_load_balance=false."
     )
+  execution = dataclasses.replace(execution, pipelines=pipelines(config, spec, execution))
   return Model.of(spec, execution, _trained(config))
 
 
