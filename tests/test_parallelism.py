@@ -1,17 +1,22 @@
 """Every axis and the combinations of them train like one device: dense layers and experts, on packed rows."""
 
 import functools
+import itertools
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from maxtext import ConfigError
+from maxtext.configs.refusals import MESH_AXES
 from maxtext.data.batch import Batch
 from tests.support import program, tiny
 
 pytestmark = pytest.mark.mesh
 
+PAGE = Path(__file__).parents[1] / "docs" / "parallelism.md"
 STEPS, ROWS = 10, 16
 MODELS = {
   "dense": {"base_num_decoder_layers": 4},
@@ -45,6 +50,19 @@ AXES = {
     "pipeline": 2, "context": 2, "expert": 2, "fsdp": 1, "pipeline_parallel_layers": 2,
   },
 }  # fmt: skip
+# Four axes of two devices at a time, so that every pair of axes stands in some row.
+FOURS = (
+  ("tensor", "tensor_transpose", "expert", "pipeline"),
+  ("fsdp", "tensor", "tensor_sequence", "context"),
+  ("data", "fsdp_transpose", "tensor", "sequence"),
+  ("fsdp_transpose", "tensor_transpose", "context", "pipeline"),
+  ("fsdp", "sequence", "context", "expert"),
+  ("tensor_transpose", "tensor_sequence", "sequence", "pipeline"),
+  ("data", "fsdp", "tensor_transpose", "pipeline"),
+  ("data", "fsdp_transpose", "tensor_sequence", "expert"),
+  ("data", "fsdp", "fsdp_transpose", "context"),
+)
+BOTH = ("context 4 x expert 2, in order", "pipeline 2 x context 2 x expert 2, two layers after it")
 QUICK, SLOW = ("context 8", "pipeline 4 x data 2, delayed"), pytest.mark.slow
 
 
@@ -53,11 +71,34 @@ QUICK, SLOW = ("context 8", "pipeline 4 x data 2, delayed"), pytest.mark.slow
   [
     pytest.param(model, axes, id=f"{model}, {name}", marks=[] if name in QUICK and model == "dense" else SLOW)
     for name, axes in AXES.items()
-    for model in MODELS
+    for model in (MODELS if name in BOTH else ("dense",))
   ],
 )
 def test_like_one_device(one_device, axes, model):
   np.testing.assert_allclose(curve(model, 8, **named(axes)), one_device(model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", FOURS, ids=" x ".join)
+def test_four_axes_are_like_one_device(one_device, axes):
+  sizes = {"fsdp": 1} | dict.fromkeys(axes, 2)
+  np.testing.assert_allclose(curve("experts", 16, **named(sizes)), one_device("experts"), atol=1e-5, rtol=0)
+
+
+def test_every_pair_of_axes_is_tried():
+  tried = {frozenset(pair) for axes in FOURS for pair in itertools.combinations(axes, 2)}
+  assert tried == {frozenset(pair) for pair in itertools.combinations(MESH_AXES, 2)}
+
+
+def test_the_document_lists_them():
+  assert listed() in PAGE.read_text()
+
+
+def listed():
+  lines = [f"- {name}{' (also experts)' * (name in BOTH)}" for name in AXES] + [
+    f"- {' x '.join(axes)}" for axes in FOURS
+  ]
+  return "<!-- tried -->\n" + "\n".join(lines) + "\n<!-- /tried -->"
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +161,7 @@ def test_what_cannot_be_is_refused(axes, message):
   with pytest.raises(ConfigError) as error:
     program(tiny(**keys), 8)
   assert message in str(error.value)
+
+
+if __name__ == "__main__":
+  PAGE.write_text(re.sub("<!-- tried -->.*<!-- /tried -->", listed(), PAGE.read_text(), flags=re.DOTALL))

@@ -78,7 +78,7 @@ _REMAT_NAMES = (
   "query_wa_proj", "kv_wa_proj",
 )  # fmt: skip
 _OFFLOADED = ("optimizer_memory_host_offload", "parameter_memory_host_offload")
-_MESH_AXES = (
+MESH_AXES = (
   "data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence", "sequence", "context", "expert",
   "pipeline",
 )  # fmt: skip
@@ -295,8 +295,8 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     tuple(key for key in _section(t.IciParallelism, t.DcnParallelism)
-          if key.split("_", 1)[1].removesuffix("_parallelism") not in _MESH_AXES),
-    "this axis is not implemented yet; there are " + ", ".join(_MESH_AXES),
+          if key.split("_", 1)[1].removesuffix("_parallelism") not in MESH_AXES),
+    "this axis is not implemented yet; there are " + ", ".join(MESH_AXES),
   ),
   Refusal(
     ("pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat"),
