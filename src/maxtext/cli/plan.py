@@ -4,9 +4,14 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maxtext.cli import config
+from maxtext.configs import ConfigError
+
+if TYPE_CHECKING:
+  from maxtext.plan.campaign import Campaign
+  from maxtext.plan.plan import Plan
 
 
 def add_command(commands: Any) -> None:
@@ -19,6 +24,12 @@ def add_command(commands: Any) -> None:
   config.add_words(parser)
   parser.add_argument("--json", action="store_true", help="as a JSON object")
   parser.add_argument("--html", type=Path, metavar="FILE.html", help="also draw it")
+  whole = parser.add_argument_group("a whole run")
+  whole.add_argument("--tokens", type=float, metavar="N", help="what it would take to train on so many tokens")
+  whole.add_argument("--price", type=float, metavar="P", help="of a chip and hour")
+  whole.add_argument("--storage", type=float, metavar="BYTES", help="per second, of all hosts together (50e9)")
+  whole.add_argument("--restart", type=float, metavar="SECONDS", help="from a failure to the next step (300)")
+  whole.add_argument("--failures", type=float, metavar="RATE", help="per chip and hour (1.97e-5)")
   parser.set_defaults(run=_plan)
 
 
@@ -30,9 +41,35 @@ def _plan(arguments: argparse.Namespace) -> int:
   from maxtext.plan.text import as_text
 
   plan = make_plan(resolved.config)
-  print(json.dumps(plan.as_json(), indent=1) if arguments.json else as_text(plan))
+  whole = _campaign(arguments, plan)
+  if arguments.json:
+    print(json.dumps(plan.as_json() | ({"run": whole.as_json()} if whole else {}), indent=1))
+  else:
+    print(as_text(plan), *([whole.as_text()] if whole else []), sep="\n")
   if arguments.html:
     arguments.html.write_text(as_page(plan), encoding="utf-8")
     if not arguments.json:
       print(f"drawn in {arguments.html}")
   return 0
+
+
+_CAMPAIGN = {
+  "price": "price",
+  "storage": "storage_bandwidth",
+  "restart": "restart_seconds",
+  "failures": "interruptions_per_chip_hour",
+}
+
+
+def _campaign(arguments: argparse.Namespace, plan: "Plan") -> "Campaign | None":
+  """The whole run, if its tokens are given and its step compiled."""
+  from maxtext.plan.campaign import Campaign
+
+  for flag in ("tokens", *_CAMPAIGN):
+    value = getattr(arguments, flag)
+    if value is not None and not 0 < value < float("inf"):
+      raise ConfigError(f"--{flag} {value:g} must be a number above 0.")
+  if arguments.tokens is None or plan.estimate is None:
+    return None
+  given = {field: getattr(arguments, flag) for flag, field in _CAMPAIGN.items() if getattr(arguments, flag) is not None}
+  return Campaign(arguments.tokens, plan.estimate.seconds, plan.tokens, plan.chips, plan.state_bytes, **given)

@@ -42,6 +42,7 @@ class Plan:
   axes: Mapping[str, int]
   tokens: int  # a step
   memory: Memory
+  state_bytes: int  # of the whole run
   model_flops: float  # a step and chip
   peak_flops: float
   compile_seconds: float
@@ -130,6 +131,7 @@ def make_plan(config: MaxTextConfig) -> Plan:
     {axis: size for axis, size in mesh.shape.items() if size > 1},
     rows * length,
     _memory(program, topology, peak, temporaries),
+    sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(program.state)),
     train_flops_per_token(program.model, length) * rows * length / chips,
     chip.flops,
     time.perf_counter() - start,

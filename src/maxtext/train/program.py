@@ -1,6 +1,6 @@
 """A run made ready: the model, the compiled step, and the abstract state and batch it takes. No array exists yet."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -19,6 +19,7 @@ from maxtext.configs.types import DatasetType
 from maxtext.data.batch import Batch, Fed, Position
 from maxtext.data.feed import make_feed
 from maxtext.layers.how import How
+from maxtext.mesh.compiler import compiler_options
 from maxtext.mesh.rules import LOGICAL_AXES
 from maxtext.models.build import build_model
 from maxtext.models.clip import clip_queries_and_keys
@@ -70,7 +71,7 @@ class Program:
     replicated = NamedSharding(mesh, PartitionSpec())
     measured = objective or LanguageModeling(tiles=config.num_vocab_tiling, alone=True)
 
-    jit = partial(jax.jit, compiler_options=dict(_compiler_options(config)))
+    jit = partial(jax.jit, compiler_options=_compiler_options(config, mesh))
 
     def dealt(batch: Batch) -> Batch:
       """Rows in the order in which their parts have the same work."""
@@ -148,13 +149,14 @@ def _abstract_batch(config: MaxTextConfig, how: How, key: str, accumulation: int
   return Batch(array(jnp.int32), array(jnp.int32), array(jnp.int32), segments, array(jnp.float32))
 
 
-def _compiler_options(config: MaxTextConfig) -> Mapping[str, str | bool]:
+def _compiler_options(config: MaxTextConfig, mesh: Mesh) -> dict[str, str | bool]:
   """What the compiler is told beside the program."""
+  options = compiler_options(mesh.devices.flat[0])
   if not config.dump_hlo:
-    return {}
+    return options
   if config.dump_hlo_xla_flags:
-    return dict(flag.removeprefix("--").split("=", 1) for flag in config.dump_hlo_xla_flags.split())
-  return {
+    return options | dict(flag.removeprefix("--").split("=", 1) for flag in config.dump_hlo_xla_flags.split())
+  return options | {
     "xla_dump_to": config.dump_hlo_local_dir,
     "xla_dump_hlo_module_re": config.dump_hlo_local_module_name or ".*",
     "xla_dump_hlo_as_text": True,
