@@ -120,8 +120,12 @@ REFUSALS: tuple[Refusal, ...] = (
     "logical_axis_rules is always the whole table; write that",
   ),
   Refusal(
-    ("internal_compile", "internal_compile_num_devices", "compile_xla_flags", "compiled_trainstep_file"),
-    "compiled steps are not saved yet, and flags go into the environment as XLA_FLAGS",
+    ("internal_compile", "internal_compile_num_devices", "compile_xla_flags"),
+    "maxtext plan compiles for compile_topology, and flags go into the environment as XLA_FLAGS",
+  ),
+  Refusal(
+    ("compiled_trainstep_file",), "it holds one size of batch, which enable_rampup_batch_size=true changes",
+    unless=lambda c: not c.enable_rampup_batch_size,
   ),
   Refusal(
     ("enable_autocheckpoint",),

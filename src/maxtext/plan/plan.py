@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from maxtext.plan.calibration import CALIBRATION
 from maxtext.plan.compile import program_for
 from maxtext.plan.estimate import Estimate, Operation, estimate
 from maxtext.plan.hlo import CompiledProgram
+from maxtext.train.compiled import save
 from maxtext.train.program import Program
 
 
@@ -113,6 +115,8 @@ def make_plan(config: MaxTextConfig) -> Plan:
   found: Estimate | None = None
   try:
     compiled = lowered.compile()
+    if config.compiled_trainstep_file:
+      save(program, lowered, compiled, Path(config.compiled_trainstep_file))
     stats, text = compiled.memory_analysis(), compiled.as_text()
     assert stats is not None, "the TPU compiler gives both"
     assert text is not None
