@@ -3,11 +3,15 @@
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from maxtext.cli import config
 from maxtext.configs import ConfigError
+from maxtext.configs.loader import Resolved
 
 if TYPE_CHECKING:
   from maxtext.plan.campaign import Campaign
@@ -24,6 +28,11 @@ def add_command(commands: Any) -> None:
   config.add_words(parser)
   parser.add_argument("--json", action="store_true", help="as a JSON object")
   parser.add_argument("--html", type=Path, metavar="FILE.html", help="also draw it")
+  searched = parser.add_argument_group("searching")
+  searched.add_argument("--search", action="store_true", help="for the fastest mesh, remat_policy and batch that fit")
+  searched.add_argument("--compiles", type=int, default=12, metavar="N", help="at most (12)")
+  searched.add_argument("--jobs", type=int, default=2, metavar="N", help="compilations side by side (2)")
+  searched.add_argument("--recipe", type=Path, metavar="FILE.yml", help="where the winner is written")
   whole = parser.add_argument_group("a whole run")
   whole.add_argument("--tokens", type=float, metavar="N", help="what it would take to train on so many tokens")
   whole.add_argument("--price", type=float, metavar="P", help="of a chip and hour")
@@ -40,6 +49,8 @@ def _plan(arguments: argparse.Namespace) -> int:
   from maxtext.plan.plan import make_plan
   from maxtext.plan.text import as_text
 
+  if arguments.search:
+    return _search(arguments, resolved)
   plan = make_plan(resolved.config)
   whole = _campaign(arguments, plan)
   if arguments.json:
@@ -51,6 +62,34 @@ def _plan(arguments: argparse.Namespace) -> int:
     if not arguments.json:
       print(f"drawn in {arguments.html}")
   return 0
+
+
+def _search(arguments: argparse.Namespace, resolved: Resolved) -> int:
+  from maxtext.plan.search import search
+
+  best = search(
+    resolved.config,
+    arguments.words,
+    arguments.compiles,
+    arguments.jobs,
+    lambda line: print(line, file=sys.stderr, flush=True),
+  )
+  if arguments.recipe:
+    head = f"# Found by: maxtext plan {' '.join(arguments.words)} --search\n"
+    values = _given(resolved) | best.candidate.keys
+    arguments.recipe.write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+  if arguments.json:
+    print(json.dumps(best.plan | {"keys": best.candidate.keys}, indent=1))
+  else:
+    print("best:", " ".join(f"{key}={value}" for key, value in best.candidate.keys.items()))
+  return 0
+
+
+def _given(resolved: Resolved) -> dict[str, Any]:
+  """What the user said of the run, but for where it is compiled."""
+  values = resolved.config.model_dump(mode="json")
+  own = [key for key, origin in resolved.origins.items() if origin != "base.yml" and not origin.startswith("model ")]
+  return {key: values[key] for key in own if not key.startswith("compile_topology")}
 
 
 _CAMPAIGN = {
