@@ -87,7 +87,7 @@ def test_four_axes_are_like_one_device(one_device, axes):
 
 def test_every_pair_of_axes_is_tried():
   tried = {frozenset(pair) for axes in FOURS for pair in itertools.combinations(axes, 2)}
-  assert tried == {frozenset(pair) for pair in itertools.combinations(MESH_AXES, 2)}
+  assert tried == {frozenset(pair) for pair in itertools.combinations(set(MESH_AXES) - {"diloco"}, 2)}
 
 
 def test_the_document_lists_them():

@@ -224,6 +224,7 @@ _LEAST = {
   "vocab_size": 1,
   "max_target_length": 1,
   "mhc_expansion_rate": 1,
+  "diloco_sync_period": 1,
   "rope_factor": 1,
   "rope_max_timescale": 2,
   "rope_min_timescale": 1,

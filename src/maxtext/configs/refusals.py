@@ -80,7 +80,7 @@ _REMAT_NAMES = (
 _OFFLOADED = ("optimizer_memory_host_offload", "parameter_memory_host_offload")
 MESH_AXES = (
   "data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence", "sequence", "context", "expert",
-  "pipeline",
+  "pipeline", "diloco",
 )  # fmt: skip
 
 _UNBUILT_EXPERTS = (
@@ -332,7 +332,18 @@ REFUSALS: tuple[Refusal, ...] = (
     "it has no effect without remat_policy=custom",
     unless=lambda c: t.RematPolicy.CUSTOM in remat_policies(c),
   ),
-  Refusal(_section(t.DilocoParams), "DiLoCo is not implemented yet", harmless=(False,)),
+  Refusal(
+    ("diloco_sync_period", "diloco_outer_lr", "diloco_outer_momentum", "ici_diloco_parallelism",
+     "dcn_diloco_parallelism"),
+    "it has no effect without enable_diloco=true",
+    unless=lambda c: c.enable_diloco,
+  ),
+  Refusal(
+    ("shard_optimizer_over_data", "parameter_memory_host_offload", "optimizer_memory_host_offload"),
+    "replicas that train apart keep their state where they are: leave it out with enable_diloco=true",
+    unless=lambda c: not c.enable_diloco,
+    harmless=(False,),
+  ),
   Refusal(
     (*_DOCUMENTS, *_READERS, "tokenizer_path", "tokenizer_type", "add_bos", "add_eos", "tokenize_train_data",
      "tokenize_eval_data", "use_truncation", "hf_access_token", "enable_data_shuffling"),

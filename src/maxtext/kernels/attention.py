@@ -21,6 +21,7 @@ from maxtext.kernels.ring import ring
 from maxtext.kernels.scores import Scoring, Tokens, gathered, scores
 from maxtext.kernels.splash import SplashBlocks, splash
 from maxtext.kernels.token_order import TokenOrder
+from maxtext.mesh.rules import axes_of
 
 Kernel = Literal["dot_product", "chunked", "splash", "cudnn"]
 
@@ -98,7 +99,7 @@ class Attention:
     kv_spec: PartitionSpec,
   ) -> jax.Array:
     """Rows are split over devices: each has its queries, and all keys or those that come by."""
-    axes: tuple[str, ...] = (q_spec[1],) if isinstance(q_spec[1], str) else tuple(q_spec[1])
+    axes = axes_of(q_spec[1])
     if q_spec[2] != kv_spec[2]:
       k, v, kv_spec = *(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v)), q_spec
     plain = partial(self._plain, ordered=False) if self.kernel == "chunked" else self._plain

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.kernels.scores import Scoring, Tokens, gathered
 from maxtext.kernels.token_order import TokenOrder
+from maxtext.mesh.rules import axes_of
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def splash(
   if q_spec[2] != kv_spec[2]:  # key heads too few to be split like the query heads: give each query head its own
     k, v = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k, v))
     kv_spec = q_spec
-  length_axes, parts = q_spec[1] or (), _parts(mesh, q_spec[1])
+  length_axes, parts = axes_of(q_spec[1]), _parts(mesh, q_spec[1])
   segments = tokens.segments
   if scoring.chunked and segments is not None:  # chunks are those of the documents: let them be segments of their own
     assert scoring.window is not None
@@ -122,4 +123,4 @@ def _mask(scoring: Scoring, length: int, heads: int, order: TokenOrder | None) -
 
 
 def _parts(mesh: Mesh, axes: Any) -> int:
-  return math.prod(mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))
+  return math.prod(mesh.shape[a] for a in axes_of(axes))

@@ -108,6 +108,11 @@ class Rules:
     return NamedSharding(mesh, self.partition(mesh, axes, shape))
 
 
+def axes_of(part: Any) -> tuple[str, ...]:
+  """The mesh axes in one part of a `PartitionSpec`, however it is written."""
+  return (part,) if isinstance(part, str) else tuple(part or ())
+
+
 def _entry(entry: Any) -> tuple[str, tuple[str, ...]]:
   match entry:
     case [str(name), str(axis)]:
