@@ -26,7 +26,10 @@ CASES = json.loads((Path(__file__).parent / "data" / "tiny_models.json").read_te
 LENGTH = 24  # longer than the windows and chunks of the tiny models
 RUN = {"max_target_length": LENGTH, "per_device_batch_size": 1, "dataset_type": "synthetic", "jax_cache_dir": ""}
 
-every_case = pytest.mark.parametrize("case", CASES)
+QUICK = ("llama", "deepseek3")  # the quick run takes these; `-k` finds any other
+every_case = pytest.mark.parametrize(
+  "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 
 
 def test_every_family_has_a_tiny_model():
