@@ -55,11 +55,11 @@ def memory(own, number, x, tokens, documents, bases, heads, dim, span, seed):
     rows.append(np.concatenate(found))
   rows, streams = np.stack(rows), x.reshape(S, -1, x.shape[-1])
   assert rows.shape[1] == len(bases) * heads * dim
-  key = np.einsum("sm,mne->sne", rows, own["memory/key/weight"])
-  alike = (rms(key) * own["memory/key_norm/scale"] * rms(streams) * own["memory/query_norm/scale"]).sum(
-    -1, keepdims=True
-  )
-  value = sigmoid(alike / np.sqrt(x.shape[-1])) * (rows @ own["memory/value/weight"])[:, None]
+  key = np.einsum("sm,mne->sne", rows, own["memory/key/weight"]) + own["memory/key/bias"]
+  query = rms(rms(streams) * own["memory/norm/scale"]) * own["memory/query_norm/scale"]
+  alike = (rms(key) * own["memory/key_norm/scale"] * query).sum(-1, keepdims=True) / np.sqrt(x.shape[-1])
+  gate = sigmoid(np.sign(alike) * np.sqrt(np.abs(alike)))
+  value = gate * (rows @ own["memory/value/weight"] + own["memory/value/bias"])[:, None]
   normed, mixed = rms(value) * own["memory/value_norm/scale"], np.zeros_like(value)
   for s in range(S):
     for i in range(span):
@@ -88,6 +88,7 @@ def hyper_connected(own, name, x, branch, iterations):
   S, n, _ = x.shape
   whole = x.reshape(S, -1)
   whole = whole / np.sqrt((whole**2).mean(-1, keepdims=True) + 1e-6)
+  whole = whole * own[f"{name}/scale"].reshape(-1)
   found = whole @ own[f"{name}/product/weight"].reshape(whole.shape[1], -1)
   alpha = own[f"{name}/gain"]
   pre = sigmoid(alpha[0] * found[:, :n] + own[f"{name}/read_bias"])

@@ -21,7 +21,6 @@ from maxtext.layers.norm import Norm
 
 _MEMORY = ("activation_batch", "activation_length", None)
 _STREAMS = ("activation_batch", "activation_length", None, "activation_embed")
-_ROWS = 256  # a table has a multiple of so many rows, so that it can be split
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,11 @@ class NgramMemory(nnx.Module):
   def __init__(self, make: Make, spec: Engram, width: int, how: How) -> None:
     self.spec, self.how, self.width = spec, how, width
     sizes = [size for length in spec.sizes for size in length]
-    rows = -(-sum(sizes) // _ROWS) * _ROWS
     memory, streams = {"latent_out": len(sizes) * spec.head_dim}, {"streams": spec.streams, "embed": width}
-    self.table = make("table", (rows, spec.head_dim), ("memory", None), std=spec.head_dim**-0.5)
-    self.key = Linear(make.at("key"), memory, streams, how, "engram_key")
-    self.value = Linear(make.at("value"), memory, {"embed": width}, how, "engram_value")
+    self.table = make("table", (sum(sizes), spec.head_dim), (None, "memory"), std=spec.head_dim**-0.5)
+    self.key = Linear(make.at("key"), memory, streams, how, "engram_key", bias=True)
+    self.value = Linear(make.at("value"), memory, {"embed": width}, how, "engram_value", bias=True)
+    self.norm = spec.norm.build(make.at("norm"), width)
     self.key_norm, self.query_norm, self.value_norm = (
       spec.norm.build(make.at(f"{name}_norm", streams=spec.streams), width) for name in ("key", "query", "value")
     )
@@ -84,8 +83,8 @@ class NgramMemory(nnx.Module):
     begins = context.begins
     rows, last = self._rows(context.tokens, begins, None if own is None else own["memory_tokens"])
     memory = self.how.shard(self.table[...].astype(self.how.dtype)[rows].reshape(*rows.shape[:2], -1), *_MEMORY)
-    alike = (self.key_norm(self.key(memory)) * self.query_norm(x)).astype(jnp.float32).sum(-1, keepdims=True)
-    gate = jax.nn.sigmoid(alike * self.width**-0.5).astype(x.dtype)
+    alike = (self.key_norm(self.key(memory)) * self.query_norm(self.norm(x))).astype(jnp.float32).sum(-1, keepdims=True)
+    gate = jax.nn.sigmoid(_signed_root(alike * self.width**-0.5)).astype(x.dtype)
     value = self.how.shard(gate * self.value(memory)[:, :, None], *_STREAMS)
     mixed, tail = self.convolution(self.value_norm(value), begins, None if own is None else own["memory_tail"])
     if cache is not None:
@@ -124,3 +123,8 @@ class NgramMemory(nnx.Module):
         offset += size
     last = jnp.where(documents[:, S:] == document[:, -1:], line[:, S:], 0)
     return jnp.stack(found, axis=-1), last
+
+
+def _signed_root(x: jax.Array) -> jax.Array:
+  """The square root of the size, with the sign; its slope has a bound near zero."""
+  return jnp.sign(x) * jnp.sqrt(jnp.maximum(jnp.abs(x), 1e-6))

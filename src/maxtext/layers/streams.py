@@ -37,6 +37,7 @@ class StreamWeights(nnx.Module):
     n = spec.count
     inputs, outputs = {"streams": n, "embed": width}, {"router": 2 * n + n * n}
     self.product = Linear(make.at("product"), inputs, outputs, how, "stream_weights")
+    self.scale = make("scale", (n, width), (None, "norm"), fill=1.0)
     self.gain = make("gain", (3,), (None,), fill=0.01)
     # At first a branch reads the mean, writes its output to all, and hardly mixes.
     self.read_bias = make("read_bias", (n,), (None,), fill=-log(n - 1))
@@ -49,6 +50,7 @@ class StreamWeights(nnx.Module):
     n = self.spec.count
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=(-2, -1), keepdims=True) + self.spec.epsilon)
+    y = y * self.scale[...].astype(jnp.float32)
     found = jnp.split(self.product(y, dtype=jnp.float32), [n, 2 * n], axis=-1)
     gains = jnp.unstack(self.gain[...].astype(jnp.float32))
     read, write, mix = (gain * part for gain, part in zip(gains, found, strict=True))

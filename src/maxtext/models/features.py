@@ -75,14 +75,15 @@ def _memory(config: MaxTextConfig, spec: DecoderSpec) -> DecoderSpec:
   c, layers = config, sorted(set(config.engram_layers))
   if not layers:
     return spec
-  tables = _primes(c.engram_vocab_bases, c.engram_num_heads)
+  taken: set[int] = set()
+  tables = {number: _primes(c.engram_vocab_bases, c.engram_num_heads, taken) for number in layers}
 
   def change(number: int, layer: Any) -> Block:
     if not isinstance(layer, Block):
       raise _refused(config, f"engram_layers={c.engram_layers}", "whose layers have no place for it")
     seed = c.engram_seed + 10007 * number
     norm = Norm(c.normalization_layer_epsilon)
-    memory = Engram(tables, c.engram_head_dim, c.engram_kernel_size, seed, norm, spec.streams)
+    memory = Engram(tables[number], c.engram_head_dim, c.engram_kernel_size, seed, norm, spec.streams)
     return replace(layer, memory=memory)
 
   count = sum(len(group.cycle) * group.repeats for group in spec.groups)
@@ -109,9 +110,8 @@ def _with_layers(
   return tuple(found)
 
 
-def _primes(bases: list[int], heads: int) -> tuple[tuple[int, ...], ...]:
-  """For each base `heads` primes from it on, all different."""
-  taken: set[int] = set()
+def _primes(bases: list[int], heads: int, taken: set[int]) -> tuple[tuple[int, ...], ...]:
+  """For each base `heads` primes from it on that are not taken yet."""
   tables = []
   for base in bases:
     own: list[int] = []
