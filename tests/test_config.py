@@ -15,7 +15,7 @@ from maxtext.cli.main import main
 from maxtext.configs.explain import readers_of
 from maxtext.configs.loader import model_names, parse_assignments
 from maxtext.configs.types import DecoderBlockType, MaxTextConfig
-from maxtext.models.catalogue import Entry, entry
+from maxtext.models.catalogue import entry
 from tests.support import TINY, program, tiny
 
 PARAMETERS = json.loads((Path(__file__).parent / "data" / "parameters.json").read_text())
@@ -35,11 +35,8 @@ def test_later_layers_win(tmp_path):
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_named_models_have_their_parameters(name):
   found = entry(name)
-  if name not in AVAILABLE:
-    assert found == Entry(name)
-    return
   assert {"total": found.parameters, "active": found.active_parameters} == PARAMETERS[name]
-  assert found.converts
+  assert found.converts == (name != "deepseek-custom"), "nobody has published weights of that one"
   assert found.family == load_config(name, dataset_type="synthetic").decoder_block.value
 
 
