@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from maxtext.configs.errors import ConfigError, nearest
-from maxtext.configs.refusals import REFUSALS
+from maxtext.configs.refusals import REFUSALS, default_of
 from maxtext.configs.types import DatasetType, DType, MaxTextConfig, RematPolicy
 
 ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_flash_jax")
@@ -97,6 +97,16 @@ def _routing_groups(c: MaxTextConfig) -> str | None:
       f"num_experts_per_tok={c.num_experts_per_tok} is more than the experts of topk_routing_group={kept} of "
       f"n_routing_groups={groups}."
     )
+  return None
+
+
+def _mesh_axes(c: MaxTextConfig) -> str | None:
+  known = (*default_of("mesh_axes"), "diloco")
+  for axis in c.mesh_axes:
+    if axis not in known:
+      return f"mesh_axes: '{axis}' is not a mesh axis; they are {', '.join(known)}.{nearest(axis, known)}"
+  if "data" not in c.mesh_axes or len(set(c.mesh_axes)) < len(c.mesh_axes):
+    return f"mesh_axes={c.mesh_axes} must name data, and no axis twice; data may have size 1."
   return None
 
 
@@ -263,6 +273,7 @@ _LEAST = {
 
 RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _sizes,
+  _mesh_axes,
   _heads,
   _activations,
   _window,

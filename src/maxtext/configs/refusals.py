@@ -109,8 +109,16 @@ _READERS = tuple(
 REFUSALS: tuple[Refusal, ...] = (
   Refusal(_section(t.DerivedValues), "it is computed from other keys; leave it out"),
   Refusal(
-    ("override_logical_axis_rules", "sharding_strategy", "data_sharding", "context_sharding"),
+    ("override_logical_axis_rules", "sharding_strategy", "context_sharding"),
     "logical_axis_rules is always the whole table; write that",
+  ),
+  Refusal(
+    ("data_sharding",),
+    "a batch is split as logical_axis_rules splits the dimensions that input_data_sharding_logical_axes names",
+  ),
+  Refusal(
+    ("custom_mesh", "optimize_mesh_for_tpu_v6e"),
+    "devices stand in the order that JAX finds for their torus; allow_split_physical_axes=true gives it more freedom",
   ),
   Refusal(
     ("internal_compile", "internal_compile_num_devices", "compile_xla_flags", "compiled_trainstep_file"),
@@ -269,8 +277,8 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     ("shard_mode",
-     "context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy", "custom_mesh",
-     "custom_mesh_and_rule", "optimize_mesh_for_tpu_v6e", "remove_size_one_mesh_axis_from_type"),
+     "context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy",
+     "remove_size_one_mesh_axis_from_type"),
     "the mesh follows ici_*, dcn_* and mesh_axes alone for now",
   ),
   Refusal(
