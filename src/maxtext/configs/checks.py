@@ -28,6 +28,18 @@ def _heads(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _scale(c: MaxTextConfig) -> str | None:
+  scale = c.global_parameter_scale
+  if scale < 1 or scale.bit_count() > 1 or scale > 2**20:
+    return f"global_parameter_scale={scale} must be a power of two, from 1 to 1048576."
+  if scale > 1 and c.model_name != "default" and not c.override_model_config:
+    return (
+      f"global_parameter_scale={scale} contradicts model_name={c.model_name}, which has its own sizes. "
+      f"Add override_model_config=true to change the model."
+    )
+  return None
+
+
 def _activations(c: MaxTextConfig) -> str | None:
   known = ("silu", "gelu", "relu", "sigmoid")
   ok = c.mlp_activations[:1] and c.mlp_activations[0] in known and c.mlp_activations[1:] in ([], ["linear"])
@@ -274,6 +286,7 @@ _LEAST = {
 RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _sizes,
   _mesh_axes,
+  _scale,
   _heads,
   _activations,
   _window,

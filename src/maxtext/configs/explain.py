@@ -26,6 +26,7 @@ _BY_CONFIGS = {
     "eval_per_device_batch_size",
     "mesh_axes",
     "gradient_accumulation_steps",
+    "global_parameter_scale",
   ),
 }
 

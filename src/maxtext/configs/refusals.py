@@ -175,7 +175,7 @@ REFUSALS: tuple[Refusal, ...] = (
     _section(t.Quantization), "quantization is not implemented yet; lower dtype to bfloat16", harmless=(None, False)
   ),
   Refusal(
-    ("global_parameter_scale", "fused_mlp"),
+    ("fused_mlp",),
     "the model families that need it are not implemented yet; write the sizes themselves as base_* keys",
   ),
   Refusal(
