@@ -213,6 +213,17 @@ def _checkpoints(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _local_checkpoints(c: MaxTextConfig) -> str | None:
+  if not c.enable_emergency_checkpoint:
+    return None
+  if not c.local_checkpoint_directory or "://" in c.local_checkpoint_directory:
+    folder = c.local_checkpoint_directory or "..."
+    return f"enable_emergency_checkpoint=true needs local_checkpoint_directory={folder} to be a folder on a disk."
+  if c.local_checkpoint_period < 1:
+    return "enable_emergency_checkpoint=true needs local_checkpoint_period above 0."
+  return None
+
+
 def _ramp(c: MaxTextConfig) -> str | None:
   if c.enable_rampup_batch_size and not 0 < c.per_device_batch_size_start < c.per_device_batch_size:
     return (
@@ -305,6 +316,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _moment,
   _patterns,
   _checkpoints,
+  _local_checkpoints,
   _ramp,
   _mixture,
 )

@@ -96,6 +96,7 @@ _SHOWN = (
   "enable_jax_profiler", "jax_profiler_port", "enable_tensorboard", *_HLO, *_JAXPR,
 )  # fmt: skip
 
+_LOCAL = ("enable_emergency_checkpoint", "local_checkpoint_directory", "local_checkpoint_period")
 _DOCUMENTS = (
   "train_data_columns", "eval_data_columns", "packing", "grain_packing_type", "max_segments_per_seq", "num_epoch",
   "generate_padding_batch_train", "generate_padding_batch_eval", "enable_rampup_batch_size",
@@ -151,7 +152,7 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     ("checkpoint_period", "async_checkpointing", "max_num_checkpoints_to_keep", "checkpoint_todelete_subdir",
-     "save_checkpoint_on_completion", "enable_continuous_checkpointing",
+     "save_checkpoint_on_completion", "enable_continuous_checkpointing", "enable_emergency_checkpoint",
      "checkpoint_storage_use_ocdbt", "checkpoint_storage_use_zarr3", "checkpoint_storage_target_data_file_size_bytes"),
     "it has no effect without enable_checkpointing=true",
     unless=lambda c: c.enable_checkpointing,
@@ -161,9 +162,14 @@ REFUSALS: tuple[Refusal, ...] = (
     "it is a folder of a bucket, and checkpoints are on a file system; take checkpoint_todelete_subdir",
   ),
   Refusal(
-    _section(t.EmergencyCheckpointing),
-    "there is no local tier yet; lower checkpoint_period",
+    _section(t.EmergencyCheckpointing, but=_LOCAL),
+    "there is no replicator service here: enable_emergency_checkpoint=true keeps replicas on local disks by itself",
     harmless=(False,),
+  ),
+  Refusal(
+    _LOCAL[1:],
+    "it has no effect without enable_emergency_checkpoint=true",
+    unless=lambda c: c.enable_emergency_checkpoint,
   ),
   Refusal(
     _section(t.ElasticTraining),
