@@ -62,7 +62,7 @@ class Machines:
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
       "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
     }  # fmt: skip
-    command = [sys.executable, "-m", "tests.local_worker", str(killed_after), saved, *words]
+    command = [sys.executable, "-m", "tests.run_worker", "killed", str(killed_after), saved, *words]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
   def losses(self) -> list[float]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax._src import distributed  # JAX has no other way to its coordinator
 from jax.experimental import multihost_utils
 
 from maxtext.configs import ConfigError, MaxTextConfig
@@ -56,6 +57,21 @@ def from_process(index: int, data: bytes) -> bytes:
 def on_any(so: bool) -> bool:
   """Whether it is so on any process; all must ask."""
   return bool(np.any(multihost_utils.process_allgather(np.array(so)))) if jax.process_count() > 1 else so
+
+
+def problems_of_all(name: str, own: str, seconds: float) -> dict[int, str]:
+  """What went wrong on which process, once all have said so under a name that is used once; '' is that nothing did.
+
+  It goes through the coordinator and not through the devices, so threads beside the loop may ask.
+  """
+  if jax.process_count() == 1:
+    return {0: own} if own else {}
+  client = distributed.global_state.client
+  assert client is not None
+  if own:
+    client.key_value_set(f"{name}/{jax.process_index()}", own)
+  client.wait_at_barrier(name, timeout_in_ms=int(seconds * 1000))
+  return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(f"{name}/")}
 
 
 def _join_by_address(address: str, index: int, seconds: int) -> None:
