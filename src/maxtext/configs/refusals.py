@@ -96,6 +96,10 @@ _SHOWN = (
   "enable_jax_profiler", "jax_profiler_port", "enable_tensorboard", *_HLO, *_JAXPR,
 )  # fmt: skip
 
+_UPLOADED = (
+  "gcs_metrics", "save_config_to_gcs", "dump_hlo_gcs_dir", "dump_hlo_upload_all", "dump_jaxpr_gcs_dir",
+  "upload_all_profiler_results",
+)  # fmt: skip
 _LOCAL = ("enable_emergency_checkpoint", "local_checkpoint_directory", "local_checkpoint_period")
 _DOCUMENTS = (
   "train_data_columns", "eval_data_columns", "packing", "grain_packing_type", "max_segments_per_seq", "num_epoch",
@@ -420,8 +424,13 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     _section(t.Metrics, t.Tensorboard, t.Profiling, t.HloDump, t.StackTrace, t.Goodput, t.GcpMonitoring,
-             t.ManagedMLDiagnostics, but=_SHOWN),
+             t.ManagedMLDiagnostics, but=(*_SHOWN, *_UPLOADED)),
     "figures go to the console, the run's folder, metrics_file and prometheus_port for now",
+    harmless=(False,),
+  ),
+  Refusal(
+    _UPLOADED,
+    "what a run writes stays in its folder, on a file system, and the first process writes it; copy it from there",
     harmless=(False,),
   ),
   Refusal(("profiler",), "only profiler=xplane is implemented yet", harmless=(t.ProfilerType.XPLANE,)),
