@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import maxtext
 
 FAMILY = '''
@@ -68,6 +70,7 @@ maxtext.train(config)
 """
 
 
+@pytest.mark.slow
 def test_a_family_is_one_file(tmp_path):
   package = tmp_path / "maxtext"
   shutil.copytree(Path(maxtext.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
