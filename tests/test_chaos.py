@@ -1,5 +1,6 @@
 """Runs that are killed, anywhere and again and again, beside one that is not."""
 
+import io
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from etils import epath
 from maxtext.checkpoint.files import read
 from maxtext.checkpoint.location import locate, steps_in
 from maxtext.checkpoint.record import Record
+from maxtext.mesh.supervisor import supervise
 from tests.chaos_worker import ROWS
 from tests.corpora import write_corpus
 from tests.support import TINY, tiny
@@ -220,6 +223,30 @@ def test_one_replica_reads_and_sends_to_the_other(tmp_path):
   assert done.returncode == 0, done.stdout
   assert "goes on from" in done.stdout
   assert json.loads(metrics.read_text().splitlines()[-1])["loss"] == loss
+
+
+def test_a_save_that_fails_on_one_process_fails_on_all_and_the_run_goes_on(tmp_path):
+  """Process 1 cannot write step 4; the step before it stays, and nobody waits for the one that failed."""
+  steps = tmp_path / "run" / "checkpoints"
+  keys = TINY | {"steps": 5, "ici_fsdp_parallelism": 4, "per_device_batch_size": 2, "base_num_decoder_layers": 1,
+                 "enable_checkpointing": True, "base_output_directory": tmp_path, "run_name": "run",
+                 "checkpoint_period": 2, "max_num_checkpoints_to_keep": 1,
+                 "save_checkpoint_on_completion": False}  # fmt: skip
+  words = ["limited", "4", str(steps / "2"), *(f"{key}={value}" for key, value in keys.items())]
+  said = io.StringIO()
+  environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"}
+  started = time.monotonic()
+  with ThreadPoolExecutor(1) as thread:  # the supervisor would take SIGTERM from the main one
+    command = [sys.executable, "-m", "tests.run_worker", *words]
+    code = thread.submit(supervise, command, 2, environment=environment, out=said).result()
+  assert code == 0, said.getvalue()[-3000:]
+  assert time.monotonic() - started < 300, "Orbax alone lets the others wait for ten minutes"
+  assert re.search(
+    r"\[0\] maxtext: the checkpoint of step 4 failed: .*\(process 1\); the last good one is step 2\.\n", said.getvalue()
+  )
+  assert [path.name for path in steps.iterdir()] == ["2"]
+  record = Record.read(epath.Path(steps / "2"))
+  assert read(tiny(), epath.Path(steps / "2"), dict.fromkeys(record.arrays), record), "it is whole"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

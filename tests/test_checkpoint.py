@@ -9,22 +9,24 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 from etils import epath
 
 import maxtext
-from maxtext import ConfigError
+from maxtext import ConfigError, load_config
 from maxtext.checkpoint.checksum import added, checksums
 from maxtext.checkpoint.files import _groups, read
 from maxtext.checkpoint.location import steps_in
 from maxtext.checkpoint.record import Record
-from maxtext.checkpoint.restore import load_parameters, resume
+from maxtext.checkpoint.restore import load_parameters, load_state, resume
 from maxtext.checkpoint.tree import named
 from maxtext.checkpoint.writer import Writer
 from maxtext.cli.main import main
@@ -278,6 +280,41 @@ def test_a_run_starts_with_other_parameters(half, split):
   assert equal(state.params, half[1].params)
   assert equal(state.opt_state, split.init().opt_state)
   assert int(state.step) == int(next(feed).position()["batches"]) - 1 == 0
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+  """An object store on loopback, of which gcsfs and TensorStore are told by the environment."""
+  monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it would ask Google what kind of bucket this is
+  for name in ("gcsfs", "gcp_storage_emulator"):
+    pytest.importorskip(name, reason="extras gcs and dev")
+  with socket.create_server(("127.0.0.1", 0)) as probe:
+    port = probe.getsockname()[1]
+  words = ["start", "--host=127.0.0.1", f"--port={port}", "--in-memory", "--default-bucket=bucket"]
+  log = tmp_path / "server.log"
+  with open(log, "w") as out:
+    server = subprocess.Popen([sys.executable, "-um", "gcp_storage_emulator", *words], stdout=out, stderr=out)
+  while "All services started" not in log.read_text():
+    assert server.poll() is None, log.read_text()
+    time.sleep(0.05)
+  address = f"http://127.0.0.1:{port}"
+  for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):
+    monkeypatch.setenv(name, address)
+  monkeypatch.setitem(fsspec.config.conf, "gcs", {"token": "anon", "endpoint_url": address})
+  yield fsspec.filesystem("gcs")
+  server.kill()
+  server.wait()
+
+
+def test_a_run_starts_from_a_bucket(half, split, bucket, capsys):
+  bucket.put(f"{half[0]}/run/checkpoints", "bucket/run/checkpoints", recursive=True)
+  found = load_state(tiny(), "load_full_state_path", "gs://bucket/run", split.state)
+  assert equal(found.state, half[1])
+  assert load_config(**TINY, load_full_state_path="gs://bucket/run")
+  assert main(["checkpoint", "inspect", "gs://bucket/run"]) == 0
+  assert "step 4, schema" in capsys.readouterr().out
+  with pytest.raises(ConfigError, match="gs://bucket/other is no checkpoint"):
+    load_state(tiny(), "load_full_state_path", "gs://bucket/other", split.state)
 
 
 def test_inspect_needs_no_jax(half):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import maxtext
 from maxtext import ConfigError, load_config
 from maxtext.cli.main import main
+from maxtext.configs.derived import derive
 from maxtext.configs.explain import readers_of
 from maxtext.configs.loader import model_names, parse_assignments
 from maxtext.configs.types import DecoderBlockType, MaxTextConfig
@@ -88,6 +90,13 @@ MISTAKES = {
     {"model_name": "llama2-7b", "head_dim": 64},
     "head_dim=64 contradicts model_name=llama2-7b, which has head_dim=128. Add override_model_config=true",
   ),
+  "scale": ({"global_parameter_scale": 3}, "global_parameter_scale=3 must be a power of two"),
+  "kept in a bucket": ({"base_output_directory": "gs://a/b"}, "base_output_directory=gs://a/b is in an object store"),
+  "read from a bucket": ({"load_parameters_path": "s3://a/b"}, "load_parameters_path=s3://a/b is in an object store"),
+  "scaled model": (
+    {"model_name": "llama2-7b", "global_parameter_scale": 2},
+    "global_parameter_scale=2 contradicts model_name=llama2-7b",
+  ),
   "heads": ({"base_num_kv_heads": 3}, "base_num_query_heads=4 is not a multiple of base_num_kv_heads=3"),
   "remat": ({"remat_policy": "ful"}, "'ful' must be one of full, minimal"),
   "remat without effect": (
@@ -115,6 +124,30 @@ def test_mistakes_are_named(change, message):
   with pytest.raises(ConfigError) as error:
     load_config(**(model | change))
   assert message in str(error.value)
+
+
+# Of heads and hidden widths, of the residual width, and of depth.
+SCALES = {1: (1, 1, 1), 2: (2, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (4, 2, 2), 64: (4, 4, 4)}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_global_parameter_scale(scale):
+  """The weights of the layers grow by the scale, and equal those of a model whose sizes are written out."""
+  inner, width, depth = SCALES[scale]
+  sizes = {"base_mlp_dim": inner, "base_num_query_heads": inner, "base_num_kv_heads": inner, "base_emb_dim": width,
+           "base_num_decoder_layers": depth}  # fmt: skip
+  written = {key: TINY[key] * factor for key, factor in sizes.items()}
+  shapes, expected, base = (
+    {path: value.shape for path, value in program(tiny(**change)).state.params.items()}
+    for change in ({"global_parameter_scale": scale}, written, {})
+  )
+  assert shapes == expected
+  grown, before = (
+    sum(math.prod(shape) for path, shape in found.items() if path.startswith("groups/") and path.endswith("/weight"))
+    for found in (shapes, base)
+  )
+  assert grown == scale * before > 0
+  assert derive(tiny(global_parameter_scale=scale), 8).emb_dim == written["base_emb_dim"]
 
 
 PLACEMENT_MISTAKES = {

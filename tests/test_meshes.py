@@ -12,9 +12,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import yaml
 
 import maxtext
 from maxtext import ConfigError
+from maxtext.mesh.rules import LOGICAL_AXES
 from tests.support import TINY, losses, program, tiny
 
 pytestmark = pytest.mark.mesh
@@ -65,6 +67,55 @@ def one_device():
 def test_loss_curve(one_device, axes):
   curve = losses(tiny(**RUN, per_device_batch_size=1, **axes), devices=8)
   np.testing.assert_allclose(curve, one_device, atol=1e-5, rtol=0)
+
+
+def rules_file(folder, text, axes=("data", "tensor", "fsdp")):
+  """A table unlike the base one: fsdp splits what is wide, tensor the residual stream and the vocabulary."""
+  named = {"mlp": ["fsdp"], "heads": ["fsdp"], "embed": ["tensor"], "vocab": ["fsdp"],
+           "activation_batch": ["data", "fsdp"], "activation_embed_and_logits_batch": ["data", "fsdp"],
+           "activation_embed": ["tensor"]}  # fmt: skip
+  table = [[name, named.get(name, [])] for name in LOGICAL_AXES]
+  file = folder / "mine.yml"
+  file.write_text(yaml.safe_dump({"mesh_axes": list(axes), "logical_axis_rules": table}, sort_keys=False) + text)
+  return str(file)
+
+
+def test_loss_curve_by_a_table_of_ones_own(one_device, tmp_path):
+  axes = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4, "sharding_tolerance": 0.5}
+  config = tiny(**RUN, **axes, per_device_batch_size=1, custom_mesh_and_rule=rules_file(tmp_path, ""))
+  p = program(config, devices=8)
+  assert p.model.how.mesh.axis_names == ("data", "tensor", "fsdp")
+  query = p.state.params["groups/0/layers/0/mixer/query/weight"]
+  assert query.sharding.spec == jax.P(None, "tensor", "fsdp", None)
+  np.testing.assert_allclose(losses(config, devices=8), one_device, atol=1e-5, rtol=0)
+
+
+def test_a_named_table():
+  p = program(tiny(custom_mesh_and_rule="fsdp", per_device_batch_size=1), devices=8)
+  assert dict(p.model.how.mesh.shape) == {"data": 1, "fsdp": 8}
+  assert p.state.params["groups/0/layers/0/mixer/query/weight"].sharding.spec == jax.P(None, "fsdp", None, None)
+
+
+WRONG_TABLES = {
+  "axis of the mesh": ({"axes": ("data", "tensr")}, "", "mesh_axes: 'tensr' is not a mesh axis; they are data, stage"),
+  "axis of a rule": ({"axes": ("data", "fsdp")}, "", "'tensor' is not a mesh axis. There are data, fsdp."),
+  "dimension": ({}, "- [mpl, []]\n", "logical_axis_rules: 'mpl' is not a named dimension. Did you mean 'mlp'?"),
+  "key": ({}, "steps: 3\n", "'steps' is none of mesh_axes, logical_axis_rules"),
+  "the batch": ({}, "data_sharding: [data]\n", "data_sharding=['data'] is refused: a batch is split as"),
+}
+
+
+@pytest.mark.parametrize(("axes", "text", "message"), WRONG_TABLES.values(), ids=WRONG_TABLES.keys())
+def test_mistakes_in_a_table_are_named(tmp_path, axes, text, message):
+  with pytest.raises(ConfigError) as error:
+    program(tiny(custom_mesh_and_rule=rules_file(tmp_path, text, **axes)))
+  assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["none.yml", "fsdpp"])
+def test_tables_that_are_not_there(name):
+  with pytest.raises(ConfigError, match=rf"Cannot read {name}: No such file|custom_mesh_and_rule={name}: .* 'fsdp'"):
+    tiny(custom_mesh_and_rule=name)
 
 
 def test_replicas_share_the_optimizers_state():

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,20 +17,23 @@ from maxtext.checkpoint.record import FILE, ITEM, Array, DamagedError, Record, c
 from maxtext.checkpoint.tree import named, nested
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
+from maxtext.mesh.multihost import problems_of_all
 
 STATE = "state"
 _REPLICAS = "data"  # the mesh axis along which devices hold the same parameters
+_SAVES = itertools.count()  # the same on every process: all save the same things in the same order
+_PATIENCE = 600  # seconds for the slowest process, Orbax's own
 _IN_FLIGHT = 0.05  # of a process's share, while it is read: it is held twice until it is placed
 
 
 def handlers(config: MaxTextConfig) -> dict[str, Any]:
   """Orbax's handlers of the items of a checkpoint that is written."""
-  arrays = ocp.PyTreeCheckpointHandler(
+  arrays = _AgreedArrays(
     use_ocdbt=config.checkpoint_storage_use_ocdbt,
     use_zarr3=config.checkpoint_storage_use_zarr3,
-    save_concurrent_gb=config.checkpoint_storage_concurrent_gb,
+    save_concurrent_bytes=config.checkpoint_storage_concurrent_gb * 10**9,
   )
-  return {STATE: arrays, ITEM: RecordHandler()}
+  return {STATE: ocp.PyTreeCheckpointHandler(handler_impl=arrays), ITEM: RecordHandler()}
 
 
 def contents(
@@ -50,11 +53,43 @@ def contents(
   return ocp.args.Composite(**{STATE: state, ITEM: RecordSave(write)})
 
 
+class _Agreed:
+  """The end of a save on all processes: what fails on one fails on all, where Orbax would let them wait for it."""
+
+  def __init__(self, futures: Sequence[ocp.future.Future] | None) -> None:
+    self._futures, self._name = futures or (), f"maxtext/saves/{next(_SAVES)}"
+
+  def result(self, timeout: float | None = None) -> None:
+    own: Exception | None = None
+    try:
+      for future in self._futures:
+        future.result(timeout)
+    except Exception as error:
+      own = error
+    problems = problems_of_all(self._name, reason(own) if own else "", timeout or _PATIENCE)
+    if own and len(problems) == 1 == jax.process_count():
+      raise own
+    if problems:
+      raise RuntimeError("; ".join(f"{text} (process {process})" for process, text in sorted(problems.items())))
+
+  def cancel(self) -> None:
+    for future in self._futures:
+      future.cancel()
+
+
+class _AgreedArrays(ocp.BasePyTreeCheckpointHandler):
+  """Orbax's own, with an end that all processes agree on."""
+
+  async def async_save(self, *args: Any, **kwargs: Any) -> list[ocp.future.Future]:
+    return [_Agreed(await super().async_save(*args, **kwargs))]
+
+
 class RecordHandler(ocp.AsyncCheckpointHandler):
   """Writes the record while the arrays are written: its checksums come from the devices, and the loop does not wait."""
 
   async def async_save(self, directory: epath.Path, args: "RecordSave") -> list[ocp.future.Future]:
-    return [ocp.future.CommitFutureAwaitingContractedSignals(self._write(directory, args), name="maxtext_record")]
+    writing = ocp.future.CommitFutureAwaitingContractedSignals(self._write(directory, args), name="maxtext_record")
+    return [_Agreed([writing])]
 
   async def _write(self, directory: epath.Path, args: "RecordSave") -> None:
     args.write(directory)

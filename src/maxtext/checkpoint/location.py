@@ -24,8 +24,11 @@ def unfinished_in(folder: epath.Path) -> list[epath.Path]:
 def locate(path: str) -> epath.Path:
   """The step that a user's path means: a step's folder, or the latest of a run or of its folder of checkpoints."""
   given = epath.Path(path).expanduser()
-  if (given / ITEM).exists():
-    return given
+  try:
+    if (given / ITEM).exists():
+      return given
+  except ImportError:
+    raise ConfigError(f"{path} is in a store whose library is not installed: pip install 'maxtext[gcs]'.") from None
   for folder in (given / FOLDER, given):
     if steps := steps_in(folder):
       return folder / str(steps[-1])

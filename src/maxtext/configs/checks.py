@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from maxtext.configs.errors import ConfigError, nearest
-from maxtext.configs.refusals import REFUSALS
+from maxtext.configs.refusals import REFUSALS, default_of
 from maxtext.configs.types import DatasetType, DType, MaxTextConfig, RematPolicy
 
 ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_flash_jax")
@@ -25,6 +25,18 @@ def _heads(c: MaxTextConfig) -> str | None:
     )
   if c.head_dim % 2:
     return f"head_dim={c.head_dim} must be even: rotary positions turn pairs of dimensions."
+  return None
+
+
+def _scale(c: MaxTextConfig) -> str | None:
+  scale = c.global_parameter_scale
+  if scale < 1 or scale.bit_count() > 1 or scale > 2**20:
+    return f"global_parameter_scale={scale} must be a power of two, from 1 to 1048576."
+  if scale > 1 and c.model_name != "default" and not c.override_model_config:
+    return (
+      f"global_parameter_scale={scale} contradicts model_name={c.model_name}, which has its own sizes. "
+      f"Add override_model_config=true to change the model."
+    )
   return None
 
 
@@ -97,6 +109,16 @@ def _routing_groups(c: MaxTextConfig) -> str | None:
       f"num_experts_per_tok={c.num_experts_per_tok} is more than the experts of topk_routing_group={kept} of "
       f"n_routing_groups={groups}."
     )
+  return None
+
+
+def _mesh_axes(c: MaxTextConfig) -> str | None:
+  known = (*default_of("mesh_axes"), "diloco")
+  for axis in c.mesh_axes:
+    if axis not in known:
+      return f"mesh_axes: '{axis}' is not a mesh axis; they are {', '.join(known)}.{nearest(axis, known)}"
+  if "data" not in c.mesh_axes or len(set(c.mesh_axes)) < len(c.mesh_axes):
+    return f"mesh_axes={c.mesh_axes} must name data, and no axis twice; data may have size 1."
   return None
 
 
@@ -187,13 +209,26 @@ def _checkpoints(c: MaxTextConfig) -> str | None:
   if c.checkpoint_storage_target_data_file_size_bytes < 1:
     size = c.checkpoint_storage_target_data_file_size_bytes
     return f"checkpoint_storage_target_data_file_size_bytes={size} must be at least 1."
-  for key in ("base_output_directory", "load_full_state_path", "load_parameters_path"):
-    if "://" in (path := getattr(c, key)):
+  for key, reads in {"base_output_directory": (), "load_full_state_path": _READ, "load_parameters_path": _READ}.items():
+    scheme, separator, _ = (path := getattr(c, key)).partition("://")
+    if separator and scheme not in reads:
       return (
-        f"{key}={path} is in an object store, and runs are kept on file systems: mount the bucket and name the folder."
+        f"{key}={path} is in an object store: runs are kept on file systems, and start from those or from gs://. Mount "
+        f"the bucket and name the folder."
       )
   if c.load_full_state_path and c.load_parameters_path:
     return "load_full_state_path and load_parameters_path are both set, and a run starts from one of them."
+  return None
+
+
+def _local_checkpoints(c: MaxTextConfig) -> str | None:
+  if not c.enable_emergency_checkpoint:
+    return None
+  if not c.local_checkpoint_directory or "://" in c.local_checkpoint_directory:
+    folder = c.local_checkpoint_directory or "..."
+    return f"enable_emergency_checkpoint=true needs local_checkpoint_directory={folder} to be a folder on a disk."
+  if c.local_checkpoint_period < 1:
+    return "enable_emergency_checkpoint=true needs local_checkpoint_period above 0."
   return None
 
 
@@ -213,6 +248,8 @@ def _mixture(c: MaxTextConfig) -> str | None:
     return "grain_train_files and grain_train_mixture_config_path say the same thing twice: leave one out."
   return None
 
+
+_READ = ("gs",)  # stores that Orbax reads
 
 _LEAST = {
   "base_emb_dim": 1,
@@ -270,6 +307,8 @@ _LEAST = {
 
 RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _sizes,
+  _mesh_axes,
+  _scale,
   _heads,
   _activations,
   _window,
@@ -289,6 +328,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _moment,
   _patterns,
   _checkpoints,
+  _local_checkpoints,
   _ramp,
   _mixture,
 )

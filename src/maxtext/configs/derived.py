@@ -17,14 +17,10 @@ from maxtext.configs.types import (
 
 def derive(config: MaxTextConfig, devices: int, slices: int = 1) -> DerivedValues:
   """The derived values of a run on `devices` devices in `slices` slices."""
-  c, rows = config, global_batch_size(config, devices)
+  c, rows, sizes = config, global_batch_size(config, devices), scaled_sizes(config)
   custom = RematPolicy.CUSTOM in remat_policies(c)
   return DerivedValues(
-    emb_dim=c.base_emb_dim,
-    mlp_dim=c.base_mlp_dim,
-    num_decoder_layers=c.base_num_decoder_layers,
-    num_kv_heads=c.base_num_kv_heads,
-    num_query_heads=c.base_num_query_heads,
+    **{key.removeprefix("base_"): size for key, size in sizes.items()},
     ici_parallelism=list(parallelism(c, "ici", devices // slices)),
     dcn_parallelism=list(parallelism(c, "dcn", slices)),
     num_target_devices=devices,
@@ -37,6 +33,25 @@ def derive(config: MaxTextConfig, devices: int, slices: int = 1) -> DerivedValue
     tensors_on_device=tensors_placed(c, RematLocation.DEVICE) if custom else None,
     tensors_to_offload=tensors_placed(c, RematLocation.OFFLOAD) if custom else None,
   )
+
+
+def scaled_sizes(config: MaxTextConfig) -> dict[str, int]:
+  """The model's sizes after `global_parameter_scale`, a power of two, has multiplied the weights of its layers.
+
+  Of three doublings one goes to heads and hidden widths, one to the residual width, one to depth, in this order.
+  """
+  each, left = divmod(config.global_parameter_scale.bit_length() - 1, 3)
+  inner, width, depth = 2 ** (each + (left > 0)), 2 ** (each + (left > 1)), 2**each
+  factors = {
+    "base_emb_dim": width,
+    "base_mlp_dim": inner,
+    "base_moe_mlp_dim": inner,
+    "base_num_query_heads": inner,
+    "base_num_kv_heads": inner,
+    "base_num_decoder_layers": depth,
+  }
+  sizes = {key: getattr(config, key) for key in factors}
+  return {key: size * factors[key] if size > 0 else size for key, size in sizes.items()}
 
 
 def mesh_axes(config: MaxTextConfig) -> list[str]:

@@ -1,7 +1,7 @@
 """From files and `key=value` to one frozen `MaxTextConfig`.
 
-Later layers win: base.yml, the model's YAML, a user's YAML (or a built-in recipe's name), `M_<KEY>` variables of the
-environment that the caller hands over, then single values.
+Later layers win: base.yml, the YAML that `custom_mesh_and_rule` names, the model's YAML, a user's YAML (or a built-in
+recipe's name), `M_<KEY>` variables of the environment that the caller hands over, then single values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,6 +22,8 @@ from maxtext.configs.types.run import ModelName
 _HERE = Path(__file__).parent
 _MODELS = _HERE / "models"
 _RECIPES = _HERE / "recipes"
+_RULES = _HERE / "rules"
+_OF_RULES = ("mesh_axes", "logical_axis_rules", "data_sharding", "input_data_sharding_logical_axes")
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,14 @@ def resolve(
   user = {key: value for layer in user_layers.values() for key, value in layer.items()}
   _refuse_unknown(user)
   base, name = _read(_HERE / "base.yml"), user.get("model_name", "default")
-  model = _model_layer(name)
-  config = _build(base | model | user)
+  rules, model = user.get("custom_mesh_and_rule", ""), _model_layer(name)
+  below = {"base.yml": base, f"custom_mesh_and_rule={rules}": _rules_layer(rules), f"model {name}": model}
+  ours = {key: value for layer in below.values() for key, value in layer.items()}
+  config = _build(ours | user)
   if not config.override_model_config:
-    _refuse_changed_model(config, _build(base | model), model.keys() & user.keys())
+    _refuse_changed_model(config, _build(ours), model.keys() & user.keys())
   check(config)
-  layers = {"base.yml": base, f"model {name}": model} | user_layers
+  layers = below | user_layers
   return Resolved(config, {key: origin for origin, layer in layers.items() for key in layer})
 
 
@@ -139,6 +143,19 @@ def _model_layer(name: str) -> dict[str, Any]:
     there = ", ".join(n for n in model_names() if (_MODELS / f"{n}.yml").exists())
     raise ConfigError(f"model_name={name} is known, but its family is not implemented yet. Available: {there}.")
   return _read(path)
+
+
+def _rules_layer(rules: Any) -> dict[str, Any]:
+  """What `custom_mesh_and_rule` names; a value that is neither file nor name is left to the key's type to refuse."""
+  text = str(plain(rules))
+  path = Path(text) if text.endswith((".yml", ".yaml")) else _RULES / f"{text}.yml"
+  if path.parent == _RULES and not path.exists():
+    return {}
+  layer = _read(path)
+  for key in layer:
+    if key not in _OF_RULES:
+      raise ConfigError(f"{path}: '{key}' is none of {', '.join(_OF_RULES)}.{nearest(key, _OF_RULES)}")
+  return layer
 
 
 class _StrictLoader(yaml.SafeLoader):

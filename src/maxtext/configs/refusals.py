@@ -103,6 +103,11 @@ _SHOWN = (
   "enable_jax_profiler", "jax_profiler_port", "enable_tensorboard", *_HLO, *_JAXPR,
 )  # fmt: skip
 
+_UPLOADED = (
+  "gcs_metrics", "save_config_to_gcs", "dump_hlo_gcs_dir", "dump_hlo_upload_all", "dump_jaxpr_gcs_dir",
+  "upload_all_profiler_results",
+)  # fmt: skip
+_LOCAL = ("enable_emergency_checkpoint", "local_checkpoint_directory", "local_checkpoint_period")
 _DOCUMENTS = (
   "train_data_columns", "eval_data_columns", "packing", "grain_packing_type", "max_segments_per_seq", "num_epoch",
   "generate_padding_batch_train", "generate_padding_batch_eval", "enable_rampup_batch_size",
@@ -116,8 +121,16 @@ _READERS = tuple(
 REFUSALS: tuple[Refusal, ...] = (
   Refusal(_section(t.DerivedValues), "it is computed from other keys; leave it out"),
   Refusal(
-    ("override_logical_axis_rules", "sharding_strategy", "data_sharding", "context_sharding"),
+    ("override_logical_axis_rules", "sharding_strategy", "context_sharding"),
     "logical_axis_rules is always the whole table; write that",
+  ),
+  Refusal(
+    ("data_sharding",),
+    "a batch is split as logical_axis_rules splits the dimensions that input_data_sharding_logical_axes names",
+  ),
+  Refusal(
+    ("custom_mesh", "optimize_mesh_for_tpu_v6e"),
+    "devices stand in the order that JAX finds for their torus; allow_split_physical_axes=true gives it more freedom",
   ),
   Refusal(
     ("internal_compile", "internal_compile_num_devices", "compile_xla_flags"),
@@ -154,7 +167,7 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     ("checkpoint_period", "async_checkpointing", "max_num_checkpoints_to_keep", "checkpoint_todelete_subdir",
-     "save_checkpoint_on_completion", "enable_continuous_checkpointing",
+     "save_checkpoint_on_completion", "enable_continuous_checkpointing", "enable_emergency_checkpoint",
      "checkpoint_storage_use_ocdbt", "checkpoint_storage_use_zarr3", "checkpoint_storage_target_data_file_size_bytes"),
     "it has no effect without enable_checkpointing=true",
     unless=lambda c: c.enable_checkpointing,
@@ -164,9 +177,14 @@ REFUSALS: tuple[Refusal, ...] = (
     "it is a folder of a bucket, and checkpoints are on a file system; take checkpoint_todelete_subdir",
   ),
   Refusal(
-    _section(t.EmergencyCheckpointing),
-    "there is no local tier yet; lower checkpoint_period",
+    _section(t.EmergencyCheckpointing, but=_LOCAL),
+    "there is no replicator service here: enable_emergency_checkpoint=true keeps replicas on local disks by itself",
     harmless=(False,),
+  ),
+  Refusal(
+    _LOCAL[1:],
+    "it has no effect without enable_emergency_checkpoint=true",
+    unless=lambda c: c.enable_emergency_checkpoint,
   ),
   Refusal(
     _section(t.ElasticTraining),
@@ -178,7 +196,7 @@ REFUSALS: tuple[Refusal, ...] = (
     _section(t.Quantization), "quantization is not implemented yet; lower dtype to bfloat16", harmless=(None, False)
   ),
   Refusal(
-    ("global_parameter_scale", "fused_mlp"),
+    ("fused_mlp",),
     "the model families that need it are not implemented yet; write the sizes themselves as base_* keys",
   ),
   Refusal(
@@ -279,8 +297,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ("routed_bias_update_rate",), "it has no effect without routed_bias=true", unless=lambda c: c.routed_bias
   ),
   Refusal(
-    ("shard_mode", "custom_mesh", "custom_mesh_and_rule", "optimize_mesh_for_tpu_v6e",
-     "remove_size_one_mesh_axis_from_type"),
+    ("shard_mode", "remove_size_one_mesh_axis_from_type"),
     "the mesh follows ici_*, dcn_* and mesh_axes alone for now",
   ),
   Refusal(
@@ -455,8 +472,13 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     _section(t.Metrics, t.Tensorboard, t.Profiling, t.HloDump, t.StackTrace, t.Goodput, t.GcpMonitoring,
-             t.ManagedMLDiagnostics, but=_SHOWN),
+             t.ManagedMLDiagnostics, but=(*_SHOWN, *_UPLOADED)),
     "figures go to the console, the run's folder, metrics_file and prometheus_port for now",
+    harmless=(False,),
+  ),
+  Refusal(
+    _UPLOADED,
+    "what a run writes stays in its folder, on a file system, and the first process writes it; copy it from there",
     harmless=(False,),
   ),
   Refusal(("profiler",), "only profiler=xplane is implemented yet", harmless=(t.ProfilerType.XPLANE,)),

@@ -66,7 +66,8 @@ class Rules:
         raise ConfigError(f"logical_axis_rules: '{name}' stands twice; join its mesh axes in one entry.")
       for axis in axes:
         if axis not in mesh_axes:
-          raise ConfigError(f"logical_axis_rules: {name}: '{axis}' is not a mesh axis.{nearest(axis, mesh_axes)}")
+          hint = nearest(axis, mesh_axes) or f" There are {', '.join(mesh_axes)}."
+          raise ConfigError(f"logical_axis_rules: {name}: '{axis}' is not a mesh axis.{hint}")
       if len(set(axes)) < len(axes):
         raise ConfigError(f"logical_axis_rules: {name}: {list(axes)} names a mesh axis twice.")
       rules[name] = axes

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs import types as t
-from maxtext.configs.derived import tensors_placed
+from maxtext.configs.derived import scaled_sizes, tensors_placed
 from maxtext.configs.refusals import default_of, plain, remat_policies
 from maxtext.configs.types import DecoderBlockType, RematLocation, RematPolicy, ReorderStrategy, SplashAttention
 from maxtext.kernels.attention import Attention, Kernel
@@ -65,7 +65,7 @@ def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
 def model_spec(config: MaxTextConfig) -> DecoderSpec:
   """What a configuration describes; a key that says something about a model and that its family does not read is
   refused."""
-  reader = _Reader(config)
+  reader = _Reader(config.model_copy(update=scaled_sizes(config)))
   read = cast(MaxTextConfig, reader)
   spec = with_features(read, FAMILIES[config.decoder_block].spec(read))
   keys = _DESCRIBES_EXPERTS.union(*(section.model_fields for section in _DESCRIBES_A_MODEL))
@@ -98,6 +98,7 @@ class _Reader:
 # What describes how a model runs, or is checked when a configuration is loaded.
 _READ_ELSEWHERE = {
   "decoder_block", "dense_init_scale", "attention", "use_iota_embed", "max_position_embeddings", "qk_clip_threshold",
+  "global_parameter_scale",
 }  # fmt: skip
 
 

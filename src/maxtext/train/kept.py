@@ -7,10 +7,11 @@ from typing import Any
 import jax
 from etils import epath
 
-from maxtext.checkpoint.location import FOLDER
+from maxtext.checkpoint.location import FOLDER, steps_in
 from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import Fed
 from maxtext.mesh.interrupt import Interrupt
+from maxtext.mesh.multihost import from_first
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.callbacks.guard import LossGuard
 from maxtext.train.program import Program
@@ -28,11 +29,22 @@ class Kept:
 
   def __init__(self, config: MaxTextConfig, name: str, record: Mapping[str, Any]) -> None:
     self._config, self._record = config, record
+    self._name = name
     self._folder = epath.Path(config.base_output_directory or "runs").absolute() / name / FOLDER
 
   def start(self, program: Program) -> tuple[TrainState, Iterator[Fed]]:
-    """The first state and its data: of this run's latest good step, of a named state, of named parameters, or new."""
+    """The first state and its data: of this run's latest good step, of a named state, of named parameters, or new.
+
+    Local disks come first where they hold a step that is as late.
+    """
     c = self._config
+    if c.enable_emergency_checkpoint:
+      from maxtext.checkpoint.local import local_folder, resume_locally
+
+      latest = max(steps_in(self._folder), default=0)
+      if found := resume_locally(local_folder(c, self._name), program.state, at_least=int(from_first(str(latest)))):
+        _say(f"goes on from {found.folder}")
+        return found.state, program.feed(found.position)
     if c.enable_checkpointing and self._folder.exists():
       from maxtext.checkpoint.restore import resume
 
@@ -56,10 +68,15 @@ class Kept:
     if not c.enable_checkpointing:
       return []
     from maxtext.checkpoint.writer import Writer
-    from maxtext.train.callbacks.save import Save
+    from maxtext.train.callbacks.save import Save, SaveLocally
 
     writer = Writer(c, self._folder, self._record)
-    return [Save(writer, Interrupt(), guard, c.save_checkpoint_on_completion)]
+    saves: list[Callback] = [Save(writer, Interrupt(), guard, c.save_checkpoint_on_completion)]
+    if c.enable_emergency_checkpoint:
+      from maxtext.checkpoint.local import LocalWriter, local_folder
+
+      saves.append(SaveLocally(LocalWriter(c, local_folder(c, self._name)), guard))
+    return saves
 
   def _with_parameters(self, program: Program, state: TrainState) -> TrainState:
     from maxtext.checkpoint.restore import load_parameters

@@ -198,6 +198,15 @@ class ReorderStrategy(str, Enum):
 
 
 class CustomRule(str, Enum):
-  """Named files of mesh axes and rules; there are none yet."""
+  """Mesh axes and rules in place of the base ones: a file in `configs/rules` by its name, or any YAML file's path."""
 
   DEFAULT = ""
+  FSDP = "fsdp"
+
+  @classmethod
+  def _missing_(cls, value: object) -> "CustomRule | None":
+    if not isinstance(value, str) or not value.endswith((".yml", ".yaml")):
+      return None
+    path = str.__new__(cls, value)
+    path._name_, path._value_ = "FILE", value
+    return path

@@ -52,7 +52,7 @@ class HardwareAndMesh(Section):
   )
   custom_mesh: str = Field("", description="Named physical device layout, e.g. hybrid_ring_64x4; '' is the usual one.")
   custom_mesh_and_rule: CustomRule = Field(
-    CustomRule.DEFAULT, description="Named set of mesh axes and sharding rules in place of the base ones."
+    CustomRule.DEFAULT, description="Mesh axes and rules in place of the base ones: fsdp, or a YAML file."
   )
   allow_split_physical_axes: bool = Field(False, description="Let one physical torus axis serve two mesh axes.")
   enable_nnx: bool = Field(False, description="True uses the Flax NNX code path for the model.")

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Callable
 
+from maxtext.checkpoint.local import LocalWriter
 from maxtext.checkpoint.writer import Writer
 from maxtext.configs.errors import RunError
 from maxtext.data.batch import Position
@@ -10,6 +11,27 @@ from maxtext.mesh.interrupt import Interrupt
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.callbacks.guard import LossGuard
 from maxtext.train.state import TrainState
+
+
+class SaveLocally(Callback):
+  """Keeps this process's parts of the state on its own disk, by period."""
+
+  def __init__(self, writer: LocalWriter, guard: LossGuard) -> None:
+    self._writer, self._guard = writer, guard
+
+  def due(self, step: int) -> bool:
+    self._writer.poll()
+    return self._writer.due(step)
+
+  def on_update(
+    self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
+  ) -> bool:
+    self._guard.check(step, figures)
+    self._writer.save(step, state, position())
+    return False
+
+  def close(self) -> None:
+    self._writer.close()
 
 
 class Save(Callback):

@@ -1,0 +1,212 @@
+"""The local tier: every process keeps its own parts of the state on a disk of its machine, often, and on its own.
+
+A part that several processes hold, such as a replica's, is on each of their disks: what a machine lost, a peer sends.
+Parts fit only the same mesh on the same processes; the run's own checkpoints (`restore.py`) fit any.
+"""
+
+import io
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, cast
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+from maxtext.checkpoint.location import steps_in
+from maxtext.checkpoint.restore import Restored
+from maxtext.checkpoint.tree import like, named
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.mesh.multihost import from_process
+
+_PARTS, _POSITION, _UNFINISHED = "parts.npz", "position.npz", ".unfinished"
+_KEPT = 2  # a process may have finished a step that another has not
+
+
+def local_folder(config: MaxTextConfig, name: str) -> epath.Path:
+  """Where this process keeps its parts of a run."""
+  folder = epath.Path(config.local_checkpoint_directory).absolute() / name / f"process-{jax.process_index()}"
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise ConfigError(
+      f"local_checkpoint_directory={config.local_checkpoint_directory} cannot be written: {error.strerror}."
+    ) from None
+  return folder
+
+
+class LocalWriter:
+  """Saves this process's parts every `local_checkpoint_period` steps; every process calls every method."""
+
+  def __init__(self, config: MaxTextConfig, folder: epath.Path) -> None:
+    self._config, self._folder = config, folder
+    self._thread = ThreadPoolExecutor(1, "local-checkpoint")
+    self._saving: tuple[int, Future] | None = None
+
+  def due(self, step: int) -> bool:
+    """Whether this step is to be saved."""
+    return step % self._config.local_checkpoint_period == 0
+
+  def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
+    """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run goes on."""
+    self.wait()
+    parts = {key: part for name, array in named(state).items() for key, part in _held(name, array)}
+    files = {_PARTS: parts, _POSITION: {name: _gathered(array) for name, array in position.items()}}
+    self._saving = step, self._thread.submit(_write, self._folder, step, files)
+    if not self._config.async_checkpointing:
+      self.wait()
+
+  def poll(self) -> None:
+    """Looks whether a save in the background has ended, and reports how."""
+    if self._saving is not None and self._saving[1].done():
+      self.wait()
+
+  def wait(self) -> None:
+    """Waits for the save in the background, if any."""
+    if self._saving is None:
+      return
+    (step, saving), self._saving = self._saving, None
+    try:
+      saving.result()
+    except OSError as error:
+      kept = f"it keeps {', '.join(map(str, steps_in(self._folder))) or 'none'}"
+      who = f"process {jax.process_index()}"
+      print(f"maxtext: the local checkpoint of step {step} failed on {who}: {error.strerror}; {kept}.", flush=True)
+
+  def close(self) -> None:
+    """Waits, and lets go of everything."""
+    self.wait()
+    self._thread.shutdown()
+
+
+def _write(folder: epath.Path, step: int, files: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+  """Writes a step, which appears whole or not at all, and removes the oldest."""
+  unfinished, finished = folder / f"{step}{_UNFINISHED}", folder / str(step)
+  try:
+    unfinished.mkdir()
+    for name, arrays in files.items():
+      np.savez(unfinished / name, **cast(Any, arrays))
+    unfinished.rename(finished)
+  except OSError:
+    unfinished.rmtree(missing_ok=True)
+    raise
+  for old in steps_in(folder)[:-_KEPT]:
+    (folder / str(old)).rmtree()
+
+
+def resume_locally(folder: epath.Path, abstract: Any, at_least: int) -> Restored | None:
+  """The latest step, not before `at_least`, of which the processes' disks hold every part; None where there is none.
+
+  All processes ask. What was never finished, or does not lead to the step that is taken, is removed.
+  """
+  for path in folder.glob(f"*{_UNFINISHED}"):
+    path.rmtree()
+  found = None
+  for step in (step for step in _steps_of_all(folder) if step >= at_least):
+    if found := _put_together(folder / str(step), abstract):
+      break
+  for step in steps_in(folder):
+    if found is None or step > int(found.folder.name):
+      (folder / str(step)).rmtree()
+  return found
+
+
+def _put_together(folder: epath.Path, abstract: Any) -> Restored | None:
+  wanted = named(abstract)
+  holders = {name: _holders(name, struct) for name, struct in wanted.items()}
+  own = jax.process_index()
+  parts = _opened(folder, [key for keys in holders.values() for key, held_by in keys.items() if own in held_by])
+  whole = {process for process, there in enumerate(_from_all(np.array(parts is not None))) if there}
+  lost = sorted({p for keys in holders.values() for held_by in keys.values() if not held_by & whole for p in held_by})
+  if lost:
+    _say(f"step {folder.name} is not whole on local disks: no other holds what process {_listed(lost)} held.")
+    return None
+  if lacking := sorted(set(range(jax.process_count())) - whole):
+    _say(f"process {_listed(lacking)} gets its parts of step {folder.name} from its peers.")
+  arrays = {name: _array(struct, name, holders[name], parts, whole) for name, struct in wanted.items()}
+  first = min(whole)
+  position = from_process(first, (folder / _POSITION).read_bytes() if own == first else b"")
+  return Restored(like(abstract, arrays), dict(np.load(io.BytesIO(position))), folder)
+
+
+def _array(
+  struct: jax.ShapeDtypeStruct,
+  name: str,
+  holders: Mapping[str, set[int]],
+  parts: Mapping[str, np.ndarray] | None,
+  whole: set[int],
+) -> jax.Array:
+  """One array from this process's parts, and from those that others send; sending is every process's business."""
+  own, pieces = jax.process_index(), dict[str, np.ndarray]()
+  shape = struct.sharding.shard_shape(struct.shape)
+  for key, held_by in holders.items():
+    data = parts[key].tobytes() if parts is not None and own in held_by else b""
+    if held_by - whole:
+      data = from_process(min(held_by & whole), data)
+    if own in held_by:
+      pieces[key] = np.frombuffer(data, struct.dtype).reshape(shape)
+  return jax.make_array_from_callback(
+    struct.shape, struct.sharding, lambda index: pieces[_key(name, struct.shape, struct.dtype, index)]
+  )
+
+
+def _opened(folder: epath.Path, keys: Sequence[str]) -> Mapping[str, np.ndarray] | None:
+  """This process's parts, read when they are taken; None where one is missing or damaged."""
+  try:
+    parts, position = np.load(folder / _PARTS), np.load(folder / _POSITION)
+    good = all(file.zip.testzip() is None for file in (parts, position))
+  except (OSError, ValueError, zipfile.BadZipFile):
+    return None
+  return parts if good and set(keys) <= set(parts.files) else None
+
+
+def _held(name: str, array: jax.Array) -> Iterator[tuple[str, np.ndarray]]:
+  """The parts of an array that this process's devices hold, copied: the loop writes over them."""
+  found = {_key(name, array.shape, array.dtype, shard.index): shard.data for shard in array.addressable_shards}
+  for key, data in found.items():
+    yield key, np.array(data)
+
+
+def _holders(name: str, struct: jax.ShapeDtypeStruct) -> dict[str, set[int]]:
+  """Which processes hold each part of an array, in the same order everywhere."""
+  found: dict[str, set[int]] = {}
+  for device, index in struct.sharding.devices_indices_map(struct.shape).items():
+    found.setdefault(_key(name, struct.shape, struct.dtype, index), set()).add(device.process_index)
+  return dict(sorted(found.items()))
+
+
+def _key(name: str, shape: Sequence[int], dtype: Any, index: Sequence[slice] | None) -> str:
+  """A part by all that tells it from any other, so that what does not fit is not found."""
+  assert index is not None
+  where = ",".join("{}-{}".format(*part.indices(size)) for part, size in zip(index, shape, strict=True))
+  return f"{name} {dtype}{list(shape)} {where}"
+
+
+def _gathered(array: jax.Array | np.ndarray) -> np.ndarray:
+  if isinstance(array, jax.Array) and not array.is_fully_addressable:
+    return multihost_utils.process_allgather(array, tiled=True)
+  return np.array(array)
+
+
+def _steps_of_all(folder: epath.Path) -> list[int]:
+  """The steps that any process has, latest first."""
+  own = np.full(_KEPT + 1, -1)
+  steps = steps_in(folder)[-len(own) :]
+  own[: len(steps)] = steps
+  return sorted({int(step) for step in _from_all(own).flat if step >= 0}, reverse=True)
+
+
+def _from_all(value: np.ndarray) -> np.ndarray:
+  """What every process has, in their order."""
+  return multihost_utils.process_allgather(value) if jax.process_count() > 1 else value[None]
+
+
+def _listed(processes: Sequence[int]) -> str:
+  return ", ".join(map(str, processes))
+
+
+def _say(what: str) -> None:
+  if jax.process_index() == 0:
+    print(f"maxtext: {what}", flush=True)
