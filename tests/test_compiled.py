@@ -11,7 +11,7 @@ from tests.support import History, program, tiny
 @pytest.fixture(scope="module")
 def step_file(tmp_path_factory):
   path = tmp_path_factory.mktemp("compiled") / "step.zip"
-  p = program(run(), 16)
+  p = program(run(), 8)
   lowered = p.lower()
   compiled.save(p, lowered, lowered.compile(), path)
   return path
@@ -38,11 +38,11 @@ def test_a_run_takes_it(step_file):
 )
 def test_another_step_is_refused(step_file, changes, message):
   with pytest.raises(ConfigError) as error:
-    compiled.load(program(run(**changes), 16), step_file)
+    compiled.load(program(run(**changes), 8), step_file)
   assert message in str(error.value)
 
 
 def test_another_file_is_refused(tmp_path):
   (tmp_path / "step.zip").write_text("no zip")
   with pytest.raises(ConfigError, match="cannot be read"):
-    compiled.load(program(run(), 16), tmp_path / "step.zip")
+    compiled.load(program(run(), 8), tmp_path / "step.zip")
