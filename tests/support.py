@@ -32,6 +32,7 @@ TINY: dict[str, Any] = {
   "dataset_type": "synthetic",
   "dtype": "float32",
   "jax_cache_dir": "",
+  "enable_checkpointing": False,
   "base_output_directory": str(Path(tempfile.gettempdir()) / "maxtext-tests"),
 }
 

@@ -77,7 +77,10 @@ MISTAKES = {
   "window": ({"attention_type": "local_sliding"}, "attention_type=local_sliding needs sliding_window_size above 0"),
   "positions": ({"trainable_position_size": 8}, "max_target_length=32 is more than trainable_position_size=8."),
   "kernel": ({"attention": "flsh"}, "Did you mean 'flash'?"),
-  "no data yet": ({"dataset_type": "tfds"}, "write dataset_type=synthetic"),
+  "nothing to grow": (
+    {"dataset_type": "tfds", "enable_rampup_batch_size": True, "per_device_batch_size_start": 8},
+    "must be above 0 and below per_device_batch_size=8",
+  ),
   "activation": ({"mlp_activations": ["silu", "silu"]}, "mlp_activations=['silu', 'silu'] must be one of"),
 }
 

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from maxtext.cli import config, launch, models, report
+from maxtext.cli import checkpoint, config, data, launch, models, report
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 
@@ -37,8 +37,10 @@ def _parser() -> argparse.ArgumentParser:
   train.set_defaults(run=_train)
   launch.add_command(commands)
   report.add_command(commands)
+  data.add_commands(commands)
   config.add_commands(commands)
   models.add_command(commands)
+  checkpoint.add_commands(commands)
   return parser
 
 

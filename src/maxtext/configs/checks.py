@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from maxtext.configs.errors import ConfigError, nearest
 from maxtext.configs.refusals import REFUSALS
-from maxtext.configs.types import DatasetType, DType, MaxTextConfig, RematPolicy
+from maxtext.configs.types import DType, MaxTextConfig, RematPolicy
 
 ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_flash_jax")
 
@@ -102,9 +102,31 @@ def _moment(c: MaxTextConfig) -> str | None:
   return None
 
 
-def _data(c: MaxTextConfig) -> str | None:
-  if c.dataset_type != DatasetType.SYNTHETIC:
-    return f"dataset_type={c.dataset_type.value} is not implemented yet: write dataset_type=synthetic."
+def _checkpoints(c: MaxTextConfig) -> str | None:
+  if c.max_num_checkpoints_to_keep is not None and c.max_num_checkpoints_to_keep < 1:
+    return f"max_num_checkpoints_to_keep={c.max_num_checkpoints_to_keep} must be at least 1, or null to keep all."
+  if c.checkpoint_storage_target_data_file_size_bytes < 1:
+    size = c.checkpoint_storage_target_data_file_size_bytes
+    return f"checkpoint_storage_target_data_file_size_bytes={size} must be at least 1."
+  if c.load_full_state_path and c.load_parameters_path:
+    return "load_full_state_path and load_parameters_path are both set, and a run starts from one of them."
+  return None
+
+
+def _ramp(c: MaxTextConfig) -> str | None:
+  if c.enable_rampup_batch_size and not 0 < c.per_device_batch_size_start < c.per_device_batch_size:
+    return (
+      f"per_device_batch_size_start={c.per_device_batch_size_start:g} must be above 0 and below "
+      f"per_device_batch_size={c.per_device_batch_size:g}, or there is nothing to grow."
+    )
+  if c.enable_rampup_batch_size and not c.per_device_batch_size_increment > 0:
+    return f"per_device_batch_size_increment={c.per_device_batch_size_increment:g} must be above 0."
+  return None
+
+
+def _mixture(c: MaxTextConfig) -> str | None:
+  if c.grain_train_files and c.grain_train_mixture_config_path:
+    return "grain_train_files and grain_train_mixture_config_path say the same thing twice: leave one out."
   return None
 
 
@@ -131,10 +153,28 @@ _LEAST = {
   "partial_rotary_factor": 0,
   "original_max_position_embeddings": 1,
   "log_period": 1,
+  "checkpoint_period": 1,
+  "checkpoint_storage_concurrent_gb": 1,
+  "param_scan_axis": 0,
   "profiler_steps": 1,
   "stack_trace_interval_seconds": 1,
   "skip_first_n_steps_for_profiler": 0,
   "data_shuffle_seed": 0,
+  "num_epoch": 1,
+  "max_segments_per_seq": -1,
+  "reuse_example_batch": 0,
+  "global_rampup_samples": 1,
+  "grain_worker_count": -1,
+  "grain_worker_count_eval": -1,
+  "grain_per_worker_buffer_size": 1,
+  "grain_per_worker_buffer_size_eval": 1,
+  "grain_num_threads": 1,
+  "grain_num_threads_eval": 1,
+  "grain_prefetch_buffer_size": 0,
+  "grain_prefetch_buffer_size_eval": 0,
+  "grain_shuffle_buffer_size": 1,
+  "grain_data_source_max_workers": 1,
+  "grain_ram_budget_mb": 1,
   "init_weights_seed": 0,
   "dense_init_scale": 0,
   "normalization_layer_epsilon": 0,
@@ -152,5 +192,7 @@ _RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _length,
   _moment,
   _patterns,
-  _data,
+  _checkpoints,
+  _ramp,
+  _mixture,
 )

@@ -18,7 +18,7 @@ _BY_SECTION = {
 # Read here, on the way to the configuration, or by `configs.derived` for the rooms above.
 _BY_CONFIGS = {
   "configs/loader.py": ("base_config", "override_model_config"),
-  "configs/checks.py": ("dataset_type", "attention_type"),
+  "configs/checks.py": ("attention_type",),
   "configs/derived.py": ("per_device_batch_size", "mesh_axes", "gradient_accumulation_steps"),
 }
 

@@ -79,6 +79,16 @@ _SHOWN = (
   "collect_stack_trace", "stack_trace_interval_seconds",
 )  # fmt: skip
 
+_DOCUMENTS = (
+  "train_data_columns", "eval_data_columns", "packing", "grain_packing_type", "max_segments_per_seq", "num_epoch",
+  "generate_padding_batch_train", "generate_padding_batch_eval", "enable_rampup_batch_size",
+)  # fmt: skip
+_READERS = tuple(
+  key + split
+  for key in ("grain_worker_count", "grain_per_worker_buffer_size", "grain_num_threads", "grain_prefetch_buffer_size")
+  for split in ("", "_eval")
+)
+
 REFUSALS: tuple[Refusal, ...] = (
   Refusal(_section(t.DerivedValues), "it is computed from other keys; leave it out"),
   Refusal(
@@ -93,8 +103,50 @@ REFUSALS: tuple[Refusal, ...] = (
     "compiled steps are not saved yet, and flags go into the environment as XLA_FLAGS",
   ),
   Refusal(
-    _section(t.Checkpointing, t.OrbaxStorage, t.EmergencyCheckpointing, t.ElasticTraining),
-    "checkpoints are not implemented yet; a run starts from its seed",
+    ("enable_autocheckpoint",),
+    "a run always saves when it is told to end, so there is nothing to turn off; leave it out",
+    harmless=(True,),
+  ),
+  Refusal(
+    ("enable_orbax_v1", "colocated_python_checkpointing", "checkpoint_conversion_fn", "source_checkpoint_layout"),
+    "checkpoints are read and written through Orbax's CheckpointManager, in its own layout, by the process itself",
+    harmless=(False,),
+  ),
+  Refusal(
+    ("lora_input_adapters_path", "load_checkpoint_only_once", "checkpoint_is_quantized", "save_quantized_params_path"),
+    "it belongs to LoRA, RL or quantization, which are not implemented yet",
+    harmless=(False,),
+  ),
+  Refusal(
+    ("checkpoint_storage_target_data_file_size_bytes",),
+    "it has no effect without checkpoint_storage_use_ocdbt=true",
+    unless=lambda c: c.checkpoint_storage_use_ocdbt,
+  ),
+  Refusal(
+    ("checkpoint_period",),
+    "it has no effect beside enable_continuous_checkpointing=true",
+    unless=lambda c: not c.enable_continuous_checkpointing,
+  ),
+  Refusal(
+    ("checkpoint_period", "async_checkpointing", "max_num_checkpoints_to_keep", "checkpoint_todelete_subdir",
+     "checkpoint_todelete_full_path", "save_checkpoint_on_completion", "enable_continuous_checkpointing",
+     "checkpoint_storage_use_ocdbt", "checkpoint_storage_use_zarr3", "checkpoint_storage_target_data_file_size_bytes"),
+    "it has no effect without enable_checkpointing=true",
+    unless=lambda c: c.enable_checkpointing,
+  ),
+  Refusal(
+    ("checkpoint_todelete_full_path",),
+    "it is a folder of a bucket, for base_output_directory=gs://...; on a disk take checkpoint_todelete_subdir",
+    unless=lambda c: c.base_output_directory.startswith("gs://"),
+  ),
+  Refusal(
+    _section(t.EmergencyCheckpointing),
+    "there is no local tier yet; lower checkpoint_period",
+    harmless=(False,),
+  ),
+  Refusal(
+    _section(t.ElasticTraining),
+    "a run that lost processes is started again as a whole: maxtext launch --restarts",
     harmless=(False,),
   ),
   Refusal(("dtype_mm",), "there is no image encoder yet"),
@@ -155,7 +207,7 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=(False,),
   ),
   Refusal(
-    ("shard_mode", "param_scan_axis",
+    ("shard_mode",
      "context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy", "custom_mesh",
      "custom_mesh_and_rule", "optimize_mesh_for_tpu_v6e", "remove_size_one_mesh_axis_from_type"),
     "the mesh follows ici_*, dcn_* and mesh_axes alone for now",
@@ -183,15 +235,70 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(_section(t.DilocoParams), "DiLoCo is not implemented yet", harmless=(False,)),
   Refusal(
-    _section(t.Tokenizer, but=("vocab_size", "num_vocab_tiling")), "there is no text to tokenize yet; data is synthetic"
+    (*_DOCUMENTS, *_READERS, "tokenizer_path", "tokenizer_type", "add_bos", "add_eos", "tokenize_train_data",
+     "tokenize_eval_data", "use_truncation", "hf_access_token", "enable_data_shuffling"),
+    "it has no effect on dataset_type=synthetic, which has no documents",
+    unless=lambda c: c.dataset_type != t.DatasetType.SYNTHETIC,
   ),
   Refusal(
-    _section(t.DatasetGeneral, but=("dataset_type", "per_device_batch_size")),
-    "only synthetic data is implemented yet",
+    ("chat_template", "chat_template_path"),
+    "it has no effect without use_chat_template=true or use_sft=true: documents are not conversations",
+    unless=lambda c: c.use_chat_template or c.use_sft,
+  ),
+  Refusal(("use_chat_template",), "inference is not implemented yet"),
+  Refusal(
+    ("train_image_column", "eval_image_column", "expansion_factor_real_data", "colocated_python_data_input"),
+    "data is text, and every process reads what its devices need",
     harmless=(False,),
   ),
+  Refusal(("eval_per_device_batch_size",), "evaluation is not implemented yet; leave it out"),
   Refusal(
-    _section(t.TfdsDataset, t.HfDataset, t.GrainDataset, t.OlmoGrainDataset), "only synthetic data is implemented yet"
+    ("grain_packing_type", "max_segments_per_seq"),
+    "it has no effect on rows of one document (packing=false, dataset_type=olmo_grain), and c4_mlperf always cuts",
+    unless=lambda c: c.packing and c.dataset_type not in (t.DatasetType.OLMO_GRAIN, t.DatasetType.C4MLPERF),
+  ),
+  Refusal(
+    ("per_device_batch_size_start", "per_device_batch_size_increment", "global_rampup_samples"),
+    "it has no effect without enable_rampup_batch_size=true",
+    unless=lambda c: c.enable_rampup_batch_size,
+  ),
+  Refusal(
+    _section(t.TfdsDataset, but=("train_split",)),
+    "it has no effect without dataset_type=tfds or dataset_type=c4_mlperf",
+    unless=lambda c: c.dataset_type in (t.DatasetType.TFDS, t.DatasetType.C4MLPERF),
+  ),
+  Refusal(
+    ("train_split",),
+    "it has no effect without dataset_type=tfds, c4_mlperf or hf",
+    unless=lambda c: c.dataset_type in (t.DatasetType.TFDS, t.DatasetType.C4MLPERF, t.DatasetType.HF),
+  ),
+  Refusal(
+    _section(t.HfDataset, but=("hf_access_token",)),
+    "it has no effect without dataset_type=hf",
+    unless=lambda c: c.dataset_type == t.DatasetType.HF,
+  ),
+  Refusal(
+    _section(t.GrainDataset, but=(*_READERS, "grain_shuffle_buffer_size")),
+    "it has no effect without dataset_type=grain",
+    unless=lambda c: c.dataset_type == t.DatasetType.GRAIN,
+  ),
+  Refusal(
+    ("grain_use_elastic_iterator",), "a position never depends on the number of hosts; leave it out", harmless=(True,)
+  ),
+  Refusal(
+    ("grain_ram_budget_mb",),
+    "it has no effect without grain_worker_count=-1 or grain_worker_count_eval=-1",
+    unless=lambda c: -1 in (c.grain_worker_count, c.grain_worker_count_eval),
+  ),
+  Refusal(
+    ("grain_shuffle_buffer_size",),
+    "it has no effect without grain_file_type=parquet or tfrecord, or streamed data; others are shuffled more widely",
+    unless=lambda c: c.grain_file_type != "arrayrecord" or c.dataset_type == t.DatasetType.HF,
+  ),
+  Refusal(
+    _section(t.OlmoGrainDataset),
+    "it has no effect without dataset_type=olmo_grain",
+    unless=lambda c: c.dataset_type == t.DatasetType.OLMO_GRAIN,
   ),
   Refusal(
     _section(t.Muon),
@@ -216,7 +323,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ("eval_interval", "eval_steps", "target_eval_loss"), "evaluation is not implemented yet; leave it out"
   ),
   Refusal(("enable_dropout", "dropout_rate"), "dropout is not implemented yet", harmless=(False,)),
-  Refusal(("enable_data_shuffling",), "synthetic data has no order to keep"),
   Refusal(
     (*_section(t.FineTuning, t.Distillation, t.RLHardware, t.VLLM, t.RL, t.RLDataset, t.RLEvaluation, t.Reward,
                t.SpecialTokens), "rl", "debug"),

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from maxtext.data.batch import Batch, Fed, Position
+from maxtext.data.hashing import splitmix64
 
 
 def synthetic_batches(
@@ -38,15 +39,6 @@ def _after(step: int) -> Position:
 
 def _token(vocab: int, seed: int, step: int, shift: int, row: np.ndarray, column: np.ndarray) -> np.ndarray:
   """Token t has a probability of about 1/t, as words have, so that there is something to learn."""
-  stream = _hash(_hash(_hash(np.array(seed, np.uint64)) ^ np.uint64(step)) ^ row)
-  uniform = (_hash(stream ^ (column + np.uint64(shift))) >> np.uint64(11)) * 2.0**-53
+  stream = splitmix64(splitmix64(splitmix64(np.array(seed, np.uint64)) ^ np.uint64(step)) ^ row)
+  uniform = (splitmix64(stream ^ (column + np.uint64(shift))) >> np.uint64(11)) * 2.0**-53
   return np.floor(np.exp(uniform * np.log(vocab))) - 1
-
-
-def _hash(x: np.ndarray) -> np.ndarray:
-  """The finaliser of SplitMix64: neighbouring numbers become unrelated ones."""
-  with np.errstate(over="ignore"):
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(x ^ (x >> np.uint64(31)))

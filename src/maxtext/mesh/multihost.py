@@ -3,6 +3,8 @@
 import os
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.mesh.roll_call import missing_processes
@@ -21,6 +23,16 @@ def join(config: MaxTextConfig) -> None:
     _join_by_address(os.environ["JAX_COORDINATOR_ADDRESS"], seconds)
   elif config.hardware == "gpu_multiprocess" or "MEGASCALE_COORDINATOR_ADDRESS" in os.environ or _pod_workers() > 1:
     jax.distributed.initialize(initialization_timeout=seconds)
+
+
+def from_first(text: str) -> str:
+  """What process 0 says, on every process."""
+  if jax.process_count() == 1:
+    return text
+  letters = np.zeros(1024, np.uint8)
+  encoded = text.encode()[: len(letters)]
+  letters[: len(encoded)] = list(encoded)
+  return bytes(multihost_utils.broadcast_one_to_all(letters)).rstrip(b"\0").decode()
 
 
 def _join_by_address(address: str, seconds: int) -> None:

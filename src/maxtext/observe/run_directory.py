@@ -55,9 +55,11 @@ class RunDirectory:
     return write_report([self.path], self.path / "report.html")
 
 
-def readable_name(model: str) -> str:
-  """A name for a run that was given none."""
-  return f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+def readable_name(base: str, model: str) -> str:
+  """A name for a run that was given none, and that no run under this base has: a run of the same name would go on."""
+  name = f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+  names = (name, *(f"{name}-{i}" for i in range(2, 1000)))
+  return next(name for name in names if not (Path(base or "runs") / name).exists())
 
 
 def _version(library: str) -> str | None:

@@ -27,14 +27,15 @@ class Sink(Protocol):
 class Console:
   """A line per step: the first ten, then one in `period`, and the last. On a terminal, a bar with the time left."""
 
-  def __init__(self, period: int, steps: int, out: TextIO = sys.stdout) -> None:
+  def __init__(self, period: int, steps: range, out: TextIO = sys.stdout) -> None:
     self._period, self._steps, self._out = period, steps, out
     self._bar = _progress_bar(steps) if out.isatty() else None
 
   def write(self, step: int, figures: Figures) -> None:
-    if step <= 10 or step % self._period == 0 or step == self._steps:
+    last = self._steps.stop
+    if step <= self._steps.start + 10 or step % self._period == 0 or step == last:
       self._line(
-        f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {figures['loss']:.4f}  "
+        f"step {step:>{len(str(last))}}/{last}  loss {figures['loss']:.4f}  "
         f"grad norm {figures['grad_norm']:.3g}  lr {figures['learning_rate']:.3g}  "
         f"{figures['seconds']:.3f} s  {figures['tokens_per_second']:,.0f} tokens/s"
       )
@@ -53,11 +54,15 @@ class Console:
 
 
 class JsonLines:
-  """One JSON object per step, appended to a file; what is not a number is null."""
+  """One JSON object per step, appended to a file; what is not a number is null.
 
-  def __init__(self, path: str | Path) -> None:
+  A run that goes on after step `after` writes the later ones again, so those that are there go.
+  """
+
+  def __init__(self, path: str | Path, after: int = 0) -> None:
     try:
       Path(path).parent.mkdir(parents=True, exist_ok=True)
+      _forget_later(Path(path), after)
       self._file = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
     except OSError as error:
       raise ConfigError(f"metrics_file={path} cannot be written: {error.strerror}.") from None
@@ -93,10 +98,22 @@ class Prometheus:
     self._server.server_close()
 
 
-def _progress_bar(steps: int) -> Any:
+def _forget_later(path: Path, after: int) -> None:
+  """Drops the lines of steps after that one, and a last line that a killed process left half-written."""
+  if not path.exists():
+    return
+  lines = path.read_text().splitlines(keepends=True)
+  kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= after]
+  if len(kept) < len(lines):
+    shorter = path.with_name(f"{path.name}.tmp")
+    shorter.write_text("".join(kept))
+    shorter.replace(path)
+
+
+def _progress_bar(steps: range) -> Any:
   from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
   bar = Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
-  bar.add_task("", total=steps)
+  bar.add_task("", total=steps.stop, completed=steps.start)
   bar.start()
   return bar

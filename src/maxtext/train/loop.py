@@ -21,7 +21,7 @@ def run_loop(
   callbacks: Sequence[Callback] = (),
   flops_per_token: float = 0.0,
 ) -> TrainState:
-  """Runs the steps, until a callback ends the run, and returns the last state.
+  """Runs the steps, until a callback or the data ends the run, and returns the last state.
 
   Figures are read one step late, so that the devices never wait.
 
@@ -46,6 +46,8 @@ def run_loop(
 
   fed, waited = _timed(feed)
   for step in steps:
+    if fed is None:
+      break
     state, metrics = step_fn(state, fed.batch)
     ended = [callback.on_update(step + 1, state, fed.position) for callback in callbacks]
     used = waited
@@ -61,6 +63,6 @@ def run_loop(
   return state
 
 
-def _timed(feed: Iterator[Fed]) -> tuple[Fed, float]:
+def _timed(feed: Iterator[Fed]) -> tuple[Fed | None, float]:
   start = time.perf_counter()
-  return next(feed), time.perf_counter() - start
+  return next(feed, None), time.perf_counter() - start

@@ -12,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import global_batch_size
+from maxtext.configs.types import DatasetType
 from maxtext.data.batch import Batch, Fed, Position
-from maxtext.data.synthetic import synthetic_batches
+from maxtext.data.feed import make_feed
 from maxtext.mesh.rules import LOGICAL_AXES, Rules
 from maxtext.models.build import build_model
 from maxtext.models.model import Model
@@ -69,8 +70,7 @@ class Program:
 
   def feed(self, position: Position | None = None) -> Iterator[Fed]:
     """The data from a position on."""
-    c, (rows, length) = self.config, self.batch.inputs.shape
-    return synthetic_batches(c.vocab_size, rows, length, c.data_shuffle_seed, self.batch.inputs.sharding, position)
+    return make_feed(self.config, self.batch, position)
 
   def lower(self) -> jax.stages.Lowered:
     """The step for this mesh, from shapes alone."""
@@ -99,4 +99,6 @@ def _abstract_batch(config: MaxTextConfig, mesh: Mesh, rules: Rules) -> Batch:
   def array(dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
 
-  return Batch(array(jnp.int32), array(jnp.int32), array(jnp.int32), None, array(jnp.float32))
+  # Synthetic rows are one document each.
+  segments = None if config.dataset_type == DatasetType.SYNTHETIC else array(jnp.int32)
+  return Batch(array(jnp.int32), array(jnp.int32), array(jnp.int32), segments, array(jnp.float32))

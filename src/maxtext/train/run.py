@@ -3,6 +3,8 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -10,7 +12,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.loader import values_and_origins
 from maxtext.configs.types import ProfilerType
 from maxtext.mesh.devices import make_mesh
-from maxtext.mesh.multihost import join
+from maxtext.mesh.multihost import from_first, join
 from maxtext.models.flops import train_flops_per_token
 from maxtext.models.placement import placements, table
 from maxtext.observe.run_directory import RunDirectory, readable_name
@@ -20,6 +22,7 @@ from maxtext.train.callbacks.base import Callback
 from maxtext.train.callbacks.guard import LossGuard
 from maxtext.train.callbacks.profile import Profile
 from maxtext.train.callbacks.report import Report
+from maxtext.train.kept import Kept
 from maxtext.train.loop import run_loop
 from maxtext.train.program import Program
 from maxtext.train.state import TrainState
@@ -43,18 +46,22 @@ def train(
     if config.debug_sharding and not jax.process_index():
       print(table(program.model), flush=True)
     _refuse_unsharded(program)
-    steps = range(config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
-    run = _directory(config, origins or {}) if jax.process_index() == 0 else None
+    name = from_first(config.run_name or readable_name(config.base_output_directory, config.model_name))
+    record = values_and_origins(config, origins or {})
+    run = _directory(config, name, record) if jax.process_index() == 0 else None
     if run:
       closing.callback(_finish, run)
+      _introduce(program, run)
+    kept = Kept(config, name, record)
+    state, feed = kept.start(program)
+    steps = range(int(state.step), config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
     guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
-    callbacks = [Report(_sinks(config, steps, run) if run else []), guard, *_profilers(config, run), *callbacks]
+    report = Report(_sinks(config, steps, run) if run else [])
+    callbacks = [report, guard, *_profilers(config, run), *kept.callbacks(), *callbacks]
     for callback in callbacks:
       closing.callback(callback.close)
-    if run:
-      _introduce(program, run)
     flops = train_flops_per_token(program.model, config.max_target_length) / program.model.how.mesh.size
-    return run_loop(program.step, program.init(), program.feed(), steps, callbacks, flops)
+    return run_loop(program.step, state, feed, steps, callbacks, flops)
 
 
 def _finish(run: RunDirectory) -> None:
@@ -62,10 +69,8 @@ def _finish(run: RunDirectory) -> None:
     print(f"report: {run.finish()}", flush=True)
 
 
-def _directory(config: MaxTextConfig, origins: Mapping[str, str]) -> RunDirectory:
-  name = config.run_name or readable_name(config.model_name)
-  record = values_and_origins(config, origins) if config.log_config else None
-  return RunDirectory.create(config.base_output_directory, name, record)
+def _directory(config: MaxTextConfig, name: str, record: Mapping[str, Any]) -> RunDirectory:
+  return RunDirectory.create(config.base_output_directory, name, record if config.log_config else None)
 
 
 def _start(config: MaxTextConfig) -> None:
@@ -112,9 +117,8 @@ def _introduce(program: Program, run: RunDirectory) -> None:
 
 
 def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory) -> list[Sink]:
-  sinks: list[Sink] = [JsonLines(run.metrics)]
-  if config.metrics_file:
-    sinks.append(JsonLines(config.metrics_file))
+  files: list[str | Path] = [run.metrics, *([config.metrics_file] if config.metrics_file else [])]
+  sinks: list[Sink] = [JsonLines(file, after=steps.start) for file in files]
   if config.prometheus_port:
     sinks.append(Prometheus(config.prometheus_port))
-  return [*sinks, Console(config.log_period, len(steps))]
+  return [*sinks, Console(config.log_period, steps)]

@@ -13,7 +13,7 @@ class Tokenizer(Section):
 
   vocab_size: int = Field(32000, description="Entries of the vocabulary.")
   tokenizer_path: None | str = Field(
-    None, description="Local path or Hugging Face name of the vocabulary; None takes the model's own."
+    None, description="File, folder or Hugging Face name of the vocabulary; prepared data needs none."
   )
   tokenizer_type: TokenizerType = Field(
     TokenizerType.SENTENCEPIECE,

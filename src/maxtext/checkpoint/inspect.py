@@ -1,0 +1,47 @@
+"""A checkpoint described for a person, from its record alone: no JAX, no device, no array is read."""
+
+import json
+from typing import Any
+
+from etils import epath
+
+from maxtext.checkpoint.location import locate
+from maxtext.checkpoint.record import DamagedError, Record
+from maxtext.configs.errors import RunError
+from maxtext.configs.refusals import default_of, plain
+from maxtext.configs.types import MaxTextConfig
+
+
+def describe(path: str) -> str:
+  """Step, schema and every array with its shape, number format and size."""
+  folder = locate(path)
+  record = read_record(folder)
+  layers = "each layer apart" if record.stacked is None else f"layers stacked on dimension {record.stacked}"
+  total = sum(array.bytes for array in record.arrays.values())
+  width = max(map(len, record.arrays))
+  return "\n".join(
+    [
+      f"{folder}",
+      f"step {record.step}, schema {record.schema}, {layers}",
+      f"{len(record.arrays)} arrays, {total:,} bytes",
+      *(
+        f"  {name:<{width}}  {array.dtype}{list(array.shape)}  {array.bytes:,}"
+        for name, array in sorted(record.arrays.items())
+      ),
+    ]
+  )
+
+
+def chosen_keys(path: str) -> dict[str, Any]:
+  """The run's keys that are not at their default, with their values."""
+  defaults = {key: json.loads(json.dumps(plain(default_of(key)), default=str)) for key in MaxTextConfig.model_fields}
+  entries = read_record(locate(path)).config.items()
+  return {key: entry["value"] for key, entry in entries if entry["value"] != defaults[key]}
+
+
+def read_record(folder: epath.Path) -> Record:
+  """The record of a checkpoint; one that is damaged is an end."""
+  try:
+    return Record.read(folder)
+  except DamagedError as damage:
+    raise RunError(f"{folder} is damaged: {damage}.") from None

@@ -1,0 +1,77 @@
+"""What a checkpoint says about itself: a JSON file beside the arrays. Reading it needs neither JAX nor Orbax."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from etils import epath
+
+SCHEMA = 1  # raised when an older release could no longer read what is written; see docs/checkpoints.md
+ITEM, FILE = "record", "record.json"
+
+
+class DamagedError(Exception):
+  """A checkpoint that cannot be what was saved; the text says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Array:
+  """One array of a checkpoint."""
+
+  shape: tuple[int, ...]
+  dtype: str
+
+  @property
+  def bytes(self) -> int:
+    """Its size in memory; a type's name ends with its bits, but for bool and the 8-bit floats."""
+    bits = re.search(r"(?:int|bfloat|float)(\d+)", self.dtype)
+    return prod(self.shape) * max(int(bits[1]) if bits else 8, 8) // 8
+
+
+@dataclass(frozen=True)
+class Record:
+  """The description of a checkpoint.
+
+  Attributes:
+    step: finished updates.
+    arrays: every array under its name, as 'params/token_embedder/embedding'.
+    stacked: dimension of stacked weights that runs over layers; None where each layer is apart.
+    config: every key with its value and origin.
+    schema: the version of this description and of the names.
+  """
+
+  step: int
+  arrays: Mapping[str, Array]
+  stacked: int | None
+  config: Mapping[str, Mapping[str, Any]]
+  schema: int = SCHEMA
+
+  def to_json(self) -> dict[str, Any]:
+    """Everything, with a digest that tells a damaged file."""
+    body = json.loads(json.dumps(asdict(self), default=str))
+    return {"digest": _digest(body), "body": body}
+
+  @staticmethod
+  def read(folder: epath.Path) -> "Record":
+    """The record of a step's folder."""
+    file = folder / ITEM / FILE
+    try:
+      content = json.loads(file.read_text())
+      body = content["body"]
+      whole = content["digest"] == _digest(body)
+    except FileNotFoundError:
+      raise DamagedError(f"{ITEM}/{FILE} is missing") from None
+    except (ValueError, KeyError, TypeError):
+      raise DamagedError(f"{ITEM}/{FILE} cannot be read") from None
+    if not whole:
+      raise DamagedError(f"{ITEM}/{FILE} is not what was written")
+    arrays = {name: Array(tuple(a["shape"]), a["dtype"]) for name, a in body["arrays"].items()}
+    return Record(body["step"], arrays, body["stacked"], body["config"], body["schema"])
+
+
+def _digest(body: Any) -> str:
+  return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

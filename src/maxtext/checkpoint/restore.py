@@ -1,0 +1,151 @@
+"""Bringing a checkpoint back, onto any mesh and any number of processes.
+
+`resume` takes a run's latest good step, and sets damaged ones aside; `load_state` and `load_parameters` take another
+run's, which they never touch.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
+
+from maxtext.checkpoint.files import read
+from maxtext.checkpoint.layout import Layout
+from maxtext.checkpoint.location import locate, steps_in, unfinished_in
+from maxtext.checkpoint.record import SCHEMA, Array, DamagedError, Record
+from maxtext.checkpoint.tree import like, named
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.errors import RunError
+from maxtext.configs.refusals import plain
+
+_DATA, PARAMETERS = "data/", ("params/", "buffers/")
+
+
+class Restored(NamedTuple):
+  """A state as it was saved, and where the data stood after it."""
+
+  state: Any
+  position: dict[str, jax.Array | np.ndarray]
+  folder: epath.Path
+
+
+def resume(config: MaxTextConfig, folder: epath.Path, abstract: Any) -> Restored | None:
+  """The latest good step under a run's folder of checkpoints, or None.
+
+  Process 0 names what was never finished, and renames what is damaged, so that nothing is lost that a person may want.
+  """
+  if jax.process_index() == 0:
+    for path in unfinished_in(folder):
+      print(f"maxtext: {path} was never finished; it is skipped and removed.", flush=True)
+      path.rmtree(missing_ok=True)
+  while (step := _agreed(max(steps_in(folder), default=-1))) >= 0:
+    path = folder / str(step)
+    try:
+      return _together(lambda path=path: _state(config, path, abstract))
+    except DamagedError as damage:
+      if jax.process_index() == 0:
+        aside = _aside(path)
+        print(f"maxtext: {path} is damaged: {damage}. It is now {aside.name}; an older step is tried.", flush=True)
+      multihost_utils.sync_global_devices(f"maxtext: step {step} is set aside")
+  return None
+
+
+def load_state(config: MaxTextConfig, key: str, path: str, abstract: Any) -> Restored:
+  """The whole state of a checkpoint that a key of the configuration names."""
+  return _named_by(key, path, lambda: _state(config, locate(path), abstract))
+
+
+def load_parameters(
+  config: MaxTextConfig, key: str, path: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+  """Parameters and buffers alone, of a whole state or of exported parameters in any layout."""
+  return _named_by(key, path, lambda: _parameters(config, locate(path), wanted))
+
+
+def _state(config: MaxTextConfig, folder: epath.Path, abstract: Any) -> Restored:
+  record = _readable(folder)
+  wanted = named(abstract)
+  _refuse_other(config, folder, record, wanted)
+  position = [name for name in record.arrays if name.startswith(_DATA)]
+  arrays = read(config, folder, wanted | dict.fromkeys(position), record)
+  return Restored(like(abstract, arrays), {n.removeprefix(_DATA): arrays[n] for n in position}, folder)
+
+
+def _parameters(
+  config: MaxTextConfig, folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+  record = _readable(folder)
+  layout = Layout(record.stacked)
+  where = {name.partition("/")[2]: name for name in record.arrays if name.startswith(PARAMETERS)}
+  stored = {n: s for name, struct in wanted.items() for n, s in layout.stored(name, struct).items()}
+  _refuse_other(config, folder, record, {where.get(n, f"params/{n}"): s for n, s in stored.items()})
+  arrays = read(config, folder, {where[n]: s for n, s in stored.items()}, record)
+  own = {n: arrays[where[n]] for n in stored}
+  return {name: layout.load(name, struct, own) for name, struct in wanted.items()}
+
+
+def _readable(folder: epath.Path) -> Record:
+  record = Record.read(folder)
+  if record.schema > SCHEMA:
+    raise ConfigError(f"{folder} has schema {record.schema}, and this release reads up to {SCHEMA}: take a newer one.")
+  return record
+
+
+def _refuse_other(
+  config: MaxTextConfig, folder: epath.Path, record: Record, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> None:
+  """A checkpoint of something else is the user's mistake, not damage."""
+  for name, struct in wanted.items():
+    has, wants = record.arrays.get(name), Array(tuple(struct.shape), str(struct.dtype))
+    if has != wants:
+      there = "has none" if has is None else f"has {has.dtype}{list(has.shape)}"
+      here = f"this run wants {wants.dtype}{list(wants.shape)}"
+      raise ConfigError(f"{folder} {there} for {name}, and {here}.{_differences(config, record)}")
+
+
+def _differences(config: MaxTextConfig, record: Record) -> str:
+  """Keys that changed since, as the end of a message; those that cannot change a shape would only distract."""
+  names = ("run_name", "base_output_directory", "steps", "load_", "checkpoint_", "jax_", "log_")
+  changed = [
+    f"{key}={entry['value']} there, {value} here"
+    for key, entry in record.config.items()
+    if not key.startswith(names) and str(value := plain(getattr(config, key, None))) != str(entry["value"])
+  ]
+  return f" Keys that differ: {'; '.join(changed[:5])}." if changed else ""
+
+
+def _named_by(key: str, path: str, load: Any) -> Any:
+  try:
+    return _together(load)
+  except DamagedError as damage:
+    raise RunError(f"{key}={path} is damaged: {damage}.") from None
+
+
+def _together(load: Any) -> Any:
+  """Runs a read on every process; where one finds damage, all do."""
+  found, problem = None, None
+  try:
+    found = load()
+  except DamagedError as damage:
+    problem = damage
+  if jax.process_count() > 1:
+    failed = np.flatnonzero(multihost_utils.process_allgather(np.array(problem is not None)))
+    if len(failed) and problem is None:
+      problem = DamagedError(f"process {failed[0]} cannot read it")
+  if problem is not None:
+    raise problem
+  return found
+
+
+def _agreed(step: int) -> int:
+  """What process 0 sees: a shared folder may look different elsewhere for a moment."""
+  return int(multihost_utils.broadcast_one_to_all(np.array(step, np.int32))) if jax.process_count() > 1 else step
+
+
+def _aside(path: epath.Path) -> epath.Path:
+  names = (path.with_name(f"{path.name}.damaged{n}") for n in ("", *(f"-{i}" for i in range(2, 1000))))
+  free = next(name for name in names if not name.exists())
+  return path.rename(free)

@@ -1,0 +1,92 @@
+"""Saving a run's steps with Orbax's manager: when one is due, in the background, and what happens when one fails."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint import checkpoint_managers as policies
+
+from maxtext.checkpoint.files import contents, handlers, reason
+from maxtext.checkpoint.tree import named
+from maxtext.configs import MaxTextConfig
+
+# What Orbax and TensorStore raise when storage fails; all else is a defect of ours.
+_FAILURES = (OSError, ValueError, RuntimeError)
+
+
+class Writer:
+  """The steps of one run, under `folder`. Every process calls every method at the same step."""
+
+  def __init__(self, config: MaxTextConfig, folder: epath.Path, keys: Mapping[str, Any]) -> None:
+    self._config, self._folder, self._keys = config, folder, keys
+    self._saving: int | None = None
+    self.last: int | None = None  # the last step that is safely there
+
+  def due(self, step: int) -> bool:
+    """Whether this step is to be saved, by period or because the last save has ended."""
+    if self._config.enable_continuous_checkpointing:
+      return self._manager.should_save(step)
+    return step % self._config.checkpoint_period == 0
+
+  def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
+    """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run goes on."""
+    self.wait()
+    arrays = named({**named(state), "data": dict(position)})
+    try:
+      self._manager.save(step, args=contents(self._config, arrays, step, 0, self._keys), force=True)
+    except _FAILURES as error:
+      self._failed(step, error)
+      return
+    self._saving = step
+    if not self._config.async_checkpointing:
+      self.wait()
+
+  def poll(self) -> None:
+    """Looks whether a save in the background has ended, and reports how."""
+    if self._saving is not None and not self._manager.is_saving_in_progress():
+      self.wait()
+
+  def wait(self) -> None:
+    """Waits for the save in the background, if any."""
+    if self._saving is None:
+      return
+    step, self._saving = self._saving, None
+    try:
+      self._manager.wait_until_finished()
+      self._manager.check_for_errors()
+    except _FAILURES as error:
+      self._failed(step, error)
+    else:
+      self.last = step
+
+  def close(self) -> None:
+    """Waits, and lets go of everything."""
+    self.wait()
+    if "_manager" in vars(self):
+      self._manager.close()
+
+  @cached_property
+  def _manager(self) -> ocp.CheckpointManager:
+    c = self._config
+    keep, subdir, path = c.max_num_checkpoints_to_keep, c.checkpoint_todelete_subdir, c.checkpoint_todelete_full_path
+    options = ocp.CheckpointManagerOptions(
+      save_decision_policy=policies.ContinuousCheckpointingPolicy(),  # asked only by `due`
+      preservation_policy=policies.LatestN(keep),
+      enable_async_checkpointing=c.async_checkpointing,
+      todelete_subdir=subdir,
+      todelete_full_path=path,
+    )
+    found = handlers(c)
+    return ocp.CheckpointManager(self._folder, options=options, item_names=tuple(found), item_handlers=found)
+
+  def _failed(self, step: int, error: BaseException) -> None:
+    """Says so, frees what the half-written step holds, and forgets what Orbax had planned to remove for it."""
+    kept = f"the last good one is step {self.last}" if self.last is not None else "there is none yet from this process"
+    if jax.process_index() == 0:
+      print(f"maxtext: the checkpoint of step {step} failed: {reason(error)}; {kept}.", flush=True)
+      for path in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):
+        path.rmtree(missing_ok=True)
+    self._manager.reload()

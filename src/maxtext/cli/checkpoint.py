@@ -1,0 +1,43 @@
+"""`maxtext checkpoint`: what a checkpoint holds, and its parameters alone."""
+
+import argparse
+import os
+from typing import Any
+
+from maxtext.configs.loader import parse_assignments, resolve
+
+
+def add_commands(commands: Any) -> None:
+  """Adds `checkpoint inspect` and `checkpoint export-params` to the parser."""
+  parser = commands.add_parser("checkpoint", help="look into a checkpoint, export its parameters")
+  actions = parser.add_subparsers(required=True, metavar="ACTION")
+  inspect = actions.add_parser("inspect", help="step, schema, and every array with its shape and size")
+  inspect.add_argument("path", metavar="PATH", help="a run's folder, its checkpoints, or one step")
+  inspect.set_defaults(run=_inspect)
+  export = actions.add_parser(
+    "export-params",
+    help="parameters alone, for load_parameters_path",
+    description="Write parameters alone. The run's own configuration holds, with what is changed on the command line: "
+    "force_unroll=true writes each layer apart, param_scan_axis=N puts the layers' dimension there.",
+  )
+  export.add_argument("path", metavar="PATH", help="a run's folder, its checkpoints, or one step")
+  export.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
+  export.add_argument("words", nargs="*", metavar="key=value")
+  export.set_defaults(run=_export)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+  from maxtext.checkpoint.inspect import describe
+
+  print(describe(arguments.path))
+  return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+  from maxtext.checkpoint.inspect import chosen_keys
+
+  config = resolve(None, os.environ, chosen_keys(arguments.path) | parse_assignments(arguments.words)).config
+  from maxtext.checkpoint.export import export_parameters
+
+  print(export_parameters(config, arguments.path, arguments.out))
+  return 0

@@ -1,0 +1,56 @@
+"""Making things before they are asked for, in a thread."""
+
+import queue
+import threading
+from collections.abc import Generator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Ahead(Generic[T]):
+  """An iterator over what a generator makes, `depth` ahead. What it raises is raised here, in its turn."""
+
+  def __init__(self, made: Generator[T], depth: int) -> None:
+    """The generator runs and is closed in the thread alone."""
+    self._made = made
+    self._ready: queue.Queue[tuple[T] | BaseException] = queue.Queue(max(depth, 1))
+    self._closed = threading.Event()
+    self._thread = threading.Thread(target=self._run, name="maxtext-data", daemon=True)
+    self._thread.start()
+
+  def __iter__(self) -> "Ahead[T]":
+    return self
+
+  def __next__(self) -> T:
+    item = self._ready.get()
+    if isinstance(item, BaseException):
+      self._ready.put(item)
+      raise item
+    return item[0]
+
+  def close(self) -> None:
+    """Ends the thread, and with it what the generator holds."""
+    self._closed.set()
+    self._thread.join()
+
+  def _run(self) -> None:
+    try:
+      for item in self._made:
+        if not self._put((item,)):
+          break
+      else:
+        self._put(StopIteration())
+    except BaseException as error:
+      self._put(error)
+    finally:
+      self._made.close()
+
+  def _put(self, item: tuple[T] | BaseException) -> bool:
+    while not self._closed.is_set():
+      try:
+        self._ready.put(item, timeout=0.1)
+        return True
+      except queue.Full:
+        continue
+    return False

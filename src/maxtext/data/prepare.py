@@ -1,0 +1,372 @@
+"""From raw text to tokenised ArrayRecord shards with a manifest: plan the shards, make each one alone, gather.
+
+A shard is a pure function of its part of the plan, so the same bytes come out of one process, many, or a cluster, and
+after any number of restarts. It is written under another name and renamed when it is whole; a record of it beside the
+plan says that it is done; the manifest is written last. Nothing here imports JAX.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.errors import RunError
+from maxtext.configs.types import TokenizerType
+from maxtext.data.folder import UNFINISHED, Folder
+from maxtext.data.prepared import MANIFEST, SCHEMA
+from maxtext.data.raw_text import File, Most, Span, cut, documents, must_be_read
+from maxtext.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
+
+MOST_DOCUMENTS = 10_000  # to find one record takes a reader time in proportion to the records of its shard
+_REQUEST, _INSTALLED = f"{UNFINISHED}/request.json", f"{UNFINISHED}/tokenizer.json"
+_PLAN = f"{UNFINISHED}/plan"
+_KEPT = "Finished shards are kept: run the same command again."
+_LOOK_EVERY = 0.5  # seconds
+
+
+@dataclass(frozen=True)
+class Piece:
+  """What becomes one shard."""
+
+  number: int
+  spans: tuple[Span, ...]
+
+  @property
+  def size(self) -> int:
+    """Bytes of text, roughly."""
+    return sum(span.size for span in self.spans)
+
+
+Execute = Callable[[Callable[[Any], None], Sequence[Any]], None]
+"""Calls a function for every item, both of which can be pickled: in any order, anywhere that sees the same files."""
+
+
+class Display(Protocol):
+  """Who is told how it goes."""
+
+  def say(self, line: str) -> None:
+    """What begins now, where it takes a while."""
+    ...
+
+  def progress(self, shards: int, all_shards: int, size: int, all_size: int) -> None:
+    """Shards that are done, and their bytes of text."""
+    ...
+
+
+def prepare(
+  config: MaxTextConfig,
+  files: Sequence[File],
+  to: str,
+  execute: Execute,
+  *,
+  column: str = "text",
+  train: bool = False,
+  shard_size: int = 8 << 20,
+  display: Display | None = None,
+) -> dict[str, Any]:
+  """Makes the shards that are not there yet, and returns the manifest.
+
+  Args:
+    config: the tokenizer's keys.
+    files: text files, JSON lines and Parquet, whose order is the order of the documents.
+    to: the folder to make.
+    execute: where the work is done, such as `in_processes(2)`.
+    column: what holds the text in JSON lines and Parquet.
+    train: whether to train a tokenizer of `vocab_size` entries on the text first.
+    shard_size: bytes of text in a shard, at most where a document is not larger.
+    display: is told now and then.
+  """
+  folder, most = Folder(to), Most(MOST_DOCUMENTS, shard_size)
+  if train and config.tokenizer_path is not None:
+    raise ConfigError(f"tokenizer_path={config.tokenizer_path} names a tokenizer, and --train-tokenizer makes another.")
+  if not any(file.size for file in files):
+    raise ConfigError("There is no text in what was given.")
+  request = _request(config, files, column, train, most)
+  if (done := _begin(folder, to, request)) is not None:
+    return done
+  pieces = _plan(folder, to, files, column, most, execute)
+  names = _install_tokenizer(config, folder, pieces, column, train, display)
+  job = _Job(to, len(pieces), column, request, names, _tokenizer_keys(config, train))
+  with _shown(folder, job, pieces, display) if display else nullcontext():
+    execute(partial(make_shard, job), [piece for piece in pieces if _record(folder, job, piece) is None])
+  manifest = _gather(folder, job, pieces)
+  folder.write(MANIFEST, _json(manifest))
+  folder.remove(UNFINISHED)
+  return manifest
+
+
+def cut_file(to: str, column: str, most: Most, numbered: tuple[int, File]) -> None:
+  """Cuts one file into spans, and notes them where the plan is made."""
+  number, file = numbered
+  spans = [asdict(span) for span in cut(file, column, most)]
+  Folder(to).write(_spans_of(number), _json(spans))
+
+
+@dataclass(frozen=True)
+class _Job:
+  """What every shard of a preparation has in common; small, since it travels with each."""
+
+  to: str
+  pieces: int
+  column: str
+  request: str
+  tokenizer_files: tuple[str, ...]
+  tokenizer_keys: tuple[tuple[str, Any], ...]
+
+  def name(self, piece: Piece) -> str:
+    """Of the shard."""
+    return f"tokens-{piece.number:05}-of-{self.pieces:05}.array_record"
+
+
+def make_shard(job: _Job, piece: Piece) -> None:
+  """Writes one shard and the record of it. A document without text is left out."""
+  from array_record.python.array_record_module import ArrayRecordWriter
+
+  tokenizer, folder, name = _tokenizer(job), Folder(job.to), job.name(piece)
+  dtype = _dtype(tokenizer.vocab_size).newbyteorder("<")
+  count = tokens = 0
+  with folder.scratch() as scratch:
+    file = Path(scratch, name)
+    writer = ArrayRecordWriter(str(file), "group_size:1")
+    for text in chain.from_iterable(documents(span, job.column) for span in piece.spans):
+      if text:
+        document = tokenizer.encode(text)
+        writer.write(document.astype(dtype).tobytes())
+        count, tokens = count + 1, tokens + len(document)
+    writer.close()
+    content = hashlib.sha256(file.read_bytes()).hexdigest()
+    entry = {"file": name, "documents": count, "tokens": tokens, "bytes": file.stat().st_size, "sha256": content}
+    if count:
+      folder.publish(file, name)
+  folder.write(f"{UNFINISHED}/{name}.json", _json(entry))
+
+
+def in_processes(workers: int) -> Execute:
+  """Processes of this machine."""
+
+  def execute(make: Callable[[Any], None], items: Sequence[Any]) -> None:
+    if workers == 1 or len(items) < 2:
+      for item in items:
+        make(item)
+      return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(items)), context, initializer=_follow_parent) as pool:
+      try:
+        for _ in pool.map(make, items):
+          pass
+      except BrokenProcessPool:
+        raise RunError(f"A worker was killed. {_KEPT}") from None
+      finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+  return execute
+
+
+def in_beam(runner: str, options: Sequence[str]) -> Execute:
+  """An Apache Beam pipeline: `DirectRunner` here, `DataflowRunner` or `FlinkRunner` on a cluster.
+
+  Args:
+    runner: its name.
+    options: the pipeline's, such as `region=europe-west4`.
+  """
+  try:
+    import apache_beam as beam
+    from apache_beam.options.pipeline_options import PipelineOptions
+  except ImportError:
+    raise ConfigError(f"--runner {runner} needs Apache Beam: pip install 'maxtext[prepare]'.") from None
+
+  def execute(make: Callable[[Any], None], items: Sequence[Any]) -> None:
+    if not items:
+      return
+    quiet = "--default_sdk_harness_log_level=WARNING"
+    words = [f"--runner={runner}", quiet, *(f"--{option}" for option in options)]
+    try:
+      with beam.Pipeline(options=PipelineOptions(words)) as pipeline:
+        _ = pipeline | beam.Create(items) | beam.Reshuffle() | "work" >> beam.Map(make)
+    except Exception as error:  # what a worker raised arrives in as many forms as there are runners
+      reason = str(error).strip().splitlines()[-1]
+      raise RunError(f"--runner {runner} failed: {reason} {_KEPT}") from None
+
+  return execute
+
+
+def _request(config: MaxTextConfig, files: Sequence[File], column: str, train: bool, most: Most) -> str:
+  """A hash of all that decides the shards, but for the folders where files are."""
+  trained = {"vocab_size": config.vocab_size, "characters": config.max_corpus_chars}
+  tokenizer = {**trained, "bos": config.add_bos, "eos": config.add_eos} if train else load_tokenizer(config).identity
+  names = [(file.path.rsplit("/", 1)[-1], file.size) for file in files]
+  return hashlib.sha256(_json([names, column, most, tokenizer])).hexdigest()
+
+
+def _begin(folder: Folder, to: str, request: str) -> dict[str, Any] | None:
+  """Marks the folder as this request's; returns the manifest where it has been fulfilled already."""
+  manifest, begun, names = folder.read(MANIFEST), folder.read(_REQUEST), folder.names()
+  if manifest is None and begun is None and names not in ([], [UNFINISHED]):
+    raise ConfigError(f"--to {to} holds something else: choose another folder.")
+  there = json.loads(manifest)["request"] if manifest else json.loads(begun) if begun else request
+  if there != request and any(name.endswith(".array_record") for name in names):
+    raise ConfigError(f"--to {to} holds shards of other text, another tokenizer or other flags: choose another folder.")
+  if manifest or there != request:
+    folder.remove(UNFINISHED)
+  if manifest:
+    return json.loads(manifest)
+  try:
+    folder.write(_REQUEST, _json(request))
+  except OSError as error:
+    raise ConfigError(f"--to {to} cannot be written: {error.strerror}.") from None
+  return None
+
+
+def _plan(folder: Folder, to: str, files: Sequence[File], column: str, most: Most, execute: Execute) -> list[Piece]:
+  """The spans of all files, in order, joined while a shard has room."""
+  known = set(folder.names(_PLAN))
+  unread = [(n, f) for n, f in enumerate(files) if must_be_read(f) and _spans_of(n).rsplit("/", 1)[-1] not in known]
+  execute(partial(cut_file, to, column, most), unread)
+  pieces: list[list[Span]] = []
+  count = size = 0
+  for number, file in enumerate(files):
+    noted = folder.read(_spans_of(number)) if must_be_read(file) else None
+    for span in [Span(**values) for values in json.loads(noted)] if noted else cut(file, column, most):
+      if not pieces or count + span.documents > most.documents or size + span.size > most.size:
+        pieces.append([])
+        count = size = 0
+      pieces[-1].append(span)
+      count, size = count + span.documents, size + span.size
+  return [Piece(number, tuple(spans)) for number, spans in enumerate(pieces)]
+
+
+def _spans_of(number: int) -> str:
+  return f"{_PLAN}/{number:07}.json"
+
+
+def _install_tokenizer(
+  config: MaxTextConfig,
+  folder: Folder,
+  pieces: Sequence[Piece],
+  column: str,
+  train: bool,
+  display: Display | None,
+) -> tuple[str, ...]:
+  """Puts the tokenizer's files beside the shards, so that the folder is all that anyone needs; returns their names."""
+  if (names := folder.read(_INSTALLED)) is None:
+    with folder.scratch() as scratch:
+      if train:
+        if display:
+          display.say(f"training a tokenizer of {config.vocab_size:,} tokens")
+        whole = chain.from_iterable(documents(span, column) for piece in pieces for span in piece.spans)
+        files = train_tokenizer(whole, config.vocab_size, config.max_corpus_chars, Path(scratch))
+      else:
+        files = load_tokenizer(config).vocabulary.files
+      for name, file in files.items():
+        folder.write(name, file.read_bytes())
+    folder.write(_INSTALLED, names := _json(list(files)))
+  return tuple(json.loads(names))
+
+
+def _tokenizer_keys(config: MaxTextConfig, train: bool) -> tuple[tuple[str, Any], ...]:
+  """The keys that open the tokenizer in the folder."""
+  kind = TokenizerType.HUGGINGFACE if train else config.tokenizer_type
+  return (
+    ("tokenizer_type", kind),
+    ("add_bos", config.add_bos),
+    ("add_eos", config.add_eos),
+    ("vocab_size", config.vocab_size),
+  )
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(job: _Job) -> Tokenizer:
+  """The tokenizer in the folder, which may not be on this machine."""
+  folder = Folder(job.to)
+  with tempfile.TemporaryDirectory() as here:
+    for name in job.tokenizer_files:
+      content = folder.read(name)
+      assert content is not None, "the tokenizer is there before the shards"
+      Path(here, name).write_bytes(content)
+    return load_tokenizer(MaxTextConfig(tokenizer_path=here, **dict(job.tokenizer_keys)))
+
+
+def _record(folder: Folder, job: _Job, piece: Piece) -> dict[str, Any] | None:
+  """What is known of a finished shard."""
+  content = folder.read(f"{UNFINISHED}/{job.name(piece)}.json")
+  entry = json.loads(content) if content else None
+  return entry if entry and (not entry["documents"] or folder.size(entry["file"]) == entry["bytes"]) else None
+
+
+def _gather(folder: Folder, job: _Job, pieces: Sequence[Piece]) -> dict[str, Any]:
+  """The manifest: the same for the same request, whoever did the work."""
+  entries = [_record(folder, job, piece) for piece in pieces]
+  shards = [entry for entry in entries if entry and entry["documents"]]
+  assert None not in entries, "a shard was not made"
+  if not shards:
+    raise ConfigError("There is no text in what was given: every document is empty.")
+  tokenizer = _tokenizer(job)
+  return {
+    "schema": SCHEMA,
+    "dtype": _dtype(tokenizer.vocab_size).name,
+    "documents": sum(shard["documents"] for shard in shards),
+    "tokens": sum(shard["tokens"] for shard in shards),
+    "tokenizer": tokenizer.identity,
+    "request": job.request,
+    "shards": shards,
+  }
+
+
+@contextmanager
+def _shown(folder: Folder, job: _Job, pieces: Sequence[Piece], display: Display) -> Iterator[None]:
+  """Reports what the folder says is finished, since workers may be anywhere."""
+  over = threading.Event()
+
+  def report() -> None:
+    there = set(folder.names(UNFINISHED))
+    finished = [piece for piece in pieces if f"{job.name(piece)}.json" in there]
+    display.progress(len(finished), len(pieces), *(sum(p.size for p in group) for group in (finished, pieces)))
+
+  def watch() -> None:
+    while not over.wait(_LOOK_EVERY):
+      report()
+
+  watcher = threading.Thread(target=watch, daemon=True)
+  watcher.start()
+  try:
+    yield
+  finally:
+    over.set()
+    watcher.join()
+  report()
+
+
+def _follow_parent() -> None:
+  """A worker leaves Ctrl-C to its parent, and does not outlive it."""
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  parent = multiprocessing.parent_process()
+  assert parent is not None
+
+  def follow() -> None:
+    parent.join()
+    os._exit(1)
+
+  threading.Thread(target=follow, daemon=True).start()
+
+
+def _dtype(vocab_size: int) -> np.dtype:
+  return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def _json(value: Any) -> bytes:
+  return (json.dumps(value, indent=1) + "\n").encode()

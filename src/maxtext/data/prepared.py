@@ -1,0 +1,97 @@
+"""Prepared corpora: folders of tokenised ArrayRecord shards with a manifest, as `maxtext data prepare` writes them.
+
+`manifest.json` is {"schema": 1, "dtype": "uint16" or "uint32", "documents": N, "tokens": T, "tokenizer": {...},
+"shards": [{"file": ..., "documents": n, "tokens": t, "bytes": b, "sha256": ...}, ...]}. A record is the tokens of a
+document, little-endian, with its beginning and its end in it.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxtext.configs import ConfigError
+from maxtext.configs.errors import RunError
+from maxtext.data.order import FEW_SHARDS
+from maxtext.data.records import Reader, Records, Shard
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+INDEX_BYTES = 46  # of memory, per record of an open ArrayRecord shard
+
+
+class Prepared:
+  """The documents of a prepared corpus."""
+
+  window = FEW_SHARDS
+
+  def __init__(self, folder: str | Path, threads: int = 1) -> None:
+    """Reads the manifest only; a shard is looked at when something is read from it."""
+    self._manifest = read_manifest(folder)
+    shards = [
+      Shard(str(Path(folder, shard["file"])), shard["documents"], shard["documents"] * INDEX_BYTES)
+      for shard in self._manifest["shards"]
+    ]
+    self._bytes = {shard.path: entry["bytes"] for shard, entry in zip(shards, self._manifest["shards"], strict=True)}
+    self._dtype = np.dtype(self._manifest["dtype"]).newbyteorder("<")
+    self._records = Records(shards, self._open, threads)
+    self.sizes = [shard.records for shard in shards]
+
+  @property
+  def vocab_size(self) -> int:
+    """One more than the largest token that its tokenizer makes; 0 where the manifest does not say."""
+    return self._manifest["tokenizer"].get("vocab_size", 0)
+
+  @property
+  def identity(self) -> dict[str, Any]:
+    """What the shards hold, whatever the folder is called."""
+    hashes = "".join(shard["sha256"] for shard in self._manifest["shards"])
+    return {"documents": self._manifest["documents"], "sha256": hashlib.sha256(hashes.encode()).hexdigest()}
+
+  def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
+    """The tokens of these documents."""
+    return [np.frombuffer(record, self._dtype) for record in self._records.read(numbers)]
+
+  def _open(self, shard: Shard) -> Reader:
+    try:
+      size = os.path.getsize(shard.path)
+    except OSError as error:
+      raise RunError(f"{shard.path}, which the manifest beside it names, cannot be read: {error.strerror}.") from None
+    if size != self._bytes[shard.path]:
+      raise RunError(
+        f"{shard.path} has {size} bytes and the manifest beside it says {self._bytes[shard.path]}: "
+        f"remove the corpus and run `maxtext data prepare` again."
+      )
+    return open_array_record(shard)
+
+
+def read_manifest(folder: str | Path) -> dict[str, Any]:
+  """The manifest of a prepared corpus."""
+  path = Path(folder, MANIFEST)
+  try:
+    manifest = json.loads(path.read_text())
+  except (OSError, ValueError) as error:
+    raise ConfigError(f"{path} is not the manifest of a prepared corpus: {error}.") from None
+  if manifest.get("schema") != SCHEMA:
+    raise ConfigError(f"{path} has schema {manifest.get('schema')}, and this version reads {SCHEMA}: prepare it again.")
+  return manifest
+
+
+def open_array_record(shard: Shard) -> Reader:
+  """A reader without read-ahead: places are spread over the file."""
+  from array_record.python import array_record_module
+
+  try:
+    reader = array_record_module.ArrayRecordReader(
+      shard.path, options="readahead_buffer_size:0", file_reader_buffer_size=32768
+    )
+    records = reader.num_records()
+  except Exception as error:
+    raise RunError(f"{shard.path} is not an ArrayRecord file: {error}") from None
+  if records != shard.records:
+    raise RunError(f"{shard.path} has {records} records and was expected to have {shard.records}.")
+  return reader

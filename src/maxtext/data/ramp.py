@@ -1,0 +1,44 @@
+"""How many rows each batch has: the same for all, or growing at the beginning of a run."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from math import ceil, lcm
+
+from maxtext.configs import ConfigError, MaxTextConfig
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+  """Rows of the batches from `starts[i]` on, which are counted from 0."""
+
+  starts: tuple[int, ...]
+  rows: tuple[int, ...]
+
+  def of(self, batch: int) -> int:
+    """Rows of one batch."""
+    return self.rows[bisect_right(self.starts, batch) - 1]
+
+  @property
+  def streams(self) -> int:
+    """The fewest streams that every batch can take its rows from in turn."""
+    return lcm(*self.rows)
+
+
+def batch_sizes(config: MaxTextConfig, rows: int) -> BatchSizes:
+  """The sizes that the `rampup` keys ask for, up to `rows`; each stage but the last has its share of the samples."""
+  if not config.enable_rampup_batch_size:
+    return BatchSizes((0,), (rows,))
+  first, step, last = (
+    config.per_device_batch_size_start, config.per_device_batch_size_increment, config.per_device_batch_size,
+  )  # fmt: skip
+  stages = ceil((last - first) / step)
+  sizes = [rows * (first + i * step) / last for i in range(stages)]
+  if wrong := [size for size in sizes if size != int(size)]:
+    raise ConfigError(
+      f"per_device_batch_size_start={first:g} and per_device_batch_size_increment={step:g} make a batch of "
+      f"{wrong[0]:g} rows on the way to {rows}: choose them so that every stage has a whole number."
+    )
+  starts = [0]
+  for size in sizes:
+    starts.append(starts[-1] + ceil(config.global_rampup_samples / stages / size))
+  return BatchSizes(tuple(starts), (*(int(size) for size in sizes), rows))

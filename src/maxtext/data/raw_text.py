@@ -1,0 +1,227 @@
+"""Raw text: which documents there are, and how they are read. Text files, JSON lines and Parquet, also compressed.
+
+Files are cut into spans that a worker reads alone. Paths go through fsspec, so `gs://` and `s3://` need only its
+package for that store. Nothing here knows of tokens.
+"""
+
+import json
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple
+
+from maxtext.configs import ConfigError
+
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_LARGEST_TEXT = 1 << 28
+
+
+class File(NamedTuple):
+  """Raw text in some format."""
+
+  path: str
+  size: int
+
+
+@dataclass(frozen=True)
+class Span:
+  """Documents that lie together in one file."""
+
+  path: str
+  begin: int  # of bytes, or of rows
+  end: int
+  documents: int
+  size: int  # bytes of text, roughly
+
+
+class Most(NamedTuple):
+  """What one span may hold; a document that is larger by itself stays whole."""
+
+  documents: int
+  size: int
+
+
+def find_files(sources: Sequence[str], suffixes: Sequence[str] = ()) -> list[File]:
+  """The files in the order of their sources; a folder means all visible ones below it, sorted by path.
+
+  Args:
+    sources: files and folders.
+    suffixes: what the names of files in folders must end in, where given.
+  """
+  from fsspec.core import url_to_fs
+
+  found = []
+  for source in sources:
+    fs, root = url_to_fs(source)
+    there = fs.find(root, detail=True)
+    if not there and not fs.exists(root):
+      raise ConfigError(f"--from {source}: no such file or folder.")
+    scheme = "" if "file" in fs.protocol else source.split("://")[0] + "://"
+    for path, facts in sorted(there.items()):
+      below = _below(path, root)
+      if path == root or (not any(part.startswith(".") for part in below) and path.endswith(tuple(suffixes) or "")):
+        found.append(File(scheme + path, facts["size"]))
+  return found
+
+
+def standard_library() -> list[File]:
+  """The source files of this Python's own library, without its tests: real text that is on every machine."""
+  root = sysconfig.get_paths()["stdlib"]
+  return [file for file in find_files([root], [".py"]) if not _NOT_LIBRARY & set(_below(file.path, root))]
+
+
+def must_be_read(file: File) -> bool:
+  """Whether cutting this file means to read it once."""
+  return _format(file.path).read_to_cut
+
+
+def cut(file: File, column: str, most: Most) -> Iterator[Span]:
+  """The spans of a file, in order; an empty one has none."""
+  return _format(file.path).cut(file, column, most) if file.size else iter(())
+
+
+def documents(span: Span, column: str) -> Iterator[str]:
+  """The texts of a span, in order."""
+  return _format(span.path).read(span, column)
+
+
+def _below(path: str, root: str) -> list[str]:
+  return path.removeprefix(root).strip("/").split("/")
+
+
+def _cut_text(file: File, column: str, most: Most) -> Iterator[Span]:
+  if file.size > _LARGEST_TEXT:
+    raise ConfigError(
+      f"{file.path} is one text of {file.size} bytes, and a file is one document: make it several, or JSON lines."
+    )
+  yield Span(file.path, 0, file.size, 1, file.size)
+
+
+def _read_text(span: Span, column: str) -> Iterator[str]:
+  with _open(span.path) as file:
+    content = file.read()
+  try:
+    yield content.decode("utf-8")
+  except UnicodeDecodeError as error:
+    raise ConfigError(
+      f"{span.path} is not UTF-8 text (byte {error.start}): say which files to take with --suffix, such as .txt."
+    ) from None
+
+
+def _cut_lines(file: File, column: str, most: Most) -> Iterator[Span]:
+  path = file.path
+  begin = end = count = 0
+  with _open(path) as lines:
+    for line in lines:
+      if count and (count == most.documents or end + len(line) - begin > most.size):
+        yield Span(path, begin, end, count, end - begin)
+        begin, count = end, 0
+      if line.strip():
+        if not count and not begin:
+          _text_of(line, column, path, end)  # a wrong column shows before any work is done
+        count += 1
+      end += len(line)
+  if count:
+    yield Span(path, begin, end, count, end - begin)
+
+
+def _read_lines(span: Span, column: str) -> Iterator[str]:
+  with _open(span.path) as file:
+    file.seek(place := span.begin)
+    while place < span.end:
+      line = file.readline()
+      if not line:
+        raise ConfigError(f"{span.path} became shorter while it was read.")
+      if line.strip():
+        yield _text_of(line, column, span.path, place)
+      place += len(line)
+
+
+def _text_of(line: bytes, column: str, path: str, place: int) -> str:
+  where = f"{path}, line at byte {place}"
+  try:
+    row = json.loads(line)
+  except ValueError:
+    raise ConfigError(f"{where}: not a JSON object.") from None
+  if not isinstance(row, dict) or not isinstance(row.get(column), str):
+    has = f" It has {', '.join(map(repr, row))}." if isinstance(row, dict) else ""
+    raise ConfigError(f"{where}: no text under '{column}'.{has} Choose with --column.")
+  return row[column]
+
+
+def _cut_rows(file: File, column: str, most: Most) -> Iterator[Span]:
+  path = file.path
+  with _open(path) as content:
+    table = _parquet(content, path)
+    names = table.schema_arrow.names
+    if column not in names:
+      raise ConfigError(f"{path}: no column '{column}'. It has {', '.join(map(repr, names))}. Choose with --column.")
+    rows = table.metadata.num_rows
+    groups = (table.metadata.row_group(number) for number in range(table.metadata.num_row_groups))
+    parts = (group.column(number) for group in groups for number in range(group.num_columns))
+    whole = sum(part.total_uncompressed_size for part in parts if part.path_in_schema == column)
+    size = max(1, whole // max(rows, 1))
+  step = max(1, min(most.documents, most.size // size))
+  for begin in range(0, rows, step):
+    count = min(step, rows - begin)
+    yield Span(path, begin, begin + count, count, count * size)
+
+
+def _read_rows(span: Span, column: str) -> Iterator[str]:
+  with _open(span.path) as file:
+    table = _parquet(file, span.path)
+    row = 0
+    for group in range(table.metadata.num_row_groups):
+      rows = table.metadata.row_group(group).num_rows
+      if row < span.end and row + rows > span.begin:
+        yield from _rows(table, group, column, span, row)
+      row += rows
+
+
+def _rows(table: Any, group: int, column: str, span: Span, row: int) -> Iterator[str]:
+  """Those of one row group that lie in the span; in batches, since groups can be large."""
+  for batch in table.iter_batches(1024, row_groups=[group], columns=[column]):
+    if row >= span.end:
+      return
+    for place, text in enumerate(batch.column(0).to_pylist(), start=row):
+      if span.begin <= place < span.end:
+        if not isinstance(text, str):
+          raise ConfigError(f"{span.path}, row {place}: no text under '{column}'. Choose with --column.")
+        yield text
+    row += batch.num_rows
+
+
+def _parquet(file: BinaryIO, path: str) -> Any:
+  try:
+    import pyarrow
+    import pyarrow.parquet
+  except ImportError:
+    raise ConfigError(f"{path}: Parquet needs pyarrow: pip install 'maxtext[prepare]'.") from None
+  try:
+    return pyarrow.parquet.ParquetFile(file)
+  except pyarrow.ArrowInvalid:
+    raise ConfigError(f"{path} is not a Parquet file.") from None
+
+
+def _open(path: str) -> BinaryIO:
+  import fsspec
+
+  return fsspec.open(path, "rb", compression="infer").open()
+
+
+class _Format(NamedTuple):
+  suffixes: tuple[str, ...]
+  read_to_cut: bool
+  cut: Callable[[File, str, Most], Iterator[Span]]
+  read: Callable[[Span, str], Iterator[str]]
+
+
+_FORMATS = (
+  _Format((".jsonl", ".ndjson", ".jsonl.gz", ".json.gz"), True, _cut_lines, _read_lines),
+  _Format((".parquet",), False, _cut_rows, _read_rows),
+)
+_TEXT = _Format((), False, _cut_text, _read_text)
+
+
+def _format(path: str) -> _Format:
+  return next((form for form in _FORMATS if path.endswith(form.suffixes)), _TEXT)

@@ -1,0 +1,60 @@
+"""The rows that one process makes, described so that any process can make them."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from maxtext.configs import MaxTextConfig
+from maxtext.data.mixture import Mixture
+from maxtext.data.packing import Packing
+from maxtext.data.ramp import BatchSizes
+from maxtext.data.sources import open_sources
+from maxtext.data.splits import Name, split_of
+from maxtext.data.streams import Rows, Streams
+
+
+@dataclass(frozen=True)
+class Share:
+  """Some of a run's streams, from some batch on.
+
+  Attributes:
+    config: the run.
+    split: training or evaluation.
+    packing: how rows are filled.
+    sizes: rows of each batch of the whole run.
+    streams: the numbers of the streams; whole rows of the smallest batch.
+    state: int32[len(streams), 3], where they stand.
+    batch: the number of the first batch.
+  """
+
+  config: MaxTextConfig
+  split: Name
+  packing: Packing
+  sizes: BatchSizes
+  streams: tuple[int, ...]
+  state: np.ndarray
+  batch: int
+
+  def rows(self) -> Iterator[Rows]:
+    """This share of every batch; empty rows without end where the data has ended.
+
+    A row of a batch belongs to as many neighbouring streams as there are streams for each row, and takes turns among
+    them, so that whoever holds the row keeps its streams when the batch grows.
+    """
+    split, total = split_of(self.config, self.split), self.sizes.streams
+    sources = open_sources(self.config, split)
+    mixture = Mixture(sources, total, self.config.data_shuffle_seed, split.shuffle, split.epochs)
+    read_ahead = max(-(-split.read_ahead // len(self.streams)), 4)
+    streams = Streams(mixture, self.packing, self.streams, self.state, read_ahead)
+    for batch in itertools.count(self.batch):
+      per_row = total // self.sizes.of(batch)
+      yield streams.rows(range(batch % per_row, len(self.streams), per_row))
+
+  def cut(self, parts: int) -> list["Share"]:
+    """The share in at most so many shares, which never cut a row."""
+    unit = self.sizes.streams // min(self.sizes.rows)
+    rows = len(self.streams) // unit
+    cuts = sorted({unit * (rows * i // parts) for i in range(parts + 1)})
+    return [replace(self, streams=self.streams[a:b], state=self.state[a:b]) for a, b in itertools.pairwise(cuts)]

@@ -1,0 +1,139 @@
+"""Documents in files of records: ArrayRecord and TFRecord of `tf.train.Example`, and Parquet.
+
+All of them have random access: TFRecord by an index of places that is made when a file is first looked at, Parquet by
+row group.
+"""
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maxtext.configs import ConfigError
+from maxtext.configs.errors import RunError
+from maxtext.data.order import FEW_SHARDS
+from maxtext.data.prepared import INDEX_BYTES, open_array_record
+from maxtext.data.records import Reader, Records, Shard
+from maxtext.data.sources.columns import ColumnDocuments
+from maxtext.data.sources.encoding import Encoding
+from maxtext.data.sources.tf_example import feature_values
+
+
+def open_files(paths: Sequence[str], kind: str, encoding: Encoding, in_order: int, threads: int) -> ColumnDocuments:
+  """The documents of some files; `in_order` of them are shuffled together in formats that are best read in order."""
+  form, columns = FORMATS[kind], encoding.columns
+  shards = [shard for path in paths for shard in form.shards(path, columns)]
+  names = [[Path(shard.path).name, shard.part, shard.records, os.path.getsize(shard.path)] for shard in shards]
+  records = Records(shards, lambda shard: form.open(shard, columns), threads)
+  return ColumnDocuments(
+    lambda numbers: [form.values(record, columns) for record in records.read(numbers)],
+    encoding,
+    [shard.records for shard in shards],
+    {"files": hashlib.sha256(repr(names).encode()).hexdigest()},
+    FEW_SHARDS._replace(documents=in_order) if form.in_order else FEW_SHARDS,
+  )
+
+
+class Format(NamedTuple):
+  """A kind of file.
+
+  Attributes:
+    shards: the parts of a file that are opened as a whole.
+    open: one of them, for some columns.
+    values: of a record's columns.
+    in_order: whether reading far apart is slow.
+  """
+
+  shards: Callable[[str, Sequence[str]], list[Shard]]
+  open: Callable[[Shard, Sequence[str]], Reader]
+  values: Callable[[Any, Sequence[str]], Sequence[Any]]
+  in_order: bool
+
+
+def _array_record_shards(path: str, columns: Sequence[str]) -> list[Shard]:
+  from array_record.python import array_record_module
+
+  try:
+    reader = array_record_module.ArrayRecordReader(path)
+    records = reader.num_records()
+    reader.close()
+  except Exception as error:
+    raise ConfigError(f"{path} is not an ArrayRecord file: {error}") from None
+  return [Shard(path, records, records * INDEX_BYTES)]
+
+
+def _tf_record_shards(path: str, columns: Sequence[str]) -> list[Shard]:
+  records = len(_tf_record_places(path))
+  return [Shard(path, records, records * 16)]
+
+
+class _TfRecordReader:
+  """A file of (length, its checksum, content, its checksum)."""
+
+  def __init__(self, shard: Shard, columns: Sequence[str]) -> None:
+    self._places = _tf_record_places(shard.path)
+    self._file = os.open(shard.path, os.O_RDONLY)
+
+  def read(self, places: list[int]) -> list[bytes]:
+    """The records at these places."""
+    return [os.pread(self._file, size, start) for start, size in self._places[places].tolist()]
+
+  def __del__(self) -> None:
+    os.close(self._file)
+
+
+def _tf_record_places(path: str) -> np.ndarray:
+  """Start and size of every record."""
+  places, at, end = [], 0, os.path.getsize(path)
+  with open(path, "rb") as file:
+    while at < end:
+      file.seek(at)
+      header = file.read(12)
+      size = struct.unpack("<Q", header[:8])[0] if len(header) == 12 else end
+      if at + 16 + size > end:
+        raise RunError(f"{path} is no TFRecord file, or it is cut short: no record ends at byte {at + 16 + size}.")
+      places.append((at + 12, size))
+      at += 16 + size
+  return np.array(places, np.int64).reshape(-1, 2)
+
+
+def _parquet_shards(path: str, columns: Sequence[str]) -> list[Shard]:
+  metadata = _parquet(path).metadata
+  known = [metadata.schema.column(i).path.split(".")[0] for i in range(metadata.num_columns)]
+  if missing := set(columns) - set(known):
+    raise ConfigError(f"{path} has no column {', '.join(sorted(missing))}; it has {', '.join(dict.fromkeys(known))}.")
+  groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+  return [Shard(path, group.num_rows, group.total_byte_size, i) for i, group in enumerate(groups)]
+
+
+class _ParquetReader:
+  """A row group, decoded."""
+
+  def __init__(self, shard: Shard, columns: Sequence[str]) -> None:
+    self._table = _parquet(shard.path).read_row_group(shard.part, columns=list(columns)).select(list(columns))
+
+  def read(self, places: list[int]) -> list[list[Any]]:
+    """The values of these rows."""
+    columns = [column.to_pylist() for column in self._table.take(places).columns]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _parquet(path: str) -> Any:
+  import pyarrow
+  import pyarrow.parquet
+
+  try:
+    return pyarrow.parquet.ParquetFile(path)
+  except pyarrow.ArrowInvalid:
+    raise ConfigError(f"{path} is not a Parquet file.") from None
+
+
+FORMATS = {
+  "arrayrecord": Format(_array_record_shards, lambda shard, _: open_array_record(shard), feature_values, False),
+  "tfrecord": Format(_tf_record_shards, _TfRecordReader, feature_values, True),
+  "parquet": Format(_parquet_shards, _ParquetReader, lambda record, _: record, True),
+}

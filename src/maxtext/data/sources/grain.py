@@ -1,0 +1,78 @@
+"""`dataset_type=grain`: prepared corpora and files of records, one source or several in given shares."""
+
+import glob
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from pathlib import Path
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.data.mixture import Documents, Source
+from maxtext.data.prepared import MANIFEST, Prepared
+from maxtext.data.sources.encoding import Encoding
+from maxtext.data.sources.files import FORMATS, open_files
+from maxtext.data.splits import Split
+from maxtext.data.tokenizers import refuse_larger_vocabulary
+
+Part = tuple[str, float]  # a folder or glob, and its weight
+
+
+def open_grain(config: MaxTextConfig, split: Split) -> list[Source]:
+  """Opens all parts, several at a time."""
+  parts = _mixture_parts(split.mixture) if split.mixture else _file_parts(*split.grain_files)
+  encoding = cache(partial(Encoding.of, config, split))  # only where something is not tokenised yet, and once
+  with ThreadPoolExecutor(max(1, config.grain_data_source_max_workers)) as pool:
+    opened = pool.map(lambda part: _open(config, split, encoding, part[0]), parts)
+    return [Source(documents, weight) for documents, (_, weight) in zip(opened, parts, strict=True)]
+
+
+def _open(config: MaxTextConfig, split: Split, encoding: Callable[[], Encoding], place: str) -> Documents:
+  folder = Path(place).expanduser()
+  if (folder / MANIFEST).exists():
+    prepared = Prepared(folder, split.threads)
+    refuse_larger_vocabulary(config, prepared.vocab_size, f"{split.grain_files[0]}: {place}")
+    return prepared
+  kind, key = config.grain_file_type, split.grain_files[0]
+  if kind not in FORMATS:
+    raise ConfigError(f"grain_file_type={kind} must be one of {', '.join(FORMATS)}.")
+  paths = sorted(glob.glob(str(folder)))
+  if not paths or any(Path(path).is_dir() for path in paths):
+    raise ConfigError(
+      f"{key}: {place} is neither the folder of a prepared corpus, with its {MANIFEST}, nor a glob of files. "
+      f"`maxtext data prepare` makes such a folder."
+    )
+  documents = open_files(paths, kind, encoding(), config.grain_shuffle_buffer_size, split.threads)
+  if not sum(documents.sizes):
+    raise ConfigError(f"{key}: {place} holds no records.")
+  return documents
+
+
+def _file_parts(key: str, value: str) -> Sequence[Part]:
+  """`glob`, or `glob,weight;glob,weight`."""
+  if not value:
+    raise ConfigError(f"dataset_type=grain needs {key}: write the folder of a prepared corpus, or a glob of files.")
+  if ";" not in value and "," not in value:
+    return [(value, 1.0)]
+  try:
+    parts = [(place, float(weight)) for place, weight in (part.rsplit(",", 1) for part in value.split(";"))]
+  except ValueError:
+    raise ConfigError(f"{key}={value} must be one glob, or several with weights: glob,0.7;glob,0.3.") from None
+  return _checked(key, parts)
+
+
+def _mixture_parts(path: str) -> Sequence[Part]:
+  """{"name": {"path": glob, "weight": number}, ...}."""
+  key, form = f"grain_train_mixture_config_path={path}", '{"name": {"path": "glob", "weight": 0.7}, ...}'
+  try:
+    listed = json.loads(Path(path).expanduser().read_text())
+    parts = [(str(part["path"]), float(part["weight"])) for part in listed.values()]
+  except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    raise ConfigError(f"{key} must be a file of the form {form}: {error!r}.") from None
+  return _checked(key, parts)
+
+
+def _checked(key: str, parts: list[Part]) -> list[Part]:
+  if not parts or any(not weight > 0 for _, weight in parts):
+    raise ConfigError(f"{key} must name at least one source, and every weight must be above 0.")
+  return parts

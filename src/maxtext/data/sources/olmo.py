@@ -1,0 +1,98 @@
+"""`dataset_type=olmo_grain`: sequences of one length in raw files of tokens, listed by an index.
+
+The index is {"sequence_length": n, "dtype": "int32", "files": [path or {"path": path}, ...]}. A file is an array of
+tokens, with NumPy's header or without; what is left over at its end is no sequence.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.data.mixture import Source
+from maxtext.data.order import FEW_SHARDS
+from maxtext.data.records import Records, Shard
+from maxtext.data.splits import Split
+
+# A sequence in which up to so many tokens repeat so often teaches only to repeat.
+LONGEST_PERIOD, MOST_REPEATS = 13, 32
+
+
+def open_olmo(config: MaxTextConfig, split: Split) -> list[Source]:
+  """The sequences of an index."""
+  if not config.olmo_index_path:
+    raise ConfigError("dataset_type=olmo_grain needs olmo_index_path: write the JSON index of the token files.")
+  if split.name == "eval":
+    raise ConfigError("dataset_type=olmo_grain has no evaluation data: leave eval_interval out.")
+  length, dtype, paths = _index(config)
+  if length not in (config.max_target_length, config.max_target_length + 1):
+    raise ConfigError(
+      f"olmo_index_path={config.olmo_index_path} has sequences of {length} tokens: write max_target_length={length}."
+    )
+  return [Source(_Sequences(paths, length, dtype, config.olmo_apply_ngram_filter, split.threads))]
+
+
+def repeats(tokens: np.ndarray) -> bool:
+  """Whether some tokens come again and again: `MOST_REPEATS` times in a row, with a period up to `LONGEST_PERIOD`."""
+  for period in range(1, LONGEST_PERIOD + 1):
+    differ = np.flatnonzero(tokens[period:] != tokens[:-period])
+    runs = np.diff(differ, prepend=-1, append=max(len(tokens) - period, 0)) - 1
+    if runs.max() >= (MOST_REPEATS - 1) * period:
+      return True
+  return False
+
+
+class _Sequences:
+  """Every sequence is a document; one that repeats itself is an empty document."""
+
+  window = FEW_SHARDS
+
+  def __init__(self, paths: list[Path], length: int, dtype: np.dtype, leave_repeats: bool, threads: int) -> None:
+    shards = [Shard(str(path), len(_array(path, dtype)) // length, 0) for path in paths]
+    self.sizes = [shard.records for shard in shards]
+    self._leave_repeats = leave_repeats
+    self._records = Records(shards, lambda shard: _Reader(_array(Path(shard.path), dtype), length), threads)
+    self.identity = {
+      "documents": sum(self.sizes),
+      "files": [[path.name, size] for path, size in zip(paths, self.sizes, strict=True)],
+      "length": length,
+      "ngram_filter": leave_repeats,
+    }
+
+  def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
+    """The tokens of these sequences."""
+    found = self._records.read(numbers)
+    return [tokens[:0] if self._leave_repeats and repeats(tokens) else tokens for tokens in found]
+
+
+class _Reader:
+  def __init__(self, tokens: np.ndarray, length: int) -> None:
+    self._sequences = tokens[: len(tokens) // length * length].reshape(-1, length)
+
+  def read(self, places: list[int]) -> list[np.ndarray]:
+    """The sequences at these places."""
+    return list(self._sequences[places])
+
+
+def _index(config: MaxTextConfig) -> tuple[int, np.dtype, list[Path]]:
+  path = Path(config.olmo_index_path).expanduser()
+  try:
+    index: dict[str, Any] = json.loads(path.read_text())
+    listed = [file if isinstance(file, str) else file["path"] for file in index["files"]]
+    length, dtype = int(index["sequence_length"]), np.dtype(index.get("dtype", "int32"))
+  except (OSError, ValueError, TypeError, KeyError) as error:
+    raise ConfigError(f"olmo_index_path={path} is not an index of token files: {error!r}.") from None
+  before, after = config.olmo_path_remap_from, config.olmo_path_remap_to
+  moved = [Path(after + file.removeprefix(before) if before and file.startswith(before) else file) for file in listed]
+  if missing := [str(file) for file in moved if not file.exists()]:
+    raise ConfigError(f"{missing[0]}, listed in {path}, is not there: see olmo_path_remap_from and olmo_path_remap_to.")
+  return length, dtype, moved
+
+
+def _array(path: Path, dtype: np.dtype) -> np.ndarray:
+  with path.open("rb") as file:
+    header = file.read(6) == b"\x93NUMPY"
+  return np.load(path, mmap_mode="r") if header else np.memmap(path, dtype, mode="r")

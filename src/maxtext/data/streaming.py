@@ -1,0 +1,112 @@
+"""Data that can only be read in order: a separate path, because its position belongs to a number of hosts.
+
+Every group of processes that holds the same rows reads its own part of the data, as the `datasets` library deals it,
+and fills its rows one after the other. It is shuffled within windows of `grain_shuffle_buffer_size` documents. The
+position is that of a stream (see `packing`) and, as bytes, where the library stood when the stream's window began.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from maxtext.configs import MaxTextConfig
+from maxtext.configs.errors import RunError
+from maxtext.data.order import permutation
+from maxtext.data.packing import Packing
+from maxtext.data.ramp import BatchSizes
+from maxtext.data.sources.encoding import Encoding
+from maxtext.data.sources.hf import load
+from maxtext.data.splits import Split
+from maxtext.data.streams import Rows, Streams
+
+_CURSOR_BYTES = 4096
+WIDTH = 3 + _CURSOR_BYTES // 4
+"""int32 that a position takes."""
+
+
+def streamed_rows(
+  config: MaxTextConfig,
+  split: Split,
+  packing: Packing,
+  sizes: BatchSizes,
+  state: np.ndarray,
+  batch: int,
+  group: tuple[int, int],
+  share: tuple[int, int],
+) -> Iterator[Rows]:
+  """The rows of one group of processes, from a batch on.
+
+  Args:
+    state: int32[WIDTH], where the group stands; zeros are the beginning.
+    group: its number, and how many groups there are.
+    share: blocks of rows that it holds, and how many there are.
+  """
+  documents = _Windows(config, split, group, state)
+  stream = Streams(documents, packing, [0], state[None, :3])
+  for number in itertools.count(batch):
+    rows = stream.rows([0] * (sizes.of(number) * share[0] // share[1]))
+    after = np.concatenate([rows.after[0], documents.cursor(int(rows.after[0, 0]))])
+    yield rows._replace(after=np.tile(after, (share[0], 1)))
+
+
+class _Windows:
+  """The documents of one group, shuffled within windows that are read one after the other."""
+
+  def __init__(self, config: MaxTextConfig, split: Split, group: tuple[int, int], state: np.ndarray) -> None:
+    from datasets.distributed import split_dataset_by_node
+
+    self._data = split_dataset_by_node(load(config, split, streaming=True), *group)
+    self._encoding, self._epochs = Encoding.of(config, split), split.epochs
+    self._size = config.grain_shuffle_buffer_size if split.shuffle else 1
+    self._seed = config.data_shuffle_seed
+    cursor = bytes(state[3:].tobytes()).rstrip(b"\0")
+    self._epoch: int = 0
+    if cursor:
+      self._epoch, library = json.loads(cursor)
+      self._data.load_state_dict(library)
+    self._next = int(state[0]) // self._size  # the window that is read next
+    self._cursors = {self._next: state[3:]}  # the library itself knows where it stands only once it has moved
+    self._held: dict[int, list[np.ndarray]] = {}
+    self._rows = self._read_on()
+
+  def read(self, wanted: Sequence[tuple[int, int]]) -> list[np.ndarray | None]:
+    """The tokens of documents (0, k)."""
+    found = []
+    for _, k in wanted:
+      window, place = divmod(k, self._size)
+      self._read_to(window)
+      documents = self._held[window]
+      table = permutation(len(documents), self._seed, window)
+      found.append(documents[table[place]] if place < len(documents) else None)
+    return found
+
+  def cursor(self, first: int) -> np.ndarray:
+    """Where the library stood when the window of a document began, as int32; earlier windows are forgotten."""
+    window = first // self._size
+    self._read_to(window)
+    for old in [number for number in self._cursors if number < window]:
+      del self._cursors[old], self._held[old]
+    return self._cursors[window]
+
+  def _read_to(self, window: int) -> None:
+    while self._next <= window:
+      if self._next not in self._cursors:
+        self._cursors[self._next] = self._here()
+      self._held[self._next] = [self._encoding(values) for values in itertools.islice(self._rows, self._size)]
+      self._next += 1
+
+  def _here(self) -> np.ndarray:
+    cursor = json.dumps([self._epoch, self._data.state_dict()]).encode()
+    if len(cursor) > _CURSOR_BYTES:
+      raise RunError(f"A position in this streamed data takes {len(cursor)} bytes: read it from files on disk.")
+    return np.frombuffer(cursor.ljust(_CURSOR_BYTES, b"\0"), np.int32)
+
+  def _read_on(self) -> Iterator[list[Any]]:
+    while self._epoch < self._epochs:
+      self._data.set_epoch(self._epoch)
+      for row in self._data:
+        yield [row[column] for column in self._encoding.columns]
+      self._epoch += 1

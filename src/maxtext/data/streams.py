@@ -1,0 +1,114 @@
+"""A batch row is a stream: packed rows that do not depend on the number of hosts.
+
+The data is S streams, S fixed for the life of a run. Stream s reads documents s, s+S, s+2S, ... of an endless order and
+packs its own rows, so its whole state is three int32 (see `packing`), and the state of the run is an int32[S, 3] that
+knows no hosts. A process makes the streams of the rows that its devices hold; processes that hold the same rows make
+the same ones. Rows come with the state after them, so how far ahead they are made does not matter.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from maxtext.data.packing import Packing, Piece
+
+
+class StreamDocuments(Protocol):
+  """What streams read from."""
+
+  def read(self, wanted: Sequence[tuple[int, int]]) -> list[np.ndarray | None]:
+    """The tokens of documents (stream, k), each the k-th of its stream; None after the last."""
+    ...
+
+
+class Rows(NamedTuple):
+  """Rows of some streams, and the state of all of the maker's streams after them. Segments are 0 in padding."""
+
+  inputs: np.ndarray
+  targets: np.ndarray
+  positions: np.ndarray
+  segments: np.ndarray
+  after: np.ndarray
+
+
+class Streams:
+  """Makes the rows of some of the streams."""
+
+  def __init__(
+    self,
+    documents: StreamDocuments,
+    packing: Packing,
+    streams: Sequence[int],
+    state: np.ndarray | None = None,
+    read_ahead: int = 16,
+  ) -> None:
+    """Reads nothing yet.
+
+    Args:
+      streams: their numbers.
+      state: int32[len(streams), 3], where they stand; None is the beginning.
+      read_ahead: documents per stream read beyond those that packing looks at.
+    """
+    self._documents, self._packing, self._streams = documents, packing, [int(s) for s in streams]
+    self._state = np.zeros((len(streams), 3), np.int32) if state is None else np.array(state, np.int32)
+    assert self._state.shape == (len(streams), 3), self._state.shape
+    self._read_ahead = read_ahead
+    self._counting = np.arange(packing.length, dtype=np.int32)
+    self._held: list[dict[int, np.ndarray | None]] = [{} for _ in streams]
+    self._sizes = [_Sizes(partial(self._read, s)) for s in range(len(streams))]
+    self._ends = self._state[:, 0].tolist()  # per stream, the first document that was not asked for yet
+
+  def rows(self, chosen: Sequence[int]) -> Rows:
+    """The next row of each of the chosen streams, which are counted from 0 among this maker's."""
+    shape = len(chosen), self._packing.length
+    inputs, targets, positions, segments = (np.zeros(shape, np.int32) for _ in range(4))
+    for row, stream in enumerate(chosen):
+      end, held = 0, self._held[stream]
+      for number, (k, start, n) in enumerate(self._advance(stream), 1):
+        document, here, end = held[k], slice(end, end + n), end + n
+        assert document is not None
+        inputs[row, here] = document[start : start + n]
+        targets[row, here] = document[start + 1 : start + n + 1]
+        positions[row, here] = self._counting[:n]
+        segments[row, here] = number
+      self._forget(stream)
+    return Rows(inputs, targets, positions, segments, self._state.copy())
+
+  def _advance(self, stream: int) -> list[Piece]:
+    first, offset, taken = self._state[stream].tolist()
+    pieces, self._state[stream] = self._packing.row((first, offset, taken), self._sizes[stream])
+    return pieces
+
+  def _forget(self, stream: int) -> None:
+    """Lets go of the documents that are wholly used."""
+    (first, _, taken), held, sizes = self._state[stream].tolist(), self._held[stream], self._sizes[stream]
+    for k in [k for k in held if k < first or taken >> (k - first) & 1]:
+      del held[k], sizes[k]
+
+  def _read(self, stream: int, k: int) -> None:
+    """Reads a document, and with it what all streams will need soon: reading in bulk is what is quick."""
+    wanted = []
+    for s, (first, _, taken) in enumerate(self._state.tolist()):
+      needed = max(first + self._packing.look_ahead, k + 1 if s == stream else 0)
+      end = max(self._ends[s], needed + self._read_ahead)
+      wanted += [(s, j) for j in range(self._ends[s], end) if not taken >> (j - first) & 1]
+      self._ends[s] = end
+    found = self._documents.read([(self._streams[s], j) for s, j in wanted])
+    for (s, j), document in zip(wanted, found, strict=True):
+      self._held[s][j] = document
+      # Each token but the last is an input; the last is only a target.
+      self._sizes[s][j] = -1 if document is None else max(len(document) - 1, 0)
+
+
+class _Sizes(dict[int, int]):
+  """Sizes of a stream's documents, which are read when they are asked for; a dict, because packing asks often."""
+
+  def __init__(self, read: Callable[[int], None]) -> None:
+    super().__init__()
+    self._read = read
+
+  def __missing__(self, k: int) -> int:
+    self._read(k)
+    return self[k]

@@ -1,0 +1,75 @@
+"""What a run starts from and what it keeps: the restore order of its checkpoints, and the callback that saves them."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from etils import epath
+
+from maxtext.checkpoint.location import FOLDER
+from maxtext.configs import MaxTextConfig
+from maxtext.data.batch import Fed
+from maxtext.mesh.interrupt import Interrupt
+from maxtext.train.callbacks.base import Callback
+from maxtext.train.program import Program
+from maxtext.train.state import TrainState
+
+
+class Kept:
+  """The checkpoints of one run. Orbax is imported when there is something to read or to write.
+
+  Args:
+    config: the run.
+    name: its name; a run of the same name goes on where it stopped.
+    record: every key with its value and origin, kept with every step.
+  """
+
+  def __init__(self, config: MaxTextConfig, name: str, record: Mapping[str, Any]) -> None:
+    self._config, self._record = config, record
+    self._folder = epath.Path(config.base_output_directory or "runs").absolute() / name / FOLDER
+
+  def start(self, program: Program) -> tuple[TrainState, Iterator[Fed]]:
+    """The first state and its data: of this run's latest good step, of a named state, of named parameters, or new."""
+    c = self._config
+    if c.enable_checkpointing and self._folder.exists():
+      from maxtext.checkpoint.restore import resume
+
+      if found := resume(c, self._folder, program.state):
+        _say(f"goes on from {found.folder}")
+        return found.state, program.feed(found.position)
+    if c.load_full_state_path:
+      from maxtext.checkpoint.restore import load_state
+
+      found = load_state(c, "load_full_state_path", c.load_full_state_path, program.state)
+      _say(f"goes on from {found.folder}")
+      return found.state, program.feed(found.position)
+    state = program.init()
+    if c.load_parameters_path:
+      state = self._with_parameters(program, state)
+    return state, program.feed()
+
+  def callbacks(self) -> list[Callback]:
+    """What saves, if anything is to be."""
+    c = self._config
+    if not c.enable_checkpointing:
+      return []
+    from maxtext.checkpoint.writer import Writer
+    from maxtext.train.callbacks.save import Save
+
+    return [Save(Writer(c, self._folder, self._record), Interrupt(), c.save_checkpoint_on_completion)]
+
+  def _with_parameters(self, program: Program, state: TrainState) -> TrainState:
+    from maxtext.checkpoint.restore import load_parameters
+
+    path, wanted = self._config.load_parameters_path, program.state.params | program.state.buffers
+    found = load_parameters(self._config, "load_parameters_path", path, wanted)
+    _say(f"starts with the parameters of {path}")
+    return dataclasses.replace(
+      state, params={n: found[n] for n in state.params}, buffers={n: found[n] for n in state.buffers}
+    )
+
+
+def _say(what: str) -> None:
+  if jax.process_index() == 0:
+    print(f"maxtext: {what}", flush=True)

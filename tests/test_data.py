@@ -1,0 +1,222 @@
+"""Streams: exact stops and restarts on any hosts, every document once an epoch, packing beside Grain's."""
+
+import itertools
+import os
+import resource
+import time
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxtext.data import records
+from maxtext.data.mixture import Mixture, Source
+from maxtext.data.order import FEW_SHARDS, Order, Window
+from maxtext.data.packing import Packing
+from maxtext.data.prepared import Prepared
+from maxtext.data.streams import Streams
+from tests.corpora import write_corpus
+
+PACKINGS = {
+  "concat_then_split": Packing(64, "concat_then_split", look_ahead=1),
+  "first_fit": Packing(64, "first_fit"),
+  "best_fit": Packing(64, "best_fit"),
+  "few_segments": Packing(64, "first_fit", max_segments=2),
+  "unpacked": Packing(64, "first_fit", max_segments=1, look_ahead=1),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  return write_corpus(tmp_path_factory.mktemp("corpus") / "a", (37, 1, 50, 12))
+
+
+@pytest.fixture(scope="module")
+def sources(folder, tmp_path_factory):
+  other = write_corpus(tmp_path_factory.mktemp("corpus") / "b", (30, 30), seed=1)
+  return {"one": [Source(Prepared(folder))], "mixture": [Source(Prepared(folder), 0.7), Source(Prepared(other), 0.3)]}
+
+
+def equal(a, b):
+  return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def documents_in(rows):
+  """The numbers of the documents that begin in these rows, told by their first two tokens."""
+  begins = (rows.positions == 0) & (rows.segments > 0)
+  return rows.inputs[begins] * 1000 + rows.targets[begins]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+  mixture=st.sampled_from(["one", "mixture"]),
+  packing=st.sampled_from(sorted(PACKINGS)),
+  epochs=st.sampled_from([None, 1, 3]),
+  shuffle=st.booleans(),
+  # Batches until the next stop, hosts, and streams per row, which is how a batch grows.
+  stops=st.lists(
+    st.tuples(st.integers(1, 12), *[st.sampled_from([1, 2, 4])] * 2).filter(lambda stop: stop[1] * stop[2] <= 8),
+    min_size=1,
+    max_size=4,
+  ),
+  read_ahead=st.integers(0, 9),
+)
+def test_stopped_anywhere_and_resumed_on_other_hosts_the_rows_are_the_same(
+  sources, mixture, packing, epochs, shuffle, stops, read_ahead
+):
+  corpus = Mixture(sources[mixture], 8, seed=3, shuffle=shuffle, epochs=epochs)
+  whole = Streams(corpus, PACKINGS[packing], range(8))
+  state, numbers = np.zeros((8, 3), np.int32), itertools.count()
+  for batches, hosts, per_row in stops:
+    share = 8 // hosts
+    parts = [
+      Streams(corpus, PACKINGS[packing], range(a, a + share), state[a : a + share], read_ahead)
+      for a in range(0, 8, share)
+    ]
+    for number in itertools.islice(numbers, batches):
+      turn = number % per_row
+      expected = whole.rows(range(turn, 8, per_row))
+      made = [part.rows(range(turn, share, per_row)) for part in parts]
+      assert equal(expected, [np.concatenate(arrays) for arrays in zip(*made, strict=True)])
+      state = expected.after
+
+
+@pytest.mark.parametrize("packing", sorted(PACKINGS))
+def test_every_document_is_used_wholly_and_once_an_epoch(folder, packing):
+  source = Prepared(folder)
+  streams = Streams(Mixture([Source(source)], 8, seed=5, epochs=2), PACKINGS[packing], range(8))
+  pairs, begun = [], []
+  while (rows := streams.rows(range(8))).segments.any():
+    real = rows.segments > 0
+    pairs.append(np.stack([rows.inputs[real], rows.targets[real]]))
+    begun.append(documents_in(rows))
+    assert not rows.inputs[~real].any()
+  assert not streams.rows(range(8)).segments.any()
+  every = source.read(range(100))
+  expected = np.concatenate([np.stack([d[:-1], d[1:]]) for d in every] * 2, axis=1)
+  found = np.concatenate(pairs, axis=1)
+  assert np.array_equal(found[:, np.lexsort(found)], expected[:, np.lexsort(expected)])
+  if packing != "concat_then_split":  # it begins the rest of a cut document anew, in the next row
+    return
+  assert set(np.concatenate(begun).tolist()) >= set(range(100))
+
+
+def test_each_epoch_has_every_document_once_in_its_own_order():
+  order = Order([5, 1, 9, 30, 2, 3], Window(shards=2), (0,))
+  epochs = [[order.document(50 * e + i) for i in range(50)] for e in range(4)]
+  assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+  assert len({tuple(epoch) for epoch in epochs}) == 4
+  assert epochs[1] != [Order([50], FEW_SHARDS, (1,)).document(i) for i in range(50)], "a seed is not an epoch"
+  assert [Order([5, 5], FEW_SHARDS, (0,), shuffle=False).document(i) for i in range(12)] == [*range(10), 0, 1]
+
+
+def test_a_window_touches_few_shards():
+  order, edges = Order([10] * 100, Window(shards=4), (7,)), np.arange(0, 1000, 10)
+  for window in range(25):
+    numbers = [order.document(i) for i in range(40 * window, 40 * window + 40)]
+    assert len(set(np.searchsorted(edges, numbers, side="right"))) == 4
+    assert numbers != sorted(numbers)
+
+
+def grain_rows(corpus, stream, pack):
+  """What Grain makes of one stream's documents."""
+
+  class Documents(grain.sources.RandomAccessDataSource):
+    def __len__(self):
+      return 60
+
+    def __getitem__(self, k):
+      (tokens,) = corpus.read([(stream, k)])
+      return {"inputs": tokens[:-1].astype(np.int32), "targets": tokens[1:].astype(np.int32)}
+
+  dataset = grain.MapDataset.source(Documents()).to_iter_dataset()
+  return iter(pack(dataset, {"inputs": 64, "targets": 64}))
+
+
+def concat_then_split(dataset, lengths):
+  split = grain.experimental.ConcatThenSplitIterDataset
+  return split(dataset, length_struct=lengths)
+
+
+def one_bin(dataset, lengths):
+  return grain.experimental.FirstFitPackIterDataset(dataset, length_struct=lengths, num_packing_bins=1)
+
+
+@pytest.mark.parametrize(
+  ("packing", "pack", "lengths"),
+  [
+    (PACKINGS["concat_then_split"], concat_then_split, (1, 150)),
+    (Packing(64, "first_fit", look_ahead=1), one_bin, (1, 60)),
+  ],
+  ids=["concat_then_split", "first_fit"],
+)
+def test_rows_are_those_of_grain_on_the_same_documents(tmp_path, packing, pack, lengths):
+  corpus = Mixture([Source(Prepared(write_corpus(tmp_path, (100, 80), lengths=lengths)))], 4, seed=1)
+  streams = Streams(corpus, packing, range(4))
+  oracles = [grain_rows(corpus, stream, pack) for stream in range(4)]
+  for _ in range(10):
+    rows = streams.rows(range(4))
+    for r, oracle in enumerate(oracles):
+      expected = next(oracle)
+      real = expected["inputs_segment_ids"] > 0
+      assert np.array_equal(rows.segments[r], expected["inputs_segment_ids"])
+      assert np.array_equal(rows.positions[r], np.where(real, expected["inputs_positions"], 0))
+      assert np.array_equal(rows.inputs[r], expected["inputs"])
+      assert np.array_equal(rows.targets[r], expected["targets"])
+
+
+def test_looking_ahead_leaves_less_padding_and_keeps_documents_whole(tmp_path):
+  corpus = Mixture([Source(Prepared(write_corpus(tmp_path, (600,), lengths=(1, 60))))], 2, seed=0, epochs=1)
+  padding = {}
+  for name, ahead in (("first_fit", 1), ("first_fit", 31), ("best_fit", 31)):
+    streams = Streams(corpus, Packing(64, name, look_ahead=ahead), range(2))
+    made = [streams.rows(range(2)) for _ in range(100)]
+    padding[name, ahead] = np.mean([rows.segments == 0 for rows in made])
+    begun = np.concatenate([documents_in(rows) for rows in made])
+    assert len(set(begun.tolist())) == len(begun), "no document is cut"
+  assert padding["best_fit", 31] < padding["first_fit", 31] < padding["first_fit", 1] / 3
+
+
+def test_mixtures_give_every_row_every_source_in_its_share(tmp_path):
+  weights = (0.62, 0.3, 0.08)
+  sources = [Source(Prepared(write_corpus(tmp_path / str(i), (40,), seed=i)), w) for i, w in enumerate(weights)]
+  corpus = Mixture(sources, streams=16, seed=0)
+  for stream in (0, 5, 15):
+    found = [corpus._locate(stream, k) for k in range(5000)]
+    shares = np.bincount([source for source, _ in found]) / 5000
+    assert np.allclose(shares, weights, rtol=0.02)
+  seen = {place for stream in range(16) for k in range(500) for place in [corpus._locate(stream, k)]}
+  assert len(seen) == 16 * 500, "no document twice"
+  first = [corpus._locate(stream, 0)[0] for stream in range(16)]
+  assert len(set(first)) > 1, "a batch is not of one source"
+
+
+def test_a_thousand_shards_need_few_open_files_and_little_memory(tmp_path, monkeypatch):
+  monkeypatch.setattr(records, "MOST_OPEN", 32)
+  folder = write_corpus(tmp_path, [20] * 1000)
+  source = Prepared(folder)
+  streams = Streams(Mixture([Source(source)], 16, seed=0, epochs=1), PACKINGS["first_fit"], range(16))
+  before, open_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(os.listdir("/proc/self/fd"))
+  most = begun = 0
+  while (rows := streams.rows(range(16))).segments.any():
+    begun += len(documents_in(rows))
+    most = max(most, len(os.listdir("/proc/self/fd")) - open_before)
+  assert begun >= 20000
+  assert source._records.open_shards <= 32
+  assert most <= 34
+  assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+
+
+def test_restoring_256_streams_takes_under_a_second(tmp_path):
+  source = Source(Prepared(write_corpus(tmp_path, [5000] * 4, lengths=(1, 60))))
+  streams = Streams(Mixture([source], 256, seed=0), PACKINGS["first_fit"], range(256))
+  for _ in range(3):
+    state = streams.rows(range(256)).after
+  start = time.perf_counter()
+  source = Source(Prepared(tmp_path))
+  again = Streams(Mixture([source], 256, seed=0), PACKINGS["first_fit"], range(256), state)
+  rows = again.rows(range(256))
+  assert time.perf_counter() - start < 1
+  assert equal(rows, streams.rows(range(256)))

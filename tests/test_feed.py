@@ -1,0 +1,220 @@
+"""Feeding a run: rows on devices, positions, worker processes, growing batches, the end of the data."""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext import ConfigError
+from maxtext.configs.errors import RunError
+from maxtext.data.feed import make_feed
+from maxtext.train.loop import run_loop
+from tests.corpora import write_corpus
+from tests.support import History, program, tiny
+
+GRAIN = {
+  "dataset_type": "grain",
+  "vocab_size": 1000,
+  "grain_worker_count": 0,
+  "per_device_batch_size": 1,
+  "max_target_length": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  return write_corpus(tmp_path_factory.mktemp("corpus"), (200, 100), lengths=(1, 100))
+
+
+@pytest.fixture(scope="module")
+def config(folder):
+  return lambda **changes: tiny(**(GRAIN | {"grain_train_files": str(folder)} | changes))
+
+
+def host(fed):
+  """A batch and its position, as one process sees the whole."""
+  batch = [np.asarray(array) for array in jax.tree.leaves(fed.batch)]
+  return batch, {name: np.asarray(array) for name, array in fed.position().items()}
+
+
+def take(feed, count):
+  return [host(fed) for _, fed in zip(range(count), feed, strict=False)]
+
+
+def same(a, b):
+  return len(a) == len(b) and all(
+    all(np.array_equal(x, y) for x, y in zip(left[0], right[0], strict=True))
+    and all(np.array_equal(left[1][name], right[1][name]) for name in left[1])
+    for left, right in zip(a, b, strict=True)
+  )
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {},
+    {"grain_packing_type": "best_fit", "grain_per_worker_buffer_size": 3},
+    {"grain_packing_type": "concat_then_split", "num_epoch": 3},
+    {"packing": False, "enable_data_shuffling": False, "grain_prefetch_buffer_size": 0},
+    {"ici_tensor_parallelism": 2, "max_segments_per_seq": 2},
+    {"enable_rampup_batch_size": True, "per_device_batch_size": 3, "global_rampup_samples": 90,
+     "per_device_batch_size_start": 1, "per_device_batch_size_increment": 1},
+  ],
+  ids=["plain", "best_fit", "concat_then_split", "unpacked", "tensor", "ramp-up"],
+)  # fmt: skip
+def test_resumed_after_any_batch_a_run_is_fed_the_same(config, changes):
+  p = program(config(**changes), devices=8)
+  whole = take(p.feed(), 9)
+  assert whole[0][0][0].shape[1] == 64
+  for stop in (1, 4, 7):
+    assert same(take(p.feed(whole[stop - 1][1]), 9 - stop), whole[stop:])
+
+
+def test_batches_do_not_depend_on_processes_or_devices(config):
+  whole = take(program(config(per_device_batch_size=8)).feed(), 5)
+  assert same(take(program(config(), devices=8).feed(), 5), whole)
+  assert same(take(program(config(grain_worker_count=3), devices=8).feed(), 5), whole)
+  assert same(take(program(config(grain_worker_count=-1), devices=8).feed(whole[1][1]), 3), whole[2:])
+
+
+def test_a_batch_grows_and_takes_turns_among_its_streams(config):
+  grown = config(
+    enable_rampup_batch_size=True, per_device_batch_size=12, per_device_batch_size_start=4,
+    per_device_batch_size_increment=4, global_rampup_samples=40, num_epoch=5,
+  )  # fmt: skip
+  made = take(program(grown).feed(), 11)
+  assert [len(batch[0]) for batch, _ in made] == [4] * 5 + [8] * 3 + [12] * 3
+  streams = made[0][1]["streams"]
+  assert streams.shape == (24, 3)
+  assert np.flatnonzero(streams.any(axis=1)).tolist() == [0, 6, 12, 18]
+  assert made[4][1]["streams"].any(axis=1).sum() == 20
+  history = History()
+  p = program(grown)
+  run_loop(p.step, p.init(), p.feed(), range(10), [history])
+  assert np.isfinite(history.losses).all()
+
+
+def test_the_data_ends_with_the_first_row_or_is_padded_to_the_last(config, capsys):
+  short, padded = (program(config(generate_padding_batch_train=pad), devices=8) for pad in (False, True))
+  cut, whole = list(map(host, short.feed())), list(map(host, padded.feed()))
+  assert "data: ended after" in capsys.readouterr().out
+  assert same(whole[: len(cut)], cut)
+  assert all((batch[3] > 0).any(axis=1).all() for batch, _ in cut)
+  begins = sum(((batch[2] == 0) & (batch[3] > 0)).sum() for batch, _ in whole)
+  assert len(whole) > len(cut)
+  assert begins >= 300, "every document"
+  history = History()
+  state = run_loop(short.step, short.init(), short.feed(), range(1000), [history])
+  assert int(state.step) == len(history.losses) == len(cut)
+
+
+def test_a_corpus_that_fills_no_batch_is_refused(tmp_path):
+  small = str(write_corpus(tmp_path, (3,)))
+  with pytest.raises(ConfigError, match=r"does not fill a single batch.*generate_padding_batch_train=true"):
+    next(program(tiny(**GRAIN, grain_train_files=small), devices=8).feed())
+
+
+def test_one_batch_over_and_over(config):
+  (first, _), (second, _) = take(program(config(reuse_example_batch=1)).feed(), 2)
+  assert all(map(np.array_equal, first, second))
+  (first, _), (second, _) = take(program(config()).feed(), 2)
+  assert not all(map(np.array_equal, first, second))
+
+
+def test_a_position_in_other_data_is_refused_with_the_difference(config, folder, tmp_path):
+  position = take(program(config(), devices=8).feed(), 1)[0][1]
+  other = str(write_corpus(tmp_path, (200, 100), seed=1, lengths=(1, 100)))
+  for changes, words in (
+    ({"data_shuffle_seed": 1}, "seed was 0 and is 1"),
+    ({"per_device_batch_size": 2}, "streams was 8 and is 16"),
+    ({"max_target_length": 32}, "length was 64 and is 32"),
+    ({"grain_packing_type": "best_fit"}, "packing.kind was first_fit and is best_fit"),
+    ({"enable_data_shuffling": False}, "shuffle was True and is False"),
+    ({"grain_train_files": other}, r"sources\[0\].sha256 was"),
+  ):
+    with pytest.raises(ConfigError, match=f"is not the data of this run: {words}"):
+      program(config(**changes), devices=8).feed(position)
+  # Where the folder is, and how it is read, makes no difference.
+  (tmp_path / "moved").symlink_to(folder)
+  next(program(config(grain_train_files=str(tmp_path / "moved"), grain_num_threads=2), devices=8).feed(position))
+
+
+def test_evaluation_reads_its_own_keys(config, tmp_path):
+  other = str(write_corpus(tmp_path, (40,), seed=1))
+  p = program(config(grain_eval_files=other, grain_worker_count_eval=0, generate_padding_batch_eval=True))
+  rounds = [[np.asarray(fed.batch.inputs) for fed in make_feed(p.config, p.batch, split="eval")] for _ in range(2)]
+  assert len(rounds[0]) > 2
+  assert all(map(np.array_equal, *rounds))
+  assert rounds[0][0][0, 1] == 0, "the first document comes first"
+
+
+def test_a_damaged_shard_and_a_dead_reader_are_named(config, tmp_path):
+  folder = write_corpus(tmp_path, (30, 30))
+  next(folder.glob("*00001*")).write_bytes(b"short")
+  for workers in (0, 1):
+    with pytest.raises(RunError, match=r"00001-of-00002\.array_record has 5 bytes and the manifest beside it says"):
+      next(program(config(grain_train_files=str(folder), grain_worker_count=workers)).feed())
+
+
+def readers_of(pid):
+  listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=True)
+  return {int(line.split()[0]) for line in listed.stdout.splitlines() if "maxtext.data.workers" in line}
+
+
+def test_a_killed_reader_ends_the_run_in_words(config):
+  before = readers_of(os.getpid())
+  feed = program(config(grain_worker_count=1, num_epoch=1000)).feed()
+  next(feed)
+  (worker,) = readers_of(os.getpid()) - before
+  os.kill(worker, signal.SIGKILL)
+  with pytest.raises(RunError, match="A reader process of the data ended with exit code -9"):
+    list(itertools.islice(feed, 50))
+  assert readers_of(os.getpid()) == before
+
+
+RUN_WITH_READERS = """
+import sys, time
+from tests.support import program, tiny
+from tests.test_feed import GRAIN
+changes = {"grain_worker_count": 2, "per_device_batch_size": 4, "grain_train_files": sys.argv[1]}
+feed = program(tiny(**(GRAIN | changes))).feed()
+next(feed)
+print("fed", flush=True)
+time.sleep(60)
+"""
+
+
+def test_readers_do_not_outlive_a_killed_run(folder):
+  run = subprocess.Popen([sys.executable, "-c", RUN_WITH_READERS, str(folder)], stdout=subprocess.PIPE, text=True)
+  assert run.stdout.readline() == "fed\n"
+  workers = readers_of(run.pid)
+  assert len(workers) == 2
+  run.kill()
+  run.wait()
+  deadline = time.monotonic() + 20
+  while any(os.path.exists(f"/proc/{pid}") for pid in workers) and time.monotonic() < deadline:
+    time.sleep(0.05)
+  assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)
+
+
+def test_a_document_does_not_see_its_neighbours(config):
+  p = program(config())
+  state, fed = p.init(), next(p.feed())
+  assert (np.asarray(fed.batch.segments) == 2).any()
+  second = np.asarray(fed.batch.segments)[0] == 2
+
+  def logits(inputs):
+    decoder = p.model.bind(state.params | state.buffers)
+    return decoder.logits(decoder.hidden(inputs, fed.batch.positions, fed.batch.segments)[0])
+
+  inputs = np.asarray(fed.batch.inputs)
+  changed = np.where(second, (inputs + 7) % 1000, inputs)
+  before, after = (np.asarray(jax.jit(logits)(x))[0] for x in (inputs, changed))
+  assert np.array_equal(before[~second], after[~second])
+  assert not np.allclose(before[second], after[second])

@@ -1,0 +1,351 @@
+"""`maxtext data prepare` on real files: what comes out, whoever does the work and however often it is killed."""
+
+import gzip
+import hashlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maxtext import ConfigError, load_config
+from maxtext.cli.main import main
+from maxtext.data.prepare import in_beam, in_processes, prepare
+from maxtext.data.raw_text import File, find_files, standard_library
+from maxtext.data.tokenizers import load_tokenizer
+from tests import vocabularies
+
+MAXTEXT = str(Path(sys.executable).with_name("maxtext"))
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "packs", "five", "dozen", "jugs"]
+
+
+def text(number: int) -> str:
+  rng = np.random.default_rng(number)
+  return f"Document {number}. " + " ".join(rng.choice(WORDS, rng.integers(20, 120)))
+
+
+def here(make, items):
+  for item in items:
+    make(item)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+  return vocabularies.hugging_face(tmp_path_factory.mktemp("vocabulary"), texts=map(text, range(20)))
+
+
+@pytest.fixture(scope="module")
+def config(vocabulary):
+  return load_config(dataset_type="grain", tokenizer_type="huggingface", tokenizer_path=str(vocabulary), vocab_size=512)
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory):
+  """The same 900 documents in every format; an empty one among each."""
+  import pyarrow
+  import pyarrow.parquet
+
+  folder = tmp_path_factory.mktemp("raw")
+  texts = [text(n) for n in range(900)]
+  (folder / "a" / "deep").mkdir(parents=True)
+  for n in range(300):
+    (folder / "a" / ("deep" if n >= 200 else "") / f"{n:03}.txt").write_text(texts[n])
+  (folder / "a" / "deep" / "empty.txt").write_text("")
+  (folder / "a" / ".hidden").write_text("not a document")
+  lines = [json.dumps({"id": n, "body": texts[n]}) for n in range(300, 600)]
+  lines[:0] = [""]
+  lines[7:7] = ["", json.dumps({"id": -1, "body": ""})]
+  (folder / "b.jsonl").write_text("\n".join(lines[:200]) + "\n")
+  with gzip.open(folder / "c.jsonl.gz", "wt") as file:
+    file.write("\n".join(lines[200:]))
+  nested = [{"a": n, "b": n} for n in range(301)]  # more columns in the file than in the table
+  rows = pyarrow.table({"id": nested, "body": [*texts[600:], ""]})
+  pyarrow.parquet.write_table(rows, folder / "d.parquet", row_group_size=70)
+  return folder, texts
+
+
+def content(folder: Path) -> dict[str, str]:
+  """Every file below a folder, hidden or not, by its hash."""
+  files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+  return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def records(folder: Path, manifest) -> list[list[np.ndarray]]:
+  from array_record.python.array_record_module import ArrayRecordReader
+
+  paths = (str(folder / shard["file"]) for shard in manifest["shards"])
+  dtype = {"uint16": "<u2", "uint32": "<u4"}[manifest["dtype"]]
+  return [[np.frombuffer(record, dtype) for record in ArrayRecordReader(path).read_all()] for path in paths]
+
+
+def test_the_folder_says_what_it_holds(raw, config, tmp_path):
+  folder, texts = raw
+  to = tmp_path / "out"
+  manifest = prepare(config, find_files([str(folder)]), str(to), here, column="body", shard_size=40_000)
+  assert json.loads((to / "manifest.json").read_text()) == manifest
+  shards = records(to, manifest)
+  tokenizer = load_tokenizer(config)
+  found = [tokens for shard in shards for tokens in shard]
+  assert len(found) == len(texts) == manifest["documents"]
+  for tokens, expected in zip(found, texts, strict=True):
+    np.testing.assert_array_equal(tokens, tokenizer.encode(expected))
+  assert (manifest["schema"], manifest["dtype"], manifest["tokenizer"]) == (1, "uint16", tokenizer.identity)
+  assert manifest["tokens"] == sum(map(len, found))
+  assert len(shards) >= 8
+  for number, (entry, shard) in enumerate(zip(manifest["shards"], shards, strict=True)):
+    path = to / entry["file"]
+    assert entry == {
+      "file": f"tokens-{number:05}-of-{len(shards):05}.array_record",
+      "documents": len(shard),
+      "tokens": sum(map(len, shard)),
+      "bytes": path.stat().st_size,
+      "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
+    assert sum(len(tokenizer.decode(tokens)) for tokens in shard) <= 40_000
+  alone = load_tokenizer(config.model_copy(update={"tokenizer_path": str(to)}))
+  assert alone.identity == tokenizer.identity
+  assert alone.render([{"role": "user", "content": "x"}])
+  names = {*(s["file"] for s in manifest["shards"]), "manifest.json", "tokenizer.json", "tokenizer_config.json"}
+  assert content(to).keys() == names, "nothing else is left"
+
+
+def test_a_shard_has_at_most_ten_thousand_records(config, tmp_path):
+  (tmp_path / "many.jsonl").write_text("".join(f'{{"text": "{n}"}}\n' for n in range(10_001)))
+  manifest = prepare(config, find_files([str(tmp_path / "many.jsonl")]), str(tmp_path / "out"), here)
+  assert [shard["documents"] for shard in manifest["shards"]] == [10_000, 1]
+
+
+def test_large_vocabularies_need_four_bytes(config, tmp_path):
+  from tokenizers import Tokenizer
+
+  bpe = Tokenizer.from_file(str(Path(config.tokenizer_path) / "tokenizer.json"))
+  bpe.add_tokens([f"word{n}" for n in range(1 << 16)])
+  (tmp_path / "large").mkdir()
+  bpe.save(str(tmp_path / "large" / "tokenizer.json"))
+  (tmp_path / "one.txt").write_text("word65535 the")
+  keys = {"tokenizer_path": str(tmp_path / "large"), "vocab_size": 66_000, "add_bos": False, "add_eos": False}
+  manifest = prepare(config.model_copy(update=keys), find_files([str(tmp_path / "one.txt")]), str(tmp_path / "o"), here)
+  assert manifest["dtype"] == "uint32"
+  assert records(tmp_path / "o", manifest)[0][0][0] >= 1 << 16
+
+
+def test_the_same_bytes_from_any_number_of_workers(raw, config, tmp_path):
+  files = find_files([str(raw[0])])
+  found = []
+  for workers in (1, 3):
+    prepare(config, files, str(tmp_path / str(workers)), in_processes(workers), column="body", shard_size=60_000)
+    found.append(content(tmp_path / str(workers)))
+  assert found[0] == found[1]
+  assert len(found[0]) > 5
+
+
+def test_the_same_bytes_from_beam(raw, config, tmp_path):
+  pytest.importorskip("apache_beam")
+  files = find_files([str(raw[0])])
+  options = ["direct_num_workers=2", "direct_running_mode=multi_processing"]
+  for name, execute in {"beam": in_beam("DirectRunner", options), "here": here}.items():
+    prepare(config, files, str(tmp_path / name), execute, column="body", shard_size=60_000)
+  assert content(tmp_path / "beam") == content(tmp_path / "here")
+
+
+def test_a_folder_that_is_not_a_disk(raw, config, tmp_path):
+  """Object stores go through fsspec, and so does its store in memory."""
+  import fsspec
+
+  fs = fsspec.filesystem("memory")
+  fs.put(str(raw[0] / "b.jsonl"), "/raw/b.jsonl")
+  kinds = {"memory://raw": "memory://out", str(raw[0] / "b.jsonl"): str(tmp_path / "out")}
+  for source, to in kinds.items():
+    prepare(config, find_files([source]), to, here, column="body", shard_size=20_000)
+  fs.get("/out", str(tmp_path / "copy"), recursive=True)
+  assert content(tmp_path / "copy") == content(tmp_path / "out")
+
+
+def prepare_words(raw, vocabulary, to, *more):
+  keys = ["tokenizer_type=huggingface", f"tokenizer_path={vocabulary}"]
+  words = ["--from", str(raw[0]), "--to", str(to), "--column", "body", "--shard-megabytes", "0.01"]
+  return [MAXTEXT, "data", "prepare", *keys, *words, *more]
+
+
+def run(command):
+  return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def workers_of(process: int) -> list[int]:
+  children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+  return [int(c) for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
+
+
+def alive(process: int) -> bool:
+  try:
+    return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+  except FileNotFoundError:
+    return False
+
+
+def until(condition, seconds=60):
+  end = time.monotonic() + seconds
+  while not (found := condition()):
+    assert time.monotonic() < end
+    time.sleep(0.002)
+  return found
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+def test_killed_at_any_moment_and_started_again(raw, vocabulary, tmp_path):
+  """A worker first, then everything, at moments that lie further and further on."""
+  to, whole = tmp_path / "out", tmp_path / "whole"
+  done = run(prepare_words(raw, vocabulary, whole))
+  assert done.returncode == 0, done.stderr
+  expected = content(whole)
+  shards = sorted(name for name in expected if name.endswith(".array_record"))
+  command, seen = prepare_words(raw, vocabulary, to, "--workers", "2"), 0
+
+  def finished():
+    return len(list(to.glob(".unfinished/*.array_record.json")))
+
+  for kill in ("worker", "all", "all"):
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+      workers = until(lambda p=process, before=seen: finished() > before and workers_of(p.pid))
+      os.kill(workers[0] if kill == "worker" else process.pid, signal.SIGKILL)
+      _, errors = process.communicate(timeout=60)
+    if kill == "worker":
+      assert (process.returncode, errors) == (
+        1,
+        "maxtext: A worker was killed. Finished shards are kept: run the same command again.\n",
+      )
+    until(lambda w=workers: not any(map(alive, w)))
+    seen = finished()
+    assert 0 < seen < len(shards), "the kill came half-way"
+    there = content(to)
+    assert "manifest.json" not in there
+    assert all(there[name] == expected[name] for name in shards if name in there), "no shard is half"
+  kept = {name: (to / name).stat().st_mtime_ns for name in shards if (to / ".unfinished" / f"{name}.json").exists()}
+  assert len(kept) == seen
+  done = run(command)
+  assert done.returncode == 0, done.stderr
+  assert content(to) == expected
+  assert {name: (to / name).stat().st_mtime_ns for name in kept} == kept, "finished shards are not made again"
+  before = {name: (to / name).stat().st_mtime_ns for name in expected}
+  assert run(command).returncode == 0
+  assert {name: (to / name).stat().st_mtime_ns for name in expected} == before, "a finished folder is left alone"
+
+
+def test_mistakes_end_with_two(raw, vocabulary, tmp_path, monkeypatch, capsys):
+  folder = raw[0]
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "empty").mkdir()
+  (tmp_path / "blank.jsonl").write_text('{"text": ""}\n')
+  (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
+  (tmp_path / "binary.txt").write_bytes(b"abc\xff\xfe")
+  (tmp_path / "fake.parquet").write_text("not one")
+  (tmp_path / "other").mkdir()
+  (tmp_path / "other" / "thesis.txt").write_text("do not touch")
+  keys = ["tokenizer_type=huggingface", f"tokenizer_path={vocabulary}"]
+  for words, message in (
+    ([], "data prepare needs text: --from PATH, or --stdlib."),
+    (["--from", "nowhere"], "--from nowhere: no such file or folder."),
+    (["--from", "empty"], "There is no text in what was given."),
+    (["--from", "blank.jsonl"], "every document is empty."),
+    (["--from", "broken.jsonl"], "broken.jsonl, line at byte 14: not a JSON object."),
+    (["--from", "binary.txt"], "binary.txt is not UTF-8 text (byte 3): say which files to take with --suffix"),
+    (["--from", "fake.parquet"], "fake.parquet is not a Parquet file."),
+    (["--from", f"{folder}/b.jsonl"], "no text under 'text'. It has 'id', 'body'. Choose with --column."),
+    (["--from", f"{folder}/d.parquet"], "no column 'text'. It has 'id', 'body'. Choose with --column."),
+    (["--from", f"{folder}/d.parquet", "--column", "id"], "row 0: no text under 'id'. Choose with --column."),
+    (["--from", f"{folder}/a", "--workers", "0"], "--workers 0 --shard-megabytes 8: at least 1, and above 0."),
+    (["--from", f"{folder}/a", "--beam", "region=x"], "--beam region=x has no effect without --runner."),
+    (["--from", f"{folder}/a", "--train-tokenizer"], "--train-tokenizer makes another."),
+    (["--from", f"{folder}/a", "tokenizer_path=nowhere"], "tokenizer_path=nowhere is no file and no folder."),
+    (["--from", f"{folder}/a", "tokenizer_path=null"], "tokenizer_path is not set"),
+    (["--from", f"{folder}/a", "vocab_size=200"], "more than vocab_size=200"),
+    (["--from", f"{folder}/a", "--to", "other"], "--to other holds something else: choose another folder."),
+    (["--from", f"{folder}/a", "--to", "/proc/nothing"], "--to /proc/nothing cannot be written"),
+  ):
+    assignments = [word for word in words if "=" in word and word.startswith(("tok", "voc"))]
+    flags = [word for word in words if word not in assignments]
+    code = main(["data", "prepare", *keys, *assignments, "--to", "out", *flags])
+    errors = capsys.readouterr().err
+    assert (code, message in errors) == (2, True), (words, errors)
+    assert len(errors.splitlines()) == 1, errors
+    assert not list(tmp_path.glob("out/*.array_record"))
+  assert content(tmp_path / "other") == {"thesis.txt": hashlib.sha256(b"do not touch").hexdigest()}
+
+
+def test_a_corrected_mistake_may_use_the_same_folder_but_other_text_may_not(raw, config, tmp_path):
+  lines, to = find_files([str(raw[0] / "b.jsonl")]), str(tmp_path / "out")
+  with pytest.raises(ConfigError, match="no text under 'text'"):
+    prepare(config, lines, to, here)
+  prepare(config, lines, to, here, column="body")
+  with pytest.raises(ConfigError, match="holds shards of other text, another tokenizer or other flags"):
+    prepare(config, find_files([str(raw[0] / "a")]), to, here)
+  with pytest.raises(ConfigError, match="holds shards of other text"):
+    prepare(config.model_copy(update={"add_bos": False}), lines, to, here, column="body")
+
+
+def test_a_tokenizer_of_ones_own(config, tmp_path):
+  """It learns from the first max_corpus_chars characters only, and is the same every time."""
+  (tmp_path / "raw").mkdir()
+  (tmp_path / "raw" / "1.txt").write_text("the fox " * 200)
+  (tmp_path / "raw" / "2.txt").write_text("zebra quagga " * 200)
+  found = {}
+  for name, characters in (("all", 10_000), ("again", 10_000), ("first", 1_600)):
+    keys = {"tokenizer_path": None, "vocab_size": 290, "max_corpus_chars": characters}
+    prepare(config.model_copy(update=keys), find_files([str(tmp_path / "raw")]), str(tmp_path / name), here, train=True)
+    found[name] = load_tokenizer(config.model_copy(update={"tokenizer_path": str(tmp_path / name)}))
+  assert content(tmp_path / "all") == content(tmp_path / "again")
+  lengths = {name: [len(t.encode(word)) - 2 for word in ("the fox", " zebra")] for name, t in found.items()}
+  assert lengths["all"] == [2, 1]
+  assert lengths["first"] == [2, 6]
+  small = config.model_copy(update={"tokenizer_path": None, "vocab_size": 257})
+  with pytest.raises(ConfigError, match="vocab_size=257 is too small to train a tokenizer: it takes 258"):
+    prepare(small, find_files([str(tmp_path / "raw")]), str(tmp_path / "x"), here, train=True)
+
+
+def test_a_terminal_has_a_bar_and_a_log_has_lines(raw, vocabulary, tmp_path):
+  done = run(prepare_words(raw, vocabulary, tmp_path / "lines", "--workers", "1"))
+  lines = done.stdout.splitlines()
+  assert lines[-1].startswith(f"{tmp_path / 'lines'}: 900 documents, ")
+  assert all(line.startswith("shard ") for line in lines[:-1])
+  assert 1 <= len(lines) - 1 <= 10
+  assert "\x1b" not in done.stdout
+  leader, follower = pty.openpty()
+  env = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+  command = prepare_words(raw, vocabulary, tmp_path / "bar", "--workers", "1")
+  with subprocess.Popen(command, stdout=follower, stderr=follower, env=env) as process:
+    os.close(follower)
+    shown = b""
+    try:
+      while piece := os.read(leader, 65536):
+        shown += piece
+    except OSError:  # the terminal is gone when the process is
+      os.close(leader)
+  assert process.returncode == 0, shown
+  assert b"900 documents" in shown
+  assert b"kB" in shown
+  assert b"left" in shown
+  assert b"shard 1/" not in shown
+
+
+def test_the_standard_library_is_text():
+  files = standard_library()
+  names = {Path(file.path).name for file in files}
+  assert {"argparse.py", "dataclasses.py", "socket.py"} <= names
+  assert not {"test_argparse.py", "pip"} & names
+  assert 5e6 < sum(file.size for file in files) < 5e7
+  assert not any("site-packages" in file.path for file in files)
+
+
+def test_folders_can_be_narrowed(raw):
+  folder = raw[0]
+  assert len(find_files([str(folder)], [".txt"])) == 301
+  assert find_files([str(folder / "b.jsonl")], [".txt"]) == [
+    File(str(folder / "b.jsonl"), (folder / "b.jsonl").stat().st_size)
+  ], "what is named itself is taken"
