@@ -22,6 +22,16 @@ def checksums(arrays: Mapping[str, Any]) -> jax.Array:
   return _program(None if mesh is None else NamedSharding(mesh, PartitionSpec()))(leaves)
 
 
+def checksum_of_part(part: np.ndarray, start: Sequence[int]) -> int:
+  """What a part of an array adds to the array's checksum, modulo 2^32; `start` is its first element's index."""
+  return int(_part_program(part, np.array(start, np.uint32)))
+
+
+@jax.jit
+def _part_program(part: jax.Array, start: jax.Array) -> jax.Array:
+  return _checksum(part, start)
+
+
 @cache
 def _program(where: NamedSharding | None) -> Any:
   def checksum_all(leaves: Sequence[Any]) -> jax.Array:
@@ -30,12 +40,13 @@ def _program(where: NamedSharding | None) -> Any:
   return jax.jit(checksum_all, out_shardings=where)
 
 
-def _checksum(array: jax.typing.ArrayLike) -> jax.Array:
+def _checksum(array: jax.typing.ArrayLike, start: jax.Array | None = None) -> jax.Array:
   x = jnp.asarray(array)
   bits = x.astype(jnp.uint32) if x.dtype == jnp.bool_ else _bits(x)
   index = jnp.zeros(bits.shape, jnp.uint32)
   for dim in range(bits.ndim):
-    index = _mix(index + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim) + np.uint32(1))
+    first = np.uint32(1) if start is None or dim >= x.ndim else start[dim] + np.uint32(1)
+    index = _mix(index + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim) + first)
   return jnp.sum(_mix(bits ^ index), dtype=jnp.uint32)
 
 

@@ -14,7 +14,8 @@ from maxtext.checkpoint.tree import named, nested
 from maxtext.configs import ConfigError, MaxTextConfig
 
 STATE = "state"
-_CHECKSUMS = "checksums"
+CHECKSUMS = "checksums"
+CHUNK = 64 << 20  # bytes that are read or written together: a layer of a stacked array, or less
 _REPLICAS = "data"  # the mesh axis along which devices hold the same parameters
 
 
@@ -36,10 +37,10 @@ def contents(
   """What a save writes: the arrays, their checksums and the record."""
   record = Record(step, {n: Array(tuple(np.shape(a)), str(a.dtype)) for n, a in arrays.items()}, stacked, keys)
   size = config.checkpoint_storage_target_data_file_size_bytes if config.checkpoint_storage_use_ocdbt else None
-  tree = nested({**arrays, _CHECKSUMS: checksums(arrays)})
-  return ocp.args.Composite(
-    **{STATE: ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=size), ITEM: ocp.args.JsonSave(record.to_json())}
-  )
+  tree = nested({**arrays, CHECKSUMS: checksums(arrays)})
+  chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=(0,)), tree)
+  save = ocp.args.PyTreeSave(tree, save_args=chunked, ocdbt_target_data_file_size=size)
+  return ocp.args.Composite(**{STATE: save, ITEM: ocp.args.JsonSave(record.to_json())})
 
 
 def read(
@@ -51,7 +52,7 @@ def read(
   """
   where = next((s.sharding.mesh for s in wanted.values() if s is not None), None) if _single_replica(config) else None
   handler = handlers(config, where)[STATE]
-  everything = dict(wanted) | {_CHECKSUMS: None}
+  everything = dict(wanted) | {CHECKSUMS: None}
   restore = nested({name: _restore_args(struct, where is not None) for name, struct in everything.items()})
   item = jax.tree.map(lambda _: 0, restore, is_leaf=lambda x: isinstance(x, ocp.RestoreArgs))
   try:
@@ -63,7 +64,7 @@ def read(
   except Exception as error:  # Orbax and TensorStore raise ValueError, KeyError, OSError and more for damaged files
     raise DamagedError(reason(error)) from error
   arrays = named(found)
-  _verify(arrays.pop(_CHECKSUMS), arrays, record)
+  _verify(arrays.pop(CHECKSUMS), arrays, record)
   return arrays
 
 

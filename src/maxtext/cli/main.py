@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from maxtext.cli import checkpoint, config, data, launch, models, report
+from maxtext.cli import checkpoint, config, convert, data, launch, models, report
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 
@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
   config.add_commands(commands)
   models.add_command(commands)
   checkpoint.add_commands(commands)
+  convert.add_commands(commands)
   return parser
 
 

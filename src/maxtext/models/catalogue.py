@@ -5,13 +5,9 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-import jax
-
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.loader import load_config, model_names
-from maxtext.mesh.devices import make_mesh
-from maxtext.models.build import FAMILIES, build_model
-from maxtext.models.model import Model
+from maxtext.models.build import FAMILIES, abstract_model
 from maxtext.models.spec import DecoderSpec, Group
 from maxtext.models.weight_table import find
 
@@ -47,7 +43,7 @@ def entry(name: str) -> Entry:
     if name not in model_names():
       raise
     return Entry(name)
-  model = _model(config)
+  model = abstract_model(config)
   table = FAMILIES[config.decoder_block].WEIGHTS
   return Entry(
     name,
@@ -62,7 +58,7 @@ def entry(name: str) -> Entry:
 def picture(name: str) -> str:
   """A model's layers, from the tokens to the logits, as text."""
   config = _configuration(name)
-  model, about = _model(config), entry(name)
+  model, about = abstract_model(config), entry(name)
   active = "" if about.active_parameters == about.parameters else f", {about.active_parameters:,} for each token"
   lines = [f"{name} ({about.family}): {about.parameters:,} parameters{active}, {about.context:,} positions", ""]
   return "\n".join(lines + _layers(model.spec))
@@ -70,10 +66,6 @@ def picture(name: str) -> str:
 
 def _configuration(name: str) -> MaxTextConfig:
   return load_config(name, dataset_type="synthetic", per_device_batch_size=1)
-
-
-def _model(config: MaxTextConfig) -> Model:
-  return build_model(config, make_mesh(config, jax.devices()[:1]))
 
 
 def _layers(spec: DecoderSpec) -> list[str]:

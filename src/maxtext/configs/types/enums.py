@@ -148,7 +148,7 @@ class ProfilerType(str, Enum):
 
 
 class DecoderBlockType(str, Enum):
-  """Model families; those that exist name one file in `maxtext.models`."""
+  """Model families: those of the specification, and whatever else has a file in `maxtext.models.families`."""
 
   LLAMA2 = "llama2"
   MISTRAL = "mistral"
@@ -168,6 +168,20 @@ class DecoderBlockType(str, Enum):
   GPT_OSS = "gpt_oss"
   LLAMA4 = "llama4"
   OLMO3 = "olmo3"
+
+  @classmethod
+  def _missing_(cls, value: object) -> "DecoderBlockType | None":
+    """A family's file is all that names it: one more file is one more member."""
+    if value not in _family_files():
+      return None
+    member = str.__new__(cls, value)
+    member._name_, member._value_ = str(value).upper(), str(value)
+    cls._value2member_map_[value] = member
+    return member
+
+
+def _family_files() -> set[str]:
+  return {file.stem for file in (Path(__file__).parents[2] / "models" / "families").glob("[!_]*.py")}
 
 
 class ShardMode(str, Enum):
