@@ -38,7 +38,7 @@ def contents(
   record = Record(step, {n: Array(tuple(np.shape(a)), str(a.dtype)) for n, a in arrays.items()}, stacked, keys)
   size = config.checkpoint_storage_target_data_file_size_bytes if config.checkpoint_storage_use_ocdbt else None
   tree = nested({**arrays, CHECKSUMS: checksums(arrays)})
-  chunked = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=(0,)), tree)
+  chunked = jax.tree.map(lambda a: ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=(0,) if a.ndim else ()), tree)
   save = ocp.args.PyTreeSave(tree, save_args=chunked, ocdbt_target_data_file_size=size)
   return ocp.args.Composite(**{STATE: save, ITEM: ocp.args.JsonSave(record.to_json())})
 

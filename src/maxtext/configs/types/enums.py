@@ -1,6 +1,7 @@
 """The closed sets of values that keys may take."""
 
 from enum import Enum, IntEnum
+from pathlib import Path
 
 
 class XProfTPUPowerTraceMode(IntEnum):
