@@ -99,7 +99,7 @@ PLACEMENT_MISTAKES = {
   "mesh": ({"ici_tensor_parallelism": 3}, "does not multiply to the 8 devices per slice there are."),
   "two fills": ({"ici_data_parallelism": -1}, "at most one is -1"),
   "batch": ({"per_device_batch_size": 0.3}, "= 2.4 sequences, which is not a whole number above 0."),
-  "batch split": ({"per_device_batch_size": 0.5}, "cannot be split over data=1 x fsdp=8 x fsdp_transpose=1 = 8 groups"),
+  "batch split": ({"per_device_batch_size": 0.5}, "cannot be split over fsdp=8, 8 groups"),
   "kernel": ({"attention": "cudnn_flash_jax"}, "attention=cudnn_flash_jax does not run on cpu devices"),
   "remat turns": ({"remat_policy": "full,full,minimal"}, "repeats 2 layers, which is not a multiple of 3."),
   "absent axis": (

@@ -6,52 +6,57 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from etils import epath
 
+import maxtext
 from maxtext.checkpoint.restore import load_parameters
 from maxtext.checkpoint.stream import StreamReader
 from maxtext.cli.main import main
-from maxtext.configs.loader import load_config
-from maxtext.models.build import abstract_model
+from maxtext.configs import ConfigError
+from maxtext.configs.loader import load_config, model_names
+from maxtext.models.build import FAMILIES
 from maxtext.train.run import train
-from maxtext.weights.description import find_model
+from maxtext.weights.description import description, find_model
 from maxtext.weights.folder import Folder
 from maxtext.weights.incoming import load_in
 from maxtext.weights.tensor_files import header, write_whole
 from tests.support import program
-from tests.test_parity import CASES, RUN, Reference, configure, every_case
+from tests.test_parity import CASES, RUN, configure, every_case, references, torch
+
+__all__ = ["references"]  # a fixture
 
 pytestmark = pytest.mark.parity
-LENGTH = {"max_target_length": RUN["max_target_length"]}
 
 
 def words(case, **changes):
-  return [f"{key}={json.dumps(value)}" for key, value in (CASES[case]["keys"] | LENGTH | changes).items()]
+  keys = CASES[case]["keys"] | {"max_target_length": RUN["max_target_length"]} | changes
+  return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
 
 
 @pytest.fixture(scope="session")
-def references(tmp_path_factory):
-  found = {}
+def folder_of(references, tmp_path_factory):
+  """A case's weights as transformers saves them; where it has no such model, as it would."""
 
-  def of(case):
-    if case not in found:
-      found[case] = Reference(case, tmp_path_factory.mktemp(case))
-    return found[case]
+  def folder(case):
+    model = references(case).model
+    if hasattr(model, "folder"):
+      return model.folder / "weights"
+    path = tmp_path_factory.mktemp(case) / "weights"
+    write_folder(path, model.tensors)
+    return path
 
-  return of
+  return folder
 
 
 @pytest.fixture(scope="session")
-def tiny(references):
+def tiny(folder_of):
   """The folder that most tests here convert."""
-  return references("llama").folder / "weights"
+  return folder_of("llama")
 
 
 def contents(folder):
@@ -67,26 +72,31 @@ def parameters(folder):
   return found
 
 
-def write_folder(folder, tensors, config):
+def write_folder(folder, tensors, config=None):
   """A folder as others make them."""
-  folder.mkdir()
+  folder.mkdir(exist_ok=True)
   about = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
   write_whole(folder / "model.safetensors", [header(about), *(tensor.tobytes() for tensor in tensors.values())])
-  (folder / "config.json").write_text(json.dumps(config))
+  (folder / "config.json").write_text(json.dumps(config or {}))
 
 
 @every_case
-def test_there_and_back(case, references, tmp_path):
+def test_there_and_back(case, folder_of, references, tmp_path):
   """transformers loads what goes out and says the same; what comes in again is the same to the bit."""
-  transformers = pytest.importorskip("transformers")
   reference = references(case)
   came, went, again = tmp_path / "came", tmp_path / "went", tmp_path / "again"
-  assert main(["convert", "from-hf", str(reference.folder / "weights"), str(came), *words(case)]) == 0
+  assert main(["convert", "from-hf", str(folder_of(case)), str(came), *words(case)]) == 0
   assert main(["convert", "to-hf", str(came), str(went), "--shard-gigabytes", "1e-4"]) == 0
   assert len(list(went.glob("*.safetensors"))) > 1
-  model = transformers.AutoModelForCausalLM.from_pretrained(went, attn_implementation="eager", dtype="float32")
-  assert type(model).__name__ == CASES[case]["reference"]["model"]
-  np.testing.assert_array_equal(reference.run(model.eval()).detach().numpy(), reference.logits)
+  tensors = Folder(went).tensors
+  assert tensors.keys() == reference.tensors.keys()
+  for name, tensor in reference.tensors.items():
+    np.testing.assert_array_equal(tensors[name].read(), tensor, err_msg=name)
+  if "plain" not in CASES[case]["reference"]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(went, attn_implementation="eager", dtype="float32").eval()
+    np.testing.assert_allclose(model(reference.inputs).logits.detach(), reference.logits, atol=1e-6, rtol=0)
   assert main(["convert", "from-hf", str(went), str(again), *words(case)]) == 0
   first, second = parameters(came), parameters(again)
   assert first.keys() == second.keys()
@@ -144,40 +154,262 @@ def test_a_checkpoint_of_a_run_goes_out(tmp_path):
 
 _STOPPED = """
 import os, signal, sys
-from maxtext.cli import convert, display, main
-class Stops:
-  def say(self, line): pass
-  def close(self): pass
-  def progress(self, count, all_count, size, all_size):
-    if 2 * size > all_size: os.kill(os.getpid(), signal.SIGKILL)
-convert.open_display = lambda piece: Stops()
-sys.exit(main.main(sys.argv[1:]))
+from etils import epath
+from pathlib import Path
+from maxtext.checkpoint import stream
+from maxtext.configs.loader import parse_assignments, load_config
+from maxtext.models.build import abstract_model
+from maxtext.weights.folder import Folder
+from maxtext.weights.incoming import convert_in
+from maxtext.weights.outgoing import convert_out
+
+def progress(count, all_count, size, all_size):
+  if 2 * size > all_size:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+stream._IN_FLIGHT = 1000  # bytes, for so small a model
+way, source, target, *words = sys.argv[1:]
+config = load_config(**parse_assignments(words), dataset_type="synthetic")
+if way == "from-hf":
+  convert_in(config, abstract_model(config), Folder(source), Path(target), {}, progress)
+else:
+  convert_out(config, abstract_model(config), epath.Path(source), Path(target), progress, 20_000)
 """
 
 
 @pytest.mark.parametrize("way", ["from-hf", "to-hf"])
-def test_a_killed_conversion_goes_on(way, tiny, tmp_path, capsys):
+def test_a_killed_conversion_goes_on(way, tiny, tmp_path):
   """Nothing has the target's name before all of it is there; what was finished is kept; the result is the same."""
-  source, extra = tiny, words("llama")
+  source, extra, out, unfinished = tiny, words("llama"), tmp_path / "out", tmp_path / "out.unfinished"
   if way == "to-hf":
     source, extra = tmp_path / "params", ["--shard-gigabytes", "2e-5"]
     assert main(["convert", "from-hf", str(tiny), str(source), *words("llama")]) == 0
   assert main(["convert", way, str(source), str(tmp_path / "whole"), *extra]) == 0
-  out = tmp_path / "out"
-  command = [sys.executable, "-c", _STOPPED, "convert", way, str(source), str(out), *extra]
-  assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+  killed = [sys.executable, "-c", _STOPPED, way, str(source), str(out), *words("llama")]
+  assert subprocess.run(killed, check=False).returncode == -signal.SIGKILL
   assert not out.exists()
-  unfinished = tmp_path / "out.unfinished"
+  noted = len((unfinished / "journal").read_text().splitlines())
+  assert noted > 2
   kept = {file.name: file.stat().st_mtime_ns for file in unfinished.glob("model-*.safetensors")}
-  assert len((unfinished / "journal").read_text().splitlines()) > 1
   with open(unfinished / "journal", "a") as journal:
     journal.write('{"name": "half a li')
   assert main(["convert", way, str(source), str(out), *extra]) == 0
   assert not unfinished.exists()
   if way == "to-hf":
-    assert kept
+    assert len(kept) == noted - 1
+    assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept
     assert contents(out) == contents(tmp_path / "whole")
-    assert kept == {name: (out / name).stat().st_mtime_ns for name in kept}
   else:
     whole, got = parameters(tmp_path / "whole"), parameters(out)
-    assert {n: a.tobytes() for n, a in whole.items()} == {n: a.tobytes() for n, a in got.items()}
+    assert {name: array.tobytes() for name, array in got.items()} == {n: a.tobytes() for n, a in whole.items()}
+
+
+def test_an_unfinished_folder_of_something_else_is_refused(tiny, tmp_path, capsys):
+  source, out = tmp_path / "hf", tmp_path / "out"
+  shutil.copytree(tiny, source)
+  killed = [sys.executable, "-c", _STOPPED, "from-hf", str(source), str(out), *words("llama")]
+  subprocess.run(killed, check=False)
+  os.utime(source / "model.safetensors")
+  assert main(["convert", "from-hf", str(source), str(out), *words("llama")]) == 2
+  assert "out.unfinished was begun from something else" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_does_not_go_out(tiny, tmp_path, capsys):
+  params = tmp_path / "params"
+  keys = words("llama", checkpoint_storage_use_ocdbt=False)
+  assert main(["convert", "from-hf", str(tiny), str(params), *keys]) == 0
+  file = params / "state" / "params.embedding.table" / "c" / "0" / "0"
+  content = bytearray(file.read_bytes())
+  content[100] ^= 1
+  file.write_bytes(content)
+  assert main(["convert", "to-hf", str(params), str(tmp_path / "hf")]) == 1
+  assert "params/embedding/table is not what was saved (checksum)" in capsys.readouterr().err
+  assert not (tmp_path / "hf").exists()
+
+
+def changed(tiny, folder, change):
+  tensors = {name: tensor.read() for name, tensor in Folder(tiny).tensors.items()}
+  change(tensors)
+  write_folder(folder, tensors, Folder(tiny).config)
+  return folder
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (lambda t: t.update(extra=np.zeros(1)), "no parameter takes: extra."),
+    (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "missing: model.layers.1.mlp.up_proj.weight."),
+    (lambda t: t.update({"model.norm.weight": np.zeros(7)}), "model.norm.weight is [7] in the folder, and this model has [48]"),
+  ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(change, message, tiny, tmp_path, capsys):
+  folder = changed(tiny, tmp_path / "hf", change)
+  assert main(["convert", "from-hf", str(folder), str(tmp_path / "out"), *words("llama")]) == 2
+  assert message in capsys.readouterr().err
+
+
+def test_what_is_known_to_be_no_weight_is_left_out(tiny, tmp_path):
+  name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+  folder = changed(tiny, tmp_path / "hf", lambda t: t.update({name: np.zeros(4)}))
+  assert main(["convert", "from-hf", str(folder), str(tmp_path / "out"), *words("llama")]) == 0
+
+
+def test_another_model_is_refused_by_its_description(tiny, tmp_path, capsys):
+  keys = words("llama", normalization_layer_epsilon=1e-6)
+  assert main(["convert", "from-hf", str(tiny), str(tmp_path / "out"), *keys]) == 2
+  assert "rms_norm_eps=1e-05 there, 1e-06 here" in capsys.readouterr().err
+
+
+def test_a_pickle_is_never_loaded(tmp_path, capsys):
+  (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+  assert main(["convert", "from-hf", str(tmp_path), str(tmp_path / "out"), *words("llama")]) == 2
+  assert "pytorch_model.bin is a pickle, which can run any program, and is never loaded" in capsys.readouterr().err
+
+
+def test_files_that_are_cut_short_or_missing_are_named(tiny, tmp_path, capsys):
+  folder = tmp_path / "hf"
+  shutil.copytree(tiny, folder)
+  with open(folder / "model.safetensors", "r+b") as file:
+    file.truncate(5000)
+  assert main(["convert", "from-hf", str(folder), str(tmp_path / "out"), *words("llama")]) == 1
+  assert "model.safetensors" in (error := capsys.readouterr().err) and "cut short" in error
+  index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+  (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+  assert main(["convert", "from-hf", str(folder), str(tmp_path / "out"), *words("llama")]) == 2
+  assert "has no model-00001-of-00002.safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", [120, 130])
+def test_a_vocabulary_may_be_padded_or_cut(rows, tiny, tmp_path):
+  """As those of Gemma are: rows that no token names."""
+  assert main(["convert", "from-hf", str(tiny), str(tmp_path / "out"), *words("llama", vocab_size=rows)]) == 0
+  table, there = (
+    parameters(tmp_path / "out")["embedding/table"],
+    Folder(tiny).tensors["model.embed_tokens.weight"].read(),
+  )
+  both = min(rows, len(there))
+  np.testing.assert_array_equal(table[:both], there[:both])
+  assert not table[both:].any()
+
+
+def test_tokenizers_and_settings_go_through(tiny, tmp_path):
+  folder = tmp_path / "hf"
+  shutil.copytree(tiny, folder)
+  (folder / "tokenizer.json").write_text("{}")
+  (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+  config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": 5}
+  (folder / "config.json").write_text(json.dumps(config))
+  assert main(["convert", "from-hf", str(folder), str(tmp_path / "params"), *words("llama")]) == 0
+  assert main(["convert", "to-hf", str(tmp_path / "params"), str(tmp_path / "out")]) == 0
+  assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+  assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 5}
+  assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 5
+
+
+@pytest.mark.parametrize("name", [n for n in model_names()])
+def test_every_model_is_found_by_its_sizes(name, tmp_path):
+  """Or another with the same sizes."""
+  try:
+    config = load_config(name, dataset_type="synthetic")
+  except ConfigError:
+    pytest.skip("its family is not there yet")
+  ours = description(config).config(config)
+  (tmp_path / "config.json").write_text(json.dumps(ours))
+  found = load_config(find_model(Folder(tmp_path)), dataset_type="synthetic")
+  theirs = description(found).config(found)
+  assert found.decoder_block == config.decoder_block
+  assert {key: ours[key] for key in ours if key != "max_position_embeddings"} == {
+    key: theirs[key] for key in theirs if key != "max_position_embeddings"
+  }
+
+
+def test_every_family_is_described():
+  assert [block.value for block, family in FAMILIES.items() if not hasattr(family, "HUGGING_FACE")] == []
+
+
+def test_four_bit_experts_are_what_transformers_makes_of_them(folder_of, tmp_path):
+  from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+  rng, tensors = np.random.default_rng(0), {n: t.read() for n, t in Folder(folder_of("gpt_oss")).tensors.items()}
+  expected, packed = {}, {}
+  for name, tensor in tensors.items():
+    experts = tensor.ndim == 3
+    if not experts:
+      packed[name] = tensor
+      continue
+    count, inputs, outputs = tensor.shape
+    groups = -(-inputs // 32)
+    packed[f"{name}_blocks"] = rng.integers(0, 256, (count, outputs, groups, 16), np.uint8)
+    packed[f"{name}_scales"] = rng.integers(110, 130, (count, outputs, groups), np.uint8)
+    both = (torch.from_numpy(packed[f"{name}_{part}"]) for part in ("blocks", "scales"))
+    expected[name] = convert_moe_packed_tensors(*both).float().numpy()
+  write_folder(tmp_path / "hf", packed)
+  found = Folder(tmp_path / "hf").tensors
+  assert found.keys() == tensors.keys()
+  for name, tensor in expected.items():
+    assert found[name].shape == tensor.shape
+    np.testing.assert_array_equal(found[name].read().astype(np.float32), tensor)
+
+
+def test_block_scaled_weights_are_multiplied_out(tiny, tmp_path):
+  """Also where the last blocks are not whole; and they arrive in the checkpoint."""
+  rng, name = np.random.default_rng(0), "model.layers.0.mlp.up_proj.weight"
+  values, scales = (
+    (rng.normal(size=(80, 48)) * 100).astype(ml_dtypes.float8_e4m3fn),
+    rng.normal(size=(3, 2)).astype("f4"),
+  )
+  expected = np.empty((80, 48), np.float32)
+  for i, j in np.ndindex(80, 48):
+    expected[i, j] = np.float32(values[i, j]) * scales[i // 32, j // 32]
+  folder = changed(tiny, tmp_path / "hf", lambda t: t.update({name: values, f"{name}_scale_inv": scales}))
+  config = Folder(tiny).config | {"quantization_config": {"weight_block_size": [32, 32]}}
+  (folder / "config.json").write_text(json.dumps(config))
+  assert main(["convert", "from-hf", str(folder), str(tmp_path / "out"), *words("llama")]) == 0
+  up = parameters(tmp_path / "out")["groups/0/layers/0/feed_forward/up/weight"][0]
+  np.testing.assert_array_equal(up, expected.T)
+
+
+_FAMILY = '''
+"""A family that nobody has: Llama's layers and Gemma's in turn, with queries and keys normed."""
+
+from maxtext.configs import MaxTextConfig
+from maxtext.models import standard
+from maxtext.models.hugging_face import STANDARD, HuggingFace
+from maxtext.models.spec import DecoderSpec, cycles
+
+
+def spec(config: MaxTextConfig) -> DecoderSpec:
+  """The decoder that a configuration describes."""
+  plain = standard.block(config, standard.attention(config))
+  near = standard.attention(config, window=config.sliding_window_size)
+  norm = standard.norm(config, offset=1.0)
+  return standard.decoder(config, cycles((plain, standard.block(config, near, norm=norm)), config.base_num_decoder_layers))
+
+
+WEIGHTS = standard.WEIGHTS
+HUGGING_FACE = HuggingFace("MadeUpForCausalLM", "made_up", STANDARD | {"window": "sliding_window_size"})
+'''
+
+
+@pytest.mark.slow
+def test_a_family_is_one_file(tmp_path):
+  """Added to a copy of the package, it trains, goes out and comes in with no other file touched."""
+  shutil.copytree(Path(maxtext.__file__).parent, tmp_path / "src" / "maxtext")
+  (tmp_path / "src" / "maxtext" / "models" / "families" / "made_up.py").write_text(_FAMILY)
+  sizes = words("qwen3", decoder_block="made_up", base_num_decoder_layers=4, sliding_window_size=8)
+  run = ["steps=2", "per_device_batch_size=2", "dataset_type=synthetic", "jax_cache_dir=", "run_name=r"]
+
+  def command(*arguments):
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "src"), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-m", "maxtext.cli", *map(str, arguments)], env=env, cwd=tmp_path,
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+  assert "2/2" in command("train", *sizes, *run, f"base_output_directory={tmp_path}") or True
+  command("convert", "to-hf", tmp_path / "r", tmp_path / "hf")
+  command("convert", "from-hf", tmp_path / "hf", tmp_path / "params", *sizes)
+  command("convert", "to-hf", tmp_path / "params", tmp_path / "again")
+  assert contents(tmp_path / "again") == contents(tmp_path / "hf")
+  assert json.loads((tmp_path / "hf" / "config.json").read_text())["window"] == 8
+  assert len(Folder(tmp_path / "hf").tensors) == 2 + 1 + 4 * 11

@@ -3,8 +3,9 @@
 A family's file is found by itself, and without a tiny model of its own it fails here. `-k gemma3` runs one of them.
 """
 
+import copy
 import json
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import jax
@@ -16,6 +17,8 @@ from maxtext.models.build import FAMILIES
 from maxtext.train.objectives.language_modeling import LanguageModeling
 from maxtext.weights.hugging_face import from_tensors, to_tensors
 from tests.support import program, random_batch
+
+torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.parity
 
@@ -34,62 +37,97 @@ def configure(case, **changes):
   return load_config(**(CASES[case]["keys"] | RUN | {"dtype": "float32"} | changes))
 
 
-class Reference:
+class Published:
   """A tiny model of transformers, every weight random: the usual initial values hide mistakes."""
 
-  def __init__(self, case, folder):
-    self.torch = pytest.importorskip("torch")
+  def __init__(self, about, folder):
     import transformers
 
-    self.folder, about = folder, CASES[case]["reference"]
+    self.folder = folder
     config = getattr(transformers, about["config"])(**about["arguments"], attn_implementation="eager")
     config.pad_token_id = None  # a padding token's row would get no gradient
-    self.torch.manual_seed(0)
+    torch.manual_seed(about.get("seed", 0))  # a router's near tie is a leap: some seeds have wider margins
     self.model = getattr(transformers, about["model"])(config).float().eval()
-    for value in self._values():
-      # Vectors stay around what they start from: some norms scale by their weight, others by one more.
-      value.copy_(self.torch.randn_like(value) * 0.1 + (value if value.ndim < 2 else 0.0))
+    stored = self.model.state_dict()
+    with torch.no_grad():
+      for value in (*self.model.parameters(), *(b for name, b in self.model.named_buffers() if name in stored)):
+        randomize(value)
     self.model.get_input_embeddings().weight.data *= 10  # as large as what norms give: bfloat16 would be all noise
-    self.batch = random_batch(configure(case))
-    self.tensors = self._saved("weights")
-    self.logits = self._run(self.model).detach().numpy()
+    self.tensors = self._saved("weights", self.model)
 
-  @property
-  def low_logits(self):
-    """In bfloat16."""
-    import copy
+  def logits(self, tokens, dtype=None):
+    return copy.deepcopy(self.model).to(dtype)(tokens).logits if dtype else self.model(tokens).logits
 
-    return self._run(copy.deepcopy(self.model).bfloat16()).detach().float().numpy()
-
-  def gradients(self):
-    """Of the loss, named and laid out as the weights' files are."""
-    import copy
-
+  def gradients(self, loss):
+    """Named and laid out as the weights' files are."""
     model = copy.deepcopy(self.model)
-    losses = self.torch.nn.functional.cross_entropy(
-      self._run(model).flatten(0, 1), self._tokens(self.batch.targets).flatten(), reduction="none"
-    )
-    (losses * self.torch.from_numpy(self.batch.weights).flatten()).sum().backward()
+    loss(lambda tokens: model(tokens).logits).backward()
     for parameter in model.parameters():
-      parameter.data = parameter.grad if parameter.grad is not None else self.torch.zeros_like(parameter)
+      parameter.data = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
     return self._saved("gradients", model)
 
-  def _values(self):
-    with self.torch.no_grad():
-      yield from self.model.parameters()
-      yield from (b for name, b in self.model.named_buffers() if name in self.model.state_dict())
-
-  def _saved(self, name, model=None):
+  def _saved(self, name, model):
     from safetensors.numpy import load_file
 
-    (model or self.model).save_pretrained(self.folder / name)
-    return load_file(self.folder / name / "model.safetensors")
+    model.save_pretrained(self.folder / name)
+    tensors = load_file(self.folder / name / "model.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(("visual.", "audio_tower."))}
 
-  def _run(self, model):
-    return model(self._tokens(self.batch.inputs)).logits
 
-  def _tokens(self, tokens):
-    return self.torch.from_numpy(np.asarray(tokens)).long()
+class Plain:
+  """The same for a model that transformers does not have."""
+
+  def __init__(self, about, folder):
+    from tests.plain_models import MODELS
+
+    shapes, self.forward = MODELS[about["plain"]]
+    torch.manual_seed(about.get("seed", 0))
+    self.values = {name: randomize(torch.ones(shape)) for name, shape in shapes().items()}
+    self.values["model.embed_tokens.weight"] *= 10
+    self.tensors = {name: value.numpy() for name, value in self.values.items()}
+
+  def logits(self, tokens, dtype=torch.float32):
+    return self.forward({name: value.to(dtype) for name, value in self.values.items()}, tokens)
+
+  def gradients(self, loss):
+    leaves = {name: value.clone().requires_grad_() for name, value in self.values.items()}
+    loss(lambda tokens: self.forward(leaves, tokens)).backward()
+    return {name: leaf.grad.numpy() for name, leaf in leaves.items()}
+
+
+def randomize(value):
+  """Vectors stay around what they start from: some norms scale by their weight, others by one more."""
+  return value.copy_(torch.randn_like(value) * 0.1 + (value if value.ndim < 2 else 0.0))
+
+
+class Reference:
+  """What a case is compared with, computed once."""
+
+  def __init__(self, case, folder):
+    about = CASES[case]["reference"]
+    self.batch = random_batch(configure(case))
+    self.model = (Plain if "plain" in about else Published)(about, folder)
+    self.tensors = self.model.tensors
+    self.inputs, self.targets = (torch.from_numpy(np.array(t)).long() for t in (self.batch.inputs, self.batch.targets))
+
+  @cached_property
+  def logits(self):
+    return self.model.logits(self.inputs).detach().numpy()
+
+  @cached_property
+  def low_logits(self):
+    """In bfloat16."""
+    return self.model.logits(self.inputs, torch.bfloat16).detach().float().numpy()
+
+  @cached_property
+  def gradients(self):
+    def loss(logits):
+      each = torch.nn.functional.cross_entropy(
+        logits(self.inputs).flatten(0, 1), self.targets.flatten(), reduction="none"
+      )
+      return (each * torch.from_numpy(self.batch.weights).flatten()).sum()
+
+    return self.model.gradients(loss)
 
 
 @pytest.fixture(scope="session")
@@ -128,7 +166,7 @@ def check(config, reference, devices=1):
   model, params = loaded(config, reference, devices)
   logits, gradients = run(model, params, reference.batch)
   np.testing.assert_allclose(logits, reference.logits, atol=1e-4, rtol=0)
-  expected = from_tensors(model, FAMILIES[config.decoder_block].WEIGHTS, reference.gradients())
+  expected = from_tensors(model, FAMILIES[config.decoder_block].WEIGHTS, reference.gradients)
   wrong = {name: relative(value, expected[name]) for name, value in gradients.items()}
   assert max(wrong.values()) < 1e-3, wrong
 

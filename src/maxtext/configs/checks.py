@@ -57,6 +57,33 @@ def _attention(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _experts(c: MaxTextConfig) -> str | None:
+  if c.num_experts_per_tok > c.num_experts:
+    return f"num_experts_per_tok={c.num_experts_per_tok} is more than num_experts={c.num_experts}."
+  if c.routed_score_func not in ("", "softmax", "sigmoid"):
+    return f"routed_score_func={c.routed_score_func} must be softmax or sigmoid, or empty, which is softmax."
+  for key in ("capacity_factor", "ragged_buffer_factor"):
+    if not (getattr(c, key) == -1 or getattr(c, key) > 0):
+      return f"{key}={getattr(c, key)} must be above 0, or -1."
+  return None
+
+
+def _routing_groups(c: MaxTextConfig) -> str | None:
+  groups, kept = c.n_routing_groups, c.topk_routing_group
+  if groups <= 0:
+    return None
+  if c.num_experts % groups or c.num_experts // groups < 2:
+    return f"n_routing_groups={groups} must divide num_experts={c.num_experts} into groups of two or more."
+  if not 1 <= kept <= groups:
+    return f"topk_routing_group={kept} must be from 1 to n_routing_groups={groups}."
+  if c.num_experts_per_tok > kept * (c.num_experts // groups):
+    return (
+      f"num_experts_per_tok={c.num_experts_per_tok} is more than the experts of topk_routing_group={kept} of "
+      f"n_routing_groups={groups}."
+    )
+  return None
+
+
 def _remat(c: MaxTextConfig) -> str | None:
   known = [p.value for p in RematPolicy]
   names = [name.strip() for name in c.remat_policy.split(",")]
@@ -187,6 +214,8 @@ _RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _window,
   _positions,
   _attention,
+  _experts,
+  _routing_groups,
   _remat,
   _tiling,
   _length,

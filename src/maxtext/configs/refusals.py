@@ -70,9 +70,18 @@ def _section(*sections: type[Section], but: Iterable[str] = ()) -> tuple[str, ..
 
 _REMAT_NAMES = (
   "decoder_layer_input", "context", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "query_proj", "key_proj", "value_proj",
-  "out_proj", "qkv_proj",
+  "out_proj", "qkv_proj", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo",
 )  # fmt: skip
-_MESH_AXES = ("data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence")
+_MESH_AXES = ("data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence", "expert")
+
+_UNBUILT_EXPERTS = (
+  "moe_expert_input_dim", "padded_base_moe_mlp_dim", "use_gather_mosaic_kernel", "interleave_moe_layer_step",
+  "moe_fsdp_use_two_stage_all_gather", "shard_exp_on_fsdp", "use_2d_fsdp_sharding", "prefuse_moe_weights",
+  "merge_gating_gmm", "first_num_dense_layers", "use_batch_split_schedule", "batch_split_factor",
+  "use_ring_of_experts",
+)  # fmt: skip
+_SPARSE = ("ragged_buffer_factor", "use_custom_sort_vjp", "megablox")
+_TILES = tuple(key for key in t.MoEKernels.model_fields if "_tile_" in key)
 
 _SHOWN = (
   "metrics_file", "prometheus_port", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
@@ -159,12 +168,12 @@ REFUSALS: tuple[Refusal, ...] = (
     _section(t.Quantization), "quantization is not implemented yet; lower dtype to bfloat16", harmless=(None, False)
   ),
   Refusal(
-    ("global_parameter_scale", "attention_output_dim", "fused_mlp"),
+    ("global_parameter_scale", "fused_mlp"),
     "the model families that need it are not implemented yet; write the sizes themselves as base_* keys",
   ),
   Refusal(
     (*_section(t.Engram, t.MTP, t.ManifoldConstrainedHyperConnections, t.Qwen3Next, but=("partial_rotary_factor",)),
-     "nope_layer_interval", "mscale"),
+     "mscale"),
     "the model families that need it are not implemented yet",
     harmless=(False,),
   ),
@@ -194,7 +203,7 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=("local_sliding", "chunk"),
   ),
   Refusal(
-    ("float32_qk_product", "float32_logits", "use_qk_clip", "qk_clip_threshold", "temperature_tuning",
+    ("float32_qk_product", "float32_logits", "use_qk_clip", "qk_clip_threshold",
      *_section(t.MlaAttention, t.MoBa, t.AttentionIndexer)),
     "this form of attention is not implemented yet; logits and softmax are always float32",
     harmless=(0.0, False),
@@ -207,9 +216,49 @@ REFUSALS: tuple[Refusal, ...] = (
     "the kernels are JAX's own splash and cuDNN; choose with attention and sa_block_*",
   ),
   Refusal(
-    _section(t.MoEGeneral, t.MoEKernels, t.DeepSeekMoE, but=("mlp_bias",)),
-    "mixtures of experts are not implemented yet",
+    _section(t.MoEGeneral, t.MoEKernels, t.DeepSeekMoE, but=("num_experts", "mlp_bias", *_UNBUILT_EXPERTS)),
+    "it has no effect without experts: set num_experts, for a family that has them",
+    unless=lambda c: c.num_experts > 1,
+  ),
+  Refusal(("first_num_dense_layers",), "the model families that need it are not implemented yet"),
+  Refusal(
+    ("shard_exp_on_fsdp", "use_2d_fsdp_sharding"),
+    "logical_axis_rules says how expert, expert_embed and expert_mlp are split; write that",
     harmless=(False,),
+  ),
+  Refusal(
+    ("prefuse_moe_weights", "merge_gating_gmm"),
+    "the experts' gate and up weights are kept and multiplied apart",
+    harmless=(False,),
+  ),
+  Refusal(
+    ("padded_base_moe_mlp_dim",), "the kernels cut their tiles to the experts' width, and nothing is padded",
+  ),
+  Refusal(
+    ("use_ring_of_experts",),
+    "tokens are always gathered on every expert shard and the results reduce-scattered",
+    harmless=(True, False),
+  ),
+  Refusal(
+    ("use_gather_mosaic_kernel", "moe_fsdp_use_two_stage_all_gather", "use_batch_split_schedule", "batch_split_factor"),
+    "tokens and expert weights are moved by XLA's own gathers, whole",
+    harmless=(False,),
+  ),
+  Refusal(
+    ("capacity_factor",),
+    "it has no effect on grouped products, which drop no token: write sparse_matmul=false",
+    unless=lambda c: not c.sparse_matmul,
+  ),
+  Refusal(
+    (*_SPARSE, *_TILES), "it has no effect without grouped products: write sparse_matmul=true",
+    unless=lambda c: c.sparse_matmul,
+  ),
+  Refusal(_TILES, "it has no effect without megablox=true", unless=lambda c: c.megablox),
+  Refusal(
+    ("topk_routing_group",), "it has no effect without n_routing_groups", unless=lambda c: c.n_routing_groups > 0
+  ),
+  Refusal(
+    ("routed_bias_update_rate",), "it has no effect without routed_bias=true", unless=lambda c: c.routed_bias
   ),
   Refusal(
     ("shard_mode",

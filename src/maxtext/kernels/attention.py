@@ -109,14 +109,18 @@ class Attention:
     scoring: Scoring,
     sinks: jax.Array | None = None,
     *,
+    chosen: jax.Array | None = None,
     mesh: Mesh,
     q_spec: PartitionSpec,
     kv_spec: PartitionSpec,
   ) -> jax.Array:
     """q [B,S,H,D], k and v [B,S,K,D], sinks [H] to [B,S,H,D]; mesh and specs are where they live.
 
-    Keys stand in the order of their positions within a segment, so that the order alone is causal.
+    Keys stand in the order of their positions within a segment, so that the order alone is causal. Where keys are
+    chosen one by one, [B,S,T], no kernel that skips blocks of them helps.
     """
+    if chosen is not None:
+      return checkpoint_name(chunked(q, k, v, tokens, scoring, sinks, self.precision, chosen=chosen), RESULT)
     if self.kernel == "splash":
       return self._splash(q, k, v, tokens, scoring, sinks, mesh, q_spec, kv_spec)
     if self.kernel == "cudnn":
@@ -196,8 +200,9 @@ def reference(
   scoring: Scoring,
   sinks: jax.Array | None = None,
   precision: str = "default",
+  chosen: jax.Array | None = None,
 ) -> jax.Array:
-  """The plain form: a key is visible if it is not later, near enough, and of the same segment.
+  """The plain form: a key is visible if it is not later, near enough, of the same segment, and chosen [B,S,T].
 
   A sink is a logit of its own per head, which takes its share of the softmax and gives nothing.
   """
@@ -211,6 +216,8 @@ def reference(
   visible = scoring.sees(queries.positions[:, :, None], keys.positions[:, None, :])
   if queries.segments is not None and keys.segments is not None:
     visible &= queries.segments[:, :, None] == keys.segments[:, None, :]
+  if chosen is not None:
+    visible &= chosen
   logits = jnp.where(visible[:, None, None], logits, _MASKED)
   if sinks is not None:
     column = sinks.astype(jnp.float32).reshape(1, K, H // K, 1, 1)
@@ -228,6 +235,7 @@ def chunked(
   sinks: jax.Array | None = None,
   precision: str = "default",
   chunks: int = 8,
+  chosen: jax.Array | None = None,
 ) -> jax.Array:
   """The reference, a chunk of queries at a time: keys after the chunk are never touched, and only one chunk's logits
   exist at once, in the backward pass too."""
@@ -240,7 +248,9 @@ def chunked(
     end = min(start + size, S)
     first = 0 if scoring.window is None else max(0, start - scoring.window + 1)
     keys, values = k[:, first:end], v[:, first:end]
-    out.append(one(q[:, start:end], keys, values, tokens.part(start, end), tokens.part(first, end), sinks=sinks))
+    own = None if chosen is None else chosen[:, start:end, first:end]
+    here, there = tokens.part(start, end), tokens.part(first, end)
+    out.append(one(q[:, start:end], keys, values, here, there, sinks=sinks, chosen=own))
   return jnp.concatenate(out, axis=1)
 
 

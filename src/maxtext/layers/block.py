@@ -38,6 +38,18 @@ class FeedForward(Protocol):
   def build(self, make: Make, width: int, how: How) -> Any: ...
 
 
+class Layer(Protocol):
+  """What a decoder is a stack of; it is built like `stack.LayerSpec`s are."""
+
+  @property
+  def mixer(self) -> Mixer: ...
+
+  @property
+  def feed_forward(self) -> FeedForward: ...
+
+  def build(self, make: Make, width: int, how: How) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Block:
   """What one layer is made of: x + after(mixer(before(x))), then the same with the feed-forward layer.

@@ -30,3 +30,8 @@ def extend(cache: Cache, repeat: jax.Array, positions: jax.Array, new: Cache) ->
   whole = {n: cache[n].at[repeat, rows, positions].set(x.astype(cache[n].dtype)) for n, x in new.items()}
   layer = {n: jax.lax.dynamic_index_in_dim(whole[n], repeat, axis=0, keepdims=False) for n in new}
   return cache | whole, layer
+
+
+def replaced(cache: Cache, repeat: jax.Array, new: Cache) -> Cache:
+  """Writes what one layer keeps whole [B,...], whatever the length."""
+  return cache | {n: cache[n].at[repeat].set(x.astype(cache[n].dtype)) for n, x in new.items()}

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.kernels.attention import Attention
+from maxtext.layers.dispatch import Dispatch
 from maxtext.layers.make import Make
 from maxtext.mesh.rules import Rules
 
@@ -57,6 +58,7 @@ class How:
   logits_dot_in_float32: bool = False
   cast_logits_to_float32: bool = True
   attention: Attention = field(default_factory=Attention)
+  experts: Dispatch = field(default_factory=Dispatch)
   remat: tuple[Remat, ...] = (Remat(),)  # takes turns over the layers of a stack
   scan: bool = True
   init_scale: float = 1.0

@@ -47,14 +47,17 @@ class Linear(nnx.Module):
     self, x: jax.Array, weight: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None
   ) -> jax.Array:
     """`weight` is given where it is tied; `dtype` is that of the product where it is not the run's."""
-    product: Product = partial(self._product, dtype or self.how.dtype)
-    for hook in self.how.linear_hooks:
-      product = partial(hook, product, self.hooks[hook.name])
+    product = self._hooked(partial(self._product, dtype or self.how.dtype))
     if self.weight is not None:
       weight = self.weight[...]
     assert weight is not None
     y = product(x, weight)
     return checkpoint_name(y if self.bias is None else y + self.bias[...].astype(y.dtype), self.name)
+
+  def _hooked(self, product: Product) -> Product:
+    for hook in self.how.linear_hooks:
+      product = partial(hook, product, self.hooks[hook.name])
+    return product
 
   def _product(self, dtype: jax.typing.DTypeLike, x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.tensordot(x.astype(dtype), weight.astype(dtype), self.inputs, precision=self.how.precision)

@@ -17,16 +17,20 @@ class Buffer(nnx.Variable):
 
 @dataclass(frozen=True)
 class Make:
-  """Makes the variables of one module; `at` goes one module down. Inside a stack each is stacked on dimension 0."""
+  """Makes the variables of one module; `at` goes one module down. Copies of a module are stacked on leading dimensions.
+
+  Attributes:
+    stack: the leading dimensions, outermost first, as (name, size).
+  """
 
   seed: jax.typing.ArrayLike
   dtype: Any
   path: str = ""
-  repeats: int | None = None
+  stack: tuple[tuple[str, int], ...] = ()
 
-  def at(self, name: str | int, repeats: int | None = None) -> "Make":
-    """The factory of a child module, or of a stack of `repeats` copies of it."""
-    return dataclasses.replace(self, path=f"{self.path}/{name}", repeats=self.repeats if repeats is None else repeats)
+  def at(self, name: str | int, **copies: int) -> "Make":
+    """The factory of a child module, or of copies of it: at("experts", expert=8)."""
+    return dataclasses.replace(self, path=f"{self.path}/{name}", stack=(*self.stack, *copies.items()))
 
   def __call__(
     self,
@@ -45,12 +49,11 @@ class Make:
     `contracted` counts the leading dimensions that a product sums over, for optimizers that see matrices.
     """
     dtype = dtype or self.dtype
-    if self.repeats is not None:
-      shape, axes = (self.repeats, *shape), ("layers", *axes)
+    shape, axes = (*(size for _, size in self.stack), *shape), (*(name for name, _ in self.stack), *axes)
     value = jnp.full(shape, fill, dtype)
     if std:
       value += (std * _normal(self.seed, f"{self.path}/{name}", shape)).astype(dtype)
-    return kind(value, axes=axes, contracted=contracted)
+    return kind(value, axes=axes, contracted=contracted, stacked=len(self.stack))
 
 
 def _normal(seed: jax.typing.ArrayLike, path: str, shape: tuple[int, ...]) -> jax.Array:

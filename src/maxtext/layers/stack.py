@@ -44,7 +44,9 @@ class Stack(nnx.Module):
   def __init__(self, make: Make, cycle: Sequence[LayerSpec], repeats: int, width: int, how: How) -> None:
     assert repeats % len(how.remat) == 0, "checked when the model is built"
     self.repeats, self.how = repeats, how
-    self.layers = nnx.List([spec.build(make.at("layers").at(i, repeats), width, how) for i, spec in enumerate(cycle)])
+    self.layers = nnx.List(
+      [spec.build(make.at("layers").at(i, layers=repeats), width, how) for i, spec in enumerate(cycle)]
+    )
 
   def __call__(
     self, x: jax.Array, layer_inputs: list[Any] | None, context: Context, cache: list[Cache] | None

@@ -21,6 +21,7 @@ from maxtext.kernels.attention import Attention, Kernel, SplashBlocks
 from maxtext.layers.how import How, Remat
 from maxtext.mesh.rules import Rules
 from maxtext.models import families
+from maxtext.models.experts import check_experts, dispatch
 from maxtext.models.model import Model
 from maxtext.models.spec import DecoderSpec
 
@@ -35,12 +36,14 @@ _DESCRIBES_A_MODEL = (
   t.ModelArchitecture, t.Attention, t.MlaAttention, t.AttentionIndexer, t.Llama4Attention, t.DeepSeekMoE, t.Qwen3Next,
   t.PositionalEmbedding, t.Rope, t.YarnRope,
 )  # fmt: skip
+_DESCRIBES_EXPERTS = {"moe_expert_input_dim", "base_moe_mlp_dim", "interleave_moe_layer_step", "norm_topk_prob"}
 
 
 def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
   """The model of a run, abstract."""
   spec, execution = model_spec(config), how(config, mesh)
   _check_kernel(config, spec, execution.attention.kernel)
+  check_experts(config, spec)
   turns = len(execution.remat)
   if odd := [group.repeats for group in spec.groups if group.repeats % turns]:
     raise ConfigError(
@@ -62,13 +65,13 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
   refused."""
   reader = _Reader(config)
   spec = FAMILIES[config.decoder_block].spec(cast(MaxTextConfig, reader))
-  for section in _DESCRIBES_A_MODEL:
-    for key in section.model_fields.keys() - reader.read - _READ_ELSEWHERE:
-      value = getattr(config, key)
-      if value != default_of(key):
-        raise ConfigError(
-          f"{key}={plain(value)} has no effect here, on decoder_block={config.decoder_block.value}: leave it out."
-        )
+  keys = _DESCRIBES_EXPERTS.union(*(section.model_fields for section in _DESCRIBES_A_MODEL))
+  for key in sorted(keys - reader.read - _READ_ELSEWHERE):
+    value = getattr(config, key)
+    if value != default_of(key):
+      raise ConfigError(
+        f"{key}={plain(value)} has no effect here, on decoder_block={config.decoder_block.value}: leave it out."
+      )
   return spec
 
 
@@ -118,6 +121,7 @@ def how(config: MaxTextConfig, mesh: Mesh) -> How:
     logits_dot_in_float32=c.logits_dot_in_fp32,
     cast_logits_to_float32=c.cast_logits_to_fp32,
     attention=Attention(_kernel(c, mesh, blocks), c.matmul_precision.value, blocks),
+    experts=dispatch(c, mesh),
     remat=tuple(_remat(policy, c) for policy in remat_policies(c)),
     scan=c.scan_layers,
     init_scale=c.dense_init_scale,
@@ -169,13 +173,14 @@ _KERNELS: Mapping[str, Mapping[str, Kernel]] = {
 }
 
 _QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
-_PRODUCTS = (*_QKV, "out_proj", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo")
+_EXPERTS = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")
+_PRODUCTS = (*_QKV, "out_proj", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", *_EXPERTS)
 
 _REMAT = {
   RematPolicy.FULL: Remat(),
   RematPolicy.MINIMAL: Remat(saved=_PRODUCTS),
   RematPolicy.SAVE_DOT_WITH_CONTEXT_EXCEPT_MLP: Remat(saved=(*_QKV, "context", "out_proj")),
-  RematPolicy.SAVE_DOT_EXCEPT_MLPWI: Remat(saved=(*_QKV, "out_proj", "mlpwo")),
+  RematPolicy.SAVE_DOT_EXCEPT_MLPWI: Remat(saved=(*_QKV, "out_proj", "mlpwo", "moe_mlpwo")),
   RematPolicy.SAVE_DOT_EXCEPT_MLP: Remat(saved=(*_QKV, "out_proj")),
   RematPolicy.SAVE_QKV_PROJ: Remat(saved=_QKV),
   RematPolicy.QKV_PROJ_OFFLOADED: Remat(offloaded=_QKV),

@@ -21,6 +21,7 @@ class HuggingFace:
     architecture: the class.
     model_type: its name.
     fields: each entry of `config.json` with our key, or with what makes it from a configuration.
+    also: what models that hold one of these are called.
     prefixes: beginnings of tensors' names in some of its files, with what they stand for.
     ignored: patterns of tensors that are no weights of the decoder; `{layers}` is the number of layers.
   """
@@ -28,6 +29,7 @@ class HuggingFace:
   architecture: str
   model_type: str
   fields: Mapping[str, Field]
+  also: tuple[str, ...] = ()
   prefixes: Mapping[str, str] | None = None
   ignored: tuple[str, ...] = ()
 
@@ -40,11 +42,12 @@ class HuggingFace:
     }
 
 
-def rope(config: MaxTextConfig, theta: float | None = None, scaled: bool = True) -> dict[str, Any]:
-  """`rope_parameters` of one kind of layer."""
+def rope(config: MaxTextConfig, theta: float | None = None, scaled: bool = True, high: float = 4.0) -> dict[str, Any]:
+  """`rope_parameters` of one kind of layer; `high` is where Llama's scaling ends."""
   c = config
   plain = {"rope_type": "default", "rope_theta": float(theta or c.rope_max_timescale)}
-  return plain | (_SCALED[c.rope_type](c) if scaled else {})
+  scaling = _SCALED[c.rope_type](c) if scaled else {}
+  return plain | scaling | ({"high_freq_factor": high} if "high_freq_factor" in scaling else {})
 
 
 def _linear(c: MaxTextConfig) -> dict[str, Any]:
@@ -109,6 +112,12 @@ GEMMA: Mapping[str, Field] = {
   "sliding_window": "sliding_window_size",
   "attn_logit_softcapping": lambda c: c.attn_logits_soft_cap or None,
   "final_logit_softcapping": lambda c: c.final_logits_soft_cap or None,
+}
+
+EXPERTS: Mapping[str, Field] = {
+  "num_experts": "num_experts",
+  "num_experts_per_tok": "num_experts_per_tok",
+  "moe_intermediate_size": "base_moe_mlp_dim",
 }
 
 # Some files hold a head that is the embedding again.

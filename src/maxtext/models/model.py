@@ -55,11 +55,6 @@ class Model:
     return sum(self.struct(name).size for name in self.weight_names)
 
   @property
-  def active_size(self) -> int:
-    """The same for one token, which meets only the experts that are chosen for it."""
-    return self.size
-
-  @property
   def weight_names(self) -> list[str]:
     """What a file of weights holds: every parameter and buffer but those of hooks."""
     return [name for name, *_ in self._variables if "/hooks/" not in name]
@@ -70,9 +65,9 @@ class Model:
     return {name: metadata["axes"] for name, _, _, metadata in self._variables}
 
   @property
-  def contracted(self) -> dict[str, int]:
-    """How many dimensions of each variable, after those of stacked layers and experts, a product sums over."""
-    return {name: metadata["contracted"] for name, _, _, metadata in self._variables}
+  def contracted(self) -> dict[str, tuple[int, int]]:
+    """How many dimensions of each variable stack layers and experts, and how many after them are summed over."""
+    return {name: (metadata["stacked"], metadata["contracted"]) for name, _, _, metadata in self._variables}
 
   @property
   def matrices(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -80,8 +75,9 @@ class Model:
     found = {}
     for name, _, _, metadata in self._variables:
       if metadata["contracted"] and metadata["axes"][0] == "layers":
-        cut, end = 1 + metadata["contracted"], len(metadata["axes"])
-        found[name] = tuple(range(1, cut)), tuple(range(cut, end))
+        start, end = metadata["stacked"], len(metadata["axes"])
+        cut = start + metadata["contracted"]
+        found[name] = tuple(range(start, cut)), tuple(range(cut, end))
     return found
 
   def init(self, seed: jax.typing.ArrayLike) -> tuple[Params, Params]:

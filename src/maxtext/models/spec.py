@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from maxtext.layers.block import Block
+from maxtext.layers.block import Layer
 from maxtext.layers.norm import AnyNorm
 from maxtext.layers.rope import Rope
 
@@ -11,11 +11,11 @@ from maxtext.layers.rope import Rope
 class Group:
   """`repeats` copies of a short cycle of layers."""
 
-  cycle: tuple[Block, ...]
+  cycle: tuple[Layer, ...]
   repeats: int
 
 
-def cycles(cycle: tuple[Block, ...], layers: int) -> tuple[Group, ...]:
+def cycles(cycle: tuple[Layer, ...], layers: int) -> tuple[Group, ...]:
   """`layers` layers that go round a cycle; those of a last, incomplete round are a group of their own."""
   repeats, rest = divmod(layers, len(cycle))
   groups = (Group(cycle, repeats), Group(cycle[:rest], 1))

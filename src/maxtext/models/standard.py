@@ -158,3 +158,14 @@ SANDWICH = {
   f"{LAYER}/feed_forward_norm/scale": Weight(f"{_HF_LAYER}.pre_feedforward_layernorm.weight"),
   f"{LAYER}/feed_forward_post_norm/scale": Weight(f"{_HF_LAYER}.post_feedforward_layernorm.weight"),
 }
+
+# A mixture of experts with a tensor for each of them.
+EXPERTS = {
+  f"{LAYER}/feed_forward/router/logits/weight": Weight(f"{_HF_LAYER}.mlp.gate.weight", transposed=True),
+  **{
+    f"{LAYER}/feed_forward/experts/{ours}/weight": Weight(
+      f"{_HF_LAYER}.mlp.experts.{{expert}}.{ours}_proj.weight", transposed=True
+    )
+    for ours in ("gate", "up", "down")
+  },
+}

@@ -15,12 +15,11 @@ class Weight:
   """One parameter's name and layout in a Hugging Face file.
 
   Attributes:
-    name: the tensor's name; `{layer}` and `{expert}` count.
+    name: the tensor's name; `{layer}` and `{expert}` count. Without `{expert}` a tensor holds all of them, first.
     transposed: the file holds [out, in]; ours is [in..., out...], the same numbers transposed and reshaped.
     table: the file holds it in the shape it has here, all dimensions apart.
     parts: modules, in order, whose outputs stand side by side in the tensor; () where it holds this one alone.
     blocks: the parts alternate in blocks, as many as this module has heads; "each": number by number; "": one block.
-    experts: the tensor holds all experts, on its first dimension.
   """
 
   name: str
@@ -28,18 +27,16 @@ class Weight:
   table: bool = False
   parts: tuple[str, ...] = ()
   blocks: str = ""
-  experts: bool = False
 
 
 Table = Mapping[str, Weight]
 
 
 def fused(
-  module: str, parts: Sequence[str], name: str, leaf: str = "weight", transposed: bool = False, blocks: str = "",
-  experts: bool = False,
-) -> dict[str, Weight]:  # fmt: skip
+  module: str, parts: Sequence[str], name: str, leaf: str = "weight", transposed: bool = False, blocks: str = ""
+) -> dict[str, Weight]:
   """The entries of several modules that share one tensor."""
-  weight = Weight(name, transposed, parts=tuple(parts), blocks=blocks, experts=experts)
+  weight = Weight(name, transposed, parts=tuple(parts), blocks=blocks)
   return {f"{module}/{part}/{leaf}": weight for part in parts}
 
 

@@ -89,10 +89,11 @@ def _abstract_batch(config: MaxTextConfig, mesh: Mesh, rules: Rules) -> Batch:
   micro = shape[0] // config.gradient_accumulation_steps
   split = dict(rules.pairs)[axes[0]]
   shards = prod(mesh.shape[a] for a in split)
+  over = " x ".join(f"{a}={mesh.shape[a]}" for a in split if mesh.shape[a] > 1)
   if micro % shards:
     raise ConfigError(
       f"A micro-batch of {micro} sequences (per_device_batch_size={config.per_device_batch_size} x {mesh.size} "
-      f"devices) cannot be split over {' x '.join(f'{a}={mesh.shape[a]}' for a in split)} = {shards} groups: "
+      f"devices) cannot be split over {over}, {shards} groups: "
       f"make per_device_batch_size a multiple of {shards / mesh.size:g}."
     )
 

@@ -44,10 +44,13 @@ def find_model(folder: Folder) -> str:
 
 def differences(config: MaxTextConfig, theirs: Mapping[str, Any]) -> list[str]:
   """Where a folder's description contradicts a configuration, in words."""
-  ours = _comparable(description(config).config(config))
+  about = description(config)
+  ours = _comparable(about.config(config))
   found = []
   for name, value in _comparable(theirs).items():
     if name not in ours or name in _NOT_COMPARED or value is None or ours[name] == value:
+      continue
+    if name == "model_type" and value in about.also:
       continue
     if name == "vocab_size" and abs(ours[name] - value) <= SPARE_ROWS:
       continue

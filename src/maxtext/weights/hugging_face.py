@@ -153,14 +153,17 @@ def to_tensors(model: Model, table: Table, params: Mapping[str, np.ndarray]) -> 
 
 def _slots(model: Model, path: str, weight: Weight) -> list[tuple[str, Slot]]:
   """The tensors that hold one parameter, with the place of each in it."""
-  shape, layers, contracted = model.struct(path).shape, layer_numbers(model.spec, path), model.contracted[path]
-  rest = shape[1:] if layers else shape
+  shape, layers, (stacked, contracted) = (
+    model.struct(path).shape,
+    layer_numbers(model.spec, path),
+    model.contracted[path],
+  )
   indices: list[tuple[tuple[int, ...], dict[str, int]]] = [((r,), {"layer": n}) for r, n in enumerate(layers)]
   indices = indices or [((), {})]
   if "{expert}" in weight.name:
-    indices = [((*i, e), {**n, "expert": e}) for i, n in indices for e in range(rest[0])]
-    rest = rest[1:]
-  lead = 1 if weight.experts else 0
+    indices = [((*i, e), {**n, "expert": e}) for i, n in indices for e in range(shape[1])]
+  rest = shape[len(indices[0][0]) :]
+  lead = stacked - len(indices[0][0])
   inputs = (prod(rest[lead : lead + contracted]),) if contracted else ()
   rows = rest[:-1] if weight.table else (*rest[:lead], *inputs)
   return [(weight.name.format(**numbers), Slot(path, index, rest, rows)) for index, numbers in indices]
@@ -172,8 +175,8 @@ def _blocks(model: Model, path: str, weight: Weight) -> int:
     return 1
   module, _, leaf = path.rsplit("/", 2)
   other = f"{module}/{weight.blocks if weight.blocks != 'each' else weight.parts[0]}/{leaf}"
-  shape = model.struct(other).shape[1 + model.contracted[other] + (1 if weight.experts else 0) :]
-  return prod(shape) if weight.blocks == "each" else shape[0]
+  outputs = model.struct(other).shape[sum(model.contracted[other]) :]
+  return prod(outputs) if weight.blocks == "each" else outputs[0]
 
 
 def _steps(length: int, size: int, most: int) -> Iterator[slice]:

@@ -1,24 +1,34 @@
 """Gemma 4 (text): five local layers, then a global one with wider and fewer heads whose values are its keys.
 
 Norms scale by their weight in float32, queries and keys are normed and so are values, logits are not scaled at all, and
-each layer's output is multiplied by a number of its own.
+each layer's output is multiplied by a number of its own. Where there are experts, a dense layer stands beside them.
 """
 
 from maxtext.configs import MaxTextConfig
 from maxtext.layers.attention import GQA, QueryKeyNorm
+from maxtext.layers.beside import Beside
+from maxtext.layers.experts import Mixture
 from maxtext.models import standard
+from maxtext.models.experts import mixture
 from maxtext.models.hugging_face import GEMMA, TIED_HEAD, HuggingFace, rope
 from maxtext.models.spec import DecoderSpec, cycles
-from maxtext.models.weight_table import Weight
+from maxtext.models.weight_table import Weight, fused
 
 
 def spec(config: MaxTextConfig) -> DecoderSpec:
   """The decoder that a configuration describes."""
   c = config
-  norm = standard.norm(c, scale_in_float32=True)
-  layers = tuple(standard.block(c, mixer, norm=norm, output_scale=True) for mixer in (*[_near(c)] * 5, _far(c)))
+  norm, dense = standard.norm(c, scale_in_float32=True), standard.mlp(c)
+  feed_forward = Beside(dense, _experts(c), norm) if c.num_experts > 1 else dense
+  changes = {"norm": norm, "output_scale": True, "feed_forward_norms_itself": c.num_experts > 1}
+  layers = tuple(standard.block(c, mixer, feed_forward, **changes) for mixer in (*[_near(c)] * 5, _far(c)))
   groups = cycles(layers, c.base_num_decoder_layers)
   return standard.decoder(c, groups, final_norm=norm, **standard.multiplied_embeddings(c))
+
+
+def _experts(c: MaxTextConfig) -> Mixture:
+  router = {"normalize": True, "input_norm": c.normalization_layer_epsilon, "expert_scale": True}
+  return mixture(c, router, shared=None)
 
 
 def _near(c: MaxTextConfig) -> GQA:
@@ -49,8 +59,32 @@ def _common(c: MaxTextConfig) -> dict:
   }
 
 
+_OURS, _THEIRS = standard.LAYER, "model.layers.{layer}"
+_BESIDE = {
+  "dense_norm": "pre_feedforward_layernorm",
+  "dense_post_norm": "post_feedforward_layernorm_1",
+  "experts_norm": "pre_feedforward_layernorm_2",
+  "experts_post_norm": "post_feedforward_layernorm_2",
+}
+
 WEIGHTS = (
-  standard.WEIGHTS | standard.SANDWICH | {f"{standard.LAYER}/output_scale": Weight("model.layers.{layer}.layer_scalar")}
+  standard.WEIGHTS
+  | standard.SANDWICH
+  | {
+    f"{_OURS}/output_scale": Weight(f"{_THEIRS}.layer_scalar"),
+    **{f"{_OURS}/feed_forward/{ours}/scale": Weight(f"{_THEIRS}.{name}.weight") for ours, name in _BESIDE.items()},
+    **{
+      f"{_OURS}/feed_forward/dense/{name}/weight": Weight(f"{_THEIRS}.mlp.{name}_proj.weight", transposed=True)
+      for name in ("gate", "up", "down")
+    },
+    f"{_OURS}/feed_forward/experts/router/logits/weight": Weight(f"{_THEIRS}.router.proj.weight", transposed=True),
+    f"{_OURS}/feed_forward/experts/router/input_scale": Weight(f"{_THEIRS}.router.scale"),
+    f"{_OURS}/feed_forward/experts/router/expert_scale": Weight(f"{_THEIRS}.router.per_expert_scale"),
+    **fused(
+      f"{_OURS}/feed_forward/experts/experts", ("gate", "up"), f"{_THEIRS}.experts.gate_up_proj", transposed=True
+    ),
+    f"{_OURS}/feed_forward/experts/experts/down/weight": Weight(f"{_THEIRS}.experts.down_proj", transposed=True),
+  }
 )
 HUGGING_FACE = HuggingFace(
   "Gemma4ForCausalLM",
@@ -61,7 +95,10 @@ HUGGING_FACE = HuggingFace(
     "num_global_key_value_heads": lambda c: c.global_num_kv_heads or c.base_num_kv_heads,
     "attention_k_eq_v": "share_kv_projections",
     "hidden_size_per_layer_input": lambda c: 0,
-    "enable_moe_block": lambda c: False,
+    "enable_moe_block": lambda c: c.num_experts > 1,
+    "num_experts": lambda c: c.num_experts if c.num_experts > 1 else None,
+    "top_k_experts": lambda c: c.num_experts_per_tok if c.num_experts > 1 else None,
+    "moe_intermediate_size": lambda c: c.base_moe_mlp_dim if c.num_experts > 1 else None,
     "rope_parameters": lambda c: {
       "sliding_attention": rope(c, theta=_near_theta(c), scaled=False),
       "full_attention": rope(c, theta=_far_theta(c), scaled=False)

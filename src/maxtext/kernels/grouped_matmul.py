@@ -1,0 +1,173 @@
+"""Grouped product: rows that are sorted by group, each group times a weight of its own, nothing padded or dropped.
+
+`reference` is the plain form and the oracle of the others; `GroupedMatmul` dispatches to one of them.
+
+Shapes: M rows, G groups, I inputs, O outputs, T rows of a tile.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+Kernel = Literal["reference", "megablox", "ragged_dot", "tiled"]
+
+
+@dataclass(frozen=True)
+class Tiles:
+  """Tile sizes of one product; none is larger than its dimension in the end."""
+
+  rows: int = 512
+  inputs: int = 1024
+  outputs: int = 1024
+
+
+@dataclass(frozen=True)
+class GroupedMatmul:
+  """x [M,I], weights [G,I,O] and sizes [G] to [M,O]; rows after the last group come out as zeros.
+
+  Attributes:
+    kernel: megablox is JAX's Pallas kernel, for TPU; ragged_dot is XLA's, which multiplies every row by every group's
+      weight on a CPU; tiled loops over tiles of rows, for where that costs more than the loop.
+    forward, by_rows, by_weights: tiles of megablox in the product, and in the gradients of its rows and weights.
+  """
+
+  kernel: Kernel = "tiled"
+  precision: str = "default"
+  forward: Tiles = Tiles()
+  by_rows: Tiles = Tiles()
+  by_weights: Tiles = Tiles()
+  interpret: bool = False  # run Pallas kernels as plain operations, to test them without a TPU
+
+  def __call__(self, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The product, in the number format of x."""
+    if self.kernel == "reference":
+      return reference(x, weights, sizes, self.precision)
+    if self.kernel == "ragged_dot":
+      out = jax.lax.ragged_dot(x, weights, sizes, precision=self.precision)
+      return jnp.where(_in_groups(x, sizes), out, 0)
+    return _by_hand(self, x, weights, sizes)
+
+  def _product(self, x: jax.Array, weights: jax.Array, sizes: jax.Array, tiles: Tiles, turned: bool) -> jax.Array:
+    if self.kernel == "tiled":
+      return _tiled_product(x, weights.swapaxes(1, 2) if turned else weights, sizes, self.precision)
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    shape = weights.shape[:0:-1] if turned else weights.shape[1:]
+    x, tiling, M = _whole_tiles(x, shape, tiles)
+    sizes = _with_rest(sizes, x.shape[0])
+    return gmm(x, weights, sizes, x.dtype, tiling, transpose_rhs=turned, interpret=self.interpret)[:M]
+
+  def _weights_gradient(self, x: jax.Array, grad: jax.Array, sizes: jax.Array) -> jax.Array:
+    if self.kernel == "tiled":
+      return _tiled_weights_gradient(x, grad, sizes, self.precision)
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    shape = x.shape[1], grad.shape[1]
+    (x, tiling, _), (grad, _, _) = (_whole_tiles(a, shape, self.by_weights) for a in (x, grad))
+    groups, sizes = sizes.shape[0], _with_rest(sizes, x.shape[0])
+    return tgmm(x.swapaxes(0, 1), grad, sizes, x.dtype, tiling, num_actual_groups=groups, interpret=self.interpret)
+
+
+def reference(x: jax.Array, weights: jax.Array, sizes: jax.Array, precision: str = "default") -> jax.Array:
+  """The plain form: every row times every weight, and its own group's is kept."""
+  ends = jnp.cumsum(sizes)
+  row = jnp.arange(x.shape[0])[:, None]
+  own = (row >= ends - sizes) & (row < ends)
+  return jnp.einsum("mi,gio,mg->mo", x, weights, own.astype(x.dtype), precision=precision)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_hand(how: GroupedMatmul, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+  return how._product(x, weights, sizes, how.forward, turned=False)
+
+
+def _forward(
+  how: GroupedMatmul, x: jax.Array, weights: jax.Array, sizes: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+  return _by_hand(how, x, weights, sizes), (x, weights, sizes)
+
+
+def _backward(how: GroupedMatmul, kept: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+  x, weights, sizes = kept
+  by_rows = how._product(grad, weights, sizes, how.by_rows, turned=True)
+  return by_rows, how._weights_gradient(x, grad, sizes).astype(weights.dtype), None
+
+
+_by_hand.defvjp(_forward, _backward)
+
+
+def _in_groups(x: jax.Array, sizes: jax.Array) -> jax.Array:
+  return jnp.arange(x.shape[0])[:, None] < sizes.sum()
+
+
+_TILES = (1024, 256, 64, 16)
+
+
+def _over_tiles(state: Any, start: jax.Array, end: jax.Array, rows: int, step: Callable[..., Any]) -> Any:
+  """Goes over rows [start, end) in tiles, large ones first, by step(size, row, state); the last may pass the end."""
+  sizes = [size for size in _TILES if size <= rows or size == _TILES[-1]]
+  carry = start, state
+  for size in sizes:
+    least = 1 if size == sizes[-1] else size
+
+    def fits(carry: tuple[jax.Array, Any], least: int = least) -> jax.Array:
+      return carry[0] + least <= end
+
+    def tile(carry: tuple[jax.Array, Any], size: int = size) -> tuple[jax.Array, Any]:
+      return carry[0] + size, step(size, *carry)
+
+    carry = jax.lax.while_loop(fits, tile, carry)
+  return carry[1]
+
+
+def _tiled_product(x: jax.Array, weights: jax.Array, sizes: jax.Array, precision: str) -> jax.Array:
+  """Groups in order, tiles of each in order: what a tile writes after its group's end, the next group writes over."""
+  M = x.shape[0]
+  padded = jnp.pad(x, ((0, _TILES[-1]), (0, 0)))
+
+  def group(carry: tuple[jax.Array, jax.Array], own: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
+    (out, start), (weight, size) = carry, own
+
+    def step(T: int, row: jax.Array, out: jax.Array) -> jax.Array:
+      rows = jax.lax.dynamic_slice_in_dim(padded, row, T)
+      return jax.lax.dynamic_update_slice_in_dim(out, jnp.dot(rows, weight, precision=precision), row, 0)
+
+    return (_over_tiles(out, start, start + size, M, step), start + size), None
+
+  out = jnp.zeros((padded.shape[0], weights.shape[2]), x.dtype)
+  (out, end), _ = jax.lax.scan(group, (out, jnp.zeros((), sizes.dtype)), (weights, sizes))
+  return jax.lax.dynamic_update_slice_in_dim(out, jnp.zeros((_TILES[-1], out.shape[1]), out.dtype), end, 0)[:M]
+
+
+def _tiled_weights_gradient(x: jax.Array, grad: jax.Array, sizes: jax.Array, precision: str) -> jax.Array:
+  M = x.shape[0]
+  x, grad = (jnp.pad(a, ((0, _TILES[-1]), (0, 0))) for a in (x, grad))
+
+  def group(start: jax.Array, size: jax.Array) -> tuple[jax.Array, jax.Array]:
+    end = start + size
+
+    def step(T: int, row: jax.Array, total: jax.Array) -> jax.Array:
+      rows, grads = (jax.lax.dynamic_slice_in_dim(a, row, T) for a in (x, grad))
+      rows = jnp.where((row + jnp.arange(T) < end)[:, None], rows, 0)
+      return total + jnp.dot(rows.T, grads, precision=precision, preferred_element_type=jnp.float32)
+
+    return end, _over_tiles(jnp.zeros((x.shape[1], grad.shape[1]), jnp.float32), start, end, M, step)
+
+  return jax.lax.scan(group, jnp.zeros((), sizes.dtype), sizes)[1]
+
+
+def _whole_tiles(x: jax.Array, weight: tuple[int, ...], tiles: Tiles) -> tuple[jax.Array, tuple[int, int, int], int]:
+  """Rows padded to whole tiles, the tiles cut to the dimensions, and the number of rows before."""
+  M = x.shape[0]
+  rows = min(tiles.rows, -(-M // 128) * 128)
+  tiling = (rows, min(tiles.inputs, weight[0]), min(tiles.outputs, weight[1]))
+  return jnp.pad(x, ((0, -M % rows), (0, 0))), tiling, M
+
+
+def _with_rest(sizes: jax.Array, rows: int) -> jax.Array:
+  """A last group, which has no weight, for the rows after all others."""
+  return jnp.concatenate([sizes, rows - sizes.sum(keepdims=True)]).astype(jnp.int32)

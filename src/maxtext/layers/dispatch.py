@@ -1,0 +1,174 @@
+"""How tokens reach the experts they were routed to and come back; the router and the experts are elsewhere.
+
+All ways give the same output, except that capacity and a bounded buffer leave out tokens that find no room.
+
+Shapes: B batch, S sequence, K experts per token, E width, X experts of this device, N = B*S tokens, M rows, C capacity.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.kernels.grouped_matmul import GroupedMatmul
+
+
+class Routing(NamedTuple):
+  """Where tokens go: experts [B,S,K] by number, and the weights of their outputs [B,S,K]."""
+
+  experts: jax.Array
+  weights: jax.Array
+
+
+class Experts(Protocol):
+  """Experts of one device, applied to rows [M,E] sorted by expert with their sizes [X], or to [X,C,E] without."""
+
+  def __call__(self, x: jax.Array, sizes: jax.Array | None) -> jax.Array: ...
+
+
+@dataclass(frozen=True)
+class Dispatch:
+  """How a run executes mixtures of experts.
+
+  Attributes:
+    method: dense computes every expert on every token (the plain form); capacity gives each expert the same room in
+      each sequence and drops what does not fit; dropless sorts tokens by expert for grouped products.
+    capacity: room over an even share, for the method of that name.
+    buffer: rows of a device over an even share, for dropless; None has room for all tokens.
+    wi, wo: products of the experts' inputs and outputs, for dropless.
+    float32_sum: outputs are weighted and summed in float32.
+    float32_logits: the router's product is computed in float32.
+    random: tokens go to random experts, to measure speed under even load.
+    gather_gradients: sorting has a gradient that gathers, instead of the scattering one that JAX derives.
+  """
+
+  method: Literal["dense", "capacity", "dropless"] = "dropless"
+  capacity: float = 1.0
+  buffer: float | None = None
+  wi: GroupedMatmul = field(default_factory=GroupedMatmul)
+  wo: GroupedMatmul = field(default_factory=GroupedMatmul)
+  float32_sum: bool = True
+  float32_logits: bool = False
+  random: bool = False
+  gather_gradients: bool = True
+
+  @property
+  def drops(self) -> bool:
+    """Whether tokens can be left out."""
+    return self.method == "capacity" or self.buffer is not None
+
+  def __call__(
+    self,
+    experts: Experts,
+    x: jax.Array,
+    routing: Routing,
+    first: jax.typing.ArrayLike,
+    count: int,
+    total: int,
+    weigh_inputs: bool,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Output [B,S,E] of `count` of `total` experts, from number `first` on, and how many of their tokens were dropped.
+
+    Weights multiply the experts' outputs, or their inputs.
+    """
+    local = routing.experts - first
+    own = (local >= 0) & (local < count)
+    part = Routing(jnp.where(own, local, count), jnp.where(own, routing.weights, 0))
+    way: Callable[..., tuple[jax.Array, jax.Array]] = {
+      "dense": self._dense,
+      "capacity": self._capacity,
+      "dropless": self._dropless,
+    }[self.method]
+    return way(experts, x, part, count, total, weigh_inputs)
+
+  def _dense(
+    self, experts: Experts, x: jax.Array, part: Routing, count: int, total: int, weigh_inputs: bool
+  ) -> tuple[jax.Array, jax.Array]:
+    B, S, E = x.shape
+    chosen = jax.nn.one_hot(part.experts, count, dtype=jnp.float32)
+    weights = (chosen * part.weights[..., None]).sum(2).reshape(B * S, count).T[..., None]
+    rows = jnp.broadcast_to(x.reshape(1, B * S, E), (count, B * S, E))
+    if weigh_inputs:
+      rows, weights = rows * weights.astype(x.dtype), chosen.sum(2).reshape(B * S, count).T[..., None]
+    y = self._weighted(experts(rows, None), weights).sum(0)
+    return y.reshape(B, S, E), jnp.zeros((), jnp.int32)
+
+  def _capacity(
+    self, experts: Experts, x: jax.Array, part: Routing, count: int, total: int, weigh_inputs: bool
+  ) -> tuple[jax.Array, jax.Array]:
+    B, S, E = x.shape
+    K = part.experts.shape[2]
+    room = min(math.ceil(S * K / total * self.capacity), S)
+    expert = part.experts.reshape(B, S * K)
+    queue = jax.nn.one_hot(expert, count, dtype=jnp.int32).cumsum(1)
+    place = jnp.take_along_axis(queue, jnp.minimum(expert, count - 1)[..., None], axis=2)[..., 0] - 1
+    kept = (expert < count) & (place < room)
+    # Which token stands in each place of each expert's queue; S stands for none.
+    row, token = jnp.arange(B)[:, None], jnp.arange(S * K)[None] // K
+    where = row, jnp.where(kept, expert, count), place
+    standing = jnp.full((B, count, room), S).at[where].set(jnp.broadcast_to(token, (B, S * K)), mode="drop")
+    rows = x.at[jnp.arange(B)[:, None, None], standing].get(mode="fill", fill_value=0)
+    weights = jnp.where(kept, part.weights.reshape(B, S * K), 0)
+    if weigh_inputs:
+      scale = jnp.zeros((B, count, room)).at[where].set(weights, mode="drop")
+      rows, weights = rows * scale[..., None].astype(x.dtype), kept.astype(jnp.float32)
+    out = experts(rows.swapaxes(0, 1).reshape(count, B * room, E), None).reshape(count, B, room, E)
+    back = out.at[jnp.where(kept, expert, count), row, place].get(mode="fill", fill_value=0)
+    y = self._weighted(back, weights[..., None]).reshape(B, S, K, E).sum(2)
+    return y, ((expert < count) & ~kept).sum()
+
+  def _dropless(
+    self, experts: Experts, x: jax.Array, part: Routing, count: int, total: int, weigh_inputs: bool
+  ) -> tuple[jax.Array, jax.Array]:
+    B, S, E = x.shape
+    K = part.experts.shape[2]
+    expert, weights = part.experts.reshape(-1), part.weights.reshape(-1, 1)
+    order = jnp.argsort(expert, stable=True)
+    place = jnp.argsort(order)
+    wanted = jnp.bincount(expert, length=count).astype(jnp.int32)
+    rows = expert.size
+    if self.buffer is not None:
+      rows = min(rows, math.ceil(rows * count / total * self.buffer))
+    ends = jnp.minimum(jnp.cumsum(wanted), rows)
+    sizes = jnp.diff(ends, prepend=0)
+    move = _move if self.gather_gradients else _gather
+    order = order[:rows]
+    sorted_rows = move(x.reshape(B * S, E), order, place, K)
+    if weigh_inputs:
+      sorted_rows, weights = sorted_rows * weights[order].astype(x.dtype), (expert < count)[:, None]
+    back = move(experts(sorted_rows, sizes), place, order, 1)
+    y = self._weighted(back, weights).reshape(B, S, K, E).sum(2)
+    return y, wanted.sum() - sizes.sum()
+
+  def _weighted(self, out: jax.Array, weights: jax.Array) -> jax.Array:
+    dtype = jnp.float32 if self.float32_sum else out.dtype
+    return out.astype(dtype) * weights.astype(dtype)
+
+
+def _gather(x: jax.Array, rows: jax.Array, back: jax.Array, copies: int) -> jax.Array:
+  """Rows of x, as if each of its rows stood `copies` times; zeros where there is none."""
+  return x.at[rows // copies].get(mode="fill", fill_value=0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _move(x: jax.Array, rows: jax.Array, back: jax.Array, copies: int) -> jax.Array:
+  """The same where `back` undoes `rows`, so that the gradient gathers too."""
+  return _gather(x, rows, back, copies)
+
+
+def _move_forward(
+  x: jax.Array, rows: jax.Array, back: jax.Array, copies: int
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  return _gather(x, rows, back, copies), (rows, back)
+
+
+def _move_backward(copies: int, kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, None, None]:
+  spread = _gather(grad, kept[1], kept[0], 1)
+  return spread.reshape(-1, copies, grad.shape[-1]).sum(1), None, None
+
+
+_move.defvjp(_move_forward, _move_backward)

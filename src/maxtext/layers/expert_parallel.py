@@ -1,0 +1,107 @@
+"""Experts over a mesh: who holds which experts and which part of them, and how tokens travel.
+
+Shapes: B batch, S sequence, K experts per token, E width.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from maxtext.layers.dispatch import Routing
+from maxtext.layers.how import How
+from maxtext.layers.make import Buffer
+
+_HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
+
+# Where dimensions of the experts' variables are split while they compute; all others are whole.
+_COMPUTED = {"expert": "expert", "expert_mlp": "activation_mlp"}
+
+
+def over_mesh(
+  how: How,
+  experts: nnx.Module,
+  x: jax.Array,
+  routing: Routing,
+  count: int,
+  hidden: int,
+  run: Callable[..., tuple[jax.Array, jax.Array]],
+) -> tuple[jax.Array, jax.Array]:
+  """x [B,S,E] to the same, and the number of dropped tokens, on all devices together.
+
+  A device holds some experts, and of each a part of its hidden width, like that of a dense layer. It takes the tokens
+  of all devices that hold other experts, computes its own, and the results go back by a reduce-scatter.
+
+  Args:
+    experts: the module, whose variables are handed to each device as its part.
+    count, hidden: number of experts and their hidden width.
+    run: (module, x, routing, first expert, number of experts, parts of the width) to (x, dropped), on one device.
+  """
+  mesh = how.mesh
+  *tokens, widths = how.partition((*x.shape[:2], hidden), *_HIDDEN)
+  owners, parts = _axes(how.partition((count,), "expert")[0]), _axes(widths)
+  holders = [_axes(part) for part in tokens]
+  travel = [tuple(axis for axis in axes if axis in owners) for axes in holders]
+  summed = (*parts, *(axis for axis in owners if axis not in travel[0] + travel[1]))
+  everyone = tuple(dict.fromkeys((*holders[0], *holders[1], *owners)))
+  own = count // _size(how, owners)
+
+  graph, state = nnx.split(experts)
+  variables = nnx.to_flat_state(state)
+  specs = [_spec(how, variable) for _, variable in variables]
+  kept = [i for i, (_, variable) in enumerate(variables) if isinstance(variable, Buffer)]
+
+  def local(x: jax.Array, routing: Routing, values: list[jax.Array]) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    module = nnx.merge(graph, _rebuilt(variables, values))
+    first = jax.lax.axis_index(owners) * own if owners else 0
+    for dim, axes in enumerate(travel):
+      if axes:
+        x, routing = jax.tree.map(lambda a, n=axes, d=dim: jax.lax.all_gather(a, n, axis=d, tiled=True), (x, routing))
+    y, dropped = run(module, x, routing, first, own, _size(how, parts))
+    for dim, axes in enumerate(travel):
+      if axes:
+        y = jax.lax.psum_scatter(y, axes, scatter_dimension=dim, tiled=True)
+    y = jax.lax.psum(y, summed) if summed else y
+    dropped = jax.lax.psum(dropped, everyone) if everyone else dropped
+    left = nnx.to_flat_state(nnx.state(module))
+    return y, dropped, [_agreed(left[i][1][...], specs[i], mesh.axis_names) for i in kept]
+
+  spec = PartitionSpec(*tokens, None)
+  y, dropped, buffers = jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(spec, spec, specs),
+    out_specs=(spec, PartitionSpec(), [specs[i] for i in kept]),
+    check_vma=False,
+  )(x, routing, [variable[...] for _, variable in variables])
+  nnx.update(experts, _rebuilt([variables[i] for i in kept], buffers))
+  return y, dropped
+
+
+def _rebuilt(variables: list[Any], values: list[jax.Array]) -> Any:
+  return nnx.from_flat_state(
+    [(path, type(v)(value, **v.get_metadata())) for (path, v), value in zip(variables, values, strict=True)]
+  )
+
+
+def _spec(how: How, variable: Any) -> PartitionSpec:
+  shape = variable[...].shape
+  axes = variable.axes[len(variable.axes) - len(shape) :]  # a loop over layers has taken the first away
+  return how.partition(shape, *(_COMPUTED.get(axis) for axis in axes))
+
+
+def _agreed(buffer: jax.Array, spec: PartitionSpec, mesh_axes: tuple[str, ...]) -> jax.Array:
+  """What hooks assigned to a buffer is a statistic, or equal everywhere: devices that share it agree on the largest."""
+  split = {axis for part in spec for axis in _axes(part)}
+  return jax.lax.pmax(buffer, tuple(axis for axis in mesh_axes if axis not in split))
+
+
+def _axes(part: Any) -> tuple[str, ...]:
+  return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def _size(how: How, axes: tuple[str, ...]) -> int:
+  return prod(how.mesh.shape[axis] for axis in axes)

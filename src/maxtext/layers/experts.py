@@ -1,0 +1,145 @@
+"""The mixture of experts: a router, experts that tokens are sent to, and one that every token passes through.
+
+Shapes: B batch, S sequence, E width, X experts (of this device), M rows, C rows per expert, I inputs, O outputs.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext.kernels.grouped_matmul import GroupedMatmul
+from maxtext.layers.dispatch import Routing
+from maxtext.layers.expert_parallel import over_mesh
+from maxtext.layers.how import How
+from maxtext.layers.linear import Linear
+from maxtext.layers.make import Make
+from maxtext.layers.mlp import ACTIVATIONS, MLP
+from maxtext.layers.router import Router
+
+
+@dataclass(frozen=True)
+class Mixture:
+  """What a mixture is.
+
+  Attributes:
+    router: chooses experts; their number is in it.
+    width: hidden width of an expert.
+    activation: of the gate.
+    limit: clamps gate and up, and up counts from 1: (up + 1) * gate * sigmoid(1.702 gate), for any activation.
+    bias: the experts' products have biases.
+    weigh_inputs: the router's weights multiply what enters the experts, not what leaves them.
+    shared: a dense layer beside the experts.
+    shared_gate: the shared layer's output is multiplied by the sigmoid of a learned product of the input.
+  """
+
+  router: Router
+  width: int
+  activation: str = "silu"
+  limit: float | None = None
+  bias: bool = False
+  weigh_inputs: bool = False
+  shared: MLP | None = None
+  shared_gate: bool = False
+
+  def build(self, make: Make, width: int, how: How) -> "MixtureOfExperts":
+    """The layer."""
+    return MixtureOfExperts(make, self, width, how)
+
+
+class MixtureOfExperts(nnx.Module):
+  """Routes, dispatches, and adds the shared layer."""
+
+  def __init__(self, make: Make, spec: Mixture, width: int, how: How) -> None:
+    self.spec, self.how = spec, how
+    self.router = spec.router.build(make.at("router"), width, how)
+    self.experts = GatedExperts(make.at("experts", expert=spec.router.count), spec, width, how)
+    self.shared = None if spec.shared is None else spec.shared.build(make.at("shared"), width, how)
+    gated = spec.shared is not None and spec.shared_gate
+    self.shared_gate = (
+      Linear(make.at("shared_gate"), {"embed": width}, {"router": 1}, how, "shared_gate") if gated else None
+    )
+
+  def __call__(self, x: jax.Array, router_input: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The output and a report; the router sees x unless it is given something else to see."""
+    routing, report = self.router(x if router_input is None else router_input)
+    y, dropped = self._routed(x, routing)
+    y = y.astype(x.dtype)
+    if self.how.experts.drops:
+      report["dropped_tokens"] = dropped / routing.experts.size
+    if self.shared is not None:
+      shared, _ = self.shared(x)
+      if self.shared_gate is not None:
+        shared = shared * jax.nn.sigmoid(self.shared_gate(x))
+      y = y + shared
+    return y, report
+
+  def _routed(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+    how, spec = self.how, self.spec
+    total = spec.router.count
+    if how.mesh.size == 1:
+      return how.experts(self.experts, x, routing, 0, total, total, spec.weigh_inputs)
+
+    def local(
+      experts: GatedExperts, x: jax.Array, routing: Routing, first: jax.Array, count: int, parts: int
+    ) -> tuple[jax.Array, jax.Array]:
+      return how.experts(partial(experts, parts=parts), x, routing, first, count, total, spec.weigh_inputs)
+
+    return over_mesh(how, self.experts, x, routing, total, spec.width, local)
+
+
+class GatedExperts(nnx.Module):
+  """act(x gate) * (x up), then down, with weights of each expert's own."""
+
+  def __init__(self, make: Make, spec: Mixture, width: int, how: How) -> None:
+    self.how, self.activation, self.limit = how, ACTIVATIONS[spec.activation], spec.limit
+    outside, inside = {"expert_embed": width}, {"expert_mlp": spec.width}
+    self.gate = ExpertLinear(make.at("gate"), outside, inside, how, "moe_mlpwi_0", bias=spec.bias)
+    self.up = ExpertLinear(make.at("up"), outside, inside, how, "moe_mlpwi_1", bias=spec.bias)
+    self.down = ExpertLinear(make.at("down"), inside, outside, how, "moe_mlpwo", bias=spec.bias)
+
+  def __call__(self, x: jax.Array, sizes: jax.Array | None, parts: int = 1) -> jax.Array:
+    """Rows [M,E] sorted by expert with their sizes [X], or [X,C,E] without.
+
+    `parts` counts the devices that each hold a part of the hidden width and whose outputs will be summed.
+    """
+    wi, wo = self.how.experts.wi, self.how.experts.wo
+    hidden = self._activate(self.gate.of_rows(x, sizes, wi), self.up.of_rows(x, sizes, wi))
+    return self.down.of_rows(hidden, sizes, wo, parts)
+
+  def _activate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    dtype = jnp.float32 if self.how.activations_in_float32 else gate.dtype
+    if self.limit is None:
+      return self.activation(gate.astype(dtype)).astype(gate.dtype) * up
+    gate, up = jnp.minimum(gate, self.limit).astype(dtype), jnp.clip(up, -self.limit, self.limit)
+    return (gate * jax.nn.sigmoid(1.702 * gate)).astype(up.dtype) * (up + 1)
+
+
+class ExpertLinear(Linear):
+  """A `Linear` per expert; the factory it is given makes one copy of every variable for each."""
+
+  def of_rows(self, x: jax.Array, sizes: jax.Array | None, kernel: GroupedMatmul, parts: int = 1) -> jax.Array:
+    """Rows [M,I] with sizes [X], or [X,C,I], to the same of O."""
+    dtype = self.how.dtype
+
+    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+      x, weight = x.astype(dtype), weight.astype(dtype)
+      if sizes is None:
+        return jnp.einsum("xci,xio->xco", x, weight, precision=self.how.precision)
+      return kernel(x, weight, sizes)
+
+    assert self.weight is not None
+    y = self._hooked(product)(x, self.weight[...])
+    if self.bias is not None:
+      bias = self.bias[...].astype(dtype) / parts
+      y = y + (bias[:, None] if sizes is None else bias[_expert_of_rows(sizes, x.shape[0])])
+    return checkpoint_name(y, self.name)
+
+
+def _expert_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
+  """The last one's number for rows after all experts."""
+  ends = jnp.cumsum(sizes)[:-1]
+  return jnp.searchsorted(ends, jnp.arange(rows), side="right")

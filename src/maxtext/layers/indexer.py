@@ -1,0 +1,83 @@
+"""A small scorer that chooses the keys each query attends to.
+
+Shapes: B batch, S queries, T keys, E width, H its heads, D its head dim, L width of the queries' latent.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxtext.layers.context import Context
+from maxtext.layers.how import How
+from maxtext.layers.linear import Linear
+from maxtext.layers.make import Make
+from maxtext.layers.norm import CenteredNorm
+from maxtext.layers.rope import Rope, rotate
+
+
+@dataclass(frozen=True)
+class Indexer:
+  """Keys are scored by a weighted sum over heads of relu(query key), and the best `count` are chosen.
+
+  Attributes:
+    rope: of the first dimensions of its queries and keys.
+  """
+
+  heads: int
+  head_dim: int
+  count: int
+  rope: Rope
+
+  def build(self, make: Make, width: int, latent: int, how: How) -> "KeyIndexer":
+    """The layer."""
+    return KeyIndexer(make, self, width, latent, how)
+
+
+class KeyIndexer(nnx.Module):
+  """(x, latent of queries, context, keys) to which keys are chosen; no gradient flows through the choice."""
+
+  def __init__(self, make: Make, spec: Indexer, width: int, latent: int, how: How) -> None:
+    self.spec, self.how = spec, how
+    heads = {"heads": spec.heads}
+    self.query = Linear(
+      make.at("query"), {"latent": latent}, {**heads, "head_dim": spec.head_dim}, how, "indexer_query_proj"
+    )
+    self.key = Linear(make.at("key"), {"embed": width}, {"latent_out": spec.head_dim}, how, "indexer_key_proj")
+    self.key_norm = CenteredNorm(1e-6).build(make.at("key_norm"), spec.head_dim)
+    self.weights = Linear(make.at("weights"), {"embed": width}, heads, how, "indexer_weights")
+
+  def keys(self, x: jax.Array, context: Context) -> jax.Array:
+    """Keys [B,S,D] of tokens, for a cache."""
+    key = self.key_norm(self.key(x))[:, :, None]
+    return rotate(key, context.table(self.spec.rope), self.spec.rope.interleaved)[:, :, 0]
+
+  def scores(self, x: jax.Array, latent: jax.Array, context: Context, keys: jax.Array) -> jax.Array:
+    """[B,S,T] in float32, of all keys, visible or not."""
+    spec = self.spec
+    q = rotate(self.query(latent), context.table(spec.rope), spec.rope.interleaved)
+    products = jnp.einsum(
+      "bshd,btd->bsht", q.astype(jnp.float32), keys.astype(jnp.float32), precision=self.how.precision
+    )
+    weights = self.weights(x).astype(jnp.float32) * spec.heads**-0.5
+    return jnp.einsum("bsh,bsht->bst", weights, jax.nn.relu(products * spec.head_dim**-0.5))
+
+  def __call__(self, x: jax.Array, latent: jax.Array, context: Context, cached: jax.Array | None) -> jax.Array:
+    """Whether each key is chosen, [B,S,T]; keys are those of x, or cached ones in the order of their positions."""
+    x, latent = jax.lax.stop_gradient((x, latent))
+    keys = self.keys(x, context) if cached is None else cached
+    scores = jax.lax.stop_gradient(self.scores(x, latent, context, keys))
+    positions = context.positions if cached is None else jnp.arange(keys.shape[1])[None]
+    visible = context.positions[:, :, None] >= positions[:, None, :]
+    if context.segments is not None:
+      visible &= context.segments[:, :, None] == context.segments[:, None, :]
+    return visible & _among_best(jnp.where(visible, scores, -jnp.inf), min(self.spec.count, keys.shape[1]))
+
+
+def _among_best(scores: jax.Array, count: int) -> jax.Array:
+  """Whether each of the last dimension is among its `count` largest, the earlier of equal ones first."""
+  best = jax.lax.top_k(scores, count)[1]
+  flat = jnp.zeros((scores.size // scores.shape[-1], scores.shape[-1]), bool)
+  rows = jnp.arange(flat.shape[0])[:, None]
+  return flat.at[rows, best.reshape(flat.shape[0], count)].set(True).reshape(scores.shape)

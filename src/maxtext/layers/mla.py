@@ -1,0 +1,204 @@
+"""Multi-head latent attention: keys and values are products of one narrow latent per token.
+
+A head's query and key are [without position | rotated]; the rotated part of the key is one for all heads.
+
+Shapes: B batch, S sequence, T cached positions, E width, H heads, N width without position, R rotated width, V value
+width, L latent width.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxtext.kernels.attention import Scoring, Tokens, reference
+from maxtext.layers.cache import Cache, Slots, extend
+from maxtext.layers.context import Context
+from maxtext.layers.how import How
+from maxtext.layers.indexer import Indexer
+from maxtext.layers.linear import Linear
+from maxtext.layers.make import Make
+from maxtext.layers.norm import Norm
+from maxtext.layers.rope import Rope, rotate
+
+_HEADS = ("activation_batch", "activation_length", "activation_heads", "activation_head_dim")
+_LATENT = ("activation_batch", "activation_length", None)
+
+
+@dataclass(frozen=True)
+class MLA:
+  """What latent attention is.
+
+  Attributes:
+    plain_dim: width of a head's query and key that knows no position.
+    value_dim: width of a head's value.
+    kv_rank: width of the latent of keys and values.
+    q_rank: width of the latent of queries; None projects them directly.
+    rope: of the rest of queries and keys, whose width is its head_dim.
+    scale: of logits; None is the width of a query to the -0.5.
+    norm: of the latents.
+    latent_cache: the cache holds latents, and a head's products with the latent move to its query and its output.
+    indexer: chooses the keys that a query sees; None lets it see all.
+  """
+
+  heads: int
+  plain_dim: int
+  value_dim: int
+  kv_rank: int
+  q_rank: int | None
+  rope: Rope
+  scale: float | None = None
+  norm: Norm = field(default_factory=Norm)
+  latent_cache: bool = False
+  indexer: Indexer | None = None
+
+  @property
+  def window(self) -> int | None:
+    """How far back a query sees."""
+    return None
+
+  @property
+  def key_dim(self) -> int:
+    """Width of a head's query and key."""
+    return self.plain_dim + self.rope.head_dim
+
+  @property
+  def attention_width(self) -> int:
+    """Width of all heads together, as the mean of keys and values."""
+    return self.heads * (self.key_dim + self.value_dim) // 2
+
+  @property
+  def ropes(self) -> tuple[Rope, ...]:
+    """The rotary tables it needs."""
+    return (self.rope, *(() if self.indexer is None else (self.indexer.rope,)))
+
+  @property
+  def scoring(self) -> Scoring:
+    """What the kernel is told."""
+    return Scoring(self.key_dim**-0.5 if self.scale is None else self.scale)
+
+  def build(self, make: Make, width: int, how: How) -> "LatentAttention":
+    """The layer."""
+    return LatentAttention(make, self, width, how)
+
+
+class LatentAttention(nnx.Module):
+  """Latents, their norms, products with them, rotation, attention, output projection."""
+
+  def __init__(self, make: Make, spec: MLA, width: int, how: How) -> None:
+    self.spec, self.how = spec, how
+    x, heads = {"embed": width}, {"heads": spec.heads}
+    q, kv = {**heads, "head_dim": spec.key_dim}, {**heads, "head_dim": spec.plain_dim + spec.value_dim}
+    rank = spec.q_rank
+    self.query_down = (
+      None if rank is None else Linear(make.at("query_down"), x, {"latent_out": rank}, how, "query_wa_proj")
+    )
+    self.query_norm = None if rank is None else spec.norm.build(make.at("query_norm"), rank)
+    narrow = x if rank is None else {"latent": rank}
+    self.query = Linear(make.at("query"), narrow, q, how, "query_proj")
+    latent = {"latent_out": spec.kv_rank + spec.rope.head_dim}
+    self.kv_down = Linear(make.at("kv_down"), x, latent, how, "kv_wa_proj")
+    self.kv_norm = spec.norm.build(make.at("kv_norm"), spec.kv_rank)
+    self.kv = Linear(make.at("kv"), {"latent": spec.kv_rank}, kv, how, "key_proj")
+    self.out = Linear(make.at("out"), {**heads, "head_dim": spec.value_dim}, x, how, "out_proj")
+    indexer = spec.indexer
+    self.indexer = None if indexer is None or rank is None else indexer.build(make.at("indexer"), width, rank, how)
+    assert (self.indexer is None) == (indexer is None), "an indexer's queries are products of the queries' latent"
+
+  def __call__(
+    self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
+  ) -> tuple[jax.Array, Cache | None]:
+    spec, how = self.spec, self.how
+    narrow = x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
+    table = context.table(spec.rope)
+    plain, turned = jnp.split(self.query(narrow), [spec.plain_dim], axis=-1)
+    turned = rotate(turned, table, spec.rope.interleaved)
+    latent, position = jnp.split(self.kv_down(x), [spec.kv_rank], axis=-1)
+    latent, position = self.kv_norm(latent), rotate(position[..., None, :], table, spec.rope.interleaved)[..., 0, :]
+    queries = Tokens(context.positions, context.segments)
+    if cache is None:
+      chosen = None if self.indexer is None else self.indexer(x, narrow, context, None)
+      q, (k, v) = how.shard(jnp.concatenate([plain, turned], axis=-1), *_HEADS), self._expanded(latent, position)
+      q_spec, kv_spec = (how.partition(a.shape, *_HEADS) for a in (q, v))
+      out = how.attention(q, k, v, queries, spec.scoring, chosen=chosen, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec)
+      return self.out(how.shard(out, *_HEADS)), cache
+
+    assert context.segments is None, "a cached row is one document"
+    if spec.latent_cache:
+      new = {"latent": latent, "position": position}
+    else:
+      new = dict(zip(("key", "value"), self._expanded(latent, position), strict=True))
+    if self.indexer is not None:
+      new["index_key"] = self.indexer.keys(x, context)
+    cache, layer = extend(cache, repeat, context.positions, new)
+    chosen = None if self.indexer is None else self.indexer(x, narrow, context, layer["index_key"])
+    slots = Tokens(jnp.arange(next(iter(layer.values())).shape[1])[None])
+    if spec.latent_cache:
+      absorbed = not how.linear_hooks  # hooks know the plain product only
+      attend = self._absorbed if absorbed else self._by_expansion
+      out = attend(plain, turned, layer["latent"], layer["position"], queries, slots, chosen)
+    else:
+      q = jnp.concatenate([plain, turned], axis=-1)
+      out = reference(
+        q, layer["key"], layer["value"], queries, slots, spec.scoring, precision=how.precision, chosen=chosen
+      )
+    return self.out(how.shard(out, *_HEADS)), cache
+
+  def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
+    """The cache of one layer."""
+    spec, dtype = self.spec, self.how.dtype
+
+    def narrow(width: int) -> Slots:
+      return Slots((batch, length, width), _LATENT, dtype)
+
+    def heads(width: int) -> Slots:
+      return Slots((batch, length, spec.heads, width), _HEADS, dtype)
+
+    if spec.latent_cache:
+      slots = {"latent": narrow(spec.kv_rank), "position": narrow(spec.rope.head_dim)}
+    else:
+      slots = {"key": heads(spec.key_dim), "value": heads(spec.value_dim)}
+    return slots if spec.indexer is None else slots | {"index_key": narrow(spec.indexer.head_dim)}
+
+  def _expanded(self, latent: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys [B,T,H,N+R] and values [B,T,H,V] of latents [B,T,L] and rotated keys [B,T,R]."""
+    plain, value = jnp.split(self.kv(latent), [self.spec.plain_dim], axis=-1)
+    turned = jnp.broadcast_to(position[..., None, :], (*plain.shape[:-1], position.shape[-1]))
+    key = jnp.concatenate([plain, turned], axis=-1)
+    return self.how.shard(key, *_HEADS), self.how.shard(value, *_HEADS)
+
+  def _absorbed(
+    self,
+    plain: jax.Array,
+    turned: jax.Array,
+    latent: jax.Array,
+    position: jax.Array,
+    queries: Tokens,
+    slots: Tokens,
+    chosen: jax.Array | None,
+  ) -> jax.Array:
+    """Attention over the latents themselves, as one key head: q (W c) = (q W) c, and sum w (W c) = W (sum w c)."""
+    precision, dtype = self.how.precision, self.how.dtype
+    assert self.kv.weight is not None
+    to_key, to_value = jnp.split(self.kv.weight[...].astype(dtype), [self.spec.plain_dim], axis=-1)
+    q = jnp.concatenate([jnp.einsum("bshn,lhn->bshl", plain, to_key, precision=precision), turned], axis=-1)
+    key = jnp.concatenate([latent, position], axis=-1)[:, :, None]
+    summed = reference(
+      q, key, latent[:, :, None], queries, slots, self.spec.scoring, precision=precision, chosen=chosen
+    )
+    return jnp.einsum("bshl,lhv->bshv", summed, to_value, precision=precision)
+
+  def _by_expansion(
+    self,
+    plain: jax.Array,
+    turned: jax.Array,
+    latent: jax.Array,
+    position: jax.Array,
+    queries: Tokens,
+    slots: Tokens,
+    chosen: jax.Array | None,
+  ) -> jax.Array:
+    key, value = self._expanded(latent, position)
+    q = jnp.concatenate([plain, turned], axis=-1)
+    return reference(q, key, value, queries, slots, self.spec.scoring, precision=self.how.precision, chosen=chosen)

@@ -1,0 +1,134 @@
+"""Which experts each token goes to, and with what weight.
+
+Shapes: B batch, S sequence, E width, X experts, K experts per token, G groups.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxtext.layers.dispatch import Routing
+from maxtext.layers.how import How
+from maxtext.layers.linear import Linear
+from maxtext.layers.make import Buffer, Make
+
+
+@dataclass(frozen=True)
+class Groups:
+  """A token chooses among the experts of its best groups only.
+
+  Attributes:
+    count: groups that the experts are divided into.
+    kept: groups that a token may choose from.
+    best: a group is as good as the sum of its best so many experts.
+  """
+
+  count: int
+  kept: int
+  best: int
+
+
+@dataclass(frozen=True)
+class Router:
+  """Scores, choice and weights.
+
+  Softmax over the chosen experts alone is `softmax` with `normalize`: the two are the same numbers.
+
+  Attributes:
+    count: experts.
+    per_token: experts that a token goes to.
+    score: function of the logits that gives scores.
+    normalize: the chosen scores are divided by their sum.
+    scale: multiplies the weights.
+    groups: limits the choice.
+    bias: the logits have a learned bias.
+    selection_bias: a number per expert is added to scores when experts are chosen, but not to their weights.
+    selection_bias_rate: what that number moves by in each step, up for experts with less than an even load.
+    expert_scale: a learned number per expert multiplies its weight.
+    input_norm: epsilon of a norm of what enters, with a learned scale over sqrt(E); None takes the input as it is.
+    float32: logits are computed in float32 whatever the run's number format.
+    balance_weight: of the loss that grows as the load becomes uneven.
+  """
+
+  count: int
+  per_token: int
+  score: Literal["softmax", "sigmoid"] = "softmax"
+  normalize: bool = True
+  scale: float = 1.0
+  groups: Groups | None = None
+  bias: bool = False
+  selection_bias: bool = False
+  selection_bias_rate: float = 0.0
+  expert_scale: bool = False
+  input_norm: float | None = None
+  float32: bool = False
+  balance_weight: float = 0.0
+
+  def build(self, make: Make, width: int, how: How) -> "TopKRouter":
+    """The layer."""
+    return TopKRouter(make, self, width, how)
+
+
+class TopKRouter(nnx.Module):
+  """x [B,S,E] to a routing and a report."""
+
+  def __init__(self, make: Make, spec: Router, width: int, how: How) -> None:
+    self.spec, self.how = spec, how
+    self.logits = Linear(make.at("logits"), {"embed": width}, {"router": spec.count}, how, "router_logits")
+    per_expert = (spec.count,), (None,)
+    self.bias = make("bias", *per_expert) if spec.bias else None
+    self.selection_bias = (
+      make("selection_bias", *per_expert, kind=Buffer, dtype=jnp.float32) if spec.selection_bias else None
+    )
+    self.expert_scale = make("expert_scale", *per_expert, fill=1.0) if spec.expert_scale else None
+    self.input_scale = make("input_scale", (width,), ("norm",), fill=1.0) if spec.input_norm is not None else None
+
+  def __call__(self, x: jax.Array) -> tuple[Routing, dict[str, jax.Array]]:
+    """Also moves the selection bias, where it has a rate."""
+    spec = self.spec
+    scores = _SCORES[spec.score](self._logits(x))
+    experts = self._choose(jax.lax.stop_gradient(scores))
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if spec.normalize:
+      weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    weights = weights * spec.scale
+    if self.expert_scale is not None:
+      weights = weights * self.expert_scale[...].astype(jnp.float32)[experts]
+    load = jax.nn.one_hot(experts, spec.count, dtype=jnp.float32).mean((0, 1)).sum(0)  # tokens of each, per token
+    even = spec.per_token / spec.count
+    report = {"expert_load": load.max() / even}
+    if spec.balance_weight:
+      share = (scores / scores.sum(-1, keepdims=True)).mean((0, 1))
+      report["load_balance_loss"] = spec.balance_weight * spec.count * (load * share).sum()
+    if self.selection_bias is not None and spec.selection_bias_rate:
+      moved = self.selection_bias[...] + spec.selection_bias_rate * jnp.sign(even - load)
+      self.selection_bias.set_value(jax.lax.stop_gradient(moved))
+    return Routing(experts, weights), report
+
+  def _logits(self, x: jax.Array) -> jax.Array:
+    epsilon = self.spec.input_norm
+    if epsilon is not None and self.input_scale is not None:
+      y = x.astype(jnp.float32)
+      y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+      x = y.astype(x.dtype) * (self.input_scale[...] * x.shape[-1] ** -0.5).astype(x.dtype)
+    exact = self.spec.float32 or self.how.experts.float32_logits
+    logits = self.logits(x, dtype=jnp.float32 if exact else None).astype(jnp.float32)
+    if self.how.experts.random:
+      logits = jax.random.normal(jax.random.key(0), logits.shape)
+    return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
+
+  def _choose(self, scores: jax.Array) -> jax.Array:
+    if self.selection_bias is not None:
+      scores = scores + self.selection_bias[...]
+    if (groups := self.spec.groups) is not None:
+      grouped = scores.reshape(*scores.shape[:-1], groups.count, -1)
+      quality = jax.lax.top_k(grouped, groups.best)[0].sum(-1)
+      kept = jax.nn.one_hot(jax.lax.top_k(quality, groups.kept)[1], groups.count).sum(-2)
+      scores = jnp.where(kept[..., None] > 0, grouped, -jnp.inf).reshape(scores.shape)
+    return jax.lax.top_k(scores, self.spec.per_token)[1]
+
+
+_SCORES = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}

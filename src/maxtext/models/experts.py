@@ -1,0 +1,88 @@
+"""From keys to mixtures of experts: what they are, for the families that have them, and how a run executes them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from jax.sharding import Mesh
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.kernels.grouped_matmul import GroupedMatmul, Kernel, Tiles
+from maxtext.layers.beside import Beside
+from maxtext.layers.dispatch import Dispatch
+from maxtext.layers.experts import Mixture
+from maxtext.layers.mlp import MLP
+from maxtext.layers.router import Groups, Router
+from maxtext.models.spec import DecoderSpec
+
+_KERNELS: dict[str, Kernel] = {"tpu": "megablox", "cpu": "tiled"}
+
+
+def mixture(config: MaxTextConfig, router_changes: Mapping[str, Any] | None = None, **changes: Any) -> Mixture:
+  """The mixture that the keys describe, but for what a family has otherwise."""
+  c = config
+  score: Literal["softmax", "sigmoid"] = "sigmoid" if c.routed_score_func == "sigmoid" else "softmax"
+  # A group is judged by its best expert where scores compete, and by its best two where each stands alone.
+  groups = Groups(c.n_routing_groups, c.topk_routing_group, {"softmax": 1, "sigmoid": 2}[score])
+  router = Router(
+    count=c.num_experts,
+    per_token=c.num_experts_per_tok,
+    score=score,
+    normalize=c.norm_topk_prob,
+    scale=c.routed_scaling_factor,
+    groups=groups if c.n_routing_groups > 0 else None,
+    selection_bias=c.routed_bias,
+    selection_bias_rate=c.routed_bias_update_rate,
+    balance_weight=c.load_balance_loss_weight,
+  )
+  dense, own, activation = c.base_mlp_dim, c.base_moe_mlp_dim, c.mlp_activations[0]
+  width = own if own > 0 else dense
+  values: dict[str, Any] = {
+    "router": replace(router, **(router_changes or {})),
+    "width": width,
+    "activation": activation,
+    "limit": c.mlp_activations_limit if c.mlp_activations_limit > 0 else None,
+    "bias": c.mlp_bias,
+    "shared": MLP(c.shared_experts * width, activation) if c.shared_experts else None,
+  }
+  return Mixture(**(values | changes))
+
+
+def dispatch(config: MaxTextConfig, mesh: Mesh) -> Dispatch:
+  """How a run executes mixtures of experts on a mesh."""
+  c = config
+  kernel = _KERNELS.get(mesh.devices.flat[0].platform, "ragged_dot") if c.megablox else "ragged_dot"
+  settings: dict[str, Any] = {"kernel": kernel, "precision": c.matmul_precision.value}
+  wi = GroupedMatmul(
+    forward=Tiles(c.wi_tile_fwd_batch_seq, c.wi_tile_fwd_embed_dim, c.wi_tile_fwd_mlp_dim),
+    by_rows=Tiles(c.wi_tile_dlhs_batch_seq, c.wi_tile_dlhs_mlp_dim, c.wi_tile_dlhs_embed_dim),
+    by_weights=Tiles(c.wi_tile_drhs_batch_seq, c.wi_tile_drhs_embed_dim, c.wi_tile_drhs_mlp_dim),
+    **settings,
+  )
+  wo = GroupedMatmul(
+    forward=Tiles(c.wo_tile_fwd_batch_seq, c.wo_tile_fwd_mlp_dim, c.wo_tile_fwd_embed_dim),
+    by_rows=Tiles(c.wo_tile_dlhs_batch_seq, c.wo_tile_dlhs_embed_dim, c.wo_tile_dlhs_mlp_dim),
+    by_weights=Tiles(c.wo_tile_drhs_batch_seq, c.wo_tile_drhs_mlp_dim, c.wo_tile_drhs_embed_dim),
+    **settings,
+  )
+  return Dispatch(
+    method="dropless" if c.sparse_matmul else "capacity" if c.capacity_factor > 0 else "dense",
+    capacity=c.capacity_factor,
+    buffer=c.ragged_buffer_factor if c.ragged_buffer_factor > 0 else None,
+    wi=wi,
+    wo=wo,
+    float32_sum=c.float32_weight_sum,
+    float32_logits=c.float32_gate_logits,
+    random=c.use_random_routing,
+    gather_gradients=c.use_custom_sort_vjp,
+  )
+
+
+def check_experts(config: MaxTextConfig, spec: DecoderSpec) -> None:
+  """Refuses experts that the family does not have."""
+  has = any(isinstance(block.feed_forward, Mixture | Beside) for group in spec.groups for block in group.cycle)
+  if config.num_experts > 1 and not has:
+    raise ConfigError(
+      f"num_experts={config.num_experts} has no effect on decoder_block={config.decoder_block.value}, a family without "
+      f"experts: leave it out."
+    )

@@ -1,0 +1,76 @@
+"""Llama 4 (text): three layers that see their own chunk, then one without rotary positions that sees all.
+
+Experts take an input scaled by the sigmoid of their one chosen logit, beside a shared expert; where
+interleave_moe_layer_step is above 1, only every so many layers have experts.
+"""
+
+import math
+
+from maxtext.configs import MaxTextConfig
+from maxtext.configs.types import RopeType
+from maxtext.layers.attention import GQA, QueryKeyNorm, Temperature
+from maxtext.layers.rope import LongContext
+from maxtext.models import standard
+from maxtext.models.experts import mixture
+from maxtext.models.hugging_face import STANDARD, HuggingFace, rope
+from maxtext.models.spec import DecoderSpec, cycles
+from maxtext.models.weight_table import Weight, fused
+
+
+def spec(config: MaxTextConfig) -> DecoderSpec:
+  """The decoder that a configuration describes."""
+  c = config
+  experts = mixture(c, {"score": "sigmoid", "normalize": False}, weigh_inputs=True)
+  dense, rounds, step = standard.mlp(c), c.inhomogeneous_layer_cycle_interval, c.interleave_moe_layer_step
+  layers = tuple(
+    standard.block(c, _attention(c, last=(i + 1) % c.nope_layer_interval == 0), dense if (i + 1) % step else experts)
+    for i in range(math.lcm(rounds, c.nope_layer_interval, step))
+  )
+  return standard.decoder(c, cycles(layers, c.base_num_decoder_layers))
+
+
+def _attention(c: MaxTextConfig, last: bool) -> GQA:
+  chunk = c.chunk_attn_window_size
+  if last:
+    temperature = Temperature(chunk) if c.temperature_tuning else None
+    return standard.attention(c, rope=None, qk_norm=None, temperature=temperature)
+  # Long wavelengths are stretched and short ones kept, with nothing between.
+  scaled = c.rope_type == RopeType.LLAMA3_1 and c.rope_use_scale
+  scaling = LongContext(c.rope_factor, c.original_max_position_embeddings, low=1.0, high=1.0) if scaled else None
+  turns = standard.rope(c, c.head_dim, scaling=scaling, interleaved=True)
+  qk_norm = QueryKeyNorm(standard.norm(c, scaled=False), rotated=True) if c.use_qk_norm else None
+  return standard.attention(c, rope=turns, qk_norm=qk_norm, window=chunk, chunked=True)
+
+
+_OURS, _THEIRS = f"{standard.LAYER}/feed_forward", "model.layers.{layer}.feed_forward"
+
+WEIGHTS = standard.WEIGHTS | {
+  f"{_OURS}/router/logits/weight": Weight(f"{_THEIRS}.router.weight", transposed=True),
+  **fused(f"{_OURS}/experts", ("gate", "up"), f"{_THEIRS}.experts.gate_up_proj"),
+  f"{_OURS}/experts/down/weight": Weight(f"{_THEIRS}.experts.down_proj"),
+  **{
+    f"{_OURS}{inner}/{name}/weight": Weight(f"{_THEIRS}{theirs}.{name}_proj.weight", transposed=True)
+    for inner, theirs in {"": "", "/shared": ".shared_expert"}.items()
+    for name in ("gate", "up", "down")
+  },
+}
+HUGGING_FACE = HuggingFace(
+  "Llama4ForCausalLM",
+  "llama4_text",
+  {
+    **STANDARD,
+    "intermediate_size": lambda c: c.base_moe_mlp_dim if c.base_moe_mlp_dim > 0 else c.base_mlp_dim,
+    "intermediate_size_mlp": "base_mlp_dim",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
+    "use_qk_norm": "use_qk_norm",
+    "attention_chunk_size": "chunk_attn_window_size",
+    "attn_temperature_tuning": "temperature_tuning",
+    "floor_scale": "chunk_attn_window_size",
+    "no_rope_layers": lambda c: [int((i + 1) % c.nope_layer_interval > 0) for i in range(c.base_num_decoder_layers)],
+    "rope_parameters": lambda c: rope(c, high=1.0),
+  },
+  prefixes={"language_model.": ""},
+  ignored=(r"vision_model\..*", r"multi_modal_projector\..*"),
+)

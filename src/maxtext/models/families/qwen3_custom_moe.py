@@ -1,0 +1,36 @@
+"""A Qwen 3 whose layers have one residual: attention into a narrow space, experts there, and a product back."""
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.layers.chain import Chain
+from maxtext.models import standard
+from maxtext.models.experts import mixture
+from maxtext.models.hugging_face import EXPERTS, STANDARD, HuggingFace
+from maxtext.models.spec import DecoderSpec, cycles
+from maxtext.models.weight_table import Weight
+
+
+def spec(config: MaxTextConfig) -> DecoderSpec:
+  """The decoder that a configuration describes."""
+  c = config
+  narrow = c.attention_output_dim if c.attention_output_dim > 0 else c.base_emb_dim
+  if c.moe_expert_input_dim not in (-1, narrow):
+    raise ConfigError(
+      f"moe_expert_input_dim={c.moe_expert_input_dim} must be the attention_output_dim={c.attention_output_dim}, "
+      f"which is what enters the experts."
+    )
+  mixer = standard.attention(c, out_width=narrow)
+  layer = Chain(mixer, mixture(c), standard.norm(c))
+  return standard.decoder(c, cycles((layer,), c.base_num_decoder_layers))
+
+
+# Nobody else has such a model: the names are those of its closest relative.
+WEIGHTS = (
+  standard.WEIGHTS
+  | standard.EXPERTS
+  | {f"{standard.LAYER}/out/weight": Weight("model.layers.{layer}.mlp.out_proj.weight", transposed=True)}
+)
+HUGGING_FACE = HuggingFace(
+  "Qwen3CustomMoeForCausalLM",
+  "qwen3_custom_moe",
+  {**STANDARD, **EXPERTS, "norm_topk_prob": "norm_topk_prob", "attention_output_size": "attention_output_dim"},
+)

@@ -1,0 +1,247 @@
+"""Decoders with experts: keys become specs, losses of layers are minimised, meshes and hooks change nothing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from maxtext import ConfigError
+from maxtext.kernels.grouped_matmul import GroupedMatmul, Tiles
+from maxtext.layers.dispatch import Dispatch
+from maxtext.layers.experts import Mixture
+from maxtext.layers.make import Buffer, Make
+from maxtext.layers.mlp import MLP
+from maxtext.layers.router import Groups, Router
+from maxtext.mesh.devices import make_mesh
+from maxtext.models.build import build_model, how
+from maxtext.models.experts import dispatch, mixture
+from maxtext.models.model import Model
+from maxtext.train.objectives.language_modeling import LanguageModeling
+from maxtext.train.state import initial_state
+from maxtext.train.step import gradients, make_train_step
+from tests.support import program, random_batch, tiny
+
+EXPERTS = {
+  "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24, "norm_topk_prob": True, "shared_experts": 1,
+  "routed_score_func": "sigmoid", "routed_bias": True, "routed_bias_update_rate": 0.01,
+  "load_balance_loss_weight": 0.05,
+}  # fmt: skip
+MESH = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "ici_expert_parallelism": 2, "per_device_batch_size": 1}
+
+
+def model_of(config, devices=1, **changes):
+  """The tiny Llama with the configuration's mixture in place of its feed-forward layer."""
+  spec = program(tiny()).model.spec
+  block = dataclasses.replace(spec.groups[0].cycle[0], feed_forward=mixture(config))
+  group = dataclasses.replace(spec.groups[0], cycle=(block,))
+  execution = how(config, make_mesh(config, jax.devices()[:devices]))
+  return Model.of(dataclasses.replace(spec, groups=(group,)), dataclasses.replace(execution, **changes))
+
+
+def train(model, steps=6):
+  optimizer = optax.adam(3e-3)
+  step = jax.jit(make_train_step(model, LanguageModeling(), optimizer, lambda step: 3e-3))
+  shardings = {n: a.sharding for n, a in model.params.items()}, {n: a.sharding for n, a in model.buffers.items()}
+  state = jax.jit(lambda: initial_state(model, optimizer, 0))()
+  params, buffers = (
+    jax.device_put(tree, where) for tree, where in zip((state.params, state.buffers), shardings, strict=True)
+  )
+  state, found = dataclasses.replace(state, params=params, buffers=buffers), []
+  batch = random_batch(tiny(), rows=8)
+  for _ in range(steps):
+    state, metrics = step(state, batch)
+    found.append({name: float(value) for name, value in metrics.items()})
+  return found, state
+
+
+@pytest.fixture(scope="module")
+def one_device():
+  return train(model_of(tiny(**EXPERTS)))
+
+
+def test_a_mixture_learns_and_its_bias_moves(one_device):
+  found, state = one_device
+  assert found[-1]["loss"] < found[0]["loss"] - 0.3
+  bias = state.buffers["groups/0/layers/0/feed_forward/router/selection_bias"]
+  assert bias.shape == (2, 4)
+  assert float(jnp.abs(bias).max()) > 0.01
+  np.testing.assert_allclose(bias / 0.01, np.round(bias / 0.01), atol=1e-3)
+  assert all(1 <= step["expert_load"] <= 4 for step in found)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+  "changes", [{}, pytest.param({"scan_layers": False}, marks=pytest.mark.slow)], ids=["scanned", "unrolled"]
+)
+def test_a_mesh_trains_like_one_device(one_device, changes):
+  model = model_of(tiny(**EXPERTS, **MESH, **changes), devices=8)
+  gate = model.params["groups/0/layers/0/feed_forward/experts/gate/weight"]
+  assert gate.shape == (2, 4, 48, 24)
+  assert gate.sharding.shard_shape(gate.shape) == (2, 2, 24, 12), "by expert, width and hidden width"
+  found, state = train(model)
+  expected, other = one_device
+  for name in ("loss", "load_balance_loss", "expert_load", "grad_norm"):
+    np.testing.assert_allclose([f[name] for f in found], [f[name] for f in expected], rtol=1e-4, err_msg=name)
+  for name, buffer in state.buffers.items():
+    np.testing.assert_allclose(buffer, other.buffers[name], atol=1e-6)
+
+
+def test_losses_of_layers_are_minimised():
+  """The weighted mean over layers joins the loss, also through accumulation, and its gradient reaches the router."""
+  batch = random_batch(tiny(), rows=4)
+  found = {}
+  for weight, accumulation in ((0.0, 1), (0.5, 1), (0.5, 2)):
+    model = model_of(tiny(**EXPERTS | {"load_balance_loss_weight": weight, "routed_bias_update_rate": 0.0}))
+    params, buffers = jax.jit(model.init)(0)
+    found[weight, accumulation] = jax.jit(
+      lambda p, b, m=model, a=accumulation: gradients(m, LanguageModeling(), p, b, batch, accumulation=a)
+    )(params, buffers)
+  plain, weighted, halves = found.values()
+  assert "load_balance_loss" not in plain.metrics
+  own = float(weighted.metrics["load_balance_loss"])
+  assert own > 0.5
+  assert float(weighted.loss - plain.loss) == pytest.approx(own, rel=1e-4)
+  router = "groups/0/layers/0/feed_forward/router/logits/weight"
+  assert float(jnp.abs(weighted.grads[router] - plain.grads[router]).max()) > 1e-4
+  assert float(halves.metrics["load_balance_loss"]) == pytest.approx(own, rel=0.1)
+
+
+@pytest.mark.slow
+def test_experts_can_be_kept_for_the_backward_pass():
+  """remat_policy=custom with the experts' names changes what is kept and nothing else."""
+  batch = random_batch(tiny(), rows=4)
+
+  def run(**changes):
+    model = model_of(tiny(**EXPERTS, **changes))
+    params, buffers = jax.jit(model.init)(0)
+    lowered = jax.jit(lambda p, b: gradients(model, LanguageModeling(), p, b, batch).grads).lower(params, buffers)
+    return lowered.as_text().count("dot_general"), lowered.compile()(params, buffers)
+
+  names = dict.fromkeys(("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"), "device")
+  (less, kept), (more, again) = run(remat_policy="custom", **names), run()
+  assert less < more, "products that were kept are not computed again"
+  for name, grad in kept.items():
+    np.testing.assert_allclose(grad, again[name], atol=1e-6, err_msg=name)
+
+
+def test_keys_become_a_mixture():
+  keys = {
+    "num_experts": 16, "num_experts_per_tok": 3, "base_moe_mlp_dim": 40, "norm_topk_prob": True, "shared_experts": 2,
+    "routed_score_func": "sigmoid", "routed_bias": True, "routed_bias_update_rate": 0.25, "routed_scaling_factor": 2.5,
+    "n_routing_groups": 4, "topk_routing_group": 2, "mlp_bias": True, "mlp_activations_limit": 7.0,
+    "load_balance_loss_weight": 0.5,
+  }  # fmt: skip
+  router = Router(
+    16, 3, "sigmoid", True, 2.5, Groups(4, 2, 2), selection_bias=True, selection_bias_rate=0.25, balance_weight=0.5
+  )
+  assert mixture(tiny(**keys)) == Mixture(router, 40, "silu", 7.0, bias=True, shared=MLP(80))
+  assert mixture(tiny(num_experts=2)) == Mixture(Router(2, 1, normalize=False), 80)
+  grouped = tiny(num_experts=4, n_routing_groups=2, topk_routing_group=1)
+  assert mixture(grouped).router.groups == Groups(2, 1, 1)
+
+
+def test_keys_become_a_dispatch():
+  mesh = program(tiny()).model.how.mesh
+
+  def of(**keys):
+    return dispatch(tiny(num_experts=4, **keys), mesh)
+
+  assert of().method == "dropless"
+  assert of().buffer is None
+  assert of(ragged_buffer_factor=1.5).buffer == 1.5
+  assert of(sparse_matmul=False).method == "dense"
+  dropping = of(sparse_matmul=False, capacity_factor=1.25)
+  assert (dropping.method, dropping.capacity) == ("capacity", 1.25)
+  assert of().wi.kernel == "tiled"
+  assert of(megablox=False).wo.kernel == "ragged_dot"
+  assert of(float32_weight_sum=False) == dataclasses.replace(of(), float32_sum=False)
+  assert of(float32_gate_logits=True) == dataclasses.replace(of(), float32_logits=True)
+  assert of(use_random_routing=True) == dataclasses.replace(of(), random=True)
+  assert of(use_custom_sort_vjp=False) == dataclasses.replace(of(), gather_gradients=False)
+  sizes = dict(zip(("batch_seq", "embed_dim", "mlp_dim"), (128, 256, 384), strict=True))
+  tiles = {f"{w}_tile_{p}_{d}": s for w in ("wi", "wo") for p in ("fwd", "dlhs", "drhs") for d, s in sizes.items()}
+  into, out = Tiles(128, 256, 384), Tiles(128, 384, 256)
+  tiled = of(**tiles)
+  assert (tiled.wi.forward, tiled.wi.by_rows, tiled.wi.by_weights) == (into, out, into)
+  assert (tiled.wo.forward, tiled.wo.by_rows, tiled.wo.by_weights) == (out, into, out)
+
+
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    ({"num_experts": 4}, "num_experts=4 has no effect on decoder_block=llama2, a family without experts"),
+    ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_experts=4"),
+    ({"num_experts": 4, "routed_score_func": "tanh"}, "routed_score_func=tanh must be softmax or sigmoid"),
+    ({"num_experts": 4, "capacity_factor": 0}, "capacity_factor=0.0 must be above 0, or -1"),
+    ({"num_experts": 4, "capacity_factor": 1}, "write sparse_matmul=false"),
+    ({"num_experts": 4, "megablox": False, "sparse_matmul": False}, "write sparse_matmul=true"),
+    ({"num_experts": 4, "megablox": False, "wi_tile_fwd_mlp_dim": 128}, "has no effect without megablox=true"),
+    ({"num_experts": 6, "n_routing_groups": 4}, "n_routing_groups=4 must divide num_experts=6"),
+    ({"num_experts": 8, "n_routing_groups": 4}, "topk_routing_group=-1 must be from 1 to n_routing_groups=4"),
+    (
+      {"num_experts": 8, "num_experts_per_tok": 3, "n_routing_groups": 4, "topk_routing_group": 1},
+      "num_experts_per_tok=3 is more than the experts of topk_routing_group=1",
+    ),
+    ({"norm_topk_prob": True}, "norm_topk_prob=True is refused: it has no effect without experts"),
+    ({"num_experts": 4, "topk_routing_group": 1}, "it has no effect without n_routing_groups"),
+    ({"num_experts": 4, "routed_bias_update_rate": 0.1}, "it has no effect without routed_bias=true"),
+  ],
+)
+def test_mistakes_are_named(keys, message):
+  mesh = program(tiny()).model.how.mesh
+  with pytest.raises(ConfigError) as error:
+    build_model(tiny(**keys), mesh)
+  assert message in str(error.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+  """y = x W + x A B by the product that it is handed; it counts its calls."""
+
+  name: str = "lora"
+
+  def variables(self, make, inputs, outputs):
+    down = make("down", (*inputs.values(), 2), (*inputs, None), std=0.3)
+    up = make("up", (2, *outputs.values()), (None, *outputs), std=0.3)
+    return {"down": down, "up": up, "calls": make("calls", (1,), (None,), kind=Buffer, dtype=jnp.int32)}
+
+  def __call__(self, product, own, x, weight):
+    own["calls"].set_value(own["calls"][...] + 1)
+    return product(x, weight) + product(product(x, own["down"][...]), own["up"][...])
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_hooks_reach_experts(devices):
+  config = tiny(**(MESH if devices == 8 else {}))
+  plain = program(config, devices).model.how
+  make, spec = Make(0, jnp.float32), Mixture(Router(4, 2), 24)
+  x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 6, 48)), jnp.float32)
+  for experts in (Dispatch(), Dispatch("dense"), Dispatch(wi=GroupedMatmul("ragged_dot"))):
+    execution = dataclasses.replace(plain, experts=experts)
+    hooked = spec.build(make, 48, dataclasses.replace(execution, linear_hooks=(Lora(),)))
+    graph, state = nnx.split(hooked)
+
+    @jax.jit
+    def run(x, state, graph=graph):
+      layer = nnx.merge(graph, state)
+      return layer(x)[0], nnx.state(layer, Buffer)
+
+    y, buffers = run(x, state)
+    merged = spec.build(make, 48, execution)
+    for name in ("gate", "up", "down"):
+      own = getattr(hooked.experts, name)
+      lora = own.hooks["lora"]
+      assert lora["down"][...].shape == (4, own.weight[...].shape[1], 2), "each expert has its own"
+      getattr(merged.experts, name).weight.set_value(own.weight[...] + lora["down"][...] @ lora["up"][...])
+    merged.router.logits.weight.set_value(
+      merged.router.logits.weight[...]
+      + hooked.router.logits.hooks["lora"]["down"][...] @ hooked.router.logits.hooks["lora"]["up"][...]
+    )
+    np.testing.assert_allclose(y, jax.jit(lambda x, m=merged: m(x)[0])(x), atol=2e-4)
+    assert all((calls == 1).all() for calls in jax.tree.leaves(buffers))
+    assert len(jax.tree.leaves(buffers)) == 4

@@ -1,0 +1,221 @@
+"""Mixtures of experts: every dispatch is the same function, on any mesh, and the function is that of the references."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxtext.kernels.grouped_matmul import GroupedMatmul, Tiles
+from maxtext.layers.dispatch import Dispatch
+from maxtext.layers.experts import Mixture
+from maxtext.layers.make import Make
+from maxtext.layers.mlp import MLP
+from maxtext.layers.router import Groups, Router
+from tests.support import program, tiny
+
+B, S, E, F, X = 8, 6, 32, 24, 8
+INPUT, PROBE = (jnp.asarray(np.random.default_rng(i).standard_normal((B, S, E)), jnp.float32) for i in (1, 2))
+PLAIN = Router(X, 3)
+SPECS = {
+  "plain": Mixture(PLAIN, F),
+  "biased, clamped": Mixture(Router(X, 3, bias=True), F, limit=0.5, bias=True),
+  "weighted inputs, shared": Mixture(Router(X, 1, "sigmoid", normalize=False), F, weigh_inputs=True, shared=MLP(F)),
+  "grouped, chosen by bias": Mixture(
+    Router(X, 3, "sigmoid", scale=2.5, groups=Groups(4, 2, 2), selection_bias=True), F, shared=MLP(F), shared_gate=True
+  ),
+}
+PALLAS = GroupedMatmul("megablox", forward=Tiles(128), by_rows=Tiles(128), by_weights=Tiles(128), interpret=True)
+WAYS = {
+  "dropless": Dispatch(),
+  "dropless, scattering gradients": Dispatch(gather_gradients=False),
+  "dropless, ragged_dot": Dispatch(wi=GroupedMatmul("ragged_dot"), wo=GroupedMatmul("ragged_dot")),
+  "dropless, megablox": Dispatch(wi=PALLAS, wo=PALLAS),
+  "dropless, buffer": Dispatch(buffer=float(X)),
+  "capacity": Dispatch("capacity", capacity=float(X)),
+}
+MESH = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "ici_expert_parallelism": 2, "per_device_batch_size": 1}
+
+
+def draw(seed, *shape):
+  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def how():
+  return program(tiny()).model.how
+
+
+@pytest.fixture(scope="module")
+def how_on_mesh():
+  return program(tiny(**MESH), devices=8).model.how
+
+
+def randomised(layer, seed=0):
+  """All variables random, and routers sure of themselves, so that rounding does not change a choice."""
+  for i, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(layer))):
+    wide = 3.0 if "router" in path else 0.3
+    variable.set_value(wide * draw(1000 * seed + i, *variable[...].shape))
+  return layer
+
+
+def run(spec, how, x, probe):
+  """Output, report, and gradients of the input and of all parameters."""
+  graph, params, buffers = nnx.split(randomised(spec.build(Make(0, jnp.float32), E, how)), nnx.Param, ...)
+
+  @jax.jit
+  @partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+  def value(x, params):
+    y, report = nnx.merge(graph, params, buffers, copy=True)(x)
+    return (y * probe).sum(), (y, report)
+
+  (_, (y, report)), grads = value(x, params)
+  return (y, *jax.tree.leaves(grads)), report
+
+
+@pytest.fixture(scope="module")
+def dense(how):
+  plain = dataclasses.replace(how, experts=Dispatch("dense"))
+  return {name: run(spec, plain, INPUT, PROBE) for name, spec in SPECS.items()}
+
+
+def check(found, expected):
+  for ours, plain in zip(found, expected, strict=True):
+    np.testing.assert_allclose(ours, plain, atol=2e-5 * max(1, float(jnp.abs(plain).max())), rtol=0)
+
+
+@pytest.mark.parametrize(
+  ("name", "way"),
+  [("biased, clamped", way) for way in WAYS] + [(name, way) for name in SPECS for way in ("dropless", "capacity")],
+)
+def test_dispatches_agree(how, dense, name, way):
+  found, report = run(SPECS[name], dataclasses.replace(how, experts=WAYS[way]), INPUT, PROBE)
+  check(found, dense[name][0])
+  assert report.get("dropped_tokens", 0) == 0
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+  ("name", "way"),
+  [("biased, clamped", "dropless"), ("grouped, chosen by bias", "capacity")]
+  + [
+    pytest.param(name, way, marks=pytest.mark.slow)
+    for name in SPECS
+    for way in ("dropless", "capacity", "dense", "dropless, megablox", "dropless, buffer")
+  ],
+)
+def test_a_mesh_is_one_device(how_on_mesh, dense, name, way):
+  ways = WAYS | {"dense": Dispatch("dense")}
+  found, _ = run(SPECS[name], dataclasses.replace(how_on_mesh, experts=ways[way]), INPUT, PROBE)
+  check(found, dense[name][0])
+
+
+@pytest.mark.mesh
+def test_experts_are_split_and_work_is_not_repeated(how_on_mesh):
+  """A device multiplies its half of the experts, and of each its half of the hidden width."""
+  layer = SPECS["plain"].build(Make(0, jnp.float32), E, dataclasses.replace(how_on_mesh, experts=Dispatch("dense")))
+  graph, state = nnx.split(layer)
+  text = jax.jit(lambda x, state: nnx.merge(graph, state)(x)[0]).lower(INPUT, state).as_text()
+  products = [line for line in text.splitlines() if "dot_general" in line and "batching_dims" in line]
+  assert len(products) == 3
+  rows = B * S // 2  # of the two devices that hold other experts
+  assert f"tensor<{X // 2}x{rows}x{F // 2}xf32>" in products[0]
+
+
+def by_hand(routing, factor):
+  """Which (token, choice) pairs find room, one sequence and one token after another."""
+  experts = np.asarray(routing.experts)
+  room = int(np.ceil(S * experts.shape[2] / X * factor))
+  kept = np.zeros(experts.shape, bool)
+  for b in range(B):
+    taken = np.zeros(X, int)
+    for s in range(S):
+      for k, expert in enumerate(experts[b, s]):
+        kept[b, s, k] = taken[expert] < room
+        taken[expert] += 1
+  return kept
+
+
+@pytest.mark.mesh
+def test_dropped_tokens_are_counted_and_add_nothing(how, how_on_mesh):
+  for where in (how, how_on_mesh):
+    layer = randomised(SPECS["plain"].build(Make(0, jnp.float32), E, where))
+    routing, _ = layer.router(INPUT)
+    kept = by_hand(routing, 0.75)
+    assert 0.1 < 1 - kept.mean() < 0.9
+    experts = dataclasses.replace(how.experts, method="dense")
+    expected, _ = experts(layer.experts, INPUT, routing._replace(weights=routing.weights * kept), 0, X, X, False)
+    layer.how = dataclasses.replace(where, experts=Dispatch("capacity", capacity=0.75))
+    y, report = jax.jit(lambda x, layer=layer: layer(x))(INPUT)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    assert report["dropped_tokens"] == pytest.approx(1 - kept.mean())
+
+
+def test_a_bounded_buffer_drops_what_does_not_fit(how_on_mesh):
+  layer = randomised(SPECS["plain"].build(Make(0, jnp.float32), E, how_on_mesh))
+  layer.how = dataclasses.replace(how_on_mesh, experts=Dispatch(buffer=0.5))
+  y, report = jax.jit(lambda x: layer(x))(INPUT)
+  assert report["dropped_tokens"] == pytest.approx(0.5), "both shards have room for half of an even share"
+  assert jnp.isfinite(y).all()
+
+
+def test_load_balance_loss(how):
+  torch = pytest.importorskip("torch")
+  from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+  layer = randomised(Mixture(dataclasses.replace(PLAIN, balance_weight=0.01), F).build(Make(0, jnp.float32), E, how))
+  _, report = layer(INPUT)
+  logits = torch.tensor(np.asarray(INPUT @ layer.router.logits.weight[...]).reshape(-1, X))
+  expected = 0.01 * load_balancing_loss_func((logits,), X, PLAIN.per_token)
+  assert report["load_balance_loss"] == pytest.approx(float(expected), rel=1e-5)
+  load = np.bincount(np.asarray(layer.router(INPUT)[0].experts).ravel(), minlength=X)
+  assert report["expert_load"] == pytest.approx(load.max() / load.mean())
+
+
+def test_the_selection_bias_evens_the_load(how):
+  """It moves against the load by its rate, weights are those of the scores alone, and no gradient touches it."""
+  router = Router(X, 2, "sigmoid", selection_bias=True, selection_bias_rate=0.05)
+  layer = randomised(router.build(Make(0, jnp.float32), E, how))
+  layer.selection_bias.set_value(jnp.linspace(0, 2, X))
+  scores = jax.nn.sigmoid(INPUT @ layer.logits.weight[...])
+  first, before = layer(INPUT)
+  np.testing.assert_array_equal(
+    np.sort(first.experts), np.sort(jax.lax.top_k(scores + jnp.linspace(0, 2, X), 2)[1]), "chosen with the bias"
+  )
+  chosen = jnp.take_along_axis(scores, first.experts, -1)
+  np.testing.assert_allclose(first.weights, chosen / chosen.sum(-1, keepdims=True), rtol=1e-5)
+  load = np.bincount(np.asarray(first.experts).ravel(), minlength=X)
+  moved = layer.selection_bias[...] - jnp.linspace(0, 2, X)
+  np.testing.assert_allclose(moved, 0.05 * np.sign(load.mean() - load), atol=1e-6)
+  for _ in range(60):
+    _, after = layer(INPUT)
+  assert after["expert_load"] < 0.7 * before["expert_load"]
+
+
+def test_random_routing_ignores_the_router(how):
+  layer = randomised(Router(X, 2).build(Make(0, jnp.float32), E, how))
+  layer.how = dataclasses.replace(how, experts=Dispatch(random=True))
+  x = jnp.broadcast_to(INPUT[:1, :1], (8, 64, E))  # all tokens alike
+  routing, report = layer(x)
+  assert report["expert_load"] < 1.5
+  assert len(np.unique(routing.experts)) == X
+
+
+def test_the_run_says_where_float32_is(how):
+  half = dataclasses.replace(how, dtype=jnp.bfloat16)
+  x = INPUT.astype(jnp.bfloat16)
+  exact = Router(X, 2).build(Make(0, jnp.float32), E, how).logits(x)
+  for spec, experts, same in (
+    (Router(X, 2), Dispatch(), False),
+    (Router(X, 2), Dispatch(float32_logits=True), True),
+    (Router(X, 2, float32=True), Dispatch(), True),
+  ):
+    layer = spec.build(Make(0, jnp.float32), E, dataclasses.replace(half, experts=experts))
+    assert bool((layer._logits(x) == exact).all()) is same
+  layer = SPECS["plain"].build(Make(0, jnp.float32), E, half)
+  routing, _ = layer.router(x)
+  sums = [Dispatch(float32_sum=f)(layer.experts, x, routing, 0, X, X, False)[0].dtype for f in (True, False)]
+  assert sums == [jnp.float32, jnp.bfloat16]
