@@ -239,7 +239,7 @@ def changed(tiny, folder, change):
   [
     (lambda t: t.update(extra=np.zeros(1)), "no parameter takes: extra."),
     (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "missing: model.layers.1.mlp.up_proj.weight."),
-    (lambda t: t.update({"model.norm.weight": np.zeros(7)}), "model.norm.weight is [7] in the folder, and this model has [48]"),
+    (lambda t: t.update({"model.norm.weight": np.zeros(7)}), "model.norm.weight is [7] in the folder, and this model"),
   ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(change, message, tiny, tmp_path, capsys):
@@ -272,7 +272,7 @@ def test_files_that_are_cut_short_or_missing_are_named(tiny, tmp_path, capsys):
   with open(folder / "model.safetensors", "r+b") as file:
     file.truncate(5000)
   assert main(["convert", "from-hf", str(folder), str(tmp_path / "out"), *words("llama")]) == 1
-  assert "model.safetensors" in (error := capsys.readouterr().err) and "cut short" in error
+  assert "model.safetensors is cut short" in capsys.readouterr().err
   index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
   (folder / "model.safetensors.index.json").write_text(json.dumps(index))
   assert main(["convert", "from-hf", str(folder), str(tmp_path / "out"), *words("llama")]) == 2
@@ -306,7 +306,7 @@ def test_tokenizers_and_settings_go_through(tiny, tmp_path):
   assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 5
 
 
-@pytest.mark.parametrize("name", [n for n in model_names()])
+@pytest.mark.parametrize("name", model_names())
 def test_every_model_is_found_by_its_sizes(name, tmp_path):
   """Or another with the same sizes."""
   try:
@@ -383,11 +383,12 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
   plain = standard.block(config, standard.attention(config))
   near = standard.attention(config, window=config.sliding_window_size)
   norm = standard.norm(config, offset=1.0)
-  return standard.decoder(config, cycles((plain, standard.block(config, near, norm=norm)), config.base_num_decoder_layers))
+  layers = (plain, standard.block(config, near, norm=norm))
+  return standard.decoder(config, cycles(layers, config.base_num_decoder_layers))
 
 
 WEIGHTS = standard.WEIGHTS
-HUGGING_FACE = HuggingFace("MadeUpForCausalLM", "made_up", STANDARD | {"window": "sliding_window_size"})
+HUGGING_FACE = HuggingFace("MadeUpForCausalLM", "made_up", {**STANDARD, "window": "sliding_window_size"})
 '''
 
 
@@ -406,7 +407,7 @@ def test_a_family_is_one_file(tmp_path):
     assert done.returncode == 0, done.stderr
     return done.stdout
 
-  assert "2/2" in command("train", *sizes, *run, f"base_output_directory={tmp_path}") or True
+  command("train", *sizes, *run, f"base_output_directory={tmp_path}")
   command("convert", "to-hf", tmp_path / "r", tmp_path / "hf")
   command("convert", "from-hf", tmp_path / "hf", tmp_path / "params", *sizes)
   command("convert", "to-hf", tmp_path / "params", tmp_path / "again")

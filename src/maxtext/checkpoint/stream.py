@@ -6,7 +6,7 @@ writer that is started again goes on behind it.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from maxtext.checkpoint.restore import PARAMETERS
 from maxtext.checkpoint.tree import nested
 from maxtext.configs import MaxTextConfig
 
-_IN_FLIGHT = 4 * CHUNK  # bytes that are written together
+_IN_FLIGHT = 2 * CHUNK  # bytes that are written together
 
 Index = tuple[int, ...]
 
@@ -71,15 +71,16 @@ class StreamWriter:
     name = f"params/{name}"
     about = self._arrays[name]
     assert about.shape[len(index) :] == piece.shape, (name, about.shape, index, piece.shape)
-    chunk = (*(1,) * len(index), *_chunk(piece.shape, np.dtype(about.dtype).itemsize))
-    store, sums = self._store(name, chunk), 0
-    for start in product(*(range(0, size, step) for size, step in zip(piece.shape, chunk[len(index) :], strict=True))):
-      place = tuple(slice(i, i + step) for i, step in zip((*index, *start), chunk, strict=True))
-      block = np.asarray(piece[place[len(index) :]], np.dtype(about.dtype), order="C")
-      block = block.reshape((1,) * len(index) + block.shape)
-      sums += checksum_of_part(block, (*index, *start))
-      self._writes.append(store[_within(place, about.shape)].write(block, can_reference_source_data_indefinitely=True))
-      self._size += block.nbytes
+    dtype, sums = np.dtype(about.dtype), 0
+    lead = (1,) * len(index)
+    store = self._store(name, (*lead, *_chunk(piece.shape, dtype.itemsize)))
+    for block in _blocks(piece.shape, dtype.itemsize):
+      values = np.asarray(piece[block], dtype, order="C")
+      values = values.reshape(lead + values.shape)
+      place = (*(slice(i, i + 1) for i in index), *block)
+      sums += checksum_of_part(values, [part.start for part in place])
+      self._writes.append(store[place].write(values, can_reference_source_data_indefinitely=True))
+      self._size += values.nbytes
       if self._size >= _IN_FLIGHT:
         self._wait()
     self._noted.append({"name": name, "index": index, "sum": sums % 2**32})
@@ -159,16 +160,22 @@ class StreamReader:
 
   def read(self, name: str, index: Index, dims: int) -> np.ndarray:
     """What stands at an index into a parameter of that many dimensions."""
-    stored, where = self._layout.place(name, index, dims)
+    stored, place = self._layout.place(name, index, dims)
     full = self._names[stored]
-    kept = tuple(slice(i, i + 1) if isinstance(i, int) else i for i in where)
-    try:
-      block = self._store(full)[kept].read().result()
-    except (ValueError, OSError) as error:
-      raise DamagedError(f"{full} cannot be read: {reason(error)}") from error
-    start = tuple(i if isinstance(i, int) else 0 for i in where)
-    self._sums[full] = (self._sums.get(full, 0) + checksum_of_part(block, start)) % 2**32
-    return block.reshape([size for i, size in zip(where, block.shape, strict=True) if not isinstance(i, int)])
+    about = self.record.arrays[full]
+    where = tuple(
+      slice(i, i + 1) if isinstance(i, int) else slice(0, size) for i, size in zip(place, about.shape, strict=True)
+    )
+    found = np.empty([part.stop - part.start for part in where], np.dtype(about.dtype))
+    for block in _blocks(found.shape, found.itemsize):
+      there = tuple(slice(w.start + b.start, w.start + b.stop) for w, b in zip(where, block, strict=True))
+      try:
+        found[block] = self._store(full)[there].read().result()
+      except (ValueError, OSError) as error:
+        raise DamagedError(f"{full} cannot be read: {reason(error)}") from error
+      part = checksum_of_part(found[block], [s.start for s in there])
+      self._sums[full] = (self._sums.get(full, 0) + part) % 2**32
+    return found.reshape([size for i, size in zip(place, found.shape, strict=True) if not isinstance(i, int)])
 
   def take_sums(self) -> dict[str, int]:
     """What was read since this was last asked: for each array, its part of the checksum."""
@@ -216,5 +223,8 @@ def _chunk(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
   return tuple(reversed(sizes))
 
 
-def _within(place: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-  return tuple(slice(part.start, min(part.stop, size)) for part, size in zip(place, shape, strict=True))
+def _blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:
+  """An array's chunks, as places in it."""
+  steps = _chunk(shape, itemsize)
+  for start in product(*(range(0, size, step) for size, step in zip(shape, steps, strict=True))):
+    yield tuple(slice(i, min(i + step, size)) for i, step, size in zip(start, steps, shape, strict=True))

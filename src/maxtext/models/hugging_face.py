@@ -11,6 +11,7 @@ from maxtext.configs import MaxTextConfig
 from maxtext.configs.types import RopeType
 
 Field = str | Callable[[MaxTextConfig], Any]
+LEFT_OUT = object()  # what a function gives where an entry means nothing for this model
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,9 @@ class HuggingFace:
 
   def config(self, config: MaxTextConfig) -> dict[str, Any]:
     """The entries of `config.json` that follow from a configuration."""
-    return {
-      "architectures": [self.architecture],
-      "model_type": self.model_type,
-      **{name: getattr(config, f) if isinstance(f, str) else f(config) for name, f in self.fields.items()},
-    }
+    values = {name: getattr(config, f) if isinstance(f, str) else f(config) for name, f in self.fields.items()}
+    said = {name: value for name, value in values.items() if value is not LEFT_OUT}
+    return {"architectures": [self.architecture], "model_type": self.model_type, **said}
 
 
 def rope(config: MaxTextConfig, theta: float | None = None, scaled: bool = True, high: float = 4.0) -> dict[str, Any]:
