@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from maxtext.configs.loader import load_config, parse_assignments
-from maxtext.models.build import FAMILIES, abstract_model
+from maxtext.models.build import abstract_model, weight_table
 from maxtext.weights.description import description
 from maxtext.weights.folder import Folder
 from maxtext.weights.hugging_face import layout
@@ -63,7 +63,8 @@ def measure(work: Path, gib: float) -> dict[str, float]:
 def make_folder(folder: Path, words: list[str]) -> int:
   """Weights that differ everywhere; returns their bytes."""
   config = load_config(**parse_assignments(words), dataset_type="synthetic")
-  tensors = layout(abstract_model(config), FAMILIES[config.decoder_block].WEIGHTS)
+  model = abstract_model(config)
+  tensors = layout(model, weight_table(config, model.spec))
   folder.mkdir()
   (folder / "config.json").write_text(json.dumps(description(config).config(config)))
   rng, dtype = np.random.default_rng(0), np.dtype(ml_dtypes.bfloat16)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from maxtext import load_config
-from maxtext.models.build import FAMILIES
+from maxtext.models.build import FAMILIES, weight_table
 from maxtext.train.objectives.language_modeling import LanguageModeling
 from maxtext.weights.hugging_face import from_tensors, to_tensors
 from tests.support import program, random_batch
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.parity
 
 CASES = json.loads((Path(__file__).parent / "data" / "tiny_models.json").read_text())
 LENGTH = 24  # longer than the windows and chunks of the tiny models
-RUN = {"max_target_length": LENGTH, "per_device_batch_size": 2, "dataset_type": "synthetic", "jax_cache_dir": ""}
+RUN = {"max_target_length": LENGTH, "per_device_batch_size": 1, "dataset_type": "synthetic", "jax_cache_dir": ""}
 
 every_case = pytest.mark.parametrize("case", CASES)
 
@@ -105,7 +105,7 @@ class Reference:
 
   def __init__(self, case, folder):
     about = CASES[case]["reference"]
-    self.batch = random_batch(configure(case))
+    self.batch = random_batch(configure(case), rows=4)
     self.model = (Plain if "plain" in about else Published)(about, folder)
     self.tensors = self.model.tensors
     self.inputs, self.targets = (torch.from_numpy(np.array(t)).long() for t in (self.batch.inputs, self.batch.targets))
@@ -138,7 +138,7 @@ def references(tmp_path_factory):
 def loaded(config, reference, devices=1):
   """A model with the reference's weights."""
   model = program(config, devices).model
-  params = from_tensors(model, FAMILIES[config.decoder_block].WEIGHTS, reference.tensors)
+  params = from_tensors(model, weight_table(config, model.spec), reference.tensors)
   return model, {name: jax.device_put(value, model.struct(name).sharding) for name, value in params.items()}
 
 
@@ -159,14 +159,14 @@ def run(model, params, batch):
 
 
 def relative(a, b):
-  return float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b))
+  return float(np.linalg.norm(np.asarray(a, np.float64) - b) / (np.linalg.norm(b) or 1.0))
 
 
 def check(config, reference, devices=1):
   model, params = loaded(config, reference, devices)
   logits, gradients = run(model, params, reference.batch)
   np.testing.assert_allclose(logits, reference.logits, atol=1e-4, rtol=0)
-  expected = from_tensors(model, FAMILIES[config.decoder_block].WEIGHTS, reference.gradients)
+  expected = from_tensors(model, weight_table(config, model.spec), reference.gradients)
   wrong = {name: relative(value, expected[name]) for name, value in gradients.items()}
   assert max(wrong.values()) < 1e-3, wrong
 
@@ -198,7 +198,7 @@ def test_a_cache_changes_nothing(case, references):
     hidden, _, cache = decoder.hidden(tokens, positions, cache=cache)
     return decoder.logits(hidden), cache
 
-  cache = model.bind(params).empty_cache(batch=2, length=LENGTH + 3)
+  cache = model.bind(params).empty_cache(batch=4, length=LENGTH + 3)
   logits, cache = cached(batch.inputs[:, :prefill], batch.positions[:, :prefill], cache)
   found = [logits]
   for s in range(prefill, LENGTH):
@@ -211,7 +211,8 @@ def test_a_cache_changes_nothing(case, references):
 def test_tensors_go_out_as_they_came_in(case, references):
   reference = references(case)
   config = configure(case)
-  model, table = program(config).model, FAMILIES[config.decoder_block].WEIGHTS
+  model = program(config).model
+  table = weight_table(config, model.spec)
   params = from_tensors(model, table, reference.tensors)
   back = to_tensors(model, table, params)
   assert back.keys() == reference.tensors.keys()
@@ -222,7 +223,8 @@ def test_tensors_go_out_as_they_came_in(case, references):
 
 def test_every_tensor_is_accounted_for(references):
   reference, config = references("llama"), configure("llama")
-  model, table, tensors = program(config).model, FAMILIES[config.decoder_block].WEIGHTS, dict(reference.tensors)
+  model, tensors = program(config).model, dict(reference.tensors)
+  table = weight_table(config, model.spec)
   with pytest.raises(ValueError, match="no parameter takes: extra"):
     from_tensors(model, table, tensors | {"extra": np.zeros(1)})
   del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -234,4 +236,7 @@ def test_every_tensor_is_accounted_for(references):
 @pytest.mark.mesh
 @every_case
 def test_on_a_mesh(case, references):
-  check(configure(case, ici_fsdp_parallelism=2, ici_tensor_parallelism=2), references(case), devices=4)
+  """FSDP by tensors, and by experts where there are any."""
+  experts = 2 if CASES[case]["keys"].get("num_experts", 1) > 1 else 1
+  sizes = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "ici_expert_parallelism": experts}
+  check(configure(case, **sizes), references(case), devices=4 * experts)

@@ -68,6 +68,22 @@ def _experts(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _engram(c: MaxTextConfig) -> str | None:
+  if not c.engram_layers:
+    return None
+  if c.engram_max_ngram_size < 2 or len(c.engram_vocab_bases) != c.engram_max_ngram_size - 1:
+    return (
+      f"engram_vocab_bases={c.engram_vocab_bases} must have a size for each n-gram length from 2 to "
+      f"engram_max_ngram_size={c.engram_max_ngram_size}."
+    )
+  for key in ("engram_num_heads", "engram_head_dim", "engram_kernel_size"):
+    if getattr(c, key) < 1:
+      return f"{key}={getattr(c, key)} must be 1 or more."
+  if not all(1 <= base < 2**30 for base in c.engram_vocab_bases):
+    return f"engram_vocab_bases={c.engram_vocab_bases} must be from 1 to 1073741823."
+  return None if c.engram_seed >= 0 else f"engram_seed={c.engram_seed} must be 0 or more."
+
+
 def _routing_groups(c: MaxTextConfig) -> str | None:
   groups, kept = c.n_routing_groups, c.topk_routing_group
   if groups <= 0:
@@ -183,6 +199,8 @@ _LEAST = {
   "checkpoint_period": 1,
   "checkpoint_storage_concurrent_gb": 1,
   "param_scan_axis": 0,
+  "moba_chunk_size": 1,
+  "moba_topk": 1,
   "profiler_steps": 1,
   "stack_trace_interval_seconds": 1,
   "skip_first_n_steps_for_profiler": 0,
@@ -216,6 +234,7 @@ _RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _attention,
   _experts,
   _routing_groups,
+  _engram,
   _remat,
   _tiling,
   _length,

@@ -70,14 +70,15 @@ def _section(*sections: type[Section], but: Iterable[str] = ()) -> tuple[str, ..
 
 _REMAT_NAMES = (
   "decoder_layer_input", "context", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "query_proj", "key_proj", "value_proj",
-  "out_proj", "qkv_proj", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo",
+  "out_proj", "qkv_proj", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "engram",
+  "query_wa_proj", "kv_wa_proj",
 )  # fmt: skip
 _MESH_AXES = ("data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence", "expert")
 
 _UNBUILT_EXPERTS = (
   "moe_expert_input_dim", "padded_base_moe_mlp_dim", "use_gather_mosaic_kernel", "interleave_moe_layer_step",
   "moe_fsdp_use_two_stage_all_gather", "shard_exp_on_fsdp", "use_2d_fsdp_sharding", "prefuse_moe_weights",
-  "merge_gating_gmm", "first_num_dense_layers", "use_batch_split_schedule", "batch_split_factor",
+  "merge_gating_gmm", "use_batch_split_schedule", "batch_split_factor",
   "use_ring_of_experts",
 )  # fmt: skip
 _SPARSE = ("ragged_buffer_factor", "use_custom_sort_vjp", "megablox")
@@ -172,18 +173,25 @@ REFUSALS: tuple[Refusal, ...] = (
     "the model families that need it are not implemented yet; write the sizes themselves as base_* keys",
   ),
   Refusal(
-    (*_section(t.Engram, t.MTP, t.ManifoldConstrainedHyperConnections, t.Qwen3Next, but=("partial_rotary_factor",)),
-     "mscale"),
-    "the model families that need it are not implemented yet",
-    harmless=(False,),
+    _section(t.Engram, but=("engram_layers",)), "it has no effect without engram_layers",
+    unless=lambda c: bool(c.engram_layers),
   ),
+  Refusal(("mtp_eval_target_module",), "evaluation is not implemented yet"),
+  Refusal(
+    ("mtp_loss_scaling_factor",), "it has no effect without mtp_num_layers", unless=lambda c: c.mtp_num_layers > 0
+  ),
+  Refusal(
+    ("sinkhorn_iterations",), "it has no effect without mhc_expansion_rate", unless=lambda c: c.mhc_expansion_rate > 1
+  ),
+  Refusal(("moba_chunk_size", "moba_topk"), "it has no effect without moba=true", unless=lambda c: c.moba),
+  Refusal(("qk_clip_threshold",), "it has no effect without use_qk_clip=true", unless=lambda c: c.use_qk_clip),
   Refusal(
     ("rope_use_scale",),
     "it has no effect without rope_type=llama3.1",
     unless=lambda c: c.rope_type == t.RopeType.LLAMA3_1,
   ),
   Refusal(
-    ("beta_fast", "beta_slow", "rope_interleave", "rope_truncate", "rope_attention_scaling"),
+    ("beta_fast", "beta_slow", "mscale", "rope_interleave", "rope_truncate", "rope_attention_scaling"),
     "it has no effect without rope_type=yarn",
     unless=lambda c: c.rope_type == t.RopeType.YARN,
   ),
@@ -199,12 +207,11 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     ("attention_type",),
-    "this kind of attention is not implemented yet: write attention_type=global, local_sliding or chunk",
-    harmless=("local_sliding", "chunk"),
+    "this kind of attention is not implemented yet: write attention_type=global, local_sliding, chunk or mla",
+    harmless=("local_sliding", "chunk", "mla"),
   ),
   Refusal(
-    ("float32_qk_product", "float32_logits", "use_qk_clip", "qk_clip_threshold",
-     *_section(t.MlaAttention, t.MoBa, t.AttentionIndexer)),
+    ("float32_qk_product", "float32_logits", "indexer_sparse_training", "indexer_loss_scaling_factor"),
     "this form of attention is not implemented yet; logits and softmax are always float32",
     harmless=(0.0, False),
   ),
@@ -220,7 +227,6 @@ REFUSALS: tuple[Refusal, ...] = (
     "it has no effect without experts: set num_experts, for a family that has them",
     unless=lambda c: c.num_experts > 1,
   ),
-  Refusal(("first_num_dense_layers",), "the model families that need it are not implemented yet"),
   Refusal(
     ("shard_exp_on_fsdp", "use_2d_fsdp_sharding"),
     "logical_axis_rules says how expert, expert_embed and expert_mlp are split; write that",

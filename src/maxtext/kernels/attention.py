@@ -117,7 +117,7 @@ class Attention:
     """q [B,S,H,D], k and v [B,S,K,D], sinks [H] to [B,S,H,D]; mesh and specs are where they live.
 
     Keys stand in the order of their positions within a segment, so that the order alone is causal. Where keys are
-    chosen one by one, [B,S,T], no kernel that skips blocks of them helps.
+    chosen one by one, [B,1 or H,S,T], no kernel that skips blocks of them helps.
     """
     if chosen is not None:
       return checkpoint_name(chunked(q, k, v, tokens, scoring, sinks, self.precision, chosen=chosen), RESULT)
@@ -202,7 +202,7 @@ def reference(
   precision: str = "default",
   chosen: jax.Array | None = None,
 ) -> jax.Array:
-  """The plain form: a key is visible if it is not later, near enough, of the same segment, and chosen [B,S,T].
+  """The plain form: a key is visible if it is not later, near enough, of the same segment, and chosen [B,1 or H,S,T].
 
   A sink is a logit of its own per head, which takes its share of the softmax and gives nothing.
   """
@@ -216,9 +216,10 @@ def reference(
   visible = scoring.sees(queries.positions[:, :, None], keys.positions[:, None, :])
   if queries.segments is not None and keys.segments is not None:
     visible &= queries.segments[:, :, None] == keys.segments[:, None, :]
+  visible = visible[:, None, None]
   if chosen is not None:
-    visible &= chosen
-  logits = jnp.where(visible[:, None, None], logits, _MASKED)
+    visible = visible & chosen.reshape(B, *((K, H // K) if chosen.shape[1] == H else (1, 1)), *chosen.shape[2:])
+  logits = jnp.where(visible, logits, _MASKED)
   if sinks is not None:
     column = sinks.astype(jnp.float32).reshape(1, K, H // K, 1, 1)
     logits = jnp.concatenate([logits, jnp.broadcast_to(column, (*logits.shape[:-1], 1))], axis=-1)
@@ -248,10 +249,33 @@ def chunked(
     end = min(start + size, S)
     first = 0 if scoring.window is None else max(0, start - scoring.window + 1)
     keys, values = k[:, first:end], v[:, first:end]
-    own = None if chosen is None else chosen[:, start:end, first:end]
+    own = None if chosen is None else chosen[:, :, start:end, first:end]
     here, there = tokens.part(start, end), tokens.part(first, end)
     out.append(one(q[:, start:end], keys, values, here, there, sinks=sinks, chosen=own))
   return jnp.concatenate(out, axis=1)
+
+
+def largest_logits(
+  q: jax.Array, k: jax.Array, tokens: Tokens, scoring: Scoring, precision: str = "default", chunks: int = 8
+) -> jax.Array:
+  """The largest logit of each head [H] over all queries and the keys they see; no gradient flows through it."""
+  q, k = jax.lax.stop_gradient((q, k))
+  B, S, H, D = q.shape
+  K = k.shape[2]
+  found = []
+  size = -(-S // chunks)
+  for start in range(0, S, size):
+    end = min(start + size, S)
+    here, there = tokens.part(start, end), tokens.part(0, end)
+    grouped = q[:, start:end].reshape(B, end - start, K, H // K, D)
+    logits = jnp.einsum(
+      "bskgd,btkd->bkgst", grouped, k[:, :end], precision=precision, preferred_element_type=jnp.float32
+    )
+    visible = scoring.sees(here.positions[:, :, None], there.positions[:, None, :])
+    if here.segments is not None and there.segments is not None:
+      visible &= here.segments[:, :, None] == there.segments[:, None, :]
+    found.append(jnp.where(visible[:, None, None], logits, _MASKED).max((0, 3, 4)))
+  return jnp.stack(found).max(0).reshape(H) * scoring.scale
 
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scoring: Scoring) -> jax.Array:

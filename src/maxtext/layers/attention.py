@@ -3,6 +3,7 @@
 Shapes: B batch, S sequence, T cached positions, E width, H query heads, K key heads, D head dim.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,8 +13,10 @@ from flax import nnx
 
 from maxtext.kernels.attention import Scoring, Tokens, reference
 from maxtext.layers.cache import Cache, Slots, extend
+from maxtext.layers.clip import largest_logit, per_head, watch
 from maxtext.layers.context import Context
 from maxtext.layers.how import How
+from maxtext.layers.key_blocks import KeyBlocks
 from maxtext.layers.linear import Linear
 from maxtext.layers.make import Make
 from maxtext.layers.norm import Norm, RMSNorm
@@ -65,6 +68,8 @@ class GQA:
     gated: a sigmoid gate per head and dimension, of the layer's input, on what attention returns.
     out_width: of the output, where it is not that of the input.
     fused: query, key and value are one product; there are as many key heads as query heads.
+    blocks: chooses blocks of keys that a query sees; None lets it see all.
+    watched: keeps the largest logit of each head, until `clipped` is asked for.
   """
 
   heads: int
@@ -85,6 +90,8 @@ class GQA:
   gated: bool = False
   out_width: int | None = None
   fused: bool = False
+  blocks: KeyBlocks | None = None
+  watched: bool = False
 
   @property
   def attention_width(self) -> int:
@@ -101,6 +108,16 @@ class GQA:
     """What the kernel is told."""
     scale = self.head_dim**-0.5 if self.scale is None else self.scale
     return Scoring(scale, self.window, self.chunked, self.cap)
+
+  def clipped(self, weights: Mapping[str, jax.Array], gamma: jax.Array) -> dict[str, jax.Array]:
+    """Weights of a stack of layers, by their path in the layer, that multiply the logits of its heads by gamma [R,H].
+
+    Each key head is shrunk by the root of what the query head with the largest logits needs, and queries by the rest.
+    """
+    groups = gamma.reshape(*gamma.shape[:-1], self.kv_heads, -1)
+    key = jnp.sqrt(groups.min(-1))
+    factors = {"key": key, "query": (groups / key[..., None]).reshape(gamma.shape)}
+    return {n: per_head(w, factors[n.split("/")[0]]) for n, w in weights.items() if n.split("/")[0] in factors}
 
   def build(self, make: Make, width: int, how: How) -> "GroupedQueryAttention":
     """The layer."""
@@ -127,6 +144,7 @@ class GroupedQueryAttention(nnx.Module):
     self.query_norm, self.key_norm = self._head_norms(make)
     self.value_norm = None if spec.value_norm is None else spec.value_norm.build(make.at("value_norm"), spec.head_dim)
     self.sinks = make("sinks", (spec.heads,), ("heads",)) if spec.sinks else None
+    self.largest_logit = largest_logit(make, spec.heads) if spec.watched else None
 
   def __call__(
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
@@ -141,13 +159,18 @@ class GroupedQueryAttention(nnx.Module):
     v = how.shard(v, *_KV)
     tokens, sinks = Tokens(context.positions, context.segments), None if self.sinks is None else self.sinks[...]
     if cache is None:
+      watch(self.largest_logit, q, k, tokens, spec.scoring, how.precision)
       q_spec, kv_spec = how.partition(q.shape, *_Q), how.partition(k.shape, *_KV)
-      out = how.attention(q, k, v, tokens, spec.scoring, sinks, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec)
+      chosen = None if spec.blocks is None else spec.blocks.chosen(q, k, tokens, tokens)
+      out = how.attention(
+        q, k, v, tokens, spec.scoring, sinks, chosen=chosen, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec
+      )
     else:
       assert context.segments is None, "a cached row is one document"
       cache, layer = extend(cache, repeat, context.positions, {"key": k, "value": v})
       slots = Tokens(jnp.arange(layer["key"].shape[1])[None])
-      out = reference(q, layer["key"], layer["value"], tokens, slots, spec.scoring, sinks, how.precision)
+      chosen = None if spec.blocks is None else spec.blocks.chosen(q, layer["key"], tokens, slots)
+      out = reference(q, layer["key"], layer["value"], tokens, slots, spec.scoring, sinks, how.precision, chosen)
     if self.gate is not None:
       out = out * jax.nn.sigmoid(self.gate(x))
     return self.out(how.shard(out, *_Q)), cache

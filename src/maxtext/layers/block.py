@@ -1,5 +1,6 @@
 """One decoder layer: a mixer over the sequence, then a feed-forward layer, each normed and added to the residual."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,12 +10,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.layers.cache import Cache, Slots
 from maxtext.layers.context import Context
+from maxtext.layers.engram import Engram
 from maxtext.layers.how import How
 from maxtext.layers.make import Buffer, Make
 from maxtext.layers.norm import AnyNorm
 from maxtext.layers.rope import Rope
+from maxtext.layers.streams import Streams, branch_input, rejoined
 
 RESIDUAL = ("activation_batch", "activation_norm_length", "activation_embed")
+_STREAMS = ("activation_batch", "activation_norm_length", None, "activation_embed")
 
 
 class Mixer(Protocol):
@@ -59,6 +63,8 @@ class Block:
     mixer_post_norm: of what leaves the mixer, `feed_forward_post_norm`: the feed-forward layer; None is none.
     feed_forward_norms_itself: what enters the feed-forward layer is not normed here.
     output_scale: the layer's output is multiplied by a number of its own, which no gradient touches.
+    streams: the residual is several streams; None is one.
+    memory: joins the residual on entry; None is none.
   """
 
   mixer: Mixer
@@ -68,6 +74,8 @@ class Block:
   feed_forward_post_norm: AnyNorm | None = None
   feed_forward_norms_itself: bool = False
   output_scale: bool = False
+  streams: Streams | None = None
+  memory: Engram | None = None
 
   def build(self, make: Make, width: int, how: How) -> "DecoderBlock":
     """The layer."""
@@ -89,6 +97,10 @@ class DecoderBlock(nnx.Module):
     self.feed_forward_norm = norm(None if spec.feed_forward_norms_itself else spec.norm, "feed_forward_norm")
     self.feed_forward = spec.feed_forward.build(make.at("feed_forward"), width, how)
     self.feed_forward_post_norm = norm(spec.feed_forward_post_norm, "feed_forward_post_norm")
+    streams = spec.streams
+    self.mixer_streams = None if streams is None else streams.build(make.at("mixer_streams"), width, how)
+    self.feed_forward_streams = None if streams is None else streams.build(make.at("feed_forward_streams"), width, how)
+    self.memory = None if spec.memory is None else spec.memory.build(make.at("memory"), width, how)
     self.output_scale = make("output_scale", (1,), (None,), fill=1.0, kind=Buffer) if spec.output_scale else None
 
   def __call__(
@@ -97,18 +109,39 @@ class DecoderBlock(nnx.Module):
     """A layer of a `Stack`; a layer input (features of an image, say) joins the residual on entry."""
     x = checkpoint_name(x, "decoder_layer_input")
     if layer_input is not None:
-      x = x + layer_input
-    mixed, cache = self.mixer(_normed(self.mixer_norm, x), context, cache, repeat)
-    x = self.how.shard(x + _normed(self.mixer_post_norm, mixed), *RESIDUAL)
-    fed, report = self.feed_forward(_normed(self.feed_forward_norm, x))
-    x = x + _normed(self.feed_forward_post_norm, fed)
+      x = x + (layer_input if self.mixer_streams is None else layer_input[..., None, :])
+    if self.memory is not None:
+      streams = x if self.mixer_streams is not None else x[:, :, None]
+      found, cache = self.memory(streams, context, cache, repeat)
+      x = x + found.reshape(x.shape)
+
+    def mix(x: jax.Array) -> tuple[jax.Array, Cache | None]:
+      mixed, extended = self.mixer(_normed(self.mixer_norm, x), context, cache, repeat)
+      return _normed(self.mixer_post_norm, mixed), extended
+
+    def feed(x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+      fed, report = self.feed_forward(_normed(self.feed_forward_norm, x))
+      return _normed(self.feed_forward_post_norm, fed), report
+
+    x, extended = self._joined(self.mixer_streams, x, mix)
+    x, report = self._joined(self.feed_forward_streams, x, feed)
     if self.output_scale is not None:
       x = x * self.output_scale[...].astype(x.dtype)
-    return self.how.shard(x, *RESIDUAL), report, cache
+    return x, report, extended
+
+  def _joined(self, streams: Any, x: jax.Array, branch: Callable[[jax.Array], tuple[jax.Array, Any]]) -> Any:
+    """The residual, one stream or several, after a branch; and what else the branch returned."""
+    if streams is None:
+      y, other = branch(x)
+      return self.how.shard(x + y, *RESIDUAL), other
+    read, write, mix = streams(x)
+    y, other = branch(self.how.shard(branch_input(x, read), *RESIDUAL))
+    return self.how.shard(rejoined(x, y, write, mix), *_STREAMS), other
 
   def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
     """The cache of one layer."""
-    return self.mixer.cache_slots(batch, length)
+    own = {} if self.memory is None else self.memory.cache_slots(batch)
+    return self.mixer.cache_slots(batch, length) | own
 
 
 def _normed(norm: Any, x: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from maxtext.layers.rope import Rope, Table, rotary_table
 
@@ -17,19 +18,34 @@ class Context:
     positions: [B,S]; with a cache, also the rows that are written.
     segments: [B,S] document of each token, or None where a row is one document.
     tables: rotary tables, one per distinct `Rope` of the model.
+    tokens: [B,S] the tokens themselves, for layers that look them up.
   """
 
   positions: jax.Array
   segments: jax.Array | None
   tables: dict[str, Table]
+  tokens: jax.Array | None = None
 
   @staticmethod
   def of(
-    positions: jax.Array, segments: jax.Array | None, ropes: Iterable[Rope], dtype: jax.typing.DTypeLike
+    positions: jax.Array,
+    segments: jax.Array | None,
+    ropes: Iterable[Rope],
+    dtype: jax.typing.DTypeLike,
+    tokens: jax.Array | None = None,
   ) -> "Context":
     """Computes the rotary tables of all layers once."""
-    return Context(positions, segments, {repr(r): rotary_table(r, positions, dtype) for r in dict.fromkeys(ropes)})
+    tables = {repr(r): rotary_table(r, positions, dtype) for r in dict.fromkeys(ropes)}
+    return Context(positions, segments, tables, tokens)
 
   def table(self, rope: Rope) -> Table:
     """The rotary table of a layer."""
     return self.tables[repr(rope)]
+
+  @property
+  def begins(self) -> jax.Array:
+    """Whether a token is the first of its document, [B,S]."""
+    begins = self.positions == 0
+    if self.segments is not None:
+      begins |= jnp.diff(self.segments, axis=1, prepend=self.segments[:, :1]) != 0
+    return begins

@@ -14,6 +14,7 @@ from flax import nnx
 from maxtext.kernels.delta_rule import chunked, recurrent
 from maxtext.layers.cache import Cache, Slots, replaced
 from maxtext.layers.context import Context
+from maxtext.layers.convolution import CausalConvolution
 from maxtext.layers.how import How
 from maxtext.layers.linear import Linear
 from maxtext.layers.make import Make
@@ -90,7 +91,7 @@ class GatedDeltaNet(nnx.Module):
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
   ) -> tuple[jax.Array, Cache | None]:
     spec, how = self.spec, self.how
-    begins = _begins(context)
+    begins = context.begins
     own = None if cache is None else {n: cache[n][repeat] for n in self.cache_slots(x.shape[0], 0)}
     tails, mixed = {}, {}
     for name, project, mix in (
@@ -136,37 +137,3 @@ class GatedDeltaNet(nnx.Module):
   def _empty_state(self, batch: int) -> jax.Array:
     spec = self.spec
     return self.how.shard(jnp.zeros((batch, spec.value_heads, spec.key_dim, spec.value_dim), jnp.float32), *_STATE)
-
-
-class CausalConvolution(nnx.Module):
-  """Each channel is a weighted sum of its last tokens, within a document."""
-
-  def __init__(self, make: Make, span: int, channels: dict[str, int]) -> None:
-    self.span = span
-    self.weight = make("weight", (span, *channels.values()), (None, *channels), std=span**-0.5)
-
-  def __call__(self, x: jax.Array, begins: jax.Array, tail: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """x [B,S,H,D] and the tokens before it [B,W-1,H,D] to the sums, and the tokens that a next call needs before it."""
-    B, S = x.shape[:2]
-    before, weight = self.span - 1, self.weight[...].astype(x.dtype)
-    if tail is None:
-      tail = jnp.zeros((B, before, *x.shape[2:]), x.dtype)
-    document = jnp.cumsum(begins, axis=1)
-    x = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
-    documents = jnp.pad(document, ((0, 0), (before, 0)))
-
-    def within(start: int, own: jax.Array) -> jax.Array:
-      count = own.shape[1]
-      same = documents[:, start : start + count] == own
-      return jnp.where(same[..., None, None], x[:, start : start + count], 0)
-
-    y = sum((within(i, document) * weight[i] for i in range(self.span)), jnp.zeros((), x.dtype))
-    return y, within(S, jnp.broadcast_to(document[:, -1:], (B, before)))
-
-
-def _begins(context: Context) -> jax.Array:
-  """Whether a token is the first of its document."""
-  begins = context.positions == 0
-  if context.segments is not None:
-    begins |= jnp.diff(context.segments, axis=1, prepend=context.segments[:, :1]) != 0
-  return begins

@@ -64,7 +64,7 @@ class KeyIndexer(nnx.Module):
     return jnp.einsum("bsh,bsht->bst", weights, jax.nn.relu(products * spec.head_dim**-0.5))
 
   def __call__(self, x: jax.Array, latent: jax.Array, context: Context, cached: jax.Array | None) -> jax.Array:
-    """Whether each key is chosen, [B,S,T]; keys are those of x, or cached ones in the order of their positions."""
+    """Whether each key is chosen, [B,1,S,T]; keys are those of x, or cached ones in the order of their positions."""
     x, latent = jax.lax.stop_gradient((x, latent))
     keys = self.keys(x, context) if cached is None else cached
     scores = jax.lax.stop_gradient(self.scores(x, latent, context, keys))
@@ -72,7 +72,8 @@ class KeyIndexer(nnx.Module):
     visible = context.positions[:, :, None] >= positions[:, None, :]
     if context.segments is not None:
       visible &= context.segments[:, :, None] == context.segments[:, None, :]
-    return visible & _among_best(jnp.where(visible, scores, -jnp.inf), min(self.spec.count, keys.shape[1]))
+    best = _among_best(jnp.where(visible, scores, -jnp.inf), min(self.spec.count, keys.shape[1]))
+    return (visible & best)[:, None]
 
 
 def _among_best(scores: jax.Array, count: int) -> jax.Array:

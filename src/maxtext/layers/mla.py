@@ -6,6 +6,7 @@ Shapes: B batch, S sequence, T cached positions, E width, H heads, N width witho
 width, L latent width.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import jax
@@ -14,6 +15,7 @@ from flax import nnx
 
 from maxtext.kernels.attention import Scoring, Tokens, reference
 from maxtext.layers.cache import Cache, Slots, extend
+from maxtext.layers.clip import largest_logit, per_head, watch
 from maxtext.layers.context import Context
 from maxtext.layers.how import How
 from maxtext.layers.indexer import Indexer
@@ -40,6 +42,7 @@ class MLA:
     norm: of the latents.
     latent_cache: the cache holds latents, and a head's products with the latent move to its query and its output.
     indexer: chooses the keys that a query sees; None lets it see all.
+    watched: keeps the largest logit of each head, until `clipped` is asked for.
   """
 
   heads: int
@@ -52,6 +55,7 @@ class MLA:
   norm: Norm = field(default_factory=Norm)
   latent_cache: bool = False
   indexer: Indexer | None = None
+  watched: bool = False
 
   @property
   def window(self) -> int | None:
@@ -78,6 +82,19 @@ class MLA:
     """What the kernel is told."""
     return Scoring(self.key_dim**-0.5 if self.scale is None else self.scale)
 
+  def clipped(self, weights: Mapping[str, jax.Array], gamma: jax.Array) -> dict[str, jax.Array]:
+    """Weights of a stack of layers, by their path in the layer, that multiply the logits of its heads by gamma [R,H].
+
+    Queries and keys share it, but the rotated key belongs to all heads, so its queries take all of theirs.
+    """
+    root = jnp.sqrt(gamma)
+    plain, turned = jnp.split(weights["query/weight"], [self.plain_dim], axis=-1)
+    key, value = jnp.split(weights["kv/weight"], [self.plain_dim], axis=-1)
+    return {
+      "query/weight": jnp.concatenate([per_head(plain, root), per_head(turned, gamma)], axis=-1),
+      "kv/weight": jnp.concatenate([per_head(key, root), value], axis=-1),
+    }
+
   def build(self, make: Make, width: int, how: How) -> "LatentAttention":
     """The layer."""
     return LatentAttention(make, self, width, how)
@@ -102,6 +119,7 @@ class LatentAttention(nnx.Module):
     self.kv_norm = spec.norm.build(make.at("kv_norm"), spec.kv_rank)
     self.kv = Linear(make.at("kv"), {"latent": spec.kv_rank}, kv, how, "key_proj")
     self.out = Linear(make.at("out"), {**heads, "head_dim": spec.value_dim}, x, how, "out_proj")
+    self.largest_logit = largest_logit(make, spec.heads) if spec.watched else None
     indexer = spec.indexer
     self.indexer = None if indexer is None or rank is None else indexer.build(make.at("indexer"), width, rank, how)
     assert (self.indexer is None) == (indexer is None), "an indexer's queries are products of the queries' latent"
@@ -120,6 +138,7 @@ class LatentAttention(nnx.Module):
     if cache is None:
       chosen = None if self.indexer is None else self.indexer(x, narrow, context, None)
       q, (k, v) = how.shard(jnp.concatenate([plain, turned], axis=-1), *_HEADS), self._expanded(latent, position)
+      watch(self.largest_logit, q, k, queries, spec.scoring, how.precision)
       q_spec, kv_spec = (how.partition(a.shape, *_HEADS) for a in (q, v))
       out = how.attention(q, k, v, queries, spec.scoring, chosen=chosen, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec)
       return self.out(how.shard(out, *_HEADS)), cache

@@ -26,6 +26,8 @@ LogicalAxis = Literal[
   "norm",
   "latent",
   "latent_out",
+  "streams",
+  "memory",
   "router",
   "expert",
   "expert_embed",

@@ -22,8 +22,10 @@ from maxtext.layers.how import How, Remat
 from maxtext.mesh.rules import Rules
 from maxtext.models import families
 from maxtext.models.experts import check_experts, dispatch
+from maxtext.models.features import with_features
 from maxtext.models.model import Model
 from maxtext.models.spec import DecoderSpec
+from maxtext.models.weight_table import Table
 
 # Every file in `families` is one; it bears the name that decoder_block gives it.
 FAMILIES: Mapping[DecoderBlockType, ModuleType] = {
@@ -64,7 +66,8 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
   """What a configuration describes; a key that says something about a model and that its family does not read is
   refused."""
   reader = _Reader(config)
-  spec = FAMILIES[config.decoder_block].spec(cast(MaxTextConfig, reader))
+  read = cast(MaxTextConfig, reader)
+  spec = with_features(read, FAMILIES[config.decoder_block].spec(read))
   keys = _DESCRIBES_EXPERTS.union(*(section.model_fields for section in _DESCRIBES_A_MODEL))
   for key in sorted(keys - reader.read - _READ_ELSEWHERE):
     value = getattr(config, key)
@@ -73,6 +76,12 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
         f"{key}={plain(value)} has no effect here, on decoder_block={config.decoder_block.value}: leave it out."
       )
   return spec
+
+
+def weight_table(config: MaxTextConfig, spec: DecoderSpec) -> Table:
+  """The names of a model's weights in Hugging Face files."""
+  family = FAMILIES[config.decoder_block]
+  return family.weights(spec) if hasattr(family, "weights") else family.WEIGHTS
 
 
 class _Reader:
@@ -88,7 +97,7 @@ class _Reader:
 
 # What describes how a model runs, or is checked when a configuration is loaded.
 _READ_ELSEWHERE = {
-  "decoder_block", "dense_init_scale", "attention", "use_iota_embed", "max_position_embeddings",
+  "decoder_block", "dense_init_scale", "attention", "use_iota_embed", "max_position_embeddings", "qk_clip_threshold",
 }  # fmt: skip
 
 

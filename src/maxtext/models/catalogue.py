@@ -7,7 +7,7 @@ from typing import Any
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.loader import load_config, model_names
-from maxtext.models.build import FAMILIES, abstract_model
+from maxtext.models.build import abstract_model, weight_table
 from maxtext.models.model import Model
 from maxtext.models.spec import DecoderSpec, Group
 from maxtext.models.weight_table import find
@@ -45,7 +45,7 @@ def entry(name: str) -> Entry:
       raise
     return Entry(name)
   model = abstract_model(config)
-  table = FAMILIES[config.decoder_block].WEIGHTS
+  table = weight_table(config, model.spec)
   return Entry(
     name,
     config.decoder_block.value,

@@ -38,6 +38,10 @@ class Decoder(nnx.Module):
       [Stack(groups.at(i), g.cycle, g.repeats, spec.width, how) for i, g in enumerate(spec.groups)]
     )
     self.final_norm = spec.final_norm.build(make.at("final_norm"), spec.width)
+    further = make.at("ahead")
+    self.ahead = nnx.List(
+      [] if spec.ahead is None else [spec.ahead.build(further.at(i), spec.width, how) for i in range(spec.ahead.count)]
+    )
     self.head = Linear(make.at("head"), {"embed": spec.width}, {"vocab": spec.vocab}, how, "logits", tied=spec.tied)
 
   def hidden(
@@ -53,20 +57,44 @@ class Decoder(nnx.Module):
     Layer inputs and caches are lists over groups of what a `Stack` takes.
     """
     how = self.how
-    context = Context.of(positions, segments, self.spec.ropes, how.dtype)
+    context = Context.of(positions, segments, self.spec.ropes, how.dtype, tokens if self.spec.looks_up_tokens else None)
     x = self.embedding(tokens)
     if self.positions is not None:
       x = x + self.positions(positions)
     if self.spec.sinusoidal_positions:
       x = x + sinusoids(positions, self.spec.width, how.dtype)
     x = how.shard(x, *_TOKENS)
-    x, reports, caches = how.shard(x, *RESIDUAL), [], []
+    x, reports, caches = self._spread(how.shard(x, *RESIDUAL)), [], []
     for i, group in enumerate(self.groups):
       own_inputs, own_cache = (None if tree is None else tree[i] for tree in (layer_inputs, cache))
       x, report, extended = group(x, own_inputs, context, own_cache)
       reports.append(report)
       caches.append(extended)
-    return self.final_norm(x), reports, None if cache is None else caches
+    return self.final_norm(self._gathered(x)), reports, None if cache is None else caches
+
+  def further(
+    self, hidden: jax.Array, next_tokens: jax.Array, positions: jax.Array, segments: jax.Array | None = None
+  ) -> tuple[list[jax.Array], list[Any]]:
+    """Hidden states that predict the second token on, the third, ..., and the layers' reports.
+
+    `hidden` and `next_tokens` [B,S] are those of `hidden()` and what follows its tokens. States at the end of a row or
+    of a document, whose further tokens are not known, are there but say nothing.
+    """
+    context, found, reports = Context.of(positions, segments, self.spec.ropes, self.how.dtype), [], []
+    for layer in self.ahead:
+      tokens = self.how.shard(self.embedding(next_tokens), *RESIDUAL)
+      hidden, report = layer(hidden, tokens, context)
+      found.append(hidden)
+      reports.append(report)
+      next_tokens = jnp.roll(next_tokens, -1, axis=1)
+    return found, reports
+
+  def _spread(self, x: jax.Array) -> jax.Array:
+    streams = self.spec.streams
+    return x if streams == 1 else jnp.broadcast_to(x[:, :, None], (*x.shape[:2], streams, x.shape[2]))
+
+  def _gathered(self, x: jax.Array) -> jax.Array:
+    return x if self.spec.streams == 1 else x.mean(2)
 
   def logits(self, x: jax.Array) -> jax.Array:
     """Hidden states [B,S,E] to logits [B,S,V]."""

@@ -1,6 +1,7 @@
 """How a family is described to Hugging Face's library: the table behind `config.json`.
 
-Each family's file has a `HUGGING_FACE` where that library has a class for it; what most share is here.
+Each family's file has a `HUGGING_FACE`, or `hugging_face(config)` where it has several classes there. What most of them
+share is here.
 """
 
 from collections.abc import Callable, Mapping

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from maxtext.layers.ahead import Ahead
 from maxtext.layers.block import Layer
 from maxtext.layers.norm import AnyNorm
 from maxtext.layers.rope import Rope
@@ -31,6 +32,8 @@ class DecoderSpec:
     embedding_scale: times the looked-up rows.
     learned_positions: rows of a table of positions that is added to the tokens'; None is no table.
     sinusoidal_positions: fixed sines of positions are added too.
+    streams: residual streams that the layers take and return.
+    ahead: predicts tokens after the next one, while training; None is nothing.
   """
 
   vocab: int
@@ -43,6 +46,13 @@ class DecoderSpec:
   embedding_scale: float = 1.0
   learned_positions: int | None = None
   sinusoidal_positions: bool = False
+  streams: int = 1
+  ahead: Ahead | None = None
+
+  @property
+  def looks_up_tokens(self) -> bool:
+    """Whether layers need the tokens themselves."""
+    return any(getattr(layer, "memory", None) is not None for group in self.groups for layer in group.cycle)
 
   @property
   def ropes(self) -> tuple[Rope, ...]:

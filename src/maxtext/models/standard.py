@@ -6,7 +6,7 @@ A family takes these as they are, or changes what its keys do not say.
 import math
 from typing import Any
 
-from maxtext.configs import MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import RopeType
 from maxtext.layers.attention import GQA, QueryKeyNorm
 from maxtext.layers.block import Block
@@ -64,6 +64,8 @@ def block(config: MaxTextConfig, mixer: Any, feed_forward: Any = None, **changes
 def attention(config: MaxTextConfig, **changes: Any) -> GQA:
   """Attention as the keys describe it."""
   c = config
+  if c.attention_type == "mla":
+    raise ConfigError(f"attention_type=mla is not what decoder_block={c.decoder_block.value} has: leave it out.")
   windows = {"local_sliding": lambda: c.sliding_window_size, "chunk": lambda: c.chunk_attn_window_size}
   values: dict[str, Any] = {
     "heads": c.base_num_query_heads,
@@ -169,3 +171,12 @@ EXPERTS = {
     for ours in ("gate", "up", "down")
   },
 }
+
+
+def shared_expert(name: str) -> dict[str, Weight]:
+  """The dense layer beside the experts, and the gate it may have."""
+  names = {f"shared/{part}": f"{name}.{part}_proj" for part in ("gate", "up", "down")} | {"shared_gate": f"{name}_gate"}
+  return {
+    f"{LAYER}/feed_forward/{ours}/weight": Weight(f"{_HF_LAYER}.{theirs}.weight", transposed=True)
+    for ours, theirs in names.items()
+  }

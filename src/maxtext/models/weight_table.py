@@ -4,9 +4,11 @@ A table maps patterns of parameter paths, in which `*` stands for a number, to `
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from maxtext.layers.block import Layer
 from maxtext.models.spec import DecoderSpec
 
 
@@ -19,6 +21,7 @@ class Weight:
     transposed: the file holds [out, in]; ours is [in..., out...], the same numbers transposed and reshaped.
     table: the file holds it in the shape it has here, all dimensions apart.
     parts: modules, in order, whose outputs stand side by side in the tensor; () where it holds this one alone.
+    convolution: the file holds [channels, 1, span]; ours is [span, channels...].
     blocks: the parts alternate in blocks, as many as this module has heads; "each": number by number; "": one block.
   """
 
@@ -27,16 +30,15 @@ class Weight:
   table: bool = False
   parts: tuple[str, ...] = ()
   blocks: str = ""
+  convolution: bool = False
 
 
 Table = Mapping[str, Weight]
 
 
-def fused(
-  module: str, parts: Sequence[str], name: str, leaf: str = "weight", transposed: bool = False, blocks: str = ""
-) -> dict[str, Weight]:
+def fused(module: str, parts: Sequence[str], name: str, leaf: str = "weight", **layout: Any) -> dict[str, Weight]:
   """The entries of several modules that share one tensor."""
-  weight = Weight(name, transposed, parts=tuple(parts), blocks=blocks)
+  weight = Weight(name, parts=tuple(parts), **layout)
   return {f"{module}/{part}/{leaf}": weight for part in parts}
 
 
@@ -46,6 +48,16 @@ def find(table: Table, path: str) -> Weight | None:
     if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), path):
       return weight
   return None
+
+
+def of_layers(spec: DecoderSpec, own: Callable[[Layer], Table]) -> dict[str, Weight]:
+  """Entries for every layer, by what it is; their paths start at the layer."""
+  return {
+    f"groups/{g}/layers/{place}/{path}": weight
+    for g, group in enumerate(spec.groups)
+    for place, layer in enumerate(group.cycle)
+    for path, weight in own(layer).items()
+  }
 
 
 def layer_numbers(spec: DecoderSpec, path: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,6 +18,7 @@ from maxtext.data.batch import Batch, Fed, Position
 from maxtext.data.feed import make_feed
 from maxtext.mesh.rules import LOGICAL_AXES, Rules
 from maxtext.models.build import build_model
+from maxtext.models.clip import clip_queries_and_keys
 from maxtext.models.model import Model
 from maxtext.optim.optimizer import make_optimizer
 from maxtext.optim.schedules import learning_rate
@@ -46,12 +48,13 @@ class Program:
     state = abstract_state(model, optimizer)
     step = make_train_step(
       model,
-      objective or LanguageModeling(config.z_loss_multiplier, config.num_vocab_tiling),
+      objective or LanguageModeling(config.z_loss_multiplier, config.num_vocab_tiling, config.mtp_loss_scaling_factor),
       optimizer,
       learning_rate(config),
       clip=config.gradient_clipping_threshold,
       accumulation=config.gradient_accumulation_steps,
       grad_dtype=config.grad_dtype.value,
+      after=partial(clip_queries_and_keys, model, config.qk_clip_threshold) if config.use_qk_clip else None,
     )
     shardings = jax.tree.map(lambda a: a.sharding, state)
     replicated = NamedSharding(mesh, PartitionSpec())

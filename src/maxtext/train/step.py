@@ -45,6 +45,7 @@ def make_train_step(
   clip: float = 0.0,
   accumulation: int = 1,
   grad_dtype: jax.typing.DTypeLike = jnp.float32,
+  after: Callable[[Params, Params], tuple[Params, Params]] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
   """Builds step(state, batch) to (state, metrics).
 
@@ -52,6 +53,7 @@ def make_train_step(
     clip: largest gradient norm; 0 is no limit. Apart from the optimizer, so that its state does not depend on it.
     accumulation: micro-batches that a batch holds.
     grad_dtype: number format in which gradients are summed and reach the optimizer.
+    after: what happens to parameters and buffers once the optimizer is done.
   """
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -68,8 +70,10 @@ def make_train_step(
       "learning_rate": jnp.asarray(schedule(state.step)),
       "tokens": objective.weight(batch),
     }
-    params = optax.apply_updates(state.params, updates)
-    return TrainState(state.step + 1, params, found.buffers, opt_state), metrics
+    params, buffers = optax.apply_updates(state.params, updates), found.buffers
+    if after is not None:
+      params, buffers = after(params, buffers)
+    return TrainState(state.step + 1, params, buffers, opt_state), metrics
 
   return train_step
 

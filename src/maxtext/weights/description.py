@@ -18,13 +18,13 @@ _NOT_COMPARED = {"max_position_embeddings", "rope_theta", *TOKENS}
 
 
 def description(config: MaxTextConfig) -> HuggingFace:
-  """What a family is there; one that has no class there is refused."""
-  found = getattr(FAMILIES[config.decoder_block], "HUGGING_FACE", None)
-  if found is None:
-    raise ConfigError(
-      f"decoder_block={config.decoder_block.value} has no HUGGING_FACE in its file, so it cannot be converted."
-    )
-  return found
+  """What a model is there; a family that says nothing of it is refused."""
+  family = FAMILIES[config.decoder_block]
+  if hasattr(family, "hugging_face"):
+    return family.hugging_face(config)
+  if hasattr(family, "HUGGING_FACE"):
+    return family.HUGGING_FACE
+  raise ConfigError(f"decoder_block={config.decoder_block.value} has no HUGGING_FACE in its file: it is not converted.")
 
 
 def find_model(folder: Folder) -> str:

@@ -45,12 +45,14 @@ class Tensor:
     """As the file has it."""
     rows = self.slots[0].rows
     outputs = sum(prod(slot.shape) for slot in self.slots) // prod(rows)
+    if self.weight.convolution:
+      return outputs, 1, *rows
     return (*rows[:-1], outputs, rows[-1]) if self.weight.transposed else (*rows, outputs)
 
   def split(self, tensor: np.ndarray) -> list[np.ndarray]:
     """The tensor's part of each slot, as a view of it."""
     rows = self.slots[0].rows
-    if self.weight.transposed:
+    if self.weight.transposed or self.weight.convolution:
       tensor = tensor.reshape(*rows[:-1], -1, rows[-1]).swapaxes(-1, -2)
     widths = [prod(slot.shape) // prod(rows) // self.blocks for slot in self.slots]
     blocked = tensor.reshape(*rows, self.blocks, sum(widths))
@@ -64,7 +66,7 @@ class Tensor:
   def join_in_rows(self, pieces: list[np.ndarray], most: int) -> Iterator[np.ndarray]:
     """The same in parts of its first dimension, of about so many bytes, so that it need not be in memory twice."""
     parts, rows = self._blocked(pieces), self.slots[0].rows
-    if len(rows) > self.weight.transposed:  # the first dimension is one of ours
+    if len(rows) > (self.weight.transposed or self.weight.convolution):  # the first dimension is one of ours
       for some in _steps(rows[0], sum(part.nbytes for part in parts), most):
         yield self._side_by_side([part[some] for part in parts])
     else:
@@ -78,6 +80,8 @@ class Tensor:
   def _side_by_side(self, parts: list[np.ndarray]) -> np.ndarray:
     blocked = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
     tensor = blocked.reshape(*blocked.shape[:-2], -1)
+    if self.weight.convolution:
+      return tensor.swapaxes(-1, -2)[:, None]
     return tensor.swapaxes(-1, -2) if self.weight.transposed else tensor
 
 
@@ -164,6 +168,7 @@ def _slots(model: Model, path: str, weight: Weight) -> list[tuple[str, Slot]]:
     indices = [((*i, e), {**n, "expert": e}) for i, n in indices for e in range(shape[1])]
   rest = shape[len(indices[0][0]) :]
   lead = stacked - len(indices[0][0])
+  contracted += weight.convolution
   inputs = (prod(rest[lead : lead + contracted]),) if contracted else ()
   rows = rest[:-1] if weight.table else (*rest[:lead], *inputs)
   return [(weight.name.format(**numbers), Slot(path, index, rest, rows)) for index, numbers in indices]

@@ -14,7 +14,7 @@ import numpy as np
 from maxtext.checkpoint.record import Array
 from maxtext.checkpoint.stream import StreamWriter
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.models.build import FAMILIES
+from maxtext.models.build import weight_table
 from maxtext.models.hugging_face import HuggingFace
 from maxtext.models.model import Model
 from maxtext.weights.description import SPARE_ROWS, description, differences
@@ -90,7 +90,7 @@ class Incoming:
     about = description(config)
     if contradictions := differences(config, folder.config):
       raise ConfigError(f"{folder.path / 'config.json'} describes another model: {'; '.join(contradictions)}.")
-    tensors = layout(model, FAMILIES[config.decoder_block].WEIGHTS)
+    tensors = layout(model, weight_table(config, model.spec))
     sources = {_renamed(name, about): source for name, source in folder.tensors.items()}
     account(tensors, sources, _ignored(about, model))
     fitting = {name: _fitting(name, tensor, sources[name], model) for name, tensor in tensors.items()}

@@ -17,7 +17,7 @@ from maxtext.checkpoint.record import DamagedError
 from maxtext.checkpoint.stream import StreamReader
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
-from maxtext.models.build import FAMILIES
+from maxtext.models.build import weight_table
 from maxtext.models.model import Model
 from maxtext.weights.description import TOKENS, description
 from maxtext.weights.folder import INDEX, SINGLE, Folder
@@ -51,7 +51,7 @@ class _Outgoing:
   def __init__(self, config: MaxTextConfig, model: Model, source: epath.Path, target: Path, most: int) -> None:
     self._config, self._model, self._reader = config, model, StreamReader(source)
     self._about = description(config)
-    tensors = layout(model, FAMILIES[config.decoder_block].WEIGHTS)
+    tensors = layout(model, weight_table(config, model.spec))
     self._tensors = {name: tensors[name] for name in sorted(tensors, key=_natural)}
     self._refuse_other()
     self._shards = self._plan(most)

@@ -3,6 +3,8 @@
 from enum import Enum, IntEnum
 from pathlib import Path
 
+_FAMILIES = Path(__file__).parents[2] / "models" / "families"
+
 
 class XProfTPUPowerTraceMode(IntEnum):
   """How much a TPU trace says of power."""
@@ -149,7 +151,7 @@ class ProfilerType(str, Enum):
 
 
 class DecoderBlockType(str, Enum):
-  """Model families: those of the specification, and whatever else has a file in `maxtext.models.families`."""
+  """Model families. Each has a file of its name in `maxtext.models.families`, and such a file makes a name one."""
 
   LLAMA2 = "llama2"
   MISTRAL = "mistral"
@@ -172,17 +174,12 @@ class DecoderBlockType(str, Enum):
 
   @classmethod
   def _missing_(cls, value: object) -> "DecoderBlockType | None":
-    """A family's file is all that names it: one more file is one more member."""
-    if value not in _family_files():
+    name = str(value)
+    if not name.isidentifier() or name.startswith("_") or not (_FAMILIES / f"{name}.py").exists():
       return None
-    member = str.__new__(cls, value)
-    member._name_, member._value_ = str(value).upper(), str(value)
-    cls._value2member_map_[value] = member
+    member = str.__new__(cls, name)
+    member._name_, member._value_ = name.upper(), name
     return member
-
-
-def _family_files() -> set[str]:
-  return {file.stem for file in (Path(__file__).parents[2] / "models" / "families").glob("[!_]*.py")}
 
 
 class ShardMode(str, Enum):

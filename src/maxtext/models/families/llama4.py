@@ -48,9 +48,9 @@ WEIGHTS = standard.WEIGHTS | {
   f"{_OURS}/router/logits/weight": Weight(f"{_THEIRS}.router.weight", transposed=True),
   **fused(f"{_OURS}/experts", ("gate", "up"), f"{_THEIRS}.experts.gate_up_proj"),
   f"{_OURS}/experts/down/weight": Weight(f"{_THEIRS}.experts.down_proj"),
+  **standard.shared_expert("feed_forward.shared_expert"),
   **{
-    f"{_OURS}{inner}/{name}/weight": Weight(f"{_THEIRS}{theirs}.{name}_proj.weight", transposed=True)
-    for inner, theirs in {"": "", "/shared": ".shared_expert"}.items()
+    f"{_OURS}/{name}/weight": Weight(f"{_THEIRS}.{name}_proj.weight", transposed=True)
     for name in ("gate", "up", "down")
   },
 }

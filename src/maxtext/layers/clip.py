@@ -1,0 +1,30 @@
+"""What attention needs so that weights can be shrunk where logits grew too large.
+
+Shapes: R stacked layers, H heads, D head dim.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxtext.kernels.attention import Scoring, Tokens, largest_logits
+from maxtext.layers.make import Buffer, Make
+
+
+def largest_logit(make: Make, heads: int) -> nnx.Variable:
+  """A buffer [H] for the largest logits of one update, all its micro-batches together."""
+  return make("largest_logit", (heads,), (None,), kind=Buffer, dtype=jnp.float32)
+
+
+def watch(
+  buffer: nnx.Variable | None, q: jax.Array, k: jax.Array, tokens: Tokens, scoring: Scoring, precision: str
+) -> None:
+  """Raises the buffer, if there is one, to the largest logits of these queries and keys."""
+  if buffer is not None:
+    buffer.set_value(jnp.maximum(buffer[...], largest_logits(q, k, tokens, scoring, precision)))
+
+
+def per_head(weight: jax.Array, factor: jax.Array) -> jax.Array:
+  """A stacked weight [R,...,H,D] times a factor per head [R,H]."""
+  inputs = weight.ndim - 3
+  return weight * factor.reshape(factor.shape[0], *(1,) * inputs, factor.shape[1], 1).astype(weight.dtype)

@@ -1,0 +1,126 @@
+"""Memory looked up by n-grams: the last tokens, hashed, name rows of large tables, which join the residual by a gate.
+
+Shapes: B batch, S sequence, N residual streams, E width, G n-gram lengths, K hash heads, D head dim, M = G*K*D.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext.layers.cache import Cache, Slots, replaced
+from maxtext.layers.context import Context
+from maxtext.layers.convolution import CausalConvolution
+from maxtext.layers.how import How
+from maxtext.layers.linear import Linear
+from maxtext.layers.make import Make
+from maxtext.layers.norm import Norm
+
+_MEMORY = ("activation_batch", "activation_length", None)
+_STREAMS = ("activation_batch", "activation_length", None, "activation_embed")
+_ROWS = 256  # a table has a multiple of so many rows, so that it can be split
+
+
+@dataclass(frozen=True)
+class Engram:
+  """The memory of one layer.
+
+  Attributes:
+    sizes: rows of the tables of each n-gram length, from 2 up; a head of that length each, of different sizes.
+    head_dim: width of a row.
+    span: tokens that the convolution sees, as far apart as the longest n-gram is long.
+    seed: of the multipliers of the hash.
+    streams: residual streams that it reads and writes.
+  """
+
+  sizes: tuple[tuple[int, ...], ...]
+  head_dim: int
+  span: int
+  seed: int
+  norm: Norm
+  streams: int = 1
+
+  @property
+  def longest(self) -> int:
+    """Tokens of the longest n-gram."""
+    return len(self.sizes) + 1
+
+  @property
+  def multipliers(self) -> np.ndarray:
+    """An odd number per place in an n-gram."""
+    drawn = np.random.default_rng(self.seed).integers(0, 2**31, size=self.longest, dtype=np.uint32)
+    return drawn * 2 + 1
+
+  def build(self, make: Make, width: int, how: How) -> "NgramMemory":
+    """The layer."""
+    return NgramMemory(make, self, width, how)
+
+
+class NgramMemory(nnx.Module):
+  """(streams, context, cache, repeat) to (what is added to the streams, cache)."""
+
+  def __init__(self, make: Make, spec: Engram, width: int, how: How) -> None:
+    self.spec, self.how, self.width = spec, how, width
+    sizes = [size for length in spec.sizes for size in length]
+    rows = -(-sum(sizes) // _ROWS) * _ROWS
+    memory, streams = {"latent_out": len(sizes) * spec.head_dim}, {"streams": spec.streams, "embed": width}
+    self.table = make("table", (rows, spec.head_dim), ("memory", None), std=spec.head_dim**-0.5)
+    self.key = Linear(make.at("key"), memory, streams, how, "engram_key")
+    self.value = Linear(make.at("value"), memory, {"embed": width}, how, "engram_value")
+    self.key_norm, self.query_norm, self.value_norm = (
+      spec.norm.build(make.at(f"{name}_norm", streams=spec.streams), width) for name in ("key", "query", "value")
+    )
+    self.convolution = CausalConvolution(make.at("convolution"), spec.span, streams, step=spec.longest, std=0.0)
+
+  def __call__(
+    self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
+  ) -> tuple[jax.Array, Cache | None]:
+    """x is [B,S,N,E]."""
+    assert context.tokens is not None, "the decoder hands them on"
+    own = None if cache is None else {n: cache[n][repeat] for n in self.cache_slots(x.shape[0])}
+    begins = context.begins
+    rows, last = self._rows(context.tokens, begins, None if own is None else own["memory_tokens"])
+    memory = self.how.shard(self.table[...].astype(self.how.dtype)[rows].reshape(*rows.shape[:2], -1), *_MEMORY)
+    alike = (self.key_norm(self.key(memory)) * self.query_norm(x)).astype(jnp.float32).sum(-1, keepdims=True)
+    gate = jax.nn.sigmoid(alike * self.width**-0.5).astype(x.dtype)
+    value = self.how.shard(gate * self.value(memory)[:, :, None], *_STREAMS)
+    mixed, tail = self.convolution(self.value_norm(value), begins, None if own is None else own["memory_tail"])
+    if cache is not None:
+      cache = replaced(cache, repeat, {"memory_tokens": last, "memory_tail": tail})
+    return checkpoint_name(jax.nn.silu(mixed) + value, "engram"), cache
+
+  def cache_slots(self, batch: int) -> dict[str, Slots]:
+    """The last tokens, and what of them the convolution still sees."""
+    spec = self.spec
+    tail = (batch, self.convolution.reach, spec.streams, self.width)
+    return {
+      "memory_tokens": Slots((batch, spec.longest - 1), ("activation_batch", None), jnp.int32),
+      "memory_tail": Slots(tail, _STREAMS, self.how.dtype),
+    }
+
+  def _rows(self, tokens: jax.Array, begins: jax.Array, before: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Rows of the table [B,S,G*K], and the last tokens, 0 where the document has none, others from 1."""
+    spec, (B, S) = self.spec, tokens.shape
+    reach = spec.longest - 1
+    if before is None:
+      before = jnp.zeros((B, reach), jnp.int32)
+    line = jnp.concatenate([before, tokens + 1], axis=1)
+    document = jnp.cumsum(begins, axis=1)
+    documents = jnp.pad(document, ((0, 0), (reach, 0)))
+
+    def back(distance: int) -> jax.Array:
+      start = reach - distance
+      same = documents[:, start : start + S] == document
+      return jnp.where(same, line[:, start : start + S], 0).astype(jnp.uint32)
+
+    mixed, offset, found = back(0) * spec.multipliers[0], 0, []
+    for length, sizes in enumerate(spec.sizes, 2):
+      mixed = mixed ^ (back(length - 1) * spec.multipliers[length - 1])
+      for size in sizes:
+        found.append((mixed % np.uint32(size)).astype(jnp.int32) + offset)
+        offset += size
+    last = jnp.where(documents[:, S:] == document[:, -1:], line[:, S:], 0)
+    return jnp.stack(found, axis=-1), last

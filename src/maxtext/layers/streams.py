@@ -1,0 +1,78 @@
+"""Manifold-constrained hyper-connections: several residual streams, which a layer reads, mixes and writes by weights of
+its own for each token. The mixing is doubly stochastic, so that signals neither grow nor fade with depth.
+
+Shapes: B batch, S sequence, N streams, E width.
+"""
+
+from dataclasses import dataclass
+from math import log
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxtext.layers.how import How
+from maxtext.layers.linear import Linear
+from maxtext.layers.make import Make
+
+
+@dataclass(frozen=True)
+class Streams:
+  """How many, and how often rows and columns of the mixing are normalised in turn."""
+
+  count: int
+  iterations: int = 20
+  epsilon: float = 1e-6
+
+  def build(self, make: Make, width: int, how: How) -> "StreamWeights":
+    """What one branch of a layer needs."""
+    return StreamWeights(make, self, width, how)
+
+
+class StreamWeights(nnx.Module):
+  """Streams [B,S,N,E] to the weights with which a branch reads, mixes and writes them."""
+
+  def __init__(self, make: Make, spec: Streams, width: int, how: How) -> None:
+    self.spec = spec
+    n = spec.count
+    inputs, outputs = {"streams": n, "embed": width}, {"router": 2 * n + n * n}
+    self.product = Linear(make.at("product"), inputs, outputs, how, "stream_weights")
+    self.gain = make("gain", (3,), (None,), fill=0.01)
+    # At first a branch reads the mean, writes its output to all, and hardly mixes.
+    self.read_bias = make("read_bias", (n,), (None,), fill=-log(n - 1))
+    self.write_bias = make("write_bias", (n,), (None,))
+    self.mix_bias = make("mix_bias", (n, n), (None, None))
+    self.mix_bias.set_value(self.mix_bias[...] + 5 * jnp.eye(n, dtype=self.mix_bias[...].dtype))
+
+  def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Weights of reading [B,S,N], of writing [B,S,N], and of mixing [B,S,N,N], in float32."""
+    n = self.spec.count
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=(-2, -1), keepdims=True) + self.spec.epsilon)
+    found = jnp.split(self.product(y, dtype=jnp.float32), [n, 2 * n], axis=-1)
+    gains = jnp.unstack(self.gain[...].astype(jnp.float32))
+    read, write, mix = (gain * part for gain, part in zip(gains, found, strict=True))
+    read = jax.nn.sigmoid(read + self.read_bias[...])
+    write = 2 * jax.nn.sigmoid(write + self.write_bias[...])
+    mix = _doubly_stochastic(mix.reshape(*mix.shape[:-1], n, n) + self.mix_bias[...], self.spec.iterations)
+    return read, write, mix
+
+
+def branch_input(x: jax.Array, read: jax.Array) -> jax.Array:
+  """Streams [B,S,N,E] to what enters a branch [B,S,E]."""
+  return jnp.einsum("bsn,bsne->bse", read, x.astype(jnp.float32)).astype(x.dtype)
+
+
+def rejoined(x: jax.Array, y: jax.Array, write: jax.Array, mix: jax.Array) -> jax.Array:
+  """The streams after a branch returned y [B,S,E]."""
+  mixed = jnp.einsum("bsnm,bsme->bsne", mix, x.astype(jnp.float32))
+  return (mixed + write[..., None] * y[..., None, :].astype(jnp.float32)).astype(x.dtype)
+
+
+def _doubly_stochastic(logits: jax.Array, iterations: int) -> jax.Array:
+  """Columns, then rows, are divided by their sums, again and again (Sinkhorn-Knopp); as logarithms, which do not
+  overflow."""
+  for _ in range(iterations):
+    logits = logits - jax.nn.logsumexp(logits, axis=-2, keepdims=True)
+    logits = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+  return jnp.exp(logits)

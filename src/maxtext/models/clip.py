@@ -1,0 +1,32 @@
+"""Shrinks query and key weights of heads whose logits grew too large in the update before (QK-clip)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from maxtext.models.model import Model, Params
+
+
+def clip_queries_and_keys(model: Model, threshold: float, params: Params, buffers: Params) -> tuple[Params, Params]:
+  """Parameters and buffers after an update; what layers kept of their logits is forgotten."""
+  params, buffers = dict(params), dict(buffers)
+  for path, mixer in _mixers(model):
+    largest = buffers.get(f"{path}/largest_logit")
+    if largest is None:
+      continue
+    gamma = jnp.minimum(1.0, threshold / jnp.maximum(largest, threshold))
+    own = {name.removeprefix(f"{path}/"): value for name, value in params.items() if name.startswith(f"{path}/")}
+    params |= {f"{path}/{name}": value for name, value in mixer.clipped(own, gamma).items()}
+    buffers[f"{path}/largest_logit"] = jnp.zeros_like(largest)
+  return params, buffers
+
+
+def _mixers(model: Model) -> Iterator[tuple[str, Any]]:
+  spec = model.spec
+  for g, group in enumerate(spec.groups):
+    for place, layer in enumerate(group.cycle):
+      yield f"groups/{g}/layers/{place}/mixer", layer.mixer
+  if spec.ahead is not None:
+    for i in range(spec.ahead.count):
+      yield f"ahead/{i}/stack/layers/0/mixer", spec.ahead.layer.mixer

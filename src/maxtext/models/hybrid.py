@@ -1,0 +1,64 @@
+"""Decoders in which most layers are gated delta nets and every so many is gated attention."""
+
+from maxtext.configs import MaxTextConfig
+from maxtext.layers.attention import QueryKeyNorm
+from maxtext.layers.block import FeedForward
+from maxtext.layers.delta_net import DeltaNet
+from maxtext.models import standard
+from maxtext.models.hugging_face import EXPERTS, STANDARD, rope
+from maxtext.models.spec import DecoderSpec, cycles
+from maxtext.models.weight_table import Table, Weight, fused, of_layers
+
+
+def decoder(config: MaxTextConfig, feed_forward: FeedForward) -> DecoderSpec:
+  """The decoder with this feed-forward layer; all norms but the delta net's own scale by one plus their weight."""
+  c = config
+  norm = standard.norm(c, offset=1.0)
+  delta = DeltaNet(
+    key_heads=c.gdn_num_key_heads,
+    value_heads=c.gdn_num_value_heads,
+    key_dim=c.gdn_key_head_dim,
+    value_dim=c.gdn_value_head_dim,
+    span=c.gdn_conv_kernel_dim,
+    chunk=c.gdn_chunk_size,
+    norm=standard.norm(c),
+    unit_keys=c.use_qk_norm_in_gdn,
+  )
+  attention = standard.attention(c, gated=True, qk_norm=QueryKeyNorm(norm) if c.use_qk_norm else None)
+  mixers = (delta,) * (c.inhomogeneous_layer_cycle_interval - 1) + (attention,)
+  layers = tuple(standard.block(c, mixer, feed_forward, norm=norm) for mixer in mixers)
+  return standard.decoder(c, cycles(layers, c.base_num_decoder_layers), final_norm=norm)
+
+
+OURS, THEIRS = "mixer", "model.layers.{layer}.linear_attn"
+
+_ATTENTION = fused(
+  OURS, ("query", "gate"), "model.layers.{layer}.self_attn.q_proj.weight", transposed=True, blocks="query"
+)
+_DELTA = {
+  **fused(OURS, ("query_conv", "key_conv", "value_conv"), f"{THEIRS}.conv1d.weight", convolution=True),
+  f"{OURS}/log_rate": Weight(f"{THEIRS}.A_log"),
+  f"{OURS}/decay_bias": Weight(f"{THEIRS}.dt_bias"),
+  f"{OURS}/norm/scale": Weight(f"{THEIRS}.norm.weight"),
+  f"{OURS}/out/weight": Weight(f"{THEIRS}.out_proj.weight", transposed=True),
+}
+
+
+def weights(spec: DecoderSpec, delta: Table) -> Table:
+  """The names, with those of a delta net's products."""
+  own = of_layers(spec, lambda layer: {**_DELTA, **delta} if isinstance(layer.mixer, DeltaNet) else _ATTENTION)
+  return own | standard.WEIGHTS | standard.EXPERTS | standard.shared_expert("mlp.shared_expert")
+
+
+FIELDS = {
+  **STANDARD,
+  **EXPERTS,
+  "shared_expert_intermediate_size": lambda c: c.base_moe_mlp_dim * c.shared_experts,
+  "linear_num_key_heads": "gdn_num_key_heads",
+  "linear_num_value_heads": "gdn_num_value_heads",
+  "linear_key_head_dim": "gdn_key_head_dim",
+  "linear_value_head_dim": "gdn_value_head_dim",
+  "linear_conv_kernel_dim": "gdn_conv_kernel_dim",
+  "full_attention_interval": "inhomogeneous_layer_cycle_interval",
+  "rope_parameters": lambda c: rope(c) | {"partial_rotary_factor": c.partial_rotary_factor},
+}
