@@ -1,8 +1,8 @@
 """Where the layers' dimension of stacked parameters is, in a checkpoint of parameters.
 
 Inside a run it is always dimension 0. Parameters that are handed on may have it elsewhere (`param_scan_axis`), or each
-layer apart (`force_unroll`): `groups/decoder/layers/0/...` then becomes `groups/decoder/layers/0.3/...` for the third
-repeat. The change is made here, at the border, and nowhere else.
+layer apart (`force_unroll`): `groups/0/layers/0/...` then becomes `groups/0/layers/0.3/...` for repeat 3, which is
+the fourth. The change is made here, at the border, and nowhere else.
 """
 
 import re

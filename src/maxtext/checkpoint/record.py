@@ -41,6 +41,7 @@ class Record:
     arrays: every array under its name, as 'params/token_embedder/embedding'.
     stacked: dimension of stacked weights that runs over layers; None where each layer is apart.
     config: every key with its value and origin.
+    processes: how many wrote it; each has left the checksums of its parts beside the record.
     schema: the version of this description and of the names.
   """
 
@@ -48,6 +49,7 @@ class Record:
   arrays: Mapping[str, Array]
   stacked: int | None
   config: Mapping[str, Mapping[str, Any]]
+  processes: int
   schema: int = SCHEMA
 
   def to_json(self) -> dict[str, Any]:
@@ -70,7 +72,12 @@ class Record:
     if not whole:
       raise DamagedError(f"{ITEM}/{FILE} is not what was written")
     arrays = {name: Array(tuple(a["shape"]), a["dtype"]) for name, a in body["arrays"].items()}
-    return Record(body["step"], arrays, body["stacked"], body["config"], body["schema"])
+    return Record(body["step"], arrays, body["stacked"], body["config"], body["processes"], body["schema"])
+
+
+def checksum_file(process: int) -> str:
+  """Where a process leaves its checksums, in the order of the arrays' names."""
+  return f"checksums-{process}.json"
 
 
 def _digest(body: Any) -> str:

@@ -20,6 +20,7 @@ from maxtext.checkpoint.tree import like, named
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.configs.refusals import plain
+from maxtext.mesh.multihost import on_any
 
 _DATA, PARAMETERS = "data/", ("params/", "buffers/")
 
@@ -44,7 +45,7 @@ def resume(config: MaxTextConfig, folder: epath.Path, abstract: Any) -> Restored
   while (step := _agreed(max(steps_in(folder), default=-1))) >= 0:
     path = folder / str(step)
     try:
-      return _together(lambda path=path: _state(config, path, abstract))
+      return _state(config, path, abstract)
     except DamagedError as damage:
       if jax.process_index() == 0:
         aside = _aside(path)
@@ -88,7 +89,14 @@ def _parameters(
 
 
 def _readable(folder: epath.Path) -> Record:
-  record = Record.read(folder)
+  record, problem = None, None
+  try:
+    record = Record.read(folder)
+  except DamagedError as damage:
+    problem = damage
+  if on_any(record is None):
+    raise problem or DamagedError("another process cannot read its record")
+  assert record is not None
   if record.schema > SCHEMA:
     raise ConfigError(f"{folder} has schema {record.schema}, and this release reads up to {SCHEMA}: take a newer one.")
   return record
@@ -100,7 +108,7 @@ def _refuse_other(
   """A checkpoint of something else is the user's mistake, not damage."""
   for name, struct in wanted.items():
     has, wants = record.arrays.get(name), Array(tuple(struct.shape), str(struct.dtype))
-    if has != wants:
+    if has is None or (has.shape, has.dtype) != (wants.shape, wants.dtype):
       there = "has none" if has is None else f"has {has.dtype}{list(has.shape)}"
       here = f"this run wants {wants.dtype}{list(wants.shape)}"
       raise ConfigError(f"{folder} {there} for {name}, and {here}.{_differences(config, record)}")
@@ -119,25 +127,9 @@ def _differences(config: MaxTextConfig, record: Record) -> str:
 
 def _named_by(key: str, path: str, load: Any) -> Any:
   try:
-    return _together(load)
+    return load()
   except DamagedError as damage:
     raise RunError(f"{key}={path} is damaged: {damage}.") from None
-
-
-def _together(load: Any) -> Any:
-  """Runs a read on every process; where one finds damage, all do."""
-  found, problem = None, None
-  try:
-    found = load()
-  except DamagedError as damage:
-    problem = damage
-  if jax.process_count() > 1:
-    failed = np.flatnonzero(multihost_utils.process_allgather(np.array(problem is not None)))
-    if len(failed) and problem is None:
-      problem = DamagedError(f"process {failed[0]} cannot read it")
-  if problem is not None:
-    raise problem
-  return found
 
 
 def _agreed(step: int) -> int:

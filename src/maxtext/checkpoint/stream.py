@@ -19,10 +19,10 @@ from etils import epath
 from orbax.checkpoint import type_handlers
 
 from maxtext.checkpoint.checksum import checksum_of_part
-from maxtext.checkpoint.files import CHECKSUMS, CHUNK, STATE, reason
+from maxtext.checkpoint.files import CHUNK, STATE, reason, saved_checksums
 from maxtext.checkpoint.journal import Journal
 from maxtext.checkpoint.layout import Layout
-from maxtext.checkpoint.record import FILE, ITEM, Array, DamagedError, Record
+from maxtext.checkpoint.record import FILE, ITEM, Array, DamagedError, Record, checksum_file
 from maxtext.checkpoint.restore import PARAMETERS
 from maxtext.checkpoint.tree import nested
 from maxtext.configs import MaxTextConfig
@@ -88,8 +88,6 @@ class StreamWriter:
   def finish(self, step: int, keys: Mapping[str, Any]) -> Path:
     """Has Orbax describe what is there, adds the record and gives the folder its name."""
     self._wait()
-    sums = np.array([self._sums[name] for name in sorted(self._arrays)], np.uint32)
-    written = {name: _Written() for name in self._arrays}
     handler = ocp.PyTreeCheckpointHandler(
       use_ocdbt=self._config.checkpoint_storage_use_ocdbt,
       use_zarr3=self._config.checkpoint_storage_use_zarr3,
@@ -100,10 +98,11 @@ class StreamWriter:
       ),
     )
     state = epath.Path(self.folder / STATE)
-    handler.save(state, args=ocp.args.PyTreeSave(nested({**written, CHECKSUMS: sums})))
+    handler.save(state, args=ocp.args.PyTreeSave(nested({name: _Written() for name in self._arrays})))
     handler.finalize(state)
-    record = Record(step, self._arrays, 0, keys)
+    record = Record(step, self._arrays, 0, keys, processes=1)
     (self.folder / ITEM).mkdir(exist_ok=True)
+    (self.folder / ITEM / checksum_file(0)).write_text(json.dumps([self._sums[name] for name in sorted(self._arrays)]))
     (self.folder / ITEM / FILE).write_text(json.dumps(record.to_json()))
     return self._journal.finish()
 
@@ -184,7 +183,8 @@ class StreamReader:
 
   def check(self, sums: Mapping[str, int]) -> None:
     """Raises `DamagedError` if arrays, all of which were read, are not what was saved."""
-    saved = dict(zip(sorted(self.record.arrays), self._store(CHECKSUMS).read().result(), strict=True))
+    found = saved_checksums(self.folder, self.record, range(self.record.processes))
+    saved = dict(zip(sorted(self.record.arrays), found, strict=True))
     if wrong := sorted(name for name, value in sums.items() if value != saved[name]):
       raise DamagedError(f"{wrong[0]} is not what was saved (checksum)")
 

@@ -71,13 +71,11 @@ class Writer:
   @cached_property
   def _manager(self) -> ocp.CheckpointManager:
     c = self._config
-    keep, subdir, path = c.max_num_checkpoints_to_keep, c.checkpoint_todelete_subdir, c.checkpoint_todelete_full_path
     options = ocp.CheckpointManagerOptions(
       save_decision_policy=policies.ContinuousCheckpointingPolicy(),  # asked only by `due`
-      preservation_policy=policies.LatestN(keep),
+      preservation_policy=policies.LatestN(c.max_num_checkpoints_to_keep),
       enable_async_checkpointing=c.async_checkpointing,
-      todelete_subdir=subdir,
-      todelete_full_path=path,
+      todelete_subdir=c.checkpoint_todelete_subdir,
     )
     found = handlers(c)
     return ocp.CheckpointManager(self._folder, options=options, item_names=tuple(found), item_handlers=found)

@@ -151,6 +151,11 @@ def _checkpoints(c: MaxTextConfig) -> str | None:
   if c.checkpoint_storage_target_data_file_size_bytes < 1:
     size = c.checkpoint_storage_target_data_file_size_bytes
     return f"checkpoint_storage_target_data_file_size_bytes={size} must be at least 1."
+  for key in ("base_output_directory", "load_full_state_path", "load_parameters_path"):
+    if "://" in (path := getattr(c, key)):
+      return (
+        f"{key}={path} is in an object store, and runs are kept on file systems: mount the bucket and name the folder."
+      )
   if c.load_full_state_path and c.load_parameters_path:
     return "load_full_state_path and load_parameters_path are both set, and a run starts from one of them."
   return None

@@ -144,15 +144,14 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     ("checkpoint_period", "async_checkpointing", "max_num_checkpoints_to_keep", "checkpoint_todelete_subdir",
-     "checkpoint_todelete_full_path", "save_checkpoint_on_completion", "enable_continuous_checkpointing",
+     "save_checkpoint_on_completion", "enable_continuous_checkpointing",
      "checkpoint_storage_use_ocdbt", "checkpoint_storage_use_zarr3", "checkpoint_storage_target_data_file_size_bytes"),
     "it has no effect without enable_checkpointing=true",
     unless=lambda c: c.enable_checkpointing,
   ),
   Refusal(
     ("checkpoint_todelete_full_path",),
-    "it is a folder of a bucket, for base_output_directory=gs://...; on a disk take checkpoint_todelete_subdir",
-    unless=lambda c: c.base_output_directory.startswith("gs://"),
+    "it is a folder of a bucket, and checkpoints are on a file system; take checkpoint_todelete_subdir",
   ),
   Refusal(
     _section(t.EmergencyCheckpointing),

@@ -48,7 +48,7 @@ class Interrupt:
     if self.signal is not None and number == signal.SIGINT:
       print("maxtext: stopped at once.", file=sys.stderr, flush=True)
       os._exit(128 + number)
-    if self.signal is None:
+    if self.signal is None and jax.process_index() == 0:
       print("maxtext: ending after this step, with a checkpoint; once more ends at once.", file=sys.stderr, flush=True)
     self.signal = self.signal or signal.Signals(number)
     if jax.process_count() > 1:

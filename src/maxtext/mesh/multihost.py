@@ -35,6 +35,11 @@ def from_first(text: str) -> str:
   return bytes(multihost_utils.broadcast_one_to_all(letters)).rstrip(b"\0").decode()
 
 
+def on_any(so: bool) -> bool:
+  """Whether it is so on any process; all must ask."""
+  return bool(np.any(multihost_utils.process_allgather(np.array(so)))) if jax.process_count() > 1 else so
+
+
 def _join_by_address(address: str, seconds: int) -> None:
   count, index = _number("JAX_NUM_PROCESSES"), _number("JAX_PROCESS_ID")
   if missing := missing_processes(address, count, index, seconds):

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,34 @@ def supervise(
 ) -> int:
   """Runs `processes` copies of a command as one run and returns its exit code.
 
-  A user's mistake (exit code 2) and an interrupt are not tried again. When a process is lost, the others get
-  `grace_seconds` to end before they are killed, and the whole is started again, up to `restarts` times.
+  A user's mistake (exit code 2) and an end that was asked for are not tried again. When a process is lost, the others
+  get `grace_seconds` to end before they are killed, and the whole is started again, up to `restarts` times. Ctrl-C and
+  SIGTERM are passed on, and the processes have all the time they need to save; a second Ctrl-C kills them.
   """
+  if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGTERM, _terminated)
   for attempt in range(restarts + 1):
     loss = _run_once(command, processes, environment or {}, grace_seconds, out)
     if loss is None:
       return 0
     print(f"maxtext: {loss}.", file=out, flush=True)
-    if loss.code in (2, 130, -signal.SIGINT):
-      return abs(loss.code) if loss.code > 0 else 130
+    if loss.code in _FINAL:
+      return loss.code
     if attempt < restarts:
       print(f"maxtext: starting all {processes} again ({attempt + 1} of {restarts}).", file=out, flush=True)
   return 1
+
+
+# A user's mistake, Ctrl-C and SIGTERM.
+_FINAL = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+class _Terminated(KeyboardInterrupt):
+  """SIGTERM, as an exception."""
+
+
+def _terminated(number: int, frame: Any) -> None:
+  raise _Terminated
 
 
 def _run_once(
@@ -63,8 +78,8 @@ def _run_once(
     reader.start()
   try:
     loss = _first_loss(workers)
-  except KeyboardInterrupt:
-    loss = Loss(0, -signal.SIGINT)  # the terminal has sent it to every worker
+  except KeyboardInterrupt as asked:
+    loss = _let_end(workers, 128 + (signal.SIGTERM if isinstance(asked, _Terminated) else signal.SIGINT))
   if loss is not None:
     _end(workers, grace_seconds)
   for reader in readers:
@@ -103,6 +118,19 @@ def _first_loss(workers: Sequence[subprocess.Popen[str]]) -> Loss | None:
     if all(code == 0 for code in codes):
       return None
     time.sleep(0.05)
+
+
+def _let_end(workers: Sequence[subprocess.Popen[str]], code: int) -> Loss:
+  """Tells the workers, some of which a terminal's Ctrl-C has told already, and waits until they have saved."""
+  try:
+    for worker in workers:
+      worker.terminate()
+    for worker in workers:
+      worker.wait()
+  except KeyboardInterrupt:
+    for worker in workers:
+      worker.kill()
+  return Loss(0, code)
 
 
 def _end(workers: Sequence[subprocess.Popen[str]], grace_seconds: float) -> None:

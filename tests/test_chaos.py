@@ -1,0 +1,195 @@
+"""Runs that are killed, anywhere and again and again, beside one that is not."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from etils import epath
+
+from maxtext.checkpoint.files import read
+from maxtext.checkpoint.location import locate, steps_in
+from maxtext.checkpoint.record import Record
+from tests.chaos_worker import ROWS
+from tests.corpora import write_corpus
+from tests.support import tiny
+
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.mesh]
+STEPS, DEVICES = 40, 4
+
+
+class Run:
+  """A run in a folder of its own, started as often as it takes."""
+
+  def __init__(self, folder: Path, corpus: Path) -> None:
+    self.folder, self.corpus = folder, corpus
+    self.checkpoints = folder / "run" / "checkpoints"
+    self.log = folder.with_suffix(".log")
+
+  def start(self, processes: int) -> subprocess.Popen:
+    words = [str(processes), str(DEVICES // processes), str(self.folder), str(self.corpus), str(STEPS)]
+    with open(self.log, "a") as log:
+      return subprocess.Popen(
+        [sys.executable, "-m", "tests.chaos_worker", *words], stdout=log, stderr=log, start_new_session=True
+      )
+
+  def finish(self, processes: int) -> None:
+    assert self.start(processes).wait(timeout=300) == 0, self.log.read_text()[-3000:]
+
+  def unfinished(self) -> list[Path]:
+    return list(self.checkpoints.glob("*.orbax-checkpoint-tmp*"))
+
+  def lines(self) -> int:
+    return self.log.read_text().count("  loss ") if self.log.exists() else 0
+
+  def history(self) -> list[tuple]:
+    rows = [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"], row["grad_norm"], row["tokens"]) for row in rows]
+
+  def parameters(self) -> dict[str, np.ndarray]:
+    folder = locate(str(self.checkpoints))
+    record = Record.read(folder)
+    assert record.step == STEPS
+    return read(tiny(), folder, dict.fromkeys(n for n in record.arrays if not n.startswith("data/")), record)
+
+  def batches(self) -> dict[tuple[int, int], set[tuple]]:
+    """For each batch and row, everything that any process ever saw there."""
+    seen: dict[tuple[int, int], set[tuple]] = {}
+    for file in self.folder.glob("batches-*.jsonl"):
+      for line in file.read_text().splitlines():
+        if line.endswith("}"):  # a kill may cut the last one
+          row = json.loads(line)
+          seen.setdefault((row["batch"], row["row"]), set()).add((row["hash"], *row["documents"]))
+    return seen
+
+
+def kill(process: subprocess.Popen) -> None:
+  """The whole run, at once: the supervisor and the processes that it started."""
+  os.killpg(process.pid, signal.SIGKILL)
+  process.wait()
+
+
+def in_start_up(run: Run, process: subprocess.Popen, rng: random.Random, start_up: float) -> None:
+  deadline = time.monotonic() + rng.uniform(0, start_up)
+  while time.monotonic() < deadline and process.poll() is None:
+    time.sleep(0.01)
+
+
+def in_a_save(run: Run, process: subprocess.Popen, rng: random.Random, start_up: float) -> None:
+  left = set(run.unfinished())
+  while not set(run.unfinished()) - left and process.poll() is None:
+    time.sleep(0.002)
+  time.sleep(rng.uniform(0, 0.03))
+
+
+def in_a_step(run: Run, process: subprocess.Popen, rng: random.Random, start_up: float) -> None:
+  wanted = run.lines() + rng.randint(1, 4)
+  while run.lines() < wanted and process.poll() is None:
+    time.sleep(0.01)
+  time.sleep(rng.uniform(0, 0.1))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+  return write_corpus(tmp_path_factory.mktemp("chaos") / "corpus", (37, 1, 50, 12))
+
+
+@pytest.fixture(scope="module")
+def whole(corpus):
+  """The run that nothing interrupts, on two processes; and how long one takes to its first step after that."""
+  run, timed = (Run(corpus.parent / name, corpus) for name in ("whole", "timed"))
+  run.finish(2)
+  process, start = timed.start(2), time.monotonic()
+  while not timed.lines():
+    assert process.poll() is None, timed.log.read_text()[-3000:]
+    time.sleep(0.05)
+  kill(process)
+  return run, time.monotonic() - start
+
+
+def documents(run: Run) -> list[int]:
+  """Of every batch of the run, in order: the numbers of the documents that begin in it."""
+  seen = run.batches()
+  return [d for batch in range(1, STEPS + 1) for row in range(ROWS) for d in min(seen[batch, row])[1:]]
+
+
+def test_killed_twenty_times_the_history_is_the_same(whole, corpus):
+  expected, start_up = whole
+  run, rng = Run(corpus.parent / "killed", corpus), random.Random(11)
+  moments = [in_start_up] * 7 + [in_a_save] * 7 + [in_a_step] * 6
+  rng.shuffle(moments)
+  interrupted, kills = 0, 0
+  for moment in moments:
+    process = run.start(2)
+    moment(run, process, rng, start_up)
+    if process.poll() is not None:
+      break
+    kill(process)
+    kills += 1
+    interrupted += bool(run.unfinished())
+  run.finish(2)
+  assert kills == 20, "the run was to be longer than its kills"
+  assert run.history() == expected.history(), "losses, gradient norms and token counts, bit for bit"
+  ours, theirs = run.parameters(), expected.parameters()
+  assert ours.keys() == theirs.keys()
+  assert all(np.array_equal(ours[name], theirs[name]) for name in ours), "parameters and optimizer, bit for bit"
+  lost, repeated = compare_documents(run, expected)
+  print(f"\n{kills} kills, {interrupted} saves interrupted, documents lost or repeated ({lost}, {repeated})")
+  assert (lost, repeated) == (0, 0)
+  assert interrupted >= 5
+
+
+def compare_documents(run: Run, expected: Run) -> tuple[int, int]:
+  """Every batch as it was, whoever made it and however often; then what the history as a whole read."""
+  whole, killed = expected.batches(), run.batches()
+  wrong = [place for place, seen in killed.items() if place in whole and seen != whole[place]]
+  assert not wrong, f"batches that differ: {wrong[:5]}"
+  ours, theirs = Counter(documents(run)), Counter(documents(expected))
+  assert max(theirs.values()) - min(theirs.values()) <= 2, "streams drift by at most an epoch"
+  return (theirs - ours).total(), (ours - theirs).total()
+
+
+def test_host_counts_change_between_kills(whole, corpus):
+  """1, 2, 4, 1 processes over the same four devices."""
+  expected, start_up = whole
+  run, rng = Run(corpus.parent / "moved", corpus), random.Random(5)
+  interrupted = 0
+  for processes in (1, 2, 4):
+    for moment in (in_a_step, in_a_save):
+      process = run.start(processes)
+      moment(run, process, rng, start_up)
+      assert process.poll() is None, run.log.read_text()[-3000:]
+      kill(process)
+      interrupted += bool(run.unfinished())
+  run.finish(1)
+  lost, repeated = compare_documents(run, expected)
+  ours, theirs = np.array(run.history()), np.array(expected.history())
+  np.testing.assert_array_equal(ours[:, 0], theirs[:, 0])
+  np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+  same = int((ours[:, 1] == theirs[:, 1]).sum())
+  print(f"\n6 kills, {interrupted} saves interrupted, documents lost or repeated ({lost}, {repeated}); "
+        f"{same} of {STEPS} losses equal bit for bit")  # fmt: skip
+  assert (lost, repeated) == (0, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_end_all_processes_save_the_same_step(corpus, number):
+  """The supervisor is told; the processes agree on the step."""
+  run = Run(corpus.parent / f"told{number}", corpus)
+  process = run.start(2)
+  while run.lines() < 3:
+    assert process.poll() is None, run.log.read_text()[-3000:]
+    time.sleep(0.05)
+  os.kill(process.pid, number)
+  assert process.wait(timeout=120) == 128 + number, run.log.read_text()[-3000:]
+  steps = steps_in(epath.Path(run.checkpoints))
+  assert steps[-1] == run.history()[-1][0] < STEPS
+  assert not re.search(r"Traceback", run.log.read_text())

@@ -1,0 +1,58 @@
+"""Checkpoints that older releases wrote are still read. `python -m tests.test_golden` writes one for a new schema."""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+
+from maxtext.checkpoint.record import SCHEMA, Record
+from maxtext.checkpoint.restore import load_parameters, resume
+from maxtext.checkpoint.tree import named
+from maxtext.checkpoint.writer import Writer
+from tests.support import program, tiny
+
+FOLDER = Path(__file__).parent / "data" / "checkpoints"
+KEYS = {"vocab_size": 8, "base_emb_dim": 4, "base_mlp_dim": 4, "base_num_decoder_layers": 2, "base_num_query_heads": 1,
+        "base_num_kv_heads": 1, "head_dim": 2, "enable_checkpointing": True}  # fmt: skip
+
+
+def golden_state():
+  """A state whose every value follows from its name and place, so that no release has to compute it alike."""
+  p = program(tiny(**KEYS))
+
+  def value(name, struct):
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
+    numbers = (np.arange(np.prod(struct.shape, dtype=int)) * 7 + seed) % 97
+    return jax.device_put(numbers.reshape(struct.shape).astype(struct.dtype), struct.sharding)
+
+  flat = {name: value(name, struct) for name, struct in named(p.state).items()}
+  return jax.tree.unflatten(jax.tree.structure(p.state), list(flat.values()))
+
+
+@pytest.mark.parametrize("schema", sorted(path.name for path in FOLDER.glob("schema-*")))
+def test_an_old_layout_is_restored(schema, tmp_path):
+  shutil.copytree(FOLDER / schema, tmp_path / schema)
+  expected = golden_state()
+  found = resume(tiny(**KEYS), epath.Path(tmp_path / schema), expected)
+  for name, leaf in named(expected).items():
+    np.testing.assert_array_equal(np.asarray(named(found.state)[name]), np.asarray(leaf), err_msg=name)
+  assert {name: array.tolist() for name, array in found.position.items()} == {"batches": 3}
+  params = load_parameters(tiny(**KEYS), "load_parameters_path", str(tmp_path / schema), expected.params)
+  assert all(np.array_equal(params[name], expected.params[name]) for name in params)
+
+
+def test_every_schema_has_one():
+  assert {path.name for path in FOLDER.glob("schema-*")} == {f"schema-{n}" for n in range(1, SCHEMA + 1)}
+  assert Record.read(epath.Path(FOLDER / f"schema-{SCHEMA}" / "3")).schema == SCHEMA
+
+
+if __name__ == "__main__":
+  target = FOLDER / f"schema-{SCHEMA}"
+  assert not target.exists(), f"{target} is there, and must stay as it is"
+  writer = Writer(tiny(**KEYS, async_checkpointing=False), epath.Path(target), {})
+  writer.save(3, golden_state(), {"batches": np.array(3, np.int32)})
+  writer.close()
