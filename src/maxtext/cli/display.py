@@ -1,31 +1,14 @@
 """How long work shows how far it is: a bar on a terminal, a line now and then elsewhere."""
 
 import sys
-from typing import Protocol
 
 
-class Display(Protocol):
-  """Is told how it goes."""
-
-  def say(self, line: str) -> None:
-    """What begins now, where it takes a while."""
-    ...
-
-  def progress(self, count: int, all_count: int, size: int, all_size: int) -> None:
-    """What is done, in pieces and in bytes."""
-    ...
-
-  def close(self) -> None:
-    """Leaves the terminal as it was."""
-    ...
-
-
-def open_display(piece: str) -> Display:
+def open_display(piece: str) -> "Terminal | Lines":
   """The one for this output; `piece` is what the work is made of."""
-  return _Terminal() if sys.stdout.isatty() else _Lines(piece)
+  return Terminal() if sys.stdout.isatty() else Lines(piece)
 
 
-class _Terminal:
+class Terminal:
   """A bar."""
 
   def __init__(self) -> None:
@@ -35,26 +18,31 @@ class _Terminal:
     self._bar.add_task("", total=None)
 
   def say(self, line: str) -> None:
+    """What begins now, where it takes a while."""
     self._bar.console.print(line, highlight=False)
 
   def progress(self, count: int, all_count: int, size: int, all_size: int) -> None:
+    """What is done, in pieces and in bytes."""
     self._bar.start()
     self._bar.update(self._bar.task_ids[0], total=all_size, completed=size)
 
   def close(self) -> None:
+    """Leaves the terminal as it was."""
     self._bar.stop()
 
 
-class _Lines:
+class Lines:
   """A line for every tenth of the bytes."""
 
   def __init__(self, piece: str) -> None:
     self._piece, self._tenths = piece, 0
 
   def say(self, line: str) -> None:
+    """A line."""
     print(line, flush=True)
 
   def progress(self, count: int, all_count: int, size: int, all_size: int) -> None:
+    """What is done, in pieces and in bytes."""
     tenths = 10 * size // all_size
     if tenths > self._tenths:
       self._tenths = tenths

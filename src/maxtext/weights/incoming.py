@@ -22,9 +22,11 @@ from maxtext.weights.folder import Folder
 from maxtext.weights.hugging_face import Tensor, account, by_parameter, layout
 from maxtext.weights.quantized import Source
 
-# What stands beside the weights and goes out again with them.
-SIDE_FILES, SIDE_FOLDER = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
-  "added_tokens.json", "vocab.*", "merges.txt", "chat_template*"), "hugging_face"  # fmt: skip
+SIDE_FOLDER = "hugging_face"  # of a checkpoint: what stood beside the weights and goes out again with them
+_SIDE_FILES = (
+  "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+  "merges.txt", "chat_template*",
+)  # fmt: skip
 
 Progress = Callable[[int, int, int, int], None]
 """Is told: pieces done, all pieces, bytes done, all bytes."""
@@ -40,15 +42,15 @@ def convert_in(
   writer = StreamWriter(config, target, arrays, files)
   pieces = [(path, name, number) for path, parts in weights.parts.items() for name, number in parts]
   sizes = [prod(weights.tensors[n].slots[number].shape) * model.struct(p).dtype.itemsize for p, n, number in pieces]
-  done = 0
+  done, total = 0, sum(sizes)
   for count, ((path, name, number), size) in enumerate(zip(pieces, sizes, strict=True)):
-    progress(count, len(pieces), done, sum(sizes))
+    progress(count, len(pieces), done, total)
     index = weights.tensors[name].slots[number].index
     if not writer.has(path, index):
       writer.put(path, index, weights.read(name, number))
     done += size
   copy_side_files(folder.path, writer.folder / SIDE_FOLDER)
-  progress(len(pieces), len(pieces), done, done)
+  progress(len(pieces), len(pieces), done, total)
   return writer.finish(0, keys)
 
 
@@ -61,7 +63,7 @@ def load_in(config: MaxTextConfig, model: Model, path: str) -> dict[str, jax.Arr
 def copy_side_files(source: Path, target: Path) -> None:
   """Copies tokenizer, generation and model descriptions."""
   target.mkdir(exist_ok=True)
-  for pattern in SIDE_FILES:
+  for pattern in _SIDE_FILES:
     for file in source.glob(pattern):
       shutil.copyfile(file, target / file.name)
 
