@@ -8,6 +8,7 @@ folder. It needs three times the size on disk, which it frees, and sees that eve
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -42,7 +43,7 @@ def main() -> None:
     print(json.dumps(figures))
     return
   for name, value in figures.items():
-    print(f"{name:<28} {value:.2f}")
+    print(f"{name:<34} {value:.2f}")
 
 
 def measure(work: Path, gib: float) -> dict[str, float]:
@@ -52,8 +53,12 @@ def measure(work: Path, gib: float) -> dict[str, float]:
   size = make_folder(work / "hf", words) / 2**30
   figures = {"gib": size}
   for way, source, target, extra in (("from-hf", "hf", "params", words), ("to-hf", "params", "back", [])):
-    seconds, resident = timed(["convert", way, str(work / source), str(work / target), *extra])
-    figures |= {f"{way} seconds per GiB": seconds / size, f"{way} resident GiB": resident / 2**30}
+    seconds, usage = timed(["convert", way, str(work / source), str(work / target), *extra])
+    figures |= {
+      f"{way} seconds per GiB": seconds / size,
+      f"{way} processor seconds per GiB": (usage.ru_utime + usage.ru_stime) / size,
+      f"{way} resident GiB": usage.ru_maxrss / 2**20,
+    }
   came, went = (Folder(work / name).tensors for name in ("hf", "back"))
   assert came.keys() == went.keys()
   assert all(np.array_equal(came[name].read().view(np.uint8), went[name].read().view(np.uint8)) for name in came)
@@ -79,13 +84,13 @@ def make_folder(folder: Path, words: list[str]) -> int:
   return (folder / "model.safetensors").stat().st_size
 
 
-def timed(command: list[str]) -> tuple[float, int]:
-  """Seconds, and the most bytes that the process had resident."""
+def timed(command: list[str]) -> tuple[float, resource.struct_rusage]:
+  """Seconds, and what the process used."""
   start = time.perf_counter()
   process = subprocess.Popen([sys.executable, "-m", "maxtext.cli", *command], stdout=subprocess.DEVNULL)
   _, status, usage = os.wait4(process.pid, 0)
   assert status == 0, command
-  return time.perf_counter() - start, usage.ru_maxrss * 1024
+  return time.perf_counter() - start, usage
 
 
 if __name__ == "__main__":
