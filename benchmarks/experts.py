@@ -36,7 +36,7 @@ def seconds(run):
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   for name, default in (
-    ("tokens", 8192),
+    ("tokens", 2048),
     ("width", 512),
     ("hidden", 1024),
     ("experts", 8),

@@ -43,6 +43,7 @@ def values_of(size: bare.Size, dtype: str) -> dict:
     "jax_cache_dir": "",
     "base_output_directory": tempfile.gettempdir(),
     "run_name": "maxtext-benchmark",
+    "enable_checkpointing": False,
     "steps": 1,
   }
 

@@ -1,7 +1,12 @@
 """The real TPU compiler on the real step: what fits, what it costs, which collectives it makes."""
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import jax
 import pytest
@@ -79,3 +84,37 @@ def test_70b_lowers_for_50944_chips_without_an_array():
   text = lowered.as_text()
   assert "50944" in text
   assert not [a for a in jax.live_arrays() if id(a) not in before and a.size > 1]
+
+
+SMALL = ["base_num_decoder_layers=2", "base_emb_dim=512", "base_mlp_dim=1024", "vocab_size=1024",
+         "max_target_length=1024", "dataset_type=synthetic", "compile_topology=v5p-8"]  # fmt: skip
+
+
+def plan(*words):
+  command = [Path(sys.executable).with_name("maxtext"), "plan", *SMALL, *words]
+  environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+  return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_a_plan_of_what_fits(tmp_path):
+  done = plan("per_device_batch_size=2", "--json", "--html", str(tmp_path / "plan.html"))
+  assert done.returncode == 0, done.stderr
+  found = json.loads(done.stdout)
+  assert found["fits"]
+  memory = found["memory"]
+  weights = 2 * 1024 * 512 + 2 * (4 * 512 * 2048 + 3 * 512 * 1024 + 2 * 512) + 512
+  assert memory["parameters"] == pytest.approx(weights * 4 / 4, rel=0.01), "float32, over four chips"
+  assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=0.01)
+  assert found["peak_hbm_bytes_per_chip"] > found["argument_bytes"]
+  assert found["estimated_step_seconds"] == pytest.approx(sum(found["estimated_seconds"].values()))
+  assert 0 < found["estimated_mfu"] < 1
+  assert {name for c in found["collectives"] for name in c["axes"]} == {"fsdp"}
+  assert any(o["source"].startswith("layers/linear.py") for o in found["most_expensive"])
+  assert 0 < found["recomputed_share"] < 0.5
+  assert "Time of one step" in (tmp_path / "plan.html").read_text()
+
+
+def test_a_plan_of_what_does_not_fit():
+  done = plan("per_device_batch_size=65536")
+  assert done.returncode == 0, done.stderr
+  assert "DOES NOT FIT" in done.stdout

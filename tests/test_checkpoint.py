@@ -1,6 +1,8 @@
 """Checkpoints in one process: what comes back is what was saved, or the run says why not."""
 
+import gc
 import json
+import logging
 import os
 import random
 import re
@@ -19,7 +21,7 @@ from etils import epath
 import maxtext
 from maxtext import ConfigError
 from maxtext.checkpoint.checksum import added, checksums
-from maxtext.checkpoint.files import read
+from maxtext.checkpoint.files import _groups, read
 from maxtext.checkpoint.location import steps_in
 from maxtext.checkpoint.record import Record
 from maxtext.checkpoint.restore import load_parameters, resume
@@ -29,6 +31,7 @@ from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
 from maxtext.mesh.interrupt import Interrupt
 from maxtext.train.callbacks.base import Callback
+from maxtext.train.callbacks.guard import LossGuard
 from maxtext.train.callbacks.save import Save
 from maxtext.train.kept import Kept
 from maxtext.train.loop import run_loop
@@ -38,14 +41,26 @@ SPLIT = {"ici_fsdp_parallelism": 8, "per_device_batch_size": 1, "steps": 14}
 MAXTEXT = str(Path(sys.executable).with_name("maxtext"))
 
 
+@pytest.fixture(autouse=True)
+def nothing_left(caplog):
+  """Orbax logs a failed save with its frames, whose coroutines complain when they are collected; if that happens while
+  Python 3.11 parses a module, the parser fails. So no frames are kept, and what is left is collected here."""
+  caplog.set_level(logging.CRITICAL + 1, "absl")
+  yield
+  gc.collect()
+
+
 class EndAfter(Callback):
   """Ends the run at a step, as a lost machine would, but for the file that the test needs."""
 
   def __init__(self, step):
     self._step = step
 
-  def on_update(self, step, state, position):
+  def due(self, step):
     return step == self._step
+
+  def on_update(self, step, state, position, figures):
+    return True
 
 
 def run_in(folder, *callbacks, **changes):
@@ -76,12 +91,15 @@ def whole(split):
 def drive(folder, state, *callbacks, steps=range(4), **changes):
   """The callback that saves, as the loop calls it, with a state that stays the same."""
   config = tiny(**SPLIT | {"enable_checkpointing": True} | changes)
-  save = Save(Writer(config, epath.Path(folder), {}), Interrupt(), config.save_checkpoint_on_completion)
+  writer, guard = Writer(config, epath.Path(folder), {}), LossGuard(on_nan=True, on_inf=True)
+  save = Save(writer, Interrupt(), guard, config.save_checkpoint_on_completion)
+  rest = state, lambda: {"batches": np.array(1)}
   try:
     for step in steps:
       for callback in (save, *callbacks):
-        callback.on_update(step + 1, state, lambda: {"batches": np.array(1)})
-    save.on_end(state)
+        if callback.due(step + 1):
+          callback.on_update(step + 1, *rest, {"loss": 1.0})
+    save.on_end(steps.stop, *rest)
   finally:
     save.close()
 
@@ -196,10 +214,23 @@ def test_whatever_is_damaged_nothing_wrong_comes_back(half, tmp_path, capsys, ev
       else:
         aside.add((file, how))
         assert found.folder.name == "2"
-        assert re.search(r"4 is damaged: .* It is now 4.damaged; an older step is tried.", said), (file, how)
+        assert re.search(r"4 is damaged: .* It is now 4.damaged\.", said), (file, how)
         assert (folder / "4.damaged").exists()
       shutil.rmtree(folder)
   assert aside >= {(file, how) for file in needed for how in ("truncated", "deleted", "flipped")}
+
+
+def test_where_no_step_is_good_nothing_is_touched(half, copy, split):
+  checkpoints = copy / "run" / "checkpoints"
+  for step in ("2", "4"):
+    (checkpoints / step / "record" / "record.json").unlink()
+  with pytest.raises(RunError, match=r"none of the 2 checkpoints .* 4 is damaged: record/record.json is missing"):
+    resume(tiny(**SPLIT), epath.Path(checkpoints), split.state)
+  assert steps_in(epath.Path(checkpoints)) == [2, 4]
+
+
+def test_arrays_are_read_in_groups_of_a_size():
+  assert _groups({"a": 5, "b": 3, "c": 4, "d": 20}, most=8) == [["b", "c"], ["a"], ["d"]]
 
 
 def test_one_bit_changes_a_checksum(half):
@@ -299,7 +330,10 @@ def test_keys_of_what_is_kept(half, tmp_path, keys, steps, pattern, least, most)
 
 def test_continuous_saves_follow_each_other(half, tmp_path):
   class Slow(Callback):
-    def on_update(self, step, state, position):
+    def due(self, step):
+      return True
+
+    def on_update(self, step, state, position, figures):
       time.sleep(0.2)
 
   drive(tmp_path, half[1], Slow(), steps=range(14), enable_continuous_checkpointing=True)
@@ -314,7 +348,10 @@ def test_a_save_that_fails_is_reported_and_the_run_goes_on(half, tmp_path, capsy
   before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
   class Limit(Callback):
-    def on_update(self, step, state, position):
+    def due(self, step):
+      return True
+
+    def on_update(self, step, state, position, figures):
       while step == 3 and not (tmp_path / "2").exists():
         time.sleep(0.01)
       time.sleep(1 if step == 4 else 0)
@@ -335,7 +372,10 @@ def test_a_full_disk_keeps_the_last_good_step(half, tmp_path, capsys):
     pytest.skip("a small disk needs the right to mount one")
 
   class Fill(Callback):
-    def on_update(self, step, state, position):
+    def due(self, step):
+      return True
+
+    def on_update(self, step, state, position, figures):
       if step == 3:
         (tmp_path / "rubbish").write_bytes(b"x" * (shutil.disk_usage(tmp_path).free - 100_000))
 

@@ -130,6 +130,15 @@ def test_a_trace_and_the_stacks_of_a_run(tmp_path):
   assert "train/loop.py" in done.stderr
 
 
+def test_keys_may_follow_flags():
+  done = run("config", "show", "small-llama", "steps=3", "--changed", "log_period=7")
+  assert re.search(r"^steps +3 +\(command line\)$", done.stdout, re.M)
+  assert re.search(r"^log_period +7 +\(command line\)$", done.stdout, re.M)
+  wrong = run("config", "show", "small-llama", "--changd", "steps=3")
+  assert (wrong.returncode, wrong.stdout) == (2, "")
+  assert "unrecognized arguments: --changd" in wrong.stderr
+
+
 def test_a_reader_that_has_enough():
   done = subprocess.run(f"{MAXTEXT} config show small-llama | head -1", shell=True, capture_output=True, text=True)
   assert (len(done.stdout.splitlines()), done.stderr) == (1, "")

@@ -11,9 +11,11 @@ import pytest
 
 import maxtext
 from maxtext import ConfigError, load_config
+from maxtext.cli.main import main
 from maxtext.configs.explain import readers_of
 from maxtext.configs.loader import model_names, parse_assignments
 from maxtext.configs.types import DecoderBlockType, MaxTextConfig
+from maxtext.models.catalogue import Entry, entry
 from tests.support import TINY, program, tiny
 
 PARAMETERS = json.loads((Path(__file__).parent / "data" / "parameters.json").read_text())
@@ -30,10 +32,35 @@ def test_later_layers_win(tmp_path):
     config.steps = 8
 
 
-@pytest.mark.parametrize("name", AVAILABLE)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_named_models_have_their_parameters(name):
-  config = load_config(name, dataset_type="synthetic", per_device_batch_size=1)
-  assert program(config).model.size == PARAMETERS[name]["total"]
+  found = entry(name)
+  if name not in AVAILABLE:
+    assert found == Entry(name)
+    return
+  assert {"total": found.parameters, "active": found.active_parameters} == PARAMETERS[name]
+  assert found.converts
+  assert found.family == load_config(name, dataset_type="synthetic").decoder_block.value
+
+
+def test_models_are_listed_and_drawn(capsys):
+  assert main(["models", "gemma3-4b", "--json"]) == 0
+  assert json.loads(capsys.readouterr().out) == [
+    {
+      "name": "gemma3-4b",
+      "family": "gemma3",
+      "parameters": 3880099328,
+      "active_parameters": 3880099328,
+      "context": 131072,
+      "converts": True,
+    }
+  ]
+  assert main(["models", "gemma3-4b"]) == 0
+  drawn = capsys.readouterr().out
+  assert "layers 0..29, 5 rounds of\n  5 x\n" in drawn
+  assert "layers 30..33\n  4 x\n" in drawn
+  assert main(["models", "gemma3-5b"]) == 2
+  assert "Did you mean 'gemma3-4b'" in capsys.readouterr().err
 
 
 def test_every_name_is_known():

@@ -3,6 +3,7 @@
 import itertools
 import os
 import resource
+import threading
 import time
 
 import grain
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxtext.data import records
+from maxtext.data.ahead import Ahead
 from maxtext.data.mixture import Mixture, Source
 from maxtext.data.order import FEW_SHARDS, Order, Window
 from maxtext.data.packing import Packing
@@ -94,7 +96,7 @@ def test_every_document_is_used_wholly_and_once_an_epoch(folder, packing):
     begun.append(documents_in(rows))
     assert not rows.inputs[~real].any()
   assert not streams.rows(range(8)).segments.any()
-  every = source.read(range(100))
+  every = [source.tokens(record) for record in source.read(range(100))]
   expected = np.concatenate([np.stack([d[:-1], d[1:]]) for d in every] * 2, axis=1)
   found = np.concatenate(pairs, axis=1)
   assert np.array_equal(found[:, np.lexsort(found)], expected[:, np.lexsort(expected)])
@@ -195,7 +197,7 @@ def test_mixtures_give_every_row_every_source_in_its_share(tmp_path):
 
 def test_a_thousand_shards_need_few_open_files_and_little_memory(tmp_path, monkeypatch):
   monkeypatch.setattr(records, "MOST_OPEN", 32)
-  folder = write_corpus(tmp_path, [20] * 1000)
+  folder = write_corpus(tmp_path, [12] * 1000, lengths=(1, 60))
   source = Prepared(folder)
   streams = Streams(Mixture([Source(source)], 16, seed=0, epochs=1), PACKINGS["first_fit"], range(16))
   before, open_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(os.listdir("/proc/self/fd"))
@@ -203,7 +205,7 @@ def test_a_thousand_shards_need_few_open_files_and_little_memory(tmp_path, monke
   while (rows := streams.rows(range(16))).segments.any():
     begun += len(documents_in(rows))
     most = max(most, len(os.listdir("/proc/self/fd")) - open_before)
-  assert begun >= 20000
+  assert begun == 12000
   assert source._records.open_shards <= 32
   assert most <= 34
   assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
@@ -214,9 +216,75 @@ def test_restoring_256_streams_takes_under_a_second(tmp_path):
   streams = Streams(Mixture([source], 256, seed=0), PACKINGS["first_fit"], range(256))
   for _ in range(3):
     state = streams.rows(range(256)).after
-  start = time.perf_counter()
-  source = Source(Prepared(tmp_path))
-  again = Streams(Mixture([source], 256, seed=0), PACKINGS["first_fit"], range(256), state)
-  rows = again.rows(range(256))
-  assert time.perf_counter() - start < 1
-  assert equal(rows, streams.rows(range(256)))
+  following, seconds = streams.rows(range(256)), []
+  for _ in range(3):  # other work on the machine may hold one of them up
+    start = time.perf_counter()
+    again = Streams(Mixture([Source(Prepared(tmp_path))], 256, seed=0), PACKINGS["first_fit"], range(256), state)
+    assert equal(again.rows(range(256)), following)
+    seconds.append(time.perf_counter() - start)
+  assert min(seconds) < 1
+
+
+class Asked:
+  """Documents, and how many were asked for at a time."""
+
+  def __init__(self, documents):
+    self.documents, self.calls = documents, []
+
+  def read(self, wanted):
+    self.calls.append(len(wanted))
+    return self.documents.read(wanted)
+
+
+def test_reading_ahead_makes_fewer_and_larger_reads(folder):
+  calls = {}
+  for read_ahead in (0, 40):
+    asked = Asked(Mixture([Source(Prepared(folder))], 4, seed=0))
+    streams = Streams(asked, PACKINGS["concat_then_split"], range(4), read_ahead=read_ahead)
+    for _ in range(20):
+      streams.rows(range(4))
+    calls[read_ahead] = asked.calls
+  assert len(calls[40]) < len(calls[0]) / 3
+  assert calls[40][0] == 4 * 41
+
+
+def test_several_shards_are_read_at_a_time():
+  together = threading.Barrier(3, timeout=20)
+
+  class Reader:
+    def read(self, places):
+      together.wait()
+      return places
+
+  shards = [records.Shard(str(i), 10, 0) for i in range(3)]
+  found = records.Records(shards, lambda shard: Reader(), threads=3).read([25, 3, 14, 1])
+  assert found == [5, 3, 4, 1]
+
+
+def test_things_are_made_ahead_so_far_and_no_further():
+  made, closed = [], threading.Event()
+
+  def make():
+    try:
+      for i in range(6):
+        made.append(i)
+        yield i
+      raise RuntimeError("broken")
+    finally:
+      closed.set()
+
+  ahead = Ahead(make(), depth=2)
+  deadline = time.monotonic() + 20
+  while len(made) < 3 and time.monotonic() < deadline:
+    time.sleep(0.01)
+  time.sleep(0.05)
+  assert made == [0, 1, 2], "two are ready, one waits for its place"
+  assert [next(ahead) for _ in range(6)] == list(range(6))
+  for _ in range(2):
+    with pytest.raises(RuntimeError, match="broken"):
+      next(ahead)
+  assert closed.wait(20)
+  unread = Ahead(make(), depth=1)
+  closed.clear()
+  unread.close()
+  assert closed.is_set()

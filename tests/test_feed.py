@@ -1,8 +1,11 @@
 """Feeding a run: rows on devices, positions, worker processes, growing batches, the end of the data."""
 
 import itertools
+import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,8 +15,11 @@ import numpy as np
 import pytest
 
 from maxtext import ConfigError
+from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
 from maxtext.data.feed import make_feed
+from maxtext.data.splits import split_of
+from maxtext.data.workers import choose_workers
 from maxtext.train.loop import run_loop
 from tests.corpora import write_corpus
 from tests.support import History, program, tiny
@@ -94,24 +100,65 @@ def test_a_batch_grows_and_takes_turns_among_its_streams(config):
   assert streams.shape == (24, 3)
   assert np.flatnonzero(streams.any(axis=1)).tolist() == [0, 6, 12, 18]
   assert made[4][1]["streams"].any(axis=1).sum() == 20
-  history = History()
-  p = program(grown)
-  run_loop(p.step, p.init(), p.feed(), range(10), [history])
+
+
+@pytest.mark.parametrize(
+  ("start", "words"), [(0.3, "make a batch of 2.4 rows on the way to 16"), (0.5, "4 rows, which cannot be split in 8")]
+)
+def test_batches_that_cannot_be_are_refused(config, start, words):
+  ramp = {"enable_rampup_batch_size": True, "per_device_batch_size": 2, "per_device_batch_size_increment": 1}
+  with pytest.raises(ConfigError, match=words):
+    program(config(**ramp, per_device_batch_size_start=start), devices=8).feed()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_as_its_batch_grows(config):
+  p, history = program(
+    config(
+      enable_rampup_batch_size=True, per_device_batch_size=2, per_device_batch_size_start=1,
+      per_device_batch_size_increment=1, global_rampup_samples=2,
+    )
+  ), History()  # fmt: skip
+  run_loop(p.step, p.init(), p.feed(), range(4), [history])
   assert np.isfinite(history.losses).all()
+  assert history.figures[3]["tokens"] > 1.5 * history.figures[0]["tokens"]
 
 
-def test_the_data_ends_with_the_first_row_or_is_padded_to_the_last(config, capsys):
-  short, padded = (program(config(generate_padding_batch_train=pad), devices=8) for pad in (False, True))
+def test_pipelines_are_measured_alone(folder, capsys):
+  words = [f"{key}={value}" for key, value in GRAIN.items()]
+  assert main(["data", "bench", *words, f"grain_train_files={folder}", "num_epoch=99", "--seconds", "0.4"]) == 0
+  speed, shares, bound = capsys.readouterr().out.splitlines()
+  assert int(speed.split()[2].replace(",", "")) > 1000
+  found = {name: int(share) for name, share in re.findall(r"(\w+) (\d+)%", shares)}
+  assert list(found) == ["read", "tokenize", "pack", "place"]
+  assert 96 <= sum(found.values()) <= 104
+  assert found[bound.split()[-1]] == max(found.values())
+
+
+def test_the_data_ends_with_the_first_row_or_is_padded_to_the_last(config, tmp_path, capsys):
+  few = str(write_corpus(tmp_path, (30, 10), lengths=(10, 60)))
+  short, padded = (program(config(grain_train_files=few, generate_padding_batch_train=pad), 4) for pad in (False, True))
   cut, whole = list(map(host, short.feed())), list(map(host, padded.feed()))
   assert "data: ended after" in capsys.readouterr().out
   assert same(whole[: len(cut)], cut)
   assert all((batch[3] > 0).any(axis=1).all() for batch, _ in cut)
   begins = sum(((batch[2] == 0) & (batch[3] > 0)).sum() for batch, _ in whole)
   assert len(whole) > len(cut)
-  assert begins >= 300, "every document"
+  assert begins == 40, "every document"
+  assert list(padded.feed(whole[-1][1])) == [], "resumed where there is nothing left"
   history = History()
   state = run_loop(short.step, short.init(), short.feed(), range(1000), [history])
   assert int(state.step) == len(history.losses) == len(cut)
+
+
+def test_reader_processes_are_chosen_by_cores_and_memory(config, monkeypatch):
+  monkeypatch.setattr(os, "cpu_count", lambda: 9)
+  chosen = {}
+  for megabytes in (1, 1024, 9999):
+    c = config(grain_worker_count=-1, grain_ram_budget_mb=megabytes)
+    chosen[megabytes] = choose_workers(c, split_of(c, "train"))
+  assert chosen == {1: 1, 1024: 4, 9999: 8}
+  assert choose_workers(config(grain_worker_count=3), split_of(config(grain_worker_count=3), "train")) == 3
 
 
 def test_a_corpus_that_fills_no_batch_is_refused(tmp_path):
@@ -147,8 +194,9 @@ def test_a_position_in_other_data_is_refused_with_the_difference(config, folder,
 
 def test_evaluation_reads_its_own_keys(config, tmp_path):
   other = str(write_corpus(tmp_path, (40,), seed=1))
-  p = program(config(grain_eval_files=other, grain_worker_count_eval=0, generate_padding_batch_eval=True))
-  rounds = [[np.asarray(fed.batch.inputs) for fed in make_feed(p.config, p.batch, split="eval")] for _ in range(2)]
+  keys = {"grain_eval_files": other, "grain_worker_count_eval": 0, "generate_padding_batch_eval": True}
+  p = program(config(**keys, gradient_accumulation_steps=3))
+  rounds = [[np.asarray(fed.batch.inputs) for fed in make_feed(p.config, p.eval_batch, split="eval")] for _ in range(2)]
   assert len(rounds[0]) > 2
   assert all(map(np.array_equal, *rounds))
   assert rounds[0][0][0, 1] == 0, "the first document comes first"
@@ -174,7 +222,8 @@ def test_a_killed_reader_ends_the_run_in_words(config):
   (worker,) = readers_of(os.getpid()) - before
   os.kill(worker, signal.SIGKILL)
   with pytest.raises(RunError, match="A reader process of the data ended with exit code -9"):
-    list(itertools.islice(feed, 50))
+    for _ in itertools.islice(feed, 10_000):  # what was ready before still comes
+      pass
   assert readers_of(os.getpid()) == before
 
 
@@ -218,3 +267,49 @@ def test_a_document_does_not_see_its_neighbours(config):
   before, after = (np.asarray(jax.jit(logits)(x))[0] for x in (inputs, changed))
   assert np.array_equal(before[~second], after[~second])
   assert not np.allclose(before[second], after[second])
+
+
+HOST = """
+import json, sys
+from pathlib import Path
+import jax, numpy as np
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+from maxtext.mesh.devices import make_mesh
+from maxtext.train.program import Program
+from tests.support import tiny
+
+def rows_held(array):
+  return {(shard.index[0].start or 0): np.asarray(shard.data).tolist() for shard in array.addressable_shards}
+
+seen = {}
+for axis in ("fsdp", "tensor"):
+  config = tiny(**(json.loads(sys.argv[3]) | {"ici_fsdp_parallelism": 1, f"ici_{axis}_parallelism": 4}))
+  program = Program.of(config, make_mesh(config))
+  seen[axis] = [[rows_held(fed.batch.inputs), rows_held(fed.position()["streams"])] for fed in program.feed()]
+Path(sys.argv[4], sys.argv[2]).write_text(json.dumps(seen))
+"""
+
+
+@pytest.mark.mesh
+@pytest.mark.slow
+def test_two_hosts_feed_what_one_does_and_end_together(folder, config, tmp_path):
+  """Rows split over hosts, and the same rows on both; a part of the rows ends before the others."""
+  changes = GRAIN | {"grain_train_files": str(folder), "per_device_batch_size": 2, "generate_padding_batch_train": True}
+  with socket.create_server(("127.0.0.1", 0)) as probe:
+    address = f"127.0.0.1:{probe.getsockname()[1]}"
+  env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+  commands = [[sys.executable, "-c", HOST, address, str(i), json.dumps(changes), str(tmp_path)] for i in range(2)]
+  hosts = [subprocess.Popen(command, env=env) for command in commands]
+  assert [host.wait(timeout=120) for host in hosts] == [0, 0]
+  found = [json.loads((tmp_path / str(i)).read_text()) for i in range(2)]
+  whole = list(map(host, program(config(**changes | {"per_device_batch_size": 8})).feed()))
+  assert len(whole[-1][0][3][(whole[-1][0][3] > 0).any(axis=1)]) < 8, "some rows have ended"
+  for axis, shared in (("fsdp", False), ("tensor", True)):
+    assert [len(seen[axis]) for seen in found] == [len(whole)] * 2
+    for number, (batch, position) in enumerate(whole):
+      for kind, expected in enumerate((batch[0], position["streams"])):
+        parts = [seen[axis][number][kind] for seen in found]
+        assert (parts[0].keys() == parts[1].keys()) is shared
+        for start, rows in (parts[0] | parts[1]).items():
+          assert np.array_equal(rows, expected[int(start) :][: len(rows)])
+        assert sum(map(len, (parts[0] | parts[1]).values())) == 8

@@ -209,6 +209,10 @@ def test_flops_by_hand():
   assert train_flops_per_token(window, length=32) == 6 * weights + 2 * 12 * 32 * 5
   tied = program(tiny(logits_via_embedding=True)).model
   assert train_flops_per_token(tied, length=32) == train_flops_per_token(model, length=32)
+  experts = {"decoder_block": "mixtral", "num_experts": 8, "num_experts_per_tok": 2, "base_moe_mlp_dim": 80}
+  mixture = program(tiny(**experts)).model
+  more = 2 * (48 * 8 + 3 * 48 * 80)  # a router, and two experts instead of one layer
+  assert train_flops_per_token(mixture, length=32) == 6 * (weights + more) + 2 * 12 * 32 * 16
 
 
 def test_large_arrays_have_an_index():

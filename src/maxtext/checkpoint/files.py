@@ -1,6 +1,7 @@
 """Reading and writing the arrays and the record of one checkpoint with Orbax. Nothing here decides when, or which."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from jax.experimental import multihost_utils
 from maxtext.checkpoint.checksum import added, checksums
 from maxtext.checkpoint.record import FILE, ITEM, Array, DamagedError, Record, checksum_file
 from maxtext.checkpoint.tree import named, nested
-from maxtext.configs import MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 
 STATE = "state"
@@ -25,11 +26,10 @@ _IN_FLIGHT = 0.05  # of a process's share, while it is read: it is held twice un
 
 def handlers(config: MaxTextConfig) -> dict[str, Any]:
   """Orbax's handlers of the items of a checkpoint that is written."""
-  most = config.checkpoint_storage_concurrent_gb
   arrays = ocp.PyTreeCheckpointHandler(
     use_ocdbt=config.checkpoint_storage_use_ocdbt,
     use_zarr3=config.checkpoint_storage_use_zarr3,
-    save_concurrent_gb=most,
+    save_concurrent_gb=config.checkpoint_storage_concurrent_gb,
   )
   return {STATE: arrays, ITEM: RecordHandler()}
 
@@ -185,7 +185,14 @@ def _single_replica(config: MaxTextConfig) -> bool:
 
 
 def _one_replica_reads(mesh: jax.sharding.Mesh) -> Any:
-  handler = ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=mesh.axis_names.index(_REPLICAS))
+  axis = mesh.axis_names.index(_REPLICAS)
+  owners = [{device.process_index for device in replica.flat} for replica in np.moveaxis(mesh.devices, axis, 0)]
+  if len(owners) == 1 or any(a & b for a, b in itertools.pairwise(owners)):
+    raise ConfigError(
+      f"enable_single_replica_ckpt_restoring=true, but the mesh has {len(owners)} along '{_REPLICAS}', or processes "
+      f"that hold parts of two replicas: leave it out, or split '{_REPLICAS}' over whole processes."
+    )
+  handler = ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=axis)
   return ocp.type_handlers.create_type_handler_registry(
     (jax.Array, handler), (np.ndarray, ocp.type_handlers.NumpyHandler())
   )

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 
 from maxtext.checkpoint.files import read
 from maxtext.checkpoint.layout import Layout
@@ -20,8 +19,9 @@ from maxtext.checkpoint.tree import like, named
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.configs.refusals import plain
-from maxtext.mesh.multihost import on_any
+from maxtext.mesh.multihost import from_first, on_any
 
+_TRIED = 50  # the latest steps that are tried
 _DATA, PARAMETERS = "data/", ("params/", "buffers/")
 
 
@@ -34,23 +34,33 @@ class Restored(NamedTuple):
 
 
 def resume(config: MaxTextConfig, folder: epath.Path, abstract: Any) -> Restored | None:
-  """The latest good step under a run's folder of checkpoints, or None.
+  """The latest good step under a run's folder of checkpoints, or None where there is no step.
 
   Process 0 names what was never finished, and renames what is damaged, so that nothing is lost that a person may want.
+  Where no step is good, nothing is touched and the run ends: that is more than one accident.
   """
   if jax.process_index() == 0:
     for path in unfinished_in(folder):
       print(f"maxtext: {path} was never finished; it is skipped and removed.", flush=True)
       path.rmtree(missing_ok=True)
-  while (step := _agreed(max(steps_in(folder), default=-1))) >= 0:
+  damaged: dict[epath.Path, DamagedError] = {}
+  for step in _agreed(steps_in(folder)[::-1]):
     path = folder / str(step)
     try:
-      return _state(config, path, abstract)
+      found = _state(config, path, abstract)
     except DamagedError as damage:
-      if jax.process_index() == 0:
-        aside = _aside(path)
-        print(f"maxtext: {path} is damaged: {damage}. It is now {aside.name}; an older step is tried.", flush=True)
-      multihost_utils.sync_global_devices(f"maxtext: step {step} is set aside")
+      damaged[path] = damage
+      continue
+    if jax.process_index() == 0:
+      for bad, why in damaged.items():
+        print(f"maxtext: {bad} is damaged: {why}. It is now {_aside(bad).name}.", flush=True)
+    return found
+  if damaged:
+    latest, why = next(iter(damaged.items()))
+    raise RunError(
+      f"none of the {len(damaged)} checkpoints in {folder} can be read; {latest.name} is damaged: {why}. "
+      f"Choose another run_name to start anew."
+    )
   return None
 
 
@@ -132,9 +142,9 @@ def _named_by(key: str, path: str, load: Any) -> Any:
     raise RunError(f"{key}={path} is damaged: {damage}.") from None
 
 
-def _agreed(step: int) -> int:
+def _agreed(steps: list[int]) -> list[int]:
   """What process 0 sees: a shared folder may look different elsewhere for a moment."""
-  return int(multihost_utils.broadcast_one_to_all(np.array(step, np.int32))) if jax.process_count() > 1 else step
+  return [int(step) for step in from_first(" ".join(map(str, steps[:_TRIED]))).split()]
 
 
 def _aside(path: epath.Path) -> epath.Path:

@@ -1,6 +1,8 @@
 """Saving a run's steps with Orbax's manager: when one is due, in the background, and what happens when one fails."""
 
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -85,6 +87,16 @@ class Writer:
     kept = f"the last good one is step {self.last}" if self.last is not None else "there is none yet from this process"
     if jax.process_index() == 0:
       print(f"maxtext: the checkpoint of step {step} failed: {reason(error)}; {kept}.", flush=True)
-      for path in self._folder.glob(f"{step}.orbax-checkpoint-tmp*"):
-        path.rmtree(missing_ok=True)
+      self._free(step)
     self._manager.reload()
+
+  def _free(self, step: int) -> None:
+    """Removes a half-written step. Other threads of the save may still be at it, so this looks until all is quiet."""
+    deadline, quiet = time.monotonic() + 10, 0
+    while quiet < 3 and time.monotonic() < deadline:
+      found = list(self._folder.glob(f"{step}.orbax-checkpoint-tmp*"))
+      quiet = 0 if found else quiet + 1
+      for path in found:
+        with suppress(OSError):
+          path.rmtree(missing_ok=True)
+      time.sleep(0.05)

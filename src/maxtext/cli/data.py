@@ -1,4 +1,4 @@
-"""`maxtext data`: text made ready for training. Imports no JAX."""
+"""`maxtext data`: text made ready for training, and how fast it can be read. Only the latter imports JAX."""
 
 import argparse
 import os
@@ -12,8 +12,8 @@ from maxtext.configs import ConfigError
 
 
 def add_commands(commands: Any) -> None:
-  """Adds `data prepare` to the parser."""
-  parser = commands.add_parser("data", help="make text ready for training")
+  """Adds `data prepare` and `data bench` to the parser."""
+  parser = commands.add_parser("data", help="make text ready for training, measure how fast it is read")
   actions = parser.add_subparsers(required=True, metavar="ACTION")
   prepare = actions.add_parser(
     "prepare",
@@ -46,6 +46,14 @@ def add_commands(commands: Any) -> None:
     "--beam", action="append", default=[], metavar="KEY=VALUE", help="an option of the Beam pipeline; may be repeated"
   )
   prepare.set_defaults(run=_prepare)
+  bench = actions.add_parser(
+    "bench",
+    help="how fast a run's data is made",
+    description="Make the batches of a run without the run: tokens a second, and what bounds them.",
+  )
+  add_words(bench)
+  bench.add_argument("--seconds", type=float, default=10, metavar="S", help="how long to look (default 10)")
+  bench.set_defaults(run=_bench)
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
@@ -84,3 +92,15 @@ def _refuse(arguments: argparse.Namespace) -> None:
     raise ConfigError(f"{words}: at least 1, and above 0.")
   if arguments.beam and not arguments.runner:
     raise ConfigError(f"--beam {arguments.beam[0]} has no effect without --runner.")
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+  config = resolve_words(arguments.words).config
+  from maxtext.data.bench import speed, stages
+
+  found = speed(config, arguments.seconds / 2)
+  print(f"as configured: {found.tokens_per_second:,.0f} tokens/s, {found.filled:.1%} of the rows filled", flush=True)
+  if shares := stages(config, arguments.seconds / 2):
+    print("one process:   " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
+    print(f"bound by:      {max(shares, key=lambda name: shares[name])}")
+  return 0

@@ -2,17 +2,18 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 
-from maxtext.cli import checkpoint, config, convert, data, launch, models, report
+from maxtext.cli import checkpoint, config, convert, data, launch, models, plan, report
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs a command and returns its exit code: 2 for a user's mistake, 1 for a run that ended itself, 130 for Ctrl-C."""
-  arguments = _parser().parse_args(argv)
+  arguments = _parse(argv)
   try:
     return arguments.run(arguments)
   except ConfigError as error:
@@ -29,6 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 130
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+  """Keys may stand before flags and after them; argparse by itself takes only those that stand together."""
+  parser = _parser()
+  arguments, rest = parser.parse_known_args(argv)
+  if rest and not (hasattr(arguments, "words") and all(re.match(r"\w+=", word) for word in rest)):
+    parser.error(f"unrecognized arguments: {' '.join(rest)}")
+  if rest:
+    arguments.words += rest
+  return arguments
+
+
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(prog="maxtext", description="Train large language models with JAX.")
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -37,10 +49,11 @@ def _parser() -> argparse.ArgumentParser:
   train.set_defaults(run=_train)
   launch.add_command(commands)
   report.add_command(commands)
+  plan.add_command(commands)
   data.add_commands(commands)
   config.add_commands(commands)
-  models.add_command(commands)
   checkpoint.add_commands(commands)
+  models.add_command(commands)
   convert.add_commands(commands)
   return parser
 

@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 from maxtext.configs.errors import ConfigError, nearest
 from maxtext.configs.refusals import REFUSALS
-from maxtext.configs.types import DType, MaxTextConfig, RematPolicy
+from maxtext.configs.types import DatasetType, DType, MaxTextConfig, RematPolicy
 
 ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_flash_jax")
 
 
 def check(config: MaxTextConfig) -> None:
   """Raises `ConfigError` for the first thing that cannot be done as asked."""
-  for rule in (*_RULES, *(refusal.problem for refusal in REFUSALS)):
+  for rule in (*RULES, *(refusal.problem for refusal in REFUSALS)):
     if problem := rule(config):
       raise ConfigError(problem)
 
@@ -115,9 +115,39 @@ def _tiling(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _ahead(c: MaxTextConfig) -> str | None:
+  if c.mtp_num_layers >= c.max_target_length:
+    return f"mtp_num_layers={c.mtp_num_layers} must be below max_target_length={c.max_target_length}."
+  return None
+
+
 def _length(c: MaxTextConfig) -> str | None:
   if c.steps == -1 and c.learning_rate_schedule_steps == -1:
     return "steps=-1 takes learning_rate_schedule_steps, which is -1 too: set one of them."
+  return None
+
+
+def _evaluation(c: MaxTextConfig) -> str | None:
+  if c.eval_interval == 0 or c.eval_interval < -1:
+    return f"eval_interval={c.eval_interval} must be above 0, or -1 for no evaluation."
+  if c.eval_steps == 0 or c.eval_steps < -1:
+    return f"eval_steps={c.eval_steps} must be above 0, or -1 for the whole evaluation set."
+  if c.eval_interval > 0 and c.eval_steps == -1 and c.dataset_type == DatasetType.SYNTHETIC:
+    return f"eval_interval={c.eval_interval} with eval_steps=-1 never ends: synthetic data is endless; set eval_steps."
+  return None
+
+
+def _profile(c: MaxTextConfig) -> str | None:
+  period = c.profile_periodically_period
+  if period != -1 and period <= c.profiler_steps:
+    return f"profile_periodically_period={period} must be above profiler_steps={c.profiler_steps}, or -1 to trace once."
+  return None
+
+
+def _compiler_flags(c: MaxTextConfig) -> str | None:
+  for flag in c.dump_hlo_xla_flags.split():
+    if not re.fullmatch(r"--\w+=\S+", flag):
+      return f"dump_hlo_xla_flags: '{flag}' must look like --xla_dump_to=folder."
   return None
 
 
@@ -187,6 +217,7 @@ _LEAST = {
   "head_dim": 1,
   "vocab_size": 1,
   "max_target_length": 1,
+  "mhc_expansion_rate": 1,
   "rope_factor": 1,
   "rope_max_timescale": 2,
   "rope_min_timescale": 1,
@@ -230,7 +261,7 @@ _LEAST = {
   "normalization_layer_epsilon": 0,
 }
 
-_RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
+RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _sizes,
   _heads,
   _activations,
@@ -242,7 +273,11 @@ _RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _engram,
   _remat,
   _tiling,
+  _ahead,
   _length,
+  _evaluation,
+  _profile,
+  _compiler_flags,
   _moment,
   _patterns,
   _checkpoints,

@@ -30,6 +30,9 @@ def derive(config: MaxTextConfig, devices: int, slices: int = 1) -> DerivedValue
     num_target_devices=devices,
     global_batch_size_to_load=rows,
     global_batch_size_to_train_on=rows,
+    global_batch_size_to_load_eval=eval_batch_size(c, devices),
+    global_batch_size_to_eval_on=eval_batch_size(c, devices),
+    micro_batch_size_to_eval_on=eval_batch_size(c, devices),
     micro_batch_size_to_train_on=rows // c.gradient_accumulation_steps,
     tensors_on_device=tensors_placed(c, RematLocation.DEVICE) if custom else None,
     tensors_to_offload=tensors_placed(c, RematLocation.OFFLOAD) if custom else None,
@@ -61,6 +64,17 @@ def global_batch_size(config: MaxTextConfig, devices: int) -> int:
     raise ConfigError(
       f"per_device_batch_size={config.per_device_batch_size} x {devices} devices x gradient_accumulation_steps="
       f"{config.gradient_accumulation_steps} = {rows:g} sequences, which is not a whole number above 0."
+    )
+  return int(rows)
+
+
+def eval_batch_size(config: MaxTextConfig, devices: int) -> int:
+  """Sequences per batch of evaluation; those of a micro-batch of training where none are named."""
+  rows = (config.eval_per_device_batch_size or config.per_device_batch_size) * devices
+  if rows != int(rows) or rows < 1:
+    raise ConfigError(
+      f"eval_per_device_batch_size={config.eval_per_device_batch_size} x {devices} devices = {rows:g} sequences, which "
+      f"is not a whole number above 0."
     )
   return int(rows)
 

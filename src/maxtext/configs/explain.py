@@ -1,11 +1,13 @@
-"""What a key is, what reads it, and what it cannot be combined with, from the sources alone."""
+"""What a key is, what reads it, and what it may be combined with, from the sources alone."""
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from maxtext.configs.checks import RULES
 from maxtext.configs.errors import ConfigError, nearest
-from maxtext.configs.refusals import default_of, plain, refusals_of
+from maxtext.configs.refusals import REFUSALS, default_of, plain, refusals_of
 from maxtext.configs.types import DcnParallelism, IciParallelism, MaxTextConfig, RematAndOffload
 
 _PACKAGE = Path(__file__).parents[1]
@@ -19,7 +21,12 @@ _BY_SECTION = {
 _BY_CONFIGS = {
   "configs/loader.py": ("base_config", "override_model_config"),
   "configs/checks.py": ("attention_type",),
-  "configs/derived.py": ("per_device_batch_size", "mesh_axes", "gradient_accumulation_steps"),
+  "configs/derived.py": (
+    "per_device_batch_size",
+    "eval_per_device_batch_size",
+    "mesh_axes",
+    "gradient_accumulation_steps",
+  ),
 }
 
 
@@ -32,9 +39,29 @@ def explain(key: str) -> str:
   for refusal in refusals_of(key):
     words = "set away from its default, " if refusal.unless is None else "in some combinations, "
     lines.append(f"  refused  {words}because {refusal.reason}")
+  if together := checked_with(key):
+    lines.append(f"  checked  together with {', '.join(together)}")
+  if effects := effects_of(key):
+    lines.append(f"  decides  whether these have an effect: {', '.join(effects)}")
   if readers := readers_of(key):
     lines.append(f"  read by  {', '.join(readers)}")
   return "\n".join(lines)
+
+
+def checked_with(key: str) -> list[str]:
+  """Keys whose values must suit this one's."""
+  groups = (_keys_in(rule) for rule in RULES)
+  return sorted({other for group in groups if key in group for other in group if other != key})
+
+
+def effects_of(key: str) -> list[str]:
+  """Keys that are refused unless this one has some value."""
+  refusals = (refusal for refusal in REFUSALS if refusal.unless and key in _keys_in(refusal.unless))
+  return sorted({other for refusal in refusals for other in refusal.keys})
+
+
+def _keys_in(rule: Callable) -> set[str]:
+  return set(rule.__code__.co_names) & MaxTextConfig.model_fields.keys()
 
 
 def type_of(key: str) -> str:

@@ -73,6 +73,7 @@ _REMAT_NAMES = (
   "out_proj", "qkv_proj", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "engram",
   "query_wa_proj", "kv_wa_proj",
 )  # fmt: skip
+_OFFLOADED = ("optimizer_memory_host_offload", "parameter_memory_host_offload")
 _MESH_AXES = ("data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence", "expert")
 
 _UNBUILT_EXPERTS = (
@@ -84,9 +85,15 @@ _UNBUILT_EXPERTS = (
 _SPARSE = ("ragged_buffer_factor", "use_custom_sort_vjp", "megablox")
 _TILES = tuple(key for key in t.MoEKernels.model_fields if "_tile_" in key)
 
+_HLO = (
+  "dump_hlo", "dump_step", "dump_hlo_local_dir", "dump_hlo_delete_local_after", "dump_hlo_module_name",
+  "dump_hlo_local_module_name", "dump_hlo_xla_flags",
+)  # fmt: skip
+_JAXPR = ("dump_jaxpr", "dump_jaxpr_local_dir", "dump_jaxpr_delete_local_after")
 _SHOWN = (
   "metrics_file", "prometheus_port", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
-  "collect_stack_trace", "stack_trace_interval_seconds",
+  "collect_stack_trace", "stack_trace_interval_seconds", "profile_cleanly", "profile_periodically_period",
+  "enable_jax_profiler", "jax_profiler_port", "enable_tensorboard", *_HLO, *_JAXPR,
 )  # fmt: skip
 
 _DOCUMENTS = (
@@ -104,9 +111,6 @@ REFUSALS: tuple[Refusal, ...] = (
   Refusal(
     ("override_logical_axis_rules", "sharding_strategy", "data_sharding", "context_sharding"),
     "logical_axis_rules is always the whole table; write that",
-  ),
-  Refusal(
-    ("shard_optimizer_over_data",), "where arrays live follows logical_axis_rules alone for now"
   ),
   Refusal(
     ("internal_compile", "internal_compile_num_devices", "compile_xla_flags", "compiled_trainstep_file"),
@@ -210,8 +214,11 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=("local_sliding", "chunk", "mla"),
   ),
   Refusal(
-    ("float32_qk_product", "float32_logits", "indexer_sparse_training", "indexer_loss_scaling_factor"),
-    "this form of attention is not implemented yet; logits and softmax are always float32",
+    ("float32_qk_product", "float32_logits"), "logits and softmax are always float32; leave it out", harmless=(False,)
+  ),
+  Refusal(
+    ("indexer_sparse_training", "indexer_loss_scaling_factor"),
+    "the indexer is not trained yet: it chooses keys by the weights that it has",
     harmless=(0.0, False),
   ),
   Refusal(
@@ -283,7 +290,7 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(_section(t.PipelineParallelism), "pipeline parallelism is not implemented yet"),
   Refusal(
-    tuple(key for key in _section(t.RematAndOffload, but=("remat_policy", *_REMAT_NAMES))),
+    tuple(key for key in _section(t.RematAndOffload, but=("remat_policy", *_OFFLOADED, *_REMAT_NAMES))),
     "no layer has this tensor yet",
     harmless=(False, t.RematLocation.REMAT),
   ),
@@ -310,7 +317,6 @@ REFUSALS: tuple[Refusal, ...] = (
     "data is text, and every process reads what its devices need",
     harmless=(False,),
   ),
-  Refusal(("eval_per_device_batch_size",), "evaluation is not implemented yet; leave it out"),
   Refusal(
     ("grain_packing_type", "max_segments_per_seq"),
     "it has no effect on rows of one document (packing=false, dataset_type=olmo_grain), and c4_mlperf always cuts",
@@ -375,11 +381,15 @@ REFUSALS: tuple[Refusal, ...] = (
     unless=lambda c: c.opt_type != t.OptimizerType.SGD,
   ),
   Refusal(
-    ("skip_step_on_spikes", "skip_step_interval", "skip_step_scaling_factor", "use_tunix_gradient_accumulation"),
-    "no step is skipped yet, and accumulation is the step's own",
+    ("skip_step_interval", "skip_step_scaling_factor"),
+    "it has no effect without skip_step_on_spikes=true",
+    unless=lambda c: c.skip_step_on_spikes,
   ),
+  Refusal(("use_tunix_gradient_accumulation",), "accumulation is the step's own; set gradient_accumulation_steps"),
   Refusal(
-    ("eval_interval", "eval_steps", "target_eval_loss"), "evaluation is not implemented yet; leave it out"
+    ("eval_steps", "target_eval_loss", "eval_per_device_batch_size"),
+    "it has no effect without eval_interval",
+    unless=lambda c: c.eval_interval > 0,
   ),
   Refusal(("enable_dropout", "dropout_rate"), "dropout is not implemented yet", harmless=(False,)),
   Refusal(
@@ -407,9 +417,16 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(("profiler",), "only profiler=xplane is implemented yet", harmless=(t.ProfilerType.XPLANE,)),
   Refusal(
-    ("skip_first_n_steps_for_profiler", "profiler_steps"),
+    ("skip_first_n_steps_for_profiler", "profiler_steps", "profile_cleanly", "profile_periodically_period"),
     "it has no effect without profiler=xplane",
     unless=lambda c: c.profiler != t.ProfilerType.NONE,
+  ),
+  Refusal(_HLO[1:], "it has no effect without dump_hlo=true", unless=lambda c: c.dump_hlo),
+  Refusal(_JAXPR[1:], "it has no effect without dump_jaxpr=true", unless=lambda c: c.dump_jaxpr),
+  Refusal(
+    ("jax_profiler_port",),
+    "it has no effect without enable_jax_profiler=true",
+    unless=lambda c: c.enable_jax_profiler,
   ),
   Refusal(
     ("stack_trace_interval_seconds",),

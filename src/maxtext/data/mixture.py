@@ -28,8 +28,12 @@ class Documents(Protocol):
     """What must not change between a run's beginning and its resumption, wherever the files are."""
     ...
 
-  def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
-    """The tokens of these documents."""
+  def read(self, numbers: Sequence[int]) -> Sequence[Any]:
+    """The records of these documents."""
+    ...
+
+  def tokens(self, record: Any) -> np.ndarray:
+    """The tokens of a record."""
     ...
 
 
@@ -66,11 +70,11 @@ class Mixture:
       order = self._orders[source]
       if self._epochs is None or i < order.documents * self._epochs:
         asked[source].append((place, order.document(i)))
-    for giver, numbers in zip(self._sources, asked, strict=True):
+    for documents, numbers in zip((source.documents for source in self._sources), asked, strict=True):
       if numbers:
-        documents = giver.documents.read([number for _, number in numbers])
-        for (place, _), tokens in zip(numbers, documents, strict=True):
-          found[place] = tokens
+        records = documents.read([number for _, number in numbers])
+        for (place, _), record in zip(numbers, records, strict=True):
+          found[place] = documents.tokens(record)
     return found
 
   def _locate(self, stream: int, k: int) -> tuple[int, int]:

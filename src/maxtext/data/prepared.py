@@ -52,9 +52,13 @@ class Prepared:
     hashes = "".join(shard["sha256"] for shard in self._manifest["shards"])
     return {"documents": self._manifest["documents"], "sha256": hashlib.sha256(hashes.encode()).hexdigest()}
 
-  def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
-    """The tokens of these documents."""
-    return [np.frombuffer(record, self._dtype) for record in self._records.read(numbers)]
+  def read(self, numbers: Sequence[int]) -> list[bytes]:
+    """The records of these documents."""
+    return self._records.read(numbers)
+
+  def tokens(self, record: bytes) -> np.ndarray:
+    """The tokens of a record."""
+    return np.frombuffer(record, self._dtype)
 
   def _open(self, shard: Shard) -> Reader:
     try:

@@ -1,13 +1,13 @@
 """The rows that one process makes, described so that any process can make them."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from maxtext.configs import MaxTextConfig
-from maxtext.data.mixture import Mixture
+from maxtext.data.mixture import Mixture, Source
 from maxtext.data.packing import Packing
 from maxtext.data.ramp import BatchSizes
 from maxtext.data.sources import open_sources
@@ -37,15 +37,16 @@ class Share:
   state: np.ndarray
   batch: int
 
-  def rows(self) -> Iterator[Rows]:
-    """This share of every batch; empty rows without end where the data has ended.
+  def rows(self, sources: Sequence[Source] | None = None) -> Iterator[Rows]:
+    """This share of every batch; empty rows without end where the data has ended. `sources` may be open already.
 
     A row of a batch belongs to as many neighbouring streams as there are streams for each row, and takes turns among
     them, so that whoever holds the row keeps its streams when the batch grows.
     """
     split, total = split_of(self.config, self.split), self.sizes.streams
-    sources = open_sources(self.config, split)
-    mixture = Mixture(sources, total, self.config.data_shuffle_seed, split.shuffle, split.epochs)
+    mixture = Mixture(
+      sources or open_sources(self.config, split), total, self.config.data_shuffle_seed, split.shuffle, split.epochs
+    )
     read_ahead = max(-(-split.read_ahead // len(self.streams)), 4)
     streams = Streams(mixture, self.packing, self.streams, self.state, read_ahead)
     for batch in itertools.count(self.batch):

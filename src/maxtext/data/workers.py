@@ -4,6 +4,7 @@ A process writes its batches into a pipe and waits while the pipe is full. When 
 has ended or was killed, writing fails and the process ends: none outlives its run.
 """
 
+import os
 import pickle
 import signal
 import subprocess
@@ -15,11 +16,35 @@ from multiprocessing.connection import Connection, Pipe
 
 import numpy as np
 
-from maxtext.configs import ConfigError
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.data.ahead import Ahead
 from maxtext.data.share import Share
+from maxtext.data.splits import Split
 from maxtext.data.streams import Rows
+
+PROCESS_MEGABYTES = 256
+"""What one takes, with its libraries and some open shards."""
+
+
+def choose_workers(config: MaxTextConfig, split: Split) -> int:
+  """Reader processes; where the key leaves it open, one per core but the run's own, within the memory allowed."""
+  if split.workers >= 0:
+    return split.workers
+  return max(1, min((os.cpu_count() or 1) - 1, config.grain_ram_budget_mb // PROCESS_MEGABYTES))
+
+
+def rows_from_processes(shares: Sequence[Share], buffer: int) -> Iterator[Rows]:
+  """The rows of several shares, side by side, each made by its own process, which keeps `buffer` batches ready."""
+  workers: list[_Worker] = []
+  try:
+    workers += [_Worker.start(share, buffer) for share in shares]
+    while True:
+      parts = [worker.receive() for worker in workers]
+      yield Rows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+  finally:
+    for worker in workers:
+      worker.stop()
 
 
 @dataclass(frozen=True)
@@ -59,19 +84,6 @@ class _Worker:
     except subprocess.TimeoutExpired:
       self.process.kill()
       self.process.wait()
-
-
-def rows_from_processes(shares: Sequence[Share], buffer: int) -> Iterator[Rows]:
-  """The rows of several shares, side by side, each made by its own process, which keeps `buffer` batches ready."""
-  workers: list[_Worker] = []
-  try:
-    workers += [_Worker.start(share, buffer) for share in shares]
-    while True:
-      parts = [worker.receive() for worker in workers]
-      yield Rows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-  finally:
-    for worker in workers:
-      worker.stop()
 
 
 def _serve(pipe: Connection) -> None:

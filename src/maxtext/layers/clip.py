@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.kernels.attention import Scoring, Tokens, largest_logits
-from maxtext.layers.make import Buffer, Make
+from maxtext.layers.make import Make, Statistic
 
 
 def largest_logit(make: Make, heads: int) -> nnx.Variable:
   """A buffer [H] for the largest logits of one update, all its micro-batches together."""
-  return make("largest_logit", (heads,), (None,), kind=Buffer, dtype=jnp.float32)
+  return make("largest_logit", (heads,), (None,), kind=Statistic, dtype=jnp.float32)
 
 
 def watch(

@@ -15,6 +15,10 @@ class Buffer(nnx.Variable):
   """What the step carries but no gradient touches: router biases, statistics of quantization."""
 
 
+class Statistic(Buffer):
+  """What a run measures for itself, and no part of the model's weights."""
+
+
 @dataclass(frozen=True)
 class Make:
   """Makes the variables of one module; `at` goes one module down. Copies of a module are stacked on leading dimensions.

@@ -8,24 +8,23 @@ import jax
 from jax.experimental import topologies
 
 from maxtext.configs.errors import ConfigError
+from maxtext.mesh.chips import CHIPS, Chip
 
 
 @dataclass(frozen=True)
-class Chip:
-  """A TPU generation. Figures are per chip."""
+class _Generation:
+  """How chips of a TPU generation are joined and named."""
 
-  compiler_name: str
   cores_in_name: int  # what the number in 'v5p-128' counts, per chip
   dims: int  # dimensions of its torus
-  hbm_bytes: int
   config_name: str = "default"
 
 
-CHIPS = {
-  "v4": Chip("v4", 2, 3, 32 * 2**30, "megacore"),
-  "v5e": Chip("v5e", 1, 2, 16 * 2**30),
-  "v5p": Chip("v5p", 2, 3, 102_803_439_616),
-  "v6e": Chip("v6e", 1, 2, 32 * 2**30),
+_GENERATIONS = {
+  "v4": _Generation(2, 3, "megacore"),
+  "v5e": _Generation(1, 2),
+  "v5p": _Generation(2, 3),
+  "v6e": _Generation(1, 2),
 }
 
 # The compiler's library looks for a TPU's metadata server and complains at length where there is none.
@@ -59,7 +58,7 @@ _SHAPES: dict[int, dict[int, tuple[int, ...]]] = {
 class Topology:
   """Slices of one shape of one chip."""
 
-  chip: Chip
+  name: str  # of the generation
   shape: tuple[int, ...]
   slices: int = 1
 
@@ -67,18 +66,23 @@ class Topology:
   def named(name: str, slices: int = 1) -> "Topology":
     """Reads Google's names: 'v5p-128' is 64 chips, 'v5e-256' is 256."""
     kind, _, count = name.partition("-")
-    chip = CHIPS.get(kind)
-    if chip is None:
-      raise ConfigError(f"compile_topology={name}: the chip is one of {', '.join(CHIPS)}, as in v5p-128.")
-    shapes = {str(n * chip.cores_in_name): s for n, s in _SHAPES[chip.dims].items()}
+    generation = _GENERATIONS.get(kind)
+    if generation is None:
+      raise ConfigError(f"compile_topology={name}: the chip is one of {', '.join(_GENERATIONS)}, as in v5p-128.")
+    shapes = {str(n * generation.cores_in_name): s for n, s in _SHAPES[generation.dims].items()}
     if count not in shapes:
       raise ConfigError(f"compile_topology={name}: {kind} comes in sizes {', '.join(shapes)}.")
-    return Topology(chip, shapes[count], slices)
+    return Topology(kind, shapes[count], slices)
+
+  @property
+  def chip(self) -> Chip:
+    """What each of its chips can do."""
+    return CHIPS[self.name]
 
   @property
   def wrap(self) -> tuple[bool, bool, bool]:
     """Which dimensions close to a ring. Without this the compiler decomposes every all-gather."""
-    if self.chip.dims == 3:
+    if len(self.shape) == 3:
       return (min(self.shape) >= 4,) * 3
     first, second = (size == 16 for size in self.shape)
     return first, second, False
@@ -90,8 +94,8 @@ class Topology:
     try:
       description = topologies.get_topology_desc(
         platform="tpu",
-        topology_name=f"{self.chip.compiler_name}:{'x'.join(map(str, self.shape))}",
-        chip_config_name=self.chip.config_name,
+        topology_name=f"{self.name}:{'x'.join(map(str, self.shape))}",
+        chip_config_name=_GENERATIONS[self.name].config_name,
         chips_per_host_bounds=(2, 2, 1),
         num_slices=self.slices,
         wrap=self.wrap,

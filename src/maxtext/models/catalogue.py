@@ -8,7 +8,7 @@ from typing import Any
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.loader import load_config, model_names
 from maxtext.models.build import abstract_model, weight_table
-from maxtext.models.model import Model
+from maxtext.models.flops import active_share
 from maxtext.models.spec import DecoderSpec, Group
 from maxtext.models.weight_table import find
 
@@ -50,7 +50,7 @@ def entry(name: str) -> Entry:
     name,
     config.decoder_block.value,
     model.size,
-    _active(config, model),
+    sum(int(model.struct(name).size * active_share(model, name)) for name in model.weight_names),
     config.trainable_position_size if config.trainable_position_size > 0 else config.max_position_embeddings,
     all(find(table, path) for path in model.weight_names),
   )
@@ -67,13 +67,6 @@ def picture(name: str) -> str:
 
 def _configuration(name: str) -> MaxTextConfig:
   return load_config(name, dataset_type="synthetic", per_device_batch_size=1)
-
-
-def _active(config: MaxTextConfig, model: Model) -> int:
-  """Without the experts that a token does not go to."""
-  chosen, count = config.num_experts_per_tok, config.num_experts
-  sizes = ((model.struct(name).size, "expert" in model.named_dimensions[name]) for name in model.weight_names)
-  return sum(size * chosen // count if of_an_expert else size for size, of_an_expert in sizes)
 
 
 def _layers(spec: DecoderSpec) -> list[str]:

@@ -105,8 +105,8 @@ STANDARD: Mapping[str, Field] = {
   "rope_parameters": rope,
 }
 
-# Gemma 2 and later call the activation otherwise.
-GEMMA: Mapping[str, Field] = {
+# Families whose logits may be capped also call the activation otherwise.
+CAPPED: Mapping[str, Field] = {
   **{name: field for name, field in STANDARD.items() if name != "hidden_act"},
   "hidden_activation": activation,
   "sliding_window": "sliding_window_size",

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from maxtext.layers.how import How
-from maxtext.layers.make import Buffer
+from maxtext.layers.make import Buffer, Statistic
 from maxtext.models.decoder import Decoder
 from maxtext.models.spec import DecoderSpec
 
@@ -51,13 +51,13 @@ class Model:
 
   @property
   def size(self) -> int:
-    """Number of parameters, trained or not, with the buffers of layers; what hooks keep beside them does not count."""
+    """Number of parameters, trained or not, and of the buffers that a file of weights holds."""
     return sum(self.struct(name).size for name in self.weight_names)
 
   @property
   def weight_names(self) -> list[str]:
-    """What a file of weights holds: every parameter and buffer but those of hooks."""
-    return [name for name, *_ in self._variables if "/hooks/" not in name]
+    """What a file of weights holds: every parameter and buffer but those of hooks and what a run measures."""
+    return [n for n, _, kind, _ in self._variables if "/hooks/" not in n and not issubclass(kind, Statistic)]
 
   @property
   def named_dimensions(self) -> dict[str, tuple[str | None, ...]]:

@@ -66,12 +66,12 @@ def attention(config: MaxTextConfig, **changes: Any) -> GQA:
   c = config
   if c.attention_type == "mla":
     raise ConfigError(f"attention_type=mla is not what decoder_block={c.decoder_block.value} has: leave it out.")
-  windows = {"local_sliding": lambda: c.sliding_window_size, "chunk": lambda: c.chunk_attn_window_size}
+  window = _WINDOWS.get(c.attention_type)
   values: dict[str, Any] = {
     "heads": c.base_num_query_heads,
     "kv_heads": c.base_num_kv_heads,
     "head_dim": c.head_dim,
-    "window": windows[c.attention_type]() if c.attention_type in windows else None,
+    "window": getattr(c, window) if window else None,
     "chunked": c.attention_type == "chunk",
     "cap": c.attn_logits_soft_cap or None,
     "bias": c.attention_bias,
@@ -83,6 +83,10 @@ def attention(config: MaxTextConfig, **changes: Any) -> GQA:
   if "rope" not in changes:
     changes["rope"] = rope(c, changes.get("head_dim", c.head_dim))
   return GQA(**(values | changes))
+
+
+# The key that has the length of what each kind of attention sees.
+_WINDOWS = {"local_sliding": "sliding_window_size", "chunk": "chunk_attn_window_size"}
 
 
 def mlp(config: MaxTextConfig, **changes: Any) -> MLP:

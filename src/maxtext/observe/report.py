@@ -1,4 +1,4 @@
-"""A page of pictures from the figures of one or more runs: plain HTML with SVG inside, no script, no network."""
+"""A page of pictures from the figures of one or more runs."""
 
 import html
 import json
@@ -8,19 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxtext.configs import ConfigError
+from maxtext.observe.page import COLOURS, figure, page
 
-_COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 560, 260, 64, 20, 34, 14
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 1200px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1rem; margin: 0 0 .3rem; font-weight: 600; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(520px, 1fr)); gap: 1.5rem; }
-figure { margin: 0; border: 1px solid #e5e7eb; border-radius: 8px; padding: 1rem; }
-table { border-collapse: collapse; margin: 1rem 0; } td, th { padding: .2rem 1rem .2rem 0; text-align: left; }
-th { color: #6b7280; font-weight: 500; } svg { width: 100%; height: auto; }
-svg text { font: 11px system-ui, sans-serif; fill: #6b7280; } .grid-line { stroke: #e5e7eb; }
-"""
 
 
 @dataclass(frozen=True)
@@ -43,19 +33,16 @@ def write_report(folders: Sequence[Path], target: Path) -> Path:
   settled = [Run(run.name, run.steps[1:], run.figures[1:]) for run in runs]  # the first step compiles
   charts = [
     ("Loss", _lines([(r.name, r.points("loss")) for r in runs])),
+    ("Loss of evaluation", _lines([(r.name, r.points("eval_loss")) for r in runs])),
     ("Learning rate", _lines([(r.name, r.points("learning_rate")) for r in runs])),
     ("Tokens per second", _lines([(r.name, r.points("tokens_per_second")) for r in settled])),
     ("Gradient norm", _lines([(r.name, r.points("grad_norm")) for r in runs])),
     ("Spread of step times, seconds", _histogram([(r.name, [s for _, s in r.points("seconds")]) for r in settled])),
     ("Waiting for input, seconds a step", _lines([(r.name, r.points("input_seconds")) for r in settled])),
   ]
-  figures = "".join(f"<figure><h2>{title}</h2>{picture}</figure>" for title, picture in charts)
-  title = html.escape(", ".join(run.name for run in runs))
-  page = (
-    f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-    f'<h1>{title}</h1>{_summary(runs)}<div class="grid">{figures}</div></html>\n'
-  )
-  target.write_text(page, encoding="utf-8")
+  figures = "".join(figure(title, picture) for title, picture in charts if picture)
+  body = f'{_summary(runs)}<div class="grid">{figures}</div>'
+  target.write_text(page(", ".join(run.name for run in runs), body), encoding="utf-8")
   return target
 
 
@@ -93,7 +80,7 @@ def _summary(runs: Sequence[Run]) -> str:
 def _lines(series: Sequence[tuple[str, list[tuple[float, float]]]]) -> str:
   everything = [point for _, points in series for point in points]
   if not everything:
-    return "<p>no figures</p>"
+    return ""
   x_range, y_range = _range([x for x, _ in everything]), _range([y for _, y in everything])
   body = []
   for (name, points), colour in zip(series, _cycle(len(series)), strict=True):
@@ -106,7 +93,7 @@ def _lines(series: Sequence[tuple[str, list[tuple[float, float]]]]) -> str:
 def _histogram(series: Sequence[tuple[str, list[float]]], bins: int = 30) -> str:
   everything = [value for _, values in series for value in values]
   if not everything:
-    return "<p>no figures</p>"
+    return ""
   x_range = _range(everything)
   width = (x_range[1] - x_range[0]) / bins
   counts = [[0] * bins for _ in series]
@@ -165,4 +152,4 @@ def _number(value: float) -> str:
 
 
 def _cycle(count: int) -> list[str]:
-  return [_COLOURS[i % len(_COLOURS)] for i in range(count)]
+  return [COLOURS[i % len(COLOURS)] for i in range(count)]

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -24,21 +25,29 @@ class Sink(Protocol):
     ...
 
 
+_COLUMNS = {
+  "loss": "loss {:.4f}",
+  "eval_loss": "eval loss {:.4f}",
+  "grad_norm": "grad norm {:.3g}",
+  "learning_rate": "lr {:.3g}",
+  "seconds": "{:.3f} s",
+  "tokens_per_second": "{:,.0f} tokens/s",
+  "mfu": "MFU {:.1%}",
+}
+
+
 class Console:
   """A line per step: the first ten, then one in `period`, and the last. On a terminal, a bar with the time left."""
 
-  def __init__(self, period: int, steps: range, out: TextIO = sys.stdout) -> None:
-    self._period, self._steps, self._out = period, steps, out
-    self._bar = _progress_bar(steps) if out.isatty() else None
+  def __init__(self, period: int, steps: range, out: TextIO | None = None) -> None:
+    self._period, self._steps, self._out = period, steps, out or sys.stdout
+    self._bar = _progress_bar(steps) if self._out.isatty() else None
 
   def write(self, step: int, figures: Figures) -> None:
     last = self._steps.stop
-    if step <= self._steps.start + 10 or step % self._period == 0 or step == last:
-      self._line(
-        f"step {step:>{len(str(last))}}/{last}  loss {figures['loss']:.4f}  "
-        f"grad norm {figures['grad_norm']:.3g}  lr {figures['learning_rate']:.3g}  "
-        f"{figures['seconds']:.3f} s  {figures['tokens_per_second']:,.0f} tokens/s"
-      )
+    if step <= self._steps.start + 10 or step % self._period == 0 or step == last or "eval_loss" in figures:
+      measured = [text.format(figures[name]) for name, text in _COLUMNS.items() if name in figures]
+      self._line("  ".join([f"step {step:>{len(str(last))}}/{last}", *measured]))
     if self._bar is not None:
       self._bar.update(self._bar.task_ids[0], completed=step)
 
@@ -73,6 +82,29 @@ class JsonLines:
 
   def close(self) -> None:
     self._file.close()
+
+
+class TensorBoard:
+  """Event files that `tensorboard --logdir` shows. The library is slow to load, so that is done beside compiling."""
+
+  def __init__(self, folder: Path) -> None:
+    self._writer: Any = None
+    self._loading = threading.Thread(target=self._load, args=(str(folder),))
+    self._loading.start()
+
+  def _load(self, folder: str) -> None:
+    from tensorboardX import SummaryWriter
+
+    self._writer = SummaryWriter(folder)
+
+  def write(self, step: int, figures: Figures) -> None:
+    self._loading.join()
+    for name, value in figures.items():
+      self._writer.add_scalar(name, value, step)
+
+  def close(self) -> None:
+    self._loading.join()
+    self._writer.close()
 
 
 class Prometheus:

@@ -11,6 +11,7 @@ import optax
 from maxtext.configs import MaxTextConfig
 from maxtext.configs.types import OptimizerType
 from maxtext.optim.schedules import learning_rate
+from maxtext.optim.spikes import skip_spikes
 
 Matrices = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -22,7 +23,10 @@ def make_optimizer(config: MaxTextConfig, matrices: Matrices) -> optax.GradientT
     config: the run.
     matrices: for each weight that is a matrix in some of its dimensions, those summed over and those that appear.
   """
-  return _OPTIMIZERS[config.opt_type](config, matrices)
+  optimizer = _OPTIMIZERS[config.opt_type](config, matrices)
+  if not config.skip_step_on_spikes:
+    return optimizer
+  return skip_spikes(optimizer, config.skip_step_interval, config.skip_step_scaling_factor)
 
 
 def _adamw(c: MaxTextConfig, _: Matrices) -> optax.GradientTransformation:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
+import numpy as np
+
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
@@ -18,6 +20,11 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:to_apply|calls|body|condition|true_computation|false_computation)=%([^\s,]+)")
 _ARRAY = re.compile(r"(?<![\w])([a-z]\w*)\[([\d,]*)\]")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
+_GROUPS_BY_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?: \{([^}]*)\})?")
+_GROUPS_BY_SHAPE = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_GROUPS_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}")
 
 
 @dataclass(frozen=True)
@@ -49,10 +56,62 @@ class Instruction:
     return kind if kind in COLLECTIVES else None
 
   @property
+  def arrays(self) -> list["ArrayType"]:
+    """The arrays of the result."""
+    return array_types(self.type)
+
+  @property
+  def operand_arrays(self) -> list["ArrayType"]:
+    """The arrays that a custom call takes."""
+    found = re.search(r"operand_layout_constraints=\{(.*?\})\}", self.rest)
+    return array_types(found[1]) if found else []
+
+  @property
   def bytes(self) -> int:
-    """Size of the largest array in the result."""
-    sizes = [_BYTES.get(t, 4) * prod(map(int, filter(None, dims.split(",")))) for t, dims in _ARRAY.findall(self.type)]
-    return max(sizes, default=0)
+    """Size of the result of a collective: all of its arrays, of which a start has the operands too."""
+    sizes = [array.bytes for array in self.arrays]
+    return max(sizes, default=0) if self.opcode.endswith("-start") else sum(sizes)
+
+  @property
+  def frame(self) -> int | None:
+    """Number of the frame of the traced program that it comes from."""
+    found = _FRAME.search(self.rest)
+    return int(found[1]) if found else None
+
+  def first_group(self, devices: int) -> np.ndarray:
+    """The devices of one group of a collective, by their place in the program's mesh."""
+    if found := _GROUPS_BY_MESH.search(self.rest):
+      sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
+      names = re.findall(r"'([^']+)'", found[2] or "") or list(sizes)
+      ids = np.arange(prod(sizes.values())).reshape(tuple(sizes.values()))
+      kept = [list(sizes).index(name) for name in names]
+      rest = [i for i in range(len(sizes)) if i not in kept]
+      return ids.transpose(*rest, *kept).reshape(-1, prod(sizes[name] for name in names))[0]
+    if found := _GROUPS_BY_SHAPE.search(self.rest):
+      count, size, dims, order = int(found[1]), int(found[2]), found[3], found[4]
+      ids = np.arange(count * size).reshape([int(d) for d in dims.split(",")])
+      return (ids.transpose([int(i) for i in order.split(",")]) if order else ids).reshape(count, size)[0]
+    if found := _GROUPS_LISTED.search(self.rest):
+      return np.array([int(i) for i in found[1].split(",")])
+    return np.arange(devices)
+
+
+@dataclass(frozen=True)
+class ArrayType:
+  """Type and shape of an array."""
+
+  dtype: str
+  shape: tuple[int, ...]
+
+  @property
+  def bytes(self) -> int:
+    """Its size."""
+    return _BYTES.get(self.dtype, 4) * prod(self.shape)
+
+
+def array_types(text: str) -> list[ArrayType]:
+  """The array types in a text."""
+  return [ArrayType(t, tuple(map(int, filter(None, dims.split(","))))) for t, dims in _ARRAY.findall(text)]
 
 
 @dataclass(frozen=True)
@@ -74,6 +133,7 @@ class CompiledProgram:
 
   computations: dict[str, Computation]
   entry: str
+  sources: dict[int, str]  # of each frame of the traced program: its line and its caller's
 
   @staticmethod
   def parse(text: str) -> "CompiledProgram":
@@ -91,16 +151,16 @@ class CompiledProgram:
         current = None
       elif instruction := _instruction(line):
         current.instructions.append(instruction)
-    return CompiledProgram(computations, entry)
+    return CompiledProgram(computations, entry, _sources(text))
 
   def walk(self, name: str | None = None, times: int = 1) -> Iterator[tuple[Instruction, int]]:
     """Every instruction that is scheduled, with how often it runs; fusions are one instruction."""
     for instruction in self.computations[name or self.entry].instructions:
       yield instruction, times
       if instruction.opcode == "while":
-        yield from self.walk(_loop(instruction)[1], times * self.trips(instruction))
+        yield from self.walk(loop_body(instruction), times * self.trips(instruction))
       elif instruction.opcode in ("call", "conditional", "async-start"):
-        for target in _CALLED.findall(instruction.rest):
+        for target in called(instruction):
           yield from self.walk(target, times)
 
   def trips(self, loop: Instruction) -> int:
@@ -126,6 +186,46 @@ class CompiledProgram:
   def collectives(self) -> list[tuple[Instruction, int]]:
     """The collectives, with how often each runs."""
     return [(instruction, times) for instruction, times in self.walk() if instruction.collective]
+
+
+def loop_body(loop: Instruction) -> str:
+  """The name of the computation that a loop repeats."""
+  return _loop(loop)[1]
+
+
+def called(instruction: Instruction) -> list[str]:
+  """The names of the computations that an instruction runs."""
+  return _CALLED.findall(instruction.rest)
+
+
+def _sources(text: str) -> dict[int, str]:
+  """Reads the tables at the head of the text: frames point to places in files."""
+  tables: dict[str, dict[int, str]] = {}
+  rows: dict[int, str] = {}
+  for line in text.splitlines():
+    if line.startswith(("%", "ENTRY")):
+      break
+    if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+      rows = tables.setdefault(line, {})
+    elif found := _TABLE_ROW.match(line):
+      rows[int(found[1])] = found[2] or found[3]
+  places: dict[int, tuple[str, str]] = {}
+  for i, row in tables.get("FileLocations", {}).items():
+    entry = dict(re.findall(r"(\w+)=(\d+)", row))
+    name = tables["FileNames"][int(entry["file_name_id"])]
+    places[i] = name, entry["line"]
+  frames = {i: dict(re.findall(r"(\w+)=(\d+)", row)) for i, row in tables.get("StackFrames", {}).items()}
+
+  def ours(i: int) -> list[tuple[str, str]]:
+    """Places in this package from the innermost out, one per file."""
+    entry = frames[i]
+    name, line = places[int(entry["file_location_id"])]
+    parent = int(entry.get("parent_frame_id", 1)) - 1  # written one too high; 0 is none
+    callers = ours(parent) if parent in frames else []
+    _, package, short = name.rpartition("/maxtext/")
+    return [(short, line), *(c for c in callers if c[0] != short)] if package else callers
+
+  return {i: " < ".join(f"{name}:{line}" for name, line in ours(i)[:2]) for i in frames}
 
 
 def _instruction(line: str) -> Instruction | None:

@@ -12,6 +12,7 @@ from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import Fed
 from maxtext.mesh.interrupt import Interrupt
 from maxtext.train.callbacks.base import Callback
+from maxtext.train.callbacks.guard import LossGuard
 from maxtext.train.program import Program
 from maxtext.train.state import TrainState
 
@@ -49,15 +50,16 @@ class Kept:
       state = self._with_parameters(program, state)
     return state, program.feed()
 
-  def callbacks(self) -> list[Callback]:
-    """What saves, if anything is to be."""
+  def callbacks(self, guard: LossGuard) -> list[Callback]:
+    """What saves, if anything is to be; the guard says which state is not worth it."""
     c = self._config
     if not c.enable_checkpointing:
       return []
     from maxtext.checkpoint.writer import Writer
     from maxtext.train.callbacks.save import Save
 
-    return [Save(Writer(c, self._folder, self._record), Interrupt(), c.save_checkpoint_on_completion)]
+    writer = Writer(c, self._folder, self._record)
+    return [Save(writer, Interrupt(), guard, c.save_checkpoint_on_completion)]
 
   def _with_parameters(self, program: Program, state: TrainState) -> TrainState:
     path = self._config.load_parameters_path

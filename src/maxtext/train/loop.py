@@ -1,4 +1,4 @@
-"""The training loop. It knows a step, a state and batches; all else hangs on it as callbacks."""
+"""The training loop. It knows a step, a state and a feed; all else hangs on it as callbacks."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,47 +20,75 @@ def run_loop(
   steps: range,
   callbacks: Sequence[Callback] = (),
   flops_per_token: float = 0.0,
+  peak_flops: float = 0.0,
 ) -> TrainState:
   """Runs the steps, until a callback or the data ends the run, and returns the last state.
 
-  Figures are read one step late, so that the devices never wait.
-
-  `flops_per_token` is one device's share, for the figure of its speed.
+  Figures are read one step late, so that the devices never wait; only a callback that takes the state stops them.
+  `flops_per_token` is one device's share, for the figure of its speed; `peak_flops` what it could do in a second, 0
+  where that is not known.
   """
+  speed = _Speed(flops_per_token, peak_flops)
   pending: tuple[int, dict[str, Any], float] | None = None
-  finished = time.perf_counter()
 
   def report() -> None:
-    nonlocal finished
-    if pending is None:
-      return
-    step, metrics, waited = pending
-    figures = {name: float(value) for name, value in jax.device_get(metrics).items()}
-    now = time.perf_counter()
-    figures["seconds"], finished = now - finished, now
-    figures["input_seconds"] = waited
-    figures["tokens_per_second"] = figures["tokens"] / figures["seconds"]
-    figures["tflops_per_device"] = figures["tokens_per_second"] * flops_per_token / 1e12
-    for callback in callbacks:
-      callback.on_step(step, figures)
+    if pending is not None:
+      step, metrics, waited = pending
+      _tell(callbacks, step, speed.figures(metrics, waited))
 
+  step, position = steps.start, None
   fed, waited = _timed(feed)
-  for step in steps:
-    if fed is None:
-      break
+  while fed is not None and step < steps.stop:
     state, metrics = step_fn(state, fed.batch)
-    ended = [callback.on_update(step + 1, state, fed.position) for callback in callbacks]
-    used = waited
-    if step + 1 < steps.stop and not any(ended):
+    step, position, used = step + 1, fed.position, waited
+    if step < steps.stop:
       fed, waited = _timed(feed)
     report()
-    pending = step + 1, metrics, used
-    if any(ended):
-      break
+    pending = step, metrics, used
+    if due := [callback for callback in callbacks if callback.due(step)]:
+      figures, pending = speed.figures(metrics, used), None
+      ended = [callback.on_update(step, state, position, figures) for callback in due]
+      _tell(callbacks, step, figures)
+      speed.start()
+      if any(ended):
+        break
   report()
-  for callback in callbacks:
-    callback.on_end(state)
+  if position is not None:
+    for callback in callbacks:
+      callback.on_end(step, state, position)
   return state
+
+
+class _Speed:
+  """The time from the end of one step to the end of the next, and what follows from it."""
+
+  def __init__(self, flops_per_token: float, peak_flops: float) -> None:
+    self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+    self.start()
+
+  def start(self) -> None:
+    """Takes the time; what was done since the last step is no step's."""
+    self._last = time.perf_counter()
+
+  def figures(self, metrics: dict[str, Any], waited: float) -> dict[str, float]:
+    """Waits for a step, and gives its figures."""
+    figures = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    before = self._last
+    self.start()
+    seconds = self._last - before
+    flops = figures["tokens"] / seconds * self._flops_per_token
+    figures |= {
+      "seconds": seconds,
+      "input_seconds": waited,
+      "tokens_per_second": figures["tokens"] / seconds,
+      "tflops_per_device": flops / 1e12,
+    }
+    return figures | {"mfu": flops / self._peak_flops} if self._peak_flops else figures
+
+
+def _tell(callbacks: Sequence[Callback], step: int, figures: dict[str, float]) -> None:
+  for callback in callbacks:
+    callback.on_step(step, figures)
 
 
 def _timed(feed: Iterator[Fed]) -> tuple[Fed | None, float]:

@@ -1,8 +1,9 @@
 """A run made ready: the model, the compiled step, and the abstract state and batch it takes. No array exists yet."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -12,19 +13,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.configs.derived import global_batch_size
+from maxtext.configs.derived import eval_batch_size, global_batch_size
+from maxtext.configs.errors import RunError
 from maxtext.configs.types import DatasetType
 from maxtext.data.batch import Batch, Fed, Position
 from maxtext.data.feed import make_feed
-from maxtext.mesh.rules import LOGICAL_AXES, Rules
+from maxtext.layers.how import How
+from maxtext.mesh.rules import LOGICAL_AXES
 from maxtext.models.build import build_model
 from maxtext.models.clip import clip_queries_and_keys
-from maxtext.models.model import Model
+from maxtext.models.model import Model, Params
 from maxtext.optim.optimizer import make_optimizer
 from maxtext.optim.schedules import learning_rate
 from maxtext.train.objectives.language_modeling import LanguageModeling
-from maxtext.train.state import TrainState, abstract_state, initial_state
-from maxtext.train.step import Objective, make_train_step
+from maxtext.train.state import TrainState, abstract_state, initial_state, on_devices, update_shardings
+from maxtext.train.step import Metrics, Objective, evaluation_sums, make_train_step
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +40,8 @@ class Program:
   batch: Batch  # abstract
   step: Any  # jitted: (state, batch) to (state, metrics)
   _init: Any
+  eval_batch: Batch  # abstract
+  _eval_sums: Any
 
   @staticmethod
   def of(config: MaxTextConfig, mesh: Mesh, objective: Objective | None = None) -> "Program":
@@ -45,12 +50,17 @@ class Program:
     if not model.params:
       raise ConfigError(f"trainable_parameters_mask={config.trainable_parameters_mask} leaves nothing to train.")
     optimizer = make_optimizer(config, model.matrices)
-    state = abstract_state(model, optimizer)
-    step = make_train_step(
+    updated = update_shardings(model, config.shard_optimizer_over_data)
+    _refuse_offload_without_memory(config, mesh)
+    state = abstract_state(
+      model, optimizer, updated, config.parameter_memory_host_offload, config.optimizer_memory_host_offload
+    )
+    update = make_train_step(
       model,
       objective or LanguageModeling(config.z_loss_multiplier, config.num_vocab_tiling, config.mtp_loss_scaling_factor),
       optimizer,
       learning_rate(config),
+      updated=updated,
       clip=config.gradient_clipping_threshold,
       accumulation=config.gradient_accumulation_steps,
       grad_dtype=config.grad_dtype.value,
@@ -58,13 +68,25 @@ class Program:
     )
     shardings = jax.tree.map(lambda a: a.sharding, state)
     replicated = NamedSharding(mesh, PartitionSpec())
+    measured = objective or LanguageModeling(tiles=config.num_vocab_tiling, alone=True)
+
+    jit = partial(jax.jit, compiler_options=dict(_compiler_options(config)))
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+      return update(on_devices(state, shardings), batch)
+
+    def evaluate(params: Params, buffers: Params, batch: Batch) -> Metrics:
+      return evaluation_sums(model, measured, on_devices(params, shardings.params), buffers, batch)
+
     return Program(
       config,
       model,
       state,
-      _abstract_batch(config, mesh, model.how.rules),
-      jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated)),
-      jax.jit(lambda seed: initial_state(model, optimizer, seed), out_shardings=shardings),
+      _abstract_batch(config, model.how, "per_device_batch_size", config.gradient_accumulation_steps),
+      jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated)),
+      jit(lambda seed: initial_state(model, optimizer, seed), out_shardings=shardings),
+      _abstract_batch(config, model.how, "eval_per_device_batch_size"),
+      jit(evaluate, out_shardings=replicated),
     )
 
   def init(self) -> TrainState:
@@ -75,29 +97,42 @@ class Program:
     """The data from a position on."""
     return make_feed(self.config, self.batch, position)
 
+  def evaluate(self, state: TrainState) -> dict[str, float]:
+    """The objective's figures per target over `eval_steps` batches of the evaluation data, and the targets' number."""
+    feed = make_feed(self.config, self.eval_batch, split="eval")
+    batches = islice(feed, None if self.config.eval_steps == -1 else self.config.eval_steps)
+    found = [self._eval_sums(state.params, state.buffers, fed.batch) for fed in batches]
+    if not found:
+      raise RunError("the evaluation data has no batch; leave eval_interval out, or give it more.")
+    sums = {name: sum(float(one[name]) for one in found) for name in found[0]}
+    targets = sums.pop("weight")
+    return {name: value / targets for name, value in sums.items()} | {"tokens": targets}
+
   def lower(self) -> jax.stages.Lowered:
     """The step for this mesh, from shapes alone."""
     return self.step.lower(self.state, self.batch)
 
 
-def _abstract_batch(config: MaxTextConfig, mesh: Mesh, rules: Rules) -> Batch:
-  shape = global_batch_size(config, mesh.size), config.max_target_length
+_ROWS = {"per_device_batch_size": global_batch_size, "eval_per_device_batch_size": eval_batch_size}
+
+
+def _abstract_batch(config: MaxTextConfig, how: How, key: str, accumulation: int = 1) -> Batch:
+  mesh, shape = how.mesh, (_ROWS[key](config, how.mesh.size), config.max_target_length)
   axes = config.input_data_sharding_logical_axes
   if len(axes) != 2 or not set(axes) <= set(LOGICAL_AXES):
     raise ConfigError(
       f"input_data_sharding_logical_axes={axes} must name two dimensions, of rows and of length, such as "
       f"[activation_embed_and_logits_batch, activation_norm_length]."
     )
-  whole = rules.sharding(mesh, axes, shape)
-  micro = shape[0] // config.gradient_accumulation_steps
-  split = dict(rules.pairs)[axes[0]]
+  whole = how.rules.sharding(mesh, axes, shape)
+  micro = shape[0] // accumulation
+  split = dict(how.rules.pairs)[axes[0]]
   shards = prod(mesh.shape[a] for a in split)
   over = " x ".join(f"{a}={mesh.shape[a]}" for a in split if mesh.shape[a] > 1)
   if micro % shards:
     raise ConfigError(
-      f"A micro-batch of {micro} sequences (per_device_batch_size={config.per_device_batch_size} x {mesh.size} "
-      f"devices) cannot be split over {over}, {shards} groups: "
-      f"make per_device_batch_size a multiple of {shards / mesh.size:g}."
+      f"A micro-batch of {micro} sequences ({key}={getattr(config, key)} x {mesh.size} devices) cannot be split over "
+      f"{over}, {shards} groups: make {key} a multiple of {shards / mesh.size:g}."
     )
 
   def array(dtype: Any) -> jax.ShapeDtypeStruct:
@@ -106,3 +141,27 @@ def _abstract_batch(config: MaxTextConfig, mesh: Mesh, rules: Rules) -> Batch:
   # Synthetic rows are one document each.
   segments = None if config.dataset_type == DatasetType.SYNTHETIC else array(jnp.int32)
   return Batch(array(jnp.int32), array(jnp.int32), array(jnp.int32), segments, array(jnp.float32))
+
+
+def _compiler_options(config: MaxTextConfig) -> Mapping[str, str | bool]:
+  """What the compiler is told beside the program."""
+  if not config.dump_hlo:
+    return {}
+  if config.dump_hlo_xla_flags:
+    return dict(flag.removeprefix("--").split("=", 1) for flag in config.dump_hlo_xla_flags.split())
+  return {
+    "xla_dump_to": config.dump_hlo_local_dir,
+    "xla_dump_hlo_module_re": config.dump_hlo_local_module_name or ".*",
+    "xla_dump_hlo_as_text": True,
+  }
+
+
+def _refuse_offload_without_memory(config: MaxTextConfig, mesh: Mesh) -> None:
+  """A device of a topology that is only compiled for does not say what memories it has."""
+  device = mesh.devices.flat[0]
+  if device.process_index != jax.process_index() or config.compile_topology:
+    return
+  kinds = {memory.kind for memory in device.addressable_memories()}
+  for key in ("parameter_memory_host_offload", "optimizer_memory_host_offload"):
+    if getattr(config, key) and "pinned_host" not in kinds:
+      raise ConfigError(f"{key}=true, but {device.platform} devices have no pinned host memory: leave it out.")

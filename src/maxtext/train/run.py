@@ -7,18 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.loader import values_and_origins
 from maxtext.configs.types import ProfilerType
+from maxtext.mesh.chips import chip_of
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.multihost import from_first, join
 from maxtext.models.flops import train_flops_per_token
 from maxtext.models.placement import placements, table
 from maxtext.observe.run_directory import RunDirectory, readable_name
-from maxtext.observe.sinks import Console, JsonLines, Prometheus, Sink
+from maxtext.observe.sinks import Console, JsonLines, Prometheus, Sink, TensorBoard
 from maxtext.observe.stack_traces import StackTraces
 from maxtext.train.callbacks.base import Callback
+from maxtext.train.callbacks.dump import Dump
+from maxtext.train.callbacks.evaluate import Evaluate
 from maxtext.train.callbacks.guard import LossGuard
 from maxtext.train.callbacks.profile import Profile
 from maxtext.train.callbacks.report import Report
@@ -52,16 +56,24 @@ def train(
     if run:
       closing.callback(_finish, run)
       _introduce(program, run)
+    guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
     kept = Kept(config, name, record)
     state, feed = kept.start(program)
     steps = range(int(state.step), config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
-    guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
-    report = Report(_sinks(config, steps, run) if run else [])
-    callbacks = [report, guard, *_profilers(config, run), *kept.callbacks(), *callbacks]
+    callbacks = [
+      *_evaluations(program),
+      *kept.callbacks(guard),
+      Report(_sinks(config, steps, run) if run else []),
+      guard,
+      *(_profilers(config, run) if run else []),
+      *(_dumps(program, run) if run else []),
+      *callbacks,
+    ]
     for callback in callbacks:
       closing.callback(callback.close)
-    flops = train_flops_per_token(program.model, config.max_target_length) / program.model.how.mesh.size
-    return run_loop(program.step, state, feed, steps, callbacks, flops)
+    mesh = program.model.how.mesh
+    flops = train_flops_per_token(program.model, config.max_target_length) / mesh.size
+    return run_loop(program.step, state, feed, steps, callbacks, flops, _peak_flops(mesh))
 
 
 def _finish(run: RunDirectory) -> None:
@@ -76,9 +88,11 @@ def _directory(config: MaxTextConfig, name: str, record: Mapping[str, Any]) -> R
 def _start(config: MaxTextConfig) -> None:
   if config.compile_topology:
     raise ConfigError(f"compile_topology={config.compile_topology} is for compiling only: leave it out to train here.")
-  if config.jax_cache_dir:
+  if config.jax_cache_dir and not config.dump_hlo:  # a program from the cache passes no compiler
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
   join(config)
+  if config.enable_jax_profiler:
+    jax.profiler.start_server(config.jax_profiler_port)
   platform = jax.default_backend()
   if "hardware" in config.model_fields_set and not config.hardware.startswith(platform):
     raise ConfigError(f"hardware={config.hardware}, but JAX finds {platform} devices: leave hardware out to take them.")
@@ -99,10 +113,44 @@ def _refuse_unsharded(program: Program) -> None:
     )
 
 
-def _profilers(config: MaxTextConfig, run: RunDirectory | None) -> list[Callback]:
-  if config.profiler is ProfilerType.NONE or run is None:
+def _evaluations(program: Program) -> list[Callback]:
+  c = program.config
+  return [Evaluate(program.evaluate, c.eval_interval, c.target_eval_loss)] if c.eval_interval > 0 else []
+
+
+def _profilers(config: MaxTextConfig, run: RunDirectory) -> list[Callback]:
+  if config.profiler is ProfilerType.NONE:
     return []
-  return [Profile(run.path / "profile", config.skip_first_n_steps_for_profiler, config.profiler_steps)]
+  return [
+    Profile(
+      run.path / "profile",
+      config.skip_first_n_steps_for_profiler,
+      config.profiler_steps,
+      config.profile_periodically_period,
+      config.profile_cleanly,
+    )
+  ]
+
+
+def _dumps(program: Program, run: RunDirectory) -> list[Callback]:
+  """Callbacks that bring dumps into the run's folder; what JAX makes of the step is written at once."""
+  c = program.config
+  dumps: list[Callback] = []
+  if c.dump_jaxpr:
+    folder = Path(c.dump_jaxpr_local_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train_step.jaxpr.txt").write_text(str(program.step.trace(program.state, program.batch).jaxpr))
+    dumps.append(Dump(str(folder), run.path / "jaxpr_dump", ".jaxpr", -1, c.dump_jaxpr_delete_local_after))
+  if c.dump_hlo:
+    source, delete = c.dump_hlo_local_dir, c.dump_hlo_delete_local_after
+    dumps.append(Dump(source, run.path / "xla_dump", c.dump_hlo_module_name, c.dump_step, delete))
+  return dumps
+
+
+def _peak_flops(mesh: Mesh) -> float:
+  """What a device could do at best, in dense bfloat16; 0 where that is not known."""
+  chip = chip_of(mesh.devices.flat[0].device_kind)
+  return chip.flops / chip.devices if chip else 0.0
 
 
 def _introduce(program: Program, run: RunDirectory) -> None:
@@ -119,6 +167,8 @@ def _introduce(program: Program, run: RunDirectory) -> None:
 def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory) -> list[Sink]:
   files: list[str | Path] = [run.metrics, *([config.metrics_file] if config.metrics_file else [])]
   sinks: list[Sink] = [JsonLines(file, after=steps.start) for file in files]
+  if config.enable_tensorboard:
+    sinks.append(TensorBoard(run.path / "tensorboard"))
   if config.prometheus_port:
     sinks.append(Prometheus(config.prometheus_port))
   return [*sinks, Console(config.log_period, steps)]

@@ -10,7 +10,7 @@ import optax
 from maxtext.data.batch import Batch
 from maxtext.models.decoder import Decoder
 from maxtext.models.model import Model, Params
-from maxtext.train.state import TrainState
+from maxtext.train.state import Shardings, TrainState, update_shardings
 
 Metrics = dict[str, jax.Array]
 
@@ -42,6 +42,7 @@ def make_train_step(
   optimizer: optax.GradientTransformation,
   schedule: optax.Schedule,
   *,
+  updated: Shardings | None = None,
   clip: float = 0.0,
   accumulation: int = 1,
   grad_dtype: jax.typing.DTypeLike = jnp.float32,
@@ -50,27 +51,40 @@ def make_train_step(
   """Builds step(state, batch) to (state, metrics).
 
   Args:
+    updated: where each parameter's gradient is summed and its update computed; None is where it lives.
     clip: largest gradient norm; 0 is no limit. Apart from the optimizer, so that its state does not depend on it.
     accumulation: micro-batches that a batch holds.
     grad_dtype: number format in which gradients are summed and reach the optimizer.
     after: what happens to parameters and buffers once the optimizer is done.
   """
+  optimizer = optax.with_extra_args_support(optimizer)
+  places = updated or update_shardings(model, over_data=False)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     found = gradients(
-      model, objective, state.params, state.buffers, batch, accumulation=accumulation, grad_dtype=grad_dtype
+      model,
+      objective,
+      state.params,
+      state.buffers,
+      batch,
+      placed=places,
+      accumulation=accumulation,
+      grad_dtype=grad_dtype,
     )
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in found.grads.values()))
     factor = jnp.minimum(1.0, clip / (norm + 1e-16)) if clip else 1.0
     grads = {n: (g * factor).astype(g.dtype) for n, g in found.grads.items()}
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = _placed(state.params, places)
+    updates, opt_state = optimizer.update(grads, state.opt_state, params, loss=found.loss, grad_norm=norm)
     metrics = found.metrics | {
       "loss": found.loss,
       "grad_norm": norm,
       "learning_rate": jnp.asarray(schedule(state.step)),
       "tokens": objective.weight(batch),
     }
-    params, buffers = optax.apply_updates(state.params, updates), found.buffers
+    if (skipped := optax.tree_utils.tree_get(opt_state, "skipped_steps")) is not None:
+      metrics["skipped_steps"] = skipped
+    params, buffers = optax.apply_updates(params, updates), found.buffers
     if after is not None:
       params, buffers = after(params, buffers)
     return TrainState(state.step + 1, params, buffers, opt_state), metrics
@@ -85,11 +99,13 @@ def gradients(
   buffers: Params,
   batch: Batch,
   *,
+  placed: Shardings | None = None,
   accumulation: int = 1,
   grad_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Gradients:
-  """Gradients of the whole batch, one micro-batch at a time; they are placed like the parameters."""
-  total = objective.weight(batch)
+  """Gradients of the whole batch, one micro-batch at a time, each kept where `placed` says, or where its parameter
+  lives."""
+  total, places = objective.weight(batch), placed or update_shardings(model, over_data=False)
 
   def loss_of(params: Params, buffers: Params, part: Batch) -> tuple[jax.Array, tuple[Metrics, Params]]:
     decoder = model.bind(params | buffers)
@@ -98,7 +114,7 @@ def gradients(
 
   def one(buffers: Params, part: Batch) -> Gradients:
     (loss, (metrics, buffers)), grads = jax.value_and_grad(loss_of, has_aux=True)(params, buffers, part)
-    return Gradients(loss, metrics, _like_params({n: g.astype(grad_dtype) for n, g in grads.items()}, model), buffers)
+    return Gradients(loss, metrics, _placed({n: g.astype(grad_dtype) for n, g in grads.items()}, places), buffers)
 
   if accumulation == 1:
     return one(buffers, batch)
@@ -112,11 +128,17 @@ def gradients(
   parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, accumulation, *x.shape[1:]), 1, 0), batch)
   shapes = jax.eval_shape(one, buffers, jax.tree.map(lambda x: x[0], parts))
   zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  start = Gradients(zero.loss, zero.metrics, _like_params(zero.grads, model), buffers)
+  start = Gradients(zero.loss, zero.metrics, _placed(zero.grads, places), buffers)
   return jax.lax.scan(add, start, parts)[0]
 
 
-def _like_params(grads: Params, model: Model) -> Params:
-  if model.how.mesh.size == 1:
-    return grads
-  return jax.lax.with_sharding_constraint(grads, {n: model.params[n].sharding for n in grads})
+def evaluation_sums(model: Model, objective: Objective, params: Params, buffers: Params, batch: Batch) -> Metrics:
+  """The objective's sums over a batch, with `loss` and the `weight` they are divided by."""
+  loss, metrics = objective(model.bind(params | buffers), batch)
+  return metrics | {"loss": loss, "weight": objective.weight(batch)}
+
+
+def _placed(arrays: Params, shardings: Shardings) -> Params:
+  if all(s.mesh.size == 1 for s in shardings.values()):
+    return arrays
+  return jax.lax.with_sharding_constraint(arrays, {n: shardings[n] for n in arrays})

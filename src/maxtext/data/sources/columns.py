@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from maxtext.data.order import FEW_SHARDS, Window
 from maxtext.data.sources.encoding import Encoding
 
@@ -18,16 +16,14 @@ class ColumnDocuments:
     sizes: documents in each shard.
     window: how much is shuffled together.
     identity: what the rows are, and how they become tokens.
+    read: gives the values of the columns of some rows.
+    tokens: of the values of a row.
   """
 
   def __init__(
     self, read: Read, encoding: Encoding, sizes: Sequence[int], about: dict[str, Any], window: Window = FEW_SHARDS
   ) -> None:
-    """`read` gives the values of the columns of some rows; `about` says which data it is, wherever it is."""
+    """`about` says which data it is, wherever it is."""
     self.sizes, self.window = sizes, window
     self.identity = {"documents": sum(sizes), **about, **encoding.identity}
-    self._read, self._encoding = read, encoding
-
-  def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
-    """The tokens of these documents."""
-    return [self._encoding(values) for values in self._read(numbers)]
+    self.read, self.tokens = read, encoding

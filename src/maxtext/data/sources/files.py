@@ -123,9 +123,11 @@ class _ParquetReader:
 
 
 def _parquet(path: str) -> Any:
-  import pyarrow
-  import pyarrow.parquet
-
+  try:
+    import pyarrow
+    import pyarrow.parquet
+  except ImportError:
+    raise ConfigError("grain_file_type=parquet needs pyarrow: pip install 'maxtext[hf]'.") from None
   try:
     return pyarrow.parquet.ParquetFile(path)
   except pyarrow.ArrowInvalid:

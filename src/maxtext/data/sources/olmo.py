@@ -63,9 +63,12 @@ class _Sequences:
     }
 
   def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
-    """The tokens of these sequences."""
-    found = self._records.read(numbers)
-    return [tokens[:0] if self._leave_repeats and repeats(tokens) else tokens for tokens in found]
+    """These sequences."""
+    return self._records.read(numbers)
+
+  def tokens(self, record: np.ndarray) -> np.ndarray:
+    """A sequence, or nothing."""
+    return record[:0] if self._leave_repeats and repeats(record) else record
 
 
 class _Reader:

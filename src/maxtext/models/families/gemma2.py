@@ -2,7 +2,7 @@
 
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard
-from maxtext.models.hugging_face import GEMMA, TIED_HEAD, HuggingFace
+from maxtext.models.hugging_face import CAPPED, TIED_HEAD, HuggingFace
 from maxtext.models.spec import DecoderSpec, cycles
 
 # What queries are divided by the root of, where it is not the head's width; no key says so.
@@ -26,5 +26,5 @@ def _query_scalar(c: MaxTextConfig) -> int:
 
 WEIGHTS = standard.WEIGHTS | standard.SANDWICH
 HUGGING_FACE = HuggingFace(
-  "Gemma2ForCausalLM", "gemma2", {**GEMMA, "query_pre_attn_scalar": _query_scalar}, ignored=TIED_HEAD
+  "Gemma2ForCausalLM", "gemma2", {**CAPPED, "query_pre_attn_scalar": _query_scalar}, ignored=TIED_HEAD
 )

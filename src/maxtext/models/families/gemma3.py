@@ -3,7 +3,7 @@
 from maxtext.configs import MaxTextConfig
 from maxtext.layers.attention import QueryKeyNorm
 from maxtext.models import standard
-from maxtext.models.hugging_face import GEMMA, TIED_HEAD, HuggingFace, rope
+from maxtext.models.hugging_face import CAPPED, TIED_HEAD, HuggingFace, rope
 from maxtext.models.spec import DecoderSpec, cycles
 
 # What queries are divided by the root of, where it is not the head's width; no key says so.
@@ -38,7 +38,7 @@ HUGGING_FACE = HuggingFace(
   "Gemma3ForCausalLM",
   "gemma3_text",
   {
-    **GEMMA,
+    **CAPPED,
     "query_pre_attn_scalar": _query_scalar,
     "rope_parameters": lambda c: {
       "sliding_attention": rope(c, theta=_near_theta(c), scaled=False),

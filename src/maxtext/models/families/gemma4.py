@@ -10,7 +10,7 @@ from maxtext.layers.beside import Beside
 from maxtext.layers.experts import Mixture
 from maxtext.models import standard
 from maxtext.models.experts import mixture
-from maxtext.models.hugging_face import GEMMA, TIED_HEAD, HuggingFace, rope
+from maxtext.models.hugging_face import CAPPED, TIED_HEAD, HuggingFace, rope
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight, fused
 
@@ -90,7 +90,7 @@ HUGGING_FACE = HuggingFace(
   "Gemma4ForCausalLM",
   "gemma4_text",
   {
-    **GEMMA,
+    **CAPPED,
     "global_head_dim": lambda c: c.global_head_dim or c.head_dim,
     "num_global_key_value_heads": lambda c: c.global_num_kv_heads or c.base_num_kv_heads,
     "attention_k_eq_v": "share_kv_projections",

@@ -7,21 +7,28 @@ from maxtext.train.state import TrainState
 
 
 class Callback:
-  """Called by the loop on every process; override what is needed."""
+  """Called by the loop on every process; override what is needed. Steps count from 1."""
 
-  def on_step(self, step: int, figures: dict[str, float]) -> None:
-    """The step-th step (from 1) has finished, and these are its figures."""
+  def due(self, step: int) -> bool:
+    """Whether this callback takes the state of a step: the devices wait while it does. All processes answer alike."""
+    return False
 
-  def on_update(self, step: int, state: TrainState, position: Callable[[], Position]) -> bool:
-    """The step-th update (from 1) is under way and gives this state; `position()` is where the data stands after it.
+  def on_update(
+    self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
+  ) -> bool:
+    """A step that was due has finished with this state and these figures, which may be added to; `position()` is where
+    the data stands after it.
 
     Read or copy the arrays before returning: the next step takes them over. True ends the run after this step; all
-    processes must answer alike.
+    processes answer alike.
     """
     return False
 
-  def on_end(self, state: TrainState) -> None:
-    """The last step has finished."""
+  def on_step(self, step: int, figures: dict[str, float]) -> None:
+    """A step has finished, and these are its figures."""
+
+  def on_end(self, step: int, state: TrainState, position: Callable[[], Position]) -> None:
+    """The run has come to its end after this step."""
 
   def close(self) -> None:
     """Called once, however the run ends."""

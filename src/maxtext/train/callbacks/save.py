@@ -8,28 +8,35 @@ from maxtext.configs.errors import RunError
 from maxtext.data.batch import Position
 from maxtext.mesh.interrupt import Interrupt
 from maxtext.train.callbacks.base import Callback
+from maxtext.train.callbacks.guard import LossGuard
 from maxtext.train.state import TrainState
 
 
 class Save(Callback):
-  """Saves through a writer, and ends the run with a checkpoint when a signal asks for it."""
+  """Saves through a writer, and ends the run with a checkpoint when a signal asks for it.
 
-  def __init__(self, writer: Writer, interrupt: Interrupt, on_completion: bool) -> None:
-    self._writer, self._interrupt, self._on_completion = writer, interrupt, on_completion
-    self._last: tuple[int, Callable[[], Position]] | None = None
+  A state whose loss ends the run is not kept.
+  """
 
-  def on_update(self, step: int, state: TrainState, position: Callable[[], Position]) -> bool:
+  def __init__(self, writer: Writer, interrupt: Interrupt, guard: LossGuard, on_completion: bool) -> None:
+    self._writer, self._interrupt, self._guard, self._on_completion = writer, interrupt, guard, on_completion
+    self._saves = self._ends = False
+
+  def due(self, step: int) -> bool:
     self._interrupt.listen()
-    self._last = step, position
     self._writer.poll()
-    if self._writer.due(step):
-      self._writer.save(step, state, position())
-    return self._interrupt.agreed(step)
+    self._saves, self._ends = self._writer.due(step), self._interrupt.agreed(step)
+    return self._saves or self._ends
 
-  def on_end(self, state: TrainState) -> None:
-    if self._last is None:  # no step was left to do
-      return
-    step, position = self._last
+  def on_update(
+    self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
+  ) -> bool:
+    self._guard.check(step, figures)
+    if self._saves:
+      self._writer.save(step, state, position())
+    return self._ends
+
+  def on_end(self, step: int, state: TrainState, position: Callable[[], Position]) -> None:
     asked = self._interrupt.signal
     self._writer.wait()
     if (self._on_completion or asked) and self._writer.last != step:

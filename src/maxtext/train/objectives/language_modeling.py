@@ -19,11 +19,14 @@ class LanguageModeling:
   z_loss: float = 0.0
   tiles: int = 1
   further_weight: float = 0.0  # of tokens after the next one, where the model predicts them
+  alone: bool = False  # only the next token's cross-entropy, which is what evaluation measures
 
   def __call__(self, decoder: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The sum of the losses of all targets, each times its weight; what layers report counts for every target."""
     hidden, reports, _ = decoder.hidden(batch.inputs, batch.positions, batch.segments)
     losses = tiled_cross_entropy(hidden, decoder.logits, batch.targets, self.z_loss, self.tiles)
+    if self.alone:
+      return (losses * batch.weights).sum(), {}
     further, more = self._further(decoder, hidden, batch)
     own, figures = gathered([*reports, *more])
     weight = self.weight(batch)

@@ -1,0 +1,105 @@
+"""How fast the data of a configuration can be made, alone, and what bounds it."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxtext.configs import MaxTextConfig
+from maxtext.configs.derived import global_batch_size
+from maxtext.configs.types import DatasetType
+from maxtext.data.batch import Batch
+from maxtext.data.feed import is_streamed, make_feed, packing_of
+from maxtext.data.mixture import Documents, Mixture, Source
+from maxtext.data.placing import Held, place_rows
+from maxtext.data.sources import open_sources
+from maxtext.data.splits import split_of
+from maxtext.data.streams import Streams
+
+
+class Speed(NamedTuple):
+  """Tokens a second, and how much of the rows they fill."""
+
+  tokens_per_second: float
+  filled: float
+
+
+def abstract_batch(config: MaxTextConfig) -> Batch:
+  """The batch of a run on all devices, split by rows."""
+  mesh = Mesh(np.array(jax.devices()), ("rows",))
+  shape = global_batch_size(config, mesh.size), config.max_target_length
+  sharding = NamedSharding(mesh, PartitionSpec("rows" if shape[0] % mesh.size == 0 else None))
+
+  def array(dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+  whole = array(jnp.int32)
+  return Batch(whole, whole, whole, whole, array(jnp.float32))
+
+
+def speed(config: MaxTextConfig, seconds: float) -> Speed:
+  """Of the feed as it is configured, with its processes and threads, after the first batch."""
+  feed = make_feed(config, abstract_batch(config))
+  jax.block_until_ready(next(feed).batch)
+  start, tokens, cells = time.perf_counter(), 0, 0
+  for fed in feed:
+    jax.block_until_ready(fed.batch)
+    tokens, cells = tokens + int(np.asarray(fed.batch.weights).sum()), cells + fed.batch.weights.size
+    if time.perf_counter() - start >= seconds:
+      break
+  return Speed(tokens / (time.perf_counter() - start), tokens / max(cells, 1))
+
+
+def stages(config: MaxTextConfig, seconds: float) -> dict[str, float]:
+  """The shares of time that one process alone, without threads, spends in each stage; of random access only."""
+  split, clock, batch = split_of(config, "train"), _Clock(), abstract_batch(config)
+  if config.dataset_type == DatasetType.SYNTHETIC or is_streamed(config, split):
+    return {}
+  rows, length = batch.inputs.shape
+  sources = [Source(_Timed(source.documents, clock), source.weight) for source in open_sources(config, split)]
+  mixture = Mixture(sources, rows, config.data_shuffle_seed, split.shuffle)
+  streams = Streams(mixture, packing_of(config, length), range(rows), read_ahead=-(-split.read_ahead // rows))
+  held = Held.of(batch.inputs.sharding, rows, length)
+  while sum(clock.spent.values()) < seconds:
+    with clock.during("pack"):
+      made = streams.rows(range(rows))
+    with clock.during("place"):
+      fed, _ = place_rows(0, made, held=held, total=rows, about=np.zeros(0, np.uint8))
+      jax.block_until_ready(fed.batch)
+  whole = sum(clock.spent.values())
+  return {name: spent / whole for name, spent in clock.spent.items()}
+
+
+class _Clock:
+  """Time by stage; a stage within a stage is not counted in the outer one."""
+
+  def __init__(self) -> None:
+    self.spent = dict.fromkeys(("read", "tokenize", "pack", "place"), 0.0)
+
+  @contextmanager
+  def during(self, stage: str) -> Iterator[None]:
+    start, before = time.perf_counter(), sum(self.spent.values())
+    yield
+    inner = sum(self.spent.values()) - before
+    self.spent[stage] += time.perf_counter() - start - inner
+
+
+class _Timed:
+  """Documents that are watched."""
+
+  def __init__(self, documents: Documents, clock: _Clock) -> None:
+    self.sizes, self.window, self.identity = documents.sizes, documents.window, documents.identity
+    self._documents, self._clock = documents, clock
+
+  def read(self, numbers: Sequence[int]) -> Sequence[Any]:
+    with self._clock.during("read"):
+      return self._documents.read(numbers)
+
+  def tokens(self, record: Any) -> np.ndarray:
+    with self._clock.during("tokenize"):
+      return self._documents.tokens(record)

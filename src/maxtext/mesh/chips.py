@@ -1,0 +1,48 @@
+"""What a chip can do, from its maker's data sheet; figures are per chip, arithmetic is dense bfloat16.
+
+Links of TPUs are one direction of one cable of the torus; there are two directions for each of its dimensions.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Chip:
+  """An accelerator.
+
+  Attributes:
+    kind: how JAX names a device of it, or how that name begins.
+    flops: operations per second.
+    hbm_bytes: memory that a program may use; of TPUs, what their compiler allows.
+    devices: devices that JAX sees in one chip.
+    clock: cycles per second of the matrix units.
+    hbm_bandwidth: bytes per second from and to its memory.
+    link_bandwidth: bytes per second of one link.
+  """
+
+  kind: str
+  flops: float
+  hbm_bytes: int
+  devices: int = 1
+  clock: float = 0.0
+  hbm_bandwidth: float = 0.0
+  link_bandwidth: float = 0.0
+
+
+CHIPS = {
+  "v4": Chip("TPU v4", 275e12, int(30.75 * 2**30), 1, 1.05e9, 1.2e12, 45e9),
+  "v5e": Chip("TPU v5 lite", 197e12, int(15.75 * 2**30), 1, 1.5e9, 0.82e12, 45e9),
+  "v5p": Chip("TPU v5", 459e12, 102_803_439_616, 1, 1.75e9, 2.77e12, 90e9),
+  "v6e": Chip("TPU v6 lite", 918e12, int(31.25 * 2**30), 1, 1.75e9, 1.64e12, 90e9),
+  "tpu7x": Chip("TPU7x", 2307e12, 192 * 2**30, 2, 2.2e9, 7.38e12, 100e9),
+  "a100": Chip("NVIDIA A100", 312e12, 80 * 2**30),
+  "h100": Chip("NVIDIA H100", 989e12, 80 * 2**30),
+  "h200": Chip("NVIDIA H200", 989e12, 141 * 10**9),
+  "b200": Chip("NVIDIA B200", 2250e12, 192 * 10**9),
+}
+
+
+def chip_of(device_kind: str) -> Chip | None:
+  """The chip that a device of this kind belongs to; None where its peak is not known, as for a CPU."""
+  fitting = [chip for chip in CHIPS.values() if device_kind.lower().startswith(chip.kind.lower())]
+  return max(fitting, key=lambda chip: len(chip.kind), default=None)

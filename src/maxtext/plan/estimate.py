@@ -1,0 +1,192 @@
+"""How long a compiled step would take: the compiler's cycles, kernels by their arithmetic, collectives by their bytes.
+
+The schedule is played through with two clocks, one of the chip and one of its links: a collective that was started
+early only costs what is left of it when its result is needed.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, get_args
+
+import numpy as np
+from jax.sharding import Mesh
+
+from maxtext.mesh.chips import Chip
+from maxtext.plan.hlo import ArrayType, CompiledProgram, Instruction, called, loop_body
+
+
+@dataclass(frozen=True)
+class Calibration:
+  """What the compiler and the data sheet do not say; `docs/planner.md` says where each comes from.
+
+  Attributes:
+    compute: seconds that pass for one second of the compiler's own estimate.
+    kernel: share of the chip's peak that a Pallas kernel reaches.
+    link: share of a link's speed that a collective reaches.
+    between_slices: bytes per second and chip over the data-centre network.
+  """
+
+  compute: float = 1.0
+  kernel: float = 0.6
+  link: float = 0.9
+  between_slices: float = 6.25e9
+
+
+Kind = Literal["compute", "kernel", "collective"]
+
+
+@dataclass(frozen=True)
+class Operation:
+  """One operation of the schedule, or what the step waits for one that runs beside it."""
+
+  name: str
+  kind: Kind
+  source: str
+  times: int
+  seconds: float  # of all times together, as far as the step waits
+  bytes: int = 0  # over links, all times together
+  axes: tuple[str, ...] = ()
+  recomputed: bool = False
+
+
+@dataclass(frozen=True)
+class Estimate:
+  """A step, operation by operation."""
+
+  operations: Sequence[Operation]
+
+  @property
+  def seconds(self) -> float:
+    """The whole step."""
+    return sum(o.seconds for o in self.operations)
+
+  def seconds_by_kind(self) -> dict[str, float]:
+    """Compute, kernels, waiting for collectives."""
+    return {kind: sum(o.seconds for o in self.operations if o.kind == kind) for kind in get_args(Kind)}
+
+  @property
+  def recomputed_share(self) -> float:
+    """Share of the chip's own time spent on what the forward pass had computed already."""
+    own = [o for o in self.operations if o.kind != "collective"]
+    return sum(o.seconds for o in own if o.recomputed) / max(sum(o.seconds for o in own), 1e-30)
+
+
+def estimate(program: CompiledProgram, chip: Chip, mesh: Mesh, calibration: Calibration) -> Estimate:
+  """Plays the schedule through."""
+  player = _Player(program, chip, mesh, calibration)
+  player.play(program.entry, 1)
+  return Estimate(player.operations)
+
+
+class _Player:
+  def __init__(self, program: CompiledProgram, chip: Chip, mesh: Mesh, calibration: Calibration) -> None:
+    self._program, self._chip, self._mesh, self._calibration = program, chip, mesh, calibration
+    self.operations: list[Operation] = []
+
+  def play(self, name: str, times: int) -> float:
+    """Plays a computation that runs `times` times; returns the seconds of one run."""
+    now = links_free = 0.0
+    under_way: dict[str, tuple[Instruction, float]] = {}
+    for i in self._program.computations[name].instructions:
+      if i.opcode == "while":
+        trips = self._program.trips(i)
+        now += trips * self.play(loop_body(i), times * trips)
+      elif i.opcode in ("call", "conditional"):
+        now += max((self.play(target, times) for target in called(i)), default=0.0)
+      elif transfer := self._collective(i):
+        seconds = self._transfer_seconds(transfer)
+        if i.opcode.endswith("-start"):
+          links_free = max(now, links_free) + seconds
+          under_way[i.name] = transfer, links_free
+        else:
+          done = max(now, links_free) + seconds
+          self._wait(transfer, times, done - now)
+          now = links_free = done
+      elif i.opcode.endswith("-done") and i.operands[0] in under_way:
+        transfer, done = under_way.pop(i.operands[0])
+        self._wait(transfer, times, max(done - now, 0.0))
+        now = max(now, done)
+      else:
+        now += self._own(i, times)
+    return now
+
+  def _collective(self, i: Instruction) -> Instruction | None:
+    """The collective that an instruction is, or starts beside the chip's own work."""
+    if i.collective:
+      return i
+    if i.opcode == "async-start":
+      inner = (j for target in called(i) for j in self._program.computations[target].instructions)
+      return next((j for j in inner if j.collective), None)
+    return None
+
+  def _wait(self, i: Instruction, times: int, seconds: float) -> None:
+    axes, _, _ = self._span(i)
+    source = self._program.sources.get(i.frame or 0, "")
+    kind = i.collective or i.opcode
+    self.operations.append(Operation(kind, "collective", source, times, seconds * times, i.bytes * times, axes))
+
+  def _own(self, i: Instruction, times: int) -> float:
+    if kernel := _kernel_name(i):
+      kind: Kind = "kernel"
+      flops, moved = _kernel_work(kernel, i)
+      seconds = max(flops / (self._chip.flops * self._calibration.kernel), moved / self._chip.hbm_bandwidth)
+    else:
+      kind, seconds = "compute", self._calibration.compute * i.cycles / self._chip.clock
+    if seconds:
+      source = self._program.sources.get(i.frame or 0, "")
+      again = "rematted_computation" in (i.op_name or "")
+      self.operations.append(Operation(kernel or i.name, kind, source, times, seconds * times, recomputed=again))
+    return seconds
+
+  def _transfer_seconds(self, i: Instruction) -> float:
+    """A ring in both directions of every dimension of the torus that the group spans."""
+    _, dims, slices = self._span(i)
+    group = len(i.first_group(self._mesh.size))
+    if group == 1:
+      return 0.0
+    speed = self._calibration.between_slices if slices else 2 * max(dims, 1) * self._chip.link_bandwidth
+    share = (group - 1) / group
+    passes = {"all-reduce": 2 * share, "collective-permute": 2 * max(dims, 1)}.get(i.collective or "", share)
+    return i.bytes * passes / (speed * self._calibration.link)
+
+  def _span(self, i: Instruction) -> tuple[tuple[str, ...], int, bool]:
+    """The mesh axes along which a group lies, the dimensions of the torus it spans, and whether it leaves a slice."""
+    places = i.first_group(self._mesh.size)
+    index = np.stack(np.unravel_index(places, self._mesh.devices.shape))
+    axes = tuple(a for a, row in zip(self._mesh.axis_names, index, strict=True) if len(set(row)) > 1)
+    devices = self._mesh.devices.ravel()[places]
+    coordinates = np.array([d.coords for d in devices])
+    dims = int((coordinates.max(0) > coordinates.min(0)).sum())
+    return axes, dims, len({getattr(d, "slice_index", 0) for d in devices}) > 1
+
+
+def _kernel_name(i: Instruction) -> str | None:
+  if i.opcode != "custom-call" or 'custom_call_target="tpu_custom_call"' not in i.rest:
+    return None
+  return re.sub(r"\.\d+$", "", i.name)
+
+
+def _kernel_work(name: str, i: Instruction) -> tuple[float, int]:
+  """Operations and bytes of a Pallas call; for a kernel that is not known, bytes alone."""
+  arrays = i.operand_arrays
+  moved = sum(a.bytes for a in (*arrays, *i.arrays))
+  products = next((count for part, count in _ATTENTION_PRODUCTS.items() if part in name), 0)
+  return (products * _attention_product(arrays), moved) if products else (0.0, moved)
+
+
+# Products of the size of queries times keys in each of the splash kernels.
+_ATTENTION_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+
+
+def _attention_product(arrays: Sequence[ArrayType]) -> float:
+  """Operations of one product of queries and keys, by the blocks that the mask leaves: its table is [1, query blocks,
+  key blocks at most], square for a causal mask."""
+  mask = next(a.shape for a in arrays if a.dtype == "s8")
+  queries = next(a.shape for a in arrays if len(a.shape) >= 3 and a.dtype != "s8")
+  blocks_down, blocks_across = mask[-2:]
+  seen = queries[-2] / blocks_down * blocks_across
+  if blocks_down == blocks_across:
+    seen *= (blocks_down + 1) / (2 * blocks_down)
+  return 2.0 * prod(queries) * seen

@@ -1,0 +1,46 @@
+"""A plan as text for a terminal."""
+
+from maxtext.plan.plan import Plan
+
+_GIB = 2**30
+
+
+def as_text(plan: Plan) -> str:
+  """A few lines for a person."""
+  return "\n".join([*_head(plan), *_memory(plan), *_time(plan), f"compiled here in {plan.compile_seconds:.0f} s"])
+
+
+def _head(plan: Plan) -> list[str]:
+  axes = " x ".join(f"{name}={size}" for name, size in plan.axes.items()) or "one device"
+  return [f"{plan.model} on {plan.topology}: {plan.chips:,} chips ({axes}), {plan.tokens:,} tokens a step"]
+
+
+def _memory(plan: Plan) -> list[str]:
+  m = plan.memory
+  verdict = "fits" if plan.fits else "DOES NOT FIT: more chips, fewer sequences per device, or a stricter remat_policy"
+  parts = {"parameters": m.parameters, "optimizer": m.optimizer, "batch": m.batch, "temporaries": m.temporaries}
+  return [
+    f"memory       {m.peak / _GIB:.1f} of {m.there / _GIB:.1f} GiB per device: {verdict}",
+    "             " + ", ".join(f"{name} {size / _GIB:.2f}" for name, size in parts.items()),
+  ]
+
+
+def _time(plan: Plan) -> list[str]:
+  e = plan.estimate
+  if e is None:
+    return []
+  kinds = e.seconds_by_kind()
+  lines = [
+    f"time a step  {e.seconds:.2f} s: compute {kinds['compute']:.2f}, kernels {kinds['kernel']:.2f}, "
+    f"waiting for collectives {kinds['collective']:.2f}; {e.recomputed_share:.1%} is recomputation",
+    f"speed        {plan.tokens_per_second_per_chip:,.0f} tokens/s/chip, {plan.mfu:.1%} of "
+    f"{plan.peak_flops / 1e12:,.0f} TFLOP/s (bfloat16), the model's {plan.model_flops:.3g} operations a step and chip",
+    "collectives  bytes a step and chip",
+  ]
+  for (kind, axes), moved in plan.collectives().items():
+    lines.append(f"  {moved / 1e9:9.2f} GB  {kind} over {', '.join(axes) or 'all'}")
+  lines.append("most expensive")
+  for o in plan.most_expensive():
+    again = " (again, for the backward pass)" if o.recomputed else ""
+    lines.append(f"  {o.seconds:7.3f} s  {o.seconds / e.seconds:5.1%}  {o.name}{again}  {o.source}")
+  return lines

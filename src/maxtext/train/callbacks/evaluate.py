@@ -1,0 +1,35 @@
+"""Measuring the loss on data that is not trained on."""
+
+import time
+from collections.abc import Callable
+
+import jax
+
+from maxtext.data.batch import Position
+from maxtext.train.callbacks.base import Callback
+from maxtext.train.state import TrainState
+
+
+class Evaluate(Callback):
+  """Evaluates every `interval` steps and adds what it finds to that step's figures, with the prefix `eval_`.
+
+  The run ends when the loss comes down to `target`; 0 is no target.
+  """
+
+  def __init__(self, evaluate: Callable[[TrainState], dict[str, float]], interval: int, target: float) -> None:
+    self._evaluate, self._interval, self._target = evaluate, interval, target
+
+  def due(self, step: int) -> bool:
+    return step % self._interval == 0
+
+  def on_update(
+    self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
+  ) -> bool:
+    start = time.perf_counter()
+    found = self._evaluate(state)
+    figures |= {f"eval_{name}": value for name, value in found.items()}
+    figures["eval_seconds"] = time.perf_counter() - start
+    reached = found["loss"] <= self._target
+    if reached and not jax.process_index():
+      print(f"target_eval_loss={self._target} is reached at step {step}: ending.", flush=True)
+    return reached
