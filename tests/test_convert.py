@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
+from math import prod
 
 import ml_dtypes
 import numpy as np
 import pytest
 from etils import epath
 
+from maxtext.checkpoint import files, stream
 from maxtext.checkpoint.restore import load_parameters
 from maxtext.checkpoint.stream import StreamReader
 from maxtext.checkpoint.writer import Writer
@@ -129,12 +131,22 @@ def test_a_run_starts_from_a_folder(tiny, tmp_path):
     np.testing.assert_array_equal(value, starts[1].params[name], err_msg=name)
 
 
-def test_a_checkpoint_of_a_run_goes_out(tmp_path):
-  """Also one whose layers are not stacked first, and in fewer bits."""
-  config = configure("llama")
+def test_a_checkpoint_of_a_run_goes_out(tmp_path, monkeypatch):
+  """In chunks of a layer or less; also one whose layers are not stacked first, and in fewer bits."""
+  for module in (files, stream):
+    monkeypatch.setattr(module, "CHUNK", 2000)  # bytes, for so small a model
+  config = configure("llama", checkpoint_storage_use_ocdbt=False)
   state, run = program(config).init(), tmp_path / "r"
   with closing(Writer(config, epath.Path(run / "checkpoints"), values_and_origins(config, {}))) as writer:
     writer.save(1, state, {})
+  for name, array in state.params.items():
+    about = run / "checkpoints" / "1" / "state" / f"params.{name.replace('/', '.')}" / "zarr.json"
+    chunk = json.loads(about.read_text())["chunk_grid"]["configuration"]["chunk_shape"]
+    if array.nbytes <= 2000:
+      assert chunk == list(array.shape)
+    else:
+      assert prod(chunk) * 4 <= 2000
+      assert chunk[0] == 1 or name.startswith(("embedding", "head"))
   assert main(["convert", "to-hf", str(run), str(tmp_path / "hf")]) == 0
   expected = contents(tmp_path / "hf")
   for key in ("force_unroll=true", "param_scan_axis=1"):

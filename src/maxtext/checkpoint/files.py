@@ -13,13 +13,14 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from maxtext.checkpoint.checksum import added, checksums
-from maxtext.checkpoint.record import FILE, ITEM, Array, DamagedError, Record, checksum_file
+from maxtext.checkpoint.layout import Layout
+from maxtext.checkpoint.record import FILE, ITEM, PARAMETERS, Array, DamagedError, Record, checksum_file
 from maxtext.checkpoint.tree import named, nested
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 
 STATE = "state"
-CHUNK = 64 << 20  # bytes that are read or written together: a layer of a stacked array, or less
+CHUNK = 64 << 20  # bytes that are read or written together
 _REPLICAS = "data"  # the mesh axis along which devices hold the same parameters
 _IN_FLIGHT = 0.05  # of a process's share, while it is read: it is held twice until it is placed
 
@@ -47,9 +48,17 @@ def contents(
       (folder / FILE).write_text(json.dumps(record.to_json()))
 
   size = config.checkpoint_storage_target_data_file_size_bytes if config.checkpoint_storage_use_ocdbt else None
-  chunks = {name: ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=(0,) if a.ndim else ()) for name, a in arrays.items()}
-  state = ocp.args.PyTreeSave(nested(arrays), save_args=nested(chunks), ocdbt_target_data_file_size=size)
+  chunks = nested({name: _chunks(Layout(stacked), name, array) for name, array in arrays.items()})
+  state = ocp.args.PyTreeSave(nested(arrays), save_args=chunks, ocdbt_target_data_file_size=size)
   return ocp.args.Composite(**{STATE: state, ITEM: RecordSave(write)})
+
+
+def _chunks(layout: Layout, name: str, array: Any) -> ocp.SaveArgs:
+  """Large parameters in chunks of a layer or less, so that who reads a layer need not read, or hold, all of them."""
+  if not name.startswith(PARAMETERS) or array.nbytes <= CHUNK:
+    return ocp.SaveArgs()
+  layers = layout.layers(name.partition("/")[2], array.ndim)
+  return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=() if layers is None else (layers,))
 
 
 class RecordHandler(ocp.AsyncCheckpointHandler):

@@ -65,6 +65,10 @@ class Layout:
       return f"{found[1]}.{index[0]}/{found[2]}", where[1:]
     return name, _moved(where, self._dimension(dims))
 
+  def layers(self, name: str, dims: int) -> int | None:
+    """The layers' dimension of the array of that name; None where it has none."""
+    return None if self.stacked is None or not _STACK.match(name) else self._dimension(dims)
+
   def _dimension(self, dims: int) -> int:
     """An array with fewer dimensions has its layers last."""
     assert self.stacked is not None

@@ -6,8 +6,9 @@ writer that is started again goes on behind it.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from maxtext.checkpoint.files import CHUNK, STATE, reason, saved_checksums
 from maxtext.checkpoint.journal import Journal
 from maxtext.checkpoint.layout import Layout
 from maxtext.checkpoint.record import FILE, ITEM, Array, DamagedError, Record, checksum_file
-from maxtext.checkpoint.restore import PARAMETERS
+from maxtext.checkpoint.restore import readable
 from maxtext.checkpoint.tree import nested
 from maxtext.configs import MaxTextConfig
 
@@ -140,10 +141,10 @@ class StreamReader:
   """Parameters of a checkpoint, of a run or alone, read a piece at a time. Who has read everything calls `check`."""
 
   def __init__(self, folder: epath.Path) -> None:
-    self.folder, self.record = folder.absolute(), Record.read(folder)
+    self.folder, self.record = folder.absolute(), readable(folder)
     self._sums: dict[str, int] = {}
     self._layout = Layout(self.record.stacked)
-    self._names = {name.partition("/")[2]: name for name in self.record.arrays if name.startswith(PARAMETERS)}
+    self._names = self.record.parameters
     self._ocdbt = type_handlers.is_ocdbt_checkpoint(self.folder / STATE)
     self._context = type_handlers.get_ts_context(use_ocdbt=self._ocdbt)
     self._open: dict[str, Any] = {}
@@ -166,14 +167,15 @@ class StreamReader:
       slice(i, i + 1) if isinstance(i, int) else slice(0, size) for i, size in zip(place, about.shape, strict=True)
     )
     found = np.empty([part.stop - part.start for part in where], np.dtype(about.dtype))
-    for block in _blocks(found.shape, found.itemsize):
-      there = tuple(slice(w.start + b.start, w.start + b.stop) for w, b in zip(where, block, strict=True))
-      try:
-        found[block] = self._store(full)[there].read().result()
-      except (ValueError, OSError) as error:
-        raise DamagedError(f"{full} cannot be read: {reason(error)}") from error
-      part = checksum_of_part(found[block], [s.start for s in there])
-      self._sums[full] = (self._sums.get(full, 0) + part) % 2**32
+    try:
+      store = self._store(full)
+      for block in _blocks(found.shape, found.itemsize, store.chunk_layout.read_chunk.shape):
+        there = tuple(slice(w.start + b.start, w.start + b.stop) for w, b in zip(where, block, strict=True))
+        found[block] = store[there].read().result()
+        part = checksum_of_part(found[block], [s.start for s in there])
+        self._sums[full] = (self._sums.get(full, 0) + part) % 2**32
+    except (ValueError, OSError) as error:
+      raise DamagedError(f"{full} cannot be read: {reason(error)}") from error
     return found.reshape([size for i, size in zip(place, found.shape, strict=True) if not isinstance(i, int)])
 
   def take_sums(self) -> dict[str, int]:
@@ -223,8 +225,10 @@ def _chunk(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
   return tuple(reversed(sizes))
 
 
-def _blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:
-  """An array's chunks, as places in it."""
-  steps = _chunk(shape, itemsize)
+def _blocks(shape: tuple[int, ...], itemsize: int, cell: Sequence[int] = ()) -> Iterator[tuple[slice, ...]]:
+  """An array's chunks, as places in it; they are made of whole cells, as storage has them."""
+  cell = tuple(max(1, min(sizes)) for sizes in zip(shape, cell or (1,) * len(shape), strict=True))
+  cells = _chunk(tuple(-(-size // part) for size, part in zip(shape, cell, strict=True)), itemsize * prod(cell))
+  steps = tuple(count * part for count, part in zip(cells, cell, strict=True))
   for start in product(*(range(0, size, step) for size, step in zip(shape, steps, strict=True))):
     yield tuple(slice(i, min(i + step, size)) for i, step, size in zip(start, steps, shape, strict=True))
