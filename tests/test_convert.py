@@ -21,18 +21,20 @@ from maxtext.checkpoint.writer import Writer
 from maxtext.cli.main import main
 from maxtext.configs import ConfigError
 from maxtext.configs.loader import load_config, model_names, values_and_origins
-from maxtext.models.build import FAMILIES
+from maxtext.models.build import FAMILIES, abstract_model, weight_table
 from maxtext.train.kept import Kept
 from maxtext.weights.description import description, find_model
 from maxtext.weights.folder import Folder
+from maxtext.weights.hugging_face import layout
 from maxtext.weights.incoming import load_in
 from maxtext.weights.tensor_files import header, write_whole
 from tests.support import program
-from tests.test_parity import CASES, RUN, configure, every_case, references, torch
+from tests.test_parity import CASES, RUN, configure, references, torch
 
 __all__ = ["references"]  # a fixture
 
 pytestmark = pytest.mark.parity
+QUICK = ("llama", "mixtral")  # a dense family, and one of experts
 
 
 def words(case, **changes):
@@ -82,7 +84,7 @@ def write_folder(folder, tensors, config=None):
   (folder / "config.json").write_text(json.dumps(config or {}))
 
 
-@every_case
+@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_there_and_back(case, folder_of, references, tmp_path):
   """transformers loads what goes out and says the same; what comes in again is the same to the bit."""
   reference = references(case)
@@ -122,8 +124,8 @@ def test_a_run_starts_from_a_folder(tiny, tmp_path):
   """The key decides how load_parameters_path is read."""
   assert main(["convert", "from-hf", str(tiny), str(tmp_path / "params"), *words("llama")]) == 0
   starts = []
-  for path, layout in ((tiny, "safetensors"), (tmp_path / "params", "orbax")):
-    config = configure("llama", load_parameters_path=str(path), source_checkpoint_layout=layout)
+  for path, kind in ((tiny, "safetensors"), (tmp_path / "params", "orbax")):
+    config = configure("llama", load_parameters_path=str(path), source_checkpoint_layout=kind)
     starts.append(Kept(config, "r", {}).start(program(config))[0])
   tensors = Folder(tiny).tensors
   np.testing.assert_array_equal(starts[0].params["embedding/table"], tensors["model.embed_tokens.weight"].read())
@@ -359,6 +361,34 @@ def test_four_bit_experts_are_what_transformers_makes_of_them(folder_of, tmp_pat
   for name, tensor in expected.items():
     assert found[name].shape == tensor.shape
     np.testing.assert_array_equal(found[name].read().astype(np.float32), tensor)
+
+
+def test_layers_that_predict_further_tokens_go_through(folder_of, tmp_path):
+  """Where they are asked for; elsewhere they are left out. Their copies of embedding and head always are."""
+  config = configure("deepseek3", mtp_num_layers=1)
+  model = abstract_model(config)
+  wanted, rng = layout(model, weight_table(config, model.spec)), np.random.default_rng(0)
+  there = {name: tensor.read() for name, tensor in Folder(folder_of("deepseek3")).tensors.items()}
+  further = {n: rng.normal(size=t.shape).astype("f4") for n, t in wanted.items() if n not in there}
+  layer = "model.layers.2."
+  assert all(name.startswith(layer) for name in further)
+  copies = {f"{layer}{name}": there["lm_head.weight"] for name in ("embed_tokens.weight", "shared_head.head.weight")}
+  description_there = Folder(folder_of("deepseek3")).config | {"num_nextn_predict_layers": 1}
+  write_folder(tmp_path / "hf", there | further | copies, description_there)
+  for count, expected in ((1, there | further), (0, there)):
+    params, back = tmp_path / f"params{count}", tmp_path / f"hf{count}"
+    keys = words("deepseek3", mtp_num_layers=count)
+    assert main(["convert", "from-hf", str(tmp_path / "hf"), str(params), *keys]) == 0
+    assert main(["convert", "to-hf", str(params), str(back)]) == 0
+    found = Folder(back).tensors
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+      np.testing.assert_array_equal(found[name].read(), tensor, err_msg=name)
+    assert Folder(back).config["num_nextn_predict_layers"] == count
+  ours = parameters(tmp_path / "params1")
+  for path, name in {"join/weight": "eh_proj.weight", "token_norm/scale": "enorm.weight",
+                     "hidden_norm/scale": "hnorm.weight", "norm/scale": "shared_head.norm.weight"}.items():  # fmt: skip
+    np.testing.assert_array_equal(ours[f"ahead/0/{path}"], further[layer + name].T, err_msg=name)
 
 
 def test_block_scaled_weights_are_multiplied_out(tiny, tmp_path):

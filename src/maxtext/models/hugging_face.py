@@ -25,7 +25,7 @@ class HuggingFace:
     fields: each entry of `config.json` with our key, or with what makes it from a configuration.
     also: what models that hold one of these are called.
     prefixes: beginnings of tensors' names in some of its files, with what they stand for.
-    ignored: patterns of tensors that are no weights of the decoder; `{layers}` is the number of layers.
+    ignored: patterns of tensors that are no weights of the decoder.
   """
 
   architecture: str

@@ -13,8 +13,8 @@ from maxtext.weights.folder import Folder
 
 SPARE_ROWS = 256  # by which a vocabulary may be padded to a round number, here or there
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# What says nothing about the weights, or is written down in several ways.
-_NOT_COMPARED = {"max_position_embeddings", "rope_theta", *TOKENS}
+# What says nothing about the weights, may be left out of them, or is written down in several ways.
+_NOT_COMPARED = {"max_position_embeddings", "num_nextn_predict_layers", "rope_theta", *TOKENS}
 
 
 def description(config: MaxTextConfig) -> HuggingFace:

@@ -162,8 +162,9 @@ def _slots(model: Model, path: str, weight: Weight) -> list[tuple[str, Slot]]:
     layer_numbers(model.spec, path),
     model.contracted[path],
   )
-  indices: list[tuple[tuple[int, ...], dict[str, int]]] = [((r,), {"layer": n}) for r, n in enumerate(layers)]
-  indices = indices or [((), {})]
+  indices: list[tuple[tuple[int, ...], dict[str, int]]] = [
+    ((r,) if stacked else (), {"layer": n}) for r, n in enumerate(layers)
+  ] or [((), {})]
   if "{expert}" in weight.name:
     indices = [((*i, e), {**n, "expert": e}) for i, n in indices for e in range(shape[1])]
   rest = shape[len(indices[0][0]) :]

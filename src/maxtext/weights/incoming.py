@@ -1,6 +1,5 @@
 """Parameters from a Hugging Face folder: as a checkpoint of ours, or straight onto the devices of a run."""
 
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -94,7 +93,7 @@ class Incoming:
       raise ConfigError(f"{folder.path / 'config.json'} describes another model: {'; '.join(contradictions)}.")
     tensors = layout(model, weight_table(config, model.spec))
     sources = {_renamed(name, about): source for name, source in folder.tensors.items()}
-    account(tensors, sources, _ignored(about, model))
+    account(tensors, sources, (*_NEVER_WEIGHTS, *about.ignored))
     fitting = {name: _fitting(name, tensor, sources[name], model) for name, tensor in tensors.items()}
     return Incoming(tensors, fitting, by_parameter(tensors))
 
@@ -156,11 +155,6 @@ def _renamed(name: str, about: HuggingFace) -> str:
     if name.startswith(theirs):
       return ours + name.removeprefix(theirs)
   return name
-
-
-def _ignored(about: HuggingFace, model: Model) -> list[str]:
-  layers = sum(group.repeats * len(group.cycle) for group in model.spec.groups)
-  return [re.sub(r"\{layers\}", str(layers), pattern) for pattern in (*_NEVER_WEIGHTS, *about.ignored)]
 
 
 _NEVER_WEIGHTS = (r".*\.rotary_emb\.inv_freq",)

@@ -75,12 +75,22 @@ _VECTORS = {
 }
 
 
+# Layers that predict further tokens join what was known with the next token; they share embedding and head.
+_FURTHER = "ahead/*/stack/layers/*"
+_JOIN = {
+  "token_norm/scale": Weight(f"{_THEIRS}.enorm.weight"),
+  "hidden_norm/scale": Weight(f"{_THEIRS}.hnorm.weight"),
+  "join/weight": Weight(f"{_THEIRS}.eh_proj.weight", transposed=True),
+  "norm/scale": Weight(f"{_THEIRS}.shared_head.norm.weight"),
+}
+
+
 def weights(spec: DecoderSpec) -> Table:
   """The names; queries go by another one where they have a latent."""
   latent = any(isinstance(b.mixer, MLA) and b.mixer.q_rank is not None for g in spec.groups for b in g.cycle)
   products = _PRODUCTS | ({"query": "q_b_proj"} if latent else {})
   attention = f"{_OURS}/mixer", f"{_THEIRS}.self_attn"
-  return (
+  own = (
     standard.WEIGHTS
     | standard.EXPERTS
     | {f"{attention[0]}/{n}/weight": Weight(f"{attention[1]}.{t}.weight", transposed=True) for n, t in products.items()}
@@ -88,14 +98,18 @@ def weights(spec: DecoderSpec) -> Table:
     | {f"{_OURS}/feed_forward/router/selection_bias": Weight(f"{_THEIRS}.mlp.gate.e_score_correction_bias")}
     | standard.shared_expert("mlp.shared_experts")
   )
+  further = {path.replace(_OURS, _FURTHER): weight for path, weight in own.items() if path.startswith(_OURS)}
+  return own | further | {f"ahead/*/{path}": weight for path, weight in _JOIN.items()}
 
 
 def hugging_face(config: MaxTextConfig) -> HuggingFace:
   """The class there goes by the router and the indexer."""
   version = "V2" if config.routed_score_func == "softmax" else "V32" if config.use_indexer else "V3"
-  own: dict[str, Mapping[str, Field]] = {"V2": _ROUTER_2, "V3": {}, "V32": _INDEXER}
-  # The layer after the last one predicts a token more, and is not read.
-  ignored = (r"model\.layers\.{layers}\..*",)
+  own: dict[str, Mapping[str, Field]] = {"V2": _ROUTER_2, "V3": _AHEAD, "V32": _AHEAD | _INDEXER}
+  # The layer after the last one predicts a token more; where it is read, its copies of embedding and head are not.
+  first = config.base_num_decoder_layers
+  further = "|".join(str(first + i) for i in range(max(config.mtp_num_layers, 1)))
+  ignored = (rf"model\.layers\.({further})\..*",)
   name = f"deepseek_{version.lower()}"
   return HuggingFace(
     f"Deepseek{version}ForCausalLM", name, {**_FIELDS, **own[version]}, also=("kimi_k2",), ignored=ignored
@@ -123,8 +137,8 @@ _FIELDS = {
   "routed_scaling_factor": "routed_scaling_factor",
   "norm_topk_prob": "norm_topk_prob",
   "rope_interleave": "rope_interleave",
-  "num_mtp_layers": lambda c: 0,
   "rope_parameters": _rope_parameters,
 }
 _ROUTER_2 = {"topk_method": lambda c: "group_limited_greedy" if c.n_routing_groups > 1 else "greedy"}
+_AHEAD = {"num_nextn_predict_layers": "mtp_num_layers"}
 _INDEXER = {"index_topk": "indexer_topk", "index_head_dim": "indexer_head_dim", "index_n_heads": "indexer_n_heads"}
