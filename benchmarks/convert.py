@@ -2,7 +2,8 @@
 
 `python -m benchmarks.convert --json` makes a Hugging Face folder of made-up bfloat16 weights, converts it to a
 checkpoint of ours and back, and prints the most memory that either process held and its seconds for each GiB of the
-folder. It needs three times the size on disk, which it frees, and sees that every byte comes back.
+folder. It needs three times the size on disk, which it frees, sees that every byte comes back, and fails if a process
+held more than the largest table or layer and 2 GiB.
 """
 
 import argparse
@@ -27,7 +28,8 @@ from maxtext.weights.hugging_face import layout
 from maxtext.weights.tensor_files import header, write_whole
 
 WORDS = ["model_name=llama3.1-8b", "override_model_config=true", "weight_dtype=bfloat16"]
-LAYER = 436_224_000  # bytes of one
+LAYER, TABLE = 436_224_000, 128256 * 4096 * 2  # bytes of one
+MOST = max(LAYER, TABLE) / 2**30 + 2  # GiB that a conversion may hold, whatever the model's size
 BLOCK = 1 << 22  # numbers made at once: a child would inherit the most that this process ever held
 
 
@@ -48,7 +50,7 @@ def main() -> None:
 
 def measure(work: Path, gib: float) -> dict[str, float]:
   """Makes the folder, converts it there and back, and compares what comes back."""
-  layers = max(1, round((gib * 2**30 - 2 * 128256 * 4096 * 2) / LAYER))
+  layers = max(1, round((gib * 2**30 - 2 * TABLE) / LAYER))
   words = [*WORDS, f"base_num_decoder_layers={layers}"]
   size = make_folder(work / "hf", words) / 2**30
   figures = {"gib": size}
@@ -59,6 +61,7 @@ def measure(work: Path, gib: float) -> dict[str, float]:
       f"{way} processor seconds per GiB": (usage.ru_utime + usage.ru_stime) / size,
       f"{way} resident GiB": usage.ru_maxrss / 2**20,
     }
+    assert usage.ru_maxrss / 2**20 < MOST, figures
   came, went = (Folder(work / name).tensors for name in ("hf", "back"))
   assert came.keys() == went.keys()
   assert all(np.array_equal(came[name].read().view(np.uint8), went[name].read().view(np.uint8)) for name in came)
