@@ -118,3 +118,17 @@ def test_a_plan_of_what_does_not_fit():
   done = plan("per_device_batch_size=65536")
   assert done.returncode == 0, done.stderr
   assert "DOES NOT FIT" in done.stdout
+
+
+def test_a_search_finds_a_recipe_that_runs(tmp_path):
+  recipe = tmp_path / "found.yml"
+  done = plan("--search", "--compiles", "3", "--json", "--recipe", str(recipe), "--jobs", "1")
+  assert done.returncode == 0, done.stderr
+  best, plain = json.loads(done.stdout), json.loads(plan("per_device_batch_size=1", "--json").stdout)
+  assert best["fits"]
+  assert best["estimated_tokens_per_second_per_chip"] > 1.05 * plain["estimated_tokens_per_second_per_chip"]
+  assert len([line for line in done.stderr.splitlines() if "tokens/s/chip" in line]) <= 3
+  found = load_config(recipe)
+  assert found.remat_policy == best["keys"]["remat_policy"]
+  assert found.base_emb_dim == 512
+  assert not found.compile_topology

@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.kernels.attention import Attention, Scoring, SplashBlocks, Tokens, chunked, reference
+from maxtext.kernels.attention import Attention, chunked, reference
 from maxtext.kernels.cross_entropy import cross_entropy, tiled_cross_entropy
+from maxtext.kernels.scores import Scoring, Tokens
+from maxtext.kernels.splash import SplashBlocks
+from maxtext.kernels.token_order import TokenOrder
 from maxtext.mesh.devices import make_mesh
 from tests.support import tiny
 
@@ -66,7 +69,7 @@ every_case = pytest.mark.parametrize(("scoring", "sinks"), CASES.values(), ids=C
 def test_chunked_attention(qkv, packed, scoring, sinks, segmented):
   tokens = packed if segmented else UNPACKED
   check(
-    lambda q, k, v: chunked(q, k, v, tokens, scoring, sinks, chunks=2),
+    lambda q, k, v: chunked(q, k, v, tokens, tokens, scoring, sinks, chunks=2),
     lambda q, k, v: reference(q, k, v, tokens, tokens, scoring, sinks),
     qkv,
     1e-5,
@@ -103,7 +106,12 @@ def on_devices(kernel, qkv, tokens, scoring, sinks, **options):
 
 @pytest.mark.parametrize(
   ("case", "segmented", "fused", "kv_heads"),
-  [(case, segmented, segmented, 2) for case in CASES for segmented in (False, True)] + [("window", True, True, 1)],
+  [
+    pytest.param(case, segmented, segmented, 2, marks=[pytest.mark.slow] * (case != "sinks"))
+    for case in CASES
+    for segmented in (False, True)
+  ]
+  + [("window", True, True, 1)],
 )
 def test_splash_attention(packed, case, segmented, fused, kv_heads):
   """With as many key heads as can be split like the query heads, and with too few."""
@@ -113,6 +121,54 @@ def test_splash_attention(packed, case, segmented, fused, kv_heads):
   blocks = SplashBlocks(*(128,) * 8, fused_backward=fused)
   value, grads = on_devices("splash", qkv, tokens, scoring, sinks, blocks=blocks, interpret=True)
   expected, others = on_devices("dot_product", qkv, tokens, scoring, sinks)
+  np.testing.assert_allclose(value, expected, rtol=2e-5, atol=2e-3)
+  for grad, other in zip(jax.tree.leaves(grads), jax.tree.leaves(others), strict=True):
+    np.testing.assert_allclose(grad, other, atol=2e-5 * float(jnp.abs(other).max()), rtol=0)
+
+
+SPLIT = {
+  "gathered": ("chunked", {}),
+  "gathered, striped": ("dot_product", {"order": TokenOrder("striped", 4)}),
+  "ring": ("chunked", {"ring": True}),
+  "ring, chunks swapped": ("dot_product", {"ring": True, "order": TokenOrder("dual_chunk_swap", 4)}),
+  "splash": ("splash", {"blocks": SplashBlocks(*(128,) * 8), "interpret": True}),
+  "splash, chunks swapped": (
+    "splash",
+    {"blocks": SplashBlocks(*(128,) * 8), "interpret": True, "order": TokenOrder("dual_chunk_swap", 4)},
+  ),
+}
+
+
+@pytest.mark.parametrize(
+  ("case", "kernel", "options"),
+  [
+    pytest.param(case, *split, id=f"{case}, {name}", marks=[pytest.mark.slow] * (case != "sinks"))
+    for name, split in SPLIT.items()
+    for case in CASES
+    if split[0] != "splash" or case in ("causal", "sinks")
+  ],
+)
+def test_rows_split_over_devices(packed, case, kernel, options):
+  """Four devices hold a part of each row; in whatever order the tokens stand, the result is that of whole rows."""
+  (scoring, sinks), length = CASES[case], 4 * 128 if kernel == "splash" else S
+  mesh = make_mesh(tiny(ici_tensor_parallelism=2, ici_fsdp_parallelism=4), jax.devices()[:8])
+  spec = jax.sharding.PartitionSpec(None, "fsdp", "tensor", None)
+  copies = [Tokens(packed.positions, packed.segments + 3 * copy) for copy in range(length // S)]
+  tokens = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *copies)
+  qkv = draw(0, B, length, H, 128), draw(1, B, length, K, 128), draw(2, B, length, K, 128)
+  probe, attention = draw(3, *qkv[0].shape), Attention(kernel, **options)
+  order = attention.order or TokenOrder("striped", 1)
+
+  def loss(qkv, sinks):
+    *turned, where = order.apply(qkv[0]), order.apply(qkv[1]), order.apply(qkv[2]), jax.tree.map(order.apply, tokens)
+    out = attention(*turned, where, scoring, sinks, mesh=mesh, q_spec=spec, kv_spec=spec)
+    return (order.undo(out) * probe).sum()
+
+  def plain(qkv, sinks):
+    return (reference(*qkv, tokens, tokens, scoring, sinks) * probe).sum()
+
+  wanted = (0, 1) if sinks is not None else (0,)
+  (value, grads), (expected, others) = (jax.jit(jax.value_and_grad(f, wanted))(qkv, sinks) for f in (loss, plain))
   np.testing.assert_allclose(value, expected, rtol=2e-5, atol=2e-3)
   for grad, other in zip(jax.tree.leaves(grads), jax.tree.leaves(others), strict=True):
     np.testing.assert_allclose(grad, other, atol=2e-5 * float(jnp.abs(other).max()), rtol=0)

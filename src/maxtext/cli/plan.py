@@ -3,10 +3,19 @@
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from maxtext.cli import config
+from maxtext.configs import ConfigError
+from maxtext.configs.loader import Resolved
+
+if TYPE_CHECKING:
+  from maxtext.plan.campaign import Campaign
+  from maxtext.plan.plan import Plan
 
 
 def add_command(commands: Any) -> None:
@@ -19,6 +28,17 @@ def add_command(commands: Any) -> None:
   config.add_words(parser)
   parser.add_argument("--json", action="store_true", help="as a JSON object")
   parser.add_argument("--html", type=Path, metavar="FILE.html", help="also draw it")
+  searched = parser.add_argument_group("searching")
+  searched.add_argument("--search", action="store_true", help="for the fastest mesh, remat_policy and batch that fit")
+  searched.add_argument("--compiles", type=int, default=12, metavar="N", help="at most (12)")
+  searched.add_argument("--jobs", type=int, default=2, metavar="N", help="compilations side by side (2)")
+  searched.add_argument("--recipe", type=Path, metavar="FILE.yml", help="where the winner is written")
+  whole = parser.add_argument_group("a whole run")
+  whole.add_argument("--tokens", type=float, metavar="N", help="what it would take to train on so many tokens")
+  whole.add_argument("--price", type=float, metavar="P", help="of a chip and hour")
+  whole.add_argument("--storage", type=float, metavar="BYTES", help="per second, of all hosts together (50e9)")
+  whole.add_argument("--restart", type=float, metavar="SECONDS", help="from a failure to the next step (300)")
+  whole.add_argument("--failures", type=float, metavar="RATE", help="per chip and hour (1.97e-5)")
   parser.set_defaults(run=_plan)
 
 
@@ -29,10 +49,66 @@ def _plan(arguments: argparse.Namespace) -> int:
   from maxtext.plan.plan import make_plan
   from maxtext.plan.text import as_text
 
+  if arguments.search:
+    return _search(arguments, resolved)
   plan = make_plan(resolved.config)
-  print(json.dumps(plan.as_json(), indent=1) if arguments.json else as_text(plan))
+  whole = _campaign(arguments, plan)
+  if arguments.json:
+    print(json.dumps(plan.as_json() | ({"run": whole.as_json()} if whole else {}), indent=1))
+  else:
+    print(as_text(plan), *([whole.as_text()] if whole else []), sep="\n")
   if arguments.html:
     arguments.html.write_text(as_page(plan), encoding="utf-8")
     if not arguments.json:
       print(f"drawn in {arguments.html}")
   return 0
+
+
+def _search(arguments: argparse.Namespace, resolved: Resolved) -> int:
+  from maxtext.plan.search import search
+
+  best = search(
+    resolved.config,
+    arguments.words,
+    arguments.compiles,
+    arguments.jobs,
+    lambda line: print(line, file=sys.stderr, flush=True),
+  )
+  if arguments.recipe:
+    head = f"# Found by: maxtext plan {' '.join(arguments.words)} --search\n"
+    values = _given(resolved) | best.candidate.keys
+    arguments.recipe.write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+  if arguments.json:
+    print(json.dumps(best.plan | {"keys": best.candidate.keys}, indent=1))
+  else:
+    print("best:", " ".join(f"{key}={value}" for key, value in best.candidate.keys.items()))
+  return 0
+
+
+def _given(resolved: Resolved) -> dict[str, Any]:
+  """What the user said of the run, but for where it is compiled."""
+  values = resolved.config.model_dump(mode="json")
+  own = [key for key, origin in resolved.origins.items() if origin != "base.yml" and not origin.startswith("model ")]
+  return {key: values[key] for key in own if not key.startswith("compile_topology")}
+
+
+_CAMPAIGN = {
+  "price": "price",
+  "storage": "storage_bandwidth",
+  "restart": "restart_seconds",
+  "failures": "interruptions_per_chip_hour",
+}
+
+
+def _campaign(arguments: argparse.Namespace, plan: "Plan") -> "Campaign | None":
+  """The whole run, if its tokens are given and its step compiled."""
+  from maxtext.plan.campaign import Campaign
+
+  for flag in ("tokens", *_CAMPAIGN):
+    value = getattr(arguments, flag)
+    if value is not None and not 0 < value < float("inf"):
+      raise ConfigError(f"--{flag} {value:g} must be a number above 0.")
+  if arguments.tokens is None or plan.estimate is None:
+    return None
+  given = {field: getattr(arguments, flag) for flag, field in _CAMPAIGN.items() if getattr(arguments, flag) is not None}
+  return Campaign(arguments.tokens, plan.estimate.seconds, plan.tokens, plan.chips, plan.state_bytes, **given)

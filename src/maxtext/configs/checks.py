@@ -115,6 +115,12 @@ def _tiling(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _context(c: MaxTextConfig) -> str | None:
+  if c.context_parallel_strategy not in ("all_gather", "ring"):
+    return f"context_parallel_strategy={c.context_parallel_strategy} must be all_gather or ring."
+  return None
+
+
 def _ahead(c: MaxTextConfig) -> str | None:
   if c.mtp_num_layers >= c.max_target_length:
     return f"mtp_num_layers={c.mtp_num_layers} must be below max_target_length={c.max_target_length}."
@@ -218,6 +224,7 @@ _LEAST = {
   "vocab_size": 1,
   "max_target_length": 1,
   "mhc_expansion_rate": 1,
+  "diloco_sync_period": 1,
   "rope_factor": 1,
   "rope_max_timescale": 2,
   "rope_min_timescale": 1,
@@ -274,6 +281,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _remat,
   _tiling,
   _ahead,
+  _context,
   _length,
   _evaluation,
   _profile,

@@ -39,9 +39,14 @@ def derive(config: MaxTextConfig, devices: int, slices: int = 1) -> DerivedValue
   )
 
 
+def mesh_axes(config: MaxTextConfig) -> list[str]:
+  """The names of the mesh's axes; replicas that train apart are the outermost."""
+  return (["diloco"] if config.enable_diloco and "diloco" not in config.mesh_axes else []) + config.mesh_axes
+
+
 def parallelism(config: MaxTextConfig, network: str, count: int) -> tuple[int, ...]:
   """The sizes of all mesh axes on one network, with -1 filled so that they multiply to `count`."""
-  keys = [f"{network}_{_KEY_OF_AXIS.get(axis, axis)}_parallelism" for axis in config.mesh_axes]
+  keys = [f"{network}_{_KEY_OF_AXIS.get(axis, axis)}_parallelism" for axis in mesh_axes(config)]
   for key in (IciParallelism if network == "ici" else DcnParallelism).model_fields:
     if key not in keys and getattr(config, key) != 1:
       raise ConfigError(f"{key}={getattr(config, key)} has no axis in mesh_axes={config.mesh_axes}: set it to 1.")

@@ -64,6 +64,10 @@ def remat_policies(config: t.MaxTextConfig) -> tuple[t.RematPolicy, ...]:
   return tuple(t.RematPolicy(name.strip()) for name in config.remat_policy.split(","))
 
 
+def _staged(config: t.MaxTextConfig) -> bool:
+  return config.ici_pipeline_parallelism != 1 or config.dcn_pipeline_parallelism != 1
+
+
 def _section(*sections: type[Section], but: Iterable[str] = ()) -> tuple[str, ...]:
   return tuple(key for section in sections for key in section.model_fields if key not in tuple(but))
 
@@ -74,7 +78,10 @@ _REMAT_NAMES = (
   "query_wa_proj", "kv_wa_proj",
 )  # fmt: skip
 _OFFLOADED = ("optimizer_memory_host_offload", "parameter_memory_host_offload")
-_MESH_AXES = ("data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence", "expert")
+MESH_AXES = (
+  "data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence", "sequence", "context", "expert",
+  "pipeline", "diloco",
+)  # fmt: skip
 
 _UNBUILT_EXPERTS = (
   "moe_expert_input_dim", "padded_base_moe_mlp_dim", "use_gather_mosaic_kernel", "interleave_moe_layer_step",
@@ -113,8 +120,12 @@ REFUSALS: tuple[Refusal, ...] = (
     "logical_axis_rules is always the whole table; write that",
   ),
   Refusal(
-    ("internal_compile", "internal_compile_num_devices", "compile_xla_flags", "compiled_trainstep_file"),
-    "compiled steps are not saved yet, and flags go into the environment as XLA_FLAGS",
+    ("internal_compile", "internal_compile_num_devices", "compile_xla_flags"),
+    "maxtext plan compiles for compile_topology, and flags go into the environment as XLA_FLAGS",
+  ),
+  Refusal(
+    ("compiled_trainstep_file",), "it holds one size of batch, which enable_rampup_batch_size=true changes",
+    unless=lambda c: not c.enable_rampup_batch_size,
   ),
   Refusal(
     ("enable_autocheckpoint",),
@@ -273,10 +284,18 @@ REFUSALS: tuple[Refusal, ...] = (
     ("routed_bias_update_rate",), "it has no effect without routed_bias=true", unless=lambda c: c.routed_bias
   ),
   Refusal(
-    ("shard_mode",
-     "context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy", "custom_mesh",
-     "custom_mesh_and_rule", "optimize_mesh_for_tpu_v6e", "remove_size_one_mesh_axis_from_type"),
+    ("shard_mode", "custom_mesh", "custom_mesh_and_rule", "optimize_mesh_for_tpu_v6e",
+     "remove_size_one_mesh_axis_from_type"),
     "the mesh follows ici_*, dcn_* and mesh_axes alone for now",
+  ),
+  Refusal(
+    ("context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy"),
+    "it has no effect without context parallelism: set ici_context_parallelism",
+    unless=lambda c: c.ici_context_parallelism != 1 or c.dcn_context_parallelism != 1,
+  ),
+  Refusal(
+    ("context_parallel_reorder_strategy",), "it has no effect without context_parallel_load_balance=true",
+    unless=lambda c: c.context_parallel_load_balance,
   ),
   Refusal(
     ("enable_nnx", "pure_nnx", "pure_nnx_decoder", "shardy"),
@@ -285,10 +304,29 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     tuple(key for key in _section(t.IciParallelism, t.DcnParallelism)
-          if key.split("_", 1)[1].removesuffix("_parallelism") not in _MESH_AXES),
-    "this axis is not implemented yet; there are " + ", ".join(_MESH_AXES),
+          if key.split("_", 1)[1].removesuffix("_parallelism") not in MESH_AXES),
+    "this axis is not implemented yet; there are " + ", ".join(MESH_AXES),
   ),
-  Refusal(_section(t.PipelineParallelism), "pipeline parallelism is not implemented yet"),
+  Refusal(
+    ("pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat"),
+    "weights are gathered where they are used for now",
+    harmless=(False,),
+  ),
+  Refusal(
+    ("scan_pipeline_iterations", "scan_pipeline_repeats", "set_remat_policy_on_pipeline_iterations",
+     "scan_layers_per_stage", "set_remat_policy_on_layers_per_stage"),
+    "a pipeline is one scan over its ticks, and each layer in it follows scan_layers and remat_policy; leave it out",
+  ),
+  Refusal(
+    ("num_layers_per_pipeline_stage", "num_pipeline_repeats", "pipeline_parallel_layers", "num_pipeline_microbatches",
+     "pipeline_delay_activation_forwarding"),
+    "it has no effect without stages: set ici_pipeline_parallelism or dcn_pipeline_parallelism",
+    unless=_staged,
+  ),
+  Refusal(
+    ("use_qk_clip", "routed_bias_update_rate"), "a pipeline leaves it out: layers in it keep no running values",
+    unless=lambda c: not _staged(c),
+  ),
   Refusal(
     tuple(key for key in _section(t.RematAndOffload, but=("remat_policy", *_OFFLOADED, *_REMAT_NAMES))),
     "no layer has this tensor yet",
@@ -299,7 +337,18 @@ REFUSALS: tuple[Refusal, ...] = (
     "it has no effect without remat_policy=custom",
     unless=lambda c: t.RematPolicy.CUSTOM in remat_policies(c),
   ),
-  Refusal(_section(t.DilocoParams), "DiLoCo is not implemented yet", harmless=(False,)),
+  Refusal(
+    ("diloco_sync_period", "diloco_outer_lr", "diloco_outer_momentum", "ici_diloco_parallelism",
+     "dcn_diloco_parallelism"),
+    "it has no effect without enable_diloco=true",
+    unless=lambda c: c.enable_diloco,
+  ),
+  Refusal(
+    ("shard_optimizer_over_data", "parameter_memory_host_offload", "optimizer_memory_host_offload"),
+    "replicas that train apart keep their state where they are: leave it out with enable_diloco=true",
+    unless=lambda c: not c.enable_diloco,
+    harmless=(False,),
+  ),
   Refusal(
     (*_DOCUMENTS, *_READERS, "tokenizer_path", "tokenizer_type", "add_bos", "add_eos", "tokenize_train_data",
      "tokenize_eval_data", "use_truncation", "hf_access_token", "enable_data_shuffling"),

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.kernels.attention import Scoring, Tokens, reference
+from maxtext.kernels.attention import reference
+from maxtext.kernels.scores import Scoring, Tokens
 from maxtext.layers.cache import Cache, Slots, extend
 from maxtext.layers.clip import largest_logit, per_head, watch
 from maxtext.layers.context import Context
@@ -108,6 +109,11 @@ class GQA:
     """What the kernel is told."""
     scale = self.head_dim**-0.5 if self.scale is None else self.scale
     return Scoring(scale, self.window, self.chunked, self.cap)
+
+  @property
+  def any_order(self) -> bool:
+    """Whether the tokens of a row may stand in any order, since positions say what comes before what."""
+    return self.blocks is None and not self.watched
 
   def clipped(self, weights: Mapping[str, jax.Array], gamma: jax.Array) -> dict[str, jax.Array]:
     """Weights of a stack of layers, by their path in the layer, that multiply the logits of its heads by gamma [R,H].

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.kernels.attention import Scoring, Tokens, largest_logits
+from maxtext.kernels.attention import largest_logits
+from maxtext.kernels.scores import Scoring, Tokens
 from maxtext.layers.make import Make, Statistic
 
 

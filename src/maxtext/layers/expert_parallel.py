@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from maxtext.layers.dispatch import Routing
 from maxtext.layers.how import How
 from maxtext.layers.make import Buffer
+from maxtext.mesh.rules import axes_of
 
 _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 
@@ -42,8 +43,8 @@ def over_mesh(
   """
   mesh = how.mesh
   *tokens, widths = how.partition((*x.shape[:2], hidden), *_HIDDEN)
-  owners, parts = _axes(how.partition((count,), "expert")[0]), _axes(widths)
-  holders = [_axes(part) for part in tokens]
+  owners, parts = axes_of(how.partition((count,), "expert")[0]), axes_of(widths)
+  holders = [axes_of(part) for part in tokens]
   travel = [tuple(axis for axis in axes if axis in owners) for axes in holders]
   summed = (*parts, *(axis for axis in owners if axis not in travel[0] + travel[1]))
   everyone = tuple(dict.fromkeys((*holders[0], *holders[1], *owners)))
@@ -95,12 +96,8 @@ def _spec(how: How, variable: Any) -> PartitionSpec:
 
 def _agreed(buffer: jax.Array, spec: PartitionSpec, mesh_axes: tuple[str, ...]) -> jax.Array:
   """What hooks assigned to a buffer is a statistic, or equal everywhere: devices that share it agree on the largest."""
-  split = {axis for part in spec for axis in _axes(part)}
+  split = {axis for part in spec for axis in axes_of(part)}
   return jax.lax.pmax(buffer, tuple(axis for axis in mesh_axes if axis not in split))
-
-
-def _axes(part: Any) -> tuple[str, ...]:
-  return () if part is None else (part,) if isinstance(part, str) else tuple(part)
 
 
 def _size(how: How, axes: tuple[str, ...]) -> int:

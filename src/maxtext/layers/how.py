@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtext.kernels.attention import Attention
 from maxtext.layers.dispatch import Dispatch
 from maxtext.layers.make import Make
+from maxtext.layers.pipeline import Pipeline
 from maxtext.mesh.rules import Rules
 
 
@@ -61,6 +62,7 @@ class How:
   experts: Dispatch = field(default_factory=Dispatch)
   remat: tuple[Remat, ...] = (Remat(),)  # takes turns over the layers of a stack
   scan: bool = True
+  pipelines: tuple[Pipeline | None, ...] = ()  # of the first, second, ... group of layers; none is none
   init_scale: float = 1.0
   one_hot_embedding: bool = False
   linear_hooks: tuple[LinearHook, ...] = ()

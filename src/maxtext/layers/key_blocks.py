@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from maxtext.kernels.attention import Tokens
+from maxtext.kernels.scores import Tokens
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.kernels.attention import Scoring, Tokens, reference
+from maxtext.kernels.attention import reference
+from maxtext.kernels.scores import Scoring, Tokens
 from maxtext.layers.cache import Cache, Slots, extend
 from maxtext.layers.clip import largest_logit, per_head, watch
 from maxtext.layers.context import Context
@@ -81,6 +82,11 @@ class MLA:
   def scoring(self) -> Scoring:
     """What the kernel is told."""
     return Scoring(self.key_dim**-0.5 if self.scale is None else self.scale)
+
+  @property
+  def any_order(self) -> bool:
+    """Whether the tokens of a row may stand in any order, since positions say what comes before what."""
+    return self.indexer is None and not self.watched
 
   def clipped(self, weights: Mapping[str, jax.Array], gamma: jax.Array) -> dict[str, jax.Array]:
     """Weights of a stack of layers, by their path in the layer, that multiply the logits of its heads by gamma [R,H].

@@ -5,6 +5,7 @@ checkpoint knows neither the loop nor the rematerialisation.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -15,6 +16,7 @@ from maxtext.layers.cache import Cache, Slots
 from maxtext.layers.context import Context
 from maxtext.layers.how import How, Remat
 from maxtext.layers.make import Buffer, Make
+from maxtext.layers.pipeline import Pipeline, pipelined
 
 Report = dict[str, jax.Array]
 
@@ -41,9 +43,17 @@ class Stack(nnx.Module):
   cycle of arrays [R,...], carried through the loop and written in place. Buffers that layers assign to are updated.
   """
 
-  def __init__(self, make: Make, cycle: Sequence[LayerSpec], repeats: int, width: int, how: How) -> None:
+  def __init__(
+    self,
+    make: Make,
+    cycle: Sequence[LayerSpec],
+    repeats: int,
+    width: int,
+    how: How,
+    pipeline: Pipeline | None = None,
+  ) -> None:
     assert repeats % len(how.remat) == 0, "checked when the model is built"
-    self.repeats, self.how = repeats, how
+    self.repeats, self.how, self.pipeline = repeats, how, pipeline
     self.layers = nnx.List(
       [spec.build(make.at("layers").at(i, layers=repeats), width, how) for i, spec in enumerate(cycle)]
     )
@@ -51,7 +61,6 @@ class Stack(nnx.Module):
   def __call__(
     self, x: jax.Array, layer_inputs: list[Any] | None, context: Context, cache: list[Cache] | None
   ) -> tuple[jax.Array, list[Report], list[Cache] | None]:
-    turns = len(self.how.remat)
     graphs, weights = zip(*(nnx.split(layer) for layer in self.layers), strict=True)
     inputs = [None] * len(graphs) if layer_inputs is None else layer_inputs
     # Nothing is differentiated through a cache, so nothing is rematerialised with one.
@@ -60,7 +69,9 @@ class Stack(nnx.Module):
       for policy in self.how.remat
     ]
 
-    def turn(carry: tuple[jax.Array, Any], xs: tuple[jax.Array, Any, Any]) -> tuple[tuple[jax.Array, Any], Any]:
+    def turn(
+      context: Context, carry: tuple[jax.Array, Any], xs: tuple[jax.Array, Any, Any]
+    ) -> tuple[tuple[jax.Array, Any], Any]:
       (x, caches), (first, weights, inputs) = carry, xs
       kept: list[list[_Kept]] = []
       for t, cycle in enumerate(passes):
@@ -71,17 +82,19 @@ class Stack(nnx.Module):
           kept[t].append(left)
       return (x, caches), jax.tree.map(lambda *k: jnp.stack(k), *kept)
 
-    def fold(w: jax.Array) -> jax.Array:
-      return w.reshape(self.repeats // turns, turns, *w.shape[1:])
+    def run(x: jax.Array, context: Context, layers: Any, caches: list[Any]) -> tuple[jax.Array, list[_Kept], list[Any]]:
+      """Through consecutive layers, whose weights and inputs are stacked."""
+      turns, count = len(passes), jax.tree.leaves(layers)[0].shape[0]
+      folded = jax.tree.map(lambda w: w.reshape(count // turns, turns, *w.shape[1:]), layers)
+      loop = jax.lax.scan if self.how.scan else _unrolled
+      (x, caches), kept = loop(partial(turn, context), (x, caches), (jnp.arange(0, count, turns), *folded))
+      return x, jax.tree.map(lambda w: w.reshape(count, *w.shape[2:]), kept), caches
 
-    def unfold(w: jax.Array) -> jax.Array:
-      return w.reshape(self.repeats, *w.shape[2:])
-
-    xs = (jnp.arange(0, self.repeats, turns), *jax.tree.map(fold, (weights, inputs)))
-    loop = jax.lax.scan if self.how.scan else _unrolled
-    caches: list[Any] = [None] * len(graphs) if cache is None else list(cache)
-    (x, caches), kept = loop(turn, (x, caches), xs)
-    kept = jax.tree.map(unfold, kept)
+    layers, empty = (weights, inputs), [None] * len(graphs)
+    if self.pipeline is not None and cache is None:
+      x, reports = self._through_stages(lambda x, c, layers: run(x, c, layers, empty)[:2], x, context, layers)
+      return x, reports, None
+    x, kept, caches = run(x, context, layers, empty if cache is None else list(cache))
     for layer, left in zip(self.layers, kept, strict=True):
       nnx.update(layer, left.buffers)
     return x, [left.report for left in kept], None if cache is None else caches
@@ -89,6 +102,24 @@ class Stack(nnx.Module):
   def cache_slots(self, batch: int, length: int) -> list[dict[str, Slots]]:
     """The cache of the stack."""
     return [{n: s.stacked(self.repeats) for n, s in layer.cache_slots(batch, length).items()} for layer in self.layers]
+
+  def _through_stages(
+    self, run: Callable[..., tuple[jax.Array, list[_Kept]]], x: jax.Array, context: Context, layers: Any
+  ) -> tuple[jax.Array, list[Report]]:
+    """The first layers in a pipeline, the others after it. Buffers stay what they are."""
+    assert self.pipeline is not None
+    count = self.pipeline.repeats
+
+    def reported(x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, list[Report]]:
+      x, kept = run(x, context, layers)
+      return x, [left.report for left in kept]
+
+    first, rest = (jax.tree.map(lambda w, cut=cut: w[cut], layers) for cut in (slice(count), slice(count, None)))
+    x, reports = pipelined(self.pipeline, self.how.mesh, reported, x, context, first)
+    if count < self.repeats:
+      x, more = reported(x, context, rest)
+      reports = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), reports, more)
+    return x, reports
 
 
 def _pass(graph: Any) -> Callable[..., tuple[jax.Array, Cache | None, _Kept]]:

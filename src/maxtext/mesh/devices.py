@@ -8,7 +8,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.configs.derived import parallelism
+from maxtext.configs.derived import mesh_axes, parallelism
 
 
 def make_mesh(config: MaxTextConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -16,7 +16,7 @@ def make_mesh(config: MaxTextConfig, devices: Sequence[jax.Device] | None = None
   devices = list(jax.devices() if devices is None else devices)
   slices = _slices(config, devices)
   ici, dcn = parallelism(config, "ici", len(devices) // slices), parallelism(config, "dcn", slices)
-  return Mesh(_arrange(config, devices, ici, dcn, slices), config.mesh_axes, axis_types=(AxisType.Auto,) * len(ici))
+  return Mesh(_arrange(config, devices, ici, dcn, slices), mesh_axes(config), axis_types=(AxisType.Auto,) * len(ici))
 
 
 def _slices(config: MaxTextConfig, devices: list[jax.Device]) -> int:

@@ -99,9 +99,18 @@ class Rules:
       parts.append(_dividing_prefix(wanted, mesh, size) or None)
     return PartitionSpec(*parts)
 
+  def parts(self, mesh: Mesh, name: LogicalAxis) -> int:
+    """Into how many parts a named dimension is cut that all its mesh axes divide."""
+    return prod(mesh.shape.get(axis, 1) for axis in dict(self.pairs)[name])
+
   def sharding(self, mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
     """The same as a sharding."""
     return NamedSharding(mesh, self.partition(mesh, axes, shape))
+
+
+def axes_of(part: Any) -> tuple[str, ...]:
+  """The mesh axes in one part of a `PartitionSpec`, however it is written."""
+  return (part,) if isinstance(part, str) else tuple(part or ())
 
 
 def _entry(entry: Any) -> tuple[str, tuple[str, ...]]:

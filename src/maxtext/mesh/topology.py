@@ -25,6 +25,7 @@ _GENERATIONS = {
   "v5e": _Generation(1, 2),
   "v5p": _Generation(2, 3),
   "v6e": _Generation(1, 2),
+  "tpu7x": _Generation(2, 3),
 }
 
 # The compiler's library looks for a TPU's metadata server and complains at length where there is none.
@@ -64,7 +65,7 @@ class Topology:
 
   @staticmethod
   def named(name: str, slices: int = 1) -> "Topology":
-    """Reads Google's names: 'v5p-128' is 64 chips, 'v5e-256' is 256."""
+    """Reads Google's names: 'v5p-128' and 'tpu7x-128' are 64 chips, 'v5e-256' is 256."""
     kind, _, count = name.partition("-")
     generation = _GENERATIONS.get(kind)
     if generation is None:

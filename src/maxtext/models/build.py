@@ -16,8 +16,10 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs import types as t
 from maxtext.configs.derived import tensors_placed
 from maxtext.configs.refusals import default_of, plain, remat_policies
-from maxtext.configs.types import DecoderBlockType, RematLocation, RematPolicy, SplashAttention
-from maxtext.kernels.attention import Attention, Kernel, SplashBlocks
+from maxtext.configs.types import DecoderBlockType, RematLocation, RematPolicy, ReorderStrategy, SplashAttention
+from maxtext.kernels.attention import Attention, Kernel
+from maxtext.kernels.splash import SplashBlocks
+from maxtext.kernels.token_order import TokenOrder
 from maxtext.layers.how import How, Remat
 from maxtext.mesh.rules import Rules
 from maxtext.models import families
@@ -25,6 +27,7 @@ from maxtext.models.experts import check_experts, dispatch
 from maxtext.models.features import with_features
 from maxtext.models.model import Model
 from maxtext.models.spec import DecoderSpec
+from maxtext.models.stages import pipelines
 from maxtext.models.weight_table import Table
 
 # Every file in `families` is one; it bears the name that decoder_block gives it.
@@ -52,6 +55,12 @@ def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
       f"remat_policy={config.remat_policy} names {turns} policies that take turns over the layers, and this model "
       f"repeats {odd[0]} layers, which is not a multiple of {turns}."
     )
+  if execution.attention.order is not None and not spec.any_order:
+    raise ConfigError(
+      "context_parallel_load_balance=true reorders the tokens of a row, and this model has layers that need them in "
+      "order: write context_parallel_load_balance=false."
+    )
+  execution = dataclasses.replace(execution, pipelines=pipelines(config, spec, execution))
   return Model.of(spec, execution, _trained(config))
 
 
@@ -120,16 +129,24 @@ def how(config: MaxTextConfig, mesh: Mesh) -> How:
     c.sa_block_kv_dq,
     c.sa_use_fused_bwd_kernel,
   )
+  rules = Rules.parse(c.logical_axis_rules, c.mesh_axes)
+  parts = rules.parts(mesh, "activation_length")
   return How(
     mesh=mesh,
-    rules=Rules.parse(c.logical_axis_rules, c.mesh_axes),
+    rules=rules,
     dtype=c.dtype.value,
     weight_dtype=c.weight_dtype.value,
     precision=c.matmul_precision.value,
     activations_in_float32=c.activations_in_float32,
     logits_dot_in_float32=c.logits_dot_in_fp32,
     cast_logits_to_float32=c.cast_logits_to_fp32,
-    attention=Attention(_kernel(c, mesh, blocks), c.matmul_precision.value, blocks),
+    attention=Attention(
+      _kernel(c, mesh, blocks, parts),
+      c.matmul_precision.value,
+      blocks,
+      c.context_parallel_strategy == "ring",
+      _order(c, mesh, parts),
+    ),
     experts=dispatch(c, mesh),
     remat=tuple(_remat(policy, c) for policy in remat_policies(c)),
     scan=c.scan_layers,
@@ -138,14 +155,37 @@ def how(config: MaxTextConfig, mesh: Mesh) -> How:
   )
 
 
-def _kernel(config: MaxTextConfig, mesh: Mesh, blocks: SplashBlocks) -> Kernel:
+def _order(config: MaxTextConfig, mesh: Mesh, parts: int) -> TokenOrder | None:
+  """The order of tokens in rows that are split, where the parts are to have the same work."""
+  c = config
+  if c.max_target_length % parts:
+    raise ConfigError(f"max_target_length={c.max_target_length} cannot be split over {parts} devices in equal parts.")
+  if mesh.shape.get("context", 1) == 1 or not c.context_parallel_load_balance:
+    return None
+  ring, asked = c.context_parallel_strategy == "ring", c.context_parallel_reorder_strategy
+  striped = ring if asked is ReorderStrategy.AUTO else asked is ReorderStrategy.STRIPED
+  order = TokenOrder("striped" if striped else "dual_chunk_swap", parts)
+  if c.max_target_length % order.divisor:
+    raise ConfigError(
+      f"max_target_length={c.max_target_length} is not a multiple of {order.divisor}, which "
+      f"context_parallel_load_balance=true needs to deal {parts} equal parts."
+    )
+  return order
+
+
+def _kernel(config: MaxTextConfig, mesh: Mesh, blocks: SplashBlocks, parts: int) -> Kernel:
   platform = mesh.devices.flat[0].platform
   kernels = _KERNELS[config.attention]
   if platform not in kernels:
     raise ConfigError(f"attention={config.attention} does not run on {platform} devices: write attention=autoselected.")
   kernel = kernels[platform]
+  if parts > 1 and (kernel == "cudnn" or (kernel == "splash" and config.context_parallel_strategy == "ring")):
+    raise ConfigError(
+      f"attention={config.attention}: {kernel} attention cannot take rows split over {parts} devices by "
+      f"context_parallel_strategy={config.context_parallel_strategy}: write attention=chunked."
+    )
   if kernel == "splash":
-    _check_splash(config, blocks)
+    _check_splash(config, blocks, parts)
   return kernel
 
 
@@ -162,13 +202,20 @@ def _check_kernel(config: MaxTextConfig, spec: DecoderSpec, kernel: Kernel) -> N
       raise ConfigError(f"{key}={getattr(config, key)}: cuDNN attention cannot do it; write attention=chunked.")
 
 
-def _check_splash(config: MaxTextConfig, blocks: SplashBlocks) -> None:
+def _check_splash(config: MaxTextConfig, blocks: SplashBlocks, parts: int) -> None:
   length = config.max_target_length
-  if length % 128:
-    raise ConfigError(f"max_target_length={length} is not a multiple of 128, which the splash kernel needs.")
+  if length % (128 * parts):
+    raise ConfigError(
+      f"max_target_length={length} is not a multiple of {128 * parts}, 128 for each device that has a part of a row, "
+      "which the splash kernel needs."
+    )
   for key, size in zip(SplashAttention.model_fields, dataclasses.astuple(blocks)[:-1], strict=False):
-    if size < 128 or size % 128 or length % min(size, length):
-      raise ConfigError(f"{key}={size} must be a multiple of 128 that divides max_target_length={length}.")
+    own = length // parts if "block_q" in key else length
+    if size < 128 or size % 128 or own % min(size, own):
+      raise ConfigError(
+        f"{key}={size} must be a multiple of 128 that divides {own}, "
+        f"max_target_length={length} over {length // own} devices."
+      )
 
 
 _PLATFORMS = ("tpu", "gpu", "cuda", "cpu")

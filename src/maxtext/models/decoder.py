@@ -34,8 +34,12 @@ class Decoder(nnx.Module):
     rows = spec.learned_positions
     self.positions = None if rows is None else Positions(make.at("positions"), rows, spec.width, how)
     groups = make.at("groups")
+    pipelines = how.pipelines or (None,) * len(spec.groups)
     self.groups = nnx.List(
-      [Stack(groups.at(i), g.cycle, g.repeats, spec.width, how) for i, g in enumerate(spec.groups)]
+      [
+        Stack(groups.at(i), group.cycle, group.repeats, spec.width, how, pipeline)
+        for i, (group, pipeline) in enumerate(zip(spec.groups, pipelines, strict=True))
+      ]
     )
     self.final_norm = spec.final_norm.build(make.at("final_norm"), spec.width)
     further = make.at("ahead")

@@ -55,6 +55,12 @@ class DecoderSpec:
     return any(getattr(layer, "memory", None) is not None for group in self.groups for layer in group.cycle)
 
   @property
+  def any_order(self) -> bool:
+    """Whether the tokens of a row may stand in any order, since positions say what comes before what."""
+    mixers = [layer.mixer for group in self.groups for layer in group.cycle]
+    return all(getattr(m, "any_order", False) for m in mixers) and self.ahead is None and not self.looks_up_tokens
+
+  @property
   def ropes(self) -> tuple[Rope, ...]:
     """The distinct rotary tables of all layers."""
     return tuple(dict.fromkeys(rope for group in self.groups for block in group.cycle for rope in block.mixer.ropes))

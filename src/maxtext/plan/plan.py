@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from maxtext.plan.calibration import CALIBRATION
 from maxtext.plan.compile import program_for
 from maxtext.plan.estimate import Estimate, Operation, estimate
 from maxtext.plan.hlo import CompiledProgram
+from maxtext.train.compiled import save
 from maxtext.train.program import Program
 
 
@@ -42,6 +44,7 @@ class Plan:
   axes: Mapping[str, int]
   tokens: int  # a step
   memory: Memory
+  state_bytes: int  # of the whole run
   model_flops: float  # a step and chip
   peak_flops: float
   compile_seconds: float
@@ -112,6 +115,8 @@ def make_plan(config: MaxTextConfig) -> Plan:
   found: Estimate | None = None
   try:
     compiled = lowered.compile()
+    if config.compiled_trainstep_file:
+      save(program, lowered, compiled, Path(config.compiled_trainstep_file))
     stats, text = compiled.memory_analysis(), compiled.as_text()
     assert stats is not None, "the TPU compiler gives both"
     assert text is not None
@@ -130,6 +135,7 @@ def make_plan(config: MaxTextConfig) -> Plan:
     {axis: size for axis, size in mesh.shape.items() if size > 1},
     rows * length,
     _memory(program, topology, peak, temporaries),
+    sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(program.state)),
     train_flops_per_token(program.model, length) * rows * length / chips,
     chip.flops,
     time.perf_counter() - start,

@@ -1,6 +1,6 @@
 """A run made ready: the model, the compiled step, and the abstract state and batch it takes. No array exists yet."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -19,12 +19,15 @@ from maxtext.configs.types import DatasetType
 from maxtext.data.batch import Batch, Fed, Position
 from maxtext.data.feed import make_feed
 from maxtext.layers.how import How
-from maxtext.mesh.rules import LOGICAL_AXES
+from maxtext.mesh.compiler import compiler_options
+from maxtext.mesh.rules import LOGICAL_AXES, axes_of
 from maxtext.models.build import build_model
 from maxtext.models.clip import clip_queries_and_keys
 from maxtext.models.model import Model, Params
 from maxtext.optim.optimizer import make_optimizer
 from maxtext.optim.schedules import learning_rate
+from maxtext.train import diloco
+from maxtext.train.diloco import Diloco
 from maxtext.train.objectives.language_modeling import LanguageModeling
 from maxtext.train.state import TrainState, abstract_state, initial_state, on_devices, update_shardings
 from maxtext.train.step import Metrics, Objective, evaluation_sums, make_train_step
@@ -66,17 +69,30 @@ class Program:
       grad_dtype=config.grad_dtype.value,
       after=partial(clip_queries_and_keys, model, config.qk_clip_threshold) if config.use_qk_clip else None,
     )
+    replicas = mesh.shape.get(diloco.AXIS, 1)
+    apart = Diloco(replicas, config.diloco_sync_period, config.diloco_outer_lr, config.diloco_outer_momentum)
+    if config.enable_diloco:
+      state, update = apart.abstract(state), apart.step(update)
     shardings = jax.tree.map(lambda a: a.sharding, state)
     replicated = NamedSharding(mesh, PartitionSpec())
     measured = objective or LanguageModeling(tiles=config.num_vocab_tiling, alone=True)
 
-    jit = partial(jax.jit, compiler_options=dict(_compiler_options(config)))
+    jit = partial(jax.jit, compiler_options=_compiler_options(config, mesh))
+
+    def dealt(batch: Batch) -> Batch:
+      """Rows in the order in which their parts have the same work."""
+      order = model.how.attention.order
+      return batch if order is None else jax.tree.map(order.apply, batch)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-      return update(on_devices(state, shardings), batch)
+      return update(on_devices(state, shardings), dealt(batch))
+
+    def init(seed: jax.Array) -> TrainState:
+      state = initial_state(model, optimizer, seed)
+      return apart.initial(state) if config.enable_diloco else state
 
     def evaluate(params: Params, buffers: Params, batch: Batch) -> Metrics:
-      return evaluation_sums(model, measured, on_devices(params, shardings.params), buffers, batch)
+      return evaluation_sums(model, measured, on_devices(params, shardings.params), buffers, dealt(batch))
 
     return Program(
       config,
@@ -84,7 +100,7 @@ class Program:
       state,
       _abstract_batch(config, model.how, "per_device_batch_size", config.gradient_accumulation_steps),
       jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated)),
-      jit(lambda seed: initial_state(model, optimizer, seed), out_shardings=shardings),
+      jit(init, out_shardings=shardings),
       _abstract_batch(config, model.how, "eval_per_device_batch_size"),
       jit(evaluate, out_shardings=replicated),
     )
@@ -124,9 +140,11 @@ def _abstract_batch(config: MaxTextConfig, how: How, key: str, accumulation: int
       f"input_data_sharding_logical_axes={axes} must name two dimensions, of rows and of length, such as "
       f"[activation_embed_and_logits_batch, activation_norm_length]."
     )
-  whole = how.rules.sharding(mesh, axes, shape)
+  rows, length = how.rules.partition(mesh, axes, shape)
+  replicas = (diloco.AXIS,) if diloco.AXIS in mesh.shape else ()
+  whole = NamedSharding(mesh, PartitionSpec((*replicas, *axes_of(rows)), length))
   micro = shape[0] // accumulation
-  split = dict(how.rules.pairs)[axes[0]]
+  split = (*replicas, *dict(how.rules.pairs)[axes[0]])
   shards = prod(mesh.shape[a] for a in split)
   over = " x ".join(f"{a}={mesh.shape[a]}" for a in split if mesh.shape[a] > 1)
   if micro % shards:
@@ -143,13 +161,14 @@ def _abstract_batch(config: MaxTextConfig, how: How, key: str, accumulation: int
   return Batch(array(jnp.int32), array(jnp.int32), array(jnp.int32), segments, array(jnp.float32))
 
 
-def _compiler_options(config: MaxTextConfig) -> Mapping[str, str | bool]:
+def _compiler_options(config: MaxTextConfig, mesh: Mesh) -> dict[str, str | bool]:
   """What the compiler is told beside the program."""
+  options = compiler_options(mesh.devices.flat[0])
   if not config.dump_hlo:
-    return {}
+    return options
   if config.dump_hlo_xla_flags:
-    return dict(flag.removeprefix("--").split("=", 1) for flag in config.dump_hlo_xla_flags.split())
-  return {
+    return options | dict(flag.removeprefix("--").split("=", 1) for flag in config.dump_hlo_xla_flags.split())
+  return options | {
     "xla_dump_to": config.dump_hlo_local_dir,
     "xla_dump_hlo_module_re": config.dump_hlo_local_module_name or ".*",
     "xla_dump_hlo_as_text": True,

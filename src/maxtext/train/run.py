@@ -20,6 +20,7 @@ from maxtext.models.placement import placements, table
 from maxtext.observe.run_directory import RunDirectory, readable_name
 from maxtext.observe.sinks import Console, JsonLines, Prometheus, Sink, TensorBoard
 from maxtext.observe.stack_traces import StackTraces
+from maxtext.train import compiled
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.callbacks.dump import Dump
 from maxtext.train.callbacks.evaluate import Evaluate
@@ -73,7 +74,9 @@ def train(
       closing.callback(callback.close)
     mesh = program.model.how.mesh
     flops = train_flops_per_token(program.model, config.max_target_length) / mesh.size
-    return run_loop(program.step, state, feed, steps, callbacks, flops, _peak_flops(mesh))
+    file = config.compiled_trainstep_file
+    step = compiled.load(program, Path(file)) if file else program.step
+    return run_loop(step, state, feed, steps, callbacks, flops, _peak_flops(mesh))
 
 
 def _finish(run: RunDirectory) -> None:

@@ -47,7 +47,8 @@ class HardwareAndMesh(Section):
     "all_gather", description="How context shards share keys and values: all_gather or ring."
   )
   context_parallel_reorder_strategy: ReorderStrategy = Field(
-    ReorderStrategy.AUTO, description="Token order for context_parallel_load_balance; auto picks by hardware."
+    ReorderStrategy.AUTO,
+    description="Token order for context_parallel_load_balance; auto is striped for a ring, else dual_chunk_swap.",
   )
   custom_mesh: str = Field("", description="Named physical device layout, e.g. hybrid_ring_64x4; '' is the usual one.")
   custom_mesh_and_rule: CustomRule = Field(

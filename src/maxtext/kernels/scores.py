@@ -1,0 +1,90 @@
+"""How queries score keys: which they see, and how strongly. What every attention kernel here starts from.
+
+Shapes: B batch, S queries, T keys, H query heads, K key heads, G = H/K query heads per key head, D head dim.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.kernels.token_order import TokenOrder
+
+# The logit of a key that is not seen: low enough to vanish, high enough that differences of two stay finite.
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+class Tokens(NamedTuple):
+  """Where tokens stand: position within the document, and document within the row (None: each row is one)."""
+
+  positions: jax.Array
+  segments: jax.Array | None = None
+
+  def part(self, start: int, end: int) -> "Tokens":
+    """The tokens of a range."""
+    return Tokens(self.positions[:, start:end], None if self.segments is None else self.segments[:, start:end])
+
+
+@dataclass(frozen=True)
+class Scoring:
+  """How a query weighs keys, and which it sees.
+
+  Attributes:
+    scale: times the product of query and key.
+    window: how far back a query sees, itself counted; None is all the way.
+    chunked: the window does not slide: positions are cut into chunks of that length, and a query sees its own.
+    cap: bounds scaled logits by cap * tanh(logit / cap).
+  """
+
+  scale: float
+  window: int | None = None
+  chunked: bool = False
+  cap: float | None = None
+
+  def sees(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """Whether positions `keys` are visible from positions `queries`."""
+    gap = queries - keys
+    if self.window is None:
+      return gap >= 0
+    if self.chunked:
+      return (gap >= 0) & (queries // self.window == keys // self.window)
+    return (gap >= 0) & (gap < self.window)
+
+
+def scores(
+  q: jax.Array,
+  k: jax.Array,
+  queries: Tokens,
+  keys: Tokens,
+  scoring: Scoring,
+  precision: str = "default",
+  chosen: jax.Array | None = None,
+) -> jax.Array:
+  """Logits [B,K,G,S,T] in float32, `MASKED` where a key is later, too far, of another segment, or not chosen."""
+  B, S, H, D = q.shape
+  K = k.shape[2]
+  grouped = q.reshape(B, S, K, H // K, D)
+  logits = jnp.einsum("bskgd,btkd->bkgst", grouped, k, precision=precision, preferred_element_type=jnp.float32)
+  logits = logits * scoring.scale
+  if scoring.cap is not None:
+    logits = scoring.cap * jnp.tanh(logits / scoring.cap)
+  visible = scoring.sees(queries.positions[:, :, None], keys.positions[:, None, :])
+  if queries.segments is not None and keys.segments is not None:
+    visible &= queries.segments[:, :, None] == keys.segments[:, None, :]
+  visible = visible[:, None, None]
+  if chosen is not None:
+    visible = visible & chosen.reshape(B, *((K, H // K) if chosen.shape[1] == H else (1, 1)), *chosen.shape[2:])
+  return jnp.where(visible, logits, MASKED)
+
+
+def gathered(parts: Any, axes: tuple[str, ...], order: TokenOrder | None) -> Any:
+  """Inside `shard_map`: whole rows [B,T,...], in the order of the text, of the parts that devices along `axes` hold."""
+  if not axes:
+    return parts
+
+  def whole(x: jax.Array) -> jax.Array:
+    x = jax.lax.all_gather(x, axes, axis=1, tiled=True)
+    return x if order is None else order.undo(x)
+
+  return jax.tree.map(whole, parts)

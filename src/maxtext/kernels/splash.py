@@ -1,0 +1,126 @@
+"""Attention by JAX's splash kernel for TPUs, which skips blocks of keys that no query of a block sees.
+
+Shapes: B batch, S queries, H query heads, K key heads, D head dim.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxtext.kernels.scores import Scoring, Tokens, gathered
+from maxtext.kernels.token_order import TokenOrder
+from maxtext.mesh.rules import axes_of
+
+
+@dataclass(frozen=True)
+class SplashBlocks:
+  """Block sizes of the splash kernel; see the `sa_block_*` keys."""
+
+  q: int = 512
+  kv: int = 512
+  kv_compute: int = 512
+  q_dkv: int = 512
+  kv_dkv: int = 512
+  kv_dkv_compute: int = 512
+  q_dq: int = 512
+  kv_dq: int = 512
+  fused_backward: bool = False
+
+  def within(self, queries: int, keys: int, kind: Callable[..., Any]) -> Any:
+    """As the kernel wants them: no block longer than what it cuts, and none for a kernel that is not used."""
+    q_dq, kv_dq = (None, None) if self.fused_backward else (min(self.q_dq, queries), min(self.kv_dq, keys))
+    return kind(
+      block_q=min(self.q, queries),
+      block_kv=min(self.kv, keys),
+      block_kv_compute=min(self.kv_compute, keys),
+      block_q_dkv=min(self.q_dkv, queries),
+      block_kv_dkv=min(self.kv_dkv, keys),
+      block_kv_dkv_compute=min(self.kv_dkv_compute, keys),
+      block_q_dq=q_dq,
+      block_kv_dq=kv_dq,
+      use_fused_bwd_kernel=self.fused_backward,
+    )
+
+
+def splash(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  tokens: Tokens,
+  scoring: Scoring,
+  sinks: jax.Array | None,
+  *,
+  mesh: Mesh,
+  q_spec: PartitionSpec,
+  kv_spec: PartitionSpec,
+  blocks: SplashBlocks,
+  order: TokenOrder | None,
+  result: str,
+  interpret: bool,
+) -> jax.Array:
+  """The kernel on every device, with the keys of whole rows. Its residuals carry the name `result`, so what is
+  returned must not carry it again."""
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+
+  S, H = q.shape[1], q.shape[2]
+  if q_spec[2] != kv_spec[2]:  # key heads too few to be split like the query heads: give each query head its own
+    k, v = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k, v))
+    kv_spec = q_spec
+  length_axes, parts = axes_of(q_spec[1]), _parts(mesh, q_spec[1])
+  segments = tokens.segments
+  if scoring.chunked and segments is not None:  # chunks are those of the documents: let them be segments of their own
+    assert scoring.window is not None
+    segments = segments * (S // scoring.window + 1) + tokens.positions // scoring.window
+    scoring = Scoring(scoring.scale, cap=scoring.cap)
+  attend = kernel.make_splash_mha(
+    _mask(scoring, S, H // _parts(mesh, q_spec[2]), order),
+    block_sizes=blocks.within(S // parts, S, kernel.BlockSizes),
+    attn_logits_soft_cap=scoring.cap,
+    head_shards=1,
+    q_seq_shards=parts,
+    residual_checkpoint_name=result,
+    interpret=interpret,
+  )
+
+  def local(
+    attend: Any, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None
+  ) -> jax.Array:
+    keys, values, key_segments = gathered((k, v, segments), length_axes, order)
+    heads_first = (x.swapaxes(1, 2) for x in (q * scoring.scale, keys, values))
+    ids = None if segments is None else kernel.SegmentIds(segments, key_segments)
+    return jax.vmap(attend, in_axes=(0, 0, 0, 0, None))(*heads_first, ids, sinks).swapaxes(1, 2)
+
+  mask_spec = attend.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, q_spec[1])))
+  ids_spec = None if segments is None else PartitionSpec(*q_spec[:2])
+  sinks_spec = None if sinks is None else PartitionSpec(q_spec[2])
+  return jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(mask_spec, q_spec, kv_spec, kv_spec, ids_spec, sinks_spec),
+    out_specs=q_spec,
+    check_vma=False,
+  )(attend, q, k, v, segments, sinks)
+
+
+def _mask(scoring: Scoring, length: int, heads: int, order: TokenOrder | None) -> Any:
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+  shape, window = (length, length), scoring.window
+  if window is None:
+    mask: Any = masks.CausalMask(shape)
+  elif scoring.chunked:
+    mask = masks.ChunkedCausalMask(shape, window)
+  else:
+    mask = masks.LocalMask(shape, (window - 1, 0), 0)
+  if order is not None:
+    mask.q_sequence = order.sequence(length)
+  return masks.MultiHeadMask([mask] * heads)
+
+
+def _parts(mesh: Mesh, axes: Any) -> int:
+  return math.prod(mesh.shape[a] for a in axes_of(axes))

@@ -1,0 +1,124 @@
+"""Layers dealt to stages, and a batch sent through them in micro-batches.
+
+Every stage is a slice of arrays whose first dimension is split over the mesh axis `stage`; all stages run at once, each
+on another micro-batch, and hand their results to the next by shifting that dimension. Where there are more layers than
+the stages take at once, micro-batches go round again.
+
+Shapes: P stages, M micro-batches, R repeats of a cycle of layers, L of them in one visit to a stage, N visits,
+B rows of a micro-batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+AXIS = "stage"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+  """How a stack is dealt to stages.
+
+  Attributes:
+    microbatches: parts of a batch; at least as many as keep every stage busy.
+    per_visit: repeats of the cycle that a stage runs at a visit.
+    repeats: of a stack that go through the stages, from the first on; those after them run as without stages.
+    delay: ticks from a result to its use. With 2, results travel while the next are computed.
+  """
+
+  stages: int
+  microbatches: int
+  per_visit: int
+  repeats: int
+  delay: int = 1
+
+  @property
+  def visits(self) -> int:
+    """How often a micro-batch goes round the stages."""
+    return self.repeats // (self.stages * self.per_visit)
+
+
+def pipelined(
+  pipeline: Pipeline, mesh: Mesh, run: Callable[..., tuple[jax.Array, Any]], x: jax.Array, context: Any, layers: Any
+) -> tuple[jax.Array, Any]:
+  """x [M*B,...] through all layers, to the same and what they leave, as means over the micro-batches.
+
+  Args:
+    run: (x, context, layers [L,...]) to (x, what each of them leaves [L,...]), for one micro-batch.
+    context: a pytree of arrays [M*B,...].
+    layers: a pytree of arrays [R,...].
+  """
+  P, M, delay = pipeline.stages, pipeline.microbatches, pipeline.delay
+  stage = jnp.arange(P)
+  own = jax.tree.map(lambda w: _placed(_dealt(pipeline, w), mesh), layers)
+  contexts = jax.tree.map(lambda a: _micro(pipeline, a), context)
+  every_stage = jax.vmap(run, spmd_axis_name=AXIS)
+
+  # What a micro-batch is before its next visit waits at the first stage; the other stages' rows stay empty.
+  waiting = _placed(jnp.where(_column(stage == 0, x.ndim + 2), _micro(pipeline, x)[None], 0), mesh)
+  nothing = _placed(jnp.zeros((P, x.shape[0] // M, *x.shape[1:]), x.dtype), mesh)
+  carry = (waiting, [nothing] * delay)
+
+  def returned(waiting: jax.Array, arrived: jax.Array, tick: jax.Array) -> jax.Array:
+    """Keeps what the last stage sent to the first."""
+    number = (tick - delay * P) % M
+    new = jax.lax.dynamic_update_index_in_dim(waiting, arrived, number, axis=1)
+    return jnp.where(_column((stage == 0) & (tick >= delay * P), waiting.ndim), new, waiting)
+
+  def one(carry: tuple[jax.Array, list[jax.Array]], tick: jax.Array) -> tuple[Any, Any]:
+    waiting, (arrived, *later) = carry
+    waiting = returned(waiting, arrived, tick)
+    number = tick - delay * stage
+    micro, visit = number % M, jnp.clip(number // M, 0, pipeline.visits - 1)
+    x = jnp.where(_column(stage == 0, arrived.ndim), _chosen(waiting, micro), arrived)
+    here = jax.tree.map(lambda a: jnp.take(a, micro, axis=0), contexts)
+    y, left = every_stage(_placed(x, mesh), here, jax.tree.map(lambda w: _chosen(w, visit), own))
+    busy = (number >= 0) & (number < M * pipeline.visits)
+    left = jax.tree.map(lambda a: jnp.where(_column(busy, a.ndim), a, 0), left)
+    moved = [*later, _placed(y, mesh)]
+    moved[0] = jnp.roll(moved[0], 1, axis=0)
+    return (waiting, moved), (visit, left)
+
+  ticks = M * pipeline.visits + delay * (P - 1)
+  (waiting, moved), (visits, left) = jax.lax.scan(one, carry, jnp.arange(ticks))
+  for late, arrived in enumerate(moved):
+    waiting = returned(waiting, arrived if late == 0 else jnp.roll(arrived, 1, axis=0), jnp.asarray(ticks + late))
+  means = jax.tree.map(lambda a: _by_layer(pipeline, visits, a) / M, left)
+  return jnp.moveaxis(waiting[0], 0, 1).reshape(x.shape), means
+
+
+def _micro(pipeline: Pipeline, x: jax.Array) -> jax.Array:
+  """Rows are dealt in turn, so that each device's rows are spread over all micro-batches and none has to move."""
+  return jnp.moveaxis(x.reshape(-1, pipeline.microbatches, *x.shape[1:]), 1, 0)
+
+
+def _dealt(pipeline: Pipeline, w: jax.Array) -> jax.Array:
+  """[R,...] to [P,N,L,...]: consecutive layers at a visit, consecutive stages, then the next visit."""
+  visits = w.reshape(pipeline.visits, pipeline.stages, pipeline.per_visit, *w.shape[1:])
+  return jnp.moveaxis(visits, 1, 0)
+
+
+def _by_layer(pipeline: Pipeline, visits: jax.Array, left: jax.Array) -> jax.Array:
+  """What was left at each tick [T,P,L,...], at the visits [T,P], summed for each layer: [R,...]."""
+  member = jax.nn.one_hot(visits, pipeline.visits, dtype=left.dtype)
+  summed = jnp.einsum("tpn,tp...->np...", member, left)
+  return summed.reshape(pipeline.repeats, *left.shape[3:])
+
+
+def _chosen(x: jax.Array, index: jax.Array) -> jax.Array:
+  """[P,N,...] at an index of each stage: [P,...]."""
+  return jax.vmap(lambda a, i: jax.lax.dynamic_index_in_dim(a, i, keepdims=False))(x, index)
+
+
+def _column(x: jax.Array, ndim: int) -> jax.Array:
+  return x.reshape(-1, *(1,) * (ndim - 1))
+
+
+def _placed(x: jax.Array, mesh: Mesh) -> jax.Array:
+  """Split over stages; how the rest is placed is left as it is."""
+  spec = PartitionSpec(AXIS, *(PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1))
+  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

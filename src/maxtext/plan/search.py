@@ -1,0 +1,178 @@
+"""The fastest configuration that fits, in few compilations.
+
+Candidates are ordered by a hopeful guess: the model's arithmetic and what is computed again at the chip's peak, and the
+bytes that must travel and cannot hide behind it. Those whose state and kept tensors cannot fit are never compiled. Of
+the others the most promising are, as the plan command in processes of their own; what did not fit rules out what would
+keep more, and what was found tells how far from their guesses the rest will be.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.mesh.topology import Topology
+from maxtext.models.build import how
+from maxtext.models.flops import train_flops_per_token
+from maxtext.plan.compile import program_for
+from maxtext.plan.work import forward_work
+
+Keys = dict[str, Any]
+
+POLICIES = (
+  "minimal",
+  "minimal,save_dot_except_mlpwi",
+  "save_dot_except_mlpwi",
+  "save_dot_with_context_except_mlp",
+  "save_dot_except_mlp",
+  "save_qkv_proj",
+  "full",
+)
+BATCHES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Candidate:
+  """A configuration that was not compiled yet.
+
+  Attributes:
+    keys: what differs from the configuration that was given.
+    guess: seconds a token and chip, at best.
+    travel: of them, and beside them, what the links are busy with weights.
+    kept: bytes a device that it keeps at least, state and activations.
+  """
+
+  keys: Keys
+  guess: float
+  travel: float
+  kept: float
+
+
+@dataclass(frozen=True)
+class Found:
+  """A candidate that was compiled, and the plan's JSON of it."""
+
+  candidate: Candidate
+  plan: dict[str, Any]
+
+  @property
+  def seconds_per_token(self) -> float:
+    """Of one chip; without end where it does not fit."""
+    speed = self.plan["estimated_tokens_per_second_per_chip"]
+    return 1 / speed if self.plan["fits"] and speed else float("inf")
+
+
+def search(config: MaxTextConfig, words: Sequence[str], compiles: int, jobs: int, say: Callable[[str], None]) -> Found:
+  """Compiles at most `compiles` candidates, `jobs` at a time, and returns the fastest that fits.
+
+  Args:
+    words: of the command line that described the configuration.
+    say: is told of every candidate as it comes back.
+  """
+  waiting, done = candidates(config), list[Found]()
+  say(f"{len(waiting)} candidates may fit; at most {compiles} are compiled, {jobs} at a time")
+  with ThreadPoolExecutor(jobs) as pool:
+    under_way: dict[Future[dict[str, Any]], Candidate] = {}
+    while True:
+      while len(under_way) < jobs and len(done) + len(under_way) < compiles and (new := _next(waiting, done)):
+        waiting.remove(new)
+        under_way[pool.submit(_compiled, words, new.keys)] = new
+      if not under_way:
+        break
+      for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+        done.append(Found(under_way.pop(future), future.result()))
+        say(_line(len(done), done[-1]))
+  best = min(done, key=lambda f: f.seconds_per_token, default=None)
+  if best is None or best.seconds_per_token == float("inf"):
+    raise ConfigError(
+      f"compile_topology={config.compile_topology}: none of {len(done)} configurations fits; take more chips, or a "
+      "shorter max_target_length."
+    )
+  return best
+
+
+def candidates(config: MaxTextConfig) -> list[Candidate]:
+  """Meshes, rematerialisation and batches, the most promising first; what cannot fit is left out."""
+  program, topology = program_for(config.model_copy(update={"per_device_batch_size": 1.0, "remat_policy": "full"}))
+  model, mesh, chip = program.model, program.model.how.mesh, topology.chip
+  work, inputs = forward_work(program)
+  state = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(program.state))
+  weights = sum(a.size for a in model.params.values()) * jnp.dtype(model.how.dtype).itemsize
+  links = 2 * len(topology.shape) * chip.link_bandwidth
+  layers = sum(group.repeats * len(group.cycle) for group in model.spec.groups)
+  length, total = config.max_target_length, program.batch.inputs.size
+  found = []
+  for policy in POLICIES:
+    turns = how(config.model_copy(update={"remat_policy": policy}), mesh).remat
+    keeps = sum(work[name].bytes for turn in turns for name in turn.saved if name in work) / len(turns)
+    again = sum(w.flops for turn in turns for name, w in work.items() if name not in turn.saved) / len(turns)
+    compute = (train_flops_per_token(model, length) + again / total) / chip.flops
+    for axes, batch in product(_meshes(config, topology), BATCHES):
+      kept = (state + (inputs + keeps) * batch) / mesh.size
+      # Weights are gathered for the forward and the backward pass, and their gradients go back.
+      tensor = axes["ici_tensor_parallelism"]
+      travel = 3 * weights / tensor / links / (batch * length)
+      # Tensor parallelism sums a layer's activations twice each way, and what follows has to wait for them.
+      sums = 4 * layers * 2 * (tensor - 1) * model.spec.width * 2 / (2 * chip.link_bandwidth)
+      if kept <= chip.hbm_bytes // chip.devices:
+        keys = axes | {"remat_policy": policy, "per_device_batch_size": batch}
+        found.append(Candidate(keys, max(compute, travel) + sums, travel, kept))
+  return sorted(found, key=lambda c: (c.guess, c.travel))
+
+
+def _meshes(config: MaxTextConfig, topology: Topology) -> Iterator[Keys]:
+  """Tensor parallelism within a host's reach, experts apart where there are some, FSDP over the rest."""
+  devices = prod(topology.shape) * topology.chip.devices
+  for tensor, expert in product((1, 2, 4, 8), (1, 2, 4, 8, 16)):
+    fits = devices % (tensor * expert) == 0 and config.base_num_kv_heads % tensor == 0
+    if fits and (expert == 1 or (config.num_experts % expert == 0 and config.num_experts > 1)):
+      yield {
+        "ici_fsdp_parallelism": devices // (tensor * expert),
+        "ici_tensor_parallelism": tensor,
+        "ici_expert_parallelism": expert,
+      }
+
+
+def _next(waiting: list[Candidate], done: list[Found]) -> Candidate | None:
+  """The most promising that is not ruled out: it keeps less than what did not fit, and could still be the fastest."""
+  ratio = median([f.seconds_per_token / f.candidate.guess for f in done if f.plan["fits"]] or [1.0])
+  best = min((f.seconds_per_token for f in done), default=float("inf"))
+  for candidate in waiting:
+    hopeless = any(_keeps_more(candidate, f.candidate) for f in done if not f.plan["fits"])
+    if not hopeless and candidate.guess * ratio < best:
+      return candidate
+  return None
+
+
+def _keeps_more(one: Candidate, other: Candidate) -> bool:
+  same = all(one.keys[key] == other.keys[key] for key in one.keys if key.startswith("ici_"))
+  return same and one.kept >= other.kept
+
+
+def _compiled(words: Sequence[str], keys: Keys) -> dict[str, Any]:
+  """The plan of a candidate, from a process of its own, so that compilations run side by side."""
+  command = [sys.executable, "-m", "maxtext.cli", "plan", *words, *(f"{k}={v}" for k, v in keys.items()), "--json"]
+  done = subprocess.run(command, capture_output=True, text=True, check=False)
+  if done.returncode:
+    return {"fits": False, "estimated_tokens_per_second_per_chip": None, "refused": done.stderr.strip()}
+  return json.loads(done.stdout)
+
+
+def _line(number: int, found: Found) -> str:
+  plan, keys = found.plan, found.candidate.keys
+  shown = " ".join(f"{k.removeprefix('ici_').removesuffix('_parallelism')}={v}" for k, v in keys.items() if v != 1)
+  if not plan["fits"]:
+    return f"{number:3}  {plan.get('refused') or 'does not fit'}  {shown}"
+  memory = plan["peak_hbm_bytes_per_chip"] / 2**30
+  speed = plan["estimated_tokens_per_second_per_chip"]
+  return f"{number:3}  {speed:8,.0f} tokens/s/chip  {plan['estimated_mfu']:.1%} MFU  {memory:5.1f} GiB  {shown}"

@@ -1,0 +1,71 @@
+"""What a model's forward pass computes and could keep, name by name, from its trace alone."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import jax
+from jax.extend import core
+
+from maxtext.train.program import Program
+
+
+@dataclass(frozen=True)
+class Named:
+  """Tensors of one name, in all layers together, for one batch."""
+
+  bytes: int
+  flops: float  # of products that lead to it from the names before it
+
+
+def forward_work(program: Program) -> tuple[dict[str, Named], int]:
+  """What each name stands for, and the bytes of the layers' inputs, which are always kept."""
+  model, batch = program.model, program.batch
+
+  def forward(params: Any, batch: Any) -> Any:
+    return model.bind(params).hidden(batch.inputs, batch.positions, batch.segments)[0]
+
+  traced = jax.make_jaxpr(forward)(model.params | model.buffers, batch)
+  sizes: dict[str, int] = defaultdict(int)
+  flops: dict[str, float] = defaultdict(float)
+  inputs, since = 0, 0.0
+  for eqn, times in _equations(traced.jaxpr, 1):
+    name = eqn.primitive.name
+    if name == "dot_general":
+      since += times * _product(eqn)
+    elif name == "name":
+      sizes[eqn.params["name"]] += times * _bytes(eqn)
+      flops[eqn.params["name"]] += since
+      since = 0.0
+    elif name in ("remat2", "checkpoint"):
+      inputs += times * _bytes(eqn)
+  return {name: Named(size, flops[name]) for name, size in sizes.items()}, inputs
+
+
+def _equations(jaxpr: core.Jaxpr, times: int) -> Iterator[tuple[core.JaxprEqn, int]]:
+  """All equations, inner ones after the one that holds them, with how often they run on all devices together."""
+  for eqn in jaxpr.eqns:
+    yield eqn, times
+    if eqn.primitive.name == "pallas_call":
+      continue  # written for one block
+    inside = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
+    if eqn.primitive.name == "shard_map":
+      inside *= eqn.params["mesh"].size
+    for value in eqn.params.values():
+      for inner in value if isinstance(value, tuple | list) else (value,):
+        closed = getattr(inner, "jaxpr", inner)
+        if isinstance(closed, core.Jaxpr):
+          yield from _equations(closed, inside)
+
+
+def _product(eqn: core.JaxprEqn) -> float:
+  (contracted, _), _ = eqn.params["dimension_numbers"]
+  left, out = (cast(Any, variables[0].aval) for variables in (eqn.invars, eqn.outvars))
+  return 2.0 * out.size * prod(left.shape[d] for d in contracted)
+
+
+def _bytes(eqn: core.JaxprEqn) -> int:
+  aval = cast(Any, eqn.outvars[0].aval)
+  return aval.size * aval.dtype.itemsize

@@ -1,0 +1,56 @@
+"""Replicas that train apart are two runs of half the batch, joined by Nesterov's rule written out."""
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext import ConfigError
+from tests.support import program, random_batch, tiny
+
+pytestmark = pytest.mark.mesh
+
+STEPS, PERIOD, OUTER, MOMENTUM = 5, 2, 0.7, 0.9
+RUN = {"steps": STEPS, "learning_rate": 1e-2, "warmup_steps_fraction": 0.2}
+
+
+def test_two_replicas_are_two_runs():
+  keys = {"ici_diloco_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+  rule = {"diloco_sync_period": PERIOD, "diloco_outer_lr": OUTER, "diloco_outer_momentum": MOMENTUM}
+  both = program(tiny(**RUN, **keys, **rule, enable_diloco=True, per_device_batch_size=1), 8)
+  one = program(tiny(**RUN, per_device_batch_size=4))
+  batches = [random_batch(both.config, rows=8, seed=i) for i in range(STEPS)]
+
+  state, found = both.init(), []
+  for batch in batches:
+    state, metrics = both.step(state, jax.device_put(batch, both.batch.inputs.sharding))
+    found.append(float(metrics["loss"]))
+
+  outer = {name: np.asarray(p, np.float64) for name, p in one.init().params.items()}
+  velocity, replicas, expected = dict.fromkeys(outer, 0.0), [one.init(), one.init()], []
+  for number, batch in enumerate(batches, 1):
+    halves = [jax.tree.map(lambda x, half=half: x[4 * half : 4 * half + 4], batch) for half in (0, 1)]
+    pairs = [one.step(replica, half) for replica, half in zip(replicas, halves, strict=True)]
+    replicas = [pair[0] for pair in pairs]
+    expected.append(np.mean([float(pair[1]["loss"]) for pair in pairs]))
+    if number % PERIOD == 0:
+      for name, old in outer.items():
+        gradient = old - np.mean([np.asarray(r.params[name], np.float64) for r in replicas], axis=0)
+        velocity[name] = MOMENTUM * velocity[name] + gradient
+        outer[name] = old - OUTER * (gradient + MOMENTUM * velocity[name])
+      replicas = [
+        type(r)(r.step, {n: jax.numpy.asarray(p, np.float32) for n, p in outer.items()}, r.buffers, r.opt_state)
+        for r in replicas
+      ]
+
+  np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+  for name, value in outer.items():
+    np.testing.assert_allclose(state.params[name], value, atol=2e-5, rtol=0)
+
+
+def test_what_has_no_place_is_refused():
+  with pytest.raises(
+    ConfigError, match=r"diloco_outer_lr=0\.5 is refused: it has no effect without enable_diloco=true"
+  ):
+    tiny(diloco_outer_lr=0.5)
+  with pytest.raises(ConfigError, match="shard_optimizer_over_data"):
+    tiny(enable_diloco=True, ici_diloco_parallelism=2, shard_optimizer_over_data=True)

@@ -1,0 +1,167 @@
+"""Every axis and the combinations of them train like one device: dense layers and experts, on packed rows."""
+
+import functools
+import itertools
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext import ConfigError
+from maxtext.configs.refusals import MESH_AXES
+from maxtext.data.batch import Batch
+from tests.support import program, tiny
+
+pytestmark = pytest.mark.mesh
+
+PAGE = Path(__file__).parents[1] / "docs" / "parallelism.md"
+STEPS, ROWS = 10, 16
+MODELS = {
+  "dense": {"base_num_decoder_layers": 4},
+  # A wide router: a token near a tie would jump between experts, whatever the mesh.
+  "experts": {
+    "base_num_decoder_layers": 4, "decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2,
+    "rope_type": "default", "original_max_position_embeddings": 4096, "rope_factor": 40,
+  },
+}  # fmt: skip
+AXES = {
+  "sequence 2 x fsdp 4": {"sequence": 2, "fsdp": 4},
+  "context 2 x fsdp 2 x tensor 2": {"context": 2, "fsdp": 2, "tensor": 2},
+  "context 8": {"context": 8, "fsdp": 1},
+  "context 4 x data 2, ring": {"context": 4, "data": 2, "fsdp": 1, "context_parallel_strategy": "ring"},
+  "context 4 x tensor_sequence 2, chunks swapped, ring": {
+    "context": 4, "tensor_sequence": 2, "fsdp": 1, "context_parallel_strategy": "ring",
+    "context_parallel_reorder_strategy": "dual_chunk_swap",
+  },
+  "context 2 x sequence 2 x fsdp 2, striped": {
+    "context": 2, "sequence": 2, "fsdp": 2, "context_parallel_reorder_strategy": "striped",
+  },
+  "context 4 x expert 2, in order": {"context": 4, "expert": 2, "fsdp": 1, "context_parallel_load_balance": False},
+  "pipeline 2 x fsdp 4": {"pipeline": 2, "fsdp": 4, "num_layers_per_pipeline_stage": 2},
+  "pipeline 2 x tensor 2 x fsdp 2, twice round, 4 parts": {
+    "pipeline": 2, "tensor": 2, "fsdp": 2, "num_pipeline_microbatches": 4,
+  },
+  "pipeline 4 x data 2, delayed": {
+    "pipeline": 4, "data": 2, "fsdp": 1, "pipeline_delay_activation_forwarding": True,
+  },
+  "pipeline 2 x context 2 x expert 2, two layers after it": {
+    "pipeline": 2, "context": 2, "expert": 2, "fsdp": 1, "pipeline_parallel_layers": 2,
+  },
+}  # fmt: skip
+# Four axes of two devices at a time, so that every pair of axes stands in some row.
+FOURS = (
+  ("tensor", "tensor_transpose", "expert", "pipeline"),
+  ("fsdp", "tensor", "tensor_sequence", "context"),
+  ("data", "fsdp_transpose", "tensor", "sequence"),
+  ("fsdp_transpose", "tensor_transpose", "context", "pipeline"),
+  ("fsdp", "sequence", "context", "expert"),
+  ("tensor_transpose", "tensor_sequence", "sequence", "pipeline"),
+  ("data", "fsdp", "tensor_transpose", "pipeline"),
+  ("data", "fsdp_transpose", "tensor_sequence", "expert"),
+  ("data", "fsdp", "fsdp_transpose", "context"),
+)
+BOTH = ("context 4 x expert 2, in order", "pipeline 2 x context 2 x expert 2, two layers after it")
+QUICK, SLOW = ("context 8", "pipeline 4 x data 2, delayed"), pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+  ("model", "axes"),
+  [
+    pytest.param(model, axes, id=f"{model}, {name}", marks=[] if name in QUICK and model == "dense" else SLOW)
+    for name, axes in AXES.items()
+    for model in (MODELS if name in BOTH else ("dense",))
+  ],
+)
+def test_like_one_device(one_device, axes, model):
+  np.testing.assert_allclose(curve(model, 8, **named(axes)), one_device(model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", FOURS, ids=" x ".join)
+def test_four_axes_are_like_one_device(one_device, axes):
+  sizes = {"fsdp": 1} | dict.fromkeys(axes, 2)
+  np.testing.assert_allclose(curve("experts", 16, **named(sizes)), one_device("experts"), atol=1e-5, rtol=0)
+
+
+def test_every_pair_of_axes_is_tried():
+  tried = {frozenset(pair) for axes in FOURS for pair in itertools.combinations(axes, 2)}
+  assert tried == {frozenset(pair) for pair in itertools.combinations(set(MESH_AXES) - {"diloco"}, 2)}
+
+
+def test_the_document_lists_them():
+  assert listed() in PAGE.read_text()
+
+
+def listed():
+  lines = [f"- {name}{' (also experts)' * (name in BOTH)}" for name in AXES] + [
+    f"- {' x '.join(axes)}" for axes in FOURS
+  ]
+  return "<!-- tried -->\n" + "\n".join(lines) + "\n<!-- /tried -->"
+
+
+@pytest.fixture(scope="module")
+def one_device():
+  @functools.cache
+  def found(model):
+    losses = curve(model, 1)
+    assert losses[-1] < losses[0] - 0.1, "a run must learn, or equal curves say little"
+    return losses
+
+  return found
+
+
+def named(axes):
+  """Short names of axes as keys; other keys stay."""
+  return {
+    key if "_parallel_" in key or "pipeline_" in key else f"ici_{key}_parallelism": value for key, value in axes.items()
+  }
+
+
+def curve(model, devices, **changes):
+  rows = {"per_device_batch_size": ROWS / devices}
+  run = {"steps": STEPS, "learning_rate": 3e-3, "warmup_steps_fraction": 0.1}
+  p = program(tiny(**MODELS[model], **run, **rows, **changes), devices)
+  state, found = p.init(), []
+  for step in range(STEPS):
+    state, metrics = p.step(state, jax.device_put(packed(step % 3, p.config), p.batch.inputs.sharding))
+    found.append(float(metrics["loss"]))
+  return np.array(found)
+
+
+def packed(seed, config):
+  """Rows of three documents of random lengths, the last of them padding."""
+  rng, length = np.random.default_rng(seed), config.max_target_length
+  tokens = rng.integers(0, config.vocab_size, (ROWS, length + 1), dtype=np.int32)
+  cuts = np.sort(rng.integers(1, length, (ROWS, 2)), axis=1)[:, :, None]
+  places = np.arange(length)
+  segments = 1 + (places >= cuts).sum(1)
+  positions = places - np.where(segments == 1, 0, np.where(segments == 2, cuts[:, 0], cuts[:, 1]))
+  segments = np.where(segments == 3, 0, segments).astype(np.int32)
+  weights = (segments > 0).astype(np.float32)
+  return Batch(tokens[:, :-1], tokens[:, 1:], positions.astype(np.int32), segments, weights)
+
+
+REFUSED = {
+  "rows that do not divide": (
+    {"context": 8, "fsdp": 1, "max_target_length": 24},
+    "max_target_length=24 is not a multiple of 16",
+  ),
+  "layers that need the order": (
+    {"context": 8, "fsdp": 1, "mtp_num_layers": 1},
+    "write context_parallel_load_balance=false",
+  ),
+}
+
+
+@pytest.mark.parametrize(("axes", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_is_refused(axes, message):
+  keys = {k if k.startswith(("max_", "mtp_")) else f"ici_{k}_parallelism": v for k, v in axes.items()}
+  with pytest.raises(ConfigError) as error:
+    program(tiny(**keys), 8)
+  assert message in str(error.value)
+
+
+if __name__ == "__main__":
+  PAGE.write_text(re.sub("<!-- tried -->.*<!-- /tried -->", listed(), PAGE.read_text(), flags=re.DOTALL))
