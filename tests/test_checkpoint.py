@@ -250,6 +250,7 @@ def test_another_model_is_a_mistake_and_not_damage(copy):
   assert steps_in(epath.Path(copy / "run" / "checkpoints")) == [2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, {"force_unroll": "true"}, {"param_scan_axis": 0}, {"param_scan_axis": 2}])
 def test_parameters_alone(half, tmp_path, keys, capsys):
   words = [f"{key}={value}" for key, value in keys.items()]
@@ -295,6 +296,7 @@ def test_inspect_needs_no_jax(half):
   assert record.config["checkpoint_period"]["value"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("keys", "steps", "pattern", "least", "most"),
   [
@@ -394,6 +396,7 @@ def test_a_full_disk_keeps_the_last_good_step(half, tmp_path, capsys):
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_told_to_end_a_run_saves_first(tmp_path, number, code):
   keys = TINY | {"steps": 100000, "run_name": "run", "base_output_directory": tmp_path, "enable_checkpointing": True}

@@ -28,6 +28,7 @@ def run(*words: str, **kwargs) -> subprocess.CompletedProcess:
   return subprocess.run([MAXTEXT, *words], capture_output=True, text=True, env=env, timeout=120, check=False, **kwargs)
 
 
+@pytest.mark.slow
 def test_quick_start_learns(tmp_path):
   file = tmp_path / "out" / "metrics.jsonl"
   done = run("train", "small-llama", "steps=12", "jax_cache_dir=", f"metrics_file={file}", cwd=tmp_path)
@@ -144,6 +145,7 @@ def test_a_reader_that_has_enough():
   assert (len(done.stdout.splitlines()), done.stderr) == (1, "")
 
 
+@pytest.mark.slow
 def test_control_c_stops_quietly(tmp_path):
   command = [MAXTEXT, "train", "small-llama", "steps=100000", "jax_cache_dir=", f"base_output_directory={tmp_path}"]
   env = os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
@@ -162,6 +164,7 @@ def test_control_c_stops_quietly(tmp_path):
   ]
 
 
+@pytest.mark.slow
 def test_from_python():
   history = History()
   state = maxtext.train(tiny(steps=3, ici_fsdp_parallelism=8, per_device_batch_size=1), [history])

@@ -70,6 +70,7 @@ def train(model: Model, batch, steps=15, accumulation=1):
   return losses, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_lora_trains_inside_linear(scan):
   config = tiny(scan_layers=scan)
@@ -90,6 +91,7 @@ def test_lora_trains_inside_linear(scan):
   assert len(moments) == 2 * len(model.params), "the optimizer keeps nothing for what is not trained"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("scan", "accumulation"), [(True, 1), pytest.param(False, 1, marks=pytest.mark.slow), (True, 2)]
 )

@@ -29,12 +29,11 @@ from maxtext.weights.hugging_face import layout
 from maxtext.weights.incoming import load_in
 from maxtext.weights.tensor_files import header, write_whole
 from tests.support import program
-from tests.test_parity import CASES, RUN, configure, references, torch
+from tests.test_parity import CASES, RUN, configure, every_case, references, torch
 
 __all__ = ["references"]  # a fixture
 
 pytestmark = pytest.mark.parity
-QUICK = ("llama", "mixtral")  # a dense family, and one of experts
 
 
 def words(case, **changes):
@@ -84,7 +83,7 @@ def write_folder(folder, tensors, config=None):
   (folder / "config.json").write_text(json.dumps(config or {}))
 
 
-@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+@every_case
 def test_there_and_back(case, folder_of, references, tmp_path):
   """transformers loads what goes out and says the same; what comes in again is the same to the bit."""
   reference = references(case)

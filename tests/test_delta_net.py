@@ -41,6 +41,7 @@ def per_key_head(value, *widths):
   return [part.reshape(-1, E).T for part in parts]
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
 def test_equals_its_reference(family):

@@ -73,6 +73,7 @@ def test_a_mixture_learns_and_its_bias_moves(one_device):
   assert all(1 <= step["expert_load"] <= 4 for step in found)
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 @pytest.mark.parametrize(
   "changes", [{}, pytest.param({"scan_layers": False}, marks=pytest.mark.slow)], ids=["scanned", "unrolled"]
@@ -90,6 +91,7 @@ def test_a_mesh_trains_like_one_device(one_device, changes):
     np.testing.assert_allclose(buffer, other.buffers[name], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_losses_of_layers_are_minimised():
   """The weighted mean over layers joins the loss, also through accumulation, and its gradient reaches the router."""
   batch = random_batch(tiny(), rows=4)
@@ -214,6 +216,7 @@ class Lora:
     return product(x, weight) + product(product(x, own["down"][...]), own["up"][...])
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_hooks_reach_experts(devices):

@@ -62,6 +62,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_block(name):
   module, kind = name.split(".")

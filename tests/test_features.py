@@ -47,6 +47,7 @@ def batch_of(documents):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("documents", [np.ones(32, int), PACKED], ids=["one document", "two documents"])
 @pytest.mark.parametrize(
   ("keys", "plain"),
@@ -166,6 +167,7 @@ def test_the_step_shrinks_what_the_whole_batch_saw(accumulation):
   np.testing.assert_allclose(shrunk, np.minimum(expected[0], 0.5), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_clips():
   config = tiny(**CLIP, steps=3, learning_rate=1e-2, warmup_steps_fraction=0.0)
   p = program(config)

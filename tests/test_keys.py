@@ -185,6 +185,7 @@ def test_trainable_parameters_mask():
     program(tiny(trainable_parameters_mask=["nothing"]))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
   file = tmp_path / "metrics.jsonl"
   keys = {"learning_rate": 1e30, "warmup_steps_fraction": 0, "gradient_clipping_threshold": 0, "steps": 9}

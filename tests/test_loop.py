@@ -21,6 +21,7 @@ from maxtext.train.loop import run_loop
 from tests.support import History, losses, program, tiny
 
 
+@pytest.mark.slow
 def test_evaluation_is_the_loss_on_other_data(tmp_path):
   history = History()
   config = tiny(steps=6, eval_interval=3, eval_steps=2, learning_rate=1e-3, z_loss_multiplier=0.1, run_name="evaluated",
@@ -124,6 +125,7 @@ def test_spikes_are_counted_in_the_figures():
   assert [f["skipped_steps"] for f in history.figures] == [0, 0, *range(1, 11)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["optimizer_memory_host_offload", "parameter_memory_host_offload"])
 @pytest.mark.mesh
 def test_state_may_rest_in_host_memory(key):
@@ -185,6 +187,7 @@ def test_dumps_of_the_step(tmp_path):
   assert not list((tmp_path / "xla").iterdir())
 
 
+@pytest.mark.slow
 def test_traces_again_and_again(tmp_path):
   config = tiny(steps=9, run_name="traced", base_output_directory=str(tmp_path), profiler="xplane", profiler_steps=1,
                 skip_first_n_steps_for_profiler=2, profile_periodically_period=4)  # fmt: skip

@@ -29,10 +29,10 @@ MESHES = {
     "ici_fsdp_parallelism": 2,
     "shard_optimizer_over_data": True,
   },
-  "data 8": {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1},
-  "fsdp 8": {"ici_fsdp_parallelism": 8},
+  "data 8": pytest.param({"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1}, marks=pytest.mark.slow),
+  "fsdp 8": pytest.param({"ici_fsdp_parallelism": 8}, marks=pytest.mark.slow),
   "fsdp 4 x tensor 2": {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
-  "tensor 8": {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 8},
+  "tensor 8": pytest.param({"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 8}, marks=pytest.mark.slow),
   "fsdp 2 x fsdp_transpose 2 x tensor_sequence 2": pytest.param(
     {"ici_fsdp_parallelism": 2, "ici_fsdp_transpose_parallelism": 2, "ici_tensor_sequence_parallelism": 2},
     marks=pytest.mark.slow,
@@ -88,9 +88,8 @@ def test_loss_curve_with_every_head_split():
   )
 
 
-@pytest.mark.parametrize(
-  ("processes", "devices"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.slow)], ids=["2 x 4", "4 x 2"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)], ids=["2 x 4", "4 x 2"])
 def test_several_processes(one_device, tmp_path, processes, devices):
   values = TINY | RUN | {"per_device_batch_size": 1, "ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}
   values["metrics_file"] = str(tmp_path / "metrics.jsonl")

@@ -59,6 +59,7 @@ ROW = np.broadcast_to(np.arange(S), (B, S))
 INPUT = jnp.asarray(np.random.default_rng(1).standard_normal((B, S, E)), jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.parametrize("name", CASES)
 def test_attention_equals_its_reference(name):

@@ -26,7 +26,10 @@ CASES = json.loads((Path(__file__).parent / "data" / "tiny_models.json").read_te
 LENGTH = 24  # longer than the windows and chunks of the tiny models
 RUN = {"max_target_length": LENGTH, "per_device_batch_size": 1, "dataset_type": "synthetic", "jax_cache_dir": ""}
 
-every_case = pytest.mark.parametrize("case", CASES)
+QUICK = ("llama", "deepseek3")  # the quick run takes these; `-k` finds any other
+every_case = pytest.mark.parametrize(
+  "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 
 
 def test_every_family_has_a_tiny_model():
@@ -178,12 +181,22 @@ def test_logits_and_gradients(case, references, scan):
 
 
 @every_case
-def test_next_token_in_bfloat16(case, references):
+def test_bfloat16(case, references):
   reference = references(case)
   model, params = loaded(configure(case, dtype="bfloat16"), reference)
   decoder = model.bind(params)
   logits = decoder.logits(decoder.hidden(reference.batch.inputs, reference.batch.positions)[0])
-  assert relative(logits[:, -1], reference.low_logits[:, -1]) < 0.02
+  ours, theirs = (
+    np.median([relative(low, high) for low, high in zip(rows(found), rows(reference.logits), strict=True)])
+    for found in (logits, reference.low_logits)
+  )
+  assert ours < 0.02
+  assert ours < 1.25 * theirs, "transformers' own bfloat16 is nearer"
+
+
+def rows(logits):
+  """Of each token. Their median leaves out tokens that rounding sent to another expert, as happens in any code."""
+  return np.asarray(logits).reshape(-1, logits.shape[-1])
 
 
 @every_case

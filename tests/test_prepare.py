@@ -145,6 +145,7 @@ def test_the_same_bytes_from_any_number_of_workers(raw, config, tmp_path):
   assert len(found[0]) > 5
 
 
+@pytest.mark.slow
 def test_the_same_bytes_from_beam(raw, config, tmp_path):
   pytest.importorskip("apache_beam")
   files = find_files([str(raw[0])])
