@@ -187,7 +187,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("way", ["from-hf", "to-hf"])
+@pytest.mark.parametrize("way", ["from-hf", pytest.param("to-hf", marks=pytest.mark.slow)])
 def test_a_killed_conversion_goes_on(way, tiny, tmp_path):
   """Nothing has the target's name before all of it is there; what was finished is kept; the result is the same."""
   source, extra, out, unfinished = tiny, words("llama"), tmp_path / "out", tmp_path / "out.unfinished"
@@ -362,6 +362,7 @@ def test_four_bit_experts_are_what_transformers_makes_of_them(folder_of, tmp_pat
     np.testing.assert_array_equal(found[name].read().astype(np.float32), tensor)
 
 
+@pytest.mark.slow
 def test_layers_that_predict_further_tokens_go_through(folder_of, tmp_path):
   """Where they are asked for; elsewhere they are left out. Their copies of embedding and head always are."""
   config = configure("deepseek3", mtp_num_layers=1)
