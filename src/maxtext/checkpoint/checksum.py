@@ -5,7 +5,7 @@ what eight devices saved can be checked by one. One changed element always chang
 that it answers for, and nothing passes between devices: what the processes found is added where it is compared.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,21 @@ def checksums(arrays: Mapping[str, Any]) -> Parts:
 def added(parts: Parts) -> np.ndarray:
   """One uint32 per array."""
   return np.array([sum(map(int, own)) % 2**32 for own in parts], np.uint32)
+
+
+def checksum_of_part(part: np.ndarray, start: Sequence[int]) -> int:
+  """What a part of an array adds to its checksum, modulo 2^32; `start` is the index of the part's first element."""
+  dim = next((d for d, size in enumerate(part.shape) if size > 1), None)
+  if dim is None or part.size <= _AT_ONCE:
+    return int(_checksum(part, np.array(start, np.uint32)))
+  step, total = max(1, part.shape[dim] * _AT_ONCE // part.size), 0
+  for i in range(0, part.shape[dim], step):
+    some = part[(slice(None),) * dim + (slice(i, i + step),)]
+    total += checksum_of_part(some, (*start[:dim], start[dim] + i, *start[dim + 1 :]))
+  return total % 2**32
+
+
+_AT_ONCE = 1 << 22  # elements; what is computed between takes several times their memory
 
 
 def _own_parts(array: jax.Array | np.ndarray) -> list[tuple[Any, np.ndarray]]:

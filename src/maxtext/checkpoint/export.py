@@ -7,7 +7,6 @@ from maxtext.checkpoint.files import contents, handlers, read
 from maxtext.checkpoint.layout import Layout
 from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.record import DamagedError, Record
-from maxtext.checkpoint.restore import PARAMETERS
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 
@@ -23,14 +22,14 @@ def export_parameters(config: MaxTextConfig, source: str, target: str) -> epath.
     raise ConfigError(f"{target} is there already; name a folder that is not.")
   try:
     record = Record.read(folder)
-    names = [name for name in record.arrays if name.startswith(PARAMETERS)]
-    arrays = read(config, folder, dict.fromkeys(names), record)
+    names = record.parameters
+    arrays = read(config, folder, dict.fromkeys(names.values()), record)
   except DamagedError as damage:
     raise RunError(f"{folder} is damaged: {damage}.") from None
   if record.stacked != 0:
     raise ConfigError(f"{folder} holds exported parameters already; export from a checkpoint of a run.")
   layout = Layout(None if config.force_unroll else config.param_scan_axis)
-  stored = {f"params/{n}": a for name in names for n, a in layout.store(name.partition("/")[2], arrays[name]).items()}
+  stored = {f"params/{n}": a for path, name in names.items() for n, a in layout.store(path, arrays[name]).items()}
   with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers(config))) as writer:
     writer.save(out, args=contents(config, stored, record.step, layout.stacked, record.config))
   return out

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,13 +13,15 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from maxtext.checkpoint.checksum import added, checksums
-from maxtext.checkpoint.record import FILE, ITEM, Array, DamagedError, Record, checksum_file
+from maxtext.checkpoint.layout import Layout
+from maxtext.checkpoint.record import FILE, ITEM, PARAMETERS, Array, DamagedError, Record, checksum_file
 from maxtext.checkpoint.tree import named, nested
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.mesh.multihost import problems_of_all
 
 STATE = "state"
+CHUNK = 64 << 20  # bytes that are read or written together
 _REPLICAS = "data"  # the mesh axis along which devices hold the same parameters
 _SAVES = itertools.count()  # the same on every process: all save the same things in the same order
 _PATIENCE = 600  # seconds for the slowest process, Orbax's own
@@ -49,8 +51,17 @@ def contents(
       (folder / FILE).write_text(json.dumps(record.to_json()))
 
   size = config.checkpoint_storage_target_data_file_size_bytes if config.checkpoint_storage_use_ocdbt else None
-  state = ocp.args.PyTreeSave(nested(arrays), ocdbt_target_data_file_size=size)
+  chunks = nested({name: _chunks(Layout(stacked), name, array) for name, array in arrays.items()})
+  state = ocp.args.PyTreeSave(nested(arrays), save_args=chunks, ocdbt_target_data_file_size=size)
   return ocp.args.Composite(**{STATE: state, ITEM: RecordSave(write)})
+
+
+def _chunks(layout: Layout, name: str, array: Any) -> ocp.SaveArgs:
+  """Large parameters in chunks of a layer or less, so that who reads a layer need not read, or hold, all of them."""
+  if not name.startswith(PARAMETERS) or array.nbytes <= CHUNK:
+    return ocp.SaveArgs()
+  layers = layout.layers(name.partition("/")[2], array.ndim)
+  return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=() if layers is None else (layers,))
 
 
 class _Agreed:
@@ -153,15 +164,21 @@ def _read(
   return arrays
 
 
-def _difference(folder: epath.Path, arrays: Mapping[str, Any], record: Record) -> np.ndarray:
-  """Checksums of what this process has read, less those of its share of the processes that saved; the sum is 0."""
-  names = sorted(record.arrays)
-  saved = np.zeros(len(names), np.uint32)
-  for process in range(jax.process_index(), record.processes, jax.process_count()):
+def saved_checksums(folder: epath.Path, record: Record, processes: Iterable[int]) -> np.ndarray:
+  """What those of the processes that saved have left, added up, in the order of the arrays' names."""
+  saved = np.zeros(len(record.arrays), np.uint32)
+  for process in processes:
     try:
       saved += np.array(json.loads((folder / ITEM / checksum_file(process)).read_text()), np.uint32)
     except (OSError, ValueError, TypeError, OverflowError):
       raise DamagedError(f"{ITEM}/{checksum_file(process)} cannot be read") from None
+  return saved
+
+
+def _difference(folder: epath.Path, arrays: Mapping[str, Any], record: Record) -> np.ndarray:
+  """Checksums of what this process has read, less those of its share of the processes that saved; the sum is 0."""
+  names = sorted(record.arrays)
+  saved = saved_checksums(folder, record, range(jax.process_index(), record.processes, jax.process_count()))
   # One by one: on a CPU an array takes its own size as scratch.
   found = [added(checksums({name: arrays[name]})) for name in sorted(arrays)]
   return np.concatenate(found) - saved[[names.index(name) for name in sorted(arrays)]]

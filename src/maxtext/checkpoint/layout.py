@@ -55,6 +55,20 @@ class Layout:
       return {f"{found[1]}.{i}/{found[2]}": layer for i, layer in enumerate(array)}
     return {name: np.ascontiguousarray(np.moveaxis(array, 0, self._dimension(array.ndim)))}
 
+  def place(self, name: str, index: tuple[int, ...], dims: int) -> tuple[str, tuple[int | slice, ...]]:
+    """Where a part of a parameter of that many dimensions is: the array that holds it, and the place in that."""
+    found = _STACK.match(name)
+    where = index + (slice(None),) * (dims - len(index))
+    if not found or self.stacked == 0:
+      return name, where
+    if self.stacked is None:
+      return f"{found[1]}.{index[0]}/{found[2]}", where[1:]
+    return name, _moved(where, self._dimension(dims))
+
+  def layers(self, name: str, dims: int) -> int | None:
+    """The layers' dimension of the array of that name; None where it has none."""
+    return None if self.stacked is None or not _STACK.match(name) else self._dimension(dims)
+
   def _dimension(self, dims: int) -> int:
     """An array with fewer dimensions has its layers last."""
     assert self.stacked is not None

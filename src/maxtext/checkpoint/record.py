@@ -12,6 +12,7 @@ from etils import epath
 
 SCHEMA = 1  # raised when an older release could no longer read what is written; see docs/checkpoints.md
 ITEM, FILE = "record", "record.json"
+PARAMETERS = ("params/", "buffers/")  # before the paths of a model's own arrays
 
 
 class DamagedError(Exception):
@@ -51,6 +52,11 @@ class Record:
   config: Mapping[str, Mapping[str, Any]]
   processes: int
   schema: int = SCHEMA
+
+  @property
+  def parameters(self) -> dict[str, str]:
+    """The arrays that belong to the model, by their paths in it, with their names here."""
+    return {name.partition("/")[2]: name for name in self.arrays if name.startswith(PARAMETERS)}
 
   def to_json(self) -> dict[str, Any]:
     """Everything, with a digest that tells a damaged file."""

@@ -22,7 +22,7 @@ from maxtext.configs.refusals import plain
 from maxtext.mesh.multihost import from_first, on_any
 
 _TRIED = 50  # the latest steps that are tried
-_DATA, PARAMETERS = "data/", ("params/", "buffers/")
+_DATA = "data/"
 
 
 class Restored(NamedTuple):
@@ -77,7 +77,7 @@ def load_parameters(
 
 
 def _state(config: MaxTextConfig, folder: epath.Path, abstract: Any) -> Restored:
-  record = _readable(folder)
+  record = readable(folder)
   wanted = named(abstract)
   _refuse_other(config, folder, record, wanted)
   position = [name for name in record.arrays if name.startswith(_DATA)]
@@ -88,9 +88,8 @@ def _state(config: MaxTextConfig, folder: epath.Path, abstract: Any) -> Restored
 def _parameters(
   config: MaxTextConfig, folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-  record = _readable(folder)
-  layout = Layout(record.stacked)
-  where = {name.partition("/")[2]: name for name in record.arrays if name.startswith(PARAMETERS)}
+  record = readable(folder)
+  layout, where = Layout(record.stacked), record.parameters
   stored = {n: s for name, struct in wanted.items() for n, s in layout.stored(name, struct).items()}
   _refuse_other(config, folder, record, {where.get(n, f"params/{n}"): s for n, s in stored.items()})
   arrays = read(config, folder, {where[n]: s for n, s in stored.items()}, record)
@@ -98,7 +97,8 @@ def _parameters(
   return {name: layout.load(name, struct, own) for name, struct in wanted.items()}
 
 
-def _readable(folder: epath.Path) -> Record:
+def readable(folder: epath.Path) -> Record:
+  """Its record, on all processes; one of a later release is refused."""
   record, problem = None, None
   try:
     record = Record.read(folder)

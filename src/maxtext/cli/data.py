@@ -2,12 +2,12 @@
 
 import argparse
 import os
-import sys
 import time
 from contextlib import closing
 from typing import Any
 
 from maxtext.cli.config import add_words, resolve_words
+from maxtext.cli.display import open_display
 from maxtext.configs import ConfigError
 
 
@@ -65,7 +65,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
   files = [*find_files(arguments.sources, arguments.suffix), *(standard_library() if arguments.stdlib else ())]
   runner = in_beam(arguments.runner, arguments.beam) if arguments.runner else in_processes(arguments.workers)
   start = time.perf_counter()
-  with closing(_Terminal() if sys.stdout.isatty() else _Lines()) as display:
+  with closing(open_display("shard")) as display:
     manifest = prepare(
       config,
       files,
@@ -104,42 +104,3 @@ def _bench(arguments: argparse.Namespace) -> int:
     print("one process:   " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
     print(f"bound by:      {max(shares, key=lambda name: shares[name])}")
   return 0
-
-
-class _Terminal:
-  """A bar."""
-
-  def __init__(self) -> None:
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    self._bar = Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), "left")
-    self._bar.add_task("", total=None)
-
-  def say(self, line: str) -> None:
-    self._bar.console.print(line, highlight=False)
-
-  def progress(self, shards: int, all_shards: int, size: int, all_size: int) -> None:
-    self._bar.start()
-    self._bar.update(self._bar.task_ids[0], total=all_size, completed=size)
-
-  def close(self) -> None:
-    self._bar.stop()
-
-
-class _Lines:
-  """A line for every tenth of the text."""
-
-  def __init__(self) -> None:
-    self._tenths = 0
-
-  def say(self, line: str) -> None:
-    print(line, flush=True)
-
-  def progress(self, shards: int, all_shards: int, size: int, all_size: int) -> None:
-    tenths = 10 * size // all_size
-    if tenths > self._tenths:
-      self._tenths = tenths
-      self.say(f"shard {shards}/{all_shards}  {size / 1e6:.1f} of {all_size / 1e6:.1f} MB")
-
-  def close(self) -> None:
-    """Nothing is open."""

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from maxtext.cli import checkpoint, config, data, launch, models, plan, report
+from maxtext.cli import checkpoint, config, convert, data, launch, models, plan, report
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 
@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
   config.add_commands(commands)
   checkpoint.add_commands(commands)
   models.add_command(commands)
+  convert.add_commands(commands)
   return parser
 
 

@@ -146,9 +146,14 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=(True,),
   ),
   Refusal(
-    ("enable_orbax_v1", "colocated_python_checkpointing", "checkpoint_conversion_fn", "source_checkpoint_layout"),
+    ("enable_orbax_v1", "colocated_python_checkpointing", "checkpoint_conversion_fn"),
     "checkpoints are read and written through Orbax's CheckpointManager, in its own layout, by the process itself",
     harmless=(False,),
+  ),
+  Refusal(
+    ("source_checkpoint_layout",),
+    "it has no effect without load_parameters_path",
+    unless=lambda c: bool(c.load_parameters_path),
   ),
   Refusal(
     ("lora_input_adapters_path", "load_checkpoint_only_once", "checkpoint_is_quantized", "save_quantized_params_path"),

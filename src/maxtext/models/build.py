@@ -8,6 +8,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, cast
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
@@ -60,6 +62,13 @@ def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
     )
   execution = dataclasses.replace(execution, pipelines=pipelines(config, spec, execution))
   return Model.of(spec, execution, _trained(config))
+
+
+def abstract_model(config: MaxTextConfig) -> Model:
+  """The model alone, for who never runs it: nothing that a mesh or a kernel would need is looked at."""
+  mesh = Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(config.mesh_axes)), config.mesh_axes)
+  rules = Rules.parse(config.logical_axis_rules, config.mesh_axes)
+  return Model.of(model_spec(config), How(mesh, rules, weight_dtype=config.weight_dtype.value))
 
 
 def model_spec(config: MaxTextConfig) -> DecoderSpec:

@@ -5,14 +5,10 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-import jax
-
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.loader import load_config, model_names
-from maxtext.mesh.devices import make_mesh
-from maxtext.models.build import build_model, weight_table
+from maxtext.models.build import abstract_model, weight_table
 from maxtext.models.flops import active_share
-from maxtext.models.model import Model
 from maxtext.models.spec import DecoderSpec, Group
 from maxtext.models.weight_table import find
 
@@ -48,7 +44,7 @@ def entry(name: str) -> Entry:
     if name not in model_names():
       raise
     return Entry(name)
-  model = _model(config)
+  model = abstract_model(config)
   table = weight_table(config, model.spec)
   return Entry(
     name,
@@ -63,7 +59,7 @@ def entry(name: str) -> Entry:
 def picture(name: str) -> str:
   """A model's layers, from the tokens to the logits, as text."""
   config = _configuration(name)
-  model, about = _model(config), entry(name)
+  model, about = abstract_model(config), entry(name)
   active = "" if about.active_parameters == about.parameters else f", {about.active_parameters:,} for each token"
   lines = [f"{name} ({about.family}): {about.parameters:,} parameters{active}, {about.context:,} positions", ""]
   return "\n".join(lines + _layers(model.spec))
@@ -71,10 +67,6 @@ def picture(name: str) -> str:
 
 def _configuration(name: str) -> MaxTextConfig:
   return load_config(name, dataset_type="synthetic", per_device_batch_size=1)
-
-
-def _model(config: MaxTextConfig) -> Model:
-  return build_model(config, make_mesh(config, jax.devices()[:1]))
 
 
 def _layers(spec: DecoderSpec) -> list[str]:

@@ -5,6 +5,7 @@ from maxtext.layers.attention import QueryKeyNorm
 from maxtext.layers.block import FeedForward
 from maxtext.layers.delta_net import DeltaNet
 from maxtext.models import standard
+from maxtext.models.hugging_face import EXPERTS, STANDARD, rope
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Table, Weight, fused, of_layers
 
@@ -47,3 +48,17 @@ def weights(spec: DecoderSpec, delta: Table) -> Table:
   """The names, with those of a delta net's products."""
   own = of_layers(spec, lambda layer: {**_DELTA, **delta} if isinstance(layer.mixer, DeltaNet) else _ATTENTION)
   return own | standard.WEIGHTS | standard.EXPERTS | standard.shared_expert("mlp.shared_expert")
+
+
+FIELDS = {
+  **STANDARD,
+  **EXPERTS,
+  "shared_expert_intermediate_size": lambda c: c.base_moe_mlp_dim * c.shared_experts,
+  "linear_num_key_heads": "gdn_num_key_heads",
+  "linear_num_value_heads": "gdn_num_value_heads",
+  "linear_key_head_dim": "gdn_key_head_dim",
+  "linear_value_head_dim": "gdn_value_head_dim",
+  "linear_conv_kernel_dim": "gdn_conv_kernel_dim",
+  "full_attention_interval": "inhomogeneous_layer_cycle_interval",
+  "rope_parameters": lambda c: rope(c) | {"partial_rotary_factor": c.partial_rotary_factor},
+}

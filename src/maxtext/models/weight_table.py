@@ -61,11 +61,17 @@ def of_layers(spec: DecoderSpec, own: Callable[[Layer], Table]) -> dict[str, Wei
 
 
 def layer_numbers(spec: DecoderSpec, path: str) -> list[int]:
-  """Which layers of the whole decoder a stacked parameter holds, in order; none for one that is not of a layer."""
+  """Which layers of the whole decoder a parameter holds, in order; none for one that is not of a layer.
+
+  Layers that predict further tokens are counted after the last one.
+  """
+  layers = [len(group.cycle) * group.repeats for group in spec.groups]
+  if found := re.match(r"ahead/(\d+)/", path):
+    return [sum(layers) + int(found[1])]
   found = re.match(r"groups/(\d+)/layers/(\d+)/", path)
   if found is None:
     return []
   group, place = map(int, found.groups())
-  first = sum(len(g.cycle) * g.repeats for g in spec.groups[:group])
+  first = sum(layers[:group])
   own = spec.groups[group]
   return [first + repeat * len(own.cycle) + place for repeat in range(own.repeats)]

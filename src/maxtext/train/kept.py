@@ -79,14 +79,23 @@ class Kept:
     return saves
 
   def _with_parameters(self, program: Program, state: TrainState) -> TrainState:
-    from maxtext.checkpoint.restore import load_parameters
+    path = self._config.load_parameters_path
+    if self._config.source_checkpoint_layout == "safetensors":
+      from maxtext.weights.incoming import load_in
 
-    path, wanted = self._config.load_parameters_path, program.state.params | program.state.buffers
-    found = load_parameters(self._config, "load_parameters_path", path, wanted)
+      found = load_in(self._config, program.model, path)
+    else:
+      from maxtext.checkpoint.restore import load_parameters
+
+      wanted = program.state.params | program.state.buffers
+      found = load_parameters(self._config, "load_parameters_path", path, wanted)
     _say(f"starts with the parameters of {path}")
-    return dataclasses.replace(
-      state, params={n: found[n] for n in state.params}, buffers={n: found[n] for n in state.buffers}
-    )
+    return dataclasses.replace(state, params=_taken(found, state.params), buffers=_taken(found, state.buffers))
+
+
+def _taken(found: Mapping[str, jax.Array], there: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  """What was found; a file of weights has nothing of what hooks keep beside them."""
+  return {name: found.get(name, value) for name, value in there.items()}
 
 
 def _say(what: str) -> None:

@@ -1,11 +1,13 @@
 """Hugging Face tensors to parameters and back, one tensor at a time, from the family's one table."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
 
+from maxtext.configs import ConfigError
 from maxtext.models.model import Model
 from maxtext.models.weight_table import Table, Weight, find, layer_numbers
 
@@ -38,23 +40,48 @@ class Tensor:
       self.slots.sort(key=lambda slot: parts.index(slot.path.split("/")[-2]))
       assert len(self.slots) == len(parts), (self, "a part is missing")
 
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """As the file has it."""
+    rows = self.slots[0].rows
+    outputs = sum(prod(slot.shape) for slot in self.slots) // prod(rows)
+    if self.weight.convolution:
+      return outputs, 1, *rows
+    return (*rows[:-1], outputs, rows[-1]) if self.weight.transposed else (*rows, outputs)
+
   def split(self, tensor: np.ndarray) -> list[np.ndarray]:
-    """The tensor's part of each slot."""
+    """The tensor's part of each slot, as a view of it."""
     rows = self.slots[0].rows
     if self.weight.transposed or self.weight.convolution:
       tensor = tensor.reshape(*rows[:-1], -1, rows[-1]).swapaxes(-1, -2)
     widths = [prod(slot.shape) // prod(rows) // self.blocks for slot in self.slots]
-    blocked = tensor.reshape(prod(rows), self.blocks, sum(widths))
+    blocked = tensor.reshape(*rows, self.blocks, sum(widths))
     pieces = np.split(blocked, np.cumsum(widths)[:-1], axis=-1)
     return [piece.reshape(slot.shape) for piece, slot in zip(pieces, self.slots, strict=True)]
 
   def join(self, pieces: list[np.ndarray]) -> np.ndarray:
     """The tensor, from the part of each slot."""
-    rows = self.slots[0].rows
-    blocked = np.concatenate([piece.reshape(prod(rows), self.blocks, -1) for piece in pieces], axis=-1)
-    tensor = blocked.reshape(*rows, -1)
+    return self._side_by_side(self._blocked(pieces))
+
+  def join_in_rows(self, pieces: list[np.ndarray], most: int) -> Iterator[np.ndarray]:
+    """The same in parts of its first dimension, of about so many bytes, so that it need not be in memory twice."""
+    parts, rows = self._blocked(pieces), self.slots[0].rows
+    if len(rows) > (self.weight.transposed or self.weight.convolution):  # the first dimension is one of ours
+      for some in _steps(rows[0], sum(part.nbytes for part in parts), most):
+        yield self._side_by_side([part[some] for part in parts])
+    else:
+      tensor = self._side_by_side(parts)
+      for some in _steps(len(tensor), tensor.nbytes, most):
+        yield tensor[some]
+
+  def _blocked(self, pieces: list[np.ndarray]) -> list[np.ndarray]:
+    return [piece.reshape(*self.slots[0].rows, self.blocks, -1) for piece in pieces]
+
+  def _side_by_side(self, parts: list[np.ndarray]) -> np.ndarray:
+    blocked = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+    tensor = blocked.reshape(*blocked.shape[:-2], -1)
     if self.weight.convolution:
-      return tensor.T[:, None]
+      return tensor.swapaxes(-1, -2)[:, None]
     return tensor.swapaxes(-1, -2) if self.weight.transposed else tensor
 
 
@@ -62,7 +89,7 @@ def layout(model: Model, table: Table) -> dict[str, Tensor]:
   """Every tensor that a model's Hugging Face file holds, by name.
 
   Raises:
-    ValueError: names parameters that the table does not know.
+    ConfigError: names parameters that the table does not know.
   """
   found: dict[str, Tensor] = {}
   unknown = []
@@ -75,23 +102,42 @@ def layout(model: Model, table: Table) -> dict[str, Tensor]:
       tensor = found.setdefault(name, Tensor(weight, _blocks(model, path, weight)))
       tensor.slots.append(slot)
   if unknown:
-    raise ValueError(f"Parameters that have no name in the family's table: {', '.join(unknown)}.")
+    raise ConfigError(f"Parameters that have no name in the family's table: {', '.join(unknown)}.")
   for tensor in found.values():
     tensor.put_in_order()
   return found
+
+
+def by_parameter(tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[str, int]]]:
+  """For each parameter the tensors that hold it, and which of their slots does."""
+  found: dict[str, list[tuple[str, int]]] = {}
+  for name, tensor in tensors.items():
+    for number, slot in enumerate(tensor.slots):
+      found.setdefault(slot.path, []).append((name, number))
+  return found
+
+
+def account(wanted: Collection[str], there: Collection[str], ignored: Sequence[str] = ()) -> None:
+  """Sees that every tensor is used; those that fit one of the patterns need not be.
+
+  Raises:
+    ConfigError: names what is missing or left over.
+  """
+  if missing := sorted(set(wanted) - set(there)):
+    raise ConfigError(f"Tensors that are missing: {', '.join(missing)}.")
+  left = sorted(set(there) - set(wanted))
+  if left := [name for name in left if not any(re.fullmatch(pattern, name) for pattern in ignored)]:
+    raise ConfigError(f"Tensors that no parameter takes: {', '.join(left)}.")
 
 
 def from_tensors(model: Model, table: Table, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   """Parameters and buffers from named tensors; every tensor and every parameter must be used once.
 
   Raises:
-    ValueError: names what is missing or left over.
+    ConfigError: names what is missing or left over.
   """
   wanted = layout(model, table)
-  if missing := sorted(wanted.keys() - tensors.keys()):
-    raise ValueError(f"Tensors that are missing: {', '.join(missing)}.")
-  if left := sorted(tensors.keys() - wanted.keys()):
-    raise ValueError(f"Tensors that no parameter takes: {', '.join(left)}.")
+  account(wanted, tensors)
   params: dict[str, np.ndarray] = {}
   for name, tensor in wanted.items():
     for slot, piece in zip(tensor.slots, tensor.split(tensors[name]), strict=True):
@@ -116,8 +162,9 @@ def _slots(model: Model, path: str, weight: Weight) -> list[tuple[str, Slot]]:
     layer_numbers(model.spec, path),
     model.contracted[path],
   )
-  indices: list[tuple[tuple[int, ...], dict[str, int]]] = [((r,), {"layer": n}) for r, n in enumerate(layers)]
-  indices = indices or [((), {})]
+  indices: list[tuple[tuple[int, ...], dict[str, int]]] = [
+    ((r,) if stacked else (), {"layer": n}) for r, n in enumerate(layers)
+  ] or [((), {})]
   if "{expert}" in weight.name:
     indices = [((*i, e), {**n, "expert": e}) for i, n in indices for e in range(shape[1])]
   rest = shape[len(indices[0][0]) :]
@@ -136,3 +183,8 @@ def _blocks(model: Model, path: str, weight: Weight) -> int:
   other = f"{module}/{weight.blocks if weight.blocks != 'each' else weight.parts[0]}/{leaf}"
   outputs = model.struct(other).shape[sum(model.contracted[other]) :]
   return prod(outputs) if weight.blocks == "each" else outputs[0]
+
+
+def _steps(length: int, size: int, most: int) -> Iterator[slice]:
+  step = max(1, length * most // max(size, 1))
+  return (slice(i, min(i + step, length)) for i in range(0, length, step))

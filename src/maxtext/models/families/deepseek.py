@@ -4,6 +4,8 @@ Version 3.2 attends only to the keys that an indexer chooses.
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.indexer import Indexer
@@ -11,6 +13,7 @@ from maxtext.layers.mla import MLA
 from maxtext.layers.norm import Norm
 from maxtext.models import standard
 from maxtext.models.experts import mixture
+from maxtext.models.hugging_face import STANDARD, Field, HuggingFace, rope
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Table, Weight
 
@@ -72,12 +75,22 @@ _VECTORS = {
 }
 
 
+# Layers that predict further tokens join what was known with the next token; they share embedding and head.
+_FURTHER = "ahead/*/stack/layers/*"
+_JOIN = {
+  "token_norm/scale": Weight(f"{_THEIRS}.enorm.weight"),
+  "hidden_norm/scale": Weight(f"{_THEIRS}.hnorm.weight"),
+  "join/weight": Weight(f"{_THEIRS}.eh_proj.weight", transposed=True),
+  "norm/scale": Weight(f"{_THEIRS}.shared_head.norm.weight"),
+}
+
+
 def weights(spec: DecoderSpec) -> Table:
   """The names; queries go by another one where they have a latent."""
   latent = any(isinstance(b.mixer, MLA) and b.mixer.q_rank is not None for g in spec.groups for b in g.cycle)
   products = _PRODUCTS | ({"query": "q_b_proj"} if latent else {})
   attention = f"{_OURS}/mixer", f"{_THEIRS}.self_attn"
-  return (
+  own = (
     standard.WEIGHTS
     | standard.EXPERTS
     | {f"{attention[0]}/{n}/weight": Weight(f"{attention[1]}.{t}.weight", transposed=True) for n, t in products.items()}
@@ -85,3 +98,47 @@ def weights(spec: DecoderSpec) -> Table:
     | {f"{_OURS}/feed_forward/router/selection_bias": Weight(f"{_THEIRS}.mlp.gate.e_score_correction_bias")}
     | standard.shared_expert("mlp.shared_experts")
   )
+  further = {path.replace(_OURS, _FURTHER): weight for path, weight in own.items() if path.startswith(_OURS)}
+  return own | further | {f"ahead/*/{path}": weight for path, weight in _JOIN.items()}
+
+
+def hugging_face(config: MaxTextConfig) -> HuggingFace:
+  """The class there goes by the router and the indexer."""
+  version = "V2" if config.routed_score_func == "softmax" else "V32" if config.use_indexer else "V3"
+  own: dict[str, Mapping[str, Field]] = {"V2": _ROUTER_2, "V3": _AHEAD, "V32": _AHEAD | _INDEXER}
+  # The layer after the last one predicts a token more; where it is read, its copies of embedding and head are not.
+  first = config.base_num_decoder_layers
+  further = "|".join(str(first + i) for i in range(max(config.mtp_num_layers, 1)))
+  ignored = (rf"model\.layers\.({further})\..*",)
+  name = f"deepseek_{version.lower()}"
+  return HuggingFace(
+    f"Deepseek{version}ForCausalLM", name, {**_FIELDS, **own[version]}, also=("kimi_k2",), ignored=ignored
+  )
+
+
+def _rope_parameters(c: MaxTextConfig) -> dict[str, Any]:
+  return rope(c) | {"mscale": c.mscale, "mscale_all_dim": c.mscale}
+
+
+_FIELDS = {
+  **{name: field for name, field in STANDARD.items() if name != "head_dim"},
+  "moe_intermediate_size": "base_moe_mlp_dim",
+  "n_routed_experts": "num_experts",
+  "num_experts_per_tok": "num_experts_per_tok",
+  "n_shared_experts": "shared_experts",
+  "first_k_dense_replace": "first_num_dense_layers",
+  "kv_lora_rank": "kv_lora_rank",
+  "q_lora_rank": lambda c: c.q_lora_rank or None,
+  "qk_nope_head_dim": "qk_nope_head_dim",
+  "qk_rope_head_dim": "qk_rope_head_dim",
+  "v_head_dim": "v_head_dim",
+  "n_group": lambda c: max(c.n_routing_groups, 1),
+  "topk_group": lambda c: max(c.topk_routing_group, 1),
+  "routed_scaling_factor": "routed_scaling_factor",
+  "norm_topk_prob": "norm_topk_prob",
+  "rope_interleave": "rope_interleave",
+  "rope_parameters": _rope_parameters,
+}
+_ROUTER_2 = {"topk_method": lambda c: "group_limited_greedy" if c.n_routing_groups > 1 else "greedy"}
+_AHEAD = {"num_nextn_predict_layers": "mtp_num_layers"}
+_INDEXER = {"index_topk": "indexer_topk", "index_head_dim": "indexer_head_dim", "index_n_heads": "indexer_n_heads"}

@@ -2,6 +2,7 @@
 
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard
+from maxtext.models.hugging_face import STANDARD, TIED_HEAD, HuggingFace
 from maxtext.models.spec import DecoderSpec, cycles
 
 
@@ -14,3 +15,4 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
 
 
 WEIGHTS = standard.WEIGHTS
+HUGGING_FACE = HuggingFace("GemmaForCausalLM", "gemma", STANDARD, ignored=TIED_HEAD)

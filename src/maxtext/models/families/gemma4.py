@@ -10,6 +10,7 @@ from maxtext.layers.beside import Beside
 from maxtext.layers.experts import Mixture
 from maxtext.models import standard
 from maxtext.models.experts import mixture
+from maxtext.models.hugging_face import CAPPED, TIED_HEAD, HuggingFace, rope
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight, fused
 
@@ -31,16 +32,22 @@ def _experts(c: MaxTextConfig) -> Mixture:
 
 
 def _near(c: MaxTextConfig) -> GQA:
-  theta = c.local_rope_max_timescale if c.local_rope_max_timescale > 0 else c.rope_max_timescale
-  rope = standard.rope(c, c.head_dim, theta=theta, share=c.local_rope_proportion)
-  return standard.attention(c, window=c.sliding_window_size, rope=rope, shared_values=False, **_common(c))
+  turns = standard.rope(c, c.head_dim, theta=_near_theta(c), share=c.local_rope_proportion)
+  return standard.attention(c, window=c.sliding_window_size, rope=turns, shared_values=False, **_common(c))
 
 
 def _far(c: MaxTextConfig) -> GQA:
   head_dim, kv_heads = c.global_head_dim or c.head_dim, c.global_num_kv_heads or c.base_num_kv_heads
-  theta = c.global_rope_max_timescale if c.global_rope_max_timescale > 0 else c.rope_max_timescale
-  rope = standard.rope(c, head_dim, theta=theta, share=c.global_rope_proportion)
-  return standard.attention(c, head_dim=head_dim, kv_heads=kv_heads, rope=rope, **_common(c))
+  turns = standard.rope(c, head_dim, theta=_far_theta(c), share=c.global_rope_proportion)
+  return standard.attention(c, head_dim=head_dim, kv_heads=kv_heads, rope=turns, **_common(c))
+
+
+def _near_theta(c: MaxTextConfig) -> float:
+  return c.local_rope_max_timescale if c.local_rope_max_timescale > 0 else c.rope_max_timescale
+
+
+def _far_theta(c: MaxTextConfig) -> float:
+  return c.global_rope_max_timescale if c.global_rope_max_timescale > 0 else c.rope_max_timescale
 
 
 def _common(c: MaxTextConfig) -> dict:
@@ -78,4 +85,26 @@ WEIGHTS = (
     ),
     f"{_OURS}/feed_forward/experts/experts/down/weight": Weight(f"{_THEIRS}.experts.down_proj", transposed=True),
   }
+)
+HUGGING_FACE = HuggingFace(
+  "Gemma4ForCausalLM",
+  "gemma4_text",
+  {
+    **CAPPED,
+    "global_head_dim": lambda c: c.global_head_dim or c.head_dim,
+    "num_global_key_value_heads": lambda c: c.global_num_kv_heads or c.base_num_kv_heads,
+    "attention_k_eq_v": "share_kv_projections",
+    "hidden_size_per_layer_input": lambda c: 0,
+    "enable_moe_block": lambda c: c.num_experts > 1,
+    "num_experts": lambda c: c.num_experts if c.num_experts > 1 else None,
+    "top_k_experts": lambda c: c.num_experts_per_tok if c.num_experts > 1 else None,
+    "moe_intermediate_size": lambda c: c.base_moe_mlp_dim if c.num_experts > 1 else None,
+    "rope_parameters": lambda c: {
+      "sliding_attention": rope(c, theta=_near_theta(c), scaled=False),
+      "full_attention": rope(c, theta=_far_theta(c), scaled=False)
+      | {"rope_type": "proportional", "partial_rotary_factor": c.global_rope_proportion},
+    },
+  },
+  prefixes={"model.language_model.": "model."},
+  ignored=(*TIED_HEAD, r"model\.(vision_tower|embed_vision)\..*"),
 )

@@ -3,6 +3,7 @@
 from maxtext.configs import MaxTextConfig
 from maxtext.layers.norm import CenteredNorm
 from maxtext.models import standard
+from maxtext.models.hugging_face import HuggingFace
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight, fused
 
@@ -46,3 +47,20 @@ WEIGHTS = {
     ).items()
   },
 }
+HUGGING_FACE = HuggingFace(
+  "GPT2LMHeadModel",
+  "gpt2",
+  {
+    "vocab_size": "vocab_size",
+    "n_embd": "base_emb_dim",
+    "n_inner": "base_mlp_dim",
+    "n_layer": "base_num_decoder_layers",
+    "n_head": "base_num_query_heads",
+    "n_positions": "trainable_position_size",
+    "layer_norm_epsilon": "normalization_layer_epsilon",
+    "activation_function": lambda c: "gelu_new",
+    "tie_word_embeddings": "logits_via_embedding",
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), lambda c: 0.0),
+  },
+  ignored=(r"lm_head\.weight", r".*\.attn\.(masked_)?bias"),
+)

@@ -3,6 +3,7 @@
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard
 from maxtext.models.experts import mixture
+from maxtext.models.hugging_face import STANDARD, HuggingFace
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight, fused
 
@@ -29,3 +30,19 @@ WEIGHTS = standard.WEIGHTS | {
   f"{_EXPERTS}/experts/down/weight": Weight(f"{_HF_EXPERTS}.experts.down_proj"),
   f"{_EXPERTS}/experts/down/bias": Weight(f"{_HF_EXPERTS}.experts.down_proj_bias"),
 }
+HUGGING_FACE = HuggingFace(
+  "GptOssForCausalLM",
+  "gpt_oss",
+  {
+    **STANDARD,
+    "hidden_act": lambda c: "silu",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "sliding_window": "sliding_window_size",
+    "layer_types": lambda c: [
+      "sliding_attention" if (layer + 1) % c.inhomogeneous_layer_cycle_interval else "full_attention"
+      for layer in range(c.base_num_decoder_layers)
+    ],
+    "swiglu_limit": "mlp_activations_limit",
+  },
+)

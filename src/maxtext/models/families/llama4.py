@@ -12,6 +12,7 @@ from maxtext.layers.attention import GQA, QueryKeyNorm, Temperature
 from maxtext.layers.rope import LongContext
 from maxtext.models import standard
 from maxtext.models.experts import mixture
+from maxtext.models.hugging_face import LEFT_OUT, STANDARD, HuggingFace, rope
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight, fused
 
@@ -36,9 +37,9 @@ def _attention(c: MaxTextConfig, last: bool) -> GQA:
   # Long wavelengths are stretched and short ones kept, with nothing between.
   scaled = c.rope_type == RopeType.LLAMA3_1 and c.rope_use_scale
   scaling = LongContext(c.rope_factor, c.original_max_position_embeddings, low=1.0, high=1.0) if scaled else None
-  rope = standard.rope(c, c.head_dim, scaling=scaling, interleaved=True)
+  turns = standard.rope(c, c.head_dim, scaling=scaling, interleaved=True)
   qk_norm = QueryKeyNorm(standard.norm(c, scaled=False), rotated=True) if c.use_qk_norm else None
-  return standard.attention(c, rope=rope, qk_norm=qk_norm, window=chunk, chunked=True)
+  return standard.attention(c, rope=turns, qk_norm=qk_norm, window=chunk, chunked=True)
 
 
 _OURS, _THEIRS = f"{standard.LAYER}/feed_forward", "model.layers.{layer}.feed_forward"
@@ -53,3 +54,23 @@ WEIGHTS = standard.WEIGHTS | {
     for name in ("gate", "up", "down")
   },
 }
+HUGGING_FACE = HuggingFace(
+  "Llama4ForCausalLM",
+  "llama4_text",
+  {
+    **STANDARD,
+    "intermediate_size": lambda c: c.base_moe_mlp_dim if c.base_moe_mlp_dim > 0 else c.base_mlp_dim,
+    "intermediate_size_mlp": lambda c: c.base_mlp_dim if c.interleave_moe_layer_step > 1 else LEFT_OUT,
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
+    "use_qk_norm": "use_qk_norm",
+    "attention_chunk_size": "chunk_attn_window_size",
+    "attn_temperature_tuning": "temperature_tuning",
+    "floor_scale": "chunk_attn_window_size",
+    "no_rope_layers": lambda c: [int((i + 1) % c.nope_layer_interval > 0) for i in range(c.base_num_decoder_layers)],
+    "rope_parameters": lambda c: rope(c, high=1.0),
+  },
+  prefixes={"language_model.": ""},
+  ignored=(r"vision_model\..*", r"multi_modal_projector\..*"),
+)

@@ -3,6 +3,7 @@
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard
 from maxtext.models.experts import mixture
+from maxtext.models.hugging_face import STANDARD, HuggingFace
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight
 
@@ -22,3 +23,13 @@ WEIGHTS = standard.WEIGHTS | {
     for ours, theirs in {"gate": "w1", "up": "w3", "down": "w2"}.items()
   },
 }
+HUGGING_FACE = HuggingFace(
+  "MixtralForCausalLM",
+  "mixtral",
+  {
+    **STANDARD,
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "sliding_window": lambda c: None,
+  },
+)

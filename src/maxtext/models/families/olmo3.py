@@ -3,6 +3,7 @@
 from maxtext.configs import MaxTextConfig
 from maxtext.layers.attention import QueryKeyNorm
 from maxtext.models import standard
+from maxtext.models.hugging_face import STANDARD, HuggingFace, rope
 from maxtext.models.spec import DecoderSpec, cycles
 
 
@@ -11,8 +12,8 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
   c = config
   norm = standard.norm(c, scale_in_float32=True)
   qk_norm = QueryKeyNorm(norm, over="all") if c.use_qk_norm else None
-  rope = standard.rope(c, c.head_dim, scaling=None)
-  near = standard.attention(c, window=c.sliding_window_size, rope=rope, qk_norm=qk_norm)
+  plain = standard.rope(c, c.head_dim, scaling=None)
+  near = standard.attention(c, window=c.sliding_window_size, rope=plain, qk_norm=qk_norm)
   far = standard.attention(c, qk_norm=qk_norm)
   cycle = (near,) * (c.inhomogeneous_layer_cycle_interval - 1) + (far,)
   norms = {"norm": None, "mixer_post_norm": norm, "feed_forward_post_norm": norm}
@@ -21,3 +22,16 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
 
 
 WEIGHTS = standard.WEIGHTS | standard.SANDWICH
+HUGGING_FACE = HuggingFace(
+  "Olmo3ForCausalLM",
+  "olmo3",
+  {
+    **STANDARD,
+    "sliding_window": "sliding_window_size",
+    "layer_types": lambda c: [
+      "sliding_attention" if (layer + 1) % c.inhomogeneous_layer_cycle_interval else "full_attention"
+      for layer in range(c.base_num_decoder_layers)
+    ],
+    "rope_parameters": lambda c: {"sliding_attention": rope(c, scaled=False), "full_attention": rope(c)},
+  },
+)

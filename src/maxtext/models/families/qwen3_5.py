@@ -3,6 +3,7 @@
 from maxtext.configs import MaxTextConfig
 from maxtext.models import hybrid
 from maxtext.models.experts import mixture
+from maxtext.models.hugging_face import HuggingFace
 from maxtext.models.spec import DecoderSpec
 from maxtext.models.weight_table import Table, Weight, fused
 
@@ -24,3 +25,15 @@ _DELTA = {
 def weights(spec: DecoderSpec) -> Table:
   """The names, by what a layer is."""
   return hybrid.weights(spec, _DELTA)
+
+
+HUGGING_FACE = HuggingFace(
+  "Qwen3_5MoeForCausalLM",
+  "qwen3_5_moe_text",
+  hybrid.FIELDS,
+  prefixes={"model.language_model.": "model."},
+  ignored=(
+    r"mtp\..*",
+    r"model\.visual\..*",
+  ),
+)

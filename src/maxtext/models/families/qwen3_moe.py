@@ -3,6 +3,7 @@
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard
 from maxtext.models.experts import mixture
+from maxtext.models.hugging_face import EXPERTS, STANDARD, TIED_HEAD, HuggingFace
 from maxtext.models.spec import DecoderSpec, cycles
 
 
@@ -13,3 +14,11 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
 
 
 WEIGHTS = standard.WEIGHTS | standard.EXPERTS
+HUGGING_FACE = HuggingFace(
+  "Qwen3MoeForCausalLM",
+  "qwen3_moe",
+  {**STANDARD, **EXPERTS, "norm_topk_prob": "norm_topk_prob", "decoder_sparse_step": lambda c: 1},
+  also=("qwen3_omni_moe_text",),
+  prefixes={"thinker.model.": "model.", "thinker.lm_head.": "lm_head."},
+  ignored=(*TIED_HEAD, r"(thinker\.)?(visual|audio_tower)\..*", r"(talker|code2wav)\..*"),
+)

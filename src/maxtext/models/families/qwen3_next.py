@@ -3,6 +3,7 @@
 from maxtext.configs import MaxTextConfig
 from maxtext.models import hybrid
 from maxtext.models.experts import mixture
+from maxtext.models.hugging_face import HuggingFace
 from maxtext.models.spec import DecoderSpec
 from maxtext.models.weight_table import Table, fused
 
@@ -25,3 +26,11 @@ _DELTA = fused(
 def weights(spec: DecoderSpec) -> Table:
   """The names, by what a layer is."""
   return hybrid.weights(spec, _DELTA)
+
+
+HUGGING_FACE = HuggingFace(
+  "Qwen3NextForCausalLM",
+  "qwen3_next",
+  {**hybrid.FIELDS, "norm_topk_prob": "norm_topk_prob"},
+  ignored=(r"mtp\..*",),
+)

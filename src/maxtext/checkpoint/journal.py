@@ -1,0 +1,50 @@
+"""What of a long piece of work is done and on disk: lines of JSON that a killed process cannot leave half-true."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from maxtext.configs import ConfigError
+
+_FILE = "journal"
+
+
+class Journal:
+  """A folder that is made step by step and gets its name when it is whole; until then it has `.unfinished` behind it.
+
+  Args:
+    target: the folder to make.
+    request: tells what is made; a folder that was begun for something else is not continued.
+  """
+
+  def __init__(self, target: Path, request: Any) -> None:
+    begin = {"request": hashlib.sha256(json.dumps(request, default=str, sort_keys=True).encode()).hexdigest()}
+    self.target = target.expanduser().absolute()
+    self.folder = self.target.with_name(f"{self.target.name}.unfinished")
+    if self.target.exists():
+      raise ConfigError(f"{target} is there already; name a folder that is not.")
+    self.folder.mkdir(parents=True, exist_ok=True)
+    file = self.folder / _FILE
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]
+    if whole and whole[0] != begin:
+      raise ConfigError(f"{self.folder} was begun from something else: remove it, or name another folder.")
+    self.entries: list[dict[str, Any]] = whole[1:]
+    self._file = open(file, "w")  # noqa: SIM115 - closed by finish(), or with the process
+    self.note(*(whole or [begin]))
+
+  def note(self, *entries: Mapping[str, Any]) -> None:
+    """Adds lines, and returns when they are on disk."""
+    self._file.writelines(json.dumps(entry) + "\n" for entry in entries)
+    self._file.flush()
+    os.fsync(self._file.fileno())
+
+  def finish(self) -> Path:
+    """Gives the folder its name."""
+    self._file.close()
+    (self.folder / _FILE).unlink()
+    self.folder.rename(self.target)
+    return self.target

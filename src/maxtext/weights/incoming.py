@@ -1,0 +1,167 @@
+"""Parameters from a Hugging Face folder: as a checkpoint of ours, or straight onto the devices of a run."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxtext.checkpoint.record import Array
+from maxtext.checkpoint.stream import StreamWriter
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.models.build import weight_table
+from maxtext.models.hugging_face import HuggingFace
+from maxtext.models.model import Model
+from maxtext.weights.description import SPARE_ROWS, description, differences
+from maxtext.weights.folder import Folder
+from maxtext.weights.hugging_face import Tensor, account, by_parameter, layout
+from maxtext.weights.quantized import Source
+
+SIDE_FOLDER = "hugging_face"  # of a checkpoint: what stood beside the weights and goes out again with them
+_SIDE_FILES = (
+  "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+  "merges.txt", "chat_template*",
+)  # fmt: skip
+
+Progress = Callable[[int, int, int, int], None]
+"""Is told: pieces done, all pieces, bytes done, all bytes."""
+
+
+def convert_in(
+  config: MaxTextConfig, model: Model, folder: Folder, target: Path, keys: Mapping[str, Any], progress: Progress
+) -> Path:
+  """Writes a checkpoint of parameters, piece by piece, and returns its folder. Started again, it goes on."""
+  weights = Incoming.of(config, model, folder)
+  arrays = {path: Array(model.struct(path).shape, str(model.struct(path).dtype)) for path in weights.parts}
+  files = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in folder.files()]
+  writer = StreamWriter(config, target, arrays, files)
+  pieces = [(path, name, number) for path, parts in weights.parts.items() for name, number in parts]
+  sizes = [prod(weights.tensors[n].slots[number].shape) * model.struct(p).dtype.itemsize for p, n, number in pieces]
+  done, total = 0, sum(sizes)
+  for count, ((path, name, number), size) in enumerate(zip(pieces, sizes, strict=True)):
+    progress(count, len(pieces), done, total)
+    index = weights.tensors[name].slots[number].index
+    if not writer.has(path, index):
+      writer.put(path, index, weights.read(name, number))
+    done += size
+  copy_side_files(folder.path, writer.folder / SIDE_FOLDER)
+  progress(len(pieces), len(pieces), done, total)
+  return writer.finish(0, keys)
+
+
+def load_in(config: MaxTextConfig, model: Model, path: str) -> dict[str, jax.Array]:
+  """Every parameter on its devices; a process reads what its own devices hold."""
+  weights = Incoming.of(config, model, Folder(path))
+  return {name: weights.array(name, model.struct(name)) for name in weights.parts}
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+  """Copies tokenizer, generation and model descriptions."""
+  target.mkdir(exist_ok=True)
+  for pattern in _SIDE_FILES:
+    for file in source.glob(pattern):
+      shutil.copyfile(file, target / file.name)
+
+
+@dataclass(frozen=True)
+class Incoming:
+  """A folder's tensors, matched with a model's parameters.
+
+  Attributes:
+    tensors: what each tensor holds.
+    sources: where each is read.
+    parts: for each parameter the tensors and slots that hold it.
+  """
+
+  tensors: Mapping[str, Tensor]
+  sources: Mapping[str, Source]
+  parts: Mapping[str, list[tuple[str, int]]]
+
+  @staticmethod
+  def of(config: MaxTextConfig, model: Model, folder: Folder) -> "Incoming":
+    """Every tensor accounted for, and of the right shape.
+
+    Raises:
+      ConfigError: names what does not fit.
+    """
+    about = description(config)
+    if contradictions := differences(config, folder.config):
+      raise ConfigError(f"{folder.path / 'config.json'} describes another model: {'; '.join(contradictions)}.")
+    tensors = layout(model, weight_table(config, model.spec))
+    sources = {_renamed(name, about): source for name, source in folder.tensors.items()}
+    account(tensors, sources, (*_NEVER_WEIGHTS, *about.ignored))
+    fitting = {name: _fitting(name, tensor, sources[name], model) for name, tensor in tensors.items()}
+    return Incoming(tensors, fitting, by_parameter(tensors))
+
+  def read(self, name: str, number: int) -> np.ndarray:
+    """A slot's part of a tensor, as a view of what is read."""
+    return self.tensors[name].split(self.sources[name].read())[number]
+
+  def array(self, path: str, struct: jax.ShapeDtypeStruct) -> jax.Array:
+    """A parameter on its devices, from the parts of tensors that they hold."""
+    assert struct.sharding is not None
+    held_here = struct.sharding.addressable_devices_indices_map(struct.shape).values()
+    regions = {_bounds(index, struct.shape) for index in held_here}
+    shards = {region: np.empty([b - a for a, b in region], struct.dtype) for region in regions}
+    for name, number in self.parts[path]:
+      index = self.tensors[name].slots[number].index
+      held = [region for region in regions if all(a <= i < b for i, (a, b) in zip(index, region, strict=False))]
+      piece = self.read(name, number) if held else None
+      for region in held:
+        assert piece is not None
+        place = tuple(i - a for i, (a, _) in zip(index, region, strict=False))
+        shards[region][place] = piece[tuple(slice(a, b) for a, b in region[len(index) :])]
+    return jax.make_array_from_callback(
+      struct.shape, struct.sharding, lambda index: shards[_bounds(index, struct.shape)], dtype=struct.dtype
+    )
+
+
+@dataclass(frozen=True)
+class _Refitted:
+  """A tensor over a vocabulary that has a few rows more or less here."""
+
+  source: Source
+  rows: int
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return (self.rows, *self.source.shape[1:])
+
+  @property
+  def dtype(self) -> np.dtype:
+    return self.source.dtype
+
+  def read(self) -> np.ndarray:
+    """Rows that are not there are zero, and those that are not wanted are left out."""
+    there = self.source.read()[: self.rows]
+    return np.concatenate([there, np.zeros((self.rows - len(there), *there.shape[1:]), there.dtype)])
+
+
+def _fitting(name: str, tensor: Tensor, source: Source, model: Model) -> Source:
+  if source.shape == tensor.shape:
+    return source
+  spare = source.shape[1:] == tensor.shape[1:] and abs(source.shape[0] - tensor.shape[0]) <= SPARE_ROWS
+  if spare and "vocab" in model.named_dimensions[tensor.slots[0].path]:
+    return _Refitted(source, tensor.shape[0])
+  raise ConfigError(f"{name} is {list(source.shape)} in the folder, and this model has {list(tensor.shape)}.")
+
+
+def _renamed(name: str, about: HuggingFace) -> str:
+  for theirs, ours in (about.prefixes or {}).items():
+    if name.startswith(theirs):
+      return ours + name.removeprefix(theirs)
+  return name
+
+
+_NEVER_WEIGHTS = (r".*\.rotary_emb\.inv_freq",)
+
+
+def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+  whole = index or (slice(None),) * len(shape)
+  return tuple(
+    (part.start or 0, size if part.stop is None else part.stop) for part, size in zip(whole, shape, strict=True)
+  )

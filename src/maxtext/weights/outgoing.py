@@ -1,0 +1,145 @@
+"""A Hugging Face folder from a checkpoint: shards of safetensors, an index, and the files that describe the model."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from maxtext.checkpoint.files import CHUNK
+from maxtext.checkpoint.journal import Journal
+from maxtext.checkpoint.record import DamagedError
+from maxtext.checkpoint.stream import StreamReader
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.errors import RunError
+from maxtext.models.build import weight_table
+from maxtext.models.model import Model
+from maxtext.weights.description import TOKENS, description
+from maxtext.weights.folder import INDEX, SINGLE, Folder
+from maxtext.weights.hugging_face import layout
+from maxtext.weights.incoming import SIDE_FOLDER, Progress, copy_side_files
+from maxtext.weights.tensor_files import header, write_whole
+
+SHARD = 5 * 10**9  # bytes, as Hugging Face's library has it
+
+
+def convert_out(
+  config: MaxTextConfig, model: Model, source: epath.Path, target: Path, progress: Progress, most: int = SHARD
+) -> Path:
+  """Writes shard after shard, the index last, and returns the folder. Started again, it keeps shards that are whole.
+
+  Args:
+    config: the model, and `weight_dtype`, in which the tensors are written.
+    model: the same, abstract.
+    source: a checkpoint of a run, or of parameters.
+    target: the folder to make.
+    progress: is told as it goes.
+    most: bytes of a shard, where no tensor is larger.
+  """
+  try:
+    return _Outgoing(config, model, source, target, most).write(progress)
+  except DamagedError as damage:
+    raise RunError(f"{source} is damaged: {damage}.") from None
+
+
+class _Outgoing:
+  def __init__(self, config: MaxTextConfig, model: Model, source: epath.Path, target: Path, most: int) -> None:
+    self._config, self._model, self._reader = config, model, StreamReader(source)
+    self._about = description(config)
+    tensors = layout(model, weight_table(config, model.spec))
+    self._tensors = {name: tensors[name] for name in sorted(tensors, key=_natural)}
+    self._refuse_other()
+    self._shards = self._plan(most)
+    record = self._reader.record.to_json()["digest"]
+    self._journal = Journal(target, (str(source.absolute()), record, config.weight_dtype.value, most))
+
+  def write(self, progress: Progress) -> Path:
+    """All of it."""
+    folder, finished = self._journal.folder, {entry["shard"]: entry["sums"] for entry in self._journal.entries}
+    total, done = sum(map(self._size, self._tensors)), 0
+    sums: dict[str, int] = {}
+    for count, (shard, names) in enumerate(self._shards.items()):
+      if shard not in finished or not (folder / shard).exists():
+        told = partial(self._tell, progress, count, done, total)
+        write_whole(folder / shard, self._content(names, told))
+        finished[shard] = self._reader.take_sums()
+        self._journal.note({"shard": shard, "sums": finished[shard]})
+      for name, value in finished[shard].items():
+        sums[name] = (sums.get(name, 0) + value) % 2**32
+      done += sum(map(self._size, names))
+    self._reader.check(sums)
+    self._describe(folder)
+    if len(self._shards) > 1:
+      weight_map = {name: shard for shard, names in self._shards.items() for name in names}
+      write_whole(folder / INDEX, [_json({"metadata": {"total_size": total}, "weight_map": weight_map})])
+    progress(len(self._shards), len(self._shards), total, total)
+    return self._journal.finish()
+
+  def _tell(self, progress: Progress, count: int, before: int, total: int, written: int) -> None:
+    progress(count, len(self._shards), before + written, total)
+
+  def _content(self, names: list[str], told: Callable[[int], None]) -> Iterator[bytes | memoryview]:
+    """The bytes of a shard; whoever asks is told how many of the tensors' there were."""
+    yield header({name: (self._tensors[name].shape, self._dtype(name)) for name in names})
+    written = 0
+    for name in names:
+      tensor = self._tensors[name]
+      pieces = [self._reader.read(s.path, s.index, len(self._model.struct(s.path).shape)) for s in tensor.slots]
+      for rows in tensor.join_in_rows(pieces, CHUNK):
+        block = np.ascontiguousarray(rows, self._dtype(name)).view(np.uint8).data
+        yield block
+        written += block.nbytes
+        told(written)
+
+  def _plan(self, most: int) -> dict[str, list[str]]:
+    """Files with their tensors; one holds layers that are neighbours."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name in self._tensors:
+      if groups[-1] and size + self._size(name) > most:
+        groups.append([])
+        size = 0
+      groups[-1].append(name)
+      size += self._size(name)
+    if len(groups) == 1:
+      return {SINGLE: groups[0]}
+    return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups)}
+
+  def _describe(self, folder: Path) -> None:
+    """Tokenizer and generation settings as they came, and the configuration as it is now."""
+    for source in (self._reader.folder / SIDE_FOLDER, self._config.tokenizer_path):
+      if source and Path(source).is_dir():
+        copy_side_files(Path(source), folder)
+        break
+    known = Folder(folder).config
+    tokens = {name: known.get(name) for name in TOKENS}
+    content = self._about.config(self._config) | tokens | {"dtype": self._config.weight_dtype.value}
+    write_whole(folder / "config.json", [_json(content)])
+    if not (folder / "generation_config.json").exists():
+      write_whole(folder / "generation_config.json", [_json(tokens)])
+
+  def _refuse_other(self) -> None:
+    for path in self._model.weight_names:
+      for stored, (wants, has) in self._reader.shapes(path, self._model.struct(path)).items():
+        if wants != has:
+          there = "has none" if has is None else f"has {list(has)}"
+          raise ConfigError(f"{self._reader.folder} {there} for {stored}, and this model has {list(wants)}.")
+
+  def _dtype(self, name: str) -> np.dtype:
+    return np.dtype(self._model.struct(self._tensors[name].slots[0].path).dtype)
+
+  def _size(self, name: str) -> int:
+    return prod(self._tensors[name].shape) * self._dtype(name).itemsize
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+  return (json.dumps(content, indent=2, default=str) + "\n").encode()
+
+
+def _natural(name: str) -> list[Any]:
+  return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,114 @@
+"""Safetensors files, a tensor at a time: read through memory maps, written as a stream of bytes.
+
+The format is eight bytes with the length of a JSON header, the header, and the tensors' bytes behind each other. The
+library of that name knows no bfloat16 in NumPy, copies what it reads and writes from whole tensors in memory, so the
+few lines that it takes are here. Nothing else is ever read: no pickle.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from maxtext.configs.errors import RunError
+
+_NAMES = {
+  "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+  "U64": "uint64", "I64": "int64", "F16": "float16", "F32": "float32", "F64": "float64",
+}  # fmt: skip
+DTYPES: Mapping[str, np.dtype] = {name: np.dtype(dtype) for name, dtype in _NAMES.items()} | {
+  "BF16": np.dtype(ml_dtypes.bfloat16),
+  "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+  "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+  "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+_TYPES = {dtype: name for name, dtype in DTYPES.items()}
+_MOST_HEADER = 100_000_000  # bytes, as the format has it
+
+
+@dataclass(frozen=True)
+class Stored:
+  """Where a tensor's bytes are."""
+
+  file: Path
+  offset: int
+  shape: tuple[int, ...]
+  dtype: np.dtype
+
+  @property
+  def bytes(self) -> int:
+    """Its size."""
+    return prod(self.shape) * self.dtype.itemsize
+
+  def read(self) -> np.ndarray:
+    """The tensor, mapped: only what is touched is read, and all of it is let go with the array."""
+    if not self.bytes:
+      return np.zeros(self.shape, self.dtype)
+    mapped = np.memmap(self.file, np.uint8, "r", self.offset, (self.bytes,))
+    return np.asarray(mapped).view(self.dtype).reshape(self.shape)
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+  """What a file holds, by name; one that is cut short or is something else is an end."""
+  size = file.stat().st_size
+  with open(file, "rb") as f:
+    length = int.from_bytes(f.read(8), "little")
+    if not 0 < length <= min(size - 8, _MOST_HEADER):
+      raise RunError(f"{file} is no safetensors file, or it is cut short.")
+    try:
+      entries = json.loads(f.read(length))
+      found = {name: _stored(file, 8 + length, about) for name, about in entries.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+      raise RunError(f"{file} has a header that cannot be read: {error}.") from None
+  for name, tensor in found.items():
+    if tensor.offset + tensor.bytes > size:
+      raise RunError(f"{file} is cut short: {name} would end at byte {tensor.offset + tensor.bytes} of {size}.")
+  return found
+
+
+def header(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
+  """The beginning of a file of those shapes and number formats; their bytes follow in that order."""
+  entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # what transformers asks for
+  offset = 0
+  for name, (shape, dtype) in tensors.items():
+    end = offset + prod(shape) * dtype.itemsize
+    entries[name] = {"dtype": _TYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+    offset = end
+  text = json.dumps(entries, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % 8)
+  return len(text).to_bytes(8, "little") + text
+
+
+def write_whole(file: Path, content: Iterable[bytes | memoryview]) -> None:
+  """Writes a file that is either there with all its bytes or not there at all."""
+  unfinished = file.with_name(f"{file.name}.unfinished")
+  with open(unfinished, "wb") as f:
+    for part in content:
+      f.write(part)
+    f.flush()
+    os.fsync(f.fileno())
+  unfinished.replace(file)
+  _sync_folder(file.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+  descriptor = os.open(folder, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
+
+
+def _stored(file: Path, start: int, about: Mapping) -> Stored:
+  if about["dtype"] not in DTYPES:
+    raise ValueError(f"number format {about['dtype']} is not known")
+  begin, end = about["data_offsets"]
+  tensor = Stored(file, start + begin, tuple(about["shape"]), DTYPES[about["dtype"]])
+  if begin < 0 or end - begin != tensor.bytes:
+    raise ValueError(f"bytes {begin} to {end} are not {about['dtype']}{about['shape']}")
+  return tensor

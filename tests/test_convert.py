@@ -1,0 +1,409 @@
+"""Weights in and out: folders of Hugging Face, both ways, whole, interrupted, quantized and straight into a run."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import closing
+from math import prod
+
+import ml_dtypes
+import numpy as np
+import pytest
+from etils import epath
+
+from maxtext.checkpoint import files, stream
+from maxtext.checkpoint.restore import load_parameters
+from maxtext.checkpoint.stream import StreamReader
+from maxtext.checkpoint.writer import Writer
+from maxtext.cli.main import main
+from maxtext.configs import ConfigError
+from maxtext.configs.loader import load_config, model_names, values_and_origins
+from maxtext.models.build import FAMILIES, abstract_model, weight_table
+from maxtext.train.kept import Kept
+from maxtext.weights.description import description, find_model
+from maxtext.weights.folder import Folder
+from maxtext.weights.hugging_face import layout
+from maxtext.weights.incoming import load_in
+from maxtext.weights.tensor_files import header, write_whole
+from tests.support import program
+from tests.test_parity import CASES, RUN, configure, every_case, references, torch
+
+__all__ = ["references"]  # a fixture
+
+pytestmark = pytest.mark.parity
+
+
+def words(case, **changes):
+  keys = CASES[case]["keys"] | {"max_target_length": RUN["max_target_length"]} | changes
+  return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+
+
+@pytest.fixture(scope="session")
+def folder_of(references, tmp_path_factory):
+  """A case's weights as transformers saves them; where it has no such model, as it would."""
+
+  def folder(case):
+    model = references(case).model
+    if hasattr(model, "folder"):
+      return model.folder / "weights"
+    path = tmp_path_factory.mktemp(case) / "weights"
+    write_folder(path, model.tensors)
+    return path
+
+  return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(folder_of):
+  """The folder that most tests here convert."""
+  return folder_of("llama")
+
+
+def contents(folder):
+  return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def parameters(folder):
+  """Every array of a checkpoint of parameters, whole."""
+  reader = StreamReader(epath.Path(folder))
+  names = {name.removeprefix("params/"): array for name, array in reader.record.arrays.items()}
+  found = {name: reader.read(name, (), len(array.shape)) for name, array in names.items()}
+  reader.check(reader.take_sums())
+  return found
+
+
+def write_folder(folder, tensors, config=None):
+  """A folder as others make them."""
+  folder.mkdir(exist_ok=True)
+  about = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+  write_whole(folder / "model.safetensors", [header(about), *(tensor.tobytes() for tensor in tensors.values())])
+  (folder / "config.json").write_text(json.dumps(config or {}))
+
+
+@every_case
+def test_there_and_back(case, folder_of, references, tmp_path):
+  """transformers loads what goes out and says the same; what comes in again is the same to the bit."""
+  reference = references(case)
+  came, went, again = tmp_path / "came", tmp_path / "went", tmp_path / "again"
+  assert main(["convert", "from-hf", str(folder_of(case)), str(came), *words(case)]) == 0
+  assert main(["convert", "to-hf", str(came), str(went), "--shard-gigabytes", "1e-4"]) == 0
+  assert len(list(went.glob("*.safetensors"))) > 1
+  tensors = Folder(went).tensors
+  assert tensors.keys() == reference.tensors.keys()
+  for name, tensor in reference.tensors.items():
+    np.testing.assert_array_equal(tensors[name].read(), tensor, err_msg=name)
+  if "plain" not in CASES[case]["reference"]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(went, attn_implementation="eager", dtype="float32").eval()
+    np.testing.assert_allclose(model(reference.inputs).logits.detach(), reference.logits, atol=1e-6, rtol=0)
+  assert main(["convert", "from-hf", str(went), str(again), *words(case)]) == 0
+  first, second = parameters(came), parameters(again)
+  assert first.keys() == second.keys()
+  for name, value in first.items():
+    assert value.tobytes() == second[name].tobytes(), name
+
+
+def test_a_run_starts_from_what_was_converted(references, tiny, tmp_path):
+  assert main(["convert", "from-hf", str(tiny), str(tmp_path / "params"), *words("llama")]) == 0
+  config = configure("llama", ici_fsdp_parallelism=2, ici_tensor_parallelism=2)
+  model = program(config, 4).model
+  found = load_parameters(config, "load_parameters_path", str(tmp_path / "params"), model.params)
+  straight = load_in(config, model, str(tiny))
+  assert found.keys() == straight.keys()
+  for name, value in found.items():
+    assert straight[name].sharding == value.sharding == model.struct(name).sharding
+    np.testing.assert_array_equal(straight[name], value, err_msg=name)
+
+
+def test_a_run_starts_from_a_folder(tiny, tmp_path):
+  """The key decides how load_parameters_path is read."""
+  assert main(["convert", "from-hf", str(tiny), str(tmp_path / "params"), *words("llama")]) == 0
+  starts = []
+  for path, kind in ((tiny, "safetensors"), (tmp_path / "params", "orbax")):
+    config = configure("llama", load_parameters_path=str(path), source_checkpoint_layout=kind)
+    starts.append(Kept(config, "r", {}).start(program(config))[0])
+  tensors = Folder(tiny).tensors
+  np.testing.assert_array_equal(starts[0].params["embedding/table"], tensors["model.embed_tokens.weight"].read())
+  for name, value in starts[0].params.items():
+    np.testing.assert_array_equal(value, starts[1].params[name], err_msg=name)
+
+
+def test_a_checkpoint_of_a_run_goes_out(tmp_path, monkeypatch):
+  """In chunks of a layer or less; also one whose layers are not stacked first, and in fewer bits."""
+  for module in (files, stream):
+    monkeypatch.setattr(module, "CHUNK", 2000)  # bytes, for so small a model
+  config = configure("llama", checkpoint_storage_use_ocdbt=False)
+  state, run = program(config).init(), tmp_path / "r"
+  with closing(Writer(config, epath.Path(run / "checkpoints"), values_and_origins(config, {}))) as writer:
+    writer.save(1, state, {})
+  for name, array in state.params.items():
+    about = run / "checkpoints" / "1" / "state" / f"params.{name.replace('/', '.')}" / "zarr.json"
+    chunk = json.loads(about.read_text())["chunk_grid"]["configuration"]["chunk_shape"]
+    if array.nbytes <= 2000:
+      assert chunk == list(array.shape)
+    else:
+      assert prod(chunk) * 4 <= 2000
+      assert chunk[0] == 1 or name.startswith(("embedding", "head"))
+  assert main(["convert", "to-hf", str(run), str(tmp_path / "hf")]) == 0
+  expected = contents(tmp_path / "hf")
+  for key in ("force_unroll=true", "param_scan_axis=1"):
+    assert main(["checkpoint", "export-params", str(run), str(tmp_path / key), key]) == 0
+    assert main(["convert", "to-hf", str(tmp_path / key), str(tmp_path / f"hf {key}")]) == 0
+    assert contents(tmp_path / f"hf {key}") == expected
+  assert main(["convert", "to-hf", str(run), str(tmp_path / "low"), "weight_dtype=bfloat16"]) == 0
+  table = np.asarray(state.params["embedding/table"])
+  np.testing.assert_array_equal(Folder(tmp_path / "hf").tensors["model.embed_tokens.weight"].read(), table)
+  low = Folder(tmp_path / "low").tensors["model.embed_tokens.weight"].read()
+  np.testing.assert_array_equal(low.view(np.uint16), table.astype(ml_dtypes.bfloat16).view(np.uint16))
+  assert Folder(tmp_path / "low").config["dtype"] == "bfloat16"
+
+
+_STOPPED = """
+import os, signal, sys
+from pathlib import Path
+from etils import epath
+from maxtext.checkpoint import stream
+from maxtext.configs.loader import parse_assignments, load_config
+from maxtext.models.build import abstract_model
+from maxtext.weights.folder import Folder
+from maxtext.weights.incoming import convert_in
+from maxtext.weights.outgoing import convert_out
+
+def progress(count, all_count, size, all_size):
+  if 2 * size > all_size:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+stream._IN_FLIGHT = 1000  # bytes, for so small a model
+way, source, target, *words = sys.argv[1:]
+config = load_config(**parse_assignments(words), dataset_type="synthetic")
+if way == "from-hf":
+  convert_in(config, abstract_model(config), Folder(source), Path(target), {}, progress)
+else:
+  convert_out(config, abstract_model(config), epath.Path(source), Path(target), progress, 20_000)
+"""
+
+
+@pytest.mark.parametrize("way", ["from-hf", pytest.param("to-hf", marks=pytest.mark.slow)])
+def test_a_killed_conversion_goes_on(way, tiny, tmp_path):
+  """Nothing has the target's name before all of it is there; what was finished is kept; the result is the same."""
+  source, extra, out, unfinished = tiny, words("llama"), tmp_path / "out", tmp_path / "out.unfinished"
+  if way == "to-hf":
+    source, extra = tmp_path / "params", ["--shard-gigabytes", "2e-5"]
+    assert main(["convert", "from-hf", str(tiny), str(source), *words("llama")]) == 0
+  assert main(["convert", way, str(source), str(tmp_path / "whole"), *extra]) == 0
+  killed = [sys.executable, "-c", _STOPPED, way, str(source), str(out), *words("llama")]
+  assert subprocess.run(killed, check=False).returncode == -signal.SIGKILL
+  assert not out.exists()
+  noted = len((unfinished / "journal").read_text().splitlines())
+  assert noted > 2
+  kept = {file.name: file.stat().st_mtime_ns for file in unfinished.glob("model-*.safetensors")}
+  with open(unfinished / "journal", "a") as journal:
+    journal.write('{"name": "half a li')
+  assert main(["convert", way, str(source), str(out), *extra]) == 0
+  assert not unfinished.exists()
+  if way == "to-hf":
+    assert len(kept) == noted - 1
+    assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept
+    assert contents(out) == contents(tmp_path / "whole")
+  else:
+    whole, got = parameters(tmp_path / "whole"), parameters(out)
+    assert {name: array.tobytes() for name, array in got.items()} == {n: a.tobytes() for n, a in whole.items()}
+
+
+def test_an_unfinished_folder_of_something_else_is_refused(tiny, tmp_path, capsys):
+  source, out = tmp_path / "hf", tmp_path / "out"
+  shutil.copytree(tiny, source)
+  killed = [sys.executable, "-c", _STOPPED, "from-hf", str(source), str(out), *words("llama")]
+  subprocess.run(killed, check=False)
+  os.utime(source / "model.safetensors")
+  assert main(["convert", "from-hf", str(source), str(out), *words("llama")]) == 2
+  assert "out.unfinished was begun from something else" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_does_not_go_out(tiny, tmp_path, capsys):
+  params = tmp_path / "params"
+  keys = words("llama", checkpoint_storage_use_ocdbt=False)
+  assert main(["convert", "from-hf", str(tiny), str(params), *keys]) == 0
+  file = params / "state" / "params.embedding.table" / "c" / "0" / "0"
+  content = bytearray(file.read_bytes())
+  content[100] ^= 1
+  file.write_bytes(content)
+  assert main(["convert", "to-hf", str(params), str(tmp_path / "hf")]) == 1
+  assert "params/embedding/table is not what was saved (checksum)" in capsys.readouterr().err
+  assert not (tmp_path / "hf").exists()
+
+
+def changed(tiny, folder, change):
+  tensors = {name: tensor.read() for name, tensor in Folder(tiny).tensors.items()}
+  change(tensors)
+  write_folder(folder, tensors, Folder(tiny).config)
+  return folder
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (lambda t: t.update(extra=np.zeros(1)), "no parameter takes: extra."),
+    (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "missing: model.layers.1.mlp.up_proj.weight."),
+    (lambda t: t.update({"model.norm.weight": np.zeros(7)}), "model.norm.weight is [7] in the folder, and this model"),
+  ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(change, message, tiny, tmp_path, capsys):
+  folder = changed(tiny, tmp_path / "hf", change)
+  assert main(["convert", "from-hf", str(folder), str(tmp_path / "out"), *words("llama")]) == 2
+  assert message in capsys.readouterr().err
+
+
+def test_what_is_known_to_be_no_weight_is_left_out(tiny, tmp_path):
+  name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+  folder = changed(tiny, tmp_path / "hf", lambda t: t.update({name: np.zeros(4)}))
+  assert main(["convert", "from-hf", str(folder), str(tmp_path / "out"), *words("llama")]) == 0
+
+
+def test_another_model_is_refused_by_its_description(tiny, tmp_path, capsys):
+  keys = words("llama", normalization_layer_epsilon=1e-6)
+  assert main(["convert", "from-hf", str(tiny), str(tmp_path / "out"), *keys]) == 2
+  assert "rms_norm_eps=1e-05 there, 1e-06 here" in capsys.readouterr().err
+
+
+def test_a_pickle_is_never_loaded(tmp_path, capsys):
+  (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+  assert main(["convert", "from-hf", str(tmp_path), str(tmp_path / "out"), *words("llama")]) == 2
+  assert "pytorch_model.bin is a pickle, which can run any program, and is never loaded" in capsys.readouterr().err
+
+
+def test_files_that_are_cut_short_or_missing_are_named(tiny, tmp_path, capsys):
+  folder = tmp_path / "hf"
+  shutil.copytree(tiny, folder)
+  with open(folder / "model.safetensors", "r+b") as file:
+    file.truncate(5000)
+  assert main(["convert", "from-hf", str(folder), str(tmp_path / "out"), *words("llama")]) == 1
+  assert "model.safetensors is cut short" in capsys.readouterr().err
+  index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+  (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+  assert main(["convert", "from-hf", str(folder), str(tmp_path / "out"), *words("llama")]) == 2
+  assert "has no model-00001-of-00002.safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", [120, 130])
+def test_a_vocabulary_may_be_padded_or_cut(rows, tiny, tmp_path):
+  """As those of Gemma are: rows that no token names."""
+  assert main(["convert", "from-hf", str(tiny), str(tmp_path / "out"), *words("llama", vocab_size=rows)]) == 0
+  table, there = (
+    parameters(tmp_path / "out")["embedding/table"],
+    Folder(tiny).tensors["model.embed_tokens.weight"].read(),
+  )
+  both = min(rows, len(there))
+  np.testing.assert_array_equal(table[:both], there[:both])
+  assert not table[both:].any()
+
+
+def test_tokenizers_and_settings_go_through(tiny, tmp_path):
+  folder = tmp_path / "hf"
+  shutil.copytree(tiny, folder)
+  (folder / "tokenizer.json").write_text("{}")
+  (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+  config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": 5}
+  (folder / "config.json").write_text(json.dumps(config))
+  assert main(["convert", "from-hf", str(folder), str(tmp_path / "params"), *words("llama")]) == 0
+  assert main(["convert", "to-hf", str(tmp_path / "params"), str(tmp_path / "out")]) == 0
+  assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+  assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": 5}
+  assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 5
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_model_is_found_by_its_sizes(name, tmp_path):
+  """Or another with the same sizes."""
+  try:
+    config = load_config(name, dataset_type="synthetic")
+  except ConfigError:
+    pytest.skip("its family is not there yet")
+  ours = description(config).config(config)
+  (tmp_path / "config.json").write_text(json.dumps(ours))
+  found = load_config(find_model(Folder(tmp_path)), dataset_type="synthetic")
+  theirs = description(found).config(found)
+  assert found.decoder_block == config.decoder_block
+  assert {key: ours[key] for key in ours if key != "max_position_embeddings"} == {
+    key: theirs[key] for key in theirs if key != "max_position_embeddings"
+  }
+
+
+def test_every_family_is_described():
+  described = {block for block, family in FAMILIES.items() if {"HUGGING_FACE", "hugging_face"} & vars(family).keys()}
+  assert described == FAMILIES.keys()
+
+
+def test_four_bit_experts_are_what_transformers_makes_of_them(folder_of, tmp_path):
+  from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+  rng, tensors = np.random.default_rng(0), {n: t.read() for n, t in Folder(folder_of("gpt_oss")).tensors.items()}
+  expected, packed = {}, {}
+  for name, tensor in tensors.items():
+    experts = tensor.ndim == 3
+    if not experts:
+      packed[name] = tensor
+      continue
+    count, inputs, outputs = tensor.shape
+    groups = -(-inputs // 32)
+    packed[f"{name}_blocks"] = rng.integers(0, 256, (count, outputs, groups, 16), np.uint8)
+    packed[f"{name}_scales"] = rng.integers(110, 130, (count, outputs, groups), np.uint8)
+    both = (torch.from_numpy(packed[f"{name}_{part}"]) for part in ("blocks", "scales"))
+    expected[name] = convert_moe_packed_tensors(*both).float().numpy()
+  write_folder(tmp_path / "hf", packed)
+  found = Folder(tmp_path / "hf").tensors
+  assert found.keys() == tensors.keys()
+  for name, tensor in expected.items():
+    assert found[name].shape == tensor.shape
+    np.testing.assert_array_equal(found[name].read().astype(np.float32), tensor)
+
+
+@pytest.mark.slow
+def test_layers_that_predict_further_tokens_go_through(folder_of, tmp_path):
+  """Where they are asked for; elsewhere they are left out. Their copies of embedding and head always are."""
+  config = configure("deepseek3", mtp_num_layers=1)
+  model = abstract_model(config)
+  wanted, rng = layout(model, weight_table(config, model.spec)), np.random.default_rng(0)
+  there = {name: tensor.read() for name, tensor in Folder(folder_of("deepseek3")).tensors.items()}
+  further = {n: rng.normal(size=t.shape).astype("f4") for n, t in wanted.items() if n not in there}
+  layer = "model.layers.2."
+  assert all(name.startswith(layer) for name in further)
+  copies = {f"{layer}{name}": there["lm_head.weight"] for name in ("embed_tokens.weight", "shared_head.head.weight")}
+  description_there = Folder(folder_of("deepseek3")).config | {"num_nextn_predict_layers": 1}
+  write_folder(tmp_path / "hf", there | further | copies, description_there)
+  for count, expected in ((1, there | further), (0, there)):
+    params, back = tmp_path / f"params{count}", tmp_path / f"hf{count}"
+    keys = words("deepseek3", mtp_num_layers=count)
+    assert main(["convert", "from-hf", str(tmp_path / "hf"), str(params), *keys]) == 0
+    assert main(["convert", "to-hf", str(params), str(back)]) == 0
+    found = Folder(back).tensors
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+      np.testing.assert_array_equal(found[name].read(), tensor, err_msg=name)
+    assert Folder(back).config["num_nextn_predict_layers"] == count
+  ours = parameters(tmp_path / "params1")
+  for path, name in {"join/weight": "eh_proj.weight", "token_norm/scale": "enorm.weight",
+                     "hidden_norm/scale": "hnorm.weight", "norm/scale": "shared_head.norm.weight"}.items():  # fmt: skip
+    np.testing.assert_array_equal(ours[f"ahead/0/{path}"], further[layer + name].T, err_msg=name)
+
+
+def test_block_scaled_weights_are_multiplied_out(tiny, tmp_path):
+  """Also where the last blocks are not whole; and they arrive in the checkpoint."""
+  rng, name = np.random.default_rng(0), "model.layers.0.mlp.up_proj.weight"
+  values, scales = (
+    (rng.normal(size=(80, 48)) * 100).astype(ml_dtypes.float8_e4m3fn),
+    rng.normal(size=(3, 2)).astype("f4"),
+  )
+  expected = np.empty((80, 48), np.float32)
+  for i, j in np.ndindex(80, 48):
+    expected[i, j] = np.float32(values[i, j]) * scales[i // 32, j // 32]
+  folder = changed(tiny, tmp_path / "hf", lambda t: t.update({name: values, f"{name}_scale_inv": scales}))
+  config = Folder(tiny).config | {"quantization_config": {"weight_block_size": [32, 32]}}
+  (folder / "config.json").write_text(json.dumps(config))
+  assert main(["convert", "from-hf", str(folder), str(tmp_path / "out"), *words("llama")]) == 0
+  up = parameters(tmp_path / "out")["groups/0/layers/0/feed_forward/up/weight"][0]
+  np.testing.assert_array_equal(up, expected.T)
