@@ -124,7 +124,7 @@ class ProbeLayer(nnx.Module):
     x = x * self.scale[...] + layer_input + context.positions[..., None]
     seen = jnp.zeros(())
     if cache is not None:
-      cache, layer = extend(cache, repeat, context.positions, {"sum": x})
+      cache, layer, _ = extend(cache, repeat, context, {"sum": x})
       seen = layer["sum"].sum()
     return x, {"repeat": repeat, "norm": jnp.abs(x).sum(), "seen": seen}, cache
 

@@ -1,0 +1,94 @@
+"""Continuous batching: what a request gets does not depend on who else is there, and no slot is lost."""
+
+import random
+
+import jax
+import pytest
+
+from maxtext.inference.engine import Engine
+from maxtext.inference.sampling import Settings
+from maxtext.inference.scheduler import Request, Scheduler
+from tests.support import program, tiny
+
+SLOTS = 4
+
+
+@pytest.fixture(scope="module")
+def engine():
+  """A tiny model with windows, whose prompts are prefilled in pieces."""
+  model = program(tiny(attention_type="local_sliding", sliding_window_size=7)).model
+  params, buffers = jax.jit(model.init)(0)
+  return Engine(model, params | buffers, SLOTS, length=48, longest_prompt=40, piece=16)
+
+
+def requests(count):
+  draw = random.Random(0)
+  return [
+    Request(
+      [draw.randrange(128) for _ in range(draw.randint(1, 40))],
+      Settings(
+        temperature=draw.choice([0.0, 0.8, 1.5]),
+        top_k=draw.choice([0, 20]),
+        seed=draw.randrange(2**31),
+        repetition_penalty=draw.choice([1.0, 1.3]),
+        max_tokens=draw.choice([None, 1, 5, 30]),
+        stop_tokens=draw.choice([(), (3, 4)]),
+        alternatives=draw.choice([0, 2]),
+      ),
+    )
+    for _ in range(count)
+  ]
+
+
+def collect(events, found):
+  for event in events:
+    found.setdefault(event.request, []).append(event)
+  return found
+
+
+def test_alone_and_among_others(engine):
+  everyone = requests(32)
+  together, draw = Scheduler(engine), random.Random(1)
+  arrivals, found = list(everyone), {}
+  while arrivals or together.busy:
+    for _ in range(min(draw.choice([0, 0, 1, 3]), len(arrivals))):
+      together.submit(arrivals.pop(0))
+    collect(together.step(), found)
+  assert (together.active, together.waiting) == (0, 0)
+  assert found.keys() == set(everyone)
+  for request in everyone:
+    alone = Scheduler(engine)
+    alone.submit(request)
+    assert collect(alone.run(), {})[request] == found[request]
+    last = found[request][-1]
+    count, most = len(found[request]), request.settings.max_tokens or 48
+    assert count <= min(most, 48 - len(request.prompt))
+    assert last.finish == ("stop" if last.token in request.settings.stop_tokens else "length")
+    assert all(event.finish is None for event in found[request][:-1])
+    assert all(len(event.others) == request.settings.alternatives for event in found[request])
+
+
+def test_first_come_first_served(engine):
+  scheduler, everyone = Scheduler(engine), requests(9)
+  for request in everyone:
+    scheduler.submit(request)
+  assert list(collect(scheduler.run(), {})) == everyone
+
+
+def test_cancelled_requests_leave_at_once(engine):
+  scheduler = Scheduler(engine)
+  patient = [Request([1] * 20, Settings(temperature=0.0)) for _ in range(SLOTS + 2)]
+  for request in patient:
+    scheduler.submit(request)
+  while scheduler.active < SLOTS:
+    scheduler.step()
+  for request in (patient[0], patient[-1]):  # one has a slot, one waits
+    scheduler.cancel(request)
+  ended = [event.request for event in scheduler.step() if event.finish == "cancelled"]
+  assert set(ended) == {patient[0], patient[-1]}
+  scheduler.step()
+  assert scheduler.active == SLOTS, "who waited has taken the slot"
+  scheduler.cancel(patient[0])  # again, when it is over
+  rest = collect(scheduler.run(), {})
+  assert all(rest[request][-1].finish == "length" for request in patient[1:-1])
+  assert (scheduler.active, scheduler.waiting, scheduler.busy) == (0, 0, False)
