@@ -1,75 +1,62 @@
-"""The engine gives what training computes: logits of every family, and the greedy tokens of its reference.
+"""Every family writes as its reference does, token by token, with the probabilities of training.
 
-Families are those of `test_parity`. Pieces of prompts are filled up, windows are shorter than the prompt, and slots are
-used again.
+Families are those of `test_parity`. The prompt comes in two pieces, the second filled up; the slot was used before; and
+windows are shorter than what is written.
 """
 
-from functools import cache as once
-
-import jax
 import numpy as np
 import pytest
 
-from maxtext.inference.engine import Engine, advance
+from maxtext.inference.engine import Engine
 from maxtext.inference.sampling import Settings
-from tests.test_parity import CASES, LENGTH, configure, loaded, references  # noqa: F401 (a fixture)
+from tests.test_parity import CASES, configure, loaded, references  # noqa: F401 (a fixture)
 
-QUICK = ("gemma2", "qwen3_next")  # windows; a state
-PROMPT, SLOT = 12, 2
-GREEDY = Settings(temperature=0.0)
+torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.parity
+
+QUICK = ("gemma2", "qwen3_next")  # a window; a state
+PROMPT, WRITTEN, SLOT = 20, 64, 1
+SETTINGS = Settings(temperature=0.0, alternatives=20)
+
 every_case = pytest.mark.parametrize(
   "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
 
 
-@pytest.fixture(scope="module")
-def engines(references):  # noqa: F811
-  """(reference, engine) of a family."""
-
-  def make(case):
-    reference = references(case)
-    model, params = loaded(configure(case), reference)
-    return reference, model, params, Engine(model, params, slots=3, length=96, longest_prompt=PROMPT, piece=8)
-
-  return once(make)
-
-
-def put(engine, prompt, slot, settings=GREEDY):
+def put(engine, prompt, slot):
   row = None
   for piece in engine.pieces(prompt):
     row = engine.prefill(piece, row)
-  engine.insert(row, slot, prompt, settings)
+  engine.insert(row, slot, prompt, SETTINGS)
+
+
+def greedy(reference, prompt):
+  """What the reference writes; one that is no model of transformers is asked token by token."""
+  if hasattr(reference.model, "model"):
+    reference.model.model.generation_config.eos_token_id = None
+    mask = torch.ones(1, PROMPT)
+    return reference.model.model.generate(prompt[None], attention_mask=mask, max_new_tokens=WRITTEN, do_sample=False)[0]
+  for _ in range(WRITTEN):
+    prompt = torch.cat([prompt, reference.model.logits(prompt[None])[:, -1].argmax(-1)])
+  return prompt
 
 
 @every_case
-def test_logits_are_those_of_training(case, engines):
-  reference, model, params, engine = engines(case)
-  engine.sizes = (8,)  # two pieces, the second filled up
-  tokens = reference.batch.inputs[0]
-  put(engine, tokens[:5], SLOT)  # what was in the slot before must not be seen
-  put(engine, tokens[:PROMPT], SLOT)
-  step = jax.jit(lambda *arguments: advance(model, *arguments))
-  state, found = engine.state, []
-  cache = state.cache
-  for position in range(PROMPT - 1, LENGTH):
-    fed, where = state.tokens.at[SLOT].set(tokens[position]), state.positions.at[SLOT].set(position)
-    logits, cache = step(params, cache, fed, where)
-    found.append(logits[SLOT])
-  np.testing.assert_allclose(np.stack(found), reference.logits[0, PROMPT - 1 :], atol=1e-4, rtol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if "plain" not in CASES[case]["reference"]])
-def test_greedy_tokens_are_those_of_the_reference(case, engines):
-  import torch
-
-  reference, _, _, engine = engines(case)
+def test_written_as_by_the_reference(case, references):  # noqa: F811
+  reference = references(case)
+  model, params = loaded(configure(case), reference)
+  engine = Engine(model, params, slots=2, length=96, longest_prompt=PROMPT, piece=16)
   prompt = reference.inputs[1, :PROMPT]
-  expected = reference.model.model.generate(
-    prompt[None], attention_mask=torch.ones(1, PROMPT), max_new_tokens=64, min_new_tokens=64, do_sample=False
-  )[0, PROMPT:]
+  put(engine, prompt[:5].tolist(), SLOT)
   put(engine, prompt.tolist(), SLOT)
-  found = [engine.generate([slot == SLOT for slot in range(3)]).tokens[SLOT] for _ in range(64)]
-  assert found == expected.tolist()
+  steps = [engine.generate([slot == SLOT for slot in range(2)]) for _ in range(WRITTEN)]
+  expected = greedy(reference, prompt)
+  assert [int(step.tokens[SLOT]) for step in steps] == expected[PROMPT:].tolist()
+  logits = reference.model.logits(expected[None, :-1])[0, PROMPT - 1 :].detach()
+  log_probs = torch.log_softmax(logits, dim=-1).numpy()
+  for step, exact in zip(steps, log_probs, strict=True):
+    found = step.others_log_probs[SLOT]
+    np.testing.assert_allclose(found, exact[step.others[SLOT]], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(found, np.sort(exact)[::-1][:20], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(step.log_probs[SLOT], exact.max(), atol=1e-4, rtol=0)

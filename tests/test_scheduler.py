@@ -13,12 +13,26 @@ from tests.support import program, tiny
 SLOTS = 4
 
 
+KEYS = {"attention_type": "local_sliding", "sliding_window_size": 7}
+
+
+def make_engine(model):
+  shardings = jax.tree.map(lambda a: a.sharding, (model.params, model.buffers))
+  params, buffers = jax.jit(model.init, out_shardings=shardings)(0)
+  return Engine(model, params | buffers, SLOTS, length=48, longest_prompt=40, piece=16)
+
+
 @pytest.fixture(scope="module")
 def engine():
   """A tiny model with windows, whose prompts are prefilled in pieces."""
-  model = program(tiny(attention_type="local_sliding", sliding_window_size=7)).model
-  params, buffers = jax.jit(model.init)(0)
-  return Engine(model, params | buffers, SLOTS, length=48, longest_prompt=40, piece=16)
+  return make_engine(program(tiny(**KEYS)).model)
+
+
+@pytest.fixture(scope="module")
+def split_engine():
+  """The same on a mesh of four devices."""
+  config = tiny(**KEYS, ici_fsdp_parallelism=2, ici_tensor_parallelism=2)
+  return make_engine(program(config, devices=4).model)
 
 
 def requests(count):
@@ -92,3 +106,18 @@ def test_cancelled_requests_leave_at_once(engine):
   rest = collect(scheduler.run(), {})
   assert all(rest[request][-1].finish == "length" for request in patient[1:-1])
   assert (scheduler.active, scheduler.waiting, scheduler.busy) == (0, 0, False)
+
+
+@pytest.mark.mesh
+def test_a_mesh_changes_nothing(engine, split_engine):
+  written = []
+  for one in (engine, split_engine):
+    scheduler = Scheduler(one)
+    for request in requests(6):
+      scheduler.submit(request)
+    written.append([[event.token for event in events] for events in collect(scheduler.run(), {}).values()])
+  assert written[0] == written[1]
+  keys = split_engine.state.cache[0][0]["key"]
+  assert keys.shape == (2, SLOTS, 7, 2, 8)
+  assert keys.addressable_shards[0].data.shape == (2, SLOTS // 2, 7, 1, 8)
+  assert split_engine._generate._cache_size() == 1, "compiled once"

@@ -51,6 +51,8 @@ class Loaded:
     if not 0 < len(prompt) <= longest:
       what = f"has {len(prompt)} tokens, more than max_prefill_predict_length={longest}" if prompt else "is empty"
       raise ConfigError(f"The prompt {what}.")
+    if wrong := [token for token in (*prompt, *settings.stop_tokens) if not 0 <= token < self.engine.vocab]:
+      raise ConfigError(f"{wrong[0]} is no token; they go from 0 to {self.engine.vocab - 1}.")
     if len(settings.stop_tokens) > STOPS:
       raise ConfigError(f"{len(settings.stop_tokens)} stop tokens are more than {STOPS}.")
     return Request(prompt, settings)

@@ -13,7 +13,7 @@ from typing import Literal
 from maxtext.inference.engine import Caches, Engine, Piece
 from maxtext.inference.sampling import Settings
 
-Finish = Literal["stop", "length", "cancelled"]
+Finish = Literal["stop", "length", "cancelled", "failed"]
 
 
 @dataclass(eq=False)
