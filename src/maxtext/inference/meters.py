@@ -24,9 +24,7 @@ class Meters:
     self._requests = Counter("maxtext_requests", "Requests that have ended, by why", ["finish"], registry=own)
     self._prompt_tokens = Counter("maxtext_prompt_tokens", "Tokens of prompts", registry=own)
     self._tokens = Counter("maxtext_generated_tokens", "Tokens of answers", registry=own)
-    self._first = Histogram(
-      "maxtext_first_token_seconds", "Until the first token", registry=own, buckets=_SECONDS
-    )
+    self._first = Histogram("maxtext_first_token_seconds", "Until the first token", registry=own, buckets=_SECONDS)
     self._next = Histogram("maxtext_next_token_seconds", "Between two tokens", registry=own, buckets=_SECONDS)
 
   def page(self) -> bytes:

@@ -68,6 +68,7 @@ class Asked(BaseModel):
 
   def settings(self, default: Settings, place: int) -> Settings:
     """How the answer at a place, of `n`, is made; what was left out is as the server has it."""
+
     def given(value: Any, otherwise: Any) -> Any:
       return otherwise if value is None else value
 

@@ -30,7 +30,7 @@ from maxtext.inference.meters import Meters
 from maxtext.inference.protocol import Body, Chat, Completion
 from maxtext.inference.worker import FullError, Worker
 
-_LOOK_EVERY = 0.2  # seconds between two looks whether a client is still there
+_LOOK_EVERY = 0.05  # seconds between two looks whether a client is still there
 
 
 @dataclass(frozen=True)
