@@ -30,6 +30,7 @@ from maxtext.inference.meters import Meters
 from maxtext.inference.protocol import Body, Chat, Completion
 from maxtext.inference.worker import FullError, Worker
 
+_FAILED = "The engine has failed; the server must be started again."
 _LOOK_EVERY = 0.05  # seconds between two looks whether a client is still there
 
 
@@ -135,6 +136,8 @@ class _Desk:
     """The whole answer, or a stream of it."""
     if asked.model != self._name:
       raise HTTPException(404, f"model: there is no '{asked.model}' here; this is '{self._name}'.")
+    if self._worker.failure is not None:
+      raise HTTPException(503, _FAILED)
     loaded = self._loaded
     prompts = asked.prompts(loaded.tokenizer)
     places = [(prompt, place) for prompt in prompts for place in range(asked.n)]
@@ -220,7 +223,7 @@ class _Going:
       if answer.finish is not None:  # ended by a stop text, a token ago
         continue
       if event.finish == "failed":
-        raise HTTPException(500, "The engine has failed; the server must be started again.")
+        raise HTTPException(503, _FAILED)
       self._timer.token()
       text = answer.add(event)
       if answer.finish and not event.finish:

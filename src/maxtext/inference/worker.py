@@ -42,8 +42,7 @@ class Worker:
   def submit(self, requests: list[Request], deliver: Deliver) -> None:
     """Takes all of them or none; `deliver` is called in the worker's thread, and for the last time with a `finish`."""
     with self._wake:
-      if self.failure is not None:
-        raise RuntimeError("the engine has failed") from self.failure
+      assert self.failure is None
       if self.scheduler.waiting + len(requests) > self._most_waiting:
         raise FullError
       for request in requests:
