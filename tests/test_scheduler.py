@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from maxtext.inference.engine import Engine
+from maxtext.inference.prefixes import Prefixes
 from maxtext.inference.sampling import Settings
 from maxtext.inference.scheduler import Request, Scheduler
 from tests.support import program, tiny
@@ -16,10 +17,10 @@ SLOTS = 4
 KEYS = {"attention_type": "local_sliding", "sliding_window_size": 7}
 
 
-def make_engine(model):
+def make_engine(model, kind=Engine, **changes):
   shardings = jax.tree.map(lambda a: a.sharding, (model.params, model.buffers))
   params, buffers = jax.jit(model.init, out_shardings=shardings)(0)
-  return Engine(model, params | buffers, SLOTS, length=48, longest_prompt=40, piece=16)
+  return kind(model, params | buffers, SLOTS, length=48, longest_prompt=40, piece=16, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,38 @@ def test_cancelled_requests_leave_at_once(engine):
   rest = collect(scheduler.run(), {})
   assert all(rest[request][-1].finish == "length" for request in patient[1:-1])
   assert (scheduler.active, scheduler.waiting, scheduler.busy) == (0, 0, False)
+
+
+class Counting(Engine):
+  """Notes the lengths of what was prefilled."""
+
+  def prefill(self, piece, row=None):
+    self.lengths.append(len(piece.tokens))
+    return super().prefill(piece, row)
+
+
+@pytest.mark.parametrize("host_bytes", [0, 10**9])
+def test_shared_beginnings_are_prefilled_once(host_bytes):
+  """A window, so that a row is not all of the past. Two rows have room on the device."""
+  engine = make_engine(program(tiny(**KEYS)).model, kind=Counting, keeps_rows=True)
+  row = sum(array.nbytes for array in jax.tree.leaves(engine.state.cache)) // SLOTS
+  scheduler = Scheduler(engine, Prefixes(2 * row, host_bytes))
+  draw = random.Random(2)
+  first = [draw.randrange(128) for _ in range(36)]
+  other = [draw.randrange(128) for _ in range(30)]
+
+  def write(prompt, scheduler=scheduler):
+    engine.lengths = []
+    scheduler.submit(Request(prompt, Settings(temperature=0.0, max_tokens=4)))
+    return [(event.token, round(event.log_prob, 4)) for event in scheduler.run()], engine.lengths
+
+  cold = {tuple(p): write(p, Scheduler(engine))[0] for p in (first, other, [*first[:32], 1, 2, 3])}
+  assert write(first) == (cold[tuple(first)], [16, 16, 3])
+  assert write(first) == (cold[tuple(first)], []), "the whole prompt was there"
+  assert write([*first[:32], 1, 2, 3]) == (cold[*first[:32], 1, 2, 3], [2])
+  assert write(other) == (cold[tuple(other)], [16, 13])
+  there = [] if host_bytes else [16, 16, 3]
+  assert write(first) == (cold[tuple(first)], there), "displaced rows wait on the host, if it has room"
 
 
 @pytest.mark.mesh

@@ -430,7 +430,11 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(_section(t.InferenceServer), "prompts and answers are computed by one server on one mesh: `maxtext serve`"),
   Refusal(_section(t.InferenceBenchmark), "there is no benchmark of inference yet", harmless=(False,)),
-  Refusal(_section(t.PrefixCaching), "prompts are not shared between requests yet", harmless=(False,)),
+  Refusal(
+    ("prefix_caching_hbm_byte", "prefix_caching_dram_byte"),
+    "it has no effect without enable_prefix_caching=true",
+    unless=lambda c: c.enable_prefix_caching,
+  ),
   Refusal(
     ("constant_bound_config", "jax_debug_log_modules", "enable_single_controller",
      "subslice_shape", "max_checkify"),

@@ -11,7 +11,6 @@ from maxtext.data.tokenizers import Message
 from maxtext.inference.answer import Answer
 from maxtext.inference.loading import Loaded
 from maxtext.inference.sampling import Settings
-from maxtext.inference.scheduler import Scheduler
 
 Show = Callable[[str], None]
 
@@ -80,7 +79,7 @@ def answers(
   loaded: Loaded, prompts: Sequence[Sequence[int]], settings: Settings, show: Show | None = None
 ) -> list[Answer]:
   """The answers to prompts, in their order, as many at once as there are slots; `show` gets all text as it comes."""
-  scheduler = Scheduler(loaded.engine)
+  scheduler = loaded.scheduler()
   requests = [loaded.request(prompt, settings) for prompt in prompts]
   found = {request: Answer(request, loaded.tokenizer) for request in requests}
   for request in requests:

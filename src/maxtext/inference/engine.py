@@ -54,16 +54,24 @@ class Engine:
     length: longest sequence, the prompt counted.
     longest_prompt: in tokens.
     piece: longest piece of a prompt; None prefills prompts at once.
+    keeps_rows: a row is still there after another piece went on from it.
   """
 
   def __init__(
-    self, model: Model, params: Params, slots: int, length: int, longest_prompt: int, piece: int | None = None
+    self,
+    model: Model,
+    params: Params,
+    slots: int,
+    length: int,
+    longest_prompt: int,
+    piece: int | None = None,
+    keeps_rows: bool = False,
   ) -> None:
     self._params, self.vocab = params, model.spec.vocab
     self.slots, self.length, self.longest_prompt = slots, length, longest_prompt
     shortest = _SHORTEST_BLOCK if model.how.attention.kernel == "splash" else _SHORTEST
     self.sizes = _sizes(shortest, min(piece or longest_prompt, longest_prompt))
-    self.in_pieces = piece is not None
+    self._goes_on = piece is not None or keeps_rows
 
     def begin(params: Params, tokens: jax.Array, count: jax.Array) -> Caches:
       row = model.bind(params).empty_cache(1, length)
@@ -95,15 +103,18 @@ class Engine:
     places = jax.tree.map(lambda a: a.sharding, self.state)
     everywhere = NamedSharding(model.how.mesh, PartitionSpec())
     self._begin = jax.jit(begin)
-    self._go_on = jax.jit(go_on, donate_argnums=1)
+    self._go_on = jax.jit(go_on, donate_argnums=() if keeps_rows else 1)
     self._insert = jax.jit(insert, donate_argnums=0, out_shardings=places)
     self._generate = jax.jit(generate, donate_argnums=1, out_shardings=(places, everywhere))
 
-  def pieces(self, prompt: Sequence[int]) -> Iterator[Piece]:
-    """What must be prefilled before `insert`: everything but the last token; a prompt of one has an empty piece."""
-    most = self.sizes[-1]
-    for start in range(0, max(len(prompt) - 1, 1), most):
-      yield Piece(start, prompt[start : min(start + most, len(prompt) - 1)])
+  def pieces(self, prompt: Sequence[int], start: int = 0) -> Iterator[Piece]:
+    """What must be prefilled before `insert`: from `start` on everything but the last token.
+
+    A prompt of one token has an empty piece, which makes its row.
+    """
+    most, end = self.sizes[-1], len(prompt) - 1
+    for first in range(start, max(end, 1), most):
+      yield Piece(first, prompt[first : min(first + most, end)])
 
   def prefill(self, piece: Piece, row: Caches | None = None) -> Caches:
     """The cache of a row after a piece; pieces come in order, each with the row that the last one left."""
@@ -129,7 +140,7 @@ class Engine:
     """Compiles every program."""
     for size in self.sizes:
       row = self.prefill(Piece(0, [0] * size))
-      if self.in_pieces:
+      if self._goes_on:
         row = self.prefill(Piece(size, [0] * size), row)
     self.insert(row, 0, [0], Settings())
     self.generate([False] * self.slots)

@@ -14,8 +14,9 @@ from maxtext.configs.types import TokenizerType
 from maxtext.data.prepared import MANIFEST, read_manifest
 from maxtext.data.tokenizers import Tokenizer, load_tokenizer
 from maxtext.inference.engine import Engine, dropless
+from maxtext.inference.prefixes import Prefixes
 from maxtext.inference.sampling import STOPS, Settings
-from maxtext.inference.scheduler import Request
+from maxtext.inference.scheduler import Request, Scheduler
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
 from maxtext.models.model import Model, Params
@@ -45,6 +46,12 @@ class Loaded:
     settings = replace(Settings.of(config), stop_tokens=ends)
     return Loaded(config, make_engine(config, model, parameters(config, model)), tokenizer, settings)
 
+  def scheduler(self) -> Scheduler:
+    """Of this engine; it has one at a time."""
+    c = self.config
+    shared = c.enable_prefix_caching
+    return Scheduler(self.engine, Prefixes(c.prefix_caching_hbm_byte, c.prefix_caching_dram_byte) if shared else None)
+
   def request(self, prompt: Sequence[int], settings: Settings) -> Request:
     """A request that fits; what does not is refused in words."""
     longest = self.engine.longest_prompt
@@ -68,7 +75,8 @@ def make_engine(config: MaxTextConfig, model: Model, params: Params) -> Engine:
     )
   slots = global_batch_size(config, model.how.mesh.size)
   piece = c.prefill_chunk_size if c.use_chunked_prefill else None
-  return Engine(model, params, slots, c.max_target_length, c.max_prefill_predict_length, piece)
+  keeps = c.enable_prefix_caching
+  return Engine(model, params, slots, c.max_target_length, c.max_prefill_predict_length, piece, keeps)
 
 
 def parameters(config: MaxTextConfig, model: Model) -> Params:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from maxtext.inference.engine import Caches, Engine, Piece
+from maxtext.inference.prefixes import Prefixes
 from maxtext.inference.sampling import Settings
 
 Finish = Literal["stop", "length", "cancelled", "failed"]
@@ -58,10 +59,15 @@ class _Filling:
 
 
 class Scheduler:
-  """Who waits, whose prompt is being prefilled, and who is in which slot."""
+  """Who waits, whose prompt is being prefilled, and who is in which slot.
 
-  def __init__(self, engine: Engine) -> None:
-    self._engine, self._lock = engine, threading.Lock()
+  Args:
+    engine: nobody else steps it.
+    prefixes: beginnings that prompts share; the engine must keep rows for it.
+  """
+
+  def __init__(self, engine: Engine, prefixes: Prefixes | None = None) -> None:
+    self._engine, self._prefixes, self._lock = engine, prefixes, threading.Lock()
     self._waiting: deque[Request] = deque()
     self._cancelled: set[Request] = set()
     self._filling: _Filling | None = None
@@ -130,12 +136,18 @@ class Scheduler:
         if not self._waiting or not free:
           return
         request = self._waiting.popleft()
-        self._filling = _Filling(request, free[0], deque(self._engine.pieces(request.prompt)))
+      start, row = self._prefixes.find(request.prompt) if self._prefixes else (0, None)
+      self._filling = _Filling(request, free[0], deque(self._engine.pieces(request.prompt, start)), row)
     filling = self._filling
-    filling.row = self._engine.prefill(filling.pieces.popleft(), filling.row)
+    request, slot = filling.request, filling.slot
+    if filling.pieces:
+      piece = filling.pieces.popleft()
+      filling.row = self._engine.prefill(piece, filling.row)
+      if self._prefixes and piece.tokens:
+        self._prefixes.keep(request.prompt[: piece.start + len(piece.tokens)], filling.row)
     if filling.pieces:
       return
-    request, slot = filling.request, filling.slot
+    assert filling.row is not None
     self._engine.insert(filling.row, slot, request.prompt, request.settings)
     room, most = self.room(len(request.prompt)), request.settings.max_tokens
     self._slots[slot] = _Answering(request, room if most is None else min(room, most), slot)

@@ -55,7 +55,7 @@ class Limits:
 
 def serve(loaded: Loaded, name: str, host: str, port: int, limits: Limits) -> None:
   """Serves until SIGTERM or SIGINT; returns when the last request has ended, or the grace is over."""
-  worker = Worker(scheduler.Scheduler(loaded.engine), limits.waiting)
+  worker = Worker(loaded.scheduler(), limits.waiting)
   app = make_app(loaded, name, worker, limits)
   try:
     listening = socket.create_server((host, port), backlog=1024)
