@@ -151,6 +151,6 @@ def test_a_mesh_changes_nothing(engine, split_engine):
     written.append([[event.token for event in events] for events in collect(scheduler.run(), {}).values()])
   assert written[0] == written[1]
   keys = split_engine.state.cache[0][0]["key"]
-  assert keys.shape == (2, SLOTS, 7, 2, 8)
-  assert keys.addressable_shards[0].data.shape == (2, SLOTS // 2, 7, 1, 8)
+  assert keys.shape == (2, SLOTS, 2, 7, 8)
+  assert keys.addressable_shards[0].data.shape == (2, SLOTS // 2, 1, 7, 8)
   assert split_engine._generate._cache_size() == 1, "compiled once"

@@ -24,6 +24,7 @@ from maxtext.layers.rope import Rope, rotate
 
 _Q = ("activation_batch", "activation_length", "activation_heads", "activation_head_dim")
 _KV = ("activation_batch", "activation_length", "activation_kv_heads", "activation_head_dim")
+_CACHED = ("activation_batch", "activation_kv_heads", "activation_length", "activation_head_dim")
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class GroupedQueryAttention(nnx.Module):
   def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
     """The cache of one layer; it reaches no further back than the window."""
     reach = length if self.spec.window is None else min(self.spec.window, length)
-    slots = Slots((batch, reach, self.spec.kv_heads, self.spec.head_dim), _KV, self.how.dtype)
+    slots = Slots((batch, self.spec.kv_heads, reach, self.spec.head_dim), _CACHED, self.how.dtype)
     return {"key": slots, "value": slots}
 
   def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

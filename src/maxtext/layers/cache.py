@@ -1,9 +1,10 @@
 """Caches: what layers keep of the tokens that they have seen, one array per name for a whole stack, written in place.
 
-Keys and values are rings [R,B,T,...]: position p stands in place p mod T, so T need only reach as far back as the layer
-looks. What does not grow with the sequence (the state of a delta net, the last tokens of a convolution) is kept whole.
+Keys and values are rings [R,B,T,D], or [R,B,H,T,D], heads first as products with them want it: position p stands in
+place p mod T, so T need only reach as far back as the layer looks. What does not grow with the sequence (the state of a
+delta net, the last tokens of a convolution) is kept whole.
 
-Shapes: R repeats of the stacked layers, B batch, S new tokens, T places of the ring, W last tokens.
+Shapes: R repeats of the stacked layers, B batch, S new tokens, T places of the ring, H heads, D width, W last tokens.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Slots:
 
 
 def extend(cache: Cache, repeat: jax.Array, context: Context, new: Cache) -> tuple[Cache, Cache, Tokens]:
-  """Writes `new` [B,S,...] of one layer at the tokens' positions.
+  """Writes `new` [B,S,D] or [B,S,H,D] of one layer at the tokens' positions.
 
   Returns:
     The stack's cache; what the tokens may look at, in one layer's arrays; and where that stands.
@@ -65,15 +66,18 @@ def latest(line: jax.Array, width: int, context: Context) -> jax.Array:
 
 def _written(array: jax.Array, repeat: jax.Array, context: Context, new: jax.Array) -> jax.Array:
   """Tokens that do not count, and those that later ones of this call displace, are left out."""
-  T, positions = array.shape[2], context.positions
+  T, positions = array.shape[-2], context.positions
   rows = jnp.arange(positions.shape[0])[:, None]
   last = positions[:, -1:] if context.count is None else positions[:, :1] + context.count[:, None] - 1
   kept = (positions <= last) & (positions > last - T)
-  return array.at[repeat, rows, jnp.where(kept, positions % T, T)].set(new.astype(array.dtype), mode="drop")
+  heads = (slice(None),) * (array.ndim - 4)
+  return array.at[repeat, rows, *heads, jnp.where(kept, positions % T, T)].set(new.astype(array.dtype), mode="drop")
 
 
 def _layer(array: jax.Array, repeat: jax.Array) -> jax.Array:
-  return jax.lax.dynamic_index_in_dim(array, repeat, axis=0, keepdims=False)
+  """One layer's part, with tokens before heads as new ones have it."""
+  layer = jax.lax.dynamic_index_in_dim(array, repeat, axis=0, keepdims=False)
+  return layer.swapaxes(1, 2) if layer.ndim == 4 else layer
 
 
 def _held(layer: Cache, last: jax.Array) -> jax.Array:

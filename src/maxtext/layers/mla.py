@@ -25,6 +25,7 @@ from maxtext.layers.norm import Norm
 from maxtext.layers.rope import Rope, rotate
 
 _HEADS = ("activation_batch", "activation_length", "activation_heads", "activation_head_dim")
+_CACHED = ("activation_batch", "activation_heads", "activation_length", "activation_head_dim")
 _LATENT = ("activation_batch", "activation_length", None)
 
 
@@ -165,7 +166,7 @@ class LatentAttention(nnx.Module):
       return Slots((batch, length, width), _LATENT, dtype)
 
     def heads(width: int) -> Slots:
-      return Slots((batch, length, spec.heads, width), _HEADS, dtype)
+      return Slots((batch, spec.heads, length, width), _CACHED, dtype)
 
     if spec.latent_cache:
       slots = {"latent": narrow(spec.kv_rank), "position": narrow(spec.rope.head_dim)}
