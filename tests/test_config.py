@@ -227,3 +227,15 @@ def test_configuration_costs_no_jax():
     "sys.exit('jax' in sys.modules)"
   )
   assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_text_on_a_command_line_is_taken_as_it_is():
+  words = ["prompt=def f(x): # why", "prompt=12", 'prompt="a\\tb"', "prompt= the", "run_name=first", "steps=1e3"]
+  assert [parse_assignments([word]) for word in words] == [
+    {"prompt": "def f(x): # why"},
+    {"prompt": "12"},
+    {"prompt": "a\tb"},
+    {"prompt": " the"},
+    {"run_name": "first"},
+    {"steps": "1e3"},
+  ]

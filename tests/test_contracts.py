@@ -126,7 +126,7 @@ class ProbeLayer(nnx.Module):
     x = x * self.scale[...] + layer_input + context.positions[..., None]
     seen = jnp.zeros(())
     if cache is not None:
-      cache, layer = extend(cache, repeat, context.positions, {"sum": x})
+      cache, layer, _ = extend(cache, repeat, context, {"sum": x})
       seen = layer["sum"].sum()
     return x, {"repeat": repeat, "norm": jnp.abs(x).sum(), "seen": seen}, cache
 
@@ -189,8 +189,8 @@ def test_a_cache_lives_where_its_activations_do():
   params, _ = jax.jit(p.model.init)(0)
   cache = jax.jit(lambda params: p.model.bind(params).empty_cache(batch=8, length=16))(params)
   keys = cache[0][0]["key"]
-  assert keys.shape == (2, 8, 16, 2, 8)
-  assert keys.addressable_shards[0].data.shape == (2, 2, 16, 1, 8)
+  assert keys.shape == (2, 8, 2, 16, 8)
+  assert keys.addressable_shards[0].data.shape == (2, 2, 1, 16, 8)
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention_type": "local_sliding", "sliding_window_size": 5}])

@@ -115,7 +115,7 @@ def test_prefill_and_decode_equal_the_forward_pass(spec, latent, hooks):
   layer, repeat = layer_of(spec, linear_hooks=hooks), jnp.ones((), jnp.int32)
   expected, _ = layer(INPUT, context_of(spec, ROW), None, repeat)
   slots = layer.cache_slots(B, S + 3)
-  per_token = sum(math.prod(s.shape[2:]) for s in slots.values()) - (16 if spec.indexer else 0)
+  per_token = sum(math.prod(s.shape[1:]) // (S + 3) for s in slots.values()) - (16 if spec.indexer else 0)
   assert per_token == (16 + 8 if latent else 4 * (24 + 12))
   cache = {n: jnp.zeros(s.stacked(2).shape, s.dtype) for n, s in slots.items()}
   step = jax.jit(lambda x, positions, cache: layer(x, context_of(spec, positions), cache, repeat))

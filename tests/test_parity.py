@@ -200,27 +200,6 @@ def rows(logits):
 
 
 @every_case
-def test_a_cache_changes_nothing(case, references):
-  reference = references(case)
-  model, params = loaded(configure(case), reference)
-  batch, prefill = reference.batch, 11
-
-  @jax.jit
-  def cached(tokens, positions, cache):
-    decoder = model.bind(params)
-    hidden, _, cache = decoder.hidden(tokens, positions, cache=cache)
-    return decoder.logits(hidden), cache
-
-  cache = model.bind(params).empty_cache(batch=4, length=LENGTH + 3)
-  logits, cache = cached(batch.inputs[:, :prefill], batch.positions[:, :prefill], cache)
-  found = [logits]
-  for s in range(prefill, LENGTH):
-    logits, cache = cached(batch.inputs[:, s : s + 1], batch.positions[:, s : s + 1], cache)
-    found.append(logits)
-  np.testing.assert_allclose(np.concatenate(found, axis=1), reference.logits, atol=1e-4, rtol=0)
-
-
-@every_case
 def test_tensors_go_out_as_they_came_in(case, references):
   reference = references(case)
   config = configure(case)

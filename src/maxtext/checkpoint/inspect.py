@@ -39,6 +39,15 @@ def chosen_keys(path: str) -> dict[str, Any]:
   return {key: entry["value"] for key, entry in entries if entry["value"] != defaults[key]}
 
 
+def served_keys(path: str) -> dict[str, Any]:
+  """The keys with which a trained run answers: its own, but for those of the machine that trained it."""
+  own = {key: value for key, value in chosen_keys(path).items() if not key.startswith(_OF_THE_TRAINING)}
+  return own | {"load_parameters_path": path}
+
+
+_OF_THE_TRAINING = ("load_", "ici_", "dcn_", "num_slices", "hardware", "gradient_accumulation_steps")
+
+
 def read_record(folder: epath.Path) -> Record:
   """The record of a checkpoint; one that is damaged is an end."""
   try:

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from maxtext.cli import checkpoint, config, convert, data, launch, models, plan, report
+from maxtext.cli import checkpoint, config, convert, data, decode, launch, models, plan, report, serve
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 
@@ -42,11 +42,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(prog="maxtext", description="Train large language models with JAX.")
+  parser = argparse.ArgumentParser(prog="maxtext", description="Train and serve large language models with JAX.")
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
   train = commands.add_parser("train", help="train a model", description="Train a model.")
   config.add_words(train)
   train.set_defaults(run=_train)
+  decode.add_command(commands)
+  serve.add_command(commands)
   launch.add_command(commands)
   report.add_command(commands)
   plan.add_command(commands)

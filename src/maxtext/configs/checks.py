@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from maxtext.configs.errors import ConfigError, nearest
 from maxtext.configs.refusals import REFUSALS, default_of
-from maxtext.configs.types import DatasetType, DType, MaxTextConfig, RematPolicy
+from maxtext.configs.types import DatasetType, DType, MaxTextConfig, RematPolicy, SamplingStrategy
 
 ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_flash_jax")
 
@@ -249,6 +249,19 @@ def _mixture(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _sampling(c: MaxTextConfig) -> str | None:
+  strategy = c.decode_sampling_strategy
+  both = (SamplingStrategy.COMPOSITE,)
+  for key, strategies, fits, words in (
+    ("decode_sampling_nucleus_p", (SamplingStrategy.NUCLEUS, *both), lambda p: 0 < p <= 1, "above 0, and at most 1"),
+    ("decode_sampling_top_k", (SamplingStrategy.TOPK, *both), lambda k: k > 0, "1 or more"),
+    ("decode_sampling_temperature", tuple(SamplingStrategy), lambda t: t > 0, "above 0"),
+  ):
+    if strategy in strategies and not fits(getattr(c, key)):
+      return f"{key}={getattr(c, key)} must be {words}, with decode_sampling_strategy={strategy.value}."
+  return None
+
+
 _READ = ("gs",)  # stores that Orbax reads
 
 _LEAST = {
@@ -260,6 +273,8 @@ _LEAST = {
   "head_dim": 1,
   "vocab_size": 1,
   "max_target_length": 1,
+  "max_prefill_predict_length": 1,
+  "prefill_chunk_size": 1,
   "mhc_expansion_rate": 1,
   "diloco_sync_period": 1,
   "rope_factor": 1,
@@ -331,4 +346,5 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _local_checkpoints,
   _ramp,
   _mixture,
+  _sampling,
 )

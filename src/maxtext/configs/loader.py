@@ -81,14 +81,18 @@ def resolve(
 
 
 def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
-  """`key=value` words of a command line; values are read as YAML."""
+  """`key=value` words of a command line; values are read as YAML, but for text without quotes, which may be any."""
   values: dict[str, Any] = {}
   for word in words:
     key, equals, text = word.partition("=")
     if not equals or not key:
       raise ConfigError(f"'{word}' is not of the form key=value.")
+    field = MaxTextConfig.model_fields.get(key)
+    if not text or (field and field.annotation is str and text[0] not in "\"'"):
+      values[key] = text
+      continue
     try:
-      values[key] = yaml.safe_load(text) if text else ""
+      values[key] = yaml.safe_load(text)
     except yaml.YAMLError:
       values[key] = text
   return values

@@ -377,7 +377,6 @@ REFUSALS: tuple[Refusal, ...] = (
     "it has no effect without use_chat_template=true or use_sft=true: documents are not conversations",
     unless=lambda c: c.use_chat_template or c.use_sft,
   ),
-  Refusal(("use_chat_template",), "inference is not implemented yet"),
   Refusal(
     ("train_image_column", "eval_image_column", "expansion_factor_real_data", "colocated_python_data_input"),
     "data is text, and every process reads what its devices need",
@@ -465,10 +464,47 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=(False,),
   ),
   Refusal(
-    _section(t.InferenceGeneral, t.Decoding, t.InferenceLayout, t.InferenceServer, t.InferenceBenchmark,
-             t.PrefixCaching, but=("max_target_length",)),
-    "inference is not implemented yet",
+    ("decode_sampling_nucleus_p",),
+    "it has no effect without decode_sampling_strategy=nucleus or composite",
+    unless=lambda c: c.decode_sampling_strategy in (t.SamplingStrategy.NUCLEUS, t.SamplingStrategy.COMPOSITE),
+  ),
+  Refusal(
+    ("decode_sampling_top_k",),
+    "it has no effect without decode_sampling_strategy=topk or composite",
+    unless=lambda c: c.decode_sampling_strategy in (t.SamplingStrategy.TOPK, t.SamplingStrategy.COMPOSITE),
+  ),
+  Refusal(
+    ("decode_sampling_temperature",),
+    "it has no effect on decode_sampling_strategy=greedy",
+    unless=lambda c: c.decode_sampling_strategy != t.SamplingStrategy.GREEDY,
+  ),
+  Refusal(
+    ("prefill_chunk_size",), "it has no effect without use_chunked_prefill=true", unless=lambda c: c.use_chunked_prefill
+  ),
+  Refusal(
+    ("load_from_prefill_dir", "prefill_cache_dir"),
+    "prompts are always prefilled where they are answered",
     harmless=(False,),
+  ),
+  Refusal(
+    ("model_call_mode",), "layers take what the command asks for: `maxtext train` trains, `maxtext decode` decodes"
+  ),
+  Refusal(
+    ("multi_sampling", "enable_llm_inference_pool"),
+    "a server is one process, and a request has one answer; send several with seeds of their own",
+    harmless=(False,),
+  ),
+  Refusal(
+    _section(t.InferenceLayout),
+    "caches have one order of dimensions, and the compiler chooses how they lie in memory",
+    harmless=(False,),
+  ),
+  Refusal(_section(t.InferenceServer), "prompts and answers are computed by one server on one mesh: `maxtext serve`"),
+  Refusal(_section(t.InferenceBenchmark), "there is no benchmark of inference yet", harmless=(False,)),
+  Refusal(
+    ("prefix_caching_hbm_byte", "prefix_caching_dram_byte"),
+    "it has no effect without enable_prefix_caching=true",
+    unless=lambda c: c.enable_prefix_caching,
   ),
   Refusal(
     ("constant_bound_config", "jax_debug_log_modules", "enable_single_controller",

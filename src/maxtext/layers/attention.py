@@ -25,6 +25,7 @@ from maxtext.layers.rope import Rope, rotate
 
 _Q = ("activation_batch", "activation_length", "activation_heads", "activation_head_dim")
 _KV = ("activation_batch", "activation_length", "activation_kv_heads", "activation_head_dim")
+_CACHED = ("activation_batch", "activation_kv_heads", "activation_length", "activation_head_dim")
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,10 @@ class GroupedQueryAttention(nnx.Module):
       q = q * spec.temperature(context.positions)[..., None, None].astype(q.dtype)
     v = how.shard(v, *_KV)
     tokens, sinks = Tokens(context.positions, context.segments), None if self.sinks is None else self.sinks[...]
-    if cache is None:
+    seen, keys = {"key": k, "value": v}, tokens
+    if cache is not None:
+      cache, seen, keys = extend(cache, repeat, context, seen)
+    if cache is None or context.fresh:
       watch(self.largest_logit, q, k, tokens, spec.scoring, how.precision)
       q_spec, kv_spec = how.partition(q.shape, *_Q), how.partition(k.shape, *_KV)
       chosen = None if spec.blocks is None else spec.blocks.chosen(q, k, tokens, tokens)
@@ -172,18 +176,17 @@ class GroupedQueryAttention(nnx.Module):
         q, k, v, tokens, spec.scoring, sinks, chosen=chosen, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec
       )
     else:
-      assert context.segments is None, "a cached row is one document"
-      cache, layer = extend(cache, repeat, context.positions, {"key": k, "value": v})
-      slots = Tokens(jnp.arange(layer["key"].shape[1])[None])
-      chosen = None if spec.blocks is None else spec.blocks.chosen(q, layer["key"], tokens, slots)
-      out = reference(q, layer["key"], layer["value"], tokens, slots, spec.scoring, sinks, how.precision, chosen)
+      chosen = None if spec.blocks is None else spec.blocks.chosen(q, seen["key"], tokens, keys)
+      out = reference(q, seen["key"], seen["value"], tokens, keys, spec.scoring, sinks, how.precision, chosen)
     if self.gate is not None:
       out = out * jax.nn.sigmoid(self.gate(x))
     return self.out(how.shard(out, *_Q)), cache
 
   def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
-    """The cache of one layer."""
-    slots = Slots((batch, length, self.spec.kv_heads, self.spec.head_dim), _KV, self.how.dtype)
+    """The cache of one layer; it reaches no further back than the window, unless all keys are needed to choose blocks."""
+    spec = self.spec
+    reach = length if spec.window is None or spec.blocks is not None else min(spec.window, length)
+    slots = Slots((batch, spec.kv_heads, reach, spec.head_dim), _CACHED, self.how.dtype)
     return {"key": slots, "value": slots}
 
   def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,7 +1,7 @@
 """What every layer of one call shares, token by token."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,17 @@ class Context:
     segments: [B,S] document of each token, or None where a row is one document.
     tables: rotary tables, one per distinct `Rope` of the model.
     tokens: [B,S] the tokens themselves, for layers that look them up.
+    count: [B] how many tokens of each row count, from the first on; those after them leave nothing in a cache. None is
+      all.
+    fresh: the cache is empty, so tokens see each other alone.
   """
 
   positions: jax.Array
   segments: jax.Array | None
   tables: dict[str, Table]
   tokens: jax.Array | None = None
+  count: jax.Array | None = None
+  fresh: bool = field(default=False, metadata={"static": True})
 
   @staticmethod
   def of(
@@ -33,14 +38,21 @@ class Context:
     ropes: Iterable[Rope],
     dtype: jax.typing.DTypeLike,
     tokens: jax.Array | None = None,
+    count: jax.Array | None = None,
+    fresh: bool = False,
   ) -> "Context":
     """Computes the rotary tables of all layers once."""
     tables = {repr(r): rotary_table(r, positions, dtype) for r in dict.fromkeys(ropes)}
-    return Context(positions, segments, tables, tokens)
+    return Context(positions, segments, tables, tokens, count, fresh)
 
   def table(self, rope: Rope) -> Table:
     """The rotary table of a layer."""
     return self.tables[repr(rope)]
+
+  @property
+  def counts(self) -> jax.Array | None:
+    """Whether each token counts, [B,S]; None is all."""
+    return None if self.count is None else jnp.arange(self.positions.shape[1]) < self.count[:, None]
 
   @property
   def begins(self) -> jax.Array:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxtext.layers.cache import latest
+from maxtext.layers.context import Context
 from maxtext.layers.make import Make
 
 
@@ -27,22 +29,22 @@ class CausalConvolution(nnx.Module):
     """Tokens before the first that it needs."""
     return (self.span - 1) * self.step
 
-  def __call__(self, x: jax.Array, begins: jax.Array, tail: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """x [B,S,H,D] and the tokens before it [B,W,H,D] to the sums, and the tokens that a next call needs before it.
-
-    `begins` [B,S] says which tokens are the first of their document.
-    """
-    B, S = x.shape[:2]
+  def __call__(self, x: jax.Array, context: Context, tail: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """x [B,S,H,D] and the tokens before it [B,W,H,D] to the sums, and the tokens that a next call needs before it."""
+    B = x.shape[0]
     weight = self.weight[...].astype(x.dtype)
     if tail is None:
       tail = jnp.zeros((B, self.reach, *x.shape[2:]), x.dtype)
-    document = jnp.cumsum(begins, axis=1)
+    document = jnp.cumsum(context.begins, axis=1)
     x = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
     documents = jnp.pad(document, ((0, 0), (self.reach, 0)))
 
-    def within(start: int, own: jax.Array) -> jax.Array:
-      end = start + own.shape[1]
-      return jnp.where((documents[:, start:end] == own)[..., None, None], x[:, start:end], 0)
+    def within(x: jax.Array, documents: jax.Array, own: jax.Array) -> jax.Array:
+      return jnp.where((documents == own)[..., None, None], x, 0)
 
-    y = sum((within(i * self.step, document) * weight[i] for i in range(self.span)), jnp.zeros((), x.dtype))
-    return y, within(S, jnp.broadcast_to(document[:, -1:], (B, self.reach)))
+    def back(start: int) -> jax.Array:
+      end = start + document.shape[1]
+      return within(x[:, start:end], documents[:, start:end], document)
+
+    y = sum((back(i * self.step) * weight[i] for i in range(self.span)), jnp.zeros((), x.dtype))
+    return y, within(latest(x, self.reach, context), latest(documents, self.reach, context), document[:, -1:])

@@ -91,7 +91,6 @@ class GatedDeltaNet(nnx.Module):
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
   ) -> tuple[jax.Array, Cache | None]:
     spec, how = self.spec, self.how
-    begins = context.begins
     own = None if cache is None else {n: cache[n][repeat] for n in self.cache_slots(x.shape[0], 0)}
     tails, mixed = {}, {}
     for name, project, mix in (
@@ -100,14 +99,16 @@ class GatedDeltaNet(nnx.Module):
       ("value", self.value, self.value_conv),
     ):
       tail = None if own is None else own[f"{name}_tail"]
-      y, tails[f"{name}_tail"] = mix(how.shard(project(x), *_HEADS), begins, tail)
+      y, tails[f"{name}_tail"] = mix(how.shard(project(x), *_HEADS), context, tail)
       mixed[name] = how.shard(jax.nn.silu(y), *_HEADS)
     q, k = (self._per_value_head(mixed[name]) for name in ("query", "key"))
     decay = self.decay(x).astype(jnp.float32) + self.decay_bias[...].astype(jnp.float32)
     g = -jnp.exp(self.log_rate[...].astype(jnp.float32)) * jax.nn.softplus(decay)
     beta = jax.nn.sigmoid(self.strength(x).astype(jnp.float32))
+    if context.counts is not None:  # what does not count neither forgets nor writes
+      g, beta = (jnp.where(context.counts[..., None], a, 0.0) for a in (g, beta))
     state = self._empty_state(x.shape[0]) if own is None else own["state"]
-    arguments = q * spec.key_dim**-0.5, k, mixed["value"], g, beta, begins, state
+    arguments = q * spec.key_dim**-0.5, k, mixed["value"], g, beta, context.begins, state
     out, state = recurrent(*arguments) if x.shape[1] == 1 else chunked(*arguments, size=spec.chunk)
     out = self.norm(out.astype(x.dtype)) * jax.nn.silu(self.gate(x).astype(jnp.float32)).astype(x.dtype)
     if cache is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.layers.cache import Cache, Slots, replaced
+from maxtext.layers.cache import Cache, Slots, latest, replaced
 from maxtext.layers.context import Context
 from maxtext.layers.convolution import CausalConvolution
 from maxtext.layers.how import How
@@ -78,15 +78,13 @@ class NgramMemory(nnx.Module):
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
   ) -> tuple[jax.Array, Cache | None]:
     """x is [B,S,N,E]."""
-    assert context.tokens is not None, "the decoder hands them on"
     own = None if cache is None else {n: cache[n][repeat] for n in self.cache_slots(x.shape[0])}
-    begins = context.begins
-    rows, last = self._rows(context.tokens, begins, None if own is None else own["memory_tokens"])
+    rows, last = self._rows(context, None if own is None else own["memory_tokens"])
     memory = self.how.shard(self.table[...].astype(self.how.dtype)[rows].reshape(*rows.shape[:2], -1), *_MEMORY)
     alike = (self.key_norm(self.key(memory)) * self.query_norm(self.norm(x))).astype(jnp.float32).sum(-1, keepdims=True)
     gate = jax.nn.sigmoid(_signed_root(alike * self.width**-0.5)).astype(x.dtype)
     value = self.how.shard(gate * self.value(memory)[:, :, None], *_STREAMS)
-    mixed, tail = self.convolution(self.value_norm(value), begins, None if own is None else own["memory_tail"])
+    mixed, tail = self.convolution(self.value_norm(value), context, None if own is None else own["memory_tail"])
     if cache is not None:
       cache = replaced(cache, repeat, {"memory_tokens": last, "memory_tail": tail})
     return checkpoint_name(jax.nn.silu(mixed) + value, "engram"), cache
@@ -100,14 +98,15 @@ class NgramMemory(nnx.Module):
       "memory_tail": Slots(tail, _STREAMS, self.how.dtype),
     }
 
-  def _rows(self, tokens: jax.Array, begins: jax.Array, before: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+  def _rows(self, context: Context, before: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Rows of the table [B,S,G*K], and the last tokens, 0 where the document has none, others from 1."""
-    spec, (B, S) = self.spec, tokens.shape
+    assert context.tokens is not None, "the decoder hands them on"
+    spec, (B, S) = self.spec, context.tokens.shape
     reach = spec.longest - 1
     if before is None:
       before = jnp.zeros((B, reach), jnp.int32)
-    line = jnp.concatenate([before, tokens + 1], axis=1)
-    document = jnp.cumsum(begins, axis=1)
+    line = jnp.concatenate([before, context.tokens + 1], axis=1)
+    document = jnp.cumsum(context.begins, axis=1)
     documents = jnp.pad(document, ((0, 0), (reach, 0)))
 
     def back(distance: int) -> jax.Array:
@@ -121,7 +120,7 @@ class NgramMemory(nnx.Module):
       for size in sizes:
         found.append((mixed % np.uint32(size)).astype(jnp.int32) + offset)
         offset += size
-    last = jnp.where(documents[:, S:] == document[:, -1:], line[:, S:], 0)
+    last = jnp.where(latest(documents, reach, context) == document[:, -1:], latest(line, reach, context), 0)
     return jnp.stack(found, axis=-1), last
 
 

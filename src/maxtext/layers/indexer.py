@@ -63,12 +63,13 @@ class KeyIndexer(nnx.Module):
     weights = self.weights(x).astype(jnp.float32) * spec.heads**-0.5
     return jnp.einsum("bsh,bsht->bst", weights, jax.nn.relu(products * spec.head_dim**-0.5))
 
-  def __call__(self, x: jax.Array, latent: jax.Array, context: Context, cached: jax.Array | None) -> jax.Array:
-    """Whether each key is chosen, [B,1,S,T]; keys are those of x, or cached ones in the order of their positions."""
+  def __call__(
+    self, x: jax.Array, latent: jax.Array, context: Context, cached: tuple[jax.Array, jax.Array] | None
+  ) -> jax.Array:
+    """Whether each key is chosen, [B,1,S,T]; keys are those of x, or cached ones [B,T,D] with their positions."""
     x, latent = jax.lax.stop_gradient((x, latent))
-    keys = self.keys(x, context) if cached is None else cached
+    keys, positions = (self.keys(x, context), context.positions) if cached is None else cached
     scores = jax.lax.stop_gradient(self.scores(x, latent, context, keys))
-    positions = context.positions if cached is None else jnp.arange(keys.shape[1])[None]
     visible = context.positions[:, :, None] >= positions[:, None, :]
     if context.segments is not None:
       visible &= context.segments[:, :, None] == context.segments[:, None, :]

@@ -26,6 +26,7 @@ from maxtext.layers.norm import Norm
 from maxtext.layers.rope import Rope, rotate
 
 _HEADS = ("activation_batch", "activation_length", "activation_heads", "activation_head_dim")
+_CACHED = ("activation_batch", "activation_heads", "activation_length", "activation_head_dim")
 _LATENT = ("activation_batch", "activation_length", None)
 
 
@@ -141,7 +142,9 @@ class LatentAttention(nnx.Module):
     latent, position = jnp.split(self.kv_down(x), [spec.kv_rank], axis=-1)
     latent, position = self.kv_norm(latent), rotate(position[..., None, :], table, spec.rope.interleaved)[..., 0, :]
     queries = Tokens(context.positions, context.segments)
-    if cache is None:
+    if cache is not None:
+      cache, seen, keys = extend(cache, repeat, context, self._kept(x, latent, position, context))
+    if cache is None or context.fresh:
       chosen = None if self.indexer is None else self.indexer(x, narrow, context, None)
       q, (k, v) = how.shard(jnp.concatenate([plain, turned], axis=-1), *_HEADS), self._expanded(latent, position)
       watch(self.largest_logit, q, k, queries, spec.scoring, how.precision)
@@ -149,24 +152,15 @@ class LatentAttention(nnx.Module):
       out = how.attention(q, k, v, queries, spec.scoring, chosen=chosen, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec)
       return self.out(how.shard(out, *_HEADS)), cache
 
-    assert context.segments is None, "a cached row is one document"
-    if spec.latent_cache:
-      new = {"latent": latent, "position": position}
-    else:
-      new = dict(zip(("key", "value"), self._expanded(latent, position), strict=True))
-    if self.indexer is not None:
-      new["index_key"] = self.indexer.keys(x, context)
-    cache, layer = extend(cache, repeat, context.positions, new)
-    chosen = None if self.indexer is None else self.indexer(x, narrow, context, layer["index_key"])
-    slots = Tokens(jnp.arange(next(iter(layer.values())).shape[1])[None])
+    chosen = None if self.indexer is None else self.indexer(x, narrow, context, (seen["index_key"], keys.positions))
     if spec.latent_cache:
       absorbed = not how.linear_hooks  # hooks know the plain product only
       attend = self._absorbed if absorbed else self._by_expansion
-      out = attend(plain, turned, layer["latent"], layer["position"], queries, slots, chosen)
+      out = attend(plain, turned, seen["latent"], seen["position"], queries, keys, chosen)
     else:
       q = jnp.concatenate([plain, turned], axis=-1)
       out = reference(
-        q, layer["key"], layer["value"], queries, slots, spec.scoring, precision=how.precision, chosen=chosen
+        q, seen["key"], seen["value"], queries, keys, spec.scoring, precision=how.precision, chosen=chosen
       )
     return self.out(how.shard(out, *_HEADS)), cache
 
@@ -178,13 +172,21 @@ class LatentAttention(nnx.Module):
       return Slots((batch, length, width), _LATENT, dtype)
 
     def heads(width: int) -> Slots:
-      return Slots((batch, length, spec.heads, width), _HEADS, dtype)
+      return Slots((batch, spec.heads, length, width), _CACHED, dtype)
 
     if spec.latent_cache:
       slots = {"latent": narrow(spec.kv_rank), "position": narrow(spec.rope.head_dim)}
     else:
       slots = {"key": heads(spec.key_dim), "value": heads(spec.value_dim)}
     return slots if spec.indexer is None else slots | {"index_key": narrow(spec.indexer.head_dim)}
+
+  def _kept(self, x: jax.Array, latent: jax.Array, position: jax.Array, context: Context) -> Cache:
+    """What a cache holds of new tokens."""
+    if self.spec.latent_cache:
+      new = {"latent": latent, "position": position}
+    else:
+      new = dict(zip(("key", "value"), self._expanded(latent, position), strict=True))
+    return new if self.indexer is None else new | {"index_key": self.indexer.keys(x, context)}
 
   def _expanded(self, latent: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys [B,T,H,N+R] and values [B,T,H,V] of latents [B,T,L] and rotated keys [B,T,R]."""

@@ -55,13 +55,17 @@ class Decoder(nnx.Module):
     segments: jax.Array | None = None,
     layer_inputs: list[list[Any]] | None = None,
     cache: list[list[Cache]] | None = None,
+    count: jax.Array | None = None,
+    fresh: bool = False,
   ) -> tuple[jax.Array, list[Any], list[list[Cache]] | None]:
     """Tokens [B,S] to normed hidden states [B,S,E], the layers' reports per group, and the extended cache.
 
-    Layer inputs and caches are lists over groups of what a `Stack` takes.
+    Layer inputs and caches are lists over groups of what a `Stack` takes. With a cache, only the first `count` [B]
+    tokens of a row count, and `fresh` says that nothing is in it.
     """
     how = self.how
-    context = Context.of(positions, segments, self.spec.ropes, how.dtype, tokens if self.spec.looks_up_tokens else None)
+    looked_up = tokens if self.spec.looks_up_tokens else None
+    context = Context.of(positions, segments, self.spec.ropes, how.dtype, looked_up, count, fresh)
     x = self.embedding(tokens)
     if self.positions is not None:
       x = x + self.positions(positions)

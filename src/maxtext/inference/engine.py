@@ -1,0 +1,215 @@
+"""The engine: prefill, insert and generate, pure functions that are compiled once each and always run the whole batch.
+
+A prompt without its last token is prefilled into a row of its own, in pieces whose lengths come from a short list. The
+row is inserted into a slot of the cache. Each step then feeds the last token of every slot, so the first answer's token
+comes from the step that feeds the last of the prompt, and tokens are chosen in one place. What a slot computes does not
+depend on the others.
+
+Shapes: B slots, S tokens of a piece, T longest sequence, P longest prompt, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxtext.inference.sampling import Chosen, Controls, History, Settings, choose
+from maxtext.layers.cache import Cache
+from maxtext.models.model import Model, Params
+
+Caches = list[list[Cache]]
+
+_SHORTEST = 16  # shorter pieces are filled up; a kernel of blocks wants more
+_SHORTEST_BLOCK = 128
+
+
+class Piece(NamedTuple):
+  """A part of a prompt that is prefilled at once."""
+
+  start: int
+  tokens: Sequence[int]
+
+
+class State(NamedTuple):
+  """What the slots hold: the cache, and of each the token that is fed next, its position, and how to answer."""
+
+  cache: Caches
+  tokens: jax.Array
+  positions: jax.Array
+  controls: Controls
+  history: History
+
+
+class Engine:
+  """Compiled programs over the slots. It knows no request; who is where is the scheduler's.
+
+  Args:
+    model: the model, whose experts drop no token here.
+    params: its parameters and buffers, placed.
+    slots: sequences that are generated at once.
+    length: longest sequence, the prompt counted.
+    longest_prompt: in tokens.
+    piece: longest piece of a prompt; None prefills prompts at once.
+    keeps_rows: a row is still there after another piece went on from it.
+  """
+
+  def __init__(
+    self,
+    model: Model,
+    params: Params,
+    slots: int,
+    length: int,
+    longest_prompt: int,
+    piece: int | None = None,
+    keeps_rows: bool = False,
+  ) -> None:
+    self._params, self.vocab = params, model.spec.vocab
+    self.slots, self.length, self.longest_prompt = slots, length, longest_prompt
+    shortest = _SHORTEST_BLOCK if model.how.attention.kernel == "splash" else _SHORTEST
+    self.sizes = _sizes(shortest, min(piece or longest_prompt, longest_prompt))
+    self._goes_on = piece is not None or keeps_rows
+
+    def begin(params: Params, tokens: jax.Array, count: jax.Array) -> Caches:
+      row = model.bind(params).empty_cache(1, length)
+      return fill(model, params, row, tokens, jnp.zeros((), jnp.int32), count, fresh=True)
+
+    def go_on(params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array) -> Caches:
+      return fill(model, params, row, tokens, start, count)
+
+    def generate(params: Params, state: State, active: jax.Array) -> tuple[State, Chosen]:
+      logits, cache = advance(model, params, state.cache, state.tokens, state.positions)
+      next_positions = state.positions + 1
+      chosen = choose(logits, state.controls, state.history, next_positions)
+      generated = state.history.generated.at[jnp.arange(slots), chosen.tokens].add(active)
+      return State(
+        cache,
+        jnp.where(active, chosen.tokens, state.tokens),
+        jnp.where(active, next_positions, state.positions),
+        state.controls,
+        state.history._replace(generated=generated),
+      ), chosen
+
+    def empty(params: Params) -> State:
+      nothing = jnp.zeros(slots, jnp.int32)
+      history = History(jnp.zeros((slots, self.vocab), bool), jnp.zeros((slots, self.vocab), jnp.int32))
+      cache = model.bind(params).empty_cache(slots, length)
+      return State(cache, nothing, nothing, Controls.empty(slots, self.vocab), history)
+
+    self.state = jax.jit(empty)(params)
+    places = jax.tree.map(lambda a: a.sharding, self.state)
+    everywhere = NamedSharding(model.how.mesh, PartitionSpec())
+    self._begin = jax.jit(begin)
+    self._go_on = jax.jit(go_on, donate_argnums=() if keeps_rows else 1)
+    self._insert = jax.jit(insert, donate_argnums=0, out_shardings=places)
+    self._generate = jax.jit(generate, donate_argnums=1, out_shardings=(places, everywhere))
+
+  def pieces(self, prompt: Sequence[int], start: int = 0) -> Iterator[Piece]:
+    """What must be prefilled before `insert`: from `start` on everything but the last token.
+
+    A prompt of one token has an empty piece, which makes its row.
+    """
+    most, end = self.sizes[-1], len(prompt) - 1
+    for first in range(start, max(end, 1), most):
+      yield Piece(first, prompt[first : min(first + most, end)])
+
+  def prefill(self, piece: Piece, row: Caches | None = None) -> Caches:
+    """The cache of a row after a piece; pieces come in order, each with the row that the last one left."""
+    size = next(size for size in self.sizes if size >= len(piece.tokens))
+    tokens, count = _filled(piece.tokens, size, 0)[None], np.full(1, len(piece.tokens), np.int32)
+    if row is None:
+      assert piece.start == 0
+      return self._begin(self._params, tokens, count)
+    return self._go_on(self._params, row, tokens, np.int32(piece.start), count)
+
+  def insert(self, row: Caches, slot: int, prompt: Sequence[int], settings: Settings) -> None:
+    """Puts a prefilled prompt into a slot; the row is still there afterwards."""
+    controls = Controls.of(settings, len(prompt), self.vocab)
+    tokens = _filled(prompt, self.longest_prompt, self.vocab)
+    self.state = self._insert(self.state, row, np.int32(slot), tokens, np.int32(len(prompt)), controls)
+
+  def generate(self, active: Sequence[bool]) -> Chosen:
+    """One step of all slots; those that are not active stay as they are, and what is chosen for them is nothing."""
+    self.state, chosen = self._generate(self._params, self.state, np.array(active, bool))
+    return jax.device_get(chosen)
+
+  def warm_up(self) -> None:
+    """Compiles every program."""
+    for size in self.sizes:
+      row = self.prefill(Piece(0, [0] * size))
+      if self._goes_on:
+        row = self.prefill(Piece(size, [0] * size), row)
+    self.insert(row, 0, [0], Settings())
+    self.generate([False] * self.slots)
+
+
+def fill(
+  model: Model,
+  params: Params,
+  row: Caches,
+  tokens: jax.Array,
+  start: jax.Array,
+  count: jax.Array,
+  fresh: bool = False,
+) -> Caches:
+  """A row's cache after `count` [1] tokens of [1,S], from position `start` on."""
+  positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+  _, _, extended = model.bind(params).hidden(tokens, positions, cache=row, count=count, fresh=fresh)
+  assert extended is not None
+  return extended
+
+
+def insert(
+  state: State, row: Caches, slot: jax.Array, prompt: jax.Array, count: jax.Array, controls: Controls
+) -> State:
+  """The state with a row in a slot; the prompt [P] is filled up with the vocabulary's size."""
+
+  def put(all_rows: jax.Array, one: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(all_rows, one, slot, axis=1)
+
+  history = History(
+    state.history.prompt.at[slot].set(jnp.zeros_like(state.history.prompt[0]).at[prompt].set(True, mode="drop")),
+    state.history.generated.at[slot].set(0),
+  )
+  return State(
+    jax.tree.map(put, state.cache, row),
+    state.tokens.at[slot].set(prompt[count - 1]),
+    state.positions.at[slot].set(count - 1),
+    jax.tree.map(lambda all_rows, one: all_rows.at[slot].set(one), state.controls, controls),
+    history,
+  )
+
+
+def advance(
+  model: Model, params: Params, cache: Caches, tokens: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, Caches]:
+  """Feeds one token [B] per row; float32 logits [B,V] of the next, and the cache."""
+  decoder = model.bind(params)
+  hidden, _, extended = decoder.hidden(tokens[:, None], positions[:, None], cache=cache)
+  assert extended is not None
+  return decoder.logits(hidden)[:, 0].astype(jnp.float32), extended
+
+
+def dropless(model: Model) -> Model:
+  """The model with experts that drop no token: which are dropped would depend on the rest of the batch."""
+  experts = model.how.experts
+  if not experts.drops:
+    return model
+  return Model.of(model.spec, replace(model.how, experts=replace(experts, method="dropless", buffer=None)))
+
+
+def _sizes(shortest: int, longest: int) -> tuple[int, ...]:
+  """Doubling from the shortest to the longest, so that few programs serve all prompts and little is filled up."""
+  sizes = [shortest]
+  while sizes[-1] < longest:
+    sizes.append(sizes[-1] * 2)
+  return tuple(sizes)
+
+
+def _filled(tokens: Sequence[int], size: int, value: int) -> np.ndarray:
+  filled = np.full(size, value, np.int32)
+  filled[: len(tokens)] = tokens
+  return filled

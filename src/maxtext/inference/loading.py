@@ -1,0 +1,96 @@
+"""From a configuration to what answers requests: parameters of a checkpoint, the engine, and the run's tokenizer."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+
+from maxtext.checkpoint.restore import load_parameters
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.derived import global_batch_size
+from maxtext.configs.types import TokenizerType
+from maxtext.data.prepared import MANIFEST, read_manifest
+from maxtext.data.tokenizers import Tokenizer, load_tokenizer
+from maxtext.inference.engine import Engine, dropless
+from maxtext.inference.prefixes import Prefixes
+from maxtext.inference.sampling import STOPS, Settings
+from maxtext.inference.scheduler import Request, Scheduler
+from maxtext.mesh.devices import make_mesh
+from maxtext.models.build import build_model
+from maxtext.models.model import Model, Params
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+  """What `maxtext decode` and `maxtext serve` run.
+
+  Attributes:
+    settings: how requests are answered that say nothing; the tokenizer's end of a document ends them.
+  """
+
+  config: MaxTextConfig
+  engine: Engine
+  tokenizer: Tokenizer
+  settings: Settings
+
+  @staticmethod
+  def of(config: MaxTextConfig) -> "Loaded":
+    """Reads the tokenizer and the checkpoint, and makes the engine, on all devices that JAX finds."""
+    tokenizer = run_tokenizer(config)
+    if config.jax_cache_dir:
+      jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
+    model = dropless(build_model(config, make_mesh(config)))
+    ends = () if tokenizer.eos is None else (tokenizer.eos,)
+    settings = replace(Settings.of(config), stop_tokens=ends)
+    return Loaded(config, make_engine(config, model, parameters(config, model)), tokenizer, settings)
+
+  def scheduler(self) -> Scheduler:
+    """Of this engine; it has one at a time."""
+    c = self.config
+    shared = c.enable_prefix_caching
+    return Scheduler(self.engine, Prefixes(c.prefix_caching_hbm_byte, c.prefix_caching_dram_byte) if shared else None)
+
+  def request(self, prompt: Sequence[int], settings: Settings) -> Request:
+    """A request that fits; what does not is refused in words."""
+    longest = self.engine.longest_prompt
+    if not 0 < len(prompt) <= longest:
+      what = f"has {len(prompt)} tokens, more than max_prefill_predict_length={longest}" if prompt else "is empty"
+      raise ConfigError(f"The prompt {what}.")
+    if wrong := [token for token in (*prompt, *settings.stop_tokens) if not 0 <= token < self.engine.vocab]:
+      raise ConfigError(f"{wrong[0]} is no token; they go from 0 to {self.engine.vocab - 1}.")
+    if len(settings.stop_tokens) > STOPS:
+      raise ConfigError(f"{len(settings.stop_tokens)} stop tokens are more than {STOPS}.")
+    return Request(prompt, settings)
+
+
+def make_engine(config: MaxTextConfig, model: Model, params: Params) -> Engine:
+  """The engine that the keys describe: a slot for each sequence of the global batch."""
+  c = config
+  if c.max_prefill_predict_length >= c.max_target_length:
+    raise ConfigError(
+      f"max_prefill_predict_length={c.max_prefill_predict_length} leaves no room for an answer in "
+      f"max_target_length={c.max_target_length}: lower it."
+    )
+  slots = global_batch_size(config, model.how.mesh.size)
+  piece = c.prefill_chunk_size if c.use_chunked_prefill else None
+  keeps = c.enable_prefix_caching
+  return Engine(model, params, slots, c.max_target_length, c.max_prefill_predict_length, piece, keeps)
+
+
+def parameters(config: MaxTextConfig, model: Model) -> Params:
+  """Those of `load_parameters_path`."""
+  path = config.load_parameters_path
+  if not path:
+    raise ConfigError("load_parameters_path is not set: write a run's folder, a checkpoint, or exported parameters.")
+  return load_parameters(config, "load_parameters_path", path, model.params | model.buffers)
+
+
+def run_tokenizer(config: MaxTextConfig) -> Tokenizer:
+  """The one that is named, or that of the prepared corpus a run was trained on; prompts do not end by themselves."""
+  folder = Path(config.grain_train_files).expanduser() if config.grain_train_files else None
+  if config.tokenizer_path is None and folder and (folder / MANIFEST).exists():
+    kind = TokenizerType(read_manifest(folder)["tokenizer"]["kind"])
+    config = config.model_copy(update={"tokenizer_path": str(folder), "tokenizer_type": kind})
+  return replace(load_tokenizer(config), add_eos=False)

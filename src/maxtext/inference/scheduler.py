@@ -1,0 +1,171 @@
+"""Continuous batching: requests come and go, each in a slot of its own while the engine steps.
+
+Whoever comes first is served first. Between two steps at most one piece of a prompt is prefilled, so that those who
+are being answered never wait longer than for one piece. One thread drives it; others may `submit` and `cancel`.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from maxtext.inference.engine import Caches, Engine, Piece
+from maxtext.inference.prefixes import Prefixes
+from maxtext.inference.sampling import Settings
+
+Finish = Literal["stop", "length", "cancelled", "failed"]
+
+
+@dataclass(eq=False)
+class Request:
+  """A prompt and how to answer it. Each is itself: two of the same content are two."""
+
+  prompt: Sequence[int]
+  settings: Settings = field(default_factory=Settings)
+
+
+@dataclass(frozen=True)
+class Event:
+  """A token of a request's answer, or its end, or both.
+
+  Attributes:
+    token: None where it only ends.
+    log_prob: of the token, as the model has it.
+    others: the likeliest tokens in its place with their log-probabilities, as many as were asked for.
+    finish: why the answer ends here; None goes on.
+  """
+
+  request: Request
+  token: int | None = None
+  log_prob: float = 0.0
+  others: tuple[tuple[int, float], ...] = ()
+  finish: Finish | None = None
+
+
+@dataclass
+class _Answering:
+  request: Request
+  left: int  # tokens that it may still have
+  slot: int
+
+
+@dataclass
+class _Filling:
+  request: Request
+  slot: int
+  pieces: deque[Piece]
+  row: Caches | None = None
+
+
+class Scheduler:
+  """Who waits, whose prompt is being prefilled, and who is in which slot.
+
+  Args:
+    engine: nobody else steps it.
+    prefixes: beginnings that prompts share; the engine must keep rows for it.
+  """
+
+  def __init__(self, engine: Engine, prefixes: Prefixes | None = None) -> None:
+    self._engine, self._prefixes, self._lock = engine, prefixes, threading.Lock()
+    self._waiting: deque[Request] = deque()
+    self._cancelled: set[Request] = set()
+    self._filling: _Filling | None = None
+    self._slots: list[_Answering | None] = [None] * engine.slots
+
+  @property
+  def busy(self) -> bool:
+    """Whether there is anything to do."""
+    return bool(self._waiting) or self._filling is not None or self.active > 0
+
+  @property
+  def waiting(self) -> int:
+    """Requests that have no slot yet."""
+    return len(self._waiting)
+
+  @property
+  def active(self) -> int:
+    """Requests that are being answered."""
+    return sum(slot is not None for slot in self._slots)
+
+  def room(self, prompt_length: int) -> int:
+    """Tokens that an answer to a prompt of this length can have; 0 where the prompt is too long, or empty."""
+    fits = 0 < prompt_length <= self._engine.longest_prompt
+    return max(self._engine.length - prompt_length, 0) if fits else 0
+
+  def submit(self, request: Request) -> None:
+    """Puts a request at the end of those that wait; there must be room for it."""
+    assert self.room(len(request.prompt)) > 0
+    with self._lock:
+      self._waiting.append(request)
+
+  def cancel(self, request: Request) -> None:
+    """Ends a request before the next step; nothing happens to one that has ended."""
+    with self._lock:
+      self._cancelled.add(request)
+
+  def step(self) -> list[Event]:
+    """Does one round: ends what was cancelled, prefills a piece, and generates a token in every slot."""
+    events = self._end_cancelled()
+    self._prefill()
+    return [*events, *self._generate()] if self.active else events
+
+  def run(self) -> Iterator[Event]:
+    """Everything that happens until nobody is left."""
+    while self.busy:
+      yield from self.step()
+
+  def _end_cancelled(self) -> list[Event]:
+    with self._lock:
+      cancelled, self._cancelled = self._cancelled, set()
+      ended = [request for request in self._waiting if request in cancelled]
+      self._waiting = deque(request for request in self._waiting if request not in cancelled)
+    if self._filling and self._filling.request in cancelled:
+      ended.append(self._filling.request)
+      self._filling = None
+    for answering in self._slots:
+      if answering and answering.request in cancelled:
+        ended.append(answering.request)
+        self._slots[answering.slot] = None
+    return [Event(request, finish="cancelled") for request in ended]
+
+  def _prefill(self) -> None:
+    if self._filling is None:
+      free = [slot for slot, answering in enumerate(self._slots) if answering is None]
+      with self._lock:
+        if not self._waiting or not free:
+          return
+        request = self._waiting.popleft()
+      start, row = self._prefixes.find(request.prompt) if self._prefixes else (0, None)
+      self._filling = _Filling(request, free[0], deque(self._engine.pieces(request.prompt, start)), row)
+    filling = self._filling
+    request, slot = filling.request, filling.slot
+    if filling.pieces:
+      piece = filling.pieces.popleft()
+      filling.row = self._engine.prefill(piece, filling.row)
+      if self._prefixes and piece.tokens:
+        self._prefixes.keep(request.prompt[: piece.start + len(piece.tokens)], filling.row)
+    if filling.pieces:
+      return
+    assert filling.row is not None
+    self._engine.insert(filling.row, slot, request.prompt, request.settings)
+    room, most = self.room(len(request.prompt)), request.settings.max_tokens
+    self._slots[slot] = _Answering(request, room if most is None else min(room, most), slot)
+    self._filling = None
+
+  def _generate(self) -> list[Event]:
+    chosen = self._engine.generate([answering is not None for answering in self._slots])
+    events = []
+    for slot, answering in enumerate(self._slots):
+      if answering is None:
+        continue
+      request, token = answering.request, int(chosen.tokens[slot])
+      answering.left -= 1
+      stopped = token in request.settings.stop_tokens
+      finish: Finish | None = "stop" if stopped else "length" if answering.left == 0 else None
+      count = request.settings.alternatives
+      others = zip(chosen.others[slot, :count].tolist(), chosen.others_log_probs[slot, :count].tolist(), strict=True)
+      events.append(Event(request, token, float(chosen.log_probs[slot]), tuple(others), finish))
+      if finish:
+        self._slots[slot] = None
+    return events

@@ -1,0 +1,62 @@
+"""Every family writes as its reference does, token by token, with the probabilities of training.
+
+Families are those of `test_parity`. The prompt comes in two pieces, the second filled up; the slot was used before; and
+windows are shorter than what is written.
+"""
+
+import numpy as np
+import pytest
+
+from maxtext.inference.engine import Engine
+from maxtext.inference.sampling import Settings
+from tests.test_parity import CASES, configure, loaded, references  # noqa: F401 (a fixture)
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.parity
+
+QUICK = ("gemma2", "qwen3_next")  # a window; a state
+PROMPT, WRITTEN, SLOT = 20, 64, 1
+SETTINGS = Settings(temperature=0.0, alternatives=20)
+
+every_case = pytest.mark.parametrize(
+  "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+
+
+def put(engine, prompt, slot):
+  row = None
+  for piece in engine.pieces(prompt):
+    row = engine.prefill(piece, row)
+  engine.insert(row, slot, prompt, SETTINGS)
+
+
+def greedy(reference, prompt):
+  """What the reference writes; one that is no model of transformers is asked token by token."""
+  if hasattr(reference.model, "model"):
+    reference.model.model.generation_config.eos_token_id = None
+    mask = torch.ones(1, PROMPT)
+    return reference.model.model.generate(prompt[None], attention_mask=mask, max_new_tokens=WRITTEN, do_sample=False)[0]
+  for _ in range(WRITTEN):
+    prompt = torch.cat([prompt, reference.model.logits(prompt[None])[:, -1].argmax(-1)])
+  return prompt
+
+
+@every_case
+def test_written_as_by_the_reference(case, references):  # noqa: F811
+  reference = references(case)
+  model, params = loaded(configure(case), reference)
+  engine = Engine(model, params, slots=2, length=96, longest_prompt=PROMPT, piece=16)
+  prompt = reference.inputs[1, :PROMPT]
+  put(engine, prompt[:5].tolist(), SLOT)
+  put(engine, prompt.tolist(), SLOT)
+  steps = [engine.generate([slot == SLOT for slot in range(2)]) for _ in range(WRITTEN)]
+  expected = greedy(reference, prompt)
+  assert [int(step.tokens[SLOT]) for step in steps] == expected[PROMPT:].tolist()
+  logits = reference.model.logits(expected[None, :-1])[0, PROMPT - 1 :].detach()
+  log_probs = torch.log_softmax(logits, dim=-1).numpy()
+  for step, exact in zip(steps, log_probs, strict=True):
+    found = step.others_log_probs[SLOT]
+    np.testing.assert_allclose(found, exact[step.others[SLOT]], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(found, np.sort(exact)[::-1][:20], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(step.log_probs[SLOT], exact.max(), atol=1e-4, rtol=0)

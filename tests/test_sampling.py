@@ -1,0 +1,150 @@
+"""The choice of the next token beside a plain reference in numpy, row by row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext import ConfigError
+from maxtext.inference import sampling
+from maxtext.inference.sampling import Controls, History, Settings, narrowed, penalised
+from tests.support import tiny
+
+V = 32
+ROWS = [
+  Settings(temperature=0.0),
+  Settings(temperature=0.7, seed=3),
+  Settings(temperature=1.0, top_k=5, seed=3),
+  Settings(temperature=1.3, top_p=0.6, seed=4),
+  Settings(temperature=0.9, top_k=7, top_p=0.5, seed=5),
+  Settings(temperature=1.0, repetition_penalty=1.7, seed=6),
+  Settings(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25, seed=7),
+  Settings(temperature=0.0, min_tokens=4, stop_tokens=(3, 9), alternatives=2),
+  Settings(temperature=1.0, top_p=1e-9, seed=8),
+]
+PROMPT = [1, 2, 2, 5]
+GENERATED = [5, 7, 7]
+choose = jax.jit(sampling.choose)
+POSITION = len(PROMPT) + len(GENERATED)
+
+
+@pytest.fixture(scope="module")
+def logits():
+  rng = np.random.default_rng(0)
+  logits = rng.normal(0, 2, (len(ROWS), V)).astype(np.float32)
+  logits[7, 3] = 9.0  # a stop token that would be taken
+  return logits
+
+
+@pytest.fixture(scope="module")
+def controls():
+  return jax.tree.map(lambda *rows: jnp.stack(rows), *(Controls.of(s, len(PROMPT), V) for s in ROWS))
+
+
+@pytest.fixture(scope="module")
+def history():
+  prompt, generated = np.zeros((len(ROWS), V), bool), np.zeros((len(ROWS), V), np.int32)
+  prompt[:, PROMPT] = True
+  for token in GENERATED:
+    generated[:, token] += 1
+  return History(jnp.asarray(prompt), jnp.asarray(generated))
+
+
+def plain_logits(logits, s):
+  """What is drawn from, by the words of `Settings`."""
+  logits = logits.astype(np.float64)
+  for token in set(PROMPT + GENERATED):
+    logits[token] = logits[token] / s.repetition_penalty if logits[token] > 0 else logits[token] * s.repetition_penalty
+  for token in set(GENERATED):
+    logits[token] -= s.presence_penalty + s.frequency_penalty * GENERATED.count(token)
+  if len(GENERATED) < s.min_tokens:
+    logits[list(s.stop_tokens)] = -np.inf
+  return logits
+
+
+def plain_probabilities(logits, s):
+  logits = plain_logits(logits, s) / s.temperature
+  order = np.argsort(-logits)
+  if s.top_k:
+    logits[order[s.top_k :]] = -np.inf
+  p = np.exp(logits - logits.max())
+  p /= p.sum()
+  total = 0.0
+  for token in order:
+    if total >= s.top_p:
+      p[token] = 0.0
+    total += p[token]
+  return p / p.sum()
+
+
+def test_every_setting_against_the_reference(logits, controls, history):
+  positions = jnp.full(len(ROWS), POSITION)
+  adjusted = penalised(logits, controls, history, positions)
+  probabilities = jax.nn.softmax(narrowed(adjusted, controls), axis=-1)
+  chosen = choose(logits, controls, history, positions)
+  for row, settings in enumerate(ROWS):
+    np.testing.assert_allclose(adjusted[row], plain_logits(logits[row], settings), rtol=1e-5)
+    if settings.temperature == 0:
+      assert chosen.tokens[row] == np.argmax(plain_logits(logits[row], settings))
+    else:
+      np.testing.assert_allclose(probabilities[row], plain_probabilities(logits[row], settings), atol=1e-6)
+    plain = logits[row] - np.log(np.exp(logits[row].astype(np.float64)).sum())
+    np.testing.assert_allclose(chosen.log_probs[row], plain[chosen.tokens[row]], atol=1e-5)
+    np.testing.assert_array_equal(chosen.others[row], np.argsort(-logits[row])[:20])
+    np.testing.assert_allclose(chosen.others_log_probs[row], np.sort(plain)[::-1][:20], atol=1e-5)
+
+
+def test_draws_follow_the_probabilities(logits, controls, history):
+  """Over many positions of one request."""
+  row, draws = 3, 4000
+  many = jax.tree.map(lambda a: jnp.broadcast_to(a[row], (draws, *a.shape[1:])), (controls, history))
+  positions = jnp.arange(POSITION, POSITION + draws)
+  found = choose(jnp.broadcast_to(logits[row], (draws, V)), *many, positions).tokens
+  expected = plain_probabilities(logits[row], ROWS[row])
+  frequency = np.bincount(found, minlength=V) / draws
+  assert not frequency[expected == 0].any()
+  np.testing.assert_allclose(frequency, expected, atol=4 * np.sqrt(0.25 / draws))
+
+
+def test_a_row_does_not_depend_on_the_others(logits, controls, history):
+  positions = jnp.arange(POSITION, POSITION + len(ROWS))
+  together = choose(logits, controls, history, positions)
+  for row in range(len(ROWS)):
+    one = slice(row, row + 1)
+    alone = choose(logits[one], *jax.tree.map(lambda a, one=one: a[one], (controls, history)), positions[one])
+    assert alone.tokens[0] == together.tokens[row]
+    assert alone.log_probs[0] == together.log_probs[row]
+
+
+@pytest.mark.parametrize(
+  ("keys", "settings"),
+  [
+    ({}, Settings(temperature=0.0)),
+    ({"decode_sampling_strategy": "weighted", "decode_sampling_temperature": 0.5}, Settings(temperature=0.5)),
+    ({"decode_sampling_strategy": "nucleus", "decode_sampling_nucleus_p": 0.9}, Settings(top_p=0.9)),
+    ({"decode_sampling_strategy": "topk", "decode_sampling_top_k": 4}, Settings(top_k=4)),
+    (
+      {"decode_sampling_strategy": "composite", "decode_sampling_top_k": 4, "decode_sampling_nucleus_p": 0.9},
+      Settings(top_k=4, top_p=0.9),
+    ),
+  ],
+)
+def test_the_keys_say_what_requests_leave_out(keys, settings):
+  assert Settings.of(tiny(**keys)) == settings
+
+
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    ({"decode_sampling_strategy": "nucleus"}, "decode_sampling_nucleus_p=-1.0 must be above 0"),
+    ({"decode_sampling_strategy": "topk"}, "decode_sampling_top_k=0 must be 1 or more"),
+    (
+      {"decode_sampling_strategy": "weighted", "decode_sampling_temperature": 0.0},
+      "decode_sampling_temperature=0.0 must be above 0",
+    ),
+    ({"decode_sampling_top_k": 4}, "decode_sampling_top_k=4 is refused: it has no effect"),
+  ],
+)
+def test_keys_that_say_too_little_or_too_much(keys, message):
+  with pytest.raises(ConfigError, match=message):
+    tiny(**keys)

@@ -1,0 +1,156 @@
+"""Continuous batching: what a request gets does not depend on who else is there, and no slot is lost."""
+
+import random
+
+import jax
+import pytest
+
+from maxtext.inference.engine import Engine
+from maxtext.inference.prefixes import Prefixes
+from maxtext.inference.sampling import Settings
+from maxtext.inference.scheduler import Request, Scheduler
+from tests.support import program, tiny
+
+SLOTS = 4
+
+
+KEYS = {"attention_type": "local_sliding", "sliding_window_size": 7}
+
+
+def make_engine(model, kind=Engine, **changes):
+  shardings = jax.tree.map(lambda a: a.sharding, (model.params, model.buffers))
+  params, buffers = jax.jit(model.init, out_shardings=shardings)(0)
+  return kind(model, params | buffers, SLOTS, length=48, longest_prompt=40, piece=16, **changes)
+
+
+@pytest.fixture(scope="module")
+def engine():
+  """A tiny model with windows, whose prompts are prefilled in pieces."""
+  return make_engine(program(tiny(**KEYS)).model)
+
+
+@pytest.fixture(scope="module")
+def split_engine():
+  """The same on a mesh of four devices."""
+  config = tiny(**KEYS, ici_fsdp_parallelism=2, ici_tensor_parallelism=2)
+  return make_engine(program(config, devices=4).model)
+
+
+def requests(count):
+  draw = random.Random(0)
+  return [
+    Request(
+      [draw.randrange(128) for _ in range(draw.randint(1, 40))],
+      Settings(
+        temperature=draw.choice([0.0, 0.8, 1.5]),
+        top_k=draw.choice([0, 20]),
+        seed=draw.randrange(2**31),
+        repetition_penalty=draw.choice([1.0, 1.3]),
+        max_tokens=draw.choice([None, 1, 5, 30]),
+        stop_tokens=draw.choice([(), (3, 4)]),
+        alternatives=draw.choice([0, 2]),
+      ),
+    )
+    for _ in range(count)
+  ]
+
+
+def collect(events, found):
+  for event in events:
+    found.setdefault(event.request, []).append(event)
+  return found
+
+
+def test_alone_and_among_others(engine):
+  everyone = requests(32)
+  together, draw = Scheduler(engine), random.Random(1)
+  arrivals, found = list(everyone), {}
+  while arrivals or together.busy:
+    for _ in range(min(draw.choice([0, 0, 1, 3]), len(arrivals))):
+      together.submit(arrivals.pop(0))
+    collect(together.step(), found)
+  assert (together.active, together.waiting) == (0, 0)
+  assert found.keys() == set(everyone)
+  for request in everyone:
+    alone = Scheduler(engine)
+    alone.submit(request)
+    assert collect(alone.run(), {})[request] == found[request]
+    last = found[request][-1]
+    count, most = len(found[request]), request.settings.max_tokens or 48
+    assert count <= min(most, 48 - len(request.prompt))
+    assert last.finish == ("stop" if last.token in request.settings.stop_tokens else "length")
+    assert all(event.finish is None for event in found[request][:-1])
+    assert all(len(event.others) == request.settings.alternatives for event in found[request])
+
+
+def test_first_come_first_served(engine):
+  scheduler, everyone = Scheduler(engine), requests(9)
+  for request in everyone:
+    scheduler.submit(request)
+  assert list(collect(scheduler.run(), {})) == everyone
+
+
+def test_cancelled_requests_leave_at_once(engine):
+  scheduler = Scheduler(engine)
+  patient = [Request([1] * 20, Settings(temperature=0.0)) for _ in range(SLOTS + 2)]
+  for request in patient:
+    scheduler.submit(request)
+  while scheduler.active < SLOTS:
+    scheduler.step()
+  for request in (patient[0], patient[-1]):  # one has a slot, one waits
+    scheduler.cancel(request)
+  ended = [event.request for event in scheduler.step() if event.finish == "cancelled"]
+  assert set(ended) == {patient[0], patient[-1]}
+  scheduler.step()
+  assert scheduler.active == SLOTS, "who waited has taken the slot"
+  scheduler.cancel(patient[0])  # again, when it is over
+  rest = collect(scheduler.run(), {})
+  assert all(rest[request][-1].finish == "length" for request in patient[1:-1])
+  assert (scheduler.active, scheduler.waiting, scheduler.busy) == (0, 0, False)
+
+
+class Counting(Engine):
+  """Notes the lengths of what was prefilled."""
+
+  def prefill(self, piece, row=None):
+    self.lengths.append(len(piece.tokens))
+    return super().prefill(piece, row)
+
+
+@pytest.mark.parametrize("host_bytes", [0, 10**9])
+def test_shared_beginnings_are_prefilled_once(host_bytes):
+  """A window, so that a row is not all of the past. Two rows have room on the device."""
+  engine = make_engine(program(tiny(**KEYS)).model, kind=Counting, keeps_rows=True)
+  row = sum(array.nbytes for array in jax.tree.leaves(engine.state.cache)) // SLOTS
+  scheduler = Scheduler(engine, Prefixes(2 * row, host_bytes))
+  draw = random.Random(2)
+  first = [draw.randrange(128) for _ in range(36)]
+  other = [draw.randrange(128) for _ in range(30)]
+
+  def write(prompt, scheduler=scheduler):
+    engine.lengths = []
+    scheduler.submit(Request(prompt, Settings(temperature=0.0, max_tokens=4)))
+    return [(event.token, round(event.log_prob, 4)) for event in scheduler.run()], engine.lengths
+
+  cold = {tuple(p): write(p, Scheduler(engine))[0] for p in (first, other, [*first[:32], 1, 2, 3])}
+  assert write(first) == (cold[tuple(first)], [16, 16, 3])
+  assert write(first) == (cold[tuple(first)], []), "the whole prompt was there"
+  assert write([*first[:32], 1, 2, 3]) == (cold[*first[:32], 1, 2, 3], [2])
+  assert write(other) == (cold[tuple(other)], [16, 13])
+  there = [] if host_bytes else [16, 16, 3]
+  assert write(first) == (cold[tuple(first)], there), "displaced rows wait on the host, if it has room"
+
+
+@pytest.mark.mesh
+def test_a_mesh_changes_nothing(engine, split_engine):
+  written = []
+  for one in (engine, split_engine):
+    scheduler = Scheduler(one)
+    for request in requests(6):
+      scheduler.submit(request)
+    written.append([[event.token for event in events] for events in collect(scheduler.run(), {}).values()])
+  assert written[0] == written[1]
+  keys = split_engine.state.cache[0][0]["key"]
+  assert keys.shape == (2, SLOTS, 2, 7, 8)
+  assert keys.addressable_shards[0].data.shape == (2, SLOTS // 2, 1, 7, 8)
+  assert split_engine._generate._cache_size() == 1, "compiled once"

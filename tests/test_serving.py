@@ -1,0 +1,247 @@
+"""A trained model writes: `maxtext decode` and `maxtext serve` as real processes, OpenAI's own client in front."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+
+from maxtext.cli.main import main
+from tests.support import TINY
+
+MAXTEXT = str(Path(sys.executable).with_name("maxtext"))
+SENTENCE = "the cat sat on the mat. "
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+KEYS = ("max_prefill_predict_length=24", "jax_cache_dir=", "use_chat_template=true", f"chat_template={TEMPLATE}")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """The folder of a run that has learnt one sentence, on eight devices; it answers on one."""
+  folder = tmp_path_factory.mktemp("serving")
+  (folder / "text").mkdir()
+  for number in range(80):
+    (folder / "text" / f"{number}.txt").write_text(SENTENCE * 8)
+  prepare = ["--from", folder / "text", "--to", folder / "corpus", "--train-tokenizer", "--workers", "1"]
+  assert main(["data", "prepare", *map(str, prepare), "vocab_size=270"]) == 0
+  keys = TINY | {
+    "vocab_size": 270, "max_target_length": 64, "per_device_batch_size": 1, "run_name": "cat", "log_period": 100,
+    "dataset_type": "grain", "grain_train_files": folder / "corpus", "tokenizer_type": "huggingface",
+    "grain_worker_count": 0, "learning_rate": 1e-2, "steps": 16, "enable_checkpointing": True,
+    "async_checkpointing": False, "enable_tensorboard": False, "base_output_directory": folder,
+  }  # fmt: skip
+  assert main(["train", *(f"{key}={value}" for key, value in keys.items())]) == 0
+  return folder / "cat"
+
+
+def decode(run, *words, code=0, **kwargs):
+  env = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+  done = subprocess.run(
+    [MAXTEXT, "decode", str(run), *KEYS, *words],
+    capture_output=True, text=True, env=env, timeout=200, check=False, **kwargs,
+  )  # fmt: skip
+  assert done.returncode == code, done.stderr
+  return done
+
+
+def test_decode_one_prompt(run):
+  """The assertion holds, the log-probabilities follow, and another text is an end with exit code 1."""
+  expected = "the cat sat on the mat."
+  done = decode(
+    run, "prompt=the cat", "--max-tokens=5", "return_log_prob=true", f"autoregressive_decode_assert={expected}"
+  )
+  text, *log_probs = done.stdout.splitlines()
+  assert text == expected
+  assert len(log_probs) == 5
+  assert all(-1 < float(line.split()[0]) < 0 for line in log_probs)
+  done = decode(run, "prompt=the cat", "--max-tokens=5", "--stop= on", "autoregressive_decode_assert=a dog", code=1)
+  assert done.stdout == "the cat sat\n", "it ends before the stop text"
+  assert "decoding gave 'the cat sat', and autoregressive_decode_assert='a dog'" in done.stderr
+
+
+@pytest.mark.slow
+def test_decode_a_file_and_a_conversation(run, tmp_path):
+  (tmp_path / "prompts.txt").write_text("the cat\non the\n" * 3)
+  lines = decode(run, "--prompts", str(tmp_path / "prompts.txt"), "--max-tokens=3").stdout.splitlines()
+  answers = [json.loads(line) for line in lines]
+  assert [answer["prompt"] for answer in answers] == ["the cat", "on the"] * 3
+  assert [answer["text"] for answer in answers[::2]] == [" sat on the"] * 3
+  assert answers[0]["finish"] == "length"
+  said = decode(run, "--chat", "--max-tokens=2", input="the cat\n the mat\n").stdout
+  assert said.splitlines()[0] == " sat on", "the first answer is remembered, so the second goes on from it"
+  assert said.splitlines()[1].startswith(".")
+  done = decode(run, f"prompt={SENTENCE * 9}", code=2)
+  assert re.search(r"^maxtext: The prompt has \d+ tokens, more than max_prefill_predict_length=24\.$", done.stderr)
+
+
+@pytest.fixture(scope="module")
+def served(run):
+  """A server's process and its address: four slots, and six places to wait."""
+  words = ["per_device_batch_size=4", "enable_model_warmup=true", "--port=0", "--max-waiting=6", "--max-body=20000"]
+  environment = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "MAXTEXT_API_KEYS": "secret,other"}
+  process = subprocess.Popen(
+    [MAXTEXT, "serve", str(run), *KEYS, *words],
+    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment,
+  )  # fmt: skip
+  try:
+    line = process.stdout.readline()
+    found = re.match(r"serving cat on (http://127\.0\.0\.1:\d+)\n", line)
+    assert found, line + process.stderr.read()
+    yield process, found[1]
+  finally:
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def address(served):
+  return served[1]
+
+
+@pytest.fixture(scope="module")
+def client(address):
+  return openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0, timeout=60)
+
+
+def gauge(address, name):
+  with urllib.request.urlopen(f"{address}/metrics") as page:
+    found = re.search(rf"^{re.escape(name)} (\S+)$", page.read().decode(), re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def wait_until(condition):
+  end = time.monotonic() + 30
+  while not condition():
+    assert time.monotonic() < end
+    time.sleep(0.05)
+
+
+def test_completions(client, address):
+  assert [model.id for model in client.models.list()] == ["cat"]
+  answer = client.completions.create(model="cat", prompt="the cat", max_tokens=6, logprobs=2, temperature=0)
+  choice = answer.choices[0]
+  assert (choice.text, choice.finish_reason) == (" sat on the mat. the", "length")
+  assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 6)
+  assert choice.logprobs.tokens == [" sat", " on", " the", " mat", ".", " the"]
+  for token, log_prob, others in zip(
+    choice.logprobs.tokens, choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True
+  ):
+    assert len(others) == 2
+    assert others[token] == max(others.values()) == log_prob
+  stopped = client.completions.create(model="cat", prompt="the cat", max_tokens=9, stop=["n the", "x"])
+  assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (" sat o", "stop")
+  several = client.completions.create(model="cat", prompt=["the cat", "on the"], n=2, max_tokens=4)
+  assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+  assert [choice.text for choice in several.choices[:2]] == [" sat on the mat"] * 2
+
+
+def test_a_seed_repeats_a_draw(client):
+  def draw(seed, **extra):
+    asked = {"prompt": "the", "max_tokens": 20, "temperature": 3.0, "seed": seed}
+    return client.completions.create(model="cat", **asked, extra_body=extra).choices[0].text
+
+  with ThreadPoolExecutor(4) as pool:  # other rows are in the batch, and other ones each time
+    texts = list(pool.map(draw, [1, 2, 1, 3, 1]))
+  assert texts[0] == texts[2] == texts[4]
+  assert len(set(texts)) == 3
+  assert draw(1, top_k=1) == draw(2, top_k=1), "the likeliest of one"
+
+
+def test_chats_and_streams(client):
+  asked = {"model": "cat", "messages": [{"role": "user", "content": "the cat"}], "max_tokens": 5, "temperature": 0}
+  answer = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3)
+  assert answer.choices[0].message.content == " sat on the mat."
+  words = answer.choices[0].logprobs.content
+  assert [word.token for word in words] == [" sat", " on", " the", " mat", "."]
+  assert all(len(word.top_logprobs) == 3 and word.top_logprobs[0].logprob == word.logprob for word in words)
+  pieces = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+  assert pieces[0].choices[0].delta.role == "assistant"
+  assert [piece.choices[0].delta.content for piece in pieces[1:-1]] == [" sat", " on", " the", " mat", "."]
+  assert (pieces[-2].choices[0].finish_reason, pieces[-1].usage.completion_tokens) == ("length", 5)
+
+
+@pytest.mark.parametrize(
+  ("asked", "status", "message"),
+  [
+    ({"model": "dog"}, 404, "there is no 'dog' here; this is 'cat'"),
+    ({"prompt": SENTENCE * 9}, 400, "more than max_prefill_predict_length=24"),
+    ({"prompt": []}, 400, "The prompt is empty"),
+    ({"prompt": [1, 400]}, 400, "400 is no token"),
+    ({"prompt": "\ud800"}, 400, "half of a surrogate pair"),
+    ({"temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
+    ({"logit_bias": {"1": 2}}, 400, "logit_bias: Extra inputs are not permitted"),
+    ({"stop": [""]}, 400, "stop: an empty text"),
+    ({"prompt": "x" * 30000}, 413, "more than 20000 bytes"),
+  ],
+)
+def test_what_is_refused(address, asked, status, message):
+  body = json.dumps({"model": "cat", "prompt": "the"} | asked).encode()
+  headers = {"content-type": "application/json", "authorization": "Bearer other"}
+  with pytest.raises(urllib.error.HTTPError) as refused:
+    urllib.request.urlopen(urllib.request.Request(f"{address}/v1/completions", body, headers))
+  assert refused.value.code == status
+  assert message in json.loads(refused.value.read())["error"]["message"]
+
+
+def test_keys_and_what_is_not_there(address, client):
+  with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
+    client.with_options(api_key="guess").completions.create(model="cat", prompt="the")
+  with pytest.raises(openai.BadRequestError, match="has no embeddings"):
+    client.embeddings.create(model="cat", input="the")
+  with urllib.request.urlopen(f"{address}/health") as health:
+    assert json.loads(health.read()) == {"status": "ok"}
+
+
+def test_too_many_are_turned_away(client):
+  with pytest.raises(openai.RateLimitError, match="Too many requests wait already") as refused:
+    client.completions.create(model="cat", prompt=["the"] * 7)
+  assert refused.value.response.headers["retry-after"] == "1"
+
+
+def test_who_leaves_frees_the_slot(address, client):
+  asked = {"model": "cat", "prompt": "the", "max_tokens": 60, "temperature": 5.0}
+
+  def leave_a_stream():
+    with client.completions.create(**asked, stream=True) as stream:
+      next(iter(stream))
+
+  def leave_without_an_answer():
+    with pytest.raises(
+      (openai.APITimeoutError, openai.RateLimitError)
+    ):  # the latter where those before are still there
+      client.with_options(timeout=0.01).completions.create(**asked, n=6)
+
+  for leave in (leave_a_stream, leave_without_an_answer):
+    before = gauge(address, 'maxtext_requests_total{finish="left"}')
+
+    def has_left(leave=leave, before=before):
+      """A quick server may have finished before it saw anyone leave."""
+      leave()
+      return gauge(address, 'maxtext_requests_total{finish="left"}') > before
+
+    wait_until(has_left)
+    wait_until(lambda: gauge(address, "maxtext_requests_active") + gauge(address, "maxtext_requests_waiting") == 0)
+
+
+def test_told_to_end_it_finishes_what_it_has(served, client):
+  """The last test: it ends the server that the others asked."""
+  process, address = served
+  asked = {"model": "cat", "prompt": "the", "max_tokens": 60, "temperature": 5.0, "stream": True}
+  with ThreadPoolExecutor(10) as pool:
+    streams = list(pool.map(lambda number: client.completions.create(**asked, seed=number), range(10)))
+    active, waiting = (gauge(address, f"maxtext_requests_{name}") for name in ("active", "waiting"))
+    assert active + waiting > 0
+    process.send_signal(signal.SIGTERM)
+    ends = list(pool.map(lambda stream: [piece.choices[0].finish_reason for piece in stream][-1], streams))
+  assert set(ends) <= {"length", "stop"}, "what was accepted has ended"
+  assert process.wait(timeout=30) == 0
+  with pytest.raises(openai.APIConnectionError):
+    client.completions.create(model="cat", prompt="the")
