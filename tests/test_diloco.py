@@ -47,6 +47,15 @@ def test_two_replicas_are_two_runs():
     np.testing.assert_allclose(state.params[name], value, atol=2e-5, rtol=0)
 
 
+def test_replicas_start_from_parameters_that_are_given():
+  p = program(tiny(ici_diloco_parallelism=2, ici_fsdp_parallelism=4, enable_diloco=True, per_device_batch_size=1), 8)
+  state = p.init()
+  other = {name: value + 1 for name, value in state.params.items()}
+  state = p.start_from(state, other, state.buffers)
+  for name, value in state.params.items():
+    np.testing.assert_array_equal(state.opt_state.params[name], np.stack([value, value]))
+
+
 def test_what_has_no_place_is_refused():
   with pytest.raises(
     ConfigError, match=r"diloco_outer_lr=0\.5 is refused: it has no effect without enable_diloco=true"

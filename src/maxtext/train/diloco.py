@@ -31,6 +31,16 @@ class Apart:
   outer: Any
 
 
+def together(state: TrainState) -> TrainState:
+  """Every replica at the run's own parameters, when those came from elsewhere."""
+  apart: Apart = state.opt_state
+  params, buffers = (
+    jax.tree.map(lambda new, old: jnp.broadcast_to(new, old.shape), *pair)
+    for pair in ((state.params, apart.params), (state.buffers, apart.buffers))
+  )
+  return TrainState(state.step, state.params, state.buffers, Apart(params, buffers, apart.opt_state, apart.outer))
+
+
 @dataclass(frozen=True)
 class Diloco:
   """Wraps a train step."""

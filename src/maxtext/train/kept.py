@@ -1,6 +1,5 @@
 """What a run starts from and what it keeps: the restore order of its checkpoints, and the callback that saves them."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -90,7 +89,7 @@ class Kept:
       wanted = program.state.params | program.state.buffers
       found = load_parameters(self._config, "load_parameters_path", path, wanted)
     _say(f"starts with the parameters of {path}")
-    return dataclasses.replace(state, params=_taken(found, state.params), buffers=_taken(found, state.buffers))
+    return program.start_from(state, _taken(found, state.params), _taken(found, state.buffers))
 
 
 def _taken(found: Mapping[str, jax.Array], there: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -1,5 +1,6 @@
 """A run made ready: the model, the compiled step, and the abstract state and batch it takes. No array exists yet."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -108,6 +109,14 @@ class Program:
   def init(self) -> TrainState:
     """The first state, made where it lives."""
     return self._init(np.uint32(self.config.init_weights_seed))
+
+  def start_from(self, state: TrainState, params: Params, buffers: Params) -> TrainState:
+    """A first state with other parameters."""
+    state = dataclasses.replace(state, params=params, buffers=buffers)
+    if not self.config.enable_diloco:
+      return state
+    shardings = jax.tree.map(lambda a: a.sharding, self.state)
+    return jax.jit(diloco.together, donate_argnums=0, out_shardings=shardings)(state)
 
   def feed(self, position: Position | None = None) -> Iterator[Fed]:
     """The data from a position on."""
