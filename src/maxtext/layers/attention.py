@@ -177,7 +177,7 @@ class GroupedQueryAttention(nnx.Module):
     return self.out(how.shard(out, *_Q)), cache
 
   def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
-    """The cache of one layer; it reaches no further back than the window, unless blocks are chosen by all their keys."""
+    """The cache of one layer; it reaches no further back than the window, unless blocks are chosen by their keys."""
     spec = self.spec
     reach = length if spec.window is None or spec.blocks is not None else min(spec.window, length)
     slots = Slots((batch, spec.kv_heads, reach, spec.head_dim), _CACHED, self.how.dtype)
