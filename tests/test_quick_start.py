@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +24,22 @@ def commands() -> list[list[str]]:
   return [shlex.split(line) for line in lines]
 
 
+def environment(folder):
+  cache = str(folder / "cache")
+  return os.environ | {"XLA_FLAGS": "", "PATH": f"{HERE}:{os.environ['PATH']}", "M_JAX_CACHE_DIR": cache}
+
+
 def run(words, folder):
-  env = os.environ | {"XLA_FLAGS": "", "PATH": f"{HERE}:{os.environ['PATH']}"}
-  done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=env, timeout=600, check=False)
+  done = subprocess.run(
+    words, capture_output=True, text=True, cwd=folder, env=environment(folder), timeout=600, check=False
+  )
   assert done.returncode == 0, done.stderr
   return done.stdout
+
+
+def losses_of(folder):
+  file = folder / "metrics.jsonl"
+  return [json.loads(line)["loss"] for line in file.read_text().splitlines()] if file.exists() else []
 
 
 @pytest.mark.slow
@@ -35,10 +48,19 @@ def test_from_text_to_a_falling_loss(tmp_path):
   assert (prepare[:3], train[:2]) == (["maxtext", "data", "prepare"], ["maxtext", "train"])
   said = run(prepare, tmp_path)
   assert re.search(r"^data/stdlib: \d+ documents, [\d,]+ tokens of 4,096 kinds", said, re.MULTILINE)
-  said = run([*train, "steps=40", "jax_cache_dir="], tmp_path)
-  lines = (tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
-  losses = [json.loads(line)["loss"] for line in lines]
+  said = run([*train, "steps=40"], tmp_path)
+  losses = losses_of(tmp_path / "runs" / "first")
   assert len(losses) == 40
   assert 8 < losses[0] < 9, "nothing is known at first: about ln 4096"
   assert np.mean(losses[-5:]) < losses[0] - 2
   assert said.splitlines()[-1] == "report: runs/first/report.html"
+
+  again = [*train[:-1], "run_name=again", "steps=40"]
+  with subprocess.Popen(again, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.DEVNULL) as interrupted:
+    while len(losses_of(tmp_path / "runs" / "again")) < 15:
+      assert interrupted.poll() is None
+      time.sleep(0.1)
+    interrupted.send_signal(signal.SIGINT)
+    assert interrupted.wait(60) == 130
+  assert "goes on from" in run(again, tmp_path)
+  assert losses_of(tmp_path / "runs" / "again") == losses, "interrupted and resumed, it is the same run"
