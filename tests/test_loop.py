@@ -177,9 +177,9 @@ def test_tensorboard_events(tmp_path):
 def test_dumps_of_the_step(tmp_path):
   config = tiny(steps=2, run_name="dumped", base_output_directory=str(tmp_path), dump_hlo=True, dump_jaxpr=True,
                 dump_hlo_local_dir=str(tmp_path / "xla"), dump_jaxpr_local_dir=str(tmp_path / "jaxpr"),
-                dump_jaxpr_delete_local_after=False)  # fmt: skip
+                dump_jaxpr_delete_local_after=False, dump_jaxpr_gcs_dir=str(tmp_path / "elsewhere"))  # fmt: skip
   maxtext.train(config)
-  (jaxpr,) = (tmp_path / "dumped" / "jaxpr_dump").iterdir()
+  (jaxpr,) = (tmp_path / "elsewhere").iterdir()
   assert "scan" in jaxpr.read_text()
   assert len(list((tmp_path / "jaxpr").iterdir())) == 1
   (compiled,) = (tmp_path / "dumped" / "xla_dump").glob("*jit_train_step*after_optimizations.txt")

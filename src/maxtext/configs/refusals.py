@@ -94,19 +94,16 @@ _TILES = tuple(key for key in t.MoEKernels.model_fields if "_tile_" in key)
 
 _HLO = (
   "dump_hlo", "dump_step", "dump_hlo_local_dir", "dump_hlo_delete_local_after", "dump_hlo_module_name",
-  "dump_hlo_local_module_name", "dump_hlo_xla_flags",
+  "dump_hlo_local_module_name", "dump_hlo_xla_flags", "dump_hlo_gcs_dir",
 )  # fmt: skip
-_JAXPR = ("dump_jaxpr", "dump_jaxpr_local_dir", "dump_jaxpr_delete_local_after")
+_JAXPR = ("dump_jaxpr", "dump_jaxpr_local_dir", "dump_jaxpr_delete_local_after", "dump_jaxpr_gcs_dir")
 _SHOWN = (
   "metrics_file", "prometheus_port", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
   "collect_stack_trace", "stack_trace_interval_seconds", "profile_cleanly", "profile_periodically_period",
   "enable_jax_profiler", "jax_profiler_port", "enable_tensorboard", *_HLO, *_JAXPR,
 )  # fmt: skip
 
-_UPLOADED = (
-  "gcs_metrics", "save_config_to_gcs", "dump_hlo_gcs_dir", "dump_hlo_upload_all", "dump_jaxpr_gcs_dir",
-  "upload_all_profiler_results",
-)  # fmt: skip
+_UPLOADED = ("gcs_metrics", "save_config_to_gcs", "dump_hlo_upload_all", "upload_all_profiler_results")
 _LOCAL = ("enable_emergency_checkpoint", "local_checkpoint_directory", "local_checkpoint_period")
 _DOCUMENTS = (
   "train_data_columns", "eval_data_columns", "packing", "grain_packing_type", "max_segments_per_seq", "num_epoch",

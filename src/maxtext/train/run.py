@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
@@ -136,17 +137,18 @@ def _profilers(config: MaxTextConfig, run: RunDirectory) -> list[Callback]:
 
 
 def _dumps(program: Program, run: RunDirectory) -> list[Callback]:
-  """Callbacks that bring dumps into the run's folder; what JAX makes of the step is written at once."""
+  """Callbacks that bring dumps into the run's folder, or a bucket; what JAX makes of the step is written at once."""
   c = program.config
   dumps: list[Callback] = []
   if c.dump_jaxpr:
     folder = Path(c.dump_jaxpr_local_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "train_step.jaxpr.txt").write_text(str(program.step.trace(program.state, program.batch).jaxpr))
-    dumps.append(Dump(str(folder), run.path / "jaxpr_dump", ".jaxpr", -1, c.dump_jaxpr_delete_local_after))
+    target = epath.Path(c.dump_jaxpr_gcs_dir or run.path / "jaxpr_dump")
+    dumps.append(Dump(str(folder), target, ".jaxpr", -1, c.dump_jaxpr_delete_local_after))
   if c.dump_hlo:
-    source, delete = c.dump_hlo_local_dir, c.dump_hlo_delete_local_after
-    dumps.append(Dump(source, run.path / "xla_dump", c.dump_hlo_module_name, c.dump_step, delete))
+    target, delete = epath.Path(c.dump_hlo_gcs_dir or run.path / "xla_dump"), c.dump_hlo_delete_local_after
+    dumps.append(Dump(c.dump_hlo_local_dir, target, c.dump_hlo_module_name, c.dump_step, delete))
   return dumps
 
 
