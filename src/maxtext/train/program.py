@@ -1,7 +1,7 @@
 """A run made ready: the model, the compiled step, and the abstract state and batch it takes. No array exists yet."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -20,7 +20,6 @@ from maxtext.configs.types import DatasetType
 from maxtext.data.batch import Batch, Fed, Position
 from maxtext.data.feed import make_feed
 from maxtext.layers.how import How
-from maxtext.mesh.compiler import compiler_options
 from maxtext.mesh.rules import LOGICAL_AXES, axes_of
 from maxtext.models.build import build_model
 from maxtext.models.clip import clip_queries_and_keys
@@ -78,7 +77,7 @@ class Program:
     replicated = NamedSharding(mesh, PartitionSpec())
     measured = objective or LanguageModeling(tiles=config.num_vocab_tiling, alone=True)
 
-    jit = partial(jax.jit, compiler_options=_compiler_options(config, mesh))
+    jit = partial(jax.jit, compiler_options=dict(_compiler_options(config)))
 
     def dealt(batch: Batch) -> Batch:
       """Rows in the order in which their parts have the same work."""
@@ -170,14 +169,13 @@ def _abstract_batch(config: MaxTextConfig, how: How, key: str, accumulation: int
   return Batch(array(jnp.int32), array(jnp.int32), array(jnp.int32), segments, array(jnp.float32))
 
 
-def _compiler_options(config: MaxTextConfig, mesh: Mesh) -> dict[str, str | bool]:
+def _compiler_options(config: MaxTextConfig) -> Mapping[str, str | bool]:
   """What the compiler is told beside the program."""
-  options = compiler_options(mesh.devices.flat[0])
   if not config.dump_hlo:
-    return options
+    return {}
   if config.dump_hlo_xla_flags:
-    return options | dict(flag.removeprefix("--").split("=", 1) for flag in config.dump_hlo_xla_flags.split())
-  return options | {
+    return dict(flag.removeprefix("--").split("=", 1) for flag in config.dump_hlo_xla_flags.split())
+  return {
     "xla_dump_to": config.dump_hlo_local_dir,
     "xla_dump_hlo_module_re": config.dump_hlo_local_module_name or ".*",
     "xla_dump_hlo_as_text": True,
