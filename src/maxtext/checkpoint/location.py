@@ -24,6 +24,8 @@ def unfinished_in(folder: epath.Path) -> list[epath.Path]:
 def locate(path: str) -> epath.Path:
   """The step that a user's path means: a step's folder, or the latest of a run or of its folder of checkpoints."""
   given = epath.Path(path).expanduser()
+  if "://" not in path:
+    given = given.absolute()
   try:
     if (given / ITEM).exists():
       return given

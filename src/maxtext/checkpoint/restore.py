@@ -66,14 +66,14 @@ def resume(config: MaxTextConfig, folder: epath.Path, abstract: Any) -> Restored
 
 def load_state(config: MaxTextConfig, key: str, path: str, abstract: Any) -> Restored:
   """The whole state of a checkpoint that a key of the configuration names."""
-  return _named_by(key, path, lambda: _state(config, locate(path).absolute(), abstract))
+  return _named_by(key, path, lambda: _state(config, locate(path), abstract))
 
 
 def load_parameters(
   config: MaxTextConfig, key: str, path: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
   """Parameters and buffers alone, of a whole state or of exported parameters in any layout."""
-  return _named_by(key, path, lambda: _parameters(config, locate(path).absolute(), wanted))
+  return _named_by(key, path, lambda: _parameters(config, locate(path), wanted))
 
 
 def _state(config: MaxTextConfig, folder: epath.Path, abstract: Any) -> Restored:
