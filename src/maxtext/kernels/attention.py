@@ -6,7 +6,6 @@ Shapes: B batch, S queries, T keys, H query heads, K key heads, G = H/K query he
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,10 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from maxtext.kernels.ring import ring
-from maxtext.kernels.scores import Scoring, Tokens, gathered, scores
+from maxtext.kernels.scores import Scoring, Tokens, gathered, keys_like_queries, scores
 from maxtext.kernels.splash import SplashBlocks, splash
 from maxtext.kernels.token_order import TokenOrder
-from maxtext.mesh.rules import axes_of
+from maxtext.mesh.rules import axes_of, parts_of
 
 Kernel = Literal["dot_product", "chunked", "splash", "cudnn"]
 
@@ -100,14 +99,12 @@ class Attention:
   ) -> jax.Array:
     """Rows are split over devices: each has its queries, and all keys or those that come by."""
     axes = axes_of(q_spec[1])
-    if q_spec[2] != kv_spec[2]:
-      k, v, kv_spec = *(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v)), q_spec
+    k, v, kv_spec = keys_like_queries(q, k, v, q_spec, kv_spec)
     plain = partial(self._plain, ordered=False) if self.kernel == "chunked" else self._plain
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, sinks: jax.Array | None) -> jax.Array:
       if self.ring:
-        parts = math.prod(mesh.shape[a] for a in axes)
-        return ring(q, k, v, tokens, scoring, sinks, self.precision, axes=axes, parts=parts)
+        return ring(q, k, v, tokens, scoring, sinks, self.precision, axes=axes, parts=parts_of(mesh, axes))
       keys, values, key_tokens = gathered((k, v, tokens), axes, None)
       return plain(q, keys, values, tokens, key_tokens, scoring, sinks)
 

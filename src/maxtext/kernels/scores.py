@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from maxtext.kernels.token_order import TokenOrder
 
@@ -76,6 +77,17 @@ def scores(
   if chosen is not None:
     visible = visible & chosen.reshape(B, *((K, H // K) if chosen.shape[1] == H else (1, 1)), *chosen.shape[2:])
   return jnp.where(visible, logits, MASKED)
+
+
+def keys_like_queries(
+  q: jax.Array, k: jax.Array, v: jax.Array, q_spec: PartitionSpec, kv_spec: PartitionSpec
+) -> tuple[jax.Array, jax.Array, PartitionSpec]:
+  """Keys and values that are split like the queries, and how; where there are too few heads for it, each query head
+  gets its own."""
+  if q_spec[2] == kv_spec[2]:
+    return k, v, kv_spec
+  k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+  return k, v, q_spec
 
 
 def gathered(parts: Any, axes: tuple[str, ...], order: TokenOrder | None) -> Any:

@@ -3,18 +3,16 @@
 Shapes: B batch, S queries, H query heads, K key heads, D head dim.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxtext.kernels.scores import Scoring, Tokens, gathered
+from maxtext.kernels.scores import Scoring, Tokens, gathered, keys_like_queries
 from maxtext.kernels.token_order import TokenOrder
-from maxtext.mesh.rules import axes_of
+from maxtext.mesh.rules import axes_of, parts_of
 
 
 @dataclass(frozen=True)
@@ -68,17 +66,15 @@ def splash(
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
   S, H = q.shape[1], q.shape[2]
-  if q_spec[2] != kv_spec[2]:  # key heads too few to be split like the query heads: give each query head its own
-    k, v = (jnp.repeat(x, H // x.shape[2], axis=2) for x in (k, v))
-    kv_spec = q_spec
-  length_axes, parts = axes_of(q_spec[1]), _parts(mesh, q_spec[1])
+  k, v, kv_spec = keys_like_queries(q, k, v, q_spec, kv_spec)
+  length_axes, parts = axes_of(q_spec[1]), parts_of(mesh, q_spec[1])
   segments = tokens.segments
   if scoring.chunked and segments is not None:  # chunks are those of the documents: let them be segments of their own
     assert scoring.window is not None
     segments = segments * (S // scoring.window + 1) + tokens.positions // scoring.window
     scoring = Scoring(scoring.scale, cap=scoring.cap)
   attend = kernel.make_splash_mha(
-    _mask(scoring, S, H // _parts(mesh, q_spec[2]), order),
+    _mask(scoring, S, H // parts_of(mesh, q_spec[2]), order),
     block_sizes=blocks.within(S // parts, S, kernel.BlockSizes),
     attn_logits_soft_cap=scoring.cap,
     head_shards=1,
@@ -120,7 +116,3 @@ def _mask(scoring: Scoring, length: int, heads: int, order: TokenOrder | None) -
   if order is not None:
     mask.q_sequence = order.sequence(length)
   return masks.MultiHeadMask([mask] * heads)
-
-
-def _parts(mesh: Mesh, axes: Any) -> int:
-  return math.prod(mesh.shape[a] for a in axes_of(axes))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from maxtext.kernels.attention import Tokens
+from maxtext.kernels.scores import Tokens
 from maxtext.layers.context import Context
 
 Cache = dict[str, jax.Array]

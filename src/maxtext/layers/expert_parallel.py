@@ -4,7 +4,6 @@ Shapes: B batch, S sequence, K experts per token, E width.
 """
 
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from jax.sharding import PartitionSpec
 from maxtext.layers.dispatch import Routing
 from maxtext.layers.how import How
 from maxtext.layers.make import Buffer
-from maxtext.mesh.rules import axes_of
+from maxtext.mesh.rules import axes_of, parts_of
 
 _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 
@@ -48,7 +47,7 @@ def over_mesh(
   travel = [tuple(axis for axis in axes if axis in owners) for axes in holders]
   summed = (*parts, *(axis for axis in owners if axis not in travel[0] + travel[1]))
   everyone = tuple(dict.fromkeys((*holders[0], *holders[1], *owners)))
-  own = count // _size(how, owners)
+  own = count // parts_of(mesh, owners)
 
   graph, state = nnx.split(experts)
   variables = nnx.to_flat_state(state)
@@ -61,7 +60,7 @@ def over_mesh(
     for dim, axes in enumerate(travel):
       if axes:
         x, routing = jax.tree.map(lambda a, n=axes, d=dim: jax.lax.all_gather(a, n, axis=d, tiled=True), (x, routing))
-    y, dropped = run(module, x, routing, first, own, _size(how, parts))
+    y, dropped = run(module, x, routing, first, own, parts_of(mesh, parts))
     for dim, axes in enumerate(travel):
       if axes:
         y = jax.lax.psum_scatter(y, axes, scatter_dimension=dim, tiled=True)
@@ -98,7 +97,3 @@ def _agreed(buffer: jax.Array, spec: PartitionSpec, mesh_axes: tuple[str, ...]) 
   """What hooks assigned to a buffer is a statistic, or equal everywhere: devices that share it agree on the largest."""
   split = {axis for part in spec for axis in axes_of(part)}
   return jax.lax.pmax(buffer, tuple(axis for axis in mesh_axes if axis not in split))
-
-
-def _size(how: How, axes: tuple[str, ...]) -> int:
-  return prod(how.mesh.shape[axis] for axis in axes)

@@ -114,6 +114,11 @@ def axes_of(part: Any) -> tuple[str, ...]:
   return (part,) if isinstance(part, str) else tuple(part or ())
 
 
+def parts_of(mesh: Mesh, part: Any) -> int:
+  """Into how many parts it cuts a dimension."""
+  return prod(mesh.shape[axis] for axis in axes_of(part))
+
+
 def _entry(entry: Any) -> tuple[str, tuple[str, ...]]:
   match entry:
     case [str(name), str(axis)]:

@@ -135,7 +135,7 @@ def make_plan(config: MaxTextConfig) -> Plan:
     {axis: size for axis, size in mesh.shape.items() if size > 1},
     rows * length,
     _memory(program, topology, peak, temporaries),
-    sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(program.state)),
+    program.state_bytes,
     train_flops_per_token(program.model, length) * rows * length / chips,
     chip.flops,
     time.perf_counter() - start,

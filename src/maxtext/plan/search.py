@@ -17,7 +17,6 @@ from math import prod
 from statistics import median
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from maxtext.configs import ConfigError, MaxTextConfig
@@ -106,7 +105,6 @@ def candidates(config: MaxTextConfig) -> list[Candidate]:
   program, topology = program_for(config.model_copy(update={"per_device_batch_size": 1.0, "remat_policy": "full"}))
   model, mesh, chip = program.model, program.model.how.mesh, topology.chip
   work, inputs = forward_work(program)
-  state = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(program.state))
   weights = sum(a.size for a in model.params.values()) * jnp.dtype(model.how.dtype).itemsize
   links = 2 * len(topology.shape) * chip.link_bandwidth
   layers = sum(group.repeats * len(group.cycle) for group in model.spec.groups)
@@ -118,7 +116,7 @@ def candidates(config: MaxTextConfig) -> list[Candidate]:
     again = sum(w.flops for turn in turns for name, w in work.items() if name not in turn.saved) / len(turns)
     compute = (train_flops_per_token(model, length) + again / total) / chip.flops
     for axes, batch in product(_meshes(config, topology), BATCHES):
-      kept = (state + (inputs + keeps) * batch) / mesh.size
+      kept = (program.state_bytes + (inputs + keeps) * batch) / mesh.size
       # Weights are gathered for the forward and the backward pass, and their gradients go back.
       tensor = axes["ici_tensor_parallelism"]
       travel = 3 * weights / tensor / links / (batch * length)

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from math import prod
 from typing import Any
 
 import jax
@@ -20,14 +19,13 @@ from maxtext.configs.types import DatasetType
 from maxtext.data.batch import Batch, Fed, Position
 from maxtext.data.feed import make_feed
 from maxtext.layers.how import How
-from maxtext.mesh.rules import LOGICAL_AXES, axes_of
+from maxtext.mesh.rules import LOGICAL_AXES, axes_of, parts_of
 from maxtext.models.build import build_model
 from maxtext.models.clip import clip_queries_and_keys
 from maxtext.models.model import Model, Params
 from maxtext.optim.optimizer import make_optimizer
 from maxtext.optim.schedules import learning_rate
 from maxtext.train import diloco
-from maxtext.train.diloco import Diloco
 from maxtext.train.objectives.language_modeling import LanguageModeling
 from maxtext.train.state import TrainState, abstract_state, initial_state, on_devices, update_shardings
 from maxtext.train.step import Metrics, Objective, evaluation_sums, make_train_step
@@ -69,9 +67,8 @@ class Program:
       grad_dtype=config.grad_dtype.value,
       after=partial(clip_queries_and_keys, model, config.qk_clip_threshold) if config.use_qk_clip else None,
     )
-    replicas = mesh.shape.get(diloco.AXIS, 1)
-    apart = Diloco(replicas, config.diloco_sync_period, config.diloco_outer_lr, config.diloco_outer_momentum)
-    if config.enable_diloco:
+    apart = _apart(config, mesh)
+    if apart is not None:
       state, update = apart.abstract(state), apart.step(update)
     shardings = jax.tree.map(lambda a: a.sharding, state)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -89,7 +86,7 @@ class Program:
 
     def init(seed: jax.Array) -> TrainState:
       state = initial_state(model, optimizer, seed)
-      return apart.initial(state) if config.enable_diloco else state
+      return state if apart is None else apart.initial(state)
 
     def evaluate(params: Params, buffers: Params, batch: Batch) -> Metrics:
       return evaluation_sums(model, measured, on_devices(params, shardings.params), buffers, dealt(batch))
@@ -108,6 +105,11 @@ class Program:
   def init(self) -> TrainState:
     """The first state, made where it lives."""
     return self._init(np.uint32(self.config.init_weights_seed))
+
+  @property
+  def state_bytes(self) -> int:
+    """Of the whole state, on all devices together."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state))
 
   def start_from(self, state: TrainState, params: Params, buffers: Params) -> TrainState:
     """A first state with other parameters."""
@@ -153,7 +155,7 @@ def _abstract_batch(config: MaxTextConfig, how: How, key: str, accumulation: int
   whole = NamedSharding(mesh, PartitionSpec((*replicas, *axes_of(rows)), length))
   micro = shape[0] // accumulation
   split = (*replicas, *dict(how.rules.pairs)[axes[0]])
-  shards = prod(mesh.shape[a] for a in split)
+  shards = parts_of(mesh, split)
   over = " x ".join(f"{a}={mesh.shape[a]}" for a in split if mesh.shape[a] > 1)
   if micro % shards:
     raise ConfigError(
@@ -167,6 +169,15 @@ def _abstract_batch(config: MaxTextConfig, how: How, key: str, accumulation: int
   # Synthetic rows are one document each.
   segments = None if config.dataset_type == DatasetType.SYNTHETIC else array(jnp.int32)
   return Batch(array(jnp.int32), array(jnp.int32), array(jnp.int32), segments, array(jnp.float32))
+
+
+def _apart(config: MaxTextConfig, mesh: Mesh) -> diloco.Diloco | None:
+  """How replicas train apart; None where there are none."""
+  c = config
+  if not c.enable_diloco:
+    return None
+  replicas = mesh.shape[diloco.AXIS]
+  return diloco.Diloco(replicas, c.diloco_sync_period, c.diloco_outer_lr, c.diloco_outer_momentum)
 
 
 def _compiler_options(config: MaxTextConfig) -> Mapping[str, str | bool]:

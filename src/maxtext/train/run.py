@@ -52,6 +52,8 @@ def train(
     if config.debug_sharding and not jax.process_index():
       print(table(program.model), flush=True)
     _refuse_unsharded(program)
+    file = config.compiled_trainstep_file
+    step = compiled.load(program, Path(file)) if file else program.step
     name = from_first(config.run_name or readable_name(config.base_output_directory, config.model_name))
     record = values_and_origins(config, origins or {})
     run = _directory(config, name, record) if jax.process_index() == 0 else None
@@ -75,8 +77,6 @@ def train(
       closing.callback(callback.close)
     mesh = program.model.how.mesh
     flops = train_flops_per_token(program.model, config.max_target_length) / mesh.size
-    file = config.compiled_trainstep_file
-    step = compiled.load(program, Path(file)) if file else program.step
     return run_loop(step, state, feed, steps, callbacks, flops, _peak_flops(mesh))
 
 
