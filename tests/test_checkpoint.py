@@ -282,26 +282,29 @@ def test_a_run_starts_with_other_parameters(half, split):
   assert int(state.step) == int(next(feed).position()["batches"]) - 1 == 0
 
 
-@pytest.fixture
-def bucket(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory):
   """An object store on loopback, of which gcsfs and TensorStore are told by the environment."""
-  monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it would ask Google what kind of bucket this is
-  for name in ("gcsfs", "gcp_storage_emulator"):
-    pytest.importorskip(name, reason="extras gcs and dev")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it would ask Google what kind of bucket this is
+    for name in ("gcsfs", "gcp_storage_emulator"):
+      pytest.importorskip(name, reason="extras gcs and dev")
   with socket.create_server(("127.0.0.1", 0)) as probe:
     port = probe.getsockname()[1]
   words = ["start", "--host=127.0.0.1", f"--port={port}", "--in-memory", "--default-bucket=bucket"]
-  log = tmp_path / "server.log"
+  log = tmp_path_factory.mktemp("store") / "server.log"
   with open(log, "w") as out:
     server = subprocess.Popen([sys.executable, "-um", "gcp_storage_emulator", *words], stdout=out, stderr=out)
   while "All services started" not in log.read_text():
     assert server.poll() is None, log.read_text()
     time.sleep(0.05)
   address = f"http://127.0.0.1:{port}"
-  for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):
-    monkeypatch.setenv(name, address)
-  monkeypatch.setitem(fsspec.config.conf, "gcs", {"token": "anon", "endpoint_url": address})
-  yield fsspec.filesystem("gcs")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
+    for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):
+      patch.setenv(name, address)
+    patch.setitem(fsspec.config.conf, "gcs", {"token": "anon", "endpoint_url": address})
+    yield fsspec.filesystem("gcs")
   server.kill()
   server.wait()
 
@@ -315,6 +318,33 @@ def test_a_run_starts_from_a_bucket(half, split, bucket, capsys):
   assert "step 4, schema" in capsys.readouterr().out
   with pytest.raises(ConfigError, match="gs://bucket/other is no checkpoint"):
     load_state(tiny(), "load_full_state_path", "gs://bucket/other", split.state)
+
+
+@pytest.mark.slow
+def test_a_run_lives_in_a_bucket(bucket, tmp_path, monkeypatch, capsys):
+  """Begun, and gone on past a save that never ended: as if nothing had been."""
+  monkeypatch.chdir(tmp_path)
+  mesh = {"ici_fsdp_parallelism": 1, "ici_data_parallelism": 8, "sharding_tolerance": 1.0, "steps": 8}
+  reference = run_in(tmp_path, **mesh, enable_checkpointing=False)
+  keys = mesh | {"run_name": "stored", "profiler": "xplane", "profiler_steps": 1}
+  keys |= {"gcs_metrics": True, "save_config_to_gcs": True, "log_period": 3}
+  keys["checkpoint_storage_use_ocdbt"] = False  # its one manifest is written on conditions, which this server ignores
+  _, losses = run_in("gs://bucket/runs", EndAfter(4), **keys)
+  steps = "bucket/runs/stored/checkpoints"
+  bucket.copy(f"{steps}/4/state/_METADATA", f"{steps}/6/state/_METADATA")
+  bucket.invalidate_cache()
+  state, later = run_in("gs://bucket/runs", **keys)
+  said = capsys.readouterr().out
+  assert f"gs://{steps}/6 was never finished" in said
+  assert f"goes on from gs://{steps}/4" in said
+  assert np.array_equal(np.concatenate([losses, later]), reference[1])
+  assert equal(state, reference[0])
+  bucket.invalidate_cache()
+  stored = [line for path in sorted(bucket.glob("bucket/runs/stored/metrics/*")) for line in bucket.open(path, "rt")]
+  assert [json.loads(line)["step"] for line in stored] == list(range(1, 9))
+  assert json.loads(bucket.cat("bucket/runs/stored/config.json"))["steps"]["value"] == 8
+  assert any(path.endswith(".xplane.pb") for path in bucket.find("bucket/runs/stored/profile"))
+  assert (tmp_path / "runs/stored/report.html").exists()
 
 
 def test_inspect_needs_no_jax(half):

@@ -91,8 +91,14 @@ MISTAKES = {
     "head_dim=64 contradicts model_name=llama2-7b, which has head_dim=128. Add override_model_config=true",
   ),
   "scale": ({"global_parameter_scale": 3}, "global_parameter_scale=3 must be a power of two"),
-  "kept in a bucket": ({"base_output_directory": "gs://a/b"}, "base_output_directory=gs://a/b is in an object store"),
-  "read from a bucket": ({"load_parameters_path": "s3://a/b"}, "load_parameters_path=s3://a/b is in an object store"),
+  "kept in a bucket": (
+    {"base_output_directory": "s3://a/b"},
+    "base_output_directory=s3://a/b is in a store that Orbax",
+  ),
+  "read from a bucket": (
+    {"load_parameters_path": "s3://a/b"},
+    "load_parameters_path=s3://a/b is in a store that Orbax",
+  ),
   "scaled model": (
     {"model_name": "llama2-7b", "global_parameter_scale": 2},
     "global_parameter_scale=2 contradicts model_name=llama2-7b",

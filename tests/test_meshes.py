@@ -26,11 +26,9 @@ MAXTEXT = Path(sys.executable).with_name("maxtext")
 RUN = {"base_num_decoder_layers": 4, "steps": 20, "learning_rate": 1e-3, "warmup_steps_fraction": 0.1}
 
 MESHES = {
-  "optimizer over data 4 x fsdp 2": {
-    "ici_data_parallelism": 4,
-    "ici_fsdp_parallelism": 2,
-    "shard_optimizer_over_data": True,
-  },
+  "optimizer over data 4 x fsdp 2": pytest.param(
+    {"ici_data_parallelism": 4, "ici_fsdp_parallelism": 2, "shard_optimizer_over_data": True}, marks=pytest.mark.slow
+  ),
   "data 8": pytest.param({"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1}, marks=pytest.mark.slow),
   "fsdp 8": pytest.param({"ici_fsdp_parallelism": 8}, marks=pytest.mark.slow),
   "fsdp 4 x tensor 2": {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
@@ -80,6 +78,7 @@ def rules_file(folder, text, axes=("data", "tensor", "fsdp")):
   return str(file)
 
 
+@pytest.mark.slow
 def test_loss_curve_by_a_table_of_ones_own(one_device, tmp_path):
   axes = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4, "sharding_tolerance": 0.5}
   config = tiny(**RUN, **axes, per_device_batch_size=1, custom_mesh_and_rule=rules_file(tmp_path, ""))
@@ -140,15 +139,29 @@ def test_loss_curve_with_every_head_split():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)], ids=["2 x 4", "4 x 2"])
-def test_several_processes(one_device, tmp_path, processes, devices):
-  values = TINY | RUN | {"per_device_batch_size": 1, "ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}
-  values["metrics_file"] = str(tmp_path / "metrics.jsonl")
+@pytest.mark.parametrize(
+  ("processes", "devices", "axes"),
+  [
+    pytest.param(2, 4, {"fsdp": 4, "tensor": 2}, id="2 x 4"),
+    pytest.param(4, 2, {"fsdp": 4, "tensor": 2}, id="4 x 2"),
+    pytest.param(2, 4, {"fsdp": 1, "context": 8}, id="2 x 4, rows shared"),
+    pytest.param(2, 4, {"fsdp": 4, "pipeline": 2}, id="2 x 4, layers shared"),
+  ],
+)
+def test_several_processes(one_device, tmp_path, processes, devices, axes):
+  values = TINY | RUN | {"per_device_batch_size": 1} | {f"ici_{axis}_parallelism": n for axis, n in axes.items()}
+  values |= {"base_output_directory": tmp_path, "run_name": "run", "metrics_file": tmp_path / "metrics.jsonl"}
+  values |= {"profiler": "xplane", "profiler_steps": 1, "upload_all_profiler_results": True}
+  values |= {"dump_hlo": True, "dump_hlo_local_dir": tmp_path / "xla", "dump_hlo_upload_all": True}
+  values["dump_hlo_delete_local_after"] = False  # these processes share the folder
   done = launch("--processes", processes, "--devices", devices, "--", "train", *(f"{k}={v}" for k, v in values.items()))
   assert done.returncode == 0, done.stdout
   assert all(line.startswith("[") for line in done.stdout.splitlines()), "every line is tagged with its process"
   curve = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
   np.testing.assert_allclose(curve, one_device, atol=1e-5, rtol=0)
+  for process in range(processes):
+    assert any((tmp_path / f"run/profile/process_{process}").rglob("*.xplane.pb"))
+    assert any((tmp_path / f"run/xla_dump/process_{process}").glob("*.txt"))
 
 
 def launch(*words):
@@ -204,6 +217,7 @@ def test_a_killed_process_is_named_and_the_run_starts_again(tmp_path):
   assert steps == list(range(1, 26)), "what the lost attempt wrote is written again, and stands there once"
 
 
+@pytest.mark.slow
 def test_two_simulated_slices(one_device):
   axes = {"num_slices": 2, "dcn_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
   config = tiny(**RUN, per_device_batch_size=1, **axes)

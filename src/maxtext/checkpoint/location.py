@@ -1,6 +1,8 @@
 """Where checkpoints are: on a disk, or in an object store by the same names."""
 
+import json
 import re
+from importlib.util import find_spec
 
 from etils import epath
 
@@ -9,32 +11,55 @@ from maxtext.configs import ConfigError
 
 FOLDER = "checkpoints"
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_METADATA = "_CHECKPOINT_METADATA"  # Orbax's own, with the time when all was there
+
+
+def folder_of(base: str, run: str) -> epath.Path:
+  """Where a run's checkpoints are; an empty base is ./runs."""
+  return _absolute(base or "runs") / run / FOLDER
 
 
 def steps_in(folder: epath.Path) -> list[int]:
   """The finished steps under a folder, in order."""
-  return sorted(int(path.name) for path in _entries(folder) if re.fullmatch(r"\d+", path.name))
+  return sorted(int(path.name) for path in _entries(folder) if _is_step(path) and _finished(path))
 
 
 def unfinished_in(folder: epath.Path) -> list[epath.Path]:
   """What saves that were interrupted have left."""
-  return [path for path in _entries(folder) if _UNFINISHED in path.name]
+  return [path for path in _entries(folder) if _UNFINISHED in path.name or (_is_step(path) and not _finished(path))]
 
 
 def locate(path: str) -> epath.Path:
   """The step that a user's path means: a step's folder, or the latest of a run or of its folder of checkpoints."""
-  given = epath.Path(path).expanduser()
-  if "://" not in path:
-    given = given.absolute()
-  try:
-    if (given / ITEM).exists():
-      return given
-  except ImportError:
-    raise ConfigError(f"{path} is in a store whose library is not installed: pip install 'maxtext[gcs]'.") from None
+  given = _absolute(path)
+  if (given / ITEM).exists():
+    return given
   for folder in (given / FOLDER, given):
     if steps := steps_in(folder):
       return folder / str(steps[-1])
   raise ConfigError(f"{path} is no checkpoint, and no run's folder with one in it.")
+
+
+def _absolute(path: str) -> epath.Path:
+  if "://" not in path:
+    return epath.Path(path).expanduser().absolute()
+  if not find_spec("gcsfs"):
+    raise ConfigError(f"{path} is in a store whose library is not installed: pip install 'maxtext[gcs]'.")
+  return epath.Path(path)
+
+
+def _is_step(path: epath.Path) -> bool:
+  return re.fullmatch(r"\d+", path.name) is not None
+
+
+def _finished(path: epath.Path) -> bool:
+  """On a disk a step gets its name when it is whole; a store cannot rename, so there Orbax writes a time into it."""
+  if "://" not in str(path):
+    return True
+  try:
+    return json.loads((path / _METADATA).read_text()).get("commit_timestamp_nsecs") is not None
+  except (OSError, ValueError):
+    return False
 
 
 def _entries(folder: epath.Path) -> list[epath.Path]:

@@ -209,12 +209,12 @@ def _checkpoints(c: MaxTextConfig) -> str | None:
   if c.checkpoint_storage_target_data_file_size_bytes < 1:
     size = c.checkpoint_storage_target_data_file_size_bytes
     return f"checkpoint_storage_target_data_file_size_bytes={size} must be at least 1."
-  for key, reads in {"base_output_directory": (), "load_full_state_path": _READ, "load_parameters_path": _READ}.items():
+  for key in ("base_output_directory", "load_full_state_path", "load_parameters_path"):
     scheme, separator, _ = (path := getattr(c, key)).partition("://")
-    if separator and scheme not in reads:
+    if separator and scheme not in _STORES:
       return (
-        f"{key}={path} is in an object store: runs are kept on file systems, and start from those or from gs://. Mount "
-        f"the bucket and name the folder."
+        f"{key}={path} is in a store that Orbax does not write: checkpoints are on file systems or in gs://. Mount the "
+        f"bucket and name the folder."
       )
   if c.load_full_state_path and c.load_parameters_path:
     return "load_full_state_path and load_parameters_path are both set, and a run starts from one of them."
@@ -262,7 +262,7 @@ def _sampling(c: MaxTextConfig) -> str | None:
   return None
 
 
-_READ = ("gs",)  # stores that Orbax reads
+_STORES = ("gs",)  # that Orbax reads and writes
 
 _LEAST = {
   "base_emb_dim": 1,

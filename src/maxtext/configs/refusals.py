@@ -94,16 +94,16 @@ _TILES = tuple(key for key in t.MoEKernels.model_fields if "_tile_" in key)
 
 _HLO = (
   "dump_hlo", "dump_step", "dump_hlo_local_dir", "dump_hlo_delete_local_after", "dump_hlo_module_name",
-  "dump_hlo_local_module_name", "dump_hlo_xla_flags", "dump_hlo_gcs_dir",
+  "dump_hlo_local_module_name", "dump_hlo_xla_flags", "dump_hlo_gcs_dir", "dump_hlo_upload_all",
 )  # fmt: skip
 _JAXPR = ("dump_jaxpr", "dump_jaxpr_local_dir", "dump_jaxpr_delete_local_after", "dump_jaxpr_gcs_dir")
 _SHOWN = (
   "metrics_file", "prometheus_port", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
   "collect_stack_trace", "stack_trace_interval_seconds", "profile_cleanly", "profile_periodically_period",
-  "enable_jax_profiler", "jax_profiler_port", "enable_tensorboard", *_HLO, *_JAXPR,
+  "enable_jax_profiler", "jax_profiler_port", "enable_tensorboard", "upload_all_profiler_results", *_HLO, *_JAXPR,
 )  # fmt: skip
 
-_UPLOADED = ("gcs_metrics", "save_config_to_gcs", "dump_hlo_upload_all", "upload_all_profiler_results")
+_STORED = ("gcs_metrics", "save_config_to_gcs")
 _LOCAL = ("enable_emergency_checkpoint", "local_checkpoint_directory", "local_checkpoint_period")
 _DOCUMENTS = (
   "train_data_columns", "eval_data_columns", "packing", "grain_packing_type", "max_segments_per_seq", "num_epoch",
@@ -510,18 +510,19 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     _section(t.Metrics, t.Tensorboard, t.Profiling, t.HloDump, t.StackTrace, t.Goodput, t.GcpMonitoring,
-             t.ManagedMLDiagnostics, but=(*_SHOWN, *_UPLOADED)),
+             t.ManagedMLDiagnostics, but=(*_SHOWN, *_STORED)),
     "figures go to the console, the run's folder, metrics_file and prometheus_port for now",
     harmless=(False,),
   ),
   Refusal(
-    _UPLOADED,
-    "what a run writes stays in its folder, on a file system, and the first process writes it; copy it from there",
-    harmless=(False,),
+    _STORED,
+    "it is for a run whose base_output_directory is in a bucket (gs://...); others have these files in their folder",
+    unless=lambda c: "://" in c.base_output_directory,
   ),
   Refusal(("profiler",), "only profiler=xplane is implemented yet", harmless=(t.ProfilerType.XPLANE,)),
   Refusal(
-    ("skip_first_n_steps_for_profiler", "profiler_steps", "profile_cleanly", "profile_periodically_period"),
+    ("skip_first_n_steps_for_profiler", "profiler_steps", "profile_cleanly", "profile_periodically_period",
+     "upload_all_profiler_results"),
     "it has no effect without profiler=xplane",
     unless=lambda c: c.profiler != t.ProfilerType.NONE,
   ),

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 from maxtext.configs import ConfigError
 from maxtext.observe.report import write_report
 
@@ -18,18 +20,28 @@ _LIBRARIES = ("maxtext", "jax", "jaxlib", "flax", "optax", "numpy", "libtpu")
 
 @dataclass(frozen=True)
 class RunDirectory:
-  """`<base>/<name>/` with config.json, run.json, metrics.jsonl and report.html."""
+  """`<base>/<name>/` with config.json, run.json, metrics.jsonl and report.html.
+
+  Attributes:
+    path: the folder, on a disk.
+    store: the run's folder in an object store, where the base is in one. Files there cannot grow, so what a run writes
+      is in ./runs all the same, and keys say what is brought to the store.
+  """
 
   path: Path
+  store: epath.Path | None
 
   @staticmethod
-  def create(base: str, name: str, config: Mapping[str, Any] | None) -> "RunDirectory":
-    """Makes the folder and writes down what the run is; an empty base is ./runs.
+  def of(base: str, name: str) -> "RunDirectory":
+    """Where a run is, or will be; an empty base is ./runs."""
+    return RunDirectory(_disk(base) / name, epath.Path(base) / name if "://" in base else None)
+
+  def begin(self, config: Mapping[str, Any] | None) -> None:
+    """Makes the folder and writes down what the run is.
 
     Args:
       config: every key with its value and origin, or None to leave it out.
     """
-    run = RunDirectory(Path(base or "runs") / name)
     facts = {
       "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
       "command": sys.argv,
@@ -37,13 +49,17 @@ class RunDirectory:
       "versions": {library: version for library in _LIBRARIES if (version := _version(library))},
     }
     try:
-      run.path.mkdir(parents=True, exist_ok=True)
-      (run.path / "run.json").write_text(json.dumps(facts, indent=1) + "\n")
+      self.path.mkdir(parents=True, exist_ok=True)
+      (self.path / "run.json").write_text(_json(facts))
       if config is not None:
-        (run.path / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
+        (self.path / "config.json").write_text(_json(config))
     except OSError as error:
-      raise ConfigError(f"base_output_directory={base or 'runs'} cannot be written: {error.strerror}.") from None
-    return run
+      raise ConfigError(f"base_output_directory={self.path.parent} cannot be written: {error.strerror}.") from None
+
+  def store_config(self, config: Mapping[str, Any]) -> None:
+    """Writes the configuration into the store too."""
+    assert self.store is not None
+    (self.store / "config.json").write_text(_json(config))
 
   @property
   def metrics(self) -> Path:
@@ -59,7 +75,15 @@ def readable_name(base: str, model: str) -> str:
   """A name for a run that was given none, and that no run under this base has: a run of the same name would go on."""
   name = f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
   names = (name, *(f"{name}-{i}" for i in range(2, 1000)))
-  return next(name for name in names if not (Path(base or "runs") / name).exists())
+  return next(name for name in names if not (_disk(base) / name).exists())
+
+
+def _disk(base: str) -> Path:
+  return Path("runs" if "://" in base else base or "runs")
+
+
+def _json(value: Mapping[str, Any]) -> str:
+  return json.dumps(value, indent=1, default=str) + "\n"
 
 
 def _version(library: str) -> str | None:

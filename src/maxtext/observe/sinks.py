@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from etils import epath
+
 from maxtext.configs import ConfigError
 
 Figures = Mapping[str, float]
@@ -77,11 +79,39 @@ class JsonLines:
       raise ConfigError(f"metrics_file={path} cannot be written: {error.strerror}.") from None
 
   def write(self, step: int, figures: Figures) -> None:
-    finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-    self._file.write(json.dumps({"step": step, **finite}) + "\n")
+    self._file.write(_line(step, figures))
 
   def close(self) -> None:
     self._file.close()
+
+
+class StoredLines:
+  """The same lines in a folder of an object store, where files cannot grow: one for every `period` steps."""
+
+  def __init__(self, folder: epath.Path, period: int, after: int = 0) -> None:
+    self._folder, self._period, self._lines = folder, period, list[str]()
+    for path in folder.glob("*.jsonl") if folder.exists() else ():
+      lines = path.read_text().splitlines(keepends=True)
+      if kept := _until(lines, after):
+        path.write_text("".join(kept))
+      else:
+        path.unlink()
+
+  def write(self, step: int, figures: Figures) -> None:
+    self._lines.append(_line(step, figures))
+    if step % self._period == 0:
+      self.close()
+
+  def close(self) -> None:
+    if not self._lines:
+      return
+    first = json.loads(self._lines[0])["step"]
+    try:
+      (self._folder / f"from-step-{first:09}.jsonl").write_text("".join(self._lines))
+    except OSError as error:  # figures are not worth a run: those of the next period bring these along
+      print(f"maxtext: figures from step {first} could not be stored: {error}", flush=True)
+    else:
+      self._lines = []
 
 
 class TensorBoard:
@@ -130,12 +160,21 @@ class Prometheus:
     self._server.server_close()
 
 
+def _line(step: int, figures: Figures) -> str:
+  finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+  return json.dumps({"step": step, **finite}) + "\n"
+
+
+def _until(lines: list[str], after: int) -> list[str]:
+  """Without the lines of steps after that one, and a last line that a killed process left half-written."""
+  return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= after]
+
+
 def _forget_later(path: Path, after: int) -> None:
-  """Drops the lines of steps after that one, and a last line that a killed process left half-written."""
   if not path.exists():
     return
   lines = path.read_text().splitlines(keepends=True)
-  kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= after]
+  kept = _until(lines, after)
   if len(kept) < len(lines):
     shorter = path.with_name(f"{path.name}.tmp")
     shorter.write_text("".join(kept))

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from etils import epath
 
-from maxtext.checkpoint.location import FOLDER, steps_in
+from maxtext.checkpoint.location import folder_of, steps_in
 from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import Fed
 from maxtext.mesh.interrupt import Interrupt
@@ -29,7 +28,7 @@ class Kept:
   def __init__(self, config: MaxTextConfig, name: str, record: Mapping[str, Any]) -> None:
     self._config, self._record = config, record
     self._name = name
-    self._folder = epath.Path(config.base_output_directory or "runs").absolute() / name / FOLDER
+    self._folder = folder_of(config.base_output_directory, name)
 
   def start(self, program: Program) -> tuple[TrainState, Iterator[Fed]]:
     """The first state and its data: of this run's latest good step, of a named state, of named parameters, or new.

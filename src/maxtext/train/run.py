@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import jax
 from etils import epath
@@ -19,7 +18,7 @@ from maxtext.mesh.multihost import from_first, join
 from maxtext.models.flops import train_flops_per_token
 from maxtext.models.placement import placements, table
 from maxtext.observe.run_directory import RunDirectory, readable_name
-from maxtext.observe.sinks import Console, JsonLines, Prometheus, Sink, TensorBoard
+from maxtext.observe.sinks import Console, JsonLines, Prometheus, Sink, StoredLines, TensorBoard
 from maxtext.observe.stack_traces import StackTraces
 from maxtext.train import compiled
 from maxtext.train.callbacks.base import Callback
@@ -56,8 +55,11 @@ def train(
     step = compiled.load(program, Path(file)) if file else program.step
     name = from_first(config.run_name or readable_name(config.base_output_directory, config.model_name))
     record = values_and_origins(config, origins or {})
-    run = _directory(config, name, record) if jax.process_index() == 0 else None
-    if run:
+    run, first = RunDirectory.of(config.base_output_directory, name), jax.process_index() == 0
+    if first:
+      run.begin(record if config.log_config else None)
+      if config.save_config_to_gcs:
+        run.store_config(record)
       closing.callback(_finish, run)
       _introduce(program, run)
     guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
@@ -67,10 +69,11 @@ def train(
     callbacks = [
       *_evaluations(program),
       *kept.callbacks(guard),
-      Report(_sinks(config, steps, run) if run else []),
+      Report(_sinks(config, steps, run) if first else []),
       guard,
-      *(_profilers(config, run) if run else []),
-      *(_dumps(program, run) if run else []),
+      *(_jaxpr(program, run) if first and config.dump_jaxpr else []),
+      *(_hlo(config, run) if config.dump_hlo and (first or config.dump_hlo_upload_all) else []),
+      *(_profilers(config, run) if first or config.upload_all_profiler_results else []),
       *callbacks,
     ]
     for callback in callbacks:
@@ -83,10 +86,6 @@ def train(
 def _finish(run: RunDirectory) -> None:
   if run.metrics.exists() and run.metrics.stat().st_size:
     print(f"report: {run.finish()}", flush=True)
-
-
-def _directory(config: MaxTextConfig, name: str, record: Mapping[str, Any]) -> RunDirectory:
-  return RunDirectory.create(config.base_output_directory, name, record if config.log_config else None)
 
 
 def _start(config: MaxTextConfig) -> None:
@@ -123,33 +122,36 @@ def _evaluations(program: Program) -> list[Callback]:
 
 
 def _profilers(config: MaxTextConfig, run: RunDirectory) -> list[Callback]:
-  if config.profiler is ProfilerType.NONE:
+  """What traces, before it what brings the traces to the store: the last in the list is closed first."""
+  c = config
+  if c.profiler is ProfilerType.NONE:
     return []
-  return [
-    Profile(
-      run.path / "profile",
-      config.skip_first_n_steps_for_profiler,
-      config.profiler_steps,
-      config.profile_periodically_period,
-      config.profile_cleanly,
-    )
-  ]
+  part = "profile" + _of_process(c.upload_all_profiler_results)
+  folder, period, clean = run.path / part, c.profile_periodically_period, c.profile_cleanly
+  stored = [Dump(str(folder), run.store / part, "", -1, delete=False)] if run.store else []
+  return [*stored, Profile(folder, c.skip_first_n_steps_for_profiler, c.profiler_steps, period, clean)]
 
 
-def _dumps(program: Program, run: RunDirectory) -> list[Callback]:
-  """Callbacks that bring dumps into the run's folder, or a bucket; what JAX makes of the step is written at once."""
+def _jaxpr(program: Program, run: RunDirectory) -> list[Callback]:
+  """What JAX makes of the step, written at once, and what brings it into the run's folder, or a bucket."""
   c = program.config
-  dumps: list[Callback] = []
-  if c.dump_jaxpr:
-    folder = Path(c.dump_jaxpr_local_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "train_step.jaxpr.txt").write_text(str(program.step.trace(program.state, program.batch).jaxpr))
-    target = epath.Path(c.dump_jaxpr_gcs_dir or run.path / "jaxpr_dump")
-    dumps.append(Dump(str(folder), target, ".jaxpr", -1, c.dump_jaxpr_delete_local_after))
-  if c.dump_hlo:
-    target, delete = epath.Path(c.dump_hlo_gcs_dir or run.path / "xla_dump"), c.dump_hlo_delete_local_after
-    dumps.append(Dump(c.dump_hlo_local_dir, target, c.dump_hlo_module_name, c.dump_step, delete))
-  return dumps
+  folder = Path(c.dump_jaxpr_local_dir)
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / "train_step.jaxpr.txt").write_text(str(program.step.trace(program.state, program.batch).jaxpr))
+  target = epath.Path(c.dump_jaxpr_gcs_dir or run.path / "jaxpr_dump")
+  return [Dump(str(folder), target, ".jaxpr", -1, c.dump_jaxpr_delete_local_after)]
+
+
+def _hlo(config: MaxTextConfig, run: RunDirectory) -> list[Callback]:
+  """What brings the compiler's files into the run's folder, or a bucket."""
+  c = config
+  target = epath.Path((c.dump_hlo_gcs_dir or str(run.path / "xla_dump")) + _of_process(c.dump_hlo_upload_all))
+  return [Dump(c.dump_hlo_local_dir, target, c.dump_hlo_module_name, c.dump_step, c.dump_hlo_delete_local_after)]
+
+
+def _of_process(all_of_them: bool) -> str:
+  """A folder of its own for each process, where all of them write."""
+  return f"/process_{jax.process_index()}" if all_of_them else ""
 
 
 def _peak_flops(mesh: Mesh) -> float:
@@ -172,6 +174,9 @@ def _introduce(program: Program, run: RunDirectory) -> None:
 def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory) -> list[Sink]:
   files: list[str | Path] = [run.metrics, *([config.metrics_file] if config.metrics_file else [])]
   sinks: list[Sink] = [JsonLines(file, after=steps.start) for file in files]
+  if config.gcs_metrics:
+    assert run.store is not None
+    sinks.append(StoredLines(run.store / "metrics", config.log_period, after=steps.start))
   if config.enable_tensorboard:
     sinks.append(TensorBoard(run.path / "tensorboard"))
   if config.prometheus_port:

@@ -22,8 +22,10 @@ class Dump(Callback):
     if self._done:
       return
     self._done = True
-    self._target.mkdir(parents=True, exist_ok=True)
-    for path in self._source.glob(f"*{self._holding}*"):
-      (self._target / path.name).write_bytes(path.read_bytes())
+    found = [path for path in self._source.rglob("*") if self._holding in path.name and path.is_file()]
+    for path in found:
+      target = self._target / path.relative_to(self._source)
+      target.parent.mkdir(parents=True, exist_ok=True)
+      target.write_bytes(path.read_bytes())
       if self._delete:
         path.unlink()
