@@ -82,6 +82,7 @@ def test_equals_its_reference(family):
   np.testing.assert_allclose(ours / scale, expected / scale, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_equal_the_forward_pass(layer):
   """In pieces of any length, and in rows of a cache that still hold what another request left."""
   expected, _ = layer(INPUT, context(ROW), None, FIRST)
@@ -113,6 +114,7 @@ def test_documents_are_apart(layer):
   assert float(jnp.abs(joined[:, cut] - both[:, cut]).max()) > 1e-2
 
 
+@pytest.mark.slow
 def test_keys_of_unit_length_are_a_choice(layer):
   plain = dataclasses.replace(SPEC, unit_keys=False).build(Make(0, jnp.float32), E, layer.how)
   nnx.update(plain, nnx.state(layer))
@@ -122,6 +124,7 @@ def test_keys_of_unit_length_are_a_choice(layer):
   assert float(jnp.abs(y - unit).max()) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_a_mesh_is_one_device(layer):
   on_mesh = program(tiny(ici_fsdp_parallelism=2, ici_tensor_parallelism=2, per_device_batch_size=1), devices=4)

@@ -13,6 +13,7 @@ STEPS, PERIOD, OUTER, MOMENTUM = 5, 2, 0.7, 0.9
 RUN = {"steps": STEPS, "learning_rate": 1e-2, "warmup_steps_fraction": 0.2}
 
 
+@pytest.mark.slow
 def test_two_replicas_are_two_runs():
   keys = {"ici_diloco_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
   rule = {"diloco_sync_period": PERIOD, "diloco_outer_lr": OUTER, "diloco_outer_momentum": MOMENTUM}

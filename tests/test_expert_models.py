@@ -63,6 +63,7 @@ def one_device():
   return train(model_of(tiny(**EXPERTS)))
 
 
+@pytest.mark.slow
 def test_a_mixture_learns_and_its_bias_moves(one_device):
   found, state = one_device
   assert found[-1]["loss"] < found[0]["loss"] - 0.3

@@ -48,7 +48,11 @@ def batch_of(documents):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("documents", [np.ones(32, int), PACKED], ids=["one document", "two documents"])
+@pytest.mark.parametrize(
+  "documents",
+  [pytest.param(np.ones(32, int), marks=pytest.mark.slow), PACKED],
+  ids=["one document", "two documents"],
+)
 @pytest.mark.parametrize(
   ("keys", "plain"),
   [
@@ -77,7 +81,11 @@ def test_hidden_states(keys, plain, documents):
       np.testing.assert_allclose(piece, hidden[:, start:end], atol=1e-4)
 
 
-@pytest.mark.parametrize("documents", [np.ones(32, int), PACKED], ids=["one document", "two documents"])
+@pytest.mark.parametrize(
+  "documents",
+  [pytest.param(np.ones(32, int), marks=pytest.mark.slow), PACKED],
+  ids=["one document", "two documents"],
+)
 def test_tokens_after_the_next_are_predicted(documents):
   model, params, buffers, exact = random_model(**MTP)
   batch = batch_of(documents)
@@ -102,6 +110,7 @@ def test_tokens_after_the_next_are_predicted(documents):
   assert float((loss - without) / total) == pytest.approx(0.3 * np.mean(means), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_multi_token_prediction_trains():
   found = losses(tiny(**MTP, steps=4, learning_rate=1e-2, warmup_steps_fraction=0.0))
   assert found[-1] < found[0]
@@ -150,7 +159,7 @@ def test_queries_and_keys_are_shrunk_where_logits_are_large():
       np.testing.assert_array_equal(value, params[path])
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_step_shrinks_what_the_whole_batch_saw(accumulation):
   config = tiny(**CLIP)
   model, optimizer = program(config).model, optax.sgd(0.0)

@@ -135,6 +135,7 @@ def test_pipelines_are_measured_alone(folder, capsys):
   assert found[bound.split()[-1]] == max(found.values())
 
 
+@pytest.mark.slow
 def test_the_data_ends_with_the_first_row_or_is_padded_to_the_last(config, tmp_path, capsys):
   few = str(write_corpus(tmp_path, (30, 10), lengths=(10, 60)))
   short, padded = (program(config(grain_train_files=few, generate_padding_batch_train=pad), 4) for pad in (False, True))

@@ -9,7 +9,10 @@ from maxtext.train.objectives.language_modeling import LanguageModeling
 from maxtext.train.step import gradients
 from tests.support import program, random_batch, tiny
 
-SLOW = pytest.mark.slow  # the quick run has two unscanned variants, the full run all
+QUICK, SLOW = (
+  ("minimal", "full"),
+  pytest.mark.slow,
+)  # policies of the quick run, scanned; the full run has all, both ways
 
 CUSTOM = {
   "remat_policy": "custom",
@@ -21,14 +24,17 @@ CUSTOM = {
 }
 
 VARIANTS = (
-  {policy.value: {"remat_policy": policy.value} for policy in RematPolicy}
+  {
+    policy.value: pytest.param({"remat_policy": policy.value}, marks=() if policy.value in QUICK else SLOW)
+    for policy in RematPolicy
+  }
   | {
     f"{policy.value}, unscanned": pytest.param({"remat_policy": policy.value, "scan_layers": False}, marks=SLOW)
     for policy in RematPolicy
   }
   | {
     "custom by tensor": CUSTOM,
-    "custom by tensor, unscanned": CUSTOM | {"scan_layers": False},
+    "custom by tensor, unscanned": pytest.param(CUSTOM | {"scan_layers": False}, marks=SLOW),
     "policies in turn": {"remat_policy": "full,minimal"},
     "policies in turn, unscanned": {"remat_policy": "full,minimal", "scan_layers": False},
     "accumulation": {"gradient_accumulation_steps": 4, "per_device_batch_size": 2},

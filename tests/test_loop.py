@@ -118,6 +118,7 @@ def test_spikes_leave_everything_as_it_was():
   assert skipped == int(state.skipped_steps) == 4, "step 1 has too little before it to be called a spike"
 
 
+@pytest.mark.slow
 def test_spikes_are_counted_in_the_figures():
   history = History()
   p = program(tiny(steps=12, skip_step_on_spikes=True, skip_step_interval=4, skip_step_scaling_factor=-1e9))

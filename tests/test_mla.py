@@ -107,8 +107,8 @@ class Doubled:
     return product(x, weight * 1.5)
 
 
-@pytest.mark.parametrize("hooks", [(), (Doubled(),)], ids=["plain", "hooked"])
-@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("hooks", [(), pytest.param((Doubled(),), marks=pytest.mark.slow)], ids=["plain", "hooked"])
+@pytest.mark.parametrize("latent", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("spec", [SPEC, SPARSE], ids=["all keys", "chosen keys"])
 def test_prefill_and_decode_equal_the_forward_pass(spec, latent, hooks):
   spec = dataclasses.replace(spec, latent_cache=latent)
@@ -125,6 +125,7 @@ def test_prefill_and_decode_equal_the_forward_pass(spec, latent, hooks):
   assert not any(a[0].any() for a in cache.values()), "only this layer's part is written"
 
 
+@pytest.mark.slow
 def test_documents_do_not_see_each_other_through_the_indexer():
   """The best keys are those of the own document, of which each query sees as many as it may choose."""
   segments = jnp.asarray(np.where(ROW < 9, 1, 2))

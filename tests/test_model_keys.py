@@ -45,7 +45,9 @@ NEUTRAL = {
 }
 
 
-@pytest.mark.parametrize("key", NEUTRAL)
+@pytest.mark.parametrize(
+  "key", [key if key == "attention_bias" else pytest.param(key, marks=pytest.mark.slow) for key in NEUTRAL]
+)
 def test_what_is_added_changes_nothing_until_it_has_a_value(plain, key):
   params, batch, expected = plain
   (value, names), model = NEUTRAL[key], model_of(**{key: True})

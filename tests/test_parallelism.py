@@ -67,7 +67,7 @@ FOURS = (
   ("data", "fsdp", "fsdp_transpose", "context"),
 )
 BOTH = ("context 4 x expert 2, in order", "pipeline 2 x context 2 x expert 2, two layers after it")
-QUICK, SLOW = ("context 8", "pipeline 4 x data 2, delayed"), pytest.mark.slow
+QUICK, SLOW = ("context 8",), pytest.mark.slow
 
 
 @pytest.mark.parametrize(

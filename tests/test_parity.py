@@ -175,11 +175,12 @@ def check(config, reference, devices=1):
 
 
 @every_case
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_logits_and_gradients(case, references, scan):
   check(configure(case, scan_layers=scan), references(case))
 
 
+@pytest.mark.slow
 @every_case
 def test_bfloat16(case, references):
   reference = references(case)

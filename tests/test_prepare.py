@@ -135,6 +135,7 @@ def test_large_vocabularies_need_four_bytes(config, tmp_path):
   assert records(tmp_path / "o", manifest)[0][0][0] >= 1 << 16
 
 
+@pytest.mark.slow
 def test_the_same_bytes_from_any_number_of_workers(raw, config, tmp_path):
   files = find_files([str(raw[0])])
   found = []

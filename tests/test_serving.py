@@ -52,6 +52,7 @@ def decode(run, *words, code=0, **kwargs):
   return done
 
 
+@pytest.mark.slow
 def test_decode_one_prompt(run):
   """The assertion holds, the log-probabilities follow, and another text is an end with exit code 1."""
   expected = "the cat sat on the mat."
