@@ -77,19 +77,27 @@ def test_a_mixture_learns_and_its_bias_moves(one_device):
 @pytest.mark.slow
 @pytest.mark.mesh
 @pytest.mark.parametrize(
-  "changes", [{}, pytest.param({"scan_layers": False}, marks=pytest.mark.slow)], ids=["scanned", "unrolled"]
+  ("changes", "part"),
+  [({}, (2, 2, 24, 12)), ({"scan_layers": False}, (2, 2, 24, 12)), ({"shard_exp_on_fsdp": True}, (2, 1, 48, 12))],
+  ids=["scanned", "unrolled", "whole experts"],
 )
-def test_a_mesh_trains_like_one_device(one_device, changes):
+def test_a_mesh_trains_like_one_device(one_device, changes, part):
   model = model_of(tiny(**EXPERTS, **MESH, **changes), devices=8)
   gate = model.params["groups/0/layers/0/feed_forward/experts/gate/weight"]
   assert gate.shape == (2, 4, 48, 24)
-  assert gate.sharding.shard_shape(gate.shape) == (2, 2, 24, 12), "by expert, width and hidden width"
+  assert gate.sharding.shard_shape(gate.shape) == part, "by layer, expert, width and hidden width"
   found, state = train(model)
   expected, other = one_device
   for name in ("loss", "load_balance_loss", "expert_load", "grad_norm"):
     np.testing.assert_allclose([f[name] for f in found], [f[name] for f in expected], rtol=1e-4, err_msg=name)
   for name, buffer in state.buffers.items():
     np.testing.assert_allclose(buffer, other.buffers[name], atol=1e-6)
+
+
+def test_experts_that_cannot_be_dealt_out_are_refused():
+  config = tiny(**EXPERTS | {"shard_exp_on_fsdp": True, "ici_fsdp_parallelism": 8, "per_device_batch_size": 1})
+  with pytest.raises(ConfigError, match="shard_exp_on_fsdp=true splits the experts over 8 devices, which does not"):
+    how(config, make_mesh(config, jax.devices()))
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ MESH_AXES = (
 
 _UNBUILT_EXPERTS = (
   "moe_expert_input_dim", "padded_base_moe_mlp_dim", "use_gather_mosaic_kernel", "interleave_moe_layer_step",
-  "moe_fsdp_use_two_stage_all_gather", "shard_exp_on_fsdp", "use_2d_fsdp_sharding", "prefuse_moe_weights",
+  "moe_fsdp_use_two_stage_all_gather", "use_2d_fsdp_sharding", "prefuse_moe_weights",
   "merge_gating_gmm", "use_batch_split_schedule", "batch_split_factor",
   "use_ring_of_experts",
 )  # fmt: skip
@@ -260,9 +260,9 @@ REFUSALS: tuple[Refusal, ...] = (
     unless=lambda c: c.num_experts > 1,
   ),
   Refusal(
-    ("shard_exp_on_fsdp", "use_2d_fsdp_sharding"),
-    "logical_axis_rules says how expert, expert_embed and expert_mlp are split; write that",
-    harmless=(False,),
+    ("use_2d_fsdp_sharding",),
+    "logical_axis_rules always splits both widths of experts, over fsdp and fsdp_transpose",
+    harmless=(True, False),
   ),
   Refusal(
     ("prefuse_moe_weights", "merge_gating_gmm"),

@@ -18,7 +18,7 @@ from maxtext.mesh.rules import axes_of, parts_of
 _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 
 # Where dimensions of the experts' variables are split while they compute; all others are whole.
-_COMPUTED = {"expert": "expert", "expert_mlp": "activation_mlp"}
+_COMPUTED = {"expert": "activation_expert", "expert_mlp": "activation_mlp"}
 
 
 def over_mesh(
@@ -42,7 +42,7 @@ def over_mesh(
   """
   mesh = how.mesh
   *tokens, widths = how.partition((*x.shape[:2], hidden), *_HIDDEN)
-  owners, parts = axes_of(how.partition((count,), "expert")[0]), axes_of(widths)
+  owners, parts = axes_of(how.partition((count,), "activation_expert")[0]), axes_of(widths)
   holders = [axes_of(part) for part in tokens]
   travel = [tuple(axis for axis in axes if axis in owners) for axes in holders]
   summed = (*parts, *(axis for axis in owners if axis not in travel[0] + travel[1]))

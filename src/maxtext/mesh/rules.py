@@ -41,6 +41,7 @@ LogicalAxis = Literal[
   "activation_kv_heads",
   "activation_head_dim",
   "activation_mlp",
+  "activation_expert",
   "activation_vocab",
 ]
 LOGICAL_AXES: tuple[str, ...] = get_args(LogicalAxis)
@@ -74,6 +75,15 @@ class Rules:
     if missing := [name for name in LOGICAL_AXES if name not in rules]:
       raise ConfigError(f"logical_axis_rules lacks {', '.join(missing)}; write [] for a dimension that is not split.")
     return Rules(tuple(rules.items()))
+
+  def experts_over(self, axis: str) -> "Rules":
+    """The same, but for the weights of experts, which this mesh axis splits by expert and not by width."""
+    table = dict(self.pairs)
+    if axis not in table["expert_embed"]:
+      raise ConfigError(f"shard_exp_on_fsdp=true, but logical_axis_rules does not split expert_embed over '{axis}'.")
+    table["expert"] = (*table["expert"], axis)
+    table["expert_embed"] = tuple(a for a in table["expert_embed"] if a != axis)
+    return Rules(tuple(table.items()))
 
   def partition(self, mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
     """How an array with these named dimensions is split.

@@ -67,8 +67,7 @@ def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
 def abstract_model(config: MaxTextConfig) -> Model:
   """The model alone, for who never runs it: nothing that a mesh or a kernel would need is looked at."""
   mesh = Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(config.mesh_axes)), config.mesh_axes)
-  rules = Rules.parse(config.logical_axis_rules, config.mesh_axes)
-  return Model.of(model_spec(config), How(mesh, rules, weight_dtype=config.weight_dtype.value))
+  return Model.of(model_spec(config), How(mesh, _rules(config, mesh), weight_dtype=config.weight_dtype.value))
 
 
 def model_spec(config: MaxTextConfig) -> DecoderSpec:
@@ -130,7 +129,7 @@ def how(config: MaxTextConfig, mesh: Mesh) -> How:
     c.sa_block_kv_dq,
     c.sa_use_fused_bwd_kernel,
   )
-  rules = Rules.parse(c.logical_axis_rules, c.mesh_axes)
+  rules = _rules(c, mesh)
   parts = rules.parts(mesh, "activation_length")
   return How(
     mesh=mesh,
@@ -154,6 +153,19 @@ def how(config: MaxTextConfig, mesh: Mesh) -> How:
     init_scale=c.dense_init_scale,
     one_hot_embedding=c.use_iota_embed,
   )
+
+
+def _rules(config: MaxTextConfig, mesh: Mesh) -> Rules:
+  rules = Rules.parse(config.logical_axis_rules, config.mesh_axes)
+  if not config.shard_exp_on_fsdp:
+    return rules
+  rules = rules.experts_over("fsdp")
+  if config.num_experts % (parts := rules.parts(mesh, "expert")):
+    raise ConfigError(
+      f"shard_exp_on_fsdp=true splits the experts over {parts} devices, which does not divide "
+      f"num_experts={config.num_experts}: choose another mesh, or leave it out."
+    )
+  return rules
 
 
 def _order(config: MaxTextConfig, mesh: Mesh, parts: int) -> TokenOrder | None:
