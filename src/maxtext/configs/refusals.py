@@ -176,7 +176,7 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     ("checkpoint_todelete_full_path",),
-    "it is a folder of a bucket, and checkpoints are on a file system; take checkpoint_todelete_subdir",
+    "it needs a bucket whose folders can be renamed, which nobody has tried; take checkpoint_todelete_subdir",
   ),
   Refusal(
     _section(t.EmergencyCheckpointing, but=_LOCAL),
