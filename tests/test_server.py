@@ -1,4 +1,4 @@
-"""What a server's app does that clients of a real process cannot time: leave at a given moment, meet a failed engine."""
+"""What a server does that clients of a real process cannot time: one leaves at a given moment, or the engine fails."""
 
 import asyncio
 import json

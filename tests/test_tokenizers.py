@@ -60,6 +60,17 @@ def test_a_document_cannot_end_itself(made, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_grammars_know_every_token(made, kind):
+  tokenizer = open_kind(made, kind, add_bos=False, add_eos=False)
+  known = tokenizer.for_grammars(640)
+  assert (known.vocab_size, known.eos_token) == (640, tokenizer.eos)
+  for text in (*SENTENCES[:3], "\u00e9\u2192"):
+    tokens = tokenizer.encode(text).tolist()
+    assert known.decode_bytes(tokens).decode().lstrip() == tokenizer.decode(tokens)  # pieces begin with a space
+  assert all(known.is_special_token(token) for token in (tokenizer.bos, tokenizer.eos))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_identity_is_what_decides_the_tokens(made, kind, tmp_path):
   tokenizer = open_kind(made, kind)
   path = made[kind]

@@ -33,6 +33,7 @@ def _serve(arguments: argparse.Namespace) -> int:
   config = resolve_run(arguments.words)
   try:
     import fastapi  # noqa: F401
+    import llguidance  # noqa: F401
     import uvicorn  # noqa: F401
   except ImportError as missing:
     raise ConfigError(f"serve needs {missing.name}: pip install 'maxtext[serve]'.") from None

@@ -31,6 +31,10 @@ from maxtext.inference.protocol import Body, Chat, Completion
 from maxtext.inference.worker import FailedError, FullError, Worker
 
 _FAILED = "The engine has failed; the server must be started again."
+_BROKEN = {
+  "failed": (503, _FAILED),
+  "misfit": (400, "The form that was asked for cannot be kept: it has no end, or takes too much work."),
+}
 _LOOK_EVERY = 0.05  # seconds between two looks whether a client is still there
 
 
@@ -139,7 +143,9 @@ class _Desk:
     loaded = self._loaded
     prompts = asked.prompts(loaded.tokenizer)
     places = [(prompt, place) for prompt in prompts for place in range(asked.n)]
-    requests = [loaded.request(prompt, asked.settings(loaded.settings, place)) for prompt, place in places]
+    form = asked.form
+    grammar = await asyncio.to_thread(lambda: loaded.grammars.compile(form)) if form else None
+    requests = [loaded.request(prompt, asked.settings(loaded.settings, place), grammar) for prompt, place in places]
     going = _Going(loaded, requests, self._worker, self._meters)
     try:
       going.submit()
@@ -221,8 +227,8 @@ class _Going:
       answer = self.answers[place]
       if answer.finish is not None:  # ended by a stop text, a token ago
         continue
-      if event.finish == "failed":
-        raise HTTPException(503, _FAILED)
+      if event.finish in _BROKEN:
+        raise HTTPException(*_BROKEN[event.finish])
       self._timer.token()
       text = answer.add(event)
       if answer.finish and not event.finish:
