@@ -158,6 +158,8 @@ def test_requests(app, asked, form):
     (schema({"type": "array", "uniqueItems": True}), 'schema: Unimplemented keys: ["uniqueItems"]'),
     (schema({"x-guidance": {"lenient": True}, "not": {}}), 'schema: Unimplemented keys: ["not"]'),
     (schema({"$ref": "http://127.0.0.1/x.json"}), "schema: Resource 'http://127.0.0.1/x.json' is not present"),
+    (schema({"enum": ["\ud800"]}), "response_format.json_schema.schema: "),
+    (schema({"type": "number", "minimum": float("nan")}), "response_format.json_schema.schema: "),
     (schema({"$ref": "#"}), "schema: no answer can be like that"),
     (schema({"type": "array", "items": {"$ref": "#"}, "minItems": 1}), "cannot be kept: it has no end"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex: "),

@@ -172,6 +172,7 @@ def test_chats_and_streams(client):
   ("asked", "status", "message"),
   [
     ({"model": "dog"}, 404, "there is no 'dog' here; this is 'cat'"),
+    ({"model": "\ud800"}, 404, "there is no '\ud800' here; this is 'cat'"),
     ({"prompt": SENTENCE * 9}, 400, "more than max_prefill_predict_length=24"),
     ({"prompt": []}, 400, "The prompt is empty"),
     ({"prompt": [1, 400]}, 400, "400 is no token"),

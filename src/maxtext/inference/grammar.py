@@ -75,7 +75,11 @@ class Grammars:
     self.compile = lru_cache(maxsize=64)(self._compile)
 
   def _compile(self, form: Form) -> Grammar:
-    matcher = llguidance.LLMatcher(self._tokens, _WRITE[form.kind](form.text), log_level=0)
+    try:
+      grammar = _WRITE[form.kind](form.text)
+    except ValueError as error:  # NaN, or half of a surrogate pair
+      raise ConfigError(f"{form.field}: {error}.") from None
+    matcher = llguidance.LLMatcher(self._tokens, grammar, log_level=0)
     if matcher.is_error():
       raise ConfigError(f"{form.field}: {' '.join(matcher.get_error().split())}")
     matcher.compute_bitmask()

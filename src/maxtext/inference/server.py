@@ -301,7 +301,8 @@ def _error(status: int, message: str) -> dict[str, Any]:
 
 
 def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-  return JSONResponse(_error(status, message), status_code=status, headers=headers)
+  body = json.dumps(_error(status, message))  # escaped: a message may quote half of a surrogate pair
+  return Response(body, status, headers, media_type="application/json")
 
 
 def _event(body: dict[str, Any]) -> str:
