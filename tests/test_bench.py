@@ -50,8 +50,9 @@ def test_the_engine_by_its_keys(tmp_path):
   timings = bench_engine(loaded, LOAD)
   names = ["prefill of 4 tokens", "prefill of 16 tokens", "step of 2 slots", "6 requests at once"]
   assert [timing.what for timing in timings] == names, "64 tokens are more than a prompt may have"
-  assert counts["prefill"] == 2 * (1 + 3) + 7, "compiled once and timed three times, then a prompt each"
-  assert counts["generate"] >= 1 + 3 + 5 + 6 * 5 / 2
+  assert counts["prefill"] == 1 + 2 * (1 + 3) + 6, "to compile, once and three times that count, then a prompt each"
+  assert counts["generate"] >= 1 + (1 + 3) + 6 * 5 / 2
+  assert loaded.engine._generate._cache_size() == 1
   for timing, tokens in zip(timings, (4, 16, 2, 30), strict=True):
     assert timing.tokens_per_second * timing.milliseconds / 1e3 == pytest.approx(tokens)
   written = json.loads((tmp_path / "log.json").read_text())

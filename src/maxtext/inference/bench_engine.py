@@ -41,6 +41,7 @@ def bench_engine(loaded: Loaded, load: Load) -> list[Timing]:
   if c.inference_microbenchmark_loop_iters < 1:
     raise ConfigError(f"inference_microbenchmark_loop_iters={c.inference_microbenchmark_loop_iters}: at least 1.")
   metadata = _metadata(c)
+  loaded.engine.warm_up()
   timings = [timing for stage in asked for timing in stages[stage](c, loaded.engine)]
   timings.append(_offline(loaded, load))
   if c.inference_microbenchmark_log_file_path:
@@ -74,7 +75,7 @@ def _generate(config: MaxTextConfig, engine: Engine) -> list[Timing]:
 
 
 def _timing(what: str, config: MaxTextConfig, once: Callable[[], Any], tokens: int) -> Timing:
-  once()  # compiles
+  once()
   start = time.perf_counter()
   for _ in range(config.inference_microbenchmark_loop_iters):
     once()
@@ -85,7 +86,6 @@ def _timing(what: str, config: MaxTextConfig, once: Callable[[], Any], tokens: i
 def _offline(loaded: Loaded, load: Load) -> Timing:
   """All requests at once; every answer has all its tokens."""
   settings = replace(loaded.settings, min_tokens=load.max_tokens, max_tokens=load.max_tokens)
-  answers(loaded, load.prompts()[:1], settings)  # compiles
   start = time.perf_counter()
   written = sum(len(answer.tokens) for answer in answers(loaded, load.prompts(), settings))
   seconds = time.perf_counter() - start
