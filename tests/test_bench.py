@@ -109,7 +109,7 @@ def test_a_server(address, capsys, monkeypatch):
   for waits in (report["first_token"], report["next_token"], report["whole"]):
     assert 0 < waits["p50"] <= waits["p90"] <= waits["p99"]
   assert report["whole"]["p50"] > report["first_token"]["p50"]
-  assert main([*flags, "--requests", "60", "--json"]) == 0
+  assert main([*flags, "--requests", "60", "--max-tokens", "80", "--json"]) == 0
   report = json.loads(capsys.readouterr().out)
   assert report["failed"] > 0
   assert report["answered"] + report["failed"] == 60

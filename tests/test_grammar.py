@@ -161,7 +161,6 @@ def test_requests(app, asked, form):
     (schema({"enum": ["\ud800"]}), "response_format.json_schema.schema: "),
     (schema({"type": "number", "minimum": float("nan")}), "response_format.json_schema.schema: "),
     (schema({"$ref": "#"}), "schema: no answer can be like that"),
-    (schema({"type": "array", "items": {"$ref": "#"}, "minItems": 1}), "cannot be kept: it has no end"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex: "),
     ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.regex: Field required"),
     ({"response_format": {"type": "yaml"}}, "response_format: Input tag 'yaml'"),
@@ -173,3 +172,12 @@ def test_what_is_refused(app, asked, message):
   status, body = asyncio.run(ask(app, "/v1/completions", {"model": "tiny", "prompt": "a"} | asked))
   assert status == 400
   assert message in json.loads(body)["error"]["message"]
+
+
+def test_a_form_without_an_end_is_found_out(app):
+  """What no finite text fits is known only on the way."""
+  asked = {"model": "tiny", "prompt": "a"} | schema({"type": "array", "items": {"$ref": "#"}, "minItems": 1})
+  status, body = asyncio.run(ask(app, "/v1/completions", asked))
+  assert status == 400
+  assert "cannot be kept: it has no end" in json.loads(body)["error"]["message"]
+  assert 'maxtext_requests_total{finish="misfit"} 1.0' in asyncio.run(ask(app, "/metrics"))[1]

@@ -10,6 +10,7 @@ import threading
 
 import numpy as np
 import pytest
+import tokenizers
 
 from maxtext import ConfigError, MaxTextConfig, load_config
 from maxtext.data.tokenizers import Tokenizer, load_tokenizer
@@ -68,6 +69,15 @@ def test_grammars_know_every_token(made, kind):
     tokens = tokenizer.encode(text).tolist()
     assert known.decode_bytes(tokens).decode().lstrip() == tokenizer.decode(tokens)  # pieces begin with a space
   assert all(known.is_special_token(token) for token in (tokenizer.bos, tokenizer.eos))
+
+
+def test_grammars_refuse_tokens_without_bytes(tmp_path):
+  words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="</s>"))
+  words.save(str(tmp_path / "tokenizer.json"))
+  (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+  tokenizer = open_kind({"huggingface": tmp_path}, "huggingface", add_bos=False)
+  with pytest.raises(ConfigError, match="need tokens whose bytes are known: can't determine decoder type"):
+    tokenizer.for_grammars(600)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -161,7 +161,10 @@ class Tokenizer:
     """What llguidance must know of the tokens, for a model of `size` logits."""
     if self.eos is None:
       raise ConfigError("The tokenizer has no end-of-sequence token, which answers of a given form end with.")
-    return self.vocabulary.for_grammars(size)
+    try:
+      return self.vocabulary.for_grammars(size)
+    except ValueError as error:
+      raise ConfigError(f"Answers of a given form need tokens whose bytes are known: {error}.") from None
 
   def chat(self, messages: Sequence[Message], *, answer: bool = False, **values: Any) -> np.ndarray:
     """The tokens of a conversation in the model's own format, int32.

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.errors import RunError
 from maxtext.inference.bench_load import Load
 from maxtext.inference.decode import answers
 from maxtext.inference.engine import Engine
@@ -46,7 +47,7 @@ def bench_engine(loaded: Loaded, load: Load) -> list[Timing]:
   timings.append(_offline(loaded, load))
   if c.inference_microbenchmark_log_file_path:
     record = {"metadata": metadata, "timings": [asdict(timing) for timing in timings]}
-    Path(c.inference_microbenchmark_log_file_path).expanduser().write_text(json.dumps(record, indent=2))
+    _write(c.inference_microbenchmark_log_file_path, record)
   return timings
 
 
@@ -94,6 +95,13 @@ def _offline(loaded: Loaded, load: Load) -> Timing:
 
 def _words(text: str) -> list[str]:
   return [word.strip() for word in text.split(",")]
+
+
+def _write(file: str, record: dict[str, Any]) -> None:
+  try:
+    Path(file).expanduser().write_text(json.dumps(record, indent=2))
+  except OSError as error:
+    raise RunError(f"inference_microbenchmark_log_file_path={file} cannot be written: {error.strerror}.") from None
 
 
 def _metadata(config: MaxTextConfig) -> Any:

@@ -3,12 +3,12 @@
 It speaks OpenAI's protocol, so that any server of it can be measured; nothing here imports JAX.
 """
 
+import http.client
 import json
 import random
 import statistics
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -87,7 +87,7 @@ class Server:
     try:
       with urllib.request.urlopen(self._request("/v1/models"), timeout=10) as reply:
         return json.load(reply)["data"][0]["id"]
-    except (OSError, ValueError, LookupError) as error:
+    except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
       raise ConfigError(f"--url {self._address}: no server of OpenAI's protocol answers there: {error}.") from None
 
   def complete(self, body: dict[str, Any], exchange: Exchange) -> None:
@@ -97,7 +97,7 @@ class Server:
       with urllib.request.urlopen(self._request("/v1/completions", body), timeout=_PATIENCE) as reply:
         for line in reply:
           self._note(line, exchange)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
       exchange.failure = str(error)
 
   def _note(self, line: bytes, exchange: Exchange) -> None:

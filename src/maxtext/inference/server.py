@@ -227,10 +227,10 @@ class _Going:
       answer = self.answers[place]
       if answer.finish is not None:  # ended by a stop text, a token ago
         continue
+      text = answer.add(event)
       if event.finish in _BROKEN:
         raise HTTPException(*_BROKEN[event.finish])
       self._timer.token()
-      text = answer.add(event)
       if answer.finish and not event.finish:
         self._worker.cancel([answer.request])
       yield place, text, event
