@@ -1,4 +1,4 @@
-"""A tiny random model that answers, with a tokenizer of bytes; and requests to a server's app without a socket."""
+"""A tiny random model that answers, with a tokenizer of bytes; requests to an engine, and to a server's app."""
 
 import asyncio
 import json
@@ -8,6 +8,7 @@ import jax
 
 from maxtext.configs.types import TokenizerType
 from maxtext.data.tokenizers import load_tokenizer, train_tokenizer
+from maxtext.inference.answer import Answer
 from maxtext.inference.loading import Loaded, make_engine
 from maxtext.inference.sampling import Settings
 from tests.support import program, tiny
@@ -27,6 +28,17 @@ def random_model(folder, **changes):
   tokenizer = replace(load_tokenizer(named), add_bos=False, add_eos=False)
   settings = Settings(stop_tokens=(tokenizer.eos,))
   return Loaded(config, make_engine(config, model, params | buffers), tokenizer, settings)
+
+
+def finish(loaded, requests):
+  """The answers to requests, all at once, in their order."""
+  scheduler = loaded.scheduler()
+  found = {request: Answer(request, loaded.tokenizer) for request in requests}
+  for request in requests:
+    scheduler.submit(request)
+  for event in scheduler.run():
+    found[event.request].add(event)
+  return list(found.values())
 
 
 async def ask(app, path, asked=None, send=None, leaves=False):

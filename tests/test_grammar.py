@@ -10,11 +10,10 @@ import jsonschema
 import pytest
 from hypothesis import strategies as st
 
-from maxtext.inference.answer import Answer
 from maxtext.inference.grammar import Form
 from maxtext.inference.server import Limits, make_app
 from maxtext.inference.worker import Worker
-from tests.answering import ask, random_model
+from tests.answering import ask, finish, random_model
 
 SLOTS = 10
 COLOURS = {"type": "object", "properties": {"c": {"enum": ["red", "blue"]}}, "required": ["c"]}
@@ -75,17 +74,11 @@ schemas = nested | nested.map(
 
 def answers(loaded, asked):
   """Answers to (form, seed), all at once."""
-  scheduler = loaded.scheduler()
   requests = [
     loaded.request([65], replace(loaded.settings, seed=seed), loaded.grammars.compile(form) if form else None)
     for form, seed in asked
   ]
-  found = {request: Answer(request, loaded.tokenizer) for request in requests}
-  for request in requests:
-    scheduler.submit(request)
-  for event in scheduler.run():
-    found[event.request].add(event)
-  return list(found.values())
+  return finish(loaded, requests)
 
 
 @pytest.mark.parametrize("many", [3, pytest.param(51, marks=pytest.mark.slow)])

@@ -22,12 +22,13 @@ import openai
 import pytest
 
 from maxtext.cli.decode import resolve_run
-from maxtext.inference.decode import answers
 from maxtext.inference.engine import dropless
+from maxtext.inference.grammar import Form
 from maxtext.inference.loading import Loaded, make_engine, parameters, run_tokenizer
 from maxtext.inference.sampling import Settings
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
+from tests.answering import finish
 from tests.test_serving import KEYS, MAXTEXT, SENTENCE, gauge, run, wait_until  # noqa: F401 (a fixture)
 
 pytestmark = [pytest.mark.load, pytest.mark.slow]
@@ -36,6 +37,7 @@ SECONDS = float(os.environ.get("MAXTEXT_LOAD_SECONDS", "20"))
 CLIENTS, SLOTS, WAITING = 64, 8, 40
 WORDS = [*KEYS, f"per_device_batch_size={SLOTS}"]
 PROMPTS = [SENTENCE[:length] for length in (3, 7, 11, 23)]
+FORMS = (None, None, None, "[a-m ]{3,20}")
 HOT = 3.0  # a temperature at which a sentence learnt by heart still surprises
 
 
@@ -82,11 +84,12 @@ class Clients:
         self.faults.append(repr(fault))
 
   async def _stream(self, speaker, draw):
-    asked = (draw.choice(PROMPTS), draw.randrange(6), draw.choice((1, 8, 30)))
+    prompt, seed, most, regex = draw.choice(PROMPTS), draw.randrange(6), draw.choice((1, 8, 30)), draw.choice(FORMS)
     stream = await speaker.completions.create(
-      model="cat", prompt=asked[0], seed=asked[1], max_tokens=asked[2], temperature=HOT, stream=True
-    )
-    return asked, stream
+      model="cat", prompt=prompt, seed=seed, max_tokens=most, temperature=HOT, stream=True,
+      extra_body={"structured_outputs": {"regex": regex}} if regex else {},
+    )  # fmt: skip
+    return (prompt, seed, most, regex), stream
 
   async def _ask(self, speaker, draw):
     asked, stream = await self._stream(speaker, draw)
@@ -140,17 +143,21 @@ NONSENSE = (
 
 
 def offline(run, asked):  # noqa: F811
-  """Answers of the engine alone, on the one device that the server has: {(prompt, seed, most): (text, finish)}."""
+  """Answers of the engine alone, on the one device that the server has: {what was asked: (text, finish)}."""
   config = resolve_run([str(run), *WORDS])
   model, tokenizer = dropless(build_model(config, make_mesh(config, jax.devices()[:1]))), run_tokenizer(config)
   engine = make_engine(config, model, parameters(config, model))
   loaded = Loaded(config, engine, tokenizer, Settings(temperature=HOT, stop_tokens=(tokenizer.eos,)))
-  found = {}
-  for prompt, seed, most in asked:
-    tokens = tokenizer.encode(prompt).tolist()
-    (answer,) = answers(loaded, [tokens], replace(loaded.settings, seed=seed, max_tokens=most))
-    found[prompt, seed, most] = (answer.text, answer.finish)
-  return found
+  requests = [
+    loaded.request(
+      tokenizer.encode(prompt).tolist(),
+      replace(loaded.settings, seed=seed, max_tokens=most),
+      loaded.grammars.compile(Form("regex", "regex", regex)) if regex else None,
+    )
+    for prompt, seed, most, regex in asked
+  ]
+  found = finish(loaded, requests)
+  return {one: (answer.text, answer.finish) for one, answer in zip(asked, found, strict=True)}
 
 
 def resident(process):
