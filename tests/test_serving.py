@@ -83,6 +83,15 @@ def test_decode_a_file_and_a_conversation(run, tmp_path):
   assert re.search(r"^maxtext: The prompt has \d+ tokens, more than max_prefill_predict_length=24\.$", done.stderr)
 
 
+def test_bench(run, capsys):
+  """The engine of a run, as a table."""
+  words = ["inference_microbenchmark_prefill_lengths=16", "--requests=3", "--prompt-tokens=4", "--max-tokens=3"]
+  assert main(["bench", "serve", str(run), *KEYS, *words]) == 0
+  head, *rows = capsys.readouterr().out.splitlines()
+  assert head.split() == ["ms", "tokens/s"]
+  assert [row[:28].rstrip() for row in rows] == ["prefill of 16 tokens", "step of 8 slots", "3 requests at once"]
+
+
 @pytest.fixture(scope="module")
 def served(run):
   """A server's process and its address: four slots, and six places to wait."""
@@ -173,6 +182,7 @@ def test_chats_and_streams(client):
   ("asked", "status", "message"),
   [
     ({"model": "dog"}, 404, "there is no 'dog' here; this is 'cat'"),
+    ({"model": "\ud800"}, 404, "there is no '\ud800' here; this is 'cat'"),
     ({"prompt": SENTENCE * 9}, 400, "more than max_prefill_predict_length=24"),
     ({"prompt": []}, 400, "The prompt is empty"),
     ({"prompt": [1, 400]}, 400, "400 is no token"),

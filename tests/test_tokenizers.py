@@ -10,6 +10,7 @@ import threading
 
 import numpy as np
 import pytest
+import tokenizers
 
 from maxtext import ConfigError, MaxTextConfig, load_config
 from maxtext.data.tokenizers import Tokenizer, load_tokenizer
@@ -57,6 +58,26 @@ def test_a_document_cannot_end_itself(made, kind):
     text = f"the {tokenizer.vocabulary.name(token)} the"
     assert token not in tokenizer.encode(text)
     assert token in tokenizer.vocabulary.encode(text, special=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grammars_know_every_token(made, kind):
+  tokenizer = open_kind(made, kind, add_bos=False, add_eos=False)
+  known = tokenizer.for_grammars(640)
+  assert (known.vocab_size, known.eos_token) == (640, tokenizer.eos)
+  for text in (*SENTENCES[:3], "\u00e9\u2192"):
+    tokens = tokenizer.encode(text).tolist()
+    assert known.decode_bytes(tokens).decode().lstrip() == tokenizer.decode(tokens)  # pieces begin with a space
+  assert all(known.is_special_token(token) for token in (tokenizer.bos, tokenizer.eos))
+
+
+def test_grammars_refuse_tokens_without_bytes(tmp_path):
+  words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="</s>"))
+  words.save(str(tmp_path / "tokenizer.json"))
+  (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+  tokenizer = open_kind({"huggingface": tmp_path}, "huggingface", add_bos=False)
+  with pytest.raises(ConfigError, match="need tokens whose bytes are known: can't determine decoder type"):
+    tokenizer.for_grammars(600)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from maxtext.cli import checkpoint, config, convert, data, decode, launch, models, plan, report, serve
+from maxtext.cli import bench, checkpoint, config, convert, data, decode, launch, models, plan, report, serve
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
   train.set_defaults(run=_train)
   decode.add_command(commands)
   serve.add_command(commands)
+  bench.add_commands(commands)
   launch.add_command(commands)
   report.add_command(commands)
   plan.add_command(commands)

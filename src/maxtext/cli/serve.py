@@ -7,7 +7,7 @@ from typing import Any
 from maxtext.cli.decode import add_run_words, resolve_run
 from maxtext.configs import ConfigError
 
-_KEYS = "MAXTEXT_API_KEYS"
+API_KEYS = "MAXTEXT_API_KEYS"
 
 
 def add_command(commands: Any) -> None:
@@ -16,7 +16,7 @@ def add_command(commands: Any) -> None:
     "serve",
     help="serve a trained model over HTTP",
     description="Serve a trained model: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. "
-    f"API keys are taken from {_KEYS}, separated by commas; without any, everyone may ask.",
+    f"API keys are taken from {API_KEYS}, separated by commas; without any, everyone may ask.",
   )
   add_run_words(parser)
   parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default 127.0.0.1)")
@@ -33,13 +33,14 @@ def _serve(arguments: argparse.Namespace) -> int:
   config = resolve_run(arguments.words)
   try:
     import fastapi  # noqa: F401
+    import llguidance  # noqa: F401
     import uvicorn  # noqa: F401
   except ImportError as missing:
     raise ConfigError(f"serve needs {missing.name}: pip install 'maxtext[serve]'.") from None
   from maxtext.inference.loading import Loaded
   from maxtext.inference.server import Limits, serve
 
-  keys = tuple(key for key in os.environ.get(_KEYS, "").split(",") if key)
+  keys = tuple(key for key in os.environ.get(API_KEYS, "").split(",") if key)
   limits = Limits(arguments.max_waiting, arguments.max_body, arguments.timeout, arguments.grace, keys)
   name = arguments.name or config.run_name or config.model_name
   serve(Loaded.of(config), name, arguments.host, arguments.port, limits)

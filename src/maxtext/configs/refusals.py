@@ -497,7 +497,13 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=(False,),
   ),
   Refusal(_section(t.InferenceServer), "prompts and answers are computed by one server on one mesh: `maxtext serve`"),
-  Refusal(_section(t.InferenceBenchmark), "there is no benchmark of inference yet", harmless=(False,)),
+  Refusal(
+    ("inference_microbenchmark_num_samples",),
+    "a request has one answer; `maxtext bench serve` times prefill, generation and many requests at once",
+  ),
+  Refusal(
+    ("inference_benchmark_test",), "`maxtext bench serve` is the benchmark, and no run is one", harmless=(False,)
+  ),
   Refusal(
     ("prefix_caching_hbm_byte", "prefix_caching_dram_byte"),
     "it has no effect without enable_prefix_caching=true",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -100,6 +100,10 @@ class Vocabulary(Protocol):
     """How a special token is written."""
     ...
 
+  def for_grammars(self, size: int) -> Any:
+    """The bytes of all tokens, as llguidance takes them, among `size` logits; the end of a document ends an answer."""
+    ...
+
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
@@ -153,6 +157,15 @@ class Tokenizer:
     """The text of tokens, without special ones."""
     return self.vocabulary.decode([int(token) for token in tokens])
 
+  def for_grammars(self, size: int) -> Any:
+    """What llguidance must know of the tokens, for a model of `size` logits."""
+    if self.eos is None:
+      raise ConfigError("The tokenizer has no end-of-sequence token, which answers of a given form end with.")
+    try:
+      return self.vocabulary.for_grammars(size)
+    except ValueError as error:
+      raise ConfigError(f"Answers of a given form need tokens whose bytes are known: {error}.") from None
+
   def chat(self, messages: Sequence[Message], *, answer: bool = False, **values: Any) -> np.ndarray:
     """The tokens of a conversation in the model's own format, int32.
 
@@ -199,6 +212,11 @@ class _SentencePiece(Vocabulary):
   def name(self, token: int) -> str:
     return self._processor.id_to_piece(token)
 
+  def for_grammars(self, size: int) -> Any:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(cast(Any, _Pieces(self._processor, size)))
+
   @cached_property
   def _control(self) -> dict[str, int]:
     """Tokens that the library itself never reads from text."""
@@ -238,6 +256,11 @@ class _HuggingFace(Vocabulary):
 
   def name(self, token: int) -> str:
     return str(self._documents.id_to_token(token))
+
+  def for_grammars(self, size: int) -> Any:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(self._documents.to_str(), n_vocab=size, eos_token=self.eos)
 
   @cached_property
   def _conversations(self) -> Any:
@@ -288,6 +311,34 @@ class _Tiktoken(Vocabulary):
 
   def name(self, token: int) -> str:
     return self._encoding.decode([token])
+
+  def for_grammars(self, size: int) -> Any:
+    from llguidance.tiktoken import lltokenizer_from_encoding
+
+    return lltokenizer_from_encoding(self._encoding, n_vocab=size, eos_token=self.eos)
+
+
+class _Pieces:
+  """A SentencePiece vocabulary as llguidance's `TokenizerWrapper` describes one; what is no token has no bytes."""
+
+  is_tokenizer_wrapper = True
+
+  def __init__(self, processor: Any, size: int) -> None:
+    count = processor.get_piece_size()
+    self.bos_token_id, self.eos_token_id = processor.bos_id(), processor.eos_id()
+    self.special_token_ids = [
+      t for t in range(count) if processor.is_control(t) or processor.is_unknown(t) or processor.is_unused(t)
+    ]
+    self.tokens = [self._bytes(processor, token) for token in range(count)] + [b""] * (size - count)
+    self._processor = processor
+
+  def __call__(self, text: str) -> list[int]:
+    return self._processor.encode(text)
+
+  @staticmethod
+  def _bytes(processor: Any, token: int) -> bytes:
+    piece = processor.id_to_piece(token)
+    return bytes([int(piece[3:-1], 16)]) if processor.is_byte(token) else piece.replace("\u2581", " ").encode()
 
 
 _OPEN: dict[TokenizerType, Callable[[MaxTextConfig], Vocabulary]] = {

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxtext.inference.sampling import Chosen, Controls, History, Settings, choose
+from maxtext.inference.sampling import Chosen, Controls, History, Settings, anything, choose
 from maxtext.layers.cache import Cache
 from maxtext.models.model import Model, Params
 
@@ -80,10 +80,10 @@ class Engine:
     def go_on(params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array) -> Caches:
       return fill(model, params, row, tokens, start, count)
 
-    def generate(params: Params, state: State, active: jax.Array) -> tuple[State, Chosen]:
+    def generate(params: Params, state: State, active: jax.Array, allowed: jax.Array) -> tuple[State, Chosen]:
       logits, cache = advance(model, params, state.cache, state.tokens, state.positions)
       next_positions = state.positions + 1
-      chosen = choose(logits, state.controls, state.history, next_positions)
+      chosen = choose(logits, state.controls, state.history, next_positions, allowed)
       generated = state.history.generated.at[jnp.arange(slots), chosen.tokens].add(active)
       return State(
         cache,
@@ -102,6 +102,7 @@ class Engine:
     self.state = jax.jit(empty)(params)
     places = jax.tree.map(lambda a: a.sharding, self.state)
     everywhere = NamedSharding(model.how.mesh, PartitionSpec())
+    self._everywhere, self._anything = everywhere, jax.device_put(anything(slots, self.vocab), everywhere)
     self._begin = jax.jit(begin)
     self._go_on = jax.jit(go_on, donate_argnums=() if keeps_rows else 1)
     self._insert = jax.jit(insert, donate_argnums=0, out_shardings=places)
@@ -131,9 +132,15 @@ class Engine:
     tokens = _filled(prompt, self.longest_prompt, self.vocab)
     self.state = self._insert(self.state, row, np.int32(slot), tokens, np.int32(len(prompt)), controls)
 
-  def generate(self, active: Sequence[bool]) -> Chosen:
-    """One step of all slots; those that are not active stay as they are, and what is chosen for them is nothing."""
-    self.state, chosen = self._generate(self._params, self.state, np.array(active, bool))
+  def generate(self, active: Sequence[bool], allowed: np.ndarray | None = None) -> Chosen:
+    """One step of all slots; those that are not active stay as they are, and what is chosen for them is nothing.
+
+    Args:
+      active: the slots that have a request.
+      allowed: bits of the tokens that may come next in each slot; None allows all, and costs no transfer.
+    """
+    bits = self._anything if allowed is None else jax.device_put(allowed, self._everywhere)
+    self.state, chosen = self._generate(self._params, self.state, np.array(active, bool), bits)
     return jax.device_get(chosen)
 
   def warm_up(self) -> None:

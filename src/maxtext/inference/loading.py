@@ -3,7 +3,9 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -20,6 +22,9 @@ from maxtext.inference.scheduler import Request, Scheduler
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
 from maxtext.models.model import Model, Params
+
+if TYPE_CHECKING:
+  from maxtext.inference.grammar import Grammar, Grammars
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +57,14 @@ class Loaded:
     shared = c.enable_prefix_caching
     return Scheduler(self.engine, Prefixes(c.prefix_caching_hbm_byte, c.prefix_caching_dram_byte) if shared else None)
 
-  def request(self, prompt: Sequence[int], settings: Settings) -> Request:
+  @cached_property
+  def grammars(self) -> "Grammars":
+    """For the forms of answers; made when the first is asked for."""
+    from maxtext.inference.grammar import Grammars
+
+    return Grammars(self.tokenizer, self.engine.vocab)
+
+  def request(self, prompt: Sequence[int], settings: Settings, grammar: "Grammar | None" = None) -> Request:
     """A request that fits; what does not is refused in words."""
     longest = self.engine.longest_prompt
     if not 0 < len(prompt) <= longest:
@@ -62,7 +74,7 @@ class Loaded:
       raise ConfigError(f"{wrong[0]} is no token; they go from 0 to {self.engine.vocab - 1}.")
     if len(settings.stop_tokens) > STOPS:
       raise ConfigError(f"{len(settings.stop_tokens)} stop tokens are more than {STOPS}.")
-    return Request(prompt, settings)
+    return Request(prompt, settings, grammar)
 
 
 def make_engine(config: MaxTextConfig, model: Model, params: Params) -> Engine:

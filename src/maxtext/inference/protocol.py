@@ -3,17 +3,19 @@
 A field that is not here is refused by name, as is a value that would have no effect.
 """
 
+import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from maxtext.configs import ConfigError
 from maxtext.data.tokenizers import Tokenizer
 from maxtext.inference.answer import Answer
+from maxtext.inference.grammar import Form
 from maxtext.inference.sampling import ALTERNATIVES, STOPS, Settings
 from maxtext.inference.scheduler import Event
 
@@ -34,8 +36,67 @@ class StreamOptions(BaseModel):
   include_usage: bool = False
 
 
+class AnyText(BaseModel):
+  """No form."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  type: Literal["text"]
+  form: ClassVar[None] = None
+
+
+class AnyObject(BaseModel):
+  """Any JSON object."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  type: Literal["json_object"]
+  form: ClassVar[Form] = Form("response_format", "json", '{"type": "object"}')
+
+
+class NamedSchema(BaseModel):
+  """A JSON schema; it is kept whether or not it is called strict."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  name: str
+  description: str | None = None
+  json_schema: dict[str, Any] = Field(alias="schema")
+  strict: bool | None = None
+
+
+class ObjectOfSchema(BaseModel):
+  """JSON that a schema describes."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  type: Literal["json_schema"]
+  json_schema: NamedSchema
+
+  @property
+  def form(self) -> Form:
+    """The schema."""
+    return Form("response_format.json_schema.schema", "json", json.dumps(self.json_schema.json_schema))
+
+
+ResponseFormat = Annotated[AnyText | AnyObject | ObjectOfSchema, Field(discriminator="type")]
+
+
+class StructuredOutputs(BaseModel):
+  """Forms that OpenAI's field has no words for."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  regex: _Text
+
+  @property
+  def form(self) -> Form:
+    """The whole answer matches it."""
+    return Form("structured_outputs.regex", "regex", self.regex)
+
+
 class Asked(BaseModel):
-  """What completions and chats have in common; the last four are ours."""
+  """What completions and chats have in common; the last five are ours, by the names that vLLM gives them."""
 
   model_config = ConfigDict(extra="forbid")
 
@@ -51,10 +112,12 @@ class Asked(BaseModel):
   stream: bool = False
   stream_options: StreamOptions | None = None
   user: str | None = None
+  response_format: ResponseFormat | None = None
   top_k: int | None = Field(None, ge=0, lt=2**31)
   repetition_penalty: float = Field(1.0, gt=0, le=10)
   min_tokens: int = Field(0, ge=0, lt=2**30)
   stop_token_ids: list[int] = Field(default_factory=list, max_length=STOPS - 1)
+  structured_outputs: StructuredOutputs | None = None
 
   @property
   def most_tokens(self) -> int | None:
@@ -65,6 +128,17 @@ class Asked(BaseModel):
   def alternatives(self) -> int:
     """Tokens that are reported beside each one."""
     return 0
+
+  @property
+  def form(self) -> Form | None:
+    """What every answer must be; None is any text."""
+    schema = self.response_format.form if self.response_format else None
+    if schema and self.structured_outputs:
+      raise ConfigError("response_format and structured_outputs both say what an answer must be: leave one out.")
+    form = self.structured_outputs.form if self.structured_outputs else schema
+    if form and self.min_tokens:
+      raise ConfigError(f"min_tokens: an answer ends where {form.field} says.")
+    return form
 
   def settings(self, default: Settings, place: int) -> Settings:
     """How the answer at a place, of `n`, is made; what was left out is as the server has it."""

@@ -1,9 +1,10 @@
 """How the next token is chosen: for each row of a batch by the row's own settings, whatever else is in the batch.
 
-The order is: penalties, stop tokens that may not come yet, temperature, the most likely `top_k`, the most likely tokens
-that together have the probability `top_p`, and a draw that is a function of the request's seed and the position alone.
+The order is: penalties, tokens that may not come (stop tokens too early, what a grammar forbids), temperature, the most
+likely `top_k`, the most likely tokens that together have the probability `top_p`, and a draw that is a function of the
+request's seed and the position alone.
 
-Shapes: B rows, V vocabulary, K stop tokens, A alternatives.
+Shapes: B rows, V vocabulary, W words of 32 bits for it, K stop tokens, A alternatives.
 """
 
 from dataclasses import dataclass
@@ -119,9 +120,13 @@ class Chosen(NamedTuple):
   others_log_probs: jax.Array
 
 
-def choose(logits: jax.Array, controls: Controls, history: History, positions: jax.Array) -> Chosen:
-  """Logits [B,V] to the tokens at `positions` [B]."""
+def choose(
+  logits: jax.Array, controls: Controls, history: History, positions: jax.Array, allowed: jax.Array | None = None
+) -> Chosen:
+  """Logits [B,V] to the tokens at `positions` [B], of those whose bits are set in `allowed` [B,W], if it is given."""
   adjusted = penalised(logits, controls, history, positions)
+  if allowed is not None:
+    adjusted = permitted(adjusted, allowed)
   greedy = jnp.argmax(adjusted, axis=-1)
   drawn = controls.temperature > 0
   tokens = jax.lax.cond(
@@ -148,6 +153,17 @@ def penalised(logits: jax.Array, controls: Controls, history: History, positions
   rows = jnp.arange(logits.shape[0])[:, None]
   early = jnp.where((positions < controls.stops_from)[:, None], controls.stops, logits.shape[1])
   return logits.at[rows, early].set(-jnp.inf, mode="drop")
+
+
+def anything(rows: int, vocab: int) -> np.ndarray:
+  """The bits of all tokens, [B,W]."""
+  return np.full((rows, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
+
+
+def permitted(logits: jax.Array, allowed: jax.Array) -> jax.Array:
+  """Logits of the tokens whose bits are set, the first token's being the lowest of the first word."""
+  bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+  return jnp.where(bits.reshape(len(bits), -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
 
 
 def narrowed(logits: jax.Array, controls: Controls) -> jax.Array:

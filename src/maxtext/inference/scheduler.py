@@ -8,13 +8,18 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
 
 from maxtext.inference.engine import Caches, Engine, Piece
 from maxtext.inference.prefixes import Prefixes
 from maxtext.inference.sampling import Settings
 
-Finish = Literal["stop", "length", "cancelled", "failed"]
+if TYPE_CHECKING:
+  from maxtext.inference.grammar import Grammar, Path
+
+Finish = Literal["stop", "length", "cancelled", "misfit", "failed"]
 
 
 @dataclass(eq=False)
@@ -23,6 +28,7 @@ class Request:
 
   prompt: Sequence[int]
   settings: Settings = field(default_factory=Settings)
+  grammar: "Grammar | None" = None
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Event:
     token: None where it only ends.
     log_prob: of the token, as the model has it.
     others: the likeliest tokens in its place with their log-probabilities, as many as were asked for.
-    finish: why the answer ends here; None goes on.
+    finish: why the answer ends here; None goes on. A "misfit" could not keep to its grammar.
   """
 
   request: Request
@@ -48,6 +54,7 @@ class _Answering:
   request: Request
   left: int  # tokens that it may still have
   slot: int
+  path: "Path | None"  # through the request's grammar
 
 
 @dataclass
@@ -150,22 +157,35 @@ class Scheduler:
     assert filling.row is not None
     self._engine.insert(filling.row, slot, request.prompt, request.settings)
     room, most = self.room(len(request.prompt)), request.settings.max_tokens
-    self._slots[slot] = _Answering(request, room if most is None else min(room, most), slot)
+    path = request.grammar.begin() if request.grammar else None
+    self._slots[slot] = _Answering(request, room if most is None else min(room, most), slot, path)
     self._filling = None
 
   def _generate(self) -> list[Event]:
-    chosen = self._engine.generate([answering is not None for answering in self._slots])
+    chosen = self._engine.generate([answering is not None for answering in self._slots], self._allowed())
     events = []
     for slot, answering in enumerate(self._slots):
       if answering is None:
         continue
       request, token = answering.request, int(chosen.tokens[slot])
       answering.left -= 1
-      stopped = token in request.settings.stop_tokens
-      finish: Finish | None = "stop" if stopped else "length" if answering.left == 0 else None
+      finish: Finish | None = answering.path.take(token) if answering.path else None
+      if finish is None and token in request.settings.stop_tokens:
+        finish = "stop"
+      if finish is None and answering.left == 0:
+        finish = "length"
       count = request.settings.alternatives
       others = zip(chosen.others[slot, :count].tolist(), chosen.others_log_probs[slot, :count].tolist(), strict=True)
       events.append(Event(request, token, float(chosen.log_probs[slot]), tuple(others), finish))
       if finish:
         self._slots[slot] = None
     return events
+
+  def _allowed(self) -> np.ndarray | None:
+    """Bits of the tokens that grammars allow next; None where no request has one."""
+    paths = {answering.slot: answering.path for answering in self._slots if answering and answering.path}
+    if not paths:
+      return None
+    from maxtext.inference.grammar import masks
+
+    return masks(paths, self._engine.slots, self._engine.vocab)

@@ -28,9 +28,13 @@ from maxtext.inference.answer import Answer
 from maxtext.inference.loading import Loaded
 from maxtext.inference.meters import Meters
 from maxtext.inference.protocol import Body, Chat, Completion
-from maxtext.inference.worker import FullError, Worker
+from maxtext.inference.worker import FailedError, FullError, Worker
 
 _FAILED = "The engine has failed; the server must be started again."
+_BROKEN = {
+  "failed": (503, _FAILED),
+  "misfit": (400, "The form that was asked for cannot be kept: it has no end, or takes too much work."),
+}
 _LOOK_EVERY = 0.05  # seconds between two looks whether a client is still there
 
 
@@ -136,44 +140,45 @@ class _Desk:
     """The whole answer, or a stream of it."""
     if asked.model != self._name:
       raise HTTPException(404, f"model: there is no '{asked.model}' here; this is '{self._name}'.")
-    if self._worker.failure is not None:
-      raise HTTPException(503, _FAILED)
     loaded = self._loaded
     prompts = asked.prompts(loaded.tokenizer)
     places = [(prompt, place) for prompt in prompts for place in range(asked.n)]
-    requests = [loaded.request(prompt, asked.settings(loaded.settings, place)) for prompt, place in places]
+    form = asked.form
+    grammar = await asyncio.to_thread(lambda: loaded.grammars.compile(form)) if form else None
+    requests = [loaded.request(prompt, asked.settings(loaded.settings, place), grammar) for prompt, place in places]
     going = _Going(loaded, requests, self._worker, self._meters)
     try:
       going.submit()
     except FullError:
       self._meters.turned_away()
       raise HTTPException(429, "Too many requests wait already: try again later.", {"Retry-After": "1"}) from None
+    except FailedError:
+      raise HTTPException(503, _FAILED) from None
     body, used = Body(asked, loaded.tokenizer), sum(map(len, prompts))
     if asked.stream:
-      return StreamingResponse(self._stream(asked, body, going, used), media_type="text/event-stream")
+      return _Stream(self._events(asked, body, going, used), going)
     with going:
       while not await going.finished(_LOOK_EVERY, self._limits.seconds):
         if await http.is_disconnected():
           return Response(status_code=499)
     return JSONResponse(body.whole(going.answers, used))
 
-  async def _stream(self, asked: Completion | Chat, body: Body, going: "_Going", used: int) -> AsyncIterator[str]:
-    """Server-sent events. When the client leaves, this is closed, and with it what was going on."""
-    with going:
-      if isinstance(asked, Chat):
-        for place in range(len(going.answers)):
-          yield _event(body.opening(place))
-      try:
-        async for place, text, event in going.pieces(self._limits.seconds):
-          answer = going.answers[place]
-          if text or answer.finish or asked.logprobs:
-            yield _event(body.piece(place, answer, text, event))
-      except HTTPException as error:
-        yield _event(_error(error.status_code, error.detail))
-        return
-      if asked.stream_options and asked.stream_options.include_usage:
-        yield _event(body.closing(going.answers, used))
-      yield "data: [DONE]\n\n"
+  async def _events(self, asked: Completion | Chat, body: Body, going: "_Going", used: int) -> AsyncIterator[str]:
+    """Server-sent events."""
+    if isinstance(asked, Chat):
+      for place in range(len(going.answers)):
+        yield _event(body.opening(place))
+    try:
+      async for place, text, event in going.pieces(self._limits.seconds):
+        answer = going.answers[place]
+        if text or answer.finish or asked.logprobs:
+          yield _event(body.piece(place, answer, text, event))
+    except HTTPException as error:
+      yield _event(_error(error.status_code, error.detail))
+      return
+    if asked.stream_options and asked.stream_options.include_usage:
+      yield _event(body.closing(going.answers, used))
+    yield "data: [DONE]\n\n"
 
 
 class _Going:
@@ -222,10 +227,10 @@ class _Going:
       answer = self.answers[place]
       if answer.finish is not None:  # ended by a stop text, a token ago
         continue
-      if event.finish == "failed":
-        raise HTTPException(503, _FAILED)
-      self._timer.token()
       text = answer.add(event)
+      if event.finish in _BROKEN:
+        raise HTTPException(*_BROKEN[event.finish])
+      self._timer.token()
       if answer.finish and not event.finish:
         self._worker.cancel([answer.request])
       yield place, text, event
@@ -236,6 +241,18 @@ class _Going:
         return await self._events.get()
     except TimeoutError:
       raise HTTPException(408, "The answer took longer than this server gives it: ask for fewer tokens.") from None
+
+
+class _Stream(StreamingResponse):
+  """Server-sent events about what is going on, which ends with them, also where the client left before the first."""
+
+  def __init__(self, events: AsyncIterator[str], going: _Going) -> None:
+    super().__init__(events, media_type="text/event-stream")
+    self._going = going
+
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    with self._going:
+      await super().__call__(scope, receive, send)
 
 
 class _Server(uvicorn.Server):
@@ -284,7 +301,8 @@ def _error(status: int, message: str) -> dict[str, Any]:
 
 
 def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-  return JSONResponse(_error(status, message), status_code=status, headers=headers)
+  body = json.dumps(_error(status, message))  # escaped: a message may quote half of a surrogate pair
+  return Response(body, status, headers, media_type="application/json")
 
 
 def _event(body: dict[str, Any]) -> str:

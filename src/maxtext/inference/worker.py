@@ -13,6 +13,10 @@ class FullError(Exception):
   """Too many requests wait already."""
 
 
+class FailedError(Exception):
+  """A step has failed, so nothing is answered any more."""
+
+
 class Worker:
   """Runs from `start` to `stop`. What a scheduler's step raises ends every request, and all that come later.
 
@@ -42,7 +46,8 @@ class Worker:
   def submit(self, requests: list[Request], deliver: Deliver) -> None:
     """Takes all of them or none; `deliver` is called in the worker's thread, and for the last time with a `finish`."""
     with self._wake:
-      assert self.failure is None
+      if self.failure is not None:
+        raise FailedError
       if self.scheduler.waiting + len(requests) > self._most_waiting:
         raise FullError
       for request in requests:

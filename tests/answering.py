@@ -1,0 +1,62 @@
+"""A tiny random model that answers, with a tokenizer of bytes; requests to an engine, and to a server's app."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import jax
+
+from maxtext.configs.types import TokenizerType
+from maxtext.data.tokenizers import load_tokenizer, train_tokenizer
+from maxtext.inference.answer import Answer
+from maxtext.inference.loading import Loaded, make_engine
+from maxtext.inference.sampling import Settings
+from tests.support import program, tiny
+
+BYTES = 258  # tokens: every byte, a beginning and an end
+
+
+def random_model(folder, **changes):
+  """What answers, two requests at once; its tokenizer is written to the folder."""
+  train_tokenizer([], BYTES, 0, folder)
+  keys = {"vocab_size": BYTES, "max_target_length": 96, "max_prefill_predict_length": 16, "per_device_batch_size": 2}
+  config = tiny(**(keys | changes))
+  model = program(config).model
+  shardings = jax.tree.map(lambda a: a.sharding, (model.params, model.buffers))
+  params, buffers = jax.jit(model.init, out_shardings=shardings)(0)
+  named = config.model_copy(update={"tokenizer_type": TokenizerType.HUGGINGFACE, "tokenizer_path": str(folder)})
+  tokenizer = replace(load_tokenizer(named), add_bos=False, add_eos=False)
+  settings = Settings(stop_tokens=(tokenizer.eos,))
+  return Loaded(config, make_engine(config, model, params | buffers), tokenizer, settings)
+
+
+def finish(loaded, requests):
+  """The answers to requests, all at once, in their order."""
+  scheduler = loaded.scheduler()
+  found = {request: Answer(request, loaded.tokenizer) for request in requests}
+  for request in requests:
+    scheduler.submit(request)
+  for event in scheduler.run():
+    found[event.request].add(event)
+  return list(found.values())
+
+
+async def ask(app, path, asked=None, send=None, leaves=False):
+  """Posts a body, or gets a page; the status and what came. `send` takes the server's messages instead."""
+  messages = [{"type": "http.request", "body": json.dumps(asked).encode()}]
+  parts = []
+
+  async def receive():
+    if not messages and not leaves:
+      await asyncio.Event().wait()
+    return messages.pop() if messages else {"type": "http.disconnect"}
+
+  async def keep(message):
+    parts.append(message)
+
+  scope = {
+    "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST" if asked else "GET",
+    "path": path, "query_string": b"", "headers": [(b"content-type", b"application/json")],
+  }  # fmt: skip
+  await app(scope, receive, send or keep)
+  return (parts[0]["status"], b"".join(part.get("body", b"") for part in parts).decode()) if parts else None

@@ -1,0 +1,126 @@
+"""`maxtext bench serve`: figures that add up, of an engine and of a server that is listening."""
+
+import json
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import uvicorn
+
+from maxtext import ConfigError
+from maxtext.cli.main import main
+from maxtext.inference.bench_engine import bench_engine
+from maxtext.inference.bench_load import Load
+from maxtext.inference.server import Limits, make_app
+from maxtext.inference.worker import Worker
+from tests.answering import random_model
+
+LOAD = Load(requests=6, prompt_tokens=9, max_tokens=5, seed=0)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+  return random_model(tmp_path_factory.mktemp("bench"))
+
+
+def test_the_engine_by_its_keys(tmp_path):
+  (tmp_path / "about.json").write_text('{"chip": "none"}')
+  loaded = random_model(
+    tmp_path,
+    inference_microbenchmark_prefill_lengths="4, 16,64",
+    inference_microbenchmark_loop_iters=3,
+    inference_microbenchmark_log_file_path=str(tmp_path / "log.json"),
+    inference_metadata_file=str(tmp_path / "about.json"),
+  )
+  counts = {"prefill": 0, "generate": 0}
+
+  class Counted(type(loaded.engine)):
+    """The engine itself, which counts."""
+
+    def prefill(self, *arguments):
+      counts["prefill"] += 1
+      return super().prefill(*arguments)
+
+    def generate(self, *arguments):
+      counts["generate"] += 1
+      return super().generate(*arguments)
+
+  loaded.engine.__class__ = Counted
+  timings = bench_engine(loaded, LOAD)
+  names = ["prefill of 4 tokens", "prefill of 16 tokens", "step of 2 slots", "6 requests at once"]
+  assert [timing.what for timing in timings] == names, "64 tokens are more than a prompt may have"
+  assert counts["prefill"] == 1 + 2 * (1 + 3) + 6, "to compile, once and three times that count, then a prompt each"
+  assert counts["generate"] >= 1 + (1 + 3) + 6 * 5 / 2
+  assert loaded.engine._generate._cache_size() == 1
+  for timing, tokens in zip(timings, (4, 16, 2, 30), strict=True):
+    assert timing.tokens_per_second * timing.milliseconds / 1e3 == pytest.approx(tokens)
+  written = json.loads((tmp_path / "log.json").read_text())
+  assert written["metadata"] == {"chip": "none"}
+  assert [timing["milliseconds"] for timing in written["timings"]] == [timing.milliseconds for timing in timings]
+
+
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    ({"inference_microbenchmark_stages": "generate,score"}, "stages: 'score' is none of prefill, generate"),
+    ({"inference_microbenchmark_prefill_lengths": "64,x"}, "prefill_lengths=64,x: write numbers of tokens"),
+    ({"inference_microbenchmark_prefill_lengths": "17"}, "=17: all are more than max_prefill_predict_length=16"),
+    ({"inference_microbenchmark_loop_iters": 0}, "loop_iters=0: at least 1"),
+    ({"inference_metadata_file": "/nowhere.json"}, "inference_metadata_file=/nowhere.json cannot be read"),
+  ],
+)
+def test_mistakes_are_named(loaded, keys, message):
+  with pytest.raises(ConfigError, match=message):
+    bench_engine(replace(loaded, config=loaded.config.model_copy(update=keys)), LOAD)
+
+
+@pytest.fixture
+def address(loaded):
+  worker = Worker(loaded.scheduler(), most_waiting=4)
+  worker.start()
+  app = make_app(loaded, "tiny", worker, Limits(keys=("secret",)))
+  server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
+  thread = threading.Thread(target=server.run)
+  thread.start()
+  while not server.started:
+    time.sleep(0.01)
+  yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+  server.should_exit = True
+  thread.join()
+  worker.stop()
+
+
+def test_a_server(address, capsys, monkeypatch):
+  """At a rate at which all are answered, then at once, where the server turns some away."""
+  flags = ["bench", "serve", "--url", address, "--prompt-tokens", "9", "--max-tokens", "5"]
+  assert main(flags) == 2
+  assert (
+    f"maxtext: --url {address}: no server of OpenAI's protocol answers there: HTTP Error 401" in capsys.readouterr().err
+  )
+  monkeypatch.setenv("MAXTEXT_API_KEYS", "secret,other")
+  assert main([*flags, "--requests", "1"]) == 0  # compiles
+  assert capsys.readouterr().out.startswith("1 answered, 0 failed")
+  assert main([*flags, "--requests", "12", "--rate", "6", "--json"]) == 0
+  report = json.loads(capsys.readouterr().out)
+  assert (report["answered"], report["failed"]) == (12, 0)
+  assert report["tokens_per_second"] * report["seconds"] == pytest.approx(12 * 5)
+  assert report["seconds"] > 0.5, "they do not come at once"
+  for waits in (report["first_token"], report["next_token"], report["whole"]):
+    assert 0 < waits["p50"] <= waits["p90"] <= waits["p99"]
+  assert report["whole"]["p50"] > report["first_token"]["p50"]
+  assert main([*flags, "--requests", "60", "--max-tokens", "80", "--json"]) == 0
+  report = json.loads(capsys.readouterr().out)
+  assert report["failed"] > 0
+  assert report["answered"] + report["failed"] == 60
+
+
+def test_what_belongs_elsewhere_is_refused(capsys):
+  for words, message in (
+    (["--rate", "3"], "--rate is of a running server: add --url"),
+    (["--url", "http://127.0.0.1:1", "steps=3"], "steps=3 is of a model here"),
+    (["--url", "http://127.0.0.1:1"], "no server of OpenAI's protocol answers there"),
+    (["--requests", "0"], "--requests 0: more than 0"),
+  ):
+    assert main(["bench", "serve", *words]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,227 @@
+"""A real server under load: 64 clients that ask, leave, vanish and talk nonsense, and a SIGTERM among them.
+
+`MAXTEXT_LOAD_SECONDS=180 pytest tests/test_load.py -s` runs longer, and prints its figures.
+"""
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import socket
+import struct
+import subprocess
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import openai
+import pytest
+
+from maxtext.cli.decode import resolve_run
+from maxtext.inference.engine import dropless
+from maxtext.inference.grammar import Form
+from maxtext.inference.loading import Loaded, make_engine, parameters, run_tokenizer
+from maxtext.inference.sampling import Settings
+from maxtext.mesh.devices import make_mesh
+from maxtext.models.build import build_model
+from tests.answering import finish
+from tests.test_serving import KEYS, MAXTEXT, SENTENCE, gauge, run, wait_until  # noqa: F401 (a fixture)
+
+pytestmark = [pytest.mark.load, pytest.mark.slow]
+
+SECONDS = float(os.environ.get("MAXTEXT_LOAD_SECONDS", "20"))
+CLIENTS, SLOTS, WAITING = 64, 8, 40
+WORDS = [*KEYS, f"per_device_batch_size={SLOTS}"]
+PROMPTS = [SENTENCE[:length] for length in (3, 7, 11, 23)]
+FORMS = (None, None, None, "[a-m ]{3,20}")
+HOT = 3.0  # a temperature at which a sentence learnt by heart still surprises
+
+
+@pytest.fixture
+def served(run):  # noqa: F811
+  """A server's process and its address."""
+  words = ["enable_model_warmup=true", "--port=0", f"--max-waiting={WAITING}", "--max-body=20000", "--grace=60"]
+  environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+  with subprocess.Popen(
+    [MAXTEXT, "serve", str(run), *WORDS, *words], stdout=subprocess.PIPE, text=True, env=environment
+  ) as process:
+    try:
+      found = re.match(r"serving cat on (http://\S+)\n", process.stdout.readline())
+      assert found
+      yield process, found[1]
+    finally:
+      process.kill()
+
+
+def client(address):
+  return openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+class Clients:
+  """What 64 of them do until the time is over, and what came of it."""
+
+  def __init__(self, address, fields):
+    self.address, self._fields = address, fields
+    self.counts, self.answers, self.faults = Counter(), {}, []
+
+  async def all(self, end):
+    async with client(self.address) as speaker:
+      await asyncio.gather(*(self._one(speaker, random.Random(number), end) for number in range(CLIENTS)))
+
+  async def _one(self, speaker, draw, end):
+    while time.monotonic() < end:
+      do = draw.choices((self._ask, self._leave, self._vanish, self._babble), (6, 2, 1, 3))[0]
+      try:
+        await do(speaker, draw)
+      except openai.RateLimitError:
+        self.counts["turned away"] += 1
+        await asyncio.sleep(draw.uniform(0.05, 0.3))
+      except openai.APIError as fault:
+        self.faults.append(repr(fault))
+
+  async def _stream(self, speaker, draw):
+    prompt, seed, most, regex = draw.choice(PROMPTS), draw.randrange(6), draw.choice((1, 8, 30)), draw.choice(FORMS)
+    stream = await speaker.completions.create(
+      model="cat", prompt=prompt, seed=seed, max_tokens=most, temperature=HOT, stream=True,
+      extra_body={"structured_outputs": {"regex": regex}} if regex else {},
+    )  # fmt: skip
+    return (prompt, seed, most, regex), stream
+
+  async def _ask(self, speaker, draw):
+    asked, stream = await self._stream(speaker, draw)
+    pieces = [piece.choices[0] async for piece in stream]
+    self.counts["answered"] += 1
+    self.answers.setdefault(asked, set()).add(("".join(piece.text for piece in pieces), pieces[-1].finish_reason))
+
+  async def _leave(self, speaker, draw):
+    _, stream = await self._stream(speaker, draw)
+    async with stream:
+      for _ in range(draw.randrange(4)):
+        await anext(aiter(stream), None)
+    self.counts["left"] += 1
+
+  async def _vanish(self, _, draw):
+    """Sends some of a request, or all of it, and resets the connection."""
+    body = json.dumps({"model": "cat", "prompt": "the", "max_tokens": 30, "stream": draw.random() < 0.5})
+    request = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    raw = f"{request}content-length: {len(body)}\r\n\r\n{body}".encode()
+    host, port = self.address.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(raw[: draw.choice((20, len(raw) - 5, len(raw), len(raw)))])
+    await writer.drain()
+    await asyncio.sleep(draw.uniform(0, 0.1))
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+    self.counts["vanished"] += 1
+
+  async def _babble(self, speaker, draw):
+    """A request with some fields damaged, or no JSON at all: refused, unless the damage did none."""
+    path, fields = draw.choice(sorted(self._fields.items()))
+    body = {"model": "cat", "prompt": "the", "messages": [{"role": "user", "content": "the"}], "max_tokens": 1}
+    body = {name: value for name, value in body.items() if name in fields}
+    damaged = body | {draw.choice(fields): draw.choice(NONSENSE) for _ in range(draw.randint(1, 2))}
+    raw = draw.choice((json.dumps(damaged), json.dumps(damaged), json.dumps(damaged)[:-3], "[" * 9000, "\0", ""))
+    reply = await speaker._client.post(
+      f"{self.address}{path}", content=raw.encode(), headers={"content-type": "application/json"}
+    )
+    self.counts[f"nonsense {reply.status_code}"] += 1
+    if reply.status_code >= 500 or (reply.status_code != 200 and not reply.json()["error"]["message"]):
+      self.faults.append((raw, reply.status_code, reply.text))
+
+
+ENDLESS = {"name": "", "schema": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}
+NONSENSE = (
+  None, True, -1, 0, 2**31, 2**64, 10**400, -0.5, 1e308, float("nan"), float("inf"), "", "\ud800", "x" * 999, [], [[]],
+  [None], ["", 1], [1, 2, 2**40], [-1], {}, {"type": "json_schema"}, {"type": "json_object"},
+  {"type": "json_schema", "json_schema": ENDLESS}, {"regex": "(" * 99}, {"regex": "a{0,999}{0,999}"},
+  {"include_usage": 3}, [{"role": "user", "content": "\ud800"}], [{"role": "tool", "content": None}],
+)  # fmt: skip
+
+
+def offline(run, asked):  # noqa: F811
+  """Answers of the engine alone, on the one device that the server has: {what was asked: (text, finish)}."""
+  config = resolve_run([str(run), *WORDS])
+  model, tokenizer = dropless(build_model(config, make_mesh(config, jax.devices()[:1]))), run_tokenizer(config)
+  engine = make_engine(config, model, parameters(config, model))
+  loaded = Loaded(config, engine, tokenizer, Settings(temperature=HOT, stop_tokens=(tokenizer.eos,)))
+  requests = [
+    loaded.request(
+      tokenizer.encode(prompt).tolist(),
+      replace(loaded.settings, seed=seed, max_tokens=most),
+      loaded.grammars.compile(Form("regex", "regex", regex)) if regex else None,
+    )
+    for prompt, seed, most, regex in asked
+  ]
+  found = finish(loaded, requests)
+  return {one: (answer.text, answer.finish) for one, answer in zip(asked, found, strict=True)}
+
+
+def resident(process):
+  """Bytes of memory, and open files."""
+  status = Path(f"/proc/{process.pid}/status").read_text()
+  return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024, len(os.listdir(f"/proc/{process.pid}/fd"))
+
+
+def test_nobody_gets_a_wrong_answer_and_nothing_is_lost(served, run):  # noqa: F811
+  process, address = served
+  page = json.loads(openai.OpenAI(base_url=address, api_key="none").get("/openapi.json", cast_to=str))
+  fields = {
+    path: sorted(page["components"]["schemas"][name]["properties"])
+    for path, name in (("/v1/completions", "Completion"), ("/v1/chat/completions", "Chat"))
+  }
+  clients, start = Clients(address, fields), time.monotonic()
+  asyncio.run(clients.all(start + SECONDS / 3))  # what is made once is made here
+  wait_until(lambda: gauge(address, "maxtext_requests_active") + gauge(address, "maxtext_requests_waiting") == 0)
+  before, files = resident(process)
+  asyncio.run(clients.all(start + SECONDS))
+  wait_until(lambda: gauge(address, "maxtext_requests_active") + gauge(address, "maxtext_requests_waiting") == 0)
+  after, files_after = resident(process)
+  print(f"\n{dict(clients.counts)}\n{before / 2**20:.1f} to {after / 2**20:.1f} MiB, {files} to {files_after} files")
+  assert not clients.faults, clients.faults[:5]
+  assert files_after <= files + 2
+  assert after < before * 1.05 + SECONDS * 2**17
+  assert clients.counts["answered"] > CLIENTS
+  assert {asked: {answer} for asked, answer in offline(run, clients.answers).items()} == clients.answers
+
+
+def test_told_to_end_under_load(served):
+  """Whoever was let in gets a whole answer, whoever comes later is refused, and the exit code is 0."""
+  process, address = served
+  ends, reading = Counter(), set()
+
+  async def one(speaker, number):
+    asked = {"model": "cat", "prompt": "the", "max_tokens": 40, "temperature": HOT, "stream": True}
+    while True:
+      try:
+        stream = await speaker.completions.create(**asked, seed=number)
+      except openai.RateLimitError:
+        ends["turned away"] += 1
+        await asyncio.sleep(0.1)
+        continue
+      except openai.APIConnectionError:
+        ends["refused"] += 1
+        return
+      reading.add(number)
+      pieces = [piece.choices[0].finish_reason async for piece in stream]
+      ends[pieces[-1]] += 1
+      reading.remove(number)
+
+  async def everyone():
+    async with client(address) as speaker:
+      tasks = [asyncio.create_task(one(speaker, number)) for number in range(CLIENTS)]
+      while len(reading) < WAITING or sum(ends.values()) < CLIENTS:
+        await asyncio.sleep(0.01)
+      process.send_signal(signal.SIGTERM)
+      let_in, finished = len(reading), ends["stop"] + ends["length"]
+      await asyncio.gather(*tasks)
+      return ends["stop"] + ends["length"] - finished - let_in
+
+  assert asyncio.run(everyone()) >= 0
+  assert process.wait(timeout=60) == 0
+  print(f"\n{dict(ends)}")
+  assert ends.keys() <= {"stop", "length", "turned away", "refused"}
+  assert ends["refused"] == CLIENTS
