@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.kernels.attention import Attention
+from maxtext.layers.cache import Rounding
 from maxtext.layers.dispatch import Dispatch
 from maxtext.layers.make import Make
 from maxtext.layers.pipeline import Pipeline
@@ -66,6 +67,7 @@ class How:
   init_scale: float = 1.0
   one_hot_embedding: bool = False
   linear_hooks: tuple[LinearHook, ...] = ()
+  cache_rounding: Rounding | None = None
 
   def partition(self, shape: tuple[int, ...], *axes: str | None) -> PartitionSpec:
     """How an array with these named dimensions is split over the mesh."""
