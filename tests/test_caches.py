@@ -55,7 +55,7 @@ def parameters(name):
 
 def engine_of(name, keys=()):
   model, params = model_of(name, keys), parameters(name)
-  return Engine(model, params, slots=2, length=LENGTH, longest_prompt=36, piece=32, keeps_rows=True)
+  return Engine(model, params, slots=2, length=LENGTH, longest_prompt=36, piece=16, keeps_rows=True)
 
 
 def prefilled(engine, *ends):
@@ -100,8 +100,7 @@ def test_caches_give_the_logits_of_training(name):
     shared = prefilled(engine, 16)
     for _ in range(2):  # the same pieces, from a row that others went on from
       jax.tree.map(np.testing.assert_array_equal, engine.prefill(Piece(16, TEXT[16:READ]), shared), cold)
-    for ends in ((7, READ), (READ,)):  # other pieces
-      np.testing.assert_allclose(read(prefilled(engine, *ends)), logits, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(read(prefilled(engine, 7, READ)), logits, atol=1e-5, rtol=0)  # other pieces
 
 
 def rounded(dtype, axis):
@@ -130,7 +129,7 @@ def test_rounded_caches_are_small_and_near(name, kind, dtype, axis, scales):
   logits = read(prefilled(engine, 16, READ))
   distance = np.linalg.norm(logits - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
   assert 1e-4 < np.median(distance) < {8: 0.015, 4: 0.25}[bits]
-  np.testing.assert_allclose(read(prefilled(engine, READ)), logits, atol=1e-5, rtol=0)  # in other pieces
+  np.testing.assert_allclose(read(prefilled(engine, 7, READ)), logits, atol=1e-5, rtol=0)  # in other pieces
 
 
 def test_a_rounded_cache_serves_pieces_and_shared_beginnings():
