@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 
-from maxtext.checkpoint.restore import load_parameters
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import global_batch_size
 from maxtext.configs.types import TokenizerType
@@ -20,6 +19,7 @@ from maxtext.inference.scheduler import Request, Scheduler
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
 from maxtext.models.model import Model, Params
+from maxtext.weights.incoming import load_named
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +81,9 @@ def make_engine(config: MaxTextConfig, model: Model, params: Params) -> Engine:
 
 def parameters(config: MaxTextConfig, model: Model) -> Params:
   """Those of `load_parameters_path`."""
-  path = config.load_parameters_path
-  if not path:
+  if not config.load_parameters_path:
     raise ConfigError("load_parameters_path is not set: write a run's folder, a checkpoint, or exported parameters.")
-  return load_parameters(config, "load_parameters_path", path, model.params | model.buffers)
+  return load_named(config, model, model.params | model.buffers)
 
 
 def run_tokenizer(config: MaxTextConfig) -> Tokenizer:
