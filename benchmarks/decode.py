@@ -155,6 +155,7 @@ def first_token(values: dict) -> float:
     assert process.stdout is not None
     shown = process.stdout.read(len(PROMPT) + 1)
     seconds = time.perf_counter() - start
+    process.stdout.read()  # so that it may end in peace
   if process.returncode or not shown.startswith(PROMPT.encode()):
     raise RuntimeError(f"no token from {command}")
   return seconds
