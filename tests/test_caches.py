@@ -73,8 +73,8 @@ def reader(name, keys=()):
   def read(row):
     found = []
     for position in range(READ, LENGTH):
-      logits, row = step(parameters(name), row, jnp.array(TEXT[position : position + 1]), jnp.array([position]))
-      found.append(logits[0])
+      logits, row = step(parameters(name), row, jnp.array([TEXT[position : position + 1]]), jnp.array([position]))
+      found.append(logits[0, 0])
     return np.stack(found)
 
   return read

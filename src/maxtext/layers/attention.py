@@ -186,7 +186,7 @@ class GroupedQueryAttention(nnx.Module):
     """The cache of one layer; it reaches back as far as the window, unless blocks are chosen by all their keys."""
     spec = self.spec
     reach = length if spec.window is None or spec.blocks is not None else min(spec.window, length)
-    slots = Slots((batch, spec.kv_heads, reach, spec.head_dim), _CACHED, self.how.dtype)
+    slots = Slots((batch, spec.kv_heads, reach + self.how.cache_ahead, spec.head_dim), _CACHED, self.how.dtype)
     return rings({"key": slots, "value": slots}, self.how.cache_rounding)
 
   def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

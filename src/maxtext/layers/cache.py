@@ -25,15 +25,20 @@ _NOWHERE = 2**30  # a position that no query sees
 
 @dataclass(frozen=True)
 class Slots:
-  """One array of a cache before it exists; with named dimensions, so that it lives where its layer does."""
+  """One array of a cache before it exists; with named dimensions, so that it lives where its layer does.
+
+  Attributes:
+    ring: positions have places of their own, so the last tokens can be taken back; what is kept whole cannot.
+  """
 
   shape: tuple[int, ...]
   axes: tuple[str | None, ...]
   dtype: jax.typing.DTypeLike
+  ring: bool = True
 
   def stacked(self, repeats: int) -> "Slots":
     """The same for a stack of layers."""
-    return Slots((repeats, *self.shape), ("layers", *self.axes), self.dtype)
+    return Slots((repeats, *self.shape), ("layers", *self.axes), self.dtype, self.ring)
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ class How:
   one_hot_embedding: bool = False
   linear_hooks: tuple[LinearHook, ...] = ()
   cache_rounding: Rounding | None = None
+  cache_ahead: int = 0  # tokens behind the last of a text that a cache may hold and that others take the place of
 
   def partition(self, shape: tuple[int, ...], *axes: str | None) -> PartitionSpec:
     """How an array with these named dimensions is split over the mesh."""

@@ -162,13 +162,13 @@ class LatentAttention(nnx.Module):
 
   def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
     """The cache of one layer."""
-    spec, dtype = self.spec, self.how.dtype
+    spec, dtype, places = self.spec, self.how.dtype, length + self.how.cache_ahead
 
     def narrow(width: int) -> Slots:
-      return Slots((batch, length, width), _LATENT, dtype)
+      return Slots((batch, places, width), _LATENT, dtype)
 
     def heads(width: int) -> Slots:
-      return Slots((batch, spec.heads, length, width), _CACHED, dtype)
+      return Slots((batch, spec.heads, places, width), _CACHED, dtype)
 
     if spec.latent_cache:
       slots = {"latent": narrow(spec.kv_rank), "position": narrow(spec.rope.head_dim)}
