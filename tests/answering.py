@@ -16,7 +16,7 @@ from tests.support import program, tiny
 BYTES = 258  # tokens: every byte, a beginning and an end
 
 
-def random_model(folder, **changes):
+def random_model(folder, ahead=0, **changes):
   """What answers, two requests at once; its tokenizer is written to the folder."""
   train_tokenizer([], BYTES, 0, folder)
   keys = {"vocab_size": BYTES, "max_target_length": 96, "max_prefill_predict_length": 16, "per_device_batch_size": 2}
@@ -27,7 +27,7 @@ def random_model(folder, **changes):
   named = config.model_copy(update={"tokenizer_type": TokenizerType.HUGGINGFACE, "tokenizer_path": str(folder)})
   tokenizer = replace(load_tokenizer(named), add_bos=False, add_eos=False)
   settings = Settings(stop_tokens=(tokenizer.eos,))
-  return Loaded(config, make_engine(config, model, params | buffers), tokenizer, settings)
+  return Loaded(config, make_engine(config, model, params | buffers, ahead), tokenizer, settings)
 
 
 def finish(loaded, requests):

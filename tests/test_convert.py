@@ -21,6 +21,7 @@ from maxtext.checkpoint.writer import Writer
 from maxtext.cli.main import main
 from maxtext.configs import ConfigError
 from maxtext.configs.loader import load_config, model_names, values_and_origins
+from maxtext.inference import loading
 from maxtext.models.build import FAMILIES, abstract_model, weight_table
 from maxtext.train.kept import Kept
 from maxtext.weights.description import description, find_model
@@ -120,12 +121,16 @@ def test_a_run_starts_from_what_was_converted(references, tiny, tmp_path):
 
 
 def test_a_run_starts_from_a_folder(tiny, tmp_path):
-  """The key decides how load_parameters_path is read."""
+  """The key decides how load_parameters_path is read, by what trains and by what writes."""
   assert main(["convert", "from-hf", str(tiny), str(tmp_path / "params"), *words("llama")]) == 0
   starts = []
   for path, kind in ((tiny, "safetensors"), (tmp_path / "params", "orbax")):
     config = configure("llama", load_parameters_path=str(path), source_checkpoint_layout=kind)
     starts.append(Kept(config, "r", {}).start(program(config))[0])
+    served = loading.parameters(config, program(config).model)
+    assert served.keys() == starts[-1].params.keys()
+    for name, value in served.items():
+      np.testing.assert_array_equal(value, starts[-1].params[name], err_msg=name)
   tensors = Folder(tiny).tensors
   np.testing.assert_array_equal(starts[0].params["embedding/table"], tensors["model.embed_tokens.weight"].read())
   for name, value in starts[0].params.items():

@@ -63,7 +63,9 @@ def test_decode_one_prompt(run):
   assert text == expected
   assert len(log_probs) == 5
   assert all(-1 < float(line.split()[0]) < 0 for line in log_probs)
-  done = decode(run, "prompt=the cat", "--max-tokens=5", "--stop= on", "autoregressive_decode_assert=a dog", code=1)
+  done = decode(
+    run, "prompt=the cat", "--max-tokens=5", "--stop= on", "--ahead=2", "autoregressive_decode_assert=a dog", code=1
+  )
   assert done.stdout == "the cat sat\n", "it ends before the stop text"
   assert "decoding gave 'the cat sat', and autoregressive_decode_assert='a dog'" in done.stderr
 

@@ -6,11 +6,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maxtext.cli.config import resolve_words
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.loader import parse_assignments, resolve
+
+if TYPE_CHECKING:
+  from maxtext.inference.loading import Loaded
 
 
 def add_command(commands: Any) -> None:
@@ -39,6 +42,23 @@ def add_run_words(parser: argparse.ArgumentParser) -> None:
     metavar="[RUN | FILE.yml | RECIPE | MODEL] key=value",
     help="a run's folder or checkpoint, or where a configuration starts from; then single keys",
   )
+  parser.add_argument(
+    "--ahead",
+    type=int,
+    default=0,
+    metavar="N",
+    help="tokens that are guessed in each step, by what followed the same words before; the text stays the same "
+    "(default 0)",
+  )
+
+
+def load_run(arguments: argparse.Namespace, config: MaxTextConfig) -> "Loaded":
+  """What answers, as the words say."""
+  from maxtext.inference.loading import Loaded
+
+  if arguments.ahead < 0:
+    raise ConfigError(f"--ahead {arguments.ahead}: at least 0.")
+  return Loaded.of(config, arguments.ahead)
 
 
 def resolve_run(words: Sequence[str]) -> MaxTextConfig:
@@ -55,9 +75,8 @@ def _decode(arguments: argparse.Namespace) -> int:
     raise ConfigError(f"--max-tokens {arguments.max_tokens}: at least 1.")
   config = resolve_run(arguments.words)
   from maxtext.inference.decode import chat, decode, decode_file
-  from maxtext.inference.loading import Loaded
 
-  loaded = Loaded.of(config)
+  loaded = load_run(arguments, config)
   settings = replace(
     loaded.settings, max_tokens=arguments.max_tokens, seed=arguments.seed, stop_texts=tuple(arguments.stop)
   )

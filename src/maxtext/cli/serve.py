@@ -4,7 +4,7 @@ import argparse
 import os
 from typing import Any
 
-from maxtext.cli.decode import add_run_words, resolve_run
+from maxtext.cli.decode import add_run_words, load_run, resolve_run
 from maxtext.configs import ConfigError
 
 API_KEYS = "MAXTEXT_API_KEYS"
@@ -37,11 +37,10 @@ def _serve(arguments: argparse.Namespace) -> int:
     import uvicorn  # noqa: F401
   except ImportError as missing:
     raise ConfigError(f"serve needs {missing.name}: pip install 'maxtext[serve]'.") from None
-  from maxtext.inference.loading import Loaded
   from maxtext.inference.server import Limits, serve
 
   keys = tuple(key for key in os.environ.get(API_KEYS, "").split(",") if key)
   limits = Limits(arguments.max_waiting, arguments.max_body, arguments.timeout, arguments.grace, keys)
   name = arguments.name or config.run_name or config.model_name
-  serve(Loaded.of(config), name, arguments.host, arguments.port, limits)
+  serve(load_run(arguments, config), name, arguments.host, arguments.port, limits)
   return 0

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from maxtext.configs.errors import ConfigError, nearest
 from maxtext.configs.refusals import REFUSALS, default_of
-from maxtext.configs.types import DatasetType, DType, MaxTextConfig, RematPolicy, SamplingStrategy
+from maxtext.configs.types import DatasetType, DType, KvQuantAxis, MaxTextConfig, RematPolicy, SamplingStrategy
 
 ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_flash_jax")
 
@@ -58,6 +58,12 @@ def _window(c: MaxTextConfig) -> str | None:
 def _positions(c: MaxTextConfig) -> str | None:
   if 0 < c.trainable_position_size < c.max_target_length:
     return f"max_target_length={c.max_target_length} is more than trainable_position_size={c.trainable_position_size}."
+  return None
+
+
+def _cache(c: MaxTextConfig) -> str | None:
+  if c.quantize_kvcache and c.kv_quant_axis == KvQuantAxis.NONE:
+    return "quantize_kvcache=true needs scales: write kv_quant_axis=dkv, or heads_and_dkv for fewer of them."
   return None
 
 
@@ -328,6 +334,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _activations,
   _window,
   _positions,
+  _cache,
   _attention,
   _experts,
   _routing_groups,

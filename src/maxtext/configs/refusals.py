@@ -89,6 +89,7 @@ _UNBUILT_EXPERTS = (
   "merge_gating_gmm", "use_batch_split_schedule", "batch_split_factor",
   "use_ring_of_experts",
 )  # fmt: skip
+_ROUNDED_CACHE = ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")
 _SPARSE = ("ragged_buffer_factor", "use_custom_sort_vjp", "megablox")
 _TILES = tuple(key for key in t.MoEKernels.model_fields if "_tile_" in key)
 
@@ -195,7 +196,12 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(("dtype_mm",), "there is no image encoder yet"),
   Refusal(
-    _section(t.Quantization), "quantization is not implemented yet; lower dtype to bfloat16", harmless=(None, False)
+    _section(t.Quantization, but=_ROUNDED_CACHE),
+    "quantization is not implemented yet; lower dtype to bfloat16",
+    harmless=(None, False),
+  ),
+  Refusal(
+    _ROUNDED_CACHE[1:], "it has no effect without quantize_kvcache=true", unless=lambda c: c.quantize_kvcache
   ),
   Refusal(
     ("fused_mlp",),

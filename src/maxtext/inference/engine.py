@@ -5,7 +5,11 @@ row is inserted into a slot of the cache. Each step then feeds the last token of
 comes from the step that feeds the last of the prompt, and tokens are chosen in one place. What a slot computes does not
 depend on the others.
 
-Shapes: B slots, S tokens of a piece, T longest sequence, P longest prompt, V vocabulary.
+A step may also feed guesses behind the last token. Each place chooses its token as if it had been alone there, and what
+was chosen counts as far as the guesses before it were right. So the text is the same as without, drawn tokens too: a
+draw depends on the seed and the position alone.
+
+Shapes: B slots, S tokens of a piece, T longest sequence, P longest prompt, W guesses, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxtext.inference.lookup import guesses
 from maxtext.inference.sampling import Chosen, Controls, History, Settings, anything, choose
 from maxtext.layers.cache import Cache
 from maxtext.models.model import Model, Params
@@ -35,9 +40,14 @@ class Piece(NamedTuple):
 
 
 class State(NamedTuple):
-  """What the slots hold: the cache, and of each the token that is fed next, its position, and how to answer."""
+  """What the slots hold: the cache, and of each the token that is fed next, its position, and how to answer.
+
+  Attributes:
+    text: [B,T] all tokens so far, up to that position; without guesses nobody looks, and it has no places.
+  """
 
   cache: Caches
+  text: jax.Array
   tokens: jax.Array
   positions: jax.Array
   controls: Controls
@@ -55,6 +65,7 @@ class Engine:
     longest_prompt: in tokens.
     piece: longest piece of a prompt; None prefills prompts at once.
     keeps_rows: a row is still there after another piece went on from it.
+    ahead: tokens that `write` guesses and checks in a step; not for models with layers that keep a state.
   """
 
   def __init__(
@@ -66,7 +77,11 @@ class Engine:
     longest_prompt: int,
     piece: int | None = None,
     keeps_rows: bool = False,
+    ahead: int = 0,
   ) -> None:
+    if ahead:
+      model = Model.of(model.spec, replace(model.how, cache_ahead=ahead))
+    self.ahead, places = ahead, length + ahead if ahead else 0
     self._params, self.vocab = params, model.spec.vocab
     self.slots, self.length, self.longest_prompt = slots, length, longest_prompt
     shortest = _SHORTEST_BLOCK if model.how.attention.kernel == "splash" else _SHORTEST
@@ -81,32 +96,44 @@ class Engine:
       return fill(model, params, row, tokens, start, count)
 
     def generate(params: Params, state: State, active: jax.Array, allowed: jax.Array) -> tuple[State, Chosen]:
-      logits, cache = advance(model, params, state.cache, state.tokens, state.positions)
-      next_positions = state.positions + 1
-      chosen = choose(logits, state.controls, state.history, next_positions, allowed)
-      generated = state.history.generated.at[jnp.arange(slots), chosen.tokens].add(active)
-      return State(
-        cache,
-        jnp.where(active, chosen.tokens, state.tokens),
-        jnp.where(active, next_positions, state.positions),
-        state.controls,
-        state.history._replace(generated=generated),
-      ), chosen
+      logits, cache = advance(model, params, state.cache, state.tokens[:, None], state.positions)
+      chosen = choose(logits[:, 0], state.controls, state.history, state.positions + 1, allowed)
+      return accepted(state._replace(cache=cache), chosen.tokens, active), chosen
+
+    def write(params: Params, state: State, active: jax.Array) -> tuple[State, tuple[Chosen, jax.Array]]:
+      guessed = jnp.minimum(guesses(state.text, state.positions, ahead), self.vocab - 1)
+      fed = jnp.concatenate([state.tokens[:, None], guessed], axis=1)
+      logits, cache = advance(model, params, state.cache, fed, state.positions)
+
+      def take(
+        carry: tuple[State, jax.Array], place: tuple[jax.Array, jax.Array]
+      ) -> tuple[tuple[State, jax.Array], tuple[Chosen, jax.Array]]:
+        (state, active), (logits, guess) = carry, place
+        chosen = choose(logits, state.controls, state.history, state.positions + 1)
+        return (accepted(state, chosen.tokens, active), active & (chosen.tokens == guess)), (chosen, active)
+
+      nothing = jnp.full((slots, 1), self.vocab)
+      followed = jnp.concatenate([guessed, nothing], axis=1)
+      places = logits.swapaxes(0, 1), followed.swapaxes(0, 1)
+      (state, _), written = jax.lax.scan(take, (state._replace(cache=[]), active), places)
+      return state._replace(cache=cache), written
 
     def empty(params: Params) -> State:
       nothing = jnp.zeros(slots, jnp.int32)
       history = History(jnp.zeros((slots, self.vocab), bool), jnp.zeros((slots, self.vocab), jnp.int32))
       cache = model.bind(params).empty_cache(slots, length)
-      return State(cache, nothing, nothing, Controls.empty(slots, self.vocab), history)
+      text = jnp.zeros((slots, places), jnp.int32)
+      return State(cache, text, nothing, nothing, Controls.empty(slots, self.vocab), history)
 
     self.state = jax.jit(empty)(params)
-    places = jax.tree.map(lambda a: a.sharding, self.state)
+    shardings = jax.tree.map(lambda a: a.sharding, self.state)
     everywhere = NamedSharding(model.how.mesh, PartitionSpec())
     self._everywhere, self._anything = everywhere, jax.device_put(anything(slots, self.vocab), everywhere)
     self._begin = jax.jit(begin)
     self._go_on = jax.jit(go_on, donate_argnums=() if keeps_rows else 1)
-    self._insert = jax.jit(insert, donate_argnums=0, out_shardings=places)
-    self._generate = jax.jit(generate, donate_argnums=1, out_shardings=(places, everywhere))
+    self._insert = jax.jit(insert, donate_argnums=0, out_shardings=shardings)
+    self._generate = jax.jit(generate, donate_argnums=1, out_shardings=(shardings, everywhere))
+    self._write = jax.jit(write, donate_argnums=1, out_shardings=(shardings, everywhere))
 
   def pieces(self, prompt: Sequence[int], start: int = 0) -> Iterator[Piece]:
     """What must be prefilled before `insert`: from `start` on everything but the last token.
@@ -143,6 +170,17 @@ class Engine:
     self.state, chosen = self._generate(self._params, self.state, np.array(active, bool), bits)
     return jax.device_get(chosen)
 
+  def write(self, active: Sequence[bool], allowed: np.ndarray | None = None) -> list[tuple[Chosen, np.ndarray]]:
+    """One step of all slots that may write several tokens: one after the other, each with the slots that it is for.
+
+    What is allowed is known of the next token alone, so there it writes only that.
+    """
+    if not self.ahead or allowed is not None:
+      return [(self.generate(active, allowed), np.array(active, bool))]
+    self.state, written = self._write(self._params, self.state, np.array(active, bool))
+    chosen, there = jax.device_get(written)
+    return [(Chosen(*arrays), slots) for *arrays, slots in zip(*chosen, there, strict=True)]
+
   def warm_up(self) -> None:
     """Compiles every program."""
     for size in self.sizes:
@@ -150,7 +188,8 @@ class Engine:
       if self._goes_on:
         row = self.prefill(Piece(size, [0] * size), row)
     self.insert(row, 0, [0], Settings())
-    self.generate([False] * self.slots)
+    for step in (self.generate, self.write):
+      step([False] * self.slots)
 
 
 def fill(
@@ -183,6 +222,7 @@ def insert(
   )
   return State(
     jax.tree.map(put, state.cache, row),
+    state.text.at[slot, jnp.arange(prompt.shape[0])].set(prompt, mode="drop"),
     state.tokens.at[slot].set(prompt[count - 1]),
     state.positions.at[slot].set(count - 1),
     jax.tree.map(lambda all_rows, one: all_rows.at[slot].set(one), state.controls, controls),
@@ -193,11 +233,25 @@ def insert(
 def advance(
   model: Model, params: Params, cache: Caches, tokens: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, Caches]:
-  """Feeds one token [B] per row; float32 logits [B,V] of the next, and the cache."""
+  """Feeds tokens [B,S] from a position of each row on; float32 logits [B,S,V] of what follows them, and the cache."""
   decoder = model.bind(params)
-  hidden, _, extended = decoder.hidden(tokens[:, None], positions[:, None], cache=cache)
+  places = positions[:, None] + jnp.arange(tokens.shape[1])
+  hidden, _, extended = decoder.hidden(tokens, places, cache=cache)
   assert extended is not None
-  return decoder.logits(hidden)[:, 0].astype(jnp.float32), extended
+  return decoder.logits(hidden).astype(jnp.float32), extended
+
+
+def accepted(state: State, tokens: jax.Array, active: jax.Array) -> State:
+  """The state with a next token [B] in each active slot; its keys are not in the cache yet."""
+  rows, positions = jnp.arange(tokens.shape[0]), state.positions + active
+  return State(
+    state.cache,
+    state.text.at[rows, jnp.where(active, positions, state.text.shape[1])].set(tokens, mode="drop"),
+    jnp.where(active, tokens, state.tokens),
+    positions,
+    state.controls,
+    state.history._replace(generated=state.history.generated.at[rows, tokens].add(active)),
+  )
 
 
 def dropless(model: Model) -> Model:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from maxtext.checkpoint.restore import load_parameters
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import global_batch_size
 from maxtext.configs.types import TokenizerType
@@ -22,6 +21,7 @@ from maxtext.inference.scheduler import Request, Scheduler
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
 from maxtext.models.model import Model, Params
+from maxtext.weights.incoming import load_named
 
 if TYPE_CHECKING:
   from maxtext.inference.grammar import Grammar, Grammars
@@ -41,15 +41,18 @@ class Loaded:
   settings: Settings
 
   @staticmethod
-  def of(config: MaxTextConfig) -> "Loaded":
-    """Reads the tokenizer and the checkpoint, and makes the engine, on all devices that JAX finds."""
+  def of(config: MaxTextConfig, ahead: int = 0) -> "Loaded":
+    """Reads the tokenizer and the checkpoint, and makes the engine, on all devices that JAX finds.
+
+    `ahead` is how many tokens it guesses in a step.
+    """
     tokenizer = run_tokenizer(config)
     if config.jax_cache_dir:
       jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
     model = dropless(build_model(config, make_mesh(config)))
     ends = () if tokenizer.eos is None else (tokenizer.eos,)
     settings = replace(Settings.of(config), stop_tokens=ends)
-    return Loaded(config, make_engine(config, model, parameters(config, model)), tokenizer, settings)
+    return Loaded(config, make_engine(config, model, parameters(config, model), ahead), tokenizer, settings)
 
   def scheduler(self) -> Scheduler:
     """Of this engine; it has one at a time."""
@@ -77,7 +80,7 @@ class Loaded:
     return Request(prompt, settings, grammar)
 
 
-def make_engine(config: MaxTextConfig, model: Model, params: Params) -> Engine:
+def make_engine(config: MaxTextConfig, model: Model, params: Params, ahead: int = 0) -> Engine:
   """The engine that the keys describe: a slot for each sequence of the global batch."""
   c = config
   if c.max_prefill_predict_length >= c.max_target_length:
@@ -85,18 +88,21 @@ def make_engine(config: MaxTextConfig, model: Model, params: Params) -> Engine:
       f"max_prefill_predict_length={c.max_prefill_predict_length} leaves no room for an answer in "
       f"max_target_length={c.max_target_length}: lower it."
     )
+  if ahead and not model.bind(params).takes_back:
+    raise ConfigError(
+      f"--ahead {ahead}: this model has layers that keep a state, from which no guess can be taken back."
+    )
   slots = global_batch_size(config, model.how.mesh.size)
   piece = c.prefill_chunk_size if c.use_chunked_prefill else None
   keeps = c.enable_prefix_caching
-  return Engine(model, params, slots, c.max_target_length, c.max_prefill_predict_length, piece, keeps)
+  return Engine(model, params, slots, c.max_target_length, c.max_prefill_predict_length, piece, keeps, ahead)
 
 
 def parameters(config: MaxTextConfig, model: Model) -> Params:
   """Those of `load_parameters_path`."""
-  path = config.load_parameters_path
-  if not path:
+  if not config.load_parameters_path:
     raise ConfigError("load_parameters_path is not set: write a run's folder, a checkpoint, or exported parameters.")
-  return load_parameters(config, "load_parameters_path", path, model.params | model.buffers)
+  return load_named(config, model, model.params | model.buffers)
 
 
 def run_tokenizer(config: MaxTextConfig) -> Tokenizer:

@@ -14,7 +14,7 @@ import numpy as np
 
 from maxtext.inference.engine import Caches, Engine, Piece
 from maxtext.inference.prefixes import Prefixes
-from maxtext.inference.sampling import Settings
+from maxtext.inference.sampling import Chosen, Settings
 
 if TYPE_CHECKING:
   from maxtext.inference.grammar import Grammar, Path
@@ -162,10 +162,17 @@ class Scheduler:
     self._filling = None
 
   def _generate(self) -> list[Event]:
-    chosen = self._engine.generate([answering is not None for answering in self._slots], self._allowed())
+    events: list[Event] = []
+    active = [answering is not None for answering in self._slots]
+    for chosen, there in self._engine.write(active, self._allowed()):
+      events += self._taken(chosen, there)
+    return events
+
+  def _taken(self, chosen: Chosen, there: np.ndarray) -> list[Event]:
+    """What a token of each slot that it is for means to the requests; one that has ended takes no more."""
     events = []
     for slot, answering in enumerate(self._slots):
-      if answering is None:
+      if answering is None or not there[slot]:
         continue
       request, token = answering.request, int(chosen.tokens[slot])
       answering.left -= 1

@@ -13,7 +13,7 @@ from flax import nnx
 
 from maxtext.kernels.attention import reference
 from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.layers.cache import Cache, Slots, extend
+from maxtext.layers.cache import Cache, Slots, extend, rings
 from maxtext.layers.clip import largest_logit, per_head, watch
 from maxtext.layers.context import Context
 from maxtext.layers.how import How
@@ -165,19 +165,19 @@ class GroupedQueryAttention(nnx.Module):
       q = q * spec.temperature(context.positions)[..., None, None].astype(q.dtype)
     v = how.shard(v, *_KV)
     tokens, sinks = Tokens(context.positions, context.segments), None if self.sinks is None else self.sinks[...]
-    seen, keys = {"key": k, "value": v}, tokens
+    keys = tokens
     if cache is not None:
-      cache, seen, keys = extend(cache, repeat, context, seen)
+      cache, seen, keys = extend(cache, repeat, context, {"key": k, "value": v}, how.cache_rounding)
+      k, v = seen["key"], seen["value"]
+    chosen = None if spec.blocks is None else spec.blocks.chosen(q, k, tokens, keys)
     if cache is None or context.fresh:
       watch(self.largest_logit, q, k, tokens, spec.scoring, how.precision)
       q_spec, kv_spec = how.partition(q.shape, *_Q), how.partition(k.shape, *_KV)
-      chosen = None if spec.blocks is None else spec.blocks.chosen(q, k, tokens, tokens)
       out = how.attention(
         q, k, v, tokens, spec.scoring, sinks, chosen=chosen, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec
       )
     else:
-      chosen = None if spec.blocks is None else spec.blocks.chosen(q, seen["key"], tokens, keys)
-      out = reference(q, seen["key"], seen["value"], tokens, keys, spec.scoring, sinks, how.precision, chosen)
+      out = reference(q, k, v, tokens, keys, spec.scoring, sinks, how.precision, chosen)
     if self.gate is not None:
       out = out * jax.nn.sigmoid(self.gate(x))
     return self.out(how.shard(out, *_Q)), cache
@@ -186,8 +186,8 @@ class GroupedQueryAttention(nnx.Module):
     """The cache of one layer; it reaches back as far as the window, unless blocks are chosen by all their keys."""
     spec = self.spec
     reach = length if spec.window is None or spec.blocks is not None else min(spec.window, length)
-    slots = Slots((batch, spec.kv_heads, reach, spec.head_dim), _CACHED, self.how.dtype)
-    return {"key": slots, "value": slots}
+    slots = Slots((batch, spec.kv_heads, reach + self.how.cache_ahead, spec.head_dim), _CACHED, self.how.dtype)
+    return rings({"key": slots, "value": slots}, self.how.cache_rounding)
 
   def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     if self.qkv is not None:

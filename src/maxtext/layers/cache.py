@@ -4,10 +4,13 @@ Keys and values are rings [R,B,T,D], or [R,B,H,T,D], heads first as products wit
 place p mod T, so T need only reach as far back as the layer looks. What does not grow with the sequence (the state of a
 delta net, the last tokens of a convolution) is kept whole.
 
+A ring may be rounded: it holds whole numbers of a few bits, and `<name>_scale` beside it what they are multiplied by.
+
 Shapes: R repeats of the stacked layers, B batch, S new tokens, T places of the ring, H heads, D width, W last tokens.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,34 +25,94 @@ _NOWHERE = 2**30  # a position that no query sees
 
 @dataclass(frozen=True)
 class Slots:
-  """One array of a cache before it exists; with named dimensions, so that it lives where its layer does."""
+  """One array of a cache before it exists; with named dimensions, so that it lives where its layer does.
+
+  Attributes:
+    ring: positions have places of their own, so the last tokens can be taken back; what is kept whole cannot.
+  """
 
   shape: tuple[int, ...]
   axes: tuple[str | None, ...]
   dtype: jax.typing.DTypeLike
+  ring: bool = True
 
   def stacked(self, repeats: int) -> "Slots":
     """The same for a stack of layers."""
-    return Slots((repeats, *self.shape), ("layers", *self.axes), self.dtype)
+    return Slots((repeats, *self.shape), ("layers", *self.axes), self.dtype, self.ring)
 
 
-def extend(cache: Cache, repeat: jax.Array, context: Context, new: Cache) -> tuple[Cache, Cache, Tokens]:
+@dataclass(frozen=True)
+class Rounding:
+  """How numbers of a ring are kept as whole numbers: the largest of those that share a scale is the largest there is.
+
+  Attributes:
+    bits: 8; or 4, and then a byte holds two numbers.
+    per_head: a scale for each head of a token instead of one for all of them.
+  """
+
+  bits: Literal[4, 8]
+  per_head: bool
+
+  def slots(self, ring: Slots) -> tuple[Slots, Slots]:
+    """Of the whole numbers and of their scales."""
+    *outer, width = ring.shape
+    shared = outer if self.per_head or len(outer) == 2 else [outer[0], 1, *outer[2:]]
+    per_byte = 8 // self.bits
+    return (
+      Slots((*outer, -(-width // per_byte)), ring.axes, jnp.int8),
+      Slots((*shared, 1), ring.axes, jnp.float32),
+    )
+
+  def rounded(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Numbers [B,S,D] or [B,S,H,D] as they are kept, and their scales."""
+    x = x.astype(jnp.float32)
+    largest = jnp.abs(x).max(-1 if self.per_head else tuple(range(2, x.ndim)), keepdims=True)
+    scale = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny * 2**self.bits) / (2 ** (self.bits - 1) - 1)
+    numbers = jnp.round(x / scale).astype(jnp.int8)
+    if self.bits == 8:
+      return numbers, scale
+    even = jnp.pad(numbers, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)])
+    low, high = jnp.split(even, 2, axis=-1)
+    return (high << 4) | (low & 15), scale
+
+  def restored(self, numbers: jax.Array, scale: jax.Array, like: jax.Array) -> jax.Array:
+    """What was rounded, as wide and in the number format of `like`."""
+    if self.bits == 4:  # shifts of signed numbers keep the sign
+      numbers = jnp.concatenate([(numbers << 4) >> 4, numbers >> 4], axis=-1)[..., : like.shape[-1]]
+    return (numbers * scale).astype(like.dtype)
+
+
+def rings(slots: dict[str, Slots], rounding: Rounding | None) -> dict[str, Slots]:
+  """The arrays that keep rings, rounded or as they are."""
+  if rounding is None:
+    return slots
+  kept = {}
+  for name, ring in slots.items():
+    kept[name], kept[_scale(name)] = rounding.slots(ring)
+  return kept
+
+
+def extend(
+  cache: Cache, repeat: jax.Array, context: Context, new: Cache, rounding: Rounding | None = None
+) -> tuple[Cache, Cache, Tokens]:
   """Writes `new` [B,S,D] or [B,S,H,D] of one layer at the tokens' positions.
 
   Returns:
-    The stack's cache; what the tokens may look at, in one layer's arrays; and where that stands.
+    The stack's cache; what the tokens may look at, in one layer's arrays; and where that stands. Tokens see what is
+    kept of themselves too, so that pieces of any length give the same.
   """
   assert context.segments is None, "a cached row is one document"
-  whole = cache | {n: _written(cache[n], repeat, context, x) for n, x in new.items()}
+  positions, kept = context.positions, _kept(new, rounding)
+  whole = cache | {n: _written(cache[n], repeat, context, x) for n, x in kept.items()}
   if context.fresh:
-    return whole, new, Tokens(context.positions)
-  positions = context.positions
+    return whole, _restored(kept, new, rounding), Tokens(positions)
   if positions.shape[1] == 1:  # one token takes the place of one that it does not see
-    layer = {n: _layer(whole[n], repeat) for n in new}
-    return whole, layer, Tokens(_held(layer, positions[:, -1]))
-  before = {n: _layer(cache[n], repeat) for n in new}
-  seen = {n: jnp.concatenate([before[n], x.astype(before[n].dtype)], axis=1) for n, x in new.items()}
-  return whole, seen, Tokens(jnp.concatenate([_held(before, positions[:, 0] - 1), positions], axis=1))
+    layer = {n: _layer(whole[n], repeat) for n in kept}
+    return whole, _restored(layer, new, rounding), Tokens(_held(layer, positions[:, -1]))
+  before = {n: _layer(cache[n], repeat) for n in kept}
+  seen = {n: jnp.concatenate([before[n], x.astype(before[n].dtype)], axis=1) for n, x in kept.items()}
+  places = jnp.concatenate([_held(before, positions[:, 0] - 1), positions], axis=1)
+  return whole, _restored(seen, new, rounding), Tokens(places)
 
 
 def replaced(cache: Cache, repeat: jax.Array, new: Cache) -> Cache:
@@ -62,6 +125,25 @@ def latest(line: jax.Array, width: int, context: Context) -> jax.Array:
   if context.count is None:
     return line[:, line.shape[1] - width :]
   return jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, width))(line, context.count)
+
+
+def _scale(name: str) -> str:
+  return f"{name}_scale"
+
+
+def _kept(new: Cache, rounding: Rounding | None) -> Cache:
+  if rounding is None:
+    return new
+  kept = {}
+  for name, x in new.items():
+    kept[name], kept[_scale(name)] = rounding.rounded(x)
+  return kept
+
+
+def _restored(kept: Cache, like: Cache, rounding: Rounding | None) -> Cache:
+  if rounding is None:
+    return kept
+  return {name: rounding.restored(kept[name], kept[_scale(name)], x) for name, x in like.items()}
 
 
 def _written(array: jax.Array, repeat: jax.Array, context: Context, new: jax.Array) -> jax.Array:

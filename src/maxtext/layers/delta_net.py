@@ -120,10 +120,10 @@ class GatedDeltaNet(nnx.Module):
     spec, before = self.spec, self.spec.span - 1
 
     def tail(heads: int, dim: int) -> Slots:
-      return Slots((batch, before, heads, dim), _HEADS, self.how.dtype)
+      return Slots((batch, before, heads, dim), _HEADS, self.how.dtype, ring=False)
 
     return {
-      "state": Slots((batch, spec.value_heads, spec.key_dim, spec.value_dim), _STATE, jnp.float32),
+      "state": Slots((batch, spec.value_heads, spec.key_dim, spec.value_dim), _STATE, jnp.float32, ring=False),
       "query_tail": tail(spec.key_heads, spec.key_dim),
       "key_tail": tail(spec.key_heads, spec.key_dim),
       "value_tail": tail(spec.value_heads, spec.value_dim),

@@ -94,8 +94,8 @@ class NgramMemory(nnx.Module):
     spec = self.spec
     tail = (batch, self.convolution.reach, spec.streams, self.width)
     return {
-      "memory_tokens": Slots((batch, spec.longest - 1), ("activation_batch", None), jnp.int32),
-      "memory_tail": Slots(tail, _STREAMS, self.how.dtype),
+      "memory_tokens": Slots((batch, spec.longest - 1), ("activation_batch", None), jnp.int32, ring=False),
+      "memory_tail": Slots(tail, _STREAMS, self.how.dtype, ring=False),
     }
 
   def _rows(self, context: Context, before: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.kernels.attention import Attention
+from maxtext.layers.cache import Rounding
 from maxtext.layers.dispatch import Dispatch
 from maxtext.layers.make import Make
 from maxtext.layers.pipeline import Pipeline
@@ -66,6 +67,8 @@ class How:
   init_scale: float = 1.0
   one_hot_embedding: bool = False
   linear_hooks: tuple[LinearHook, ...] = ()
+  cache_rounding: Rounding | None = None
+  cache_ahead: int = 0  # tokens behind the last of a text that a cache may hold and that others take the place of
 
   def partition(self, shape: tuple[int, ...], *axes: str | None) -> PartitionSpec:
     """How an array with these named dimensions is split over the mesh."""

@@ -49,7 +49,7 @@ class KeyIndexer(nnx.Module):
     self.weights = Linear(make.at("weights"), {"embed": width}, heads, how, "indexer_weights")
 
   def keys(self, x: jax.Array, context: Context) -> jax.Array:
-    """Keys [B,S,D] of tokens, for a cache."""
+    """Keys [B,S,D] of tokens."""
     key = self.key_norm(self.key(x))[:, :, None]
     return rotate(key, context.table(self.spec.rope), self.spec.rope.interleaved)[:, :, 0]
 
@@ -64,11 +64,9 @@ class KeyIndexer(nnx.Module):
     return jnp.einsum("bsh,bsht->bst", weights, jax.nn.relu(products * spec.head_dim**-0.5))
 
   def __call__(
-    self, x: jax.Array, latent: jax.Array, context: Context, cached: tuple[jax.Array, jax.Array] | None
+    self, x: jax.Array, latent: jax.Array, context: Context, keys: jax.Array, positions: jax.Array
   ) -> jax.Array:
-    """Whether each key is chosen, [B,1,S,T]; keys are those of x, or cached ones [B,T,D] with their positions."""
-    x, latent = jax.lax.stop_gradient((x, latent))
-    keys, positions = (self.keys(x, context), context.positions) if cached is None else cached
+    """Whether each key [B,T,D], at its position [B,T], is chosen, [B,1,S,T]."""
     scores = jax.lax.stop_gradient(self.scores(x, latent, context, keys))
     visible = context.positions[:, :, None] >= positions[:, None, :]
     if context.segments is not None:

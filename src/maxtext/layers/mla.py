@@ -15,7 +15,7 @@ from flax import nnx
 
 from maxtext.kernels.attention import reference
 from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.layers.cache import Cache, Slots, extend
+from maxtext.layers.cache import Cache, Slots, extend, rings
 from maxtext.layers.clip import largest_logit, per_head, watch
 from maxtext.layers.context import Context
 from maxtext.layers.how import How
@@ -142,53 +142,56 @@ class LatentAttention(nnx.Module):
     latent, position = jnp.split(self.kv_down(x), [spec.kv_rank], axis=-1)
     latent, position = self.kv_norm(latent), rotate(position[..., None, :], table, spec.rope.interleaved)[..., 0, :]
     queries = Tokens(context.positions, context.segments)
+    seen, keys = self._kept(x, latent, position, context), queries
     if cache is not None:
-      cache, seen, keys = extend(cache, repeat, context, self._kept(x, latent, position, context))
-    if cache is None or context.fresh:
-      chosen = None if self.indexer is None else self.indexer(x, narrow, context, None)
-      q, (k, v) = how.shard(jnp.concatenate([plain, turned], axis=-1), *_HEADS), self._expanded(latent, position)
+      cache, seen, keys = extend(cache, repeat, context, seen, how.cache_rounding)
+    chosen = None if self.indexer is None else self.indexer(x, narrow, context, seen["index_key"], keys.positions)
+    alone = cache is None or context.fresh  # tokens see each other alone
+    if spec.latent_cache and not alone and not how.linear_hooks:  # hooks know the plain product only
+      out = self._absorbed(plain, turned, seen["latent"], seen["position"], queries, keys, chosen)
+      return self.out(how.shard(out, *_HEADS)), cache
+
+    q, (k, v) = how.shard(jnp.concatenate([plain, turned], axis=-1), *_HEADS), self._keys_and_values(seen)
+    if alone:
       watch(self.largest_logit, q, k, queries, spec.scoring, how.precision)
       q_spec, kv_spec = (how.partition(a.shape, *_HEADS) for a in (q, v))
       out = how.attention(q, k, v, queries, spec.scoring, chosen=chosen, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec)
-      return self.out(how.shard(out, *_HEADS)), cache
-
-    chosen = None if self.indexer is None else self.indexer(x, narrow, context, (seen["index_key"], keys.positions))
-    if spec.latent_cache:
-      absorbed = not how.linear_hooks  # hooks know the plain product only
-      attend = self._absorbed if absorbed else self._by_expansion
-      out = attend(plain, turned, seen["latent"], seen["position"], queries, keys, chosen)
     else:
-      q = jnp.concatenate([plain, turned], axis=-1)
-      out = reference(
-        q, seen["key"], seen["value"], queries, keys, spec.scoring, precision=how.precision, chosen=chosen
-      )
+      out = reference(q, k, v, queries, keys, spec.scoring, precision=how.precision, chosen=chosen)
     return self.out(how.shard(out, *_HEADS)), cache
 
   def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
     """The cache of one layer."""
-    spec, dtype = self.spec, self.how.dtype
+    spec, dtype, places = self.spec, self.how.dtype, length + self.how.cache_ahead
 
     def narrow(width: int) -> Slots:
-      return Slots((batch, length, width), _LATENT, dtype)
+      return Slots((batch, places, width), _LATENT, dtype)
 
     def heads(width: int) -> Slots:
-      return Slots((batch, spec.heads, length, width), _CACHED, dtype)
+      return Slots((batch, spec.heads, places, width), _CACHED, dtype)
 
     if spec.latent_cache:
       slots = {"latent": narrow(spec.kv_rank), "position": narrow(spec.rope.head_dim)}
     else:
       slots = {"key": heads(spec.key_dim), "value": heads(spec.value_dim)}
-    return slots if spec.indexer is None else slots | {"index_key": narrow(spec.indexer.head_dim)}
+    if spec.indexer is not None:
+      slots |= {"index_key": narrow(spec.indexer.head_dim)}
+    return rings(slots, self.how.cache_rounding)
 
   def _kept(self, x: jax.Array, latent: jax.Array, position: jax.Array, context: Context) -> Cache:
     """What a cache holds of new tokens."""
     if self.spec.latent_cache:
       new = {"latent": latent, "position": position}
     else:
-      new = dict(zip(("key", "value"), self._expanded(latent, position), strict=True))
+      new = dict(zip(("key", "value"), self._products(latent, position), strict=True))
     return new if self.indexer is None else new | {"index_key": self.indexer.keys(x, context)}
 
-  def _expanded(self, latent: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def _keys_and_values(self, kept: Cache) -> tuple[jax.Array, jax.Array]:
+    if self.spec.latent_cache:
+      return self._products(kept["latent"], kept["position"])
+    return kept["key"], kept["value"]
+
+  def _products(self, latent: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys [B,T,H,N+R] and values [B,T,H,V] of latents [B,T,L] and rotated keys [B,T,R]."""
     plain, value = jnp.split(self.kv(latent), [self.spec.plain_dim], axis=-1)
     turned = jnp.broadcast_to(position[..., None, :], (*plain.shape[:-1], position.shape[-1]))
@@ -215,17 +218,3 @@ class LatentAttention(nnx.Module):
       q, key, latent[:, :, None], queries, slots, self.spec.scoring, precision=precision, chosen=chosen
     )
     return jnp.einsum("bshl,lhv->bshv", summed, to_value, precision=precision)
-
-  def _by_expansion(
-    self,
-    plain: jax.Array,
-    turned: jax.Array,
-    latent: jax.Array,
-    position: jax.Array,
-    queries: Tokens,
-    slots: Tokens,
-    chosen: jax.Array | None,
-  ) -> jax.Array:
-    key, value = self._expanded(latent, position)
-    q = jnp.concatenate([plain, turned], axis=-1)
-    return reference(q, key, value, queries, slots, self.spec.scoring, precision=self.how.precision, chosen=chosen)

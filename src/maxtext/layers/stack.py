@@ -63,11 +63,11 @@ class Stack(nnx.Module):
   ) -> tuple[jax.Array, list[Report], list[Cache] | None]:
     graphs, weights = zip(*(nnx.split(layer) for layer in self.layers), strict=True)
     inputs = [None] * len(graphs) if layer_inputs is None else layer_inputs
-    # Nothing is differentiated through a cache, so nothing is rematerialised with one.
-    passes = [
-      [_pass(graph) if cache is not None else _remat(_pass(graph), policy, self.how.scan) for graph in graphs]
-      for policy in self.how.remat
-    ]
+    if cache is None:
+      passes = [[_remat(_pass(graph), policy, self.how.scan) for graph in graphs] for policy in self.how.remat]
+    else:  # nothing is differentiated through a cache, so nothing is rematerialised with one
+      passes = [[_pass(graph) for graph in graphs]]
+    turns = len(passes)
 
     def turn(
       context: Context, carry: tuple[jax.Array, Any], xs: tuple[jax.Array, Any, Any]
@@ -75,7 +75,7 @@ class Stack(nnx.Module):
       (x, caches), (first, weights, inputs) = carry, xs
       kept: list[list[_Kept]] = []
       for t, cycle in enumerate(passes):
-        own_weights, own_inputs = (jax.tree.map(lambda w, t=t: w[t], tree) for tree in (weights, inputs))
+        own_weights, own_inputs = jax.tree.map(lambda w, t=t: w[t] if turns > 1 else w, (weights, inputs))
         kept.append([])
         for i, one in enumerate(cycle):
           x, caches[i], left = one(x, own_weights[i], own_inputs[i], context, caches[i], first + t)
@@ -84,8 +84,9 @@ class Stack(nnx.Module):
 
     def run(x: jax.Array, context: Context, layers: Any, caches: list[Any]) -> tuple[jax.Array, list[_Kept], list[Any]]:
       """Through consecutive layers, whose weights and inputs are stacked."""
-      turns, count = len(passes), jax.tree.leaves(layers)[0].shape[0]
-      folded = jax.tree.map(lambda w: w.reshape(count // turns, turns, *w.shape[1:]), layers)
+      count = jax.tree.leaves(layers)[0].shape[0]
+      # A CPU copies what is folded, even by one.
+      folded = jax.tree.map(lambda w: w.reshape(count // turns, turns, *w.shape[1:]), layers) if turns > 1 else layers
       loop = jax.lax.scan if self.how.scan else _unrolled
       (x, caches), kept = loop(partial(turn, context), (x, caches), (jnp.arange(0, count, turns), *folded))
       return x, jax.tree.map(lambda w: w.reshape(count, *w.shape[2:]), kept), caches

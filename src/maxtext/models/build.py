@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -16,10 +16,18 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs import types as t
 from maxtext.configs.derived import scaled_sizes, tensors_placed
 from maxtext.configs.refusals import default_of, plain, remat_policies
-from maxtext.configs.types import DecoderBlockType, RematLocation, RematPolicy, ReorderStrategy, SplashAttention
+from maxtext.configs.types import (
+  DecoderBlockType,
+  KvQuantAxis,
+  RematLocation,
+  RematPolicy,
+  ReorderStrategy,
+  SplashAttention,
+)
 from maxtext.kernels.attention import Attention, Kernel
 from maxtext.kernels.splash import SplashBlocks
 from maxtext.kernels.token_order import TokenOrder
+from maxtext.layers.cache import Rounding
 from maxtext.layers.how import How, Remat
 from maxtext.mesh.rules import Rules
 from maxtext.models import families
@@ -152,6 +160,7 @@ def how(config: MaxTextConfig, mesh: Mesh) -> How:
     scan=c.scan_layers,
     init_scale=c.dense_init_scale,
     one_hot_embedding=c.use_iota_embed,
+    cache_rounding=_cache_rounding(c),
   )
 
 
@@ -166,6 +175,12 @@ def _rules(config: MaxTextConfig, mesh: Mesh) -> Rules:
       f"num_experts={config.num_experts}: choose another mesh, or leave it out."
     )
   return rules
+
+
+def _cache_rounding(config: MaxTextConfig) -> Rounding | None:
+  if not config.quantize_kvcache:
+    return None
+  return Rounding(_BITS[config.kv_quant_dtype], per_head=config.kv_quant_axis is KvQuantAxis.DKV)
 
 
 def _order(config: MaxTextConfig, mesh: Mesh, parts: int) -> TokenOrder | None:
@@ -240,6 +255,8 @@ _KERNELS: Mapping[str, Mapping[str, Kernel]] = {
   "flash": _FAST,
   "cudnn_flash_jax": {name: kernel for name, kernel in _FAST.items() if kernel == "cudnn"},
 }
+
+_BITS: Mapping[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
 
 _QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
 _EXPERTS = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")

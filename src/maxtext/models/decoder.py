@@ -116,6 +116,11 @@ class Decoder(nnx.Module):
       logits = logits * spec.logit_scale
     return logits if spec.logit_cap is None else spec.logit_cap * jnp.tanh(logits / spec.logit_cap)
 
+  @property
+  def takes_back(self) -> bool:
+    """Whether the last tokens can be taken back from a cache: every layer has places for them."""
+    return all(slots.ring for group in self.groups for layer in group.cache_slots(1, 1) for slots in layer.values())
+
   def empty_cache(self, batch: int, length: int) -> list[list[Cache]]:
     """A cache for `length` positions, placed like the activations it will hold."""
 

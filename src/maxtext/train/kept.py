@@ -77,17 +77,10 @@ class Kept:
     return saves
 
   def _with_parameters(self, program: Program, state: TrainState) -> TrainState:
-    path = self._config.load_parameters_path
-    if self._config.source_checkpoint_layout == "safetensors":
-      from maxtext.weights.incoming import load_in
+    from maxtext.weights.incoming import load_named
 
-      found = load_in(self._config, program.model, path)
-    else:
-      from maxtext.checkpoint.restore import load_parameters
-
-      wanted = program.state.params | program.state.buffers
-      found = load_parameters(self._config, "load_parameters_path", path, wanted)
-    _say(f"starts with the parameters of {path}")
+    found = load_named(self._config, program.model, program.state.params | program.state.buffers)
+    _say(f"starts with the parameters of {self._config.load_parameters_path}")
     return program.start_from(state, _taken(found, state.params), _taken(found, state.buffers))
 
 

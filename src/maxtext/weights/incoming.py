@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from maxtext.checkpoint.record import Array
+from maxtext.checkpoint.restore import load_parameters
 from maxtext.checkpoint.stream import StreamWriter
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.models.build import weight_table
@@ -51,6 +52,14 @@ def convert_in(
   copy_side_files(folder.path, writer.folder / SIDE_FOLDER)
   progress(len(pieces), len(pieces), done, total)
   return writer.finish(0, keys)
+
+
+def load_named(config: MaxTextConfig, model: Model, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+  """The parameters that `load_parameters_path` names, in a Hugging Face folder or a checkpoint."""
+  path = config.load_parameters_path
+  if config.source_checkpoint_layout == "safetensors":
+    return load_in(config, model, path)
+  return load_parameters(config, "load_parameters_path", path, wanted)
 
 
 def load_in(config: MaxTextConfig, model: Model, path: str) -> dict[str, jax.Array]:

@@ -1,0 +1,207 @@
+"""Our engine beside a hand-written JAX decode loop and transformers on torch, interleaved in one run.
+
+  python -m benchmarks.decode --json
+
+All three read one Hugging Face folder of a random Llama, decode greedily in a batch of eight from prompts of one token,
+and must write the same tokens. The first token is timed from the start of a `maxtext decode` process to what it
+prints, without and with a filled compilation cache. Ratios are speeds: above 1, the engine is faster.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import bare, bare_decode
+from maxtext import load_config
+from maxtext.inference.loading import Loaded
+from maxtext.inference.sampling import Settings
+
+PROMPT = "w1 w2 w3"
+
+
+class Timed(NamedTuple):
+  """Seconds of a step, by the clock and of the processor, and the tokens [steps, rows] that were written."""
+
+  seconds: float
+  processor: float
+  tokens: np.ndarray
+
+
+Decode = Callable[[int], Timed]
+
+
+def write_folder(folder: Path, size: bare.Size) -> None:
+  """A Llama with random weights, and a vocabulary of words with numbers."""
+  import torch
+  from tokenizers import Tokenizer, models, pre_tokenizers
+  from transformers import LlamaConfig, LlamaForCausalLM
+
+  torch.manual_seed(0)
+  config = LlamaConfig(
+    vocab_size=size.vocab, hidden_size=size.width, intermediate_size=size.mlp, num_hidden_layers=size.layers,
+    num_attention_heads=size.heads, head_dim=size.head_dim, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    max_position_embeddings=size.length, initializer_range=size.width**-0.5,
+  )  # fmt: skip
+  LlamaForCausalLM(config).save_pretrained(folder)
+  words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size.vocab)}, unk_token="w0"))
+  words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+  words.save(str(folder / "tokenizer.json"))
+
+
+def values_of(folder: Path, size: bare.Size, cache: Path) -> dict:
+  """The same model as keys."""
+  return {
+    "base_num_decoder_layers": size.layers,
+    "base_emb_dim": size.width,
+    "base_num_query_heads": size.heads,
+    "base_num_kv_heads": size.heads,
+    "head_dim": size.head_dim,
+    "base_mlp_dim": size.mlp,
+    "vocab_size": size.vocab,
+    "normalization_layer_epsilon": 1e-5,
+    "max_target_length": size.length,
+    "max_prefill_predict_length": size.length // 2,
+    "per_device_batch_size": size.rows,
+    "dtype": "float32",
+    "load_parameters_path": str(folder),
+    "source_checkpoint_layout": "safetensors",
+    "tokenizer_type": "huggingface",
+    "tokenizer_path": str(folder),
+    "add_bos": False,
+    "add_eos": False,
+    "jax_cache_dir": str(cache),
+  }
+
+
+def ours(values: dict, size: bare.Size) -> Decode:
+  """The engine that `maxtext serve` would run."""
+  engine = Loaded.of(load_config(**values)).engine
+
+  def run(steps: int) -> Timed:
+    for slot in range(size.rows):
+      prompt = [slot + 1]
+      row = [engine.prefill(piece) for piece in engine.pieces(prompt)][-1]
+      engine.insert(row, slot, prompt, Settings(temperature=0.0))
+    active = [True] * size.rows
+    return timed(lambda: engine.generate(active).tokens, steps)
+
+  return run
+
+
+def by_hand(folder: Path, size: bare.Size) -> Decode:
+  """The hand-written loop; like an engine, it looks at every token."""
+  params, step = bare_decode.load(folder, size), bare_decode.make_step(size)
+
+  def run(steps: int) -> Timed:
+    cache, tokens, position = bare_decode.empty_cache(size), jnp.arange(size.rows) + 1, 0
+
+    def one() -> np.ndarray:
+      nonlocal cache, tokens, position
+      cache, tokens = step(params, cache, tokens, np.int32(position))
+      position += 1
+      return np.asarray(tokens)
+
+    return timed(one, steps)
+
+  return run
+
+
+def by_transformers(folder: Path, size: bare.Size) -> Decode:
+  """The loop that its `generate` runs, without what that does around it."""
+  import torch
+  from transformers import AutoModelForCausalLM, DynamicCache
+
+  model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+  def run(steps: int) -> Timed:
+    cache, tokens = DynamicCache(config=model.config), torch.arange(size.rows)[:, None] + 1
+
+    @torch.inference_mode()
+    def one() -> np.ndarray:
+      nonlocal tokens
+      tokens = model(tokens, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+      return tokens[:, 0].numpy()
+
+    return timed(one, steps)
+
+  return run
+
+
+def timed(one: Callable[[], np.ndarray], steps: int) -> Timed:
+  start, worked = time.perf_counter(), time.process_time()
+  written = [one() for _ in range(steps)]
+  return Timed((time.perf_counter() - start) / steps, (time.process_time() - worked) / steps, np.stack(written))
+
+
+def first_token(values: dict) -> float:
+  """Seconds from the start of a process to its first token."""
+  command = [Path(sys.executable).with_name("maxtext"), "decode", *(f"{k}={v}" for k, v in values.items())]
+  start = time.perf_counter()
+  with subprocess.Popen(
+    [*command, f"prompt={PROMPT}", "--max-tokens=1"], stdout=subprocess.PIPE, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+  ) as process:
+    assert process.stdout is not None
+    shown = process.stdout.read(len(PROMPT) + 1)
+    seconds = time.perf_counter() - start
+    process.stdout.read()  # so that it may end in peace
+  if process.returncode or not shown.startswith(PROMPT.encode()):
+    raise RuntimeError(f"no token from {command}")
+  return seconds
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+  parser.add_argument("--rounds", type=int, default=24)
+  parser.add_argument("--steps", type=int, default=16, help="steps per round")
+  parser.add_argument("--starts", type=int, default=3, help="processes that are timed to their first token")
+  parser.add_argument("--small", action="store_true", help="a toy size, to see that the benchmark runs")
+  arguments = parser.parse_args()
+
+  size = replace(bare.SMALL if arguments.small else bare.Size(), rows=8)
+  with tempfile.TemporaryDirectory() as root:
+    folder, cache = Path(root) / "model", Path(root) / "cache"
+    write_folder(folder, size)
+    values = values_of(folder, size, cache)
+    cold = [first_token(values | {"jax_cache_dir": ""}) for _ in range(arguments.starts)]
+    first_token(values)
+    warm = [first_token(values) for _ in range(arguments.starts)]
+    runs = {"engine": ours(values, size), "bare": by_hand(folder, size), "transformers": by_transformers(folder, size)}
+    written = [run(8).tokens for run in runs.values()]
+    for other in written[1:]:
+      np.testing.assert_array_equal(other, written[0], err_msg="all must write the same")
+    times: dict[str, list[Timed]] = {name: [] for name in runs}
+    for i in range(arguments.rounds):
+      for name in list(runs)[:: 1 if i % 2 else -1]:
+        times[name].append(runs[name](arguments.steps))
+
+  def ratio(other: str, kind: str = "seconds") -> float:
+    pairs = zip(times["engine"], times[other], strict=True)
+    return statistics.median(getattr(b, kind) / getattr(a, kind) for a, b in pairs)
+
+  result = {f"{name}_steps_per_s": 1 / statistics.median(t.seconds for t in each) for name, each in times.items()}
+  result |= {"ratio_to_bare": ratio("bare"), "processor_ratio_to_bare": ratio("bare", "processor")}
+  result |= {"ratio_to_transformers": ratio("transformers")}
+  result |= {"first_token_cold_s": statistics.median(cold), "first_token_warm_s": statistics.median(warm)}
+  result = {name: float(f"{value:.4g}") for name, value in result.items()}
+  if arguments.json:
+    print(json.dumps(result))
+  else:
+    for name, value in result.items():
+      print(f"{name:>26} {value:g}")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,165 @@
+"""A text read in pieces, or token by token from a cache, gives the logits of training, for every kind of cache.
+
+Families are those of `tests/data/tiny_models.json`. Rounded caches are compared with exact ones, and weighed.
+"""
+
+import json
+import math
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext import ConfigError, load_config
+from maxtext.inference.engine import Engine, Piece, advance, dropless
+from maxtext.inference.prefixes import Prefixes
+from maxtext.inference.sampling import Settings
+from maxtext.inference.scheduler import Request, Scheduler
+from maxtext.layers.cache import Rounding
+from tests.support import program, tiny
+
+TINY_MODELS = json.loads((Path(__file__).parent / "data" / "tiny_models.json").read_text())
+FAMILIES = {name: case["keys"] for name, case in TINY_MODELS.items()}
+QUICK = ("gemma2", "deepseek3")  # windows; latents
+LENGTH, READ = 40, 20
+RUN = {"max_target_length": LENGTH, "per_device_batch_size": 1, "dataset_type": "synthetic", "dtype": "float32",
+       "jax_cache_dir": ""}  # fmt: skip
+TEXT = np.random.default_rng(0).integers(0, 96, LENGTH, dtype=np.int32).tolist()
+LATENT = (("mla_naive_kvcache", False),)
+
+every_family = pytest.mark.parametrize(
+  "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+
+
+def kinds(name):
+  """The caches that a family can have."""
+  return [(), LATENT] if FAMILIES[name].get("attention_type") == "mla" else [()]
+
+
+@cache
+def model_of(name, keys=()):
+  return dropless(program(load_config(**FAMILIES[name] | RUN | dict(keys))).model)
+
+
+@cache
+def parameters(name):
+  """Every one random: initial values hide mistakes."""
+  params, buffers = jax.jit(model_of(name).init)(0)
+  rng = np.random.default_rng(0)
+  return {n: p + 0.1 * rng.standard_normal(p.shape, np.float32) for n, p in (params | buffers).items()}
+
+
+def engine_of(name, keys=()):
+  model, params = model_of(name, keys), parameters(name)
+  return Engine(model, params, slots=2, length=LENGTH, longest_prompt=36, piece=16, keeps_rows=True)
+
+
+def prefilled(engine, *ends):
+  """The row of the first tokens of the text, in pieces that end there."""
+  row, start = None, 0
+  for end in ends:
+    row, start = engine.prefill(Piece(start, TEXT[start:end]), row), end
+  return row
+
+
+def reader(name, keys=()):
+  """A function of the row of the first `READ` tokens: logits of the others, fed token by token. It is compiled once."""
+  step = jax.jit(partial(advance, model_of(name, keys)))
+
+  def read(row):
+    found = []
+    for position in range(READ, LENGTH):
+      logits, row = step(parameters(name), row, jnp.array([TEXT[position : position + 1]]), jnp.array([position]))
+      found.append(logits[0, 0])
+    return np.stack(found)
+
+  return read
+
+
+def forward(name):
+  @jax.jit
+  def logits(params, tokens):
+    decoder = model_of(name).bind(params)
+    return decoder.logits(decoder.hidden(tokens, jnp.arange(LENGTH)[None])[0])[0, READ:]
+
+  return np.asarray(logits(parameters(name), jnp.array([TEXT])))
+
+
+@every_family
+def test_caches_give_the_logits_of_training(name):
+  expected = forward(name)
+  for keys in kinds(name):
+    engine, read = engine_of(name, keys), reader(name, keys)
+    cold = prefilled(engine, 16, READ)
+    logits = read(cold)
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+    shared = prefilled(engine, 16)
+    for _ in range(2):  # the same pieces, from a row that others went on from
+      jax.tree.map(np.testing.assert_array_equal, engine.prefill(Piece(16, TEXT[16:READ]), shared), cold)
+    np.testing.assert_allclose(read(prefilled(engine, 7, READ)), logits, atol=1e-5, rtol=0)  # other pieces
+
+
+def rounded(dtype, axis):
+  return (("quantize_kvcache", True), ("kv_quant_dtype", dtype), ("kv_quant_axis", axis))
+
+
+@pytest.mark.parametrize(
+  ("name", "kind", "dtype", "axis", "scales"),
+  [
+    ("gemma2", (), "int8", "heads_and_dkv", 1),
+    pytest.param("gemma2", (), "int4", "dkv", 2, marks=pytest.mark.slow),
+    pytest.param("deepseek3", (), "int8", "dkv", 4, marks=pytest.mark.slow),
+    pytest.param("deepseek3", LATENT, "int8", "dkv", 1, marks=pytest.mark.slow),
+  ],
+)
+def test_rounded_caches_are_small_and_near(name, kind, dtype, axis, scales):
+  """Of two arrays per layer, with so many scales per token. The median leaves out tokens that rounding sent to another
+  expert."""
+  keys = kind + rounded(dtype, axis)
+  exact, engine, read = engine_of(name, kind), engine_of(name, keys), reader(name, keys)
+  sizes = [a.shape for a in jax.tree.leaves(exact.state.cache)]
+  bits, places = int(dtype[3:]), sum(shape[0] * shape[1] * shape[-2] for shape in sizes)
+  promised = sum(map(math.prod, sizes)) * bits // 8 + places * scales * 4
+  assert sum(a.nbytes for a in jax.tree.leaves(engine.state.cache)) == promised
+  expected = reader(name, kind)(prefilled(exact, 16, READ))
+  logits = read(prefilled(engine, 16, READ))
+  distance = np.linalg.norm(logits - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+  assert 1e-4 < np.median(distance) < {8: 0.015, 4: 0.25}[bits]
+  np.testing.assert_allclose(read(prefilled(engine, 7, READ)), logits, atol=1e-5, rtol=0)  # in other pieces
+
+
+def test_a_rounded_cache_serves_pieces_and_shared_beginnings():
+  engine = engine_of("gemma2", rounded("int8", "heads_and_dkv"))
+  scheduler = Scheduler(engine, Prefixes(10**9, 0))
+
+  def write(prompt, scheduler):
+    scheduler.submit(Request(prompt, Settings(temperature=0.0, max_tokens=4)))
+    return [(event.token, event.log_prob) for event in scheduler.run()]
+
+  cold = write(TEXT[:36], Scheduler(engine))
+  assert write(TEXT[:36], scheduler) == cold
+  assert write(TEXT[:36], scheduler) == cold, "its beginning was there"
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 6), (2, 3, 7)])
+@pytest.mark.parametrize("rounding", [Rounding(8, True), Rounding(8, False), Rounding(4, True), Rounding(4, False)])
+def test_rounding_is_to_the_nearest(rounding, shape):
+  x = np.random.default_rng(0).standard_normal(shape, np.float32)
+  x[0, 0] = 0.0
+  numbers, scale = rounding.rounded(x)
+  per_head = rounding.per_head and len(shape) == 4
+  assert scale.shape == ((2, 3, 4, 1) if per_head else (2, 3, *(1,) * (len(shape) - 2)))
+  largest = np.abs(x).max(-1 if per_head else tuple(range(2, x.ndim)), keepdims=True)
+  step = largest / {8: 127, 4: 7}[rounding.bits]
+  restored = np.asarray(rounding.restored(numbers, scale, x))
+  assert (np.abs(restored - x) <= step / 2 + 1e-6).all()
+  assert numbers.nbytes == np.ceil(shape[-1] * rounding.bits / 8) * math.prod(shape[:-1])
+
+
+def test_a_rounded_cache_needs_scales():
+  with pytest.raises(ConfigError, match="kv_quant_axis=dkv"):
+    tiny(quantize_kvcache=True, kv_quant_axis="")

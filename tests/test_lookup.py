@@ -1,0 +1,67 @@
+"""Guessing ahead changes how many steps a text takes, and nothing else."""
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext import ConfigError
+from maxtext.inference import loading
+from maxtext.inference.lookup import guesses
+from maxtext.inference.sampling import Settings
+from maxtext.inference.scheduler import Request, Scheduler
+from tests.support import program, tiny
+from tests.test_features import ENGRAM
+from tests.test_scheduler import KEYS, collect, make_engine, requests
+
+AHEAD = 3
+REPEATED = [5, 9, 70, 3] * 6
+
+
+def write(engine, asked):
+  """Events by request, and the steps that it took."""
+  scheduler, found, steps = Scheduler(engine), {}, 0
+  for request in asked:
+    scheduler.submit(request)
+  while scheduler.busy:
+    collect(scheduler.step(), found)
+    steps += 1
+  return found, steps
+
+
+@pytest.mark.parametrize("keys", [KEYS, pytest.param({"quantize_kvcache": True}, marks=pytest.mark.slow)])
+def test_the_text_is_the_same(keys):
+  """Greedy and drawn, with penalties and stops; in a window that is shorter than the text, and in a rounded cache."""
+  asked = [*requests(10), *(Request(REPEATED, Settings(temperature=0.0, repetition_penalty=0.7)) for _ in range(4))]
+  model = program(tiny(**keys)).model
+  plain, steps = write(make_engine(model), asked)
+  ahead, fewer = write(make_engine(model, ahead=AHEAD), asked)
+  for request in asked:
+    for field in ("token", "finish"):
+      found, expected = ([getattr(event, field) for event in events[request]] for events in (ahead, plain))
+      assert found == expected, request
+    log_probs = [[event.log_prob for event in events[request]] for events in (ahead, plain)]
+    np.testing.assert_allclose(*log_probs, atol=1e-4, rtol=0)
+  assert fewer < 0.8 * steps
+
+
+def test_guesses_are_what_followed_the_longest_and_latest_match():
+  looked_up = jax.jit(guesses, static_argnums=2)
+
+  def guess(*text):
+    row = np.full((1, 12), text[-1])  # what stands behind the text is not looked at
+    row[0, : len(text)] = text
+    return looked_up(row, np.array([len(text) - 1]), 4)[0].tolist()
+
+  assert guess(1, 2, 3, 4, 5, 6, 7, 1, 2, 3) == [4, 5, 6, 7]
+  assert guess(1, 2, 7, 8, 9, 2, 5, 6, 1, 2)[:3] == [7, 8, 9], "two words are alike, of the later place one"
+  assert guess(1, 7, 2, 1, 8, 3, 1)[:2] == [8, 3], "the latest of the same likeness"
+  assert guess(1, 2, 1, 2, 1) == [2, 1, 2, 1], "on and on"
+  assert guess(4, 4) == [4, 4, 4, 4]
+
+
+def test_what_cannot_be_taken_back_is_refused():
+  model = program(config := tiny(**ENGRAM)).model
+  params, buffers = jax.jit(model.init)(0)
+  config = config.model_copy(update={"max_prefill_predict_length": 8})
+  with pytest.raises(ConfigError, match="--ahead 2: this model has layers that keep a state"):
+    loading.make_engine(config, model, params | buffers, ahead=2)
