@@ -1,0 +1,104 @@
+"""From keys to attention: which kernel runs on which devices, with which blocks, in which order of tokens."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jax.sharding import Mesh
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.types import ReorderStrategy, SplashAttention
+from maxtext.kernels.attention import Attention, Kernel
+from maxtext.kernels.splash import SplashBlocks
+from maxtext.kernels.token_order import TokenOrder
+from maxtext.models.spec import DecoderSpec
+
+_PLATFORMS = ("tpu", "gpu", "cuda", "cpu")
+_FAST: Mapping[str, Kernel] = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}
+_KERNELS: Mapping[str, Mapping[str, Kernel]] = {
+  "autoselected": {"cpu": "chunked", **_FAST},
+  "dot_product": dict.fromkeys(_PLATFORMS, "dot_product"),
+  "chunked": dict.fromkeys(_PLATFORMS, "chunked"),
+  "flash": _FAST,
+  "cudnn_flash_jax": {name: kernel for name, kernel in _FAST.items() if kernel == "cudnn"},
+}
+
+
+def attention(config: MaxTextConfig, mesh: Mesh, parts: int) -> Attention:
+  """How a run attends on a mesh that splits rows into so many parts."""
+  c = config
+  blocks = SplashBlocks(
+    c.sa_block_q,
+    c.sa_block_kv,
+    c.sa_block_kv_compute,
+    c.sa_block_q_dkv,
+    c.sa_block_kv_dkv,
+    c.sa_block_kv_dkv_compute,
+    c.sa_block_q_dq,
+    c.sa_block_kv_dq,
+    c.sa_use_fused_bwd_kernel,
+  )
+  kernel, ring = _kernel(c, mesh, blocks, parts), c.context_parallel_strategy == "ring"
+  return Attention(kernel, c.matmul_precision.value, blocks, ring, _order(c, mesh, parts))
+
+
+def check_attention(config: MaxTextConfig, spec: DecoderSpec, kernel: Kernel) -> None:
+  """Refuses what a kernel cannot do for this model: cuDNN has neither soft caps, nor chunks, nor sinks."""
+  mixers = [block.mixer for group in spec.groups for block in group.cycle]
+  lacking = {
+    "attn_logits_soft_cap": any(getattr(mixer, "cap", None) for mixer in mixers),
+    "chunk_attn_window_size": any(getattr(mixer, "chunked", False) for mixer in mixers),
+    "attention_sink": any(getattr(mixer, "sinks", False) for mixer in mixers),
+  }
+  for key, needed in lacking.items():
+    if needed and kernel == "cudnn":
+      raise ConfigError(f"{key}={getattr(config, key)}: cuDNN attention cannot do it; write attention=chunked.")
+
+
+def _kernel(config: MaxTextConfig, mesh: Mesh, blocks: SplashBlocks, parts: int) -> Kernel:
+  platform = mesh.devices.flat[0].platform
+  kernels = _KERNELS[config.attention]
+  if platform not in kernels:
+    raise ConfigError(f"attention={config.attention} does not run on {platform} devices: write attention=autoselected.")
+  kernel = kernels[platform]
+  if parts > 1 and (kernel == "cudnn" or (kernel == "splash" and config.context_parallel_strategy == "ring")):
+    raise ConfigError(
+      f"attention={config.attention}: {kernel} attention cannot take rows split over {parts} devices by "
+      f"context_parallel_strategy={config.context_parallel_strategy}: write attention=chunked."
+    )
+  if kernel == "splash":
+    _check_splash(config, blocks, parts)
+  return kernel
+
+
+def _check_splash(config: MaxTextConfig, blocks: SplashBlocks, parts: int) -> None:
+  length = config.max_target_length
+  if length % (128 * parts):
+    raise ConfigError(
+      f"max_target_length={length} is not a multiple of {128 * parts}, 128 for each device that has a part of a row, "
+      "which the splash kernel needs."
+    )
+  for key, size in zip(SplashAttention.model_fields, dataclasses.astuple(blocks)[:-1], strict=False):
+    own = length // parts if "block_q" in key else length
+    if size < 128 or size % 128 or own % min(size, own):
+      raise ConfigError(
+        f"{key}={size} must be a multiple of 128 that divides {own}, "
+        f"max_target_length={length} over {length // own} devices."
+      )
+
+
+def _order(config: MaxTextConfig, mesh: Mesh, parts: int) -> TokenOrder | None:
+  """The order of tokens in rows that are split, where the parts are to have the same work."""
+  c = config
+  if c.max_target_length % parts:
+    raise ConfigError(f"max_target_length={c.max_target_length} cannot be split over {parts} devices in equal parts.")
+  if mesh.shape.get("context", 1) == 1 or not c.context_parallel_load_balance:
+    return None
+  ring, asked = c.context_parallel_strategy == "ring", c.context_parallel_reorder_strategy
+  striped = ring if asked is ReorderStrategy.AUTO else asked is ReorderStrategy.STRIPED
+  order = TokenOrder("striped" if striped else "dual_chunk_swap", parts)
+  if c.max_target_length % order.divisor:
+    raise ConfigError(
+      f"max_target_length={c.max_target_length} is not a multiple of {order.divisor}, which "
+      f"context_parallel_load_balance=true needs to deal {parts} equal parts."
+    )
+  return order
