@@ -153,7 +153,6 @@ def test_several_processes(one_device, tmp_path, processes, devices, axes):
   values |= {"base_output_directory": tmp_path, "run_name": "run", "metrics_file": tmp_path / "metrics.jsonl"}
   values |= {"profiler": "xplane", "profiler_steps": 1, "upload_all_profiler_results": True}
   values |= {"dump_hlo": True, "dump_hlo_local_dir": tmp_path / "xla", "dump_hlo_upload_all": True}
-  values["dump_hlo_delete_local_after"] = False  # these processes share the folder
   done = launch("--processes", processes, "--devices", devices, "--", "train", *(f"{k}={v}" for k, v in values.items()))
   assert done.returncode == 0, done.stdout
   assert all(line.startswith("[") for line in done.stdout.splitlines()), "every line is tagged with its process"

@@ -5,7 +5,7 @@ from etils import epath
 
 from maxtext.checkpoint.files import contents, handlers, read
 from maxtext.checkpoint.layout import Layout
-from maxtext.checkpoint.location import locate
+from maxtext.checkpoint.location import absolute, locate
 from maxtext.checkpoint.record import DamagedError, Record
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
@@ -17,7 +17,7 @@ def export_parameters(config: MaxTextConfig, source: str, target: str) -> epath.
   `force_unroll` writes each layer apart; otherwise `param_scan_axis` is the dimension of stacked weights over layers.
   It takes as much memory as the parameters do.
   """
-  folder, out = locate(source), epath.Path(target).expanduser().absolute()
+  folder, out = locate(source), absolute(target)
   if out.exists():
     raise ConfigError(f"{target} is there already; name a folder that is not.")
   try:

@@ -45,7 +45,10 @@ def served_keys(path: str) -> dict[str, Any]:
   return own | {"load_parameters_path": path}
 
 
-_OF_THE_TRAINING = ("load_", "ici_", "dcn_", "num_slices", "hardware", "gradient_accumulation_steps")
+_OF_THE_TRAINING = (
+  "load_", "source_checkpoint_layout", "ici_", "dcn_", "num_slices", "shard_exp_on_fsdp", "hardware",
+  "gradient_accumulation_steps",
+)  # fmt: skip
 
 
 def read_record(folder: epath.Path) -> Record:

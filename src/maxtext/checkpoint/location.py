@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from importlib.util import find_spec
 
 from etils import epath
@@ -11,12 +12,31 @@ from maxtext.configs import ConfigError
 
 FOLDER = "checkpoints"
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_STORE = "gs"
 _METADATA = "_CHECKPOINT_METADATA"  # Orbax's own, with the time when all was there
+
+
+def absolute(path: str) -> epath.Path:
+  """A user's path, on a disk or in a store that Orbax knows."""
+  scheme, separator, _ = path.partition("://")
+  if not separator:
+    return epath.Path(path).expanduser().absolute()
+  if scheme != _STORE:
+    raise ConfigError(f"{path} is in a store that Orbax does not know: mount the bucket and name the folder.")
+  if not find_spec("gcsfs"):
+    raise ConfigError(f"{path} is in a store whose library is not installed: pip install 'maxtext[gcs]'.")
+  return epath.Path(path)
+
+
+def failures() -> tuple[type[Exception], ...]:
+  """What Orbax, TensorStore and gcsfs raise when storage fails; all else is a defect of ours."""
+  gcsfs = sys.modules.get("gcsfs.retry")
+  return (OSError, ValueError, RuntimeError, *((gcsfs.HttpError,) if gcsfs else ()))
 
 
 def folder_of(base: str, run: str) -> epath.Path:
   """Where a run's checkpoints are; an empty base is ./runs."""
-  return _absolute(base or "runs") / run / FOLDER
+  return absolute(base or "runs") / run / FOLDER
 
 
 def steps_in(folder: epath.Path) -> list[int]:
@@ -31,21 +51,13 @@ def unfinished_in(folder: epath.Path) -> list[epath.Path]:
 
 def locate(path: str) -> epath.Path:
   """The step that a user's path means: a step's folder, or the latest of a run or of its folder of checkpoints."""
-  given = _absolute(path)
+  given = absolute(path)
   if (given / ITEM).exists():
     return given
   for folder in (given / FOLDER, given):
     if steps := steps_in(folder):
       return folder / str(steps[-1])
   raise ConfigError(f"{path} is no checkpoint, and no run's folder with one in it.")
-
-
-def _absolute(path: str) -> epath.Path:
-  if "://" not in path:
-    return epath.Path(path).expanduser().absolute()
-  if not find_spec("gcsfs"):
-    raise ConfigError(f"{path} is in a store whose library is not installed: pip install 'maxtext[gcs]'.")
-  return epath.Path(path)
 
 
 def _is_step(path: epath.Path) -> bool:
@@ -58,8 +70,10 @@ def _finished(path: epath.Path) -> bool:
     return True
   try:
     return json.loads((path / _METADATA).read_text()).get("commit_timestamp_nsecs") is not None
-  except (OSError, ValueError):
+  except FileNotFoundError:
     return False
+  except ValueError:  # damaged, not unfinished, as whoever reads it will find
+    return True
 
 
 def _entries(folder: epath.Path) -> list[epath.Path]:

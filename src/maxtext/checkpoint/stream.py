@@ -141,7 +141,7 @@ class StreamReader:
   """Parameters of a checkpoint, of a run or alone, read a piece at a time. Who has read everything calls `check`."""
 
   def __init__(self, folder: epath.Path) -> None:
-    self.folder, self.record = folder.absolute(), readable(folder)
+    self.folder, self.record = folder, readable(folder)
     self._sums: dict[str, int] = {}
     self._layout = Layout(self.record.stacked)
     self._names = self.record.parameters

@@ -12,11 +12,9 @@ from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
 from maxtext.checkpoint.files import contents, handlers, reason
+from maxtext.checkpoint.location import failures, unfinished_in
 from maxtext.checkpoint.tree import named
 from maxtext.configs import MaxTextConfig
-
-# What Orbax and TensorStore raise when storage fails; all else is a defect of ours.
-_FAILURES = (OSError, ValueError, RuntimeError)
 
 
 class Writer:
@@ -39,7 +37,7 @@ class Writer:
     arrays = named({**named(state), "data": dict(position)})
     try:
       self._manager.save(step, args=contents(self._config, arrays, step, 0, self._keys), force=True)
-    except _FAILURES as error:
+    except failures() as error:
       self._failed(step, error)
       return
     self._saving = step
@@ -59,7 +57,7 @@ class Writer:
     try:
       self._manager.wait_until_finished()
       self._manager.check_for_errors()
-    except _FAILURES as error:
+    except failures() as error:
       self._failed(step, error)
     else:
       self.last = step
@@ -94,7 +92,7 @@ class Writer:
     """Removes a half-written step. Other threads of the save may still be at it, so this looks until all is quiet."""
     deadline, quiet = time.monotonic() + 10, 0
     while quiet < 3 and time.monotonic() < deadline:
-      found = list(self._folder.glob(f"{step}.orbax-checkpoint-tmp*"))
+      found = [path for path in unfinished_in(self._folder) if path.name.partition(".")[0] == str(step)]
       quiet = 0 if found else quiet + 1
       for path in found:
         with suppress(OSError):

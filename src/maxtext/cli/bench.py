@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from maxtext.cli.decode import add_run_words, resolve_run
+from maxtext.cli.decode import add_run_words, load_run, resolve_run
 from maxtext.cli.serve import API_KEYS
 from maxtext.configs import ConfigError
 from maxtext.inference.bench_load import Load
@@ -48,9 +48,8 @@ def _bench_engine(arguments: argparse.Namespace, load: Load) -> None:
     raise ConfigError(f"--{given[0]} is of a running server: add --url.")
   config = resolve_run(arguments.words)
   from maxtext.inference.bench_engine import bench_engine
-  from maxtext.inference.loading import Loaded
 
-  timings = bench_engine(Loaded.of(config), load)
+  timings = bench_engine(load_run(arguments, config), load)
   if arguments.json:
     print(json.dumps([asdict(timing) for timing in timings]))
     return
@@ -60,8 +59,8 @@ def _bench_engine(arguments: argparse.Namespace, load: Load) -> None:
 
 
 def _bench_server(arguments: argparse.Namespace, load: Load) -> None:
-  if arguments.words:
-    raise ConfigError(f"{arguments.words[0]} is of a model here: leave it out, or --url.")
+  if given := [*arguments.words, *(["--ahead"] if arguments.ahead else [])]:
+    raise ConfigError(f"{given[0]} is of a model here: leave it out, or --url.")
   from maxtext.inference.bench_server import Server, bench_server
 
   server = Server(arguments.url, os.environ.get(API_KEYS, "").split(",")[0])

@@ -63,7 +63,7 @@ def load_run(arguments: argparse.Namespace, config: MaxTextConfig) -> "Loaded":
 
 def resolve_run(words: Sequence[str]) -> MaxTextConfig:
   """The configuration of a trained model that those words and the environment describe."""
-  if not words or "=" in words[0] or not Path(words[0]).expanduser().is_dir():
+  if not words or "=" in words[0] or not ("://" in words[0] or Path(words[0]).expanduser().is_dir()):
     return resolve_words(words).config
   from maxtext.checkpoint.inspect import served_keys
 

@@ -176,8 +176,12 @@ REFUSALS: tuple[Refusal, ...] = (
     unless=lambda c: c.enable_checkpointing,
   ),
   Refusal(
+    ("checkpoint_todelete_subdir",), "Orbax removes old steps in a bucket for good; leave it out",
+    unless=lambda c: "://" not in c.base_output_directory,
+  ),
+  Refusal(
     ("checkpoint_todelete_full_path",),
-    "it needs a bucket whose folders can be renamed, which nobody has tried; take checkpoint_todelete_subdir",
+    "it needs a bucket whose folders can be renamed, which nobody has tried",
   ),
   Refusal(
     _section(t.EmergencyCheckpointing, but=_LOCAL),
@@ -267,8 +271,9 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     ("use_2d_fsdp_sharding",),
-    "logical_axis_rules always splits both widths of experts, over fsdp and fsdp_transpose",
-    harmless=(True, False),
+    "it is how base.yml splits both widths of experts, which shard_exp_on_fsdp=true and other rules change",
+    harmless=(False,),
+    unless=lambda c: not c.shard_exp_on_fsdp and not c.custom_mesh_and_rule,
   ),
   Refusal(
     ("prefuse_moe_weights", "merge_gating_gmm"),

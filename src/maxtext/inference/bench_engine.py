@@ -72,7 +72,8 @@ def _prefill(config: MaxTextConfig, engine: Engine) -> list[Timing]:
 
 def _generate(config: MaxTextConfig, engine: Engine) -> list[Timing]:
   everyone = [True] * engine.slots
-  return [_timing(f"step of {engine.slots} slots", config, lambda: engine.generate(everyone), engine.slots)]
+  guessing = f", {engine.ahead} guesses behind each" if engine.ahead else ""
+  return [_timing(f"step of {engine.slots} slots{guessing}", config, lambda: engine.write(everyone), engine.slots)]
 
 
 def _timing(what: str, config: MaxTextConfig, once: Callable[[], Any], tokens: int) -> Timing:

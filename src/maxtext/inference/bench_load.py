@@ -21,6 +21,6 @@ class Load:
   seed: int
 
   def prompts(self) -> list[list[int]]:
-    """The prompts; every vocabulary has these tokens."""
+    """The prompts, of bytes: tokens 0 to 255, which all but the smallest vocabularies have."""
     draw = random.Random(self.seed)
     return [[draw.randrange(256) for _ in range(self.prompt_tokens)] for _ in range(self.requests)]

@@ -75,11 +75,12 @@ def readable_name(base: str, model: str) -> str:
   """A name for a run that was given none, and that no run under this base has: a run of the same name would go on."""
   name = f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
   names = (name, *(f"{name}-{i}" for i in range(2, 1000)))
-  return next(name for name in names if not (_disk(base) / name).exists())
+  runs = (RunDirectory.of(base, name) for name in names)
+  return next(run.path.name for run in runs if not run.path.exists() and not (run.store and run.store.exists()))
 
 
 def _disk(base: str) -> Path:
-  return Path("runs" if "://" in base else base or "runs")
+  return Path("runs" if "://" in base else base or "runs").expanduser()
 
 
 def _json(value: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -180,6 +181,16 @@ def _apart(config: MaxTextConfig, mesh: Mesh) -> diloco.Diloco | None:
   return diloco.Diloco(replicas, c.diloco_sync_period, c.diloco_outer_lr, c.diloco_outer_momentum)
 
 
+def hlo_folder(config: MaxTextConfig) -> Path:
+  """Where the compiler leaves its files on this machine."""
+  return Path(config.dump_hlo_local_dir) / of_process(config.dump_hlo_upload_all)
+
+
+def of_process(all_of_them: bool) -> str:
+  """A folder of its own for each process, where all of them write."""
+  return f"process_{jax.process_index()}" if all_of_them else ""
+
+
 def _compiler_options(config: MaxTextConfig) -> Mapping[str, str | bool]:
   """What the compiler is told beside the program."""
   if not config.dump_hlo:
@@ -187,7 +198,7 @@ def _compiler_options(config: MaxTextConfig) -> Mapping[str, str | bool]:
   if config.dump_hlo_xla_flags:
     return dict(flag.removeprefix("--").split("=", 1) for flag in config.dump_hlo_xla_flags.split())
   return {
-    "xla_dump_to": config.dump_hlo_local_dir,
+    "xla_dump_to": str(hlo_folder(config)),
     "xla_dump_hlo_module_re": config.dump_hlo_local_module_name or ".*",
     "xla_dump_hlo_as_text": True,
   }

@@ -29,7 +29,7 @@ from maxtext.train.callbacks.profile import Profile
 from maxtext.train.callbacks.report import Report
 from maxtext.train.kept import Kept
 from maxtext.train.loop import run_loop
-from maxtext.train.program import Program
+from maxtext.train.program import Program, hlo_folder, of_process
 from maxtext.train.state import TrainState
 
 
@@ -55,6 +55,7 @@ def train(
     step = compiled.load(program, Path(file)) if file else program.step
     name = from_first(config.run_name or readable_name(config.base_output_directory, config.model_name))
     record = values_and_origins(config, origins or {})
+    kept = Kept(config, name, record)
     run, first = RunDirectory.of(config.base_output_directory, name), jax.process_index() == 0
     if first:
       run.begin(record if config.log_config else None)
@@ -63,7 +64,6 @@ def train(
       closing.callback(_finish, run)
       _introduce(program, run)
     guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
-    kept = Kept(config, name, record)
     state, feed = kept.start(program)
     steps = range(int(state.step), config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
     callbacks = [
@@ -126,9 +126,9 @@ def _profilers(config: MaxTextConfig, run: RunDirectory) -> list[Callback]:
   c = config
   if c.profiler is ProfilerType.NONE:
     return []
-  part = "profile" + _of_process(c.upload_all_profiler_results)
+  part = Path("profile") / of_process(c.upload_all_profiler_results)
   folder, period, clean = run.path / part, c.profile_periodically_period, c.profile_cleanly
-  stored = [Dump(str(folder), run.store / part, "", -1, delete=False)] if run.store else []
+  stored = [Dump(folder, run.store / part, "", -1, delete=False)] if run.store else []
   return [*stored, Profile(folder, c.skip_first_n_steps_for_profiler, c.profiler_steps, period, clean)]
 
 
@@ -138,20 +138,15 @@ def _jaxpr(program: Program, run: RunDirectory) -> list[Callback]:
   folder = Path(c.dump_jaxpr_local_dir)
   folder.mkdir(parents=True, exist_ok=True)
   (folder / "train_step.jaxpr.txt").write_text(str(program.step.trace(program.state, program.batch).jaxpr))
-  target = epath.Path(c.dump_jaxpr_gcs_dir or run.path / "jaxpr_dump")
-  return [Dump(str(folder), target, ".jaxpr", -1, c.dump_jaxpr_delete_local_after)]
+  target = epath.Path(c.dump_jaxpr_gcs_dir or (run.store or run.path) / "jaxpr_dump")
+  return [Dump(folder, target, ".jaxpr", -1, c.dump_jaxpr_delete_local_after)]
 
 
 def _hlo(config: MaxTextConfig, run: RunDirectory) -> list[Callback]:
   """What brings the compiler's files into the run's folder, or a bucket."""
   c = config
-  target = epath.Path((c.dump_hlo_gcs_dir or str(run.path / "xla_dump")) + _of_process(c.dump_hlo_upload_all))
-  return [Dump(c.dump_hlo_local_dir, target, c.dump_hlo_module_name, c.dump_step, c.dump_hlo_delete_local_after)]
-
-
-def _of_process(all_of_them: bool) -> str:
-  """A folder of its own for each process, where all of them write."""
-  return f"/process_{jax.process_index()}" if all_of_them else ""
+  target = epath.Path(c.dump_hlo_gcs_dir or (run.store or run.path) / "xla_dump") / of_process(c.dump_hlo_upload_all)
+  return [Dump(hlo_folder(c), target, c.dump_hlo_module_name, c.dump_step, c.dump_hlo_delete_local_after)]
 
 
 def _peak_flops(mesh: Mesh) -> float:

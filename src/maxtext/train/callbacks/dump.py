@@ -10,8 +10,8 @@ from maxtext.train.callbacks.base import Callback
 class Dump(Callback):
   """Brings files whose names hold a text from `source` to `target`, after a step, or at the end where that is -1."""
 
-  def __init__(self, source: str, target: epath.Path, holding: str, step: int, delete: bool) -> None:
-    self._source, self._target, self._holding = Path(source), target, holding
+  def __init__(self, source: Path, target: epath.Path, holding: str, step: int, delete: bool) -> None:
+    self._source, self._target, self._holding = source, target, holding
     self._step, self._delete, self._done = step, delete, False
 
   def on_step(self, step: int, figures: dict[str, float]) -> None:
