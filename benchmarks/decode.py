@@ -8,7 +8,6 @@ prints, without and with a filled compilation cache. Ratios are speeds: above 1,
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import bare, bare_decode
+from benchmarks.figures import show
 from maxtext import load_config
 from maxtext.inference.loading import Loaded
 from maxtext.inference.sampling import Settings
@@ -202,12 +202,7 @@ def main() -> None:
   result |= {"transformers_steps_per_s": speed(torch_steps)}
   result |= {"ratio_to_transformers": ratio(ours_again, torch_steps, "seconds")}
   result |= {"first_token_cold_s": statistics.median(cold), "first_token_warm_s": statistics.median(warm)}
-  result = {name: float(f"{value:.4g}") for name, value in result.items()}
-  if arguments.json:
-    print(json.dumps(result))
-  else:
-    for name, value in result.items():
-      print(f"{name:>26} {value:g}")
+  show(result, arguments.json)
 
 
 if __name__ == "__main__":
