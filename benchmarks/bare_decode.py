@@ -27,7 +27,8 @@ def load(folder: Path, size: Size) -> dict:
   layers = {short: stacked(name) for short, name in names.items()}
   head = tensors["lm_head.weight"].T
   embedding, norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
-  return jax.device_put({"embed": embedding, "head": head, "norm": norm, "layers": layers})
+  params = {"embed": embedding, "head": head, "norm": norm, "layers": layers}
+  return jax.jit(lambda params: jax.tree.map(jnp.copy, params))(params)  # NumPy's memory has larger pages than JAX's
 
 
 def empty_cache(size: Size) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Our engine beside a hand-written JAX decode loop and transformers on torch, interleaved in one run.
+"""Our engine in turns with a hand-written JAX decode loop, and with transformers on torch.
 
   python -m benchmarks.decode --json
 
@@ -8,7 +8,6 @@ prints, without and with a filled compilation cache. Ratios are speeds: above 1,
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import bare, bare_decode
+from benchmarks.figures import show
 from maxtext import load_config
 from maxtext.inference.loading import Loaded
 from maxtext.inference.sampling import Settings
@@ -31,15 +31,15 @@ from maxtext.inference.sampling import Settings
 PROMPT = "w1 w2 w3"
 
 
+Step = Callable[[], np.ndarray]  # the next token of each row
+Decode = Callable[[], Step]  # starts anew
+
+
 class Timed(NamedTuple):
-  """Seconds of a step, by the clock and of the processor, and the tokens [steps, rows] that were written."""
+  """Seconds of a step, by the clock and of the processor."""
 
   seconds: float
   processor: float
-  tokens: np.ndarray
-
-
-Decode = Callable[[int], Timed]
 
 
 def write_folder(folder: Path, size: bare.Size) -> None:
@@ -89,22 +89,22 @@ def ours(values: dict, size: bare.Size) -> Decode:
   """The engine that `maxtext serve` would run."""
   engine = Loaded.of(load_config(**values)).engine
 
-  def run(steps: int) -> Timed:
+  def start() -> Step:
     for slot in range(size.rows):
       prompt = [slot + 1]
       row = [engine.prefill(piece) for piece in engine.pieces(prompt)][-1]
       engine.insert(row, slot, prompt, Settings(temperature=0.0))
     active = [True] * size.rows
-    return timed(lambda: engine.generate(active).tokens, steps)
+    return lambda: engine.generate(active).tokens
 
-  return run
+  return start
 
 
 def by_hand(folder: Path, size: bare.Size) -> Decode:
   """The hand-written loop; like an engine, it looks at every token."""
   params, step = bare_decode.load(folder, size), bare_decode.make_step(size)
 
-  def run(steps: int) -> Timed:
+  def start() -> Step:
     cache, tokens, position = bare_decode.empty_cache(size), jnp.arange(size.rows) + 1, 0
 
     def one() -> np.ndarray:
@@ -113,9 +113,9 @@ def by_hand(folder: Path, size: bare.Size) -> Decode:
       position += 1
       return np.asarray(tokens)
 
-    return timed(one, steps)
+    return one
 
-  return run
+  return start
 
 
 def by_transformers(folder: Path, size: bare.Size) -> Decode:
@@ -125,7 +125,7 @@ def by_transformers(folder: Path, size: bare.Size) -> Decode:
 
   model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-  def run(steps: int) -> Timed:
+  def start() -> Step:
     cache, tokens = DynamicCache(config=model.config), torch.arange(size.rows)[:, None] + 1
 
     @torch.inference_mode()
@@ -134,15 +134,24 @@ def by_transformers(folder: Path, size: bare.Size) -> Decode:
       tokens = model(tokens, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
       return tokens[:, 0].numpy()
 
-    return timed(one, steps)
+    return one
 
-  return run
+  return start
 
 
-def timed(one: Callable[[], np.ndarray], steps: int) -> Timed:
+def race(first: Decode, second: Decode, turns: int, steps: int) -> tuple[list[Timed], list[Timed]]:
+  """Both in turns, a few steps each; what they write first must be the same."""
+  one, other = first(), second()
+  np.testing.assert_array_equal([one() for _ in range(8)], [other() for _ in range(8)])
+  times = [(timed(one, steps), timed(other, steps)) for _ in range(turns)]
+  return [a for a, _ in times], [b for _, b in times]
+
+
+def timed(step: Step, steps: int) -> Timed:
   start, worked = time.perf_counter(), time.process_time()
-  written = [one() for _ in range(steps)]
-  return Timed((time.perf_counter() - start) / steps, (time.process_time() - worked) / steps, np.stack(written))
+  for _ in range(steps):
+    step()
+  return Timed((time.perf_counter() - start) / steps, (time.process_time() - worked) / steps)
 
 
 def first_token(values: dict) -> float:
@@ -164,8 +173,7 @@ def first_token(values: dict) -> float:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-  parser.add_argument("--rounds", type=int, default=24)
-  parser.add_argument("--steps", type=int, default=16, help="steps per round")
+  parser.add_argument("--turns", type=int, default=96)
   parser.add_argument("--starts", type=int, default=3, help="processes that are timed to their first token")
   parser.add_argument("--small", action="store_true", help="a toy size, to see that the benchmark runs")
   arguments = parser.parse_args()
@@ -178,29 +186,23 @@ def main() -> None:
     cold = [first_token(values | {"jax_cache_dir": ""}) for _ in range(arguments.starts)]
     first_token(values)
     warm = [first_token(values) for _ in range(arguments.starts)]
-    runs = {"engine": ours(values, size), "bare": by_hand(folder, size), "transformers": by_transformers(folder, size)}
-    written = [run(8).tokens for run in runs.values()]
-    for other in written[1:]:
-      np.testing.assert_array_equal(other, written[0], err_msg="all must write the same")
-    times: dict[str, list[Timed]] = {name: [] for name in runs}
-    for i in range(arguments.rounds):
-      for name in list(runs)[:: 1 if i % 2 else -1]:
-        times[name].append(runs[name](arguments.steps))
+    engine = ours(values, size)
+    ours_first, bare_steps = race(engine, by_hand(folder, size), arguments.turns, 1)
+    # torch's threads stay awake for a while, so it gets longer turns
+    ours_again, torch_steps = race(engine, by_transformers(folder, size), arguments.turns // 8, 8)
 
-  def ratio(other: str, kind: str = "seconds") -> float:
-    pairs = zip(times["engine"], times[other], strict=True)
-    return statistics.median(getattr(b, kind) / getattr(a, kind) for a, b in pairs)
+  def speed(times: list[Timed]) -> float:
+    return 1 / statistics.median(t.seconds for t in times)
 
-  result = {f"{name}_steps_per_s": 1 / statistics.median(t.seconds for t in each) for name, each in times.items()}
-  result |= {"ratio_to_bare": ratio("bare"), "processor_ratio_to_bare": ratio("bare", "processor")}
-  result |= {"ratio_to_transformers": ratio("transformers")}
+  def ratio(ours: list[Timed], others: list[Timed], kind: str) -> float:
+    return statistics.median(getattr(b, kind) / getattr(a, kind) for a, b in zip(ours, others, strict=True))
+
+  result = {"engine_steps_per_s": speed(ours_first), "bare_steps_per_s": speed(bare_steps)}
+  result |= {f"ratio_to_bare_{kind}": ratio(ours_first, bare_steps, kind) for kind in Timed._fields}
+  result |= {"transformers_steps_per_s": speed(torch_steps)}
+  result |= {"ratio_to_transformers": ratio(ours_again, torch_steps, "seconds")}
   result |= {"first_token_cold_s": statistics.median(cold), "first_token_warm_s": statistics.median(warm)}
-  result = {name: float(f"{value:.4g}") for name, value in result.items()}
-  if arguments.json:
-    print(json.dumps(result))
-  else:
-    for name, value in result.items():
-      print(f"{name:>26} {value:g}")
+  show(result, arguments.json)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ one turn of the loop costs when the step itself does nothing.
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import bare
+from benchmarks.figures import show
 from maxtext import MaxTextConfig, load_config
 from maxtext.mesh.devices import make_mesh
 from maxtext.train.loop import run_loop
@@ -128,12 +128,7 @@ def main() -> None:
     "startup_ratio": statistics.median(a / b for a, b in starts),
     "host_overhead_us": 1e6 * host_overhead(config),
   }
-  result = {name: float(f"{value:.4g}") for name, value in result.items()}
-  if arguments.json:
-    print(json.dumps(result))
-  else:
-    for name, value in result.items():
-      print(f"{name:>18} {value:g}")
+  show(result, arguments.json)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class Engine:
   ) -> None:
     if ahead:
       model = Model.of(model.spec, replace(model.how, cache_ahead=ahead))
-    self.ahead, places = ahead, length + ahead if ahead else 0
+    self.ahead = ahead
     self._params, self.vocab = params, model.spec.vocab
     self.slots, self.length, self.longest_prompt = slots, length, longest_prompt
     shortest = _SHORTEST_BLOCK if model.how.attention.kernel == "splash" else _SHORTEST
@@ -112,8 +112,7 @@ class Engine:
         chosen = choose(logits, state.controls, state.history, state.positions + 1)
         return (accepted(state, chosen.tokens, active), active & (chosen.tokens == guess)), (chosen, active)
 
-      nothing = jnp.full((slots, 1), self.vocab)
-      followed = jnp.concatenate([guessed, nothing], axis=1)
+      followed = jnp.pad(guessed, ((0, 0), (0, 1)))  # nothing is taken behind the last place
       places = logits.swapaxes(0, 1), followed.swapaxes(0, 1)
       (state, _), written = jax.lax.scan(take, (state._replace(cache=[]), active), places)
       return state._replace(cache=cache), written
@@ -122,7 +121,7 @@ class Engine:
       nothing = jnp.zeros(slots, jnp.int32)
       history = History(jnp.zeros((slots, self.vocab), bool), jnp.zeros((slots, self.vocab), jnp.int32))
       cache = model.bind(params).empty_cache(slots, length)
-      text = jnp.zeros((slots, places), jnp.int32)
+      text = jnp.zeros((slots, length if ahead else 0), jnp.int32)
       return State(cache, text, nothing, nothing, Controls.empty(slots, self.vocab), history)
 
     self.state = jax.jit(empty)(params)
