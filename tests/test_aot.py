@@ -6,14 +6,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
 from maxtext import load_config
+from maxtext.mesh.topology import Topology
 from maxtext.plan.compile import program_for
-from maxtext.plan.hlo import CompiledProgram
+from maxtext.plan.hlo import CompiledProgram, Transfer
+from maxtext.train.program import Program
 
 pytest.importorskip("libtpu")
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
@@ -22,12 +26,48 @@ pytestmark = [pytest.mark.aot, pytest.mark.slow]
 WEIGHTS_PER_LAYER = 7
 
 
-def compiled(model: str, **keys):
+@dataclass(frozen=True)
+class Compiled:
+  """A step, compiled; `layers` is how often the loop over layers runs."""
+
+  step: Program
+  topology: Topology
+  memory: Any
+  program: CompiledProgram
+
+  @property
+  def layers(self) -> int:
+    return self.step.config.base_num_decoder_layers
+
+  def gathers(self) -> list[tuple[Transfer, int]]:
+    return [(t, times) for t, times in self.program.collectives() if t.collective.collective == "all-gather"]
+
+
+def compiled(model: str, **keys) -> Compiled:
   start = time.perf_counter()
-  program, topology = program_for(load_config(model, dataset_type="synthetic", max_target_length=4096, **keys))
-  executable = program.lower().compile()
-  print(f"\n{model} for {keys['compile_topology']}: compiled in {time.perf_counter() - start:.0f} s")
-  return executable.memory_analysis(), CompiledProgram.parse(executable.as_text()), topology
+  step, topology = program_for(load_config(model, dataset_type="synthetic", max_target_length=4096, **keys))
+  executable = step.lower().compile()
+  found = Compiled(step, topology, executable.memory_analysis(), CompiledProgram.parse(executable.as_text()))
+  print(f"\n{model} for {keys['compile_topology']}: compiled in {time.perf_counter() - start:.0f} s, peak "
+        f"{found.memory.peak_memory_in_bytes / 1e9:.1f} GB, {found.program.cycles:.3e} cycles")  # fmt: skip
+  return found
+
+
+@pytest.fixture(scope="module")
+def llama_7b() -> Compiled:
+  return compiled("llama2-7b", compile_topology="v5p-16", per_device_batch_size=1)
+
+
+@pytest.fixture(scope="module")
+def llama_70b() -> Compiled:
+  return compiled(
+    "llama2-70b", compile_topology="v5p-128", per_device_batch_size=2, remat_policy="save_dot_except_mlpwi"
+  )
+
+
+@pytest.fixture(params=["llama_7b", "llama_70b"])
+def llama(request) -> Compiled:
+  return request.getfixturevalue(request.param)
 
 
 def splash_calls(program: CompiledProgram) -> Counter:
@@ -39,29 +79,57 @@ def splash_calls(program: CompiledProgram) -> Counter:
   return count
 
 
-def test_7b_compiles_for_eight_chips_with_splash():
-  memory, program, topology = compiled("llama2-7b", compile_topology="v5p-16", per_device_batch_size=1)
-  assert memory.peak_memory_in_bytes < topology.chip.hbm_bytes
+def test_a_step_fits(llama):
+  assert llama.memory.peak_memory_in_bytes < llama.topology.chip.hbm_bytes
+
+
+def test_every_collective_is_one_of_ours(llama):
+  collectives = llama.program.collectives()
+  assert collectives
+  assert all(t.collective.op_name for t, _ in collectives), "one without a source is a decomposed one"
+
+
+def test_nothing_is_gathered_outside_the_layers_but_embedding_and_head(llama):
+  vocab, width = llama.step.config.vocab_size, llama.step.config.base_emb_dim
+  outside = [t.collective.arrays[0].shape for t, times in llama.gathers() if times == 1]
+  assert sorted(outside) == sorted([(vocab, width), (width, vocab)])
+
+
+def test_no_layer_moves_the_residual_stream(llama):
+  stream = shape_of_stream(llama)
+  moved = [t.collective for t, times in llama.program.collectives() if times >= llama.layers]
+  assert not [i for i in moved if i.collective == "all-to-all" or any(a.shape == stream for a in i.arrays)]
+
+
+def shape_of_stream(step: Compiled) -> tuple[int, ...]:
+  """What a device holds of what goes from layer to layer."""
+  inputs = step.step.batch.inputs
+  stream = (*inputs.sharding.shard_shape(inputs.shape), step.step.config.base_emb_dim)
+  in_layers = [i for i, times in step.program.walk() if times >= step.layers]
+  assert any(a.shape == stream for i in in_layers for a in i.arrays), "there is none of this shape"
+  return stream
+
+
+def test_7b_runs_splash_and_takes_weights_in_turn_with_their_products(llama_7b):
+  program = llama_7b.program
   assert splash_calls(program) == {"fwd": 64, "dq": 32, "dkv": 32}, "forward, and again for the backward pass"
-  print(f"peak {memory.peak_memory_in_bytes / 1e9:.1f} GB, {program.cycles:.3e} cycles")
+  loops = [i for i, times in program.walk() if i.opcode == "while" and times == llama_7b.layers]
+  assert len(loops) == 3 * WEIGHTS_PER_LAYER, "around the ring once forward, once backward, once for the gradient"
+  passed = [t for t, _ in program.collectives() if t.collective.collective == "collective-permute"]
+  assert passed
+  assert all(t.asynchronous for t in passed)
 
 
-def test_70b_on_64_chips_costs_what_it_should():
-  memory, program, _ = compiled(
-    "llama2-70b", compile_topology="v5p-128", per_device_batch_size=2, remat_policy="save_dot_except_mlpwi"
-  )
-  print(f"peak {memory.peak_memory_in_bytes / 1e9:.1f} GB, {program.cycles:.3e} cycles")
-  assert memory.peak_memory_in_bytes == pytest.approx(58.1e9, rel=0.05)
-  assert program.cycles == pytest.approx(1.96e10, rel=0.05)
-
-  collectives = program.collectives()
-  assert all(i.op_name for i, _ in collectives), "a collective without a source is a decomposed one"
-  in_loop = Counter(i.collective for i, times in collectives if times == 80)
-  assert in_loop["all-gather"] == 2 * WEIGHTS_PER_LAYER, "each weight once forward, once backward"
-  gathered = sum(i.bytes * times for i, times in collectives if i.collective == "all-gather")
+def test_70b_costs_what_it_should_and_gathers_beside_its_products(llama_70b):
+  assert llama_70b.memory.peak_memory_in_bytes == pytest.approx(58.1e9, rel=0.05)
+  assert llama_70b.program.cycles == pytest.approx(1.96e10, rel=0.05)
+  copies = [i for i, times in llama_70b.program.walk() if i.opcode == "copy" and times == llama_70b.layers]
+  assert not [i for i in copies if i.arrays[0].shape == shape_of_stream(llama_70b)], "from one layout into another"
+  in_layers = [t for t, times in llama_70b.gathers() if times == llama_70b.layers]
+  assert len(in_layers) == 2 * WEIGHTS_PER_LAYER, "each weight once forward, once backward"
+  assert sum(t.asynchronous for t in in_layers) >= 0.8 * len(in_layers)
+  gathered = sum(t.collective.bytes * times for t, times in llama_70b.gathers())
   assert gathered == pytest.approx(275e9, rel=0.02)
-  outside = [i for i, times in collectives if times == 1 and i.collective == "all-gather"]
-  assert sorted(i.type.split("{")[0] for i in outside) == ["bf16[32000,8192]", "bf16[8192,32000]"], "embedding and head"
 
 
 def test_70b_lowers_for_50944_chips_without_an_array():
@@ -97,8 +165,10 @@ def plan(*words):
 
 
 def test_a_plan_of_what_fits(tmp_path):
-  done = plan("per_device_batch_size=2", "--json", "--html", str(tmp_path / "plan.html"))
+  flags = f"compile_xla_flags=--xla_dump_to={tmp_path / 'dump'}"
+  done = plan("per_device_batch_size=2", flags, "--json", "--html", str(tmp_path / "plan.html"))
   assert done.returncode == 0, done.stderr
+  assert list((tmp_path / "dump").glob("*train_step*")), "the compiler was told"
   found = json.loads(done.stdout)
   assert found["fits"]
   memory = found["memory"]

@@ -95,31 +95,17 @@ class _Player:
         now += trips * self.play(loop_body(i), times * trips)
       elif i.opcode in ("call", "conditional"):
         now += max((self.play(target, times) for target in called(i)), default=0.0)
-      elif transfer := self._collective(i):
-        seconds = self._transfer_seconds(transfer)
-        if i.opcode.endswith("-start"):
-          links_free = max(now, links_free) + seconds
-          under_way[i.name] = transfer, links_free
-        else:
-          done = max(now, links_free) + seconds
-          self._wait(transfer, times, done - now)
-          now = links_free = done
-      elif i.opcode.endswith("-done") and i.operands[0] in under_way:
-        transfer, done = under_way.pop(i.operands[0])
-        self._wait(transfer, times, max(done - now, 0.0))
-        now = max(now, done)
+      elif transfer := self._program.transfer(i):
+        if transfer.starts:
+          links_free = max(now, links_free) + self._transfer_seconds(transfer.collective)
+          under_way[transfer.key] = transfer.collective, links_free
+        if transfer.ends and transfer.key in under_way:
+          collective, done = under_way.pop(transfer.key)
+          self._wait(collective, times, max(done - now, 0.0))
+          now = max(now, done)
       else:
         now += self._own(i, times)
     return now
-
-  def _collective(self, i: Instruction) -> Instruction | None:
-    """The collective that an instruction is, or starts beside the chip's own work."""
-    if i.collective:
-      return i
-    if i.opcode == "async-start":
-      inner = (j for target in called(i) for j in self._program.computations[target].instructions)
-      return next((j for j in inner if j.collective), None)
-    return None
 
   def _wait(self, i: Instruction, times: int, seconds: float) -> None:
     axes, _, _ = self._span(i)
