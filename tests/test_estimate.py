@@ -10,9 +10,9 @@ from maxtext.plan.hlo import CompiledProgram
 
 pytest.importorskip("libtpu")
 
-# A gather of 8 MiB over eight chips, fused with products as the TPU compiler writes it: three places of one channel.
+# A gather of 8 MiB over all chips, fused with products as the TPU compiler writes it: three places of one channel.
 GATHER = (
-  "all-gather(%part), channel_id=7, replica_groups=[1,8]<=[8], dimensions={0}, "
+  "all-gather(%part), channel_id=7, replica_groups=[1,CHIPS]<=[CHIPS], dimensions={0}, "
   'metadata={op_name="jit(train_step)/dot_general"}'
 )
 FUSED = f"""
@@ -57,15 +57,16 @@ backend_config={{"estimated_cycles":"CYCLES"}}
 
 @pytest.mark.parametrize("cycles", [1_000, 100_000])
 @pytest.mark.parametrize("schedule", [FUSED, WAITED_FOR])
-def test_a_gather_costs_what_its_products_do_not_hide(schedule, cycles):
-  topology = Topology.named("v5p-16")
-  mesh = Mesh(mesh_utils.create_device_mesh((8,), topology.devices()), ("fsdp",))
-  program = CompiledProgram.parse(schedule.replace("CYCLES", str(cycles)))
+@pytest.mark.parametrize(("name", "chips", "links"), [("v5p-16", 8, 3), ("v5p-128", 64, 6), ("v6e-8", 8, 2)])
+def test_a_gather_costs_what_its_products_do_not_hide(schedule, cycles, name, chips, links):
+  topology = Topology.named(name)
+  mesh = Mesh(mesh_utils.create_device_mesh((chips,), topology.devices()), ("fsdp",))
+  program = CompiledProgram.parse(schedule.replace("CYCLES", str(cycles)).replace("CHIPS", str(chips)))
   ((gather, times),) = program.collectives()
   assert (gather.asynchronous, times) == (schedule is FUSED, 1)
   assert gather.collective.op_name == "jit(train_step)/dot_general"
-  found = estimate(program, topology.chip, mesh, Calibration(compute=0.5, link=1.0)).seconds_by_kind()
+  found = estimate(program, topology, mesh, Calibration(compute=0.5, link=1.0)).seconds_by_kind()
   product = 0.5 * cycles / topology.chip.clock
-  travel = 7 / 8 * 4096 * 1024 * 2 / (6 * topology.chip.link_bandwidth)  # both ways of three dimensions
+  travel = (chips - 1) / chips * 4096 * 1024 * 2 / (links * topology.chip.link_bandwidth)
   assert found["compute"] == pytest.approx(product)
   assert found["collective"] == pytest.approx(max(travel - product, 0) if schedule is FUSED else travel)

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import numpy as np
 from jax.sharding import Mesh
 
-from maxtext.mesh.chips import Chip
+from maxtext.mesh.topology import Topology
 from maxtext.plan.hlo import ArrayType, CompiledProgram, Instruction, called, loop_body
 
 
@@ -73,16 +73,17 @@ class Estimate:
     return sum(o.seconds for o in own if o.recomputed) / max(sum(o.seconds for o in own), 1e-30)
 
 
-def estimate(program: CompiledProgram, chip: Chip, mesh: Mesh, calibration: Calibration) -> Estimate:
+def estimate(program: CompiledProgram, topology: Topology, mesh: Mesh, calibration: Calibration) -> Estimate:
   """Plays the schedule through."""
-  player = _Player(program, chip, mesh, calibration)
+  player = _Player(program, topology, mesh, calibration)
   player.play(program.entry, 1)
   return Estimate(player.operations)
 
 
 class _Player:
-  def __init__(self, program: CompiledProgram, chip: Chip, mesh: Mesh, calibration: Calibration) -> None:
-    self._program, self._chip, self._mesh, self._calibration = program, chip, mesh, calibration
+  def __init__(self, program: CompiledProgram, topology: Topology, mesh: Mesh, calibration: Calibration) -> None:
+    self._program, self._topology, self._mesh, self._calibration = program, topology, mesh, calibration
+    self._chip = topology.chip
     self.operations: list[Operation] = []
 
   def play(self, name: str, times: int) -> float:
@@ -127,25 +128,33 @@ class _Player:
     return seconds
 
   def _transfer_seconds(self, i: Instruction) -> float:
-    """A ring in both directions of every dimension of the torus that the group spans."""
-    _, dims, slices = self._span(i)
+    """All links that lead to a chip of the group bring a part; to a neighbour there is one."""
+    _, links, slices = self._span(i)
     group = len(i.first_group(self._mesh.size))
     if group == 1:
       return 0.0
-    speed = self._calibration.between_slices if slices else 2 * max(dims, 1) * self._chip.link_bandwidth
+    speed = self._calibration.between_slices if slices else links * self._chip.link_bandwidth
     share = (group - 1) / group
-    passes = {"all-reduce": 2 * share, "collective-permute": 2 * max(dims, 1)}.get(i.collective or "", share)
+    passes = {"all-reduce": 2 * share, "collective-permute": links}.get(i.collective or "", share)
     return i.bytes * passes / (speed * self._calibration.link)
 
   def _span(self, i: Instruction) -> tuple[tuple[str, ...], int, bool]:
-    """The mesh axes along which a group lies, the dimensions of the torus it spans, and whether it leaves a slice."""
+    """The mesh axes along which a group lies, the links that bring its chips their parts, whether it leaves a slice.
+
+    A dimension of the torus that the group spans gives two links, one for each direction of the ring; where it is no
+    ring, or the group is only a part of it, the chip at the end has one.
+    """
     places = i.first_group(self._mesh.size)
     index = np.stack(np.unravel_index(places, self._mesh.devices.shape))
     axes = tuple(a for a, row in zip(self._mesh.axis_names, index, strict=True) if len(set(row)) > 1)
     devices = self._mesh.devices.ravel()[places]
-    coordinates = np.array([d.coords for d in devices])
-    dims = int((coordinates.max(0) > coordinates.min(0)).sum())
-    return axes, dims, len({getattr(d, "slice_index", 0) for d in devices}) > 1
+    extents = np.ptp([d.coords for d in devices], axis=0) + 1
+    rings = [
+      wraps and extent == size
+      for extent, size, wraps in zip(extents, self._topology.shape, self._topology.wrap, strict=False)
+    ]
+    links = sum(1 + int(ring) for extent, ring in zip(extents, rings, strict=False) if extent > 1)
+    return axes, max(links, 1), len({getattr(d, "slice_index", 0) for d in devices}) > 1
 
 
 def _kernel_name(i: Instruction) -> str | None:
