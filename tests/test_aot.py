@@ -55,7 +55,7 @@ def compiled(model: str, **keys) -> Compiled:
 
 @pytest.fixture(scope="module")
 def llama_7b() -> Compiled:
-  return compiled("llama2-7b", compile_topology="v5p-16", per_device_batch_size=1)
+  return compiled("llama2-7b", compile_topology="v5p-16", per_device_batch_size=4, remat_policy="minimal")
 
 
 @pytest.fixture(scope="module")

@@ -120,7 +120,8 @@ def candidates(config: MaxTextConfig) -> list[Candidate]:
   flops = train_flops_per_token(model, length)
   attention = (flops - train_flops_per_token(model, 0)) / 3  # of the forward pass
   found = []
-  for policy in POLICIES:
+  for all_keys in POLICIES:
+    policy = {key: value for key, value in all_keys.items() if key not in _NEEDED or key in {*work, "context"}}
     turns = how(config.model_copy(update=_typed(policy)), mesh).remat
     keeps = sum(work[name].bytes for turn in turns for name in turn.saved if name in work) / len(turns)
     again = sum(w.flops for turn in turns for name, w in work.items() if name not in {*turn.saved, *_NEVER_AGAIN})
