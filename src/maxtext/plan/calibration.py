@@ -7,7 +7,7 @@ from maxtext.plan.estimate import Calibration
 CALIBRATION: Mapping[str, Calibration] = {
   "v4": Calibration(),
   "v5e": Calibration(),
-  # The compiler's cycles are a little high: with this factor Llama2-70B on v5p-128 comes to the published 65 %.
+  # The compiler counts more cycles than a published run of 65 % of peak on 64 chips can have taken.
   "v5p": Calibration(compute=0.88),
   "v6e": Calibration(),
   "tpu7x": Calibration(),
