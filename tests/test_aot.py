@@ -43,26 +43,24 @@ class Compiled:
     return [(t, times) for t, times in self.program.collectives() if t.collective.collective == "all-gather"]
 
 
-def compiled(model: str, **keys) -> Compiled:
+def compiled(recipe: str, compile_topology: str) -> Compiled:
   start = time.perf_counter()
-  step, topology = program_for(load_config(model, dataset_type="synthetic", max_target_length=4096, **keys))
+  step, topology = program_for(load_config(recipe, dataset_type="synthetic", compile_topology=compile_topology))
   executable = step.lower().compile()
   found = Compiled(step, topology, executable.memory_analysis(), CompiledProgram.parse(executable.as_text()))
-  print(f"\n{model} for {keys['compile_topology']}: compiled in {time.perf_counter() - start:.0f} s, peak "
+  print(f"\n{recipe}: compiled in {time.perf_counter() - start:.0f} s, peak "
         f"{found.memory.peak_memory_in_bytes / 1e9:.1f} GB, {found.program.cycles:.3e} cycles")  # fmt: skip
   return found
 
 
 @pytest.fixture(scope="module")
 def llama_7b() -> Compiled:
-  return compiled("llama2-7b", compile_topology="v5p-16", per_device_batch_size=4, remat_policy="minimal")
+  return compiled("llama2-7b-v5p-16", "v5p-16")
 
 
 @pytest.fixture(scope="module")
 def llama_70b() -> Compiled:
-  return compiled(
-    "llama2-70b", compile_topology="v5p-128", per_device_batch_size=2, remat_policy="save_dot_except_mlpwi"
-  )
+  return compiled("llama2-70b-v5p-128", "v5p-128")
 
 
 @pytest.fixture(params=["llama_7b", "llama_70b"])
