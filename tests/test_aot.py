@@ -87,45 +87,35 @@ def test_every_collective_is_one_of_ours(llama):
   assert all(t.collective.op_name for t, _ in collectives), "one without a source is a decomposed one"
 
 
-def test_nothing_is_gathered_outside_the_layers_but_embedding_and_head(llama):
+def test_weights_are_gathered_layer_by_layer_and_beside_products(llama):
   vocab, width = llama.step.config.vocab_size, llama.step.config.base_emb_dim
   outside = [t.collective.arrays[0].shape for t, times in llama.gathers() if times == 1]
-  assert sorted(outside) == sorted([(vocab, width), (width, vocab)])
+  assert sorted(outside) == sorted([(vocab, width), (width, vocab)]), "embedding and head"
+  in_layers = [t for t, times in llama.gathers() if times == llama.layers]
+  assert len(in_layers) == 2 * WEIGHTS_PER_LAYER, "each weight once forward, once backward"
+  assert len(outside) + len(in_layers) == len(llama.gathers())
+  assert sum(t.asynchronous for t in in_layers) >= 0.8 * len(in_layers)
 
 
-def test_no_layer_moves_the_residual_stream(llama):
-  stream = shape_of_stream(llama)
-  moved = [t.collective for t, times in llama.program.collectives() if times >= llama.layers]
-  assert not [i for i in moved if i.collective == "all-to-all" or any(a.shape == stream for a in i.arrays)]
+def test_no_layer_moves_or_copies_the_residual_stream(llama):
+  inputs = llama.step.batch.inputs
+  stream = (*inputs.sharding.shard_shape(inputs.shape), llama.step.config.base_emb_dim)
+  in_layers = [i for i, times in llama.program.walk() if times == llama.layers]
+  assert any(a.shape == stream for i in in_layers for a in i.arrays), "there is one of this shape"
+  assert not [i for i in in_layers if i.opcode == "copy" and i.arrays[0].shape == stream], "into another layout"
+  moved = [t.collective for t, _ in llama.program.collectives()]
+  assert {i.collective for i in moved} == {"all-gather", "all-reduce"}
+  assert not [i for i in moved if any(a.shape == stream for a in i.arrays)]
 
 
-def shape_of_stream(step: Compiled) -> tuple[int, ...]:
-  """What a device holds of what goes from layer to layer."""
-  inputs = step.step.batch.inputs
-  stream = (*inputs.sharding.shard_shape(inputs.shape), step.step.config.base_emb_dim)
-  in_layers = [i for i, times in step.program.walk() if times >= step.layers]
-  assert any(a.shape == stream for i in in_layers for a in i.arrays), "there is none of this shape"
-  return stream
+def test_7b_costs_less_than_it_did_elsewhere(llama_7b):
+  assert splash_calls(llama_7b.program) == {"fwd": 32, "dq": 32, "dkv": 32}, "attention is not computed again"
+  assert llama_7b.program.cycles < 0.92 * 5.11e9, "a public implementation's, at 63.8 GB"
 
 
-def test_7b_runs_splash_and_takes_weights_in_turn_with_their_products(llama_7b):
-  program = llama_7b.program
-  assert splash_calls(program) == {"fwd": 64, "dq": 32, "dkv": 32}, "forward, and again for the backward pass"
-  loops = [i for i, times in program.walk() if i.opcode == "while" and times == llama_7b.layers]
-  assert len(loops) == 3 * WEIGHTS_PER_LAYER, "around the ring once forward, once backward, once for the gradient"
-  passed = [t for t, _ in program.collectives() if t.collective.collective == "collective-permute"]
-  assert passed
-  assert all(t.asynchronous for t in passed)
-
-
-def test_70b_costs_what_it_should_and_gathers_beside_its_products(llama_70b):
+def test_70b_costs_what_it_should(llama_70b):
   assert llama_70b.memory.peak_memory_in_bytes == pytest.approx(58.1e9, rel=0.05)
   assert llama_70b.program.cycles == pytest.approx(1.96e10, rel=0.05)
-  copies = [i for i, times in llama_70b.program.walk() if i.opcode == "copy" and times == llama_70b.layers]
-  assert not [i for i in copies if i.arrays[0].shape == shape_of_stream(llama_70b)], "from one layout into another"
-  in_layers = [t for t, times in llama_70b.gathers() if times == llama_70b.layers]
-  assert len(in_layers) == 2 * WEIGHTS_PER_LAYER, "each weight once forward, once backward"
-  assert sum(t.asynchronous for t in in_layers) >= 0.8 * len(in_layers)
   gathered = sum(t.collective.bytes * times for t, times in llama_70b.gathers())
   assert gathered == pytest.approx(275e9, rel=0.02)
 
