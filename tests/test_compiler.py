@@ -24,6 +24,18 @@ def test_collectives_overlap_on_every_tpu_unless_the_user_says_otherwise(tpu, mo
   assert compiler_options(tpu) == {name: value for name, value in ours.items() if name != FUSED}
 
 
+def test_the_compiler_knows_every_option(tpu):
+  place = jax.sharding.SingleDeviceSharding(tpu)
+  one = jax.ShapeDtypeStruct((8, 128), jax.numpy.float32, sharding=place)
+
+  def compile_with(options):
+    return jax.jit(jax.numpy.negative, compiler_options=options).lower(one).compile()
+
+  assert compile_with(compiler_options(tpu)).as_text()
+  with pytest.raises(jax.errors.JaxRuntimeError, match="xla_unheard_of"):
+    compile_with(compiler_options(tpu, "--xla_unheard_of=1"))
+
+
 def test_a_cpu_is_told_nothing():
   assert compiler_options(jax.devices("cpu")[0]) == {}
 

@@ -17,7 +17,7 @@ _OVERLAPPED: Options = {
   "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,  # also those of gathers
   "xla_tpu_enable_async_collective_fusion_multiple_steps": True,  # and a gather may last through several of them
   "xla_tpu_overlap_compute_collective_tc": True,  # the core that computes also moves what arrives
-  # Weights are not passed around in pieces, each multiplied as it comes: that pays for layout copies of activations.
+  # Weights are not passed around in pieces: products of those want activations copied into other layouts.
   "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
 }
 
