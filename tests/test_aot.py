@@ -108,13 +108,16 @@ def test_no_layer_moves_or_copies_the_residual_stream(llama):
   assert not [i for i in moved if any(a.shape == stream for a in i.arrays)]
 
 
+def test_attention_is_not_computed_again(llama):
+  assert splash_calls(llama.program) == dict.fromkeys(("fwd", "dq", "dkv"), llama.layers)
+
+
 def test_7b_costs_less_than_it_did_elsewhere(llama_7b):
-  assert splash_calls(llama_7b.program) == {"fwd": 32, "dq": 32, "dkv": 32}, "attention is not computed again"
   assert llama_7b.program.cycles < 0.92 * 5.11e9, "a public implementation's, at 63.8 GB"
 
 
 def test_70b_costs_what_it_should(llama_70b):
-  assert llama_70b.memory.peak_memory_in_bytes == pytest.approx(58.1e9, rel=0.05)
+  assert llama_70b.memory.peak_memory_in_bytes == pytest.approx(58.1e9 + 10.7e9, rel=0.05), "and attention's output"
   assert llama_70b.program.cycles == pytest.approx(1.96e10, rel=0.05)
   gathered = sum(t.collective.bytes * times for t, times in llama_70b.gathers())
   assert gathered == pytest.approx(275e9, rel=0.02)
