@@ -179,9 +179,10 @@ def _profile(c: MaxTextConfig) -> str | None:
 
 
 def _compiler_flags(c: MaxTextConfig) -> str | None:
-  for flag in c.dump_hlo_xla_flags.split():
-    if not re.fullmatch(r"--\w+=\S+", flag):
-      return f"dump_hlo_xla_flags: '{flag}' must look like --xla_dump_to=folder."
+  for key in ("dump_hlo_xla_flags", "compile_xla_flags"):
+    for flag in getattr(c, key).split():
+      if not re.fullmatch(r"--\w+=\S+", flag):
+        return f"{key}: '{flag}' must look like --xla_dump_to=folder."
   return None
 
 

@@ -131,8 +131,11 @@ REFUSALS: tuple[Refusal, ...] = (
     "devices stand in the order that JAX finds for their torus; allow_split_physical_axes=true gives it more freedom",
   ),
   Refusal(
-    ("internal_compile", "internal_compile_num_devices", "compile_xla_flags"),
-    "maxtext plan compiles for compile_topology, and flags go into the environment as XLA_FLAGS",
+    ("internal_compile", "internal_compile_num_devices"), "maxtext plan compiles for compile_topology",
+  ),
+  Refusal(
+    ("compile_xla_flags",), "it has no effect without compile_topology; flags of a run go into the environment",
+    unless=lambda c: bool(c.compile_topology),
   ),
   Refusal(
     ("compiled_trainstep_file",), "it holds one size of batch, which enable_rampup_batch_size=true changes",

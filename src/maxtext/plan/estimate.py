@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import numpy as np
 from jax.sharding import Mesh
 
-from maxtext.mesh.chips import Chip
+from maxtext.mesh.topology import Topology
 from maxtext.plan.hlo import ArrayType, CompiledProgram, Instruction, called, loop_body
 
 
@@ -73,16 +73,17 @@ class Estimate:
     return sum(o.seconds for o in own if o.recomputed) / max(sum(o.seconds for o in own), 1e-30)
 
 
-def estimate(program: CompiledProgram, chip: Chip, mesh: Mesh, calibration: Calibration) -> Estimate:
+def estimate(program: CompiledProgram, topology: Topology, mesh: Mesh, calibration: Calibration) -> Estimate:
   """Plays the schedule through."""
-  player = _Player(program, chip, mesh, calibration)
+  player = _Player(program, topology, mesh, calibration)
   player.play(program.entry, 1)
   return Estimate(player.operations)
 
 
 class _Player:
-  def __init__(self, program: CompiledProgram, chip: Chip, mesh: Mesh, calibration: Calibration) -> None:
-    self._program, self._chip, self._mesh, self._calibration = program, chip, mesh, calibration
+  def __init__(self, program: CompiledProgram, topology: Topology, mesh: Mesh, calibration: Calibration) -> None:
+    self._program, self._topology, self._mesh, self._calibration = program, topology, mesh, calibration
+    self._chip = topology.chip
     self.operations: list[Operation] = []
 
   def play(self, name: str, times: int) -> float:
@@ -95,31 +96,17 @@ class _Player:
         now += trips * self.play(loop_body(i), times * trips)
       elif i.opcode in ("call", "conditional"):
         now += max((self.play(target, times) for target in called(i)), default=0.0)
-      elif transfer := self._collective(i):
-        seconds = self._transfer_seconds(transfer)
-        if i.opcode.endswith("-start"):
-          links_free = max(now, links_free) + seconds
-          under_way[i.name] = transfer, links_free
-        else:
-          done = max(now, links_free) + seconds
-          self._wait(transfer, times, done - now)
-          now = links_free = done
-      elif i.opcode.endswith("-done") and i.operands[0] in under_way:
-        transfer, done = under_way.pop(i.operands[0])
-        self._wait(transfer, times, max(done - now, 0.0))
-        now = max(now, done)
+      elif transfer := self._program.transfer(i):
+        if transfer.starts:
+          links_free = max(now, links_free) + self._transfer_seconds(transfer.collective)
+          under_way[transfer.key] = transfer.collective, links_free
+        if transfer.ends and transfer.key in under_way:
+          collective, done = under_way.pop(transfer.key)
+          self._wait(collective, times, max(done - now, 0.0))
+          now = max(now, done)
       else:
         now += self._own(i, times)
     return now
-
-  def _collective(self, i: Instruction) -> Instruction | None:
-    """The collective that an instruction is, or starts beside the chip's own work."""
-    if i.collective:
-      return i
-    if i.opcode == "async-start":
-      inner = (j for target in called(i) for j in self._program.computations[target].instructions)
-      return next((j for j in inner if j.collective), None)
-    return None
 
   def _wait(self, i: Instruction, times: int, seconds: float) -> None:
     axes, _, _ = self._span(i)
@@ -141,25 +128,33 @@ class _Player:
     return seconds
 
   def _transfer_seconds(self, i: Instruction) -> float:
-    """A ring in both directions of every dimension of the torus that the group spans."""
-    _, dims, slices = self._span(i)
+    """All links that lead to a chip of the group bring a part; to a neighbour there is one."""
+    _, links, slices = self._span(i)
     group = len(i.first_group(self._mesh.size))
     if group == 1:
       return 0.0
-    speed = self._calibration.between_slices if slices else 2 * max(dims, 1) * self._chip.link_bandwidth
+    speed = self._calibration.between_slices if slices else links * self._chip.link_bandwidth
     share = (group - 1) / group
-    passes = {"all-reduce": 2 * share, "collective-permute": 2 * max(dims, 1)}.get(i.collective or "", share)
+    passes = {"all-reduce": 2 * share, "collective-permute": links}.get(i.collective or "", share)
     return i.bytes * passes / (speed * self._calibration.link)
 
   def _span(self, i: Instruction) -> tuple[tuple[str, ...], int, bool]:
-    """The mesh axes along which a group lies, the dimensions of the torus it spans, and whether it leaves a slice."""
+    """The mesh axes along which a group lies, the links that bring its chips their parts, whether it leaves a slice.
+
+    A dimension of the torus that the group spans gives two links, one for each direction of the ring; where it is no
+    ring, or the group is only a part of it, the chip at the end has one.
+    """
     places = i.first_group(self._mesh.size)
     index = np.stack(np.unravel_index(places, self._mesh.devices.shape))
     axes = tuple(a for a, row in zip(self._mesh.axis_names, index, strict=True) if len(set(row)) > 1)
     devices = self._mesh.devices.ravel()[places]
-    coordinates = np.array([d.coords for d in devices])
-    dims = int((coordinates.max(0) > coordinates.min(0)).sum())
-    return axes, dims, len({getattr(d, "slice_index", 0) for d in devices}) > 1
+    extents = np.ptp([d.coords for d in devices], axis=0) + 1
+    rings = [
+      wraps and extent == size
+      for extent, size, wraps in zip(extents, self._topology.shape, self._topology.wrap, strict=False)
+    ]
+    links = sum(1 + int(ring) for extent, ring in zip(extents, rings, strict=False) if extent > 1)
+    return axes, max(links, 1), len({getattr(d, "slice_index", 0) for d in devices}) > 1
 
 
 def _kernel_name(i: Instruction) -> str | None:

@@ -21,6 +21,8 @@ _CALLED = re.compile(r"(?:to_apply|calls|body|condition|true_computation|false_c
 _ARRAY = re.compile(r"(?<![\w])([a-z]\w*)\[([\d,]*)\]")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_FUSED_ENDS = ("AsyncCollectiveStart", "AsyncCollectiveDone")
 _TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 _GROUPS_BY_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?: \{([^}]*)\})?")
 _GROUPS_BY_SHAPE = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -78,6 +80,12 @@ class Instruction:
     found = _FRAME.search(self.rest)
     return int(found[1]) if found else None
 
+  @property
+  def channel(self) -> str:
+    """Of a collective: the same wherever the program holds it."""
+    found = _CHANNEL.search(self.rest)
+    return found[1] if found else self.name
+
   def first_group(self, devices: int) -> np.ndarray:
     """The devices of one group of a collective, by their place in the program's mesh."""
     if found := _GROUPS_BY_MESH.search(self.rest):
@@ -112,6 +120,26 @@ class ArrayType:
 def array_types(text: str) -> list[ArrayType]:
   """The array types in a text."""
   return [ArrayType(t, tuple(map(int, filter(None, dims.split(","))))) for t, dims in _ARRAY.findall(text)]
+
+
+@dataclass(frozen=True)
+class Transfer:
+  """A place of the schedule where a collective starts, ends, or does both and is waited for.
+
+  Attributes:
+    collective: the collective itself.
+    key: shared by the two places where one starts and ends.
+  """
+
+  collective: Instruction
+  key: str
+  starts: bool = True
+  ends: bool = True
+
+  @property
+  def asynchronous(self) -> bool:
+    """Whether other work may stand between its two places."""
+    return not (self.starts and self.ends)
 
 
 @dataclass(frozen=True)
@@ -159,7 +187,7 @@ class CompiledProgram:
       yield instruction, times
       if instruction.opcode == "while":
         yield from self.walk(loop_body(instruction), times * self.trips(instruction))
-      elif instruction.opcode in ("call", "conditional", "async-start"):
+      elif instruction.opcode in ("call", "conditional"):
         for target in called(instruction):
           yield from self.walk(target, times)
 
@@ -183,9 +211,31 @@ class CompiledProgram:
     """Estimated cycles of one run, Pallas calls and waiting for the network not included."""
     return sum(instruction.cycles * times for instruction, times in self.walk())
 
-  def collectives(self) -> list[tuple[Instruction, int]]:
-    """The collectives, with how often each runs."""
-    return [(instruction, times) for instruction, times in self.walk() if instruction.collective]
+  def collectives(self) -> list[tuple[Transfer, int]]:
+    """Where collectives start, with how often each does."""
+    found = ((self.transfer(instruction), times) for instruction, times in self.walk())
+    return [(transfer, times) for transfer, times in found if transfer and transfer.starts]
+
+  def transfer(self, i: Instruction) -> Transfer | None:
+    """What an instruction of the schedule does to a collective; None where it does nothing.
+
+    The compiler writes one that runs beside products as a fusion that starts it, fusions that hold it beside their
+    product, and a fusion that ends it, all of one channel.
+    """
+    if i.collective:
+      return Transfer(i, i.name, ends=not i.opcode.endswith("-start"))
+    if i.opcode.removesuffix("-done") in ("async", *COLLECTIVES):
+      return Transfer(i, i.operands[0], starts=False)
+    if i.opcode not in ("async-start", "fusion"):
+      return None
+    inside = [j for target in called(i) for j in self.computations[target].instructions]
+    held = next((j for j in inside if j.collective), None)
+    if not held:
+      return None
+    if i.opcode == "async-start":
+      return Transfer(held, i.name, ends=False)
+    starts, ends = (any(f'custom_call_target="{mark}"' in j.rest for j in inside) for mark in _FUSED_ENDS)
+    return Transfer(held, f"channel {held.channel}", starts, ends) if starts or ends else None
 
 
 def loop_body(loop: Instruction) -> str:

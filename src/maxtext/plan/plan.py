@@ -122,7 +122,7 @@ def make_plan(config: MaxTextConfig) -> Plan:
     assert text is not None
     peak, temporaries = stats.peak_memory_in_bytes, stats.temp_size_in_bytes
     parsed = CompiledProgram.parse(text)
-    found = estimate(parsed, chip, mesh, CALIBRATION[topology.name])
+    found = estimate(parsed, topology, mesh, CALIBRATION[topology.name])
   except jax.errors.JaxRuntimeError as error:
     peak = _needed(str(error))
     temporaries = peak

@@ -20,6 +20,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.refusals import default_of, plain
+from maxtext.configs.types import RematAndOffload, RematLocation
 from maxtext.mesh.topology import Topology
 from maxtext.models.build import how
 from maxtext.models.flops import train_flops_per_token
@@ -28,14 +30,23 @@ from maxtext.plan.work import forward_work
 
 Keys = dict[str, Any]
 
-POLICIES = (
-  "minimal",
-  "minimal,save_dot_except_mlpwi",
-  "save_dot_except_mlpwi",
-  "save_dot_with_context_except_mlp",
-  "save_dot_except_mlp",
-  "save_qkv_proj",
-  "full",
+# Keys that say where a tensor of a layer is kept; those of the user give way to a candidate's.
+_PLACED = tuple(key for key in RematAndOffload.model_fields if isinstance(default_of(key), RematLocation))
+# All that a layer's backward pass needs of its products and of attention.
+_NEEDED: Keys = dict.fromkeys(
+  ("query_proj", "key_proj", "value_proj", "context", "out_proj", "mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1",
+   "moe_mlpwo"), "device",
+)  # fmt: skip
+# The output of a feed-forward layer is not among it: only the residual sum takes it.
+_NEVER_AGAIN = {"mlpwo"}
+
+POLICIES: tuple[Keys, ...] = (
+  {"remat_policy": "custom", **_NEEDED},
+  {"remat_policy": "custom,save_dot_with_context_except_mlp", **_NEEDED},
+  {"remat_policy": "save_dot_with_context_except_mlp"},
+  {"remat_policy": "save_dot_except_mlp"},
+  {"remat_policy": "save_qkv_proj"},
+  {"remat_policy": "full"},
 )
 BATCHES = (1, 2, 4, 8)
 
@@ -109,12 +120,17 @@ def candidates(config: MaxTextConfig) -> list[Candidate]:
   links = 2 * len(topology.shape) * chip.link_bandwidth
   layers = sum(group.repeats * len(group.cycle) for group in model.spec.groups)
   length, total = config.max_target_length, program.batch.inputs.size
+  flops = train_flops_per_token(model, length)
+  attention = (flops - train_flops_per_token(model, 0)) / 3  # of the forward pass
   found = []
-  for policy in POLICIES:
-    turns = how(config.model_copy(update={"remat_policy": policy}), mesh).remat
+  own = {key: plain(default_of(key)) for key in _PLACED if getattr(config, key) != default_of(key)}
+  for all_keys in POLICIES:
+    policy = own | {key: value for key, value in all_keys.items() if key not in _NEEDED or key in {*work, "context"}}
+    turns = how(config.model_copy(update=_typed(policy)), mesh).remat
     keeps = sum(work[name].bytes for turn in turns for name in turn.saved if name in work) / len(turns)
-    again = sum(w.flops for turn in turns for name, w in work.items() if name not in turn.saved) / len(turns)
-    compute = (train_flops_per_token(model, length) + again / total) / chip.flops
+    again = sum(w.flops for turn in turns for name, w in work.items() if name not in {*turn.saved, *_NEVER_AGAIN})
+    attended = attention * sum("context" not in turn.saved for turn in turns)
+    compute = (flops + (again / total + attended) / len(turns)) / chip.flops
     for axes, batch in product(_meshes(config, topology), BATCHES):
       kept = (program.state_bytes + (inputs + keeps) * batch) / mesh.size
       # Weights are gathered for the forward and the backward pass, and their gradients go back.
@@ -123,9 +139,13 @@ def candidates(config: MaxTextConfig) -> list[Candidate]:
       # Tensor parallelism sums a layer's activations twice each way, and what follows has to wait for them.
       sums = 4 * layers * 2 * (tensor - 1) * model.spec.width * 2 / (2 * chip.link_bandwidth)
       if kept <= chip.hbm_bytes // chip.devices:
-        keys = axes | {"remat_policy": policy, "per_device_batch_size": batch}
+        keys = axes | policy | {"per_device_batch_size": batch}
         found.append(Candidate(keys, max(compute, travel) + sums, travel, kept))
   return sorted(found, key=lambda c: (c.guess, c.travel))
+
+
+def _typed(policy: Keys) -> Keys:
+  return {key: value if key == "remat_policy" else RematLocation(value) for key, value in policy.items()}
 
 
 def _meshes(config: MaxTextConfig, topology: Topology) -> Iterator[Keys]:
@@ -146,7 +166,7 @@ def _next(waiting: list[Candidate], done: list[Found]) -> Candidate | None:
   ratio = median([f.seconds_per_token / f.candidate.guess for f in done if f.plan["fits"]] or [1.0])
   best = min((f.seconds_per_token for f in done), default=float("inf"))
   for candidate in waiting:
-    hopeless = any(_keeps_more(candidate, f.candidate) for f in done if not f.plan["fits"])
+    hopeless = any(_keeps_more(candidate, f.candidate) for f in done if not f.plan["fits"] and "refused" not in f.plan)
     if not hopeless and candidate.guess * ratio < best:
       return candidate
   return None
@@ -168,7 +188,8 @@ def _compiled(words: Sequence[str], keys: Keys) -> dict[str, Any]:
 
 def _line(number: int, found: Found) -> str:
   plan, keys = found.plan, found.candidate.keys
-  shown = " ".join(f"{k.removeprefix('ici_').removesuffix('_parallelism')}={v}" for k, v in keys.items() if v != 1)
+  told = {k: v for k, v in keys.items() if v != 1 and k not in _PLACED}
+  shown = " ".join(f"{k.removeprefix('ici_').removesuffix('_parallelism')}={v}" for k, v in told.items())
   if not plan["fits"]:
     return f"{number:3}  {plan.get('refused') or 'does not fit'}  {shown}"
   memory = plan["peak_hbm_bytes_per_chip"] / 2**30

@@ -1,7 +1,7 @@
 """A run made ready: the model, the compiled step, and the abstract state and batch it takes. No array exists yet."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -20,6 +20,7 @@ from maxtext.configs.types import DatasetType
 from maxtext.data.batch import Batch, Fed, Position
 from maxtext.data.feed import make_feed
 from maxtext.layers.how import How
+from maxtext.mesh.compiler import compiler_options
 from maxtext.mesh.rules import LOGICAL_AXES, axes_of, parts_of
 from maxtext.models.build import build_model
 from maxtext.models.clip import clip_queries_and_keys
@@ -75,7 +76,7 @@ class Program:
     replicated = NamedSharding(mesh, PartitionSpec())
     measured = objective or LanguageModeling(tiles=config.num_vocab_tiling, alone=True)
 
-    jit = partial(jax.jit, compiler_options=dict(_compiler_options(config)))
+    jit = partial(jax.jit, compiler_options=_compiler_options(config, mesh))
 
     def dealt(batch: Batch) -> Batch:
       """Rows in the order in which their parts have the same work."""
@@ -191,13 +192,13 @@ def of_process(all_of_them: bool) -> str:
   return f"process_{jax.process_index()}" if all_of_them else ""
 
 
-def _compiler_options(config: MaxTextConfig) -> Mapping[str, str | bool]:
+def _compiler_options(config: MaxTextConfig, mesh: Mesh) -> dict[str, str | bool]:
   """What the compiler is told beside the program."""
-  if not config.dump_hlo:
-    return {}
-  if config.dump_hlo_xla_flags:
-    return dict(flag.removeprefix("--").split("=", 1) for flag in config.dump_hlo_xla_flags.split())
-  return {
+  dump_flags = config.dump_hlo_xla_flags if config.dump_hlo else ""
+  options = compiler_options(mesh.devices.flat[0], f"{config.compile_xla_flags} {dump_flags}")
+  if not config.dump_hlo or dump_flags:
+    return options
+  return options | {
     "xla_dump_to": str(hlo_folder(config)),
     "xla_dump_hlo_module_re": config.dump_hlo_local_module_name or ".*",
     "xla_dump_hlo_as_text": True,

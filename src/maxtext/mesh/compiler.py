@@ -1,0 +1,49 @@
+"""What the compiler is told for each chip, beside the program, and why."""
+
+import os
+from collections.abc import Mapping
+
+import jax
+
+from maxtext.mesh.chips import CHIPS, chip_of
+
+Options = Mapping[str, str | bool]
+
+# Gathers of weights run beside products instead of before them. Left at its defaults the compiler makes those in the
+# loop over layers synchronous, and a step waits for every byte.
+_OVERLAPPED: Options = {
+  "xla_enable_async_all_gather": True,  # a gather is split into a start and a done
+  "xla_tpu_enable_async_collective_fusion": True,  # products may stand between the two
+  "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,  # also those of gathers
+  "xla_tpu_enable_async_collective_fusion_multiple_steps": True,  # and a gather may last through several of them
+  "xla_tpu_overlap_compute_collective_tc": True,  # the core that computes also moves what arrives
+  # Weights are not passed around in pieces: products of those want activations copied into other layouts.
+  "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+}
+
+_OPTIONS: Mapping[str, Options] = {
+  "v4": _OVERLAPPED,
+  "v5e": _OVERLAPPED,
+  "v5p": _OVERLAPPED,
+  "v6e": _OVERLAPPED,
+  "tpu7x": _OVERLAPPED,
+}
+
+# Where users give the compiler flags of their own.
+_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+def compiler_options(device: jax.Device, flags: str = "") -> dict[str, str | bool]:
+  """For programs on devices like this one.
+
+  Args:
+    flags: more of them, as `--name=value` separated by spaces; they win, and so do those of the environment.
+  """
+  chip = chip_of(device.device_kind)
+  options = next((options for name, options in _OPTIONS.items() if CHIPS[name] is chip), {})
+  elsewhere = {name for variable in _ENVIRONMENT for name in _flags(os.environ.get(variable, ""))}
+  return {name: value for name, value in options.items() if name not in elsewhere} | _flags(flags)
+
+
+def _flags(text: str) -> dict[str, str]:
+  return dict(word.removeprefix("--").partition("=")[::2] for word in text.split())

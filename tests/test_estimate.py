@@ -1,0 +1,72 @@
+"""The planner's clock, on schedules that are short enough to reckon by hand."""
+
+import pytest
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
+from maxtext.mesh.topology import Topology
+from maxtext.plan.estimate import Calibration, estimate
+from maxtext.plan.hlo import CompiledProgram
+
+pytest.importorskip("libtpu")
+
+# A gather of 8 MiB over all chips, fused with products as the TPU compiler writes it: three places of one channel.
+GATHER = (
+  "all-gather(%part), channel_id=7, replica_groups=[1,CHIPS]<=[CHIPS], dimensions={0}, "
+  'metadata={op_name="jit(train_step)/dot_general"}'
+)
+FUSED = f"""
+%begin (part: bf16[512,1024]) -> bf16[4096,1024] {{
+  %part = bf16[512,1024]{{1,0}} parameter(0)
+  %gather.1 = bf16[4096,1024]{{1,0}} {GATHER}
+  ROOT %mark.1 = bf16[4096,1024]{{1,0}} custom-call(%gather.1), custom_call_target="AsyncCollectiveStart"
+}}
+
+%beside (part: bf16[512,1024]) -> bf16[4096,1024] {{
+  %part = bf16[512,1024]{{1,0}} parameter(0)
+  ROOT %gather.2 = bf16[4096,1024]{{1,0}} {GATHER}
+}}
+
+%end (part: bf16[512,1024]) -> bf16[4096,1024] {{
+  %part = bf16[512,1024]{{1,0}} parameter(0)
+  %gather.3 = bf16[4096,1024]{{1,0}} {GATHER}
+  ROOT %mark.2 = bf16[4096,1024]{{1,0}} custom-call(%gather.3), custom_call_target="AsyncCollectiveDone"
+}}
+
+ENTRY %main (part: bf16[512,1024]) -> bf16[4096,1024] {{
+  %part = bf16[512,1024]{{1,0}} parameter(0)
+  %started = bf16[4096,1024]{{1,0}} fusion(%part), kind=kCustom, calls=%begin
+  %product = bf16[4096,1024]{{1,0}} fusion(%started), kind=kOutput, calls=%beside, \
+backend_config={{"estimated_cycles":"CYCLES"}}
+  ROOT %ended = bf16[4096,1024]{{1,0}} fusion(%product), kind=kCustom, calls=%end
+}}
+"""
+WAITED_FOR = f"""
+ENTRY %main (part: bf16[512,1024]) -> bf16[4096,1024] {{
+  %part = bf16[512,1024]{{1,0}} parameter(0)
+  %gather = bf16[4096,1024]{{1,0}} {GATHER}
+  ROOT %product = bf16[4096,1024]{{1,0}} fusion(%gather), kind=kOutput, calls=%elsewhere, \
+backend_config={{"estimated_cycles":"CYCLES"}}
+}}
+
+%elsewhere (whole: bf16[4096,1024]) -> bf16[4096,1024] {{
+  ROOT %whole = bf16[4096,1024]{{1,0}} parameter(0)
+}}
+"""
+
+
+@pytest.mark.parametrize("cycles", [1_000, 100_000])
+@pytest.mark.parametrize("schedule", [FUSED, WAITED_FOR])
+@pytest.mark.parametrize(("name", "chips", "links"), [("v5p-16", 8, 3), ("v5p-128", 64, 6), ("v6e-8", 8, 2)])
+def test_a_gather_costs_what_its_products_do_not_hide(schedule, cycles, name, chips, links):
+  topology = Topology.named(name)
+  mesh = Mesh(mesh_utils.create_device_mesh((chips,), topology.devices()), ("fsdp",))
+  program = CompiledProgram.parse(schedule.replace("CYCLES", str(cycles)).replace("CHIPS", str(chips)))
+  ((gather, times),) = program.collectives()
+  assert (gather.asynchronous, times) == (schedule is FUSED, 1)
+  assert gather.collective.op_name == "jit(train_step)/dot_general"
+  found = estimate(program, topology, mesh, Calibration(compute=0.5, link=1.0)).seconds_by_kind()
+  product = 0.5 * cycles / topology.chip.clock
+  travel = (chips - 1) / chips * 4096 * 1024 * 2 / (links * topology.chip.link_bandwidth)
+  assert found["compute"] == pytest.approx(product)
+  assert found["collective"] == pytest.approx(max(travel - product, 0) if schedule is FUSED else travel)
