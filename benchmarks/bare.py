@@ -24,6 +24,21 @@ class Size:
   length: int = 512
   rows: int = 4
 
+  @property
+  def keys(self) -> dict:
+    """The same as keys of MaxText."""
+    return {
+      "base_num_decoder_layers": self.layers,
+      "base_emb_dim": self.width,
+      "base_num_query_heads": self.heads,
+      "base_num_kv_heads": self.heads,
+      "head_dim": self.head_dim,
+      "base_mlp_dim": self.mlp,
+      "vocab_size": self.vocab,
+      "max_target_length": self.length,
+      "per_device_batch_size": self.rows,
+    }
+
 
 SMALL = Size(layers=2, width=64, heads=2, head_dim=32, mlp=128, vocab=512, length=128, rows=2)
 

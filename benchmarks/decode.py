@@ -62,18 +62,9 @@ def write_folder(folder: Path, size: bare.Size) -> None:
 
 def values_of(folder: Path, size: bare.Size, cache: Path) -> dict:
   """The same model as keys."""
-  return {
-    "base_num_decoder_layers": size.layers,
-    "base_emb_dim": size.width,
-    "base_num_query_heads": size.heads,
-    "base_num_kv_heads": size.heads,
-    "head_dim": size.head_dim,
-    "base_mlp_dim": size.mlp,
-    "vocab_size": size.vocab,
+  return size.keys | {
     "normalization_layer_epsilon": 1e-5,
-    "max_target_length": size.length,
     "max_prefill_predict_length": size.length // 2,
-    "per_device_batch_size": size.rows,
     "dtype": "float32",
     "load_parameters_path": str(folder),
     "source_checkpoint_layout": "safetensors",

@@ -27,16 +27,7 @@ from maxtext.train.program import Program
 
 def values_of(size: bare.Size, dtype: str) -> dict:
   """The same model and batch as keys."""
-  return {
-    "base_num_decoder_layers": size.layers,
-    "base_emb_dim": size.width,
-    "base_num_query_heads": size.heads,
-    "base_num_kv_heads": size.heads,
-    "head_dim": size.head_dim,
-    "base_mlp_dim": size.mlp,
-    "vocab_size": size.vocab,
-    "max_target_length": size.length,
-    "per_device_batch_size": size.rows,
+  return size.keys | {
     "dataset_type": "synthetic",
     "dtype": dtype,
     "remat_policy": "full",

@@ -15,6 +15,7 @@ import pytest
 from etils import epath
 
 from maxtext.checkpoint import files, stream
+from maxtext.checkpoint.inspect import served_keys
 from maxtext.checkpoint.restore import load_parameters
 from maxtext.checkpoint.stream import StreamReader
 from maxtext.checkpoint.writer import Writer
@@ -135,6 +136,17 @@ def test_a_run_starts_from_a_folder(tiny, tmp_path):
   np.testing.assert_array_equal(starts[0].params["embedding/table"], tensors["model.embed_tokens.weight"].read())
   for name, value in starts[0].params.items():
     np.testing.assert_array_equal(value, starts[1].params[name], err_msg=name)
+
+
+def test_a_run_that_began_in_a_folder_answers_from_its_own(tmp_path):
+  config = configure("llama", load_parameters_path="elsewhere", source_checkpoint_layout="safetensors")
+  started, run = program(config), tmp_path / "r"
+  state = started.init()
+  with closing(Writer(config, epath.Path(run / "checkpoints"), values_and_origins(config, {}))) as writer:
+    writer.save(1, state, {})
+  found = loading.parameters(load_config(**served_keys(str(run))), started.model)
+  for name, array in state.params.items():
+    np.testing.assert_array_equal(found[name], array)
 
 
 def test_a_checkpoint_of_a_run_goes_out(tmp_path, monkeypatch):
