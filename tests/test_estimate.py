@@ -25,7 +25,7 @@ FUSED = f"""
 %beside (part: bf16[512,1024]) -> bf16[4096,1024] {{
   %part = bf16[512,1024]{{1,0}} parameter(0)
   ROOT %gather.2 = bf16[4096,1024]{{1,0}} {GATHER}
-}}
+}}, execution_thread="sparsecore"
 
 %end (part: bf16[512,1024]) -> bf16[4096,1024] {{
   %part = bf16[512,1024]{{1,0}} parameter(0)

@@ -169,13 +169,14 @@ class CompiledProgram:
     computations: dict[str, Computation] = {}
     entry = ""
     current: Computation | None = None
-    # A Pallas call's settings may hold line breaks; an instruction starts with two spaces.
-    for line in re.sub(r"\n(?=[\"}]\S)", "", text).splitlines():
+    # A Pallas call's settings may hold line breaks; an instruction starts with two spaces, and `}` ends a computation,
+    # before the name of its thread where that is another.
+    for line in re.sub(r"\n(?=[\"}](?!, execution_thread)\S)", "", text).splitlines():
       if current is None:
         if found := _COMPUTATION.match(line):
           current = computations[found[2]] = Computation(found[2])
           entry = found[2] if found[1] else entry
-      elif line == "}":
+      elif line.startswith("}"):
         current = None
       elif instruction := _instruction(line):
         current.instructions.append(instruction)
