@@ -117,7 +117,7 @@ def _user_layer(source: str | Path, below: tuple[Path, ...] = ()) -> dict[str, A
   name = str(source)
   recipe = _RECIPES / f"{name}.yml"
   if recipe.exists():
-    return _read(recipe)
+    return _user_layer(recipe, below)
   if name in model_names():
     return {"model_name": name}
   recipes = sorted(p.stem for p in _RECIPES.glob("*.yml"))
