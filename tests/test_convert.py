@@ -149,6 +149,7 @@ def test_a_run_that_began_in_a_folder_answers_from_its_own(tmp_path):
     np.testing.assert_array_equal(found[name], array)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_goes_out(tmp_path, monkeypatch):
   """In chunks of a layer or less; also one whose layers are not stacked first, and in fewer bits."""
   for module in (files, stream):

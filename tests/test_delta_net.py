@@ -100,6 +100,7 @@ def test_prefill_and_decode_equal_the_forward_pass(layer):
     np.testing.assert_array_equal(cache[name][0], before, err_msg="another layer's")
 
 
+@pytest.mark.slow
 def test_documents_are_apart(layer):
   cut = 21
   later = np.arange(S) >= cut

@@ -70,3 +70,24 @@ def test_a_gather_costs_what_its_products_do_not_hide(schedule, cycles, name, ch
   travel = (chips - 1) / chips * 4096 * 1024 * 2 / (links * topology.chip.link_bandwidth)
   assert found["compute"] == pytest.approx(product)
   assert found["collective"] == pytest.approx(max(travel - product, 0) if schedule is FUSED else travel)
+
+
+GROUPED = """
+ENTRY %main (rows: bf16[8192,4096], weights: bf16[8,4096,2048], grads: bf16[8192,2048]) -> bf16[8,4096,2048] {
+  %rows = bf16[8192,4096]{1,0} parameter(0)
+  %weights = bf16[8,4096,2048]{2,1,0} parameter(1)
+  %grads = bf16[8192,2048]{1,0} parameter(2)
+  %gmm.1 = bf16[8192,2048]{1,0} custom-call(%sizes, %rows, %weights), custom_call_target="tpu_custom_call", \
+operand_layout_constraints={s32[16]{0}, bf16[8192,4096]{1,0}, bf16[8,4096,2048]{2,1,0}}
+  ROOT %tgmm.1 = bf16[8,4096,2048]{2,1,0} custom-call(%sizes, %rows, %grads), custom_call_target="tpu_custom_call", \
+operand_layout_constraints={s32[16]{0}, bf16[4096,8192]{1,0}, bf16[8192,2048]{1,0}}
+}
+"""
+
+
+def test_grouped_products_cost_what_their_rows_do():
+  """Each row meets the weights of one expert, forward and for the gradient of the weights."""
+  topology = Topology.named("v5p-8")
+  mesh = Mesh(mesh_utils.create_device_mesh((4,), topology.devices()), ("fsdp",))
+  found = estimate(CompiledProgram.parse(GROUPED), topology, mesh, Calibration(kernel=0.5)).seconds_by_kind()
+  assert found["kernel"] == pytest.approx(2 * 2 * 8192 * 4096 * 2048 / (0.5 * topology.chip.flops))

@@ -162,6 +162,7 @@ def test_a_bounded_buffer_drops_what_does_not_fit(how_on_mesh):
   assert jnp.isfinite(y).all()
 
 
+@pytest.mark.slow
 def test_load_balance_loss(how):
   torch = pytest.importorskip("torch")
   from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func

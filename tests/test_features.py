@@ -159,7 +159,8 @@ def test_queries_and_keys_are_shrunk_where_logits_are_large():
       np.testing.assert_array_equal(value, params[path])
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_step_shrinks_what_the_whole_batch_saw(accumulation):
   config = tiny(**CLIP)
   model, optimizer = program(config).model, optax.sgd(0.0)

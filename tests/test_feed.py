@@ -82,6 +82,7 @@ def test_resumed_after_any_batch_a_run_is_fed_the_same(config, changes):
     assert same(take(p.feed(whole[stop - 1][1]), 9 - stop), whole[stop:])
 
 
+@pytest.mark.slow
 def test_batches_do_not_depend_on_processes_or_devices(config):
   whole = take(program(config(per_device_batch_size=8)).feed(), 5)
   assert same(take(program(config(), devices=8).feed(), 5), whole)

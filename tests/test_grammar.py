@@ -114,6 +114,7 @@ def test_the_form_changes_nobody_else_and_repeats_by_seed(loaded):
   assert loaded.engine._generate._cache_size() == 1, "with a form and without"
 
 
+@pytest.mark.slow
 def test_guesses_change_neither_form_nor_others(loaded, tmp_path):
   """A step that must keep to a form writes one token in every row, and guesses go on after it."""
   asked = [(None, 1), (Form("r", "regex", REGEX), 2), (None, 3)]

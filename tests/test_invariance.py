@@ -130,6 +130,7 @@ def test_a_step_returns_the_state_it_took(weight, grad, moment):
   assert jax.tree.map(lambda a: (a.shape, a.dtype), after) == before
 
 
+@pytest.mark.slow
 def test_clipping_bounds_the_update_and_not_the_figure():
   figures = {}
   for clip in (0, 0.01):

@@ -107,7 +107,7 @@ def on_devices(kernel, qkv, tokens, scoring, sinks, **options):
 @pytest.mark.parametrize(
   ("case", "segmented", "fused", "kv_heads"),
   [
-    pytest.param(case, segmented, segmented, 2, marks=[pytest.mark.slow] * (case != "sinks"))
+    pytest.param(case, segmented, segmented, 2, marks=[pytest.mark.slow] * (case != "sinks" or not segmented))
     for case in CASES
     for segmented in (False, True)
   ]

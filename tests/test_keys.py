@@ -30,6 +30,7 @@ def logits(params, **changes):
   return decoder.logits(decoder.hidden(batch.inputs, batch.positions)[0])
 
 
+@pytest.mark.slow
 def test_final_logits_soft_cap(params):
   plain = logits(params)
   np.testing.assert_allclose(logits(params, final_logits_soft_cap=0.5), 0.5 * np.tanh(plain / 0.5), atol=1e-5)
@@ -169,6 +170,7 @@ def test_muon_orthogonalises_each_layer_on_its_own():
   assert curve[-1] < curve[0] - 0.3
 
 
+@pytest.mark.slow
 def test_trainable_parameters_mask():
   p = program(tiny(trainable_parameters_mask=["mixer/", "^head"]))
   assert "head/weight" in p.model.params

@@ -57,6 +57,7 @@ def test_a_run_ends_at_its_target(capsys):
   assert "target_eval_loss=4.8 is reached at step" in shown
 
 
+@pytest.mark.slow
 def test_what_takes_the_state_is_not_in_a_steps_time():
   p, history = program(tiny()), History()
 
@@ -70,6 +71,7 @@ def test_what_takes_the_state_is_not_in_a_steps_time():
   assert history.figures[2]["eval_seconds"] >= 1.0
 
 
+@pytest.mark.slow
 def test_a_callback_sees_the_state_and_the_position_of_its_step():
   seen = []
 
@@ -175,6 +177,7 @@ def test_tensorboard_events(tmp_path):
   assert found == {(1, "loss"): 0.25, (1, "learning_rate"): 0.5, (2, "loss"): 0.5, (2, "learning_rate"): 0.5}
 
 
+@pytest.mark.slow
 def test_dumps_of_the_step(tmp_path):
   config = tiny(steps=2, run_name="dumped", base_output_directory=str(tmp_path), dump_hlo=True, dump_jaxpr=True,
                 dump_hlo_local_dir=str(tmp_path / "xla"), dump_jaxpr_local_dir=str(tmp_path / "jaxpr"),

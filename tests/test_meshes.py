@@ -168,7 +168,7 @@ def launch(*words):
   return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
-@pytest.mark.parametrize("present", [[0, 2], [1, 2]])
+@pytest.mark.parametrize("present", [[0, 2], pytest.param([1, 2], marks=pytest.mark.slow)])
 def test_who_is_missing_is_said(present):
   """Three processes are expected, one of them never starts."""
   with socket.create_server(("127.0.0.1", 0)) as probe:

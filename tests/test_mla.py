@@ -109,7 +109,7 @@ class Doubled:
 
 @pytest.mark.parametrize("hooks", [(), pytest.param((Doubled(),), marks=pytest.mark.slow)], ids=["plain", "hooked"])
 @pytest.mark.parametrize("latent", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("spec", [SPEC, SPARSE], ids=["all keys", "chosen keys"])
+@pytest.mark.parametrize("spec", [pytest.param(SPEC, marks=pytest.mark.slow), SPARSE], ids=["all keys", "chosen keys"])
 def test_prefill_and_decode_equal_the_forward_pass(spec, latent, hooks):
   spec = dataclasses.replace(spec, latent_cache=latent)
   layer, repeat = layer_of(spec, linear_hooks=hooks), jnp.ones((), jnp.int32)

@@ -160,6 +160,7 @@ def test_yarn_equals_its_reference(fast, slow, truncate):
   assert scaling == Yarn(40, 4096, fast, slow, truncate, pytest.approx(factor))
 
 
+@pytest.mark.slow
 def test_local_and_global_layers():
   keys = GEMMA4 | {"global_head_dim": 16, "global_num_kv_heads": 1, "local_rope_max_timescale": 100}
   near, far = (model_of(**keys, global_rope_max_timescale=1000).spec.groups[0].cycle[i].mixer for i in (0, 5))

@@ -311,6 +311,7 @@ def test_a_tokenizer_of_ones_own(config, tmp_path):
     prepare(small, find_files([str(tmp_path / "raw")]), str(tmp_path / "x"), here, train=True)
 
 
+@pytest.mark.slow
 def test_a_terminal_has_a_bar_and_a_log_has_lines(raw, vocabulary, tmp_path):
   done = run(prepare_words(raw, vocabulary, tmp_path / "lines", "--workers", "1"))
   lines = done.stdout.splitlines()

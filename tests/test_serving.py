@@ -85,6 +85,7 @@ def test_decode_a_file_and_a_conversation(run, tmp_path):
   assert re.search(r"^maxtext: The prompt has \d+ tokens, more than max_prefill_predict_length=24\.$", done.stderr)
 
 
+@pytest.mark.slow
 def test_bench(run, capsys):
   """The engine of a run, as a table."""
   words = ["inference_microbenchmark_prefill_lengths=16", "--requests=3", "--prompt-tokens=4", "--max-tokens=3"]

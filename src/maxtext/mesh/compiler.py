@@ -9,13 +9,15 @@ from maxtext.mesh.chips import CHIPS, chip_of
 
 Options = Mapping[str, str | bool]
 
-# Gathers of weights run beside products instead of before them. Left at its defaults the compiler makes those in the
-# loop over layers synchronous, and a step waits for every byte.
+# Gathers of weights and reductions of gradients run beside products. Left at its defaults the compiler makes those in
+# the loop over layers synchronous, and a step waits for every byte.
 _OVERLAPPED: Options = {
   "xla_enable_async_all_gather": True,  # a gather is split into a start and a done
   "xla_tpu_enable_async_collective_fusion": True,  # products may stand between the two
   "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,  # also those of gathers
   "xla_tpu_enable_async_collective_fusion_multiple_steps": True,  # and a gather may last through several of them
+  "xla_enable_async_all_reduce": True,  # the same for reductions
+  "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
   "xla_tpu_overlap_compute_collective_tc": True,  # the core that computes also moves what arrives
   # Weights are not passed around in pieces: products of those want activations copied into other layouts.
   "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",

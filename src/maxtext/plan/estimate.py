@@ -5,8 +5,9 @@ early only costs what is left of it when its result is needed.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Literal, get_args
 
@@ -167,21 +168,36 @@ def _kernel_work(name: str, i: Instruction) -> tuple[float, int]:
   """Operations and bytes of a Pallas call; for a kernel that is not known, bytes alone."""
   arrays = i.operand_arrays
   moved = sum(a.bytes for a in (*arrays, *i.arrays))
-  products = next((count for part, count in _ATTENTION_PRODUCTS.items() if part in name), 0)
-  return (products * _attention_product(arrays), moved) if products else (0.0, moved)
+  work = next((work for part, work in _WORK.items() if part in name), None)
+  return (work(arrays, i.arrays) if work else 0.0), moved
 
 
-# Products of the size of queries times keys in each of the splash kernels.
-_ATTENTION_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
-
-
-def _attention_product(arrays: Sequence[ArrayType]) -> float:
-  """Operations of one product of queries and keys, by the blocks that the mask leaves: its table is [1, query blocks,
-  key blocks at most], square for a causal mask."""
+def _attention(products: int, arrays: Sequence[ArrayType], _: Sequence[ArrayType]) -> float:
+  """Operations of so many products of queries and keys, by the blocks that the mask leaves: its table is [1, query
+  blocks, key blocks at most], square for a causal mask."""
   mask = next(a.shape for a in arrays if a.dtype == "s8")
   queries = next(a.shape for a in arrays if len(a.shape) >= 3 and a.dtype != "s8")
   blocks_down, blocks_across = mask[-2:]
   seen = queries[-2] / blocks_down * blocks_across
   if blocks_down == blocks_across:
     seen *= (blocks_down + 1) / (2 * blocks_down)
-  return 2.0 * prod(queries) * seen
+  return products * 2.0 * prod(queries) * seen
+
+
+def _grouped(arrays: Sequence[ArrayType], results: Sequence[ArrayType]) -> float:
+  """Operations of a grouped product of rows [M,K] and weights [G,K,N] to [M,N], or of the gradient of the weights from
+  the two others."""
+  every = [a.shape for a in (*arrays, *results)]
+  weights = next(shape for shape in every if len(shape) == 3)
+  inner, outer = (prod(shape) for shape in every if len(shape) == 2)
+  each = prod(weights[1:])
+  return 2.0 * (inner * outer / each) ** 0.5 * each
+
+
+# What Pallas kernels do, by a part of their names; a splash kernel does so many products of queries and keys.
+_WORK: Mapping[str, Callable[[Sequence[ArrayType], Sequence[ArrayType]], float]] = {
+  "splash_mha_fwd": partial(_attention, 2),
+  "splash_mha_dq": partial(_attention, 3),
+  "splash_mha_dkv": partial(_attention, 4),
+  "gmm": _grouped,
+}

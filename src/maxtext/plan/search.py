@@ -37,12 +37,14 @@ _NEEDED: Keys = dict.fromkeys(
   ("query_proj", "key_proj", "value_proj", "context", "out_proj", "mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1",
    "moe_mlpwo"), "device",
 )  # fmt: skip
+_WITHOUT_UP = {key: place for key, place in _NEEDED.items() if not key.endswith("mlpwi_1")}
 # The output of a feed-forward layer is not among it: only the residual sum takes it.
 _NEVER_AGAIN = {"mlpwo"}
 
 POLICIES: tuple[Keys, ...] = (
   {"remat_policy": "custom", **_NEEDED},
   {"remat_policy": "custom,save_dot_with_context_except_mlp", **_NEEDED},
+  {"remat_policy": "custom,save_dot_with_context_except_mlp", **_WITHOUT_UP},
   {"remat_policy": "save_dot_with_context_except_mlp"},
   {"remat_policy": "save_dot_except_mlp"},
   {"remat_policy": "save_qkv_proj"},
