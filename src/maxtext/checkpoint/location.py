@@ -9,10 +9,10 @@ from etils import epath
 
 from maxtext.checkpoint.record import ITEM
 from maxtext.configs import ConfigError
+from maxtext.configs.checks import STORES
 
 FOLDER = "checkpoints"
 _UNFINISHED = ".orbax-checkpoint-tmp"
-_STORE = "gs"
 _METADATA = "_CHECKPOINT_METADATA"  # Orbax's own, with the time when all was there
 
 
@@ -21,7 +21,7 @@ def absolute(path: str) -> epath.Path:
   scheme, separator, _ = path.partition("://")
   if not separator:
     return epath.Path(path).expanduser().absolute()
-  if scheme != _STORE:
+  if scheme not in STORES:
     raise ConfigError(f"{path} is in a store that Orbax does not know: mount the bucket and name the folder.")
   if not find_spec("gcsfs"):
     raise ConfigError(f"{path} is in a store whose library is not installed: pip install 'maxtext[gcs]'.")

@@ -218,7 +218,7 @@ def _checkpoints(c: MaxTextConfig) -> str | None:
     return f"checkpoint_storage_target_data_file_size_bytes={size} must be at least 1."
   for key in ("base_output_directory", "load_full_state_path", "load_parameters_path"):
     scheme, separator, _ = (path := getattr(c, key)).partition("://")
-    if separator and scheme not in _STORES:
+    if separator and scheme not in STORES:
       return (
         f"{key}={path} is in a store that Orbax does not write: checkpoints are on file systems or in gs://. Mount the "
         f"bucket and name the folder."
@@ -269,7 +269,7 @@ def _sampling(c: MaxTextConfig) -> str | None:
   return None
 
 
-_STORES = ("gs",)  # that Orbax reads and writes
+STORES = ("gs",)  # that Orbax reads and writes
 
 _LEAST = {
   "base_emb_dim": 1,

@@ -9,8 +9,9 @@ A ring may be rounded: it holds whole numbers of a few bits, and `<name>_scale` 
 Shapes: R repeats of the stacked layers, B batch, S new tokens, T places of the ring, H heads, D width, W last tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from maxtext.kernels.scores import Tokens
 from maxtext.layers.context import Context
 
 Cache = dict[str, jax.Array]
+Part = TypeVar("Part")
 
 _NOWHERE = 2**30  # a position that no query sees
 
@@ -84,12 +86,7 @@ class Rounding:
 
 def rings(slots: dict[str, Slots], rounding: Rounding | None) -> dict[str, Slots]:
   """The arrays that keep rings, rounded or as they are."""
-  if rounding is None:
-    return slots
-  kept = {}
-  for name, ring in slots.items():
-    kept[name], kept[_scale(name)] = rounding.slots(ring)
-  return kept
+  return slots if rounding is None else _with_scales(slots, rounding.slots)
 
 
 def extend(
@@ -131,13 +128,13 @@ def _scale(name: str) -> str:
   return f"{name}_scale"
 
 
+def _with_scales(arrays: dict[str, Part], split: Callable[[Part], tuple[Part, Part]]) -> dict[str, Part]:
+  """Each in two, the second by the name of its scale."""
+  return {part: half for name, x in arrays.items() for part, half in zip((name, _scale(name)), split(x), strict=True)}
+
+
 def _kept(new: Cache, rounding: Rounding | None) -> Cache:
-  if rounding is None:
-    return new
-  kept = {}
-  for name, x in new.items():
-    kept[name], kept[_scale(name)] = rounding.rounded(x)
-  return kept
+  return new if rounding is None else _with_scales(new, rounding.rounded)
 
 
 def _restored(kept: Cache, like: Cache, rounding: Rounding | None) -> Cache:

@@ -59,6 +59,11 @@ def on_any(so: bool) -> bool:
   return bool(np.any(multihost_utils.process_allgather(np.array(so)))) if jax.process_count() > 1 else so
 
 
+def of_process(all_of_them: bool) -> str:
+  """A folder of its own for each process, where all of them write."""
+  return f"process_{jax.process_index()}" if all_of_them else ""
+
+
 def problems_of_all(name: str, own: str, seconds: float) -> dict[int, str]:
   """What went wrong on which process, once all have said so under a name that is used once; '' is that nothing did.
 

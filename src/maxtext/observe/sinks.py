@@ -92,19 +92,22 @@ class StoredLines:
     self._folder, self._period, self._lines = folder, period, list[str]()
     for path in folder.glob("*.jsonl") if folder.exists() else ():
       lines = path.read_text().splitlines(keepends=True)
-      if kept := _until(lines, after):
-        path.write_text("".join(kept))
-      else:
+      kept = _until(lines, after)
+      if not kept:
         path.unlink()
+      elif len(kept) < len(lines):
+        path.write_text("".join(kept))
 
   def write(self, step: int, figures: Figures) -> None:
     self._lines.append(_line(step, figures))
     if step % self._period == 0:
-      self.close()
+      self._store()
 
   def close(self) -> None:
-    if not self._lines:
-      return
+    if self._lines:
+      self._store()
+
+  def _store(self) -> None:
     first = json.loads(self._lines[0])["step"]
     try:
       (self._folder / f"from-step-{first:09}.jsonl").write_text("".join(self._lines))

@@ -122,7 +122,7 @@ def candidates(config: MaxTextConfig) -> list[Candidate]:
   links = 2 * len(topology.shape) * chip.link_bandwidth
   layers = sum(group.repeats * len(group.cycle) for group in model.spec.groups)
   length, total = config.max_target_length, program.batch.inputs.size
-  flops = train_flops_per_token(model, length)
+  state, flops = program.state_bytes, train_flops_per_token(model, length)
   attention = (flops - train_flops_per_token(model, 0)) / 3  # of the forward pass
   found = []
   own = {key: plain(default_of(key)) for key in _PLACED if getattr(config, key) != default_of(key)}
@@ -134,7 +134,7 @@ def candidates(config: MaxTextConfig) -> list[Candidate]:
     attended = attention * sum("context" not in turn.saved for turn in turns)
     compute = (flops + (again / total + attended) / len(turns)) / chip.flops
     for axes, batch in product(_meshes(config, topology), BATCHES):
-      kept = (program.state_bytes + (inputs + keeps) * batch) / mesh.size
+      kept = (state + (inputs + keeps) * batch) / mesh.size
       # Weights are gathered for the forward and the backward pass, and their gradients go back.
       tensor = axes["ici_tensor_parallelism"]
       travel = 3 * weights / tensor / links / (batch * length)

@@ -21,6 +21,7 @@ from maxtext.data.batch import Batch, Fed, Position
 from maxtext.data.feed import make_feed
 from maxtext.layers.how import How
 from maxtext.mesh.compiler import compiler_options
+from maxtext.mesh.multihost import of_process
 from maxtext.mesh.rules import LOGICAL_AXES, axes_of, parts_of
 from maxtext.models.build import build_model
 from maxtext.models.clip import clip_queries_and_keys
@@ -144,6 +145,11 @@ class Program:
 _ROWS = {"per_device_batch_size": global_batch_size, "eval_per_device_batch_size": eval_batch_size}
 
 
+def hlo_folder(config: MaxTextConfig) -> Path:
+  """Where the compiler leaves its files on this machine."""
+  return Path(config.dump_hlo_local_dir) / of_process(config.dump_hlo_upload_all)
+
+
 def _abstract_batch(config: MaxTextConfig, how: How, key: str, accumulation: int = 1) -> Batch:
   mesh, shape = how.mesh, (_ROWS[key](config, how.mesh.size), config.max_target_length)
   axes = config.input_data_sharding_logical_axes
@@ -180,16 +186,6 @@ def _apart(config: MaxTextConfig, mesh: Mesh) -> diloco.Diloco | None:
     return None
   replicas = mesh.shape[diloco.AXIS]
   return diloco.Diloco(replicas, c.diloco_sync_period, c.diloco_outer_lr, c.diloco_outer_momentum)
-
-
-def hlo_folder(config: MaxTextConfig) -> Path:
-  """Where the compiler leaves its files on this machine."""
-  return Path(config.dump_hlo_local_dir) / of_process(config.dump_hlo_upload_all)
-
-
-def of_process(all_of_them: bool) -> str:
-  """A folder of its own for each process, where all of them write."""
-  return f"process_{jax.process_index()}" if all_of_them else ""
 
 
 def _compiler_options(config: MaxTextConfig, mesh: Mesh) -> dict[str, str | bool]:

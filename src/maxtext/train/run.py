@@ -14,7 +14,7 @@ from maxtext.configs.loader import values_and_origins
 from maxtext.configs.types import ProfilerType
 from maxtext.mesh.chips import chip_of
 from maxtext.mesh.devices import make_mesh
-from maxtext.mesh.multihost import from_first, join
+from maxtext.mesh.multihost import from_first, join, of_process
 from maxtext.models.flops import train_flops_per_token
 from maxtext.models.placement import placements, table
 from maxtext.observe.run_directory import RunDirectory, readable_name
@@ -29,7 +29,7 @@ from maxtext.train.callbacks.profile import Profile
 from maxtext.train.callbacks.report import Report
 from maxtext.train.kept import Kept
 from maxtext.train.loop import run_loop
-from maxtext.train.program import Program, hlo_folder, of_process
+from maxtext.train.program import Program, hlo_folder
 from maxtext.train.state import TrainState
 
 
