@@ -40,8 +40,6 @@ _NUMBERS = (2, 3, 4)
 
 
 def _cell(value: Any) -> str:
-  if value is None:
-    return "-"
   if isinstance(value, bool):
     return "yes" if value else "no"
   return f"{value:,}" if isinstance(value, int) else value

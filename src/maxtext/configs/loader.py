@@ -100,7 +100,7 @@ def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
 
 @cache
 def model_names() -> tuple[str, ...]:
-  """Every name the specification knows, available or not."""
+  """Every model that has a name."""
   return get_args(ModelName)
 
 
@@ -142,11 +142,7 @@ def _environment_layer(environment: Mapping[str, str]) -> dict[str, Any]:
 def _model_layer(name: str) -> dict[str, Any]:
   if name not in model_names():
     raise ConfigError(f"model_name={name} is not a known model.{nearest(str(name), model_names())}")
-  path = _MODELS / f"{name}.yml"
-  if not path.exists():
-    there = ", ".join(n for n in model_names() if (_MODELS / f"{n}.yml").exists())
-    raise ConfigError(f"model_name={name} is known, but its family is not implemented yet. Available: {there}.")
-  return _read(path)
+  return _read(_MODELS / f"{name}.yml")
 
 
 def _rules_layer(rules: Any) -> dict[str, Any]:

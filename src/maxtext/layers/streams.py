@@ -9,6 +9,7 @@ from math import log
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from maxtext.layers.how import How
@@ -42,8 +43,7 @@ class StreamWeights(nnx.Module):
     # At first a branch reads the mean, writes its output to all, and hardly mixes.
     self.read_bias = make("read_bias", (n,), (None,), fill=-log(n - 1))
     self.write_bias = make("write_bias", (n,), (None,))
-    self.mix_bias = make("mix_bias", (n, n), (None, None))
-    self.mix_bias.set_value(self.mix_bias[...] + 5 * jnp.eye(n, dtype=self.mix_bias[...].dtype))
+    self.mix_bias = make("mix_bias", (n, n), (None, None), fill=5 * np.eye(n))
 
   def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Weights of reading [B,S,N], of writing [B,S,N], and of mixing [B,S,N,N], in float32."""

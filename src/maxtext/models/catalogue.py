@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import MaxTextConfig
 from maxtext.configs.loader import load_config, model_names
 from maxtext.models.build import abstract_model, weight_table
 from maxtext.models.flops import active_share
@@ -15,7 +15,7 @@ from maxtext.models.weight_table import find
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """One line of the catalogue; where the family is not implemented, its name alone is known.
+  """One line of the catalogue.
 
   Attributes:
     parameters: all of them; `active_parameters`: those that one token meets.
@@ -24,11 +24,11 @@ class Entry:
   """
 
   name: str
-  family: str | None = None
-  parameters: int | None = None
-  active_parameters: int | None = None
-  context: int | None = None
-  converts: bool = False
+  family: str
+  parameters: int
+  active_parameters: int
+  context: int
+  converts: bool
 
 
 def catalogue() -> list[Entry]:
@@ -38,12 +38,7 @@ def catalogue() -> list[Entry]:
 
 def entry(name: str) -> Entry:
   """One named model."""
-  try:
-    config = _configuration(name)
-  except ConfigError:
-    if name not in model_names():
-      raise
-    return Entry(name)
+  config = _configuration(name)
   model = abstract_model(config)
   table = weight_table(config, model.spec)
   return Entry(

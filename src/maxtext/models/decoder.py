@@ -26,7 +26,7 @@ _LOGITS = ("activation_embed_and_logits_batch", "activation_length", "activation
 class Decoder(nnx.Module):
   """Tokens to hidden states, hidden states to logits."""
 
-  def __init__(self, spec: DecoderSpec, how: How, seed: jax.typing.ArrayLike) -> None:
+  def __init__(self, spec: DecoderSpec, how: How, seed: jax.typing.ArrayLike | None) -> None:
     self.spec, self.how = spec, how
     make = Make(seed, how.weight_dtype)
     std = spec.width**-0.5 if spec.tied else 1.0

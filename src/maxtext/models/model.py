@@ -36,8 +36,8 @@ class Model:
 
   @staticmethod
   def of(spec: DecoderSpec, how: How, trained: Callable[[str], bool] = lambda path: True) -> "Model":
-    """Traces the modules' construction; nothing is allocated. `trained` says which parameters are, by path."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(spec, how, 0)))
+    """Builds the modules with shapes for values; nothing is allocated. `trained` says which parameters are, by path."""
+    graph, state = nnx.split(Decoder(spec, how, seed=None))
     variables: list[tuple] = []
     params: dict[str, jax.ShapeDtypeStruct] = {}
     buffers: dict[str, jax.ShapeDtypeStruct] = {}

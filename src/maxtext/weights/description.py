@@ -56,10 +56,10 @@ def differences(config: MaxTextConfig, theirs: Mapping[str, Any], spare_rows: in
 
 @cache
 def _named_models() -> dict[str, MaxTextConfig]:
-  """Those of the catalogue whose family is here and known there."""
+  """Those of the catalogue that have a description there."""
   found = {}
   for name in model_names():
-    with suppress(ConfigError):  # a family that is not implemented yet
+    with suppress(ConfigError):  # nobody has published weights of it
       config = load_config(name, dataset_type="synthetic")
       description(config)
       found[name] = config
