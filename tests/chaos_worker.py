@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+from tests.flags import flags
+
 PERIOD = 2
 ROWS = 8
 
@@ -17,8 +19,7 @@ ROWS = 8
 def launch(processes: int, devices: int, *words: str) -> int:
   from maxtext.mesh.supervisor import supervise
 
-  flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-  environment = {"XLA_FLAGS": flags, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+  environment = flags(devices) | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
   command = [sys.executable, "-m", "tests.chaos_worker", "train", *words]
   return supervise(command, processes, environment=environment, grace_seconds=0.2)
 

@@ -24,6 +24,7 @@ from maxtext.checkpoint.record import Record
 from maxtext.mesh.supervisor import supervise
 from tests.chaos_worker import ROWS
 from tests.corpora import write_corpus
+from tests.flags import flags
 from tests.support import TINY, tiny
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.mesh]
@@ -234,7 +235,7 @@ def test_a_save_that_fails_on_one_process_fails_on_all_and_the_run_goes_on(tmp_p
                  "save_checkpoint_on_completion": False}  # fmt: skip
   words = ["limited", "4", str(steps / "2"), *(f"{key}={value}" for key, value in keys.items())]
   said = io.StringIO()
-  environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"}
+  environment = flags(devices=2)
   started = time.monotonic()
   with ThreadPoolExecutor(1) as thread:  # the supervisor would take SIGTERM from the main one
     command = [sys.executable, "-m", "tests.run_worker", *words]

@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 
 import maxtext
+from tests.flags import flags
 from tests.support import History, tiny
 
 MAXTEXT = str(Path(sys.executable).with_name("maxtext"))
 
 
 def run(*words: str, **kwargs) -> subprocess.CompletedProcess:
-  env = os.environ | {"XLA_FLAGS": ""}
+  env = os.environ | flags()
   return subprocess.run([MAXTEXT, *words], capture_output=True, text=True, env=env, timeout=120, check=False, **kwargs)
 
 
@@ -99,7 +100,7 @@ def test_prometheus_and_a_terminal(tmp_path):
     port = probe.getsockname()[1]
   words = ["steps=40", "jax_cache_dir=", f"prometheus_port={port}", f"base_output_directory={tmp_path}"]
   leader, follower = pty.openpty()
-  env = os.environ | {"XLA_FLAGS": "", "TERM": "xterm", "COLUMNS": "120"}
+  env = os.environ | flags() | {"TERM": "xterm", "COLUMNS": "120"}
   with subprocess.Popen(
     [MAXTEXT, "train", "small-llama", *words], stdout=follower, stderr=follower, env=env
   ) as process:
@@ -148,7 +149,7 @@ def test_a_reader_that_has_enough():
 @pytest.mark.slow
 def test_control_c_stops_quietly(tmp_path):
   command = [MAXTEXT, "train", "small-llama", "steps=100000", "jax_cache_dir=", f"base_output_directory={tmp_path}"]
-  env = os.environ | {"XLA_FLAGS": "", "PYTHONUNBUFFERED": "1"}
+  env = os.environ | flags() | {"PYTHONUNBUFFERED": "1"}
   with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
     for line in process.stdout:
       if line.startswith("step      3"):

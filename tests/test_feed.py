@@ -22,6 +22,7 @@ from maxtext.data.splits import split_of
 from maxtext.data.workers import choose_workers
 from maxtext.train.loop import run_loop
 from tests.corpora import write_corpus
+from tests.flags import flags
 from tests.support import History, program, tiny
 
 GRAIN = {
@@ -299,7 +300,7 @@ def test_two_hosts_feed_what_one_does_and_end_together(folder, config, tmp_path)
   changes = GRAIN | {"grain_train_files": str(folder), "per_device_batch_size": 2, "generate_padding_batch_train": True}
   with socket.create_server(("127.0.0.1", 0)) as probe:
     address = f"127.0.0.1:{probe.getsockname()[1]}"
-  env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+  env = os.environ | flags(devices=2)
   commands = [[sys.executable, "-c", HOST, address, str(i), json.dumps(changes), str(tmp_path)] for i in range(2)]
   hosts = [subprocess.Popen(command, env=env) for command in commands]
   assert [host.wait(timeout=120) for host in hosts] == [0, 0]

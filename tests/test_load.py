@@ -29,6 +29,7 @@ from maxtext.inference.sampling import Settings
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
 from tests.answering import finish
+from tests.flags import flags
 from tests.test_serving import KEYS, MAXTEXT, SENTENCE, gauge, run, wait_until  # noqa: F401 (a fixture)
 
 pytestmark = [pytest.mark.load, pytest.mark.slow]
@@ -45,7 +46,7 @@ HOT = 3.0  # a temperature at which a sentence learnt by heart still surprises
 def served(run):  # noqa: F811
   """A server's process and its address."""
   words = ["enable_model_warmup=true", "--port=0", f"--max-waiting={WAITING}", "--max-body=20000", "--grace=60"]
-  environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+  environment = os.environ | flags()
   with subprocess.Popen(
     [MAXTEXT, "serve", str(run), *WORDS, *words], stdout=subprocess.PIPE, text=True, env=environment
   ) as process:

@@ -22,6 +22,7 @@ from maxtext.checkpoint.local import LocalWriter, local_folder, resume_locally
 from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.record import Record
 from maxtext.mesh.multihost import INIT_FILE, join
+from tests.flags import flags
 from tests.support import TINY, program, tiny
 
 pytestmark = [pytest.mark.chaos, pytest.mark.mesh]
@@ -57,10 +58,9 @@ class Machines:
     (disk / INIT_FILE).write_text(f"{index}\n{address}\n")
     saved = ",".join(str(disk / "run" / f"process-{i}" / "6") for i, disk in enumerate(self.disks))
     words = [f"{key}={value}" for key, value in self.keys.items()]
-    env = os.environ | {
+    env = os.environ | flags(devices=2) | {
       "JAX_NUM_PROCESSES": "2", "M_LOCAL_CHECKPOINT_DIRECTORY": str(disk),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-      "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
     }  # fmt: skip
     command = [sys.executable, "-m", "tests.run_worker", "killed", str(killed_after), saved, *words]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

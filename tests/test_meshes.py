@@ -17,6 +17,7 @@ import yaml
 import maxtext
 from maxtext import ConfigError
 from maxtext.mesh.rules import LOGICAL_AXES
+from tests.flags import flags
 from tests.support import TINY, losses, program, tiny
 
 pytestmark = pytest.mark.mesh
@@ -198,7 +199,7 @@ def test_a_killed_process_is_named_and_the_run_starts_again(tmp_path):
            f"base_output_directory={tmp_path}",
            f"jax_cache_dir={tmp_path / 'cache'}", f"metrics_file={file}"]  # fmt: skip
   command = [MAXTEXT, "launch", *words]
-  env = os.environ | {"XLA_FLAGS": ""}
+  env = os.environ | flags()
   with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
     seen = []
     for line in process.stdout:

@@ -16,6 +16,7 @@ import pytest
 from maxtext import ConfigError
 from maxtext.configs.refusals import MESH_AXES
 from maxtext.data.batch import Batch
+from tests.flags import flags
 from tests.support import program, tiny
 
 pytestmark = pytest.mark.mesh
@@ -85,7 +86,7 @@ def test_like_one_device(one_device, axes, model):
 @pytest.mark.slow
 def test_four_axes_are_like_one_device(one_device):
   """In a process of its own, which has sixteen devices."""
-  environment = os.environ | {"XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=16")}
+  environment = os.environ | flags(devices=16)
   command = [sys.executable, "-m", "tests.test_parallelism", "curves"]
   done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
   curves = [json.loads(line) for line in done.stdout.splitlines()]

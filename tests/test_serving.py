@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from maxtext.cli.main import main
+from tests.flags import flags
 from tests.support import TINY
 
 MAXTEXT = str(Path(sys.executable).with_name("maxtext"))
@@ -43,7 +44,7 @@ def run(tmp_path_factory):
 
 
 def decode(run, *words, code=0, **kwargs):
-  env = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+  env = os.environ | flags()
   done = subprocess.run(
     [MAXTEXT, "decode", str(run), *KEYS, *words],
     capture_output=True, text=True, env=env, timeout=200, check=False, **kwargs,
@@ -99,7 +100,7 @@ def test_bench(run, capsys):
 def served(run):
   """A server's process and its address: four slots, and six places to wait."""
   words = ["per_device_batch_size=4", "enable_model_warmup=true", "--port=0", "--max-waiting=6", "--max-body=20000"]
-  environment = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "MAXTEXT_API_KEYS": "secret,other"}
+  environment = flags() | {"MAXTEXT_API_KEYS": "secret,other"}
   process = subprocess.Popen(
     [MAXTEXT, "serve", str(run), *KEYS, *words],
     stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment,
