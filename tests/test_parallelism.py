@@ -43,6 +43,8 @@ AXES = {
     "context": 2, "sequence": 2, "fsdp": 2, "context_parallel_reorder_strategy": "striped",
   },
   "context 4 x expert 2, in order": {"context": 4, "expert": 2, "fsdp": 1, "context_parallel_load_balance": False},
+  "expert 4 x fsdp 2": {"expert": 4, "fsdp": 2},
+  "expert 4 x tensor 2, gathered": {"expert": 4, "tensor": 2, "fsdp": 1, "use_ring_of_experts": True},
   "pipeline 2 x fsdp 4": {"pipeline": 2, "fsdp": 4, "num_layers_per_pipeline_stage": 2},
   "pipeline 2 x tensor 2 x fsdp 2, twice round, 4 parts": {
     "pipeline": 2, "tensor": 2, "fsdp": 2, "num_pipeline_microbatches": 4,
@@ -67,7 +69,12 @@ FOURS = (
   ("data", "fsdp", "fsdp_transpose", "context"),
 )
 BOTH = ("context 4 x expert 2, in order", "pipeline 2 x context 2 x expert 2, two layers after it")
+ROUTED = ("expert 4 x fsdp 2", "expert 4 x tensor 2, gathered")
 QUICK, SLOW = ("context 8",), pytest.mark.slow
+
+
+def models_on(name):
+  return tuple(MODELS) if name in BOTH else ("experts",) if name in ROUTED else ("dense",)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +82,7 @@ QUICK, SLOW = ("context 8",), pytest.mark.slow
   [
     pytest.param(model, axes, id=f"{model}, {name}", marks=[] if name in QUICK and model == "dense" else SLOW)
     for name, axes in AXES.items()
-    for model in (MODELS if name in BOTH else ("dense",))
+    for model in models_on(name)
   ],
 )
 def test_like_one_device(one_device, axes, model):
@@ -104,9 +111,8 @@ def test_the_document_lists_them():
 
 
 def listed():
-  lines = [f"- {name}{' (also experts)' * (name in BOTH)}" for name in AXES] + [
-    f"- {' x '.join(axes)}" for axes in FOURS
-  ]
+  models = {("dense",): "", ("experts",): " (experts)", tuple(MODELS): " (also experts)"}
+  lines = [f"- {name}{models[models_on(name)]}" for name in AXES] + [f"- {' x '.join(axes)}" for axes in FOURS]
   return "<!-- tried -->\n" + "\n".join(lines) + "\n<!-- /tried -->"
 
 
@@ -124,7 +130,8 @@ def one_device():
 def named(axes):
   """Short names of axes as keys; other keys stay."""
   return {
-    key if "_parallel_" in key or "pipeline_" in key else f"ici_{key}_parallelism": value for key, value in axes.items()
+    key if "_parallel_" in key or "pipeline_" in key or key.startswith("use_") else f"ici_{key}_parallelism": value
+    for key, value in axes.items()
   }
 
 

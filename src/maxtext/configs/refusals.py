@@ -87,10 +87,9 @@ _UNBUILT_EXPERTS = (
   "moe_expert_input_dim", "padded_base_moe_mlp_dim", "use_gather_mosaic_kernel", "interleave_moe_layer_step",
   "moe_fsdp_use_two_stage_all_gather", "use_2d_fsdp_sharding", "prefuse_moe_weights",
   "merge_gating_gmm", "use_batch_split_schedule", "batch_split_factor",
-  "use_ring_of_experts",
 )  # fmt: skip
 _ROUNDED_CACHE = ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")
-_SPARSE = ("ragged_buffer_factor", "use_custom_sort_vjp", "megablox")
+_SPARSE = ("ragged_buffer_factor", "use_custom_sort_vjp", "megablox", "use_ring_of_experts")
 _TILES = tuple(key for key in t.MoEKernels.model_fields if "_tile_" in key)
 
 _HLO = (
@@ -287,11 +286,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ("padded_base_moe_mlp_dim",), "the kernels cut their tiles to the experts' width, and nothing is padded",
   ),
   Refusal(
-    ("use_ring_of_experts",),
-    "tokens are always gathered on every expert shard and the results reduce-scattered",
-    harmless=(True, False),
-  ),
-  Refusal(
     ("use_gather_mosaic_kernel", "moe_fsdp_use_two_stage_all_gather", "use_batch_split_schedule", "batch_split_factor"),
     "tokens and expert weights are moved by XLA's own gathers, whole",
     harmless=(False,),
@@ -304,6 +298,10 @@ REFUSALS: tuple[Refusal, ...] = (
   Refusal(
     (*_SPARSE, *_TILES), "it has no effect without grouped products: write sparse_matmul=true",
     unless=lambda c: c.sparse_matmul,
+  ),
+  Refusal(
+    ("use_ring_of_experts",), "it has no effect without expert parallelism: set ici_expert_parallelism",
+    unless=lambda c: c.ici_expert_parallelism != 1 or c.dcn_expert_parallelism != 1,
   ),
   Refusal(_TILES, "it has no effect without megablox=true", unless=lambda c: c.megablox),
   Refusal(
