@@ -49,6 +49,9 @@ AXES = {
   "pipeline 2 x tensor 2 x fsdp 2, twice round, 4 parts": {
     "pipeline": 2, "tensor": 2, "fsdp": 2, "num_pipeline_microbatches": 4,
   },
+  "pipeline 2 x fsdp 2 x fsdp_transpose 2, twice round, gathered once": {
+    "pipeline": 2, "fsdp": 2, "fsdp_transpose": 2, "pipeline_fsdp_ag_once": True,
+  },
   "pipeline 4 x data 2, delayed": {
     "pipeline": 4, "data": 2, "fsdp": 1, "pipeline_delay_activation_forwarding": True,
   },
@@ -70,6 +73,7 @@ FOURS = (
 )
 BOTH = ("context 4 x expert 2, in order", "pipeline 2 x context 2 x expert 2, two layers after it")
 ROUTED = ("expert 4 x fsdp 2", "expert 4 x tensor 2, gathered")
+WEIGHTS_PER_LAYER = 7  # query, key, value, out, gate, up, down
 QUICK, SLOW = ("context 8",), pytest.mark.slow
 
 
@@ -99,6 +103,20 @@ def test_four_axes_are_like_one_device(one_device):
   assert len(curves) == len(FOURS)
   for axes, found in zip(FOURS, curves, strict=True):
     np.testing.assert_allclose(found, one_device("experts"), atol=1e-5, rtol=0, err_msg=" x ".join(axes))
+
+
+@pytest.mark.slow
+def test_a_pipeline_gathers_weights_at_each_tick_or_once():
+  def gathers(once):
+    axes = {"pipeline": 2, "fsdp": 4, "num_layers_per_pipeline_stage": 2, "pipeline_fsdp_ag_once": once}
+    p = program(tiny(**MODELS["dense"], per_device_batch_size=1, **named(axes)), 8)
+    lines = re.findall(r" all-gather\(.*", p.lower().compile().as_text())
+    in_loop = sum("while/body" in line for line in lines)
+    return in_loop, len(lines) - in_loop
+
+  (each, before), (none, once) = gathers(False), gathers(True)
+  assert each >= 2 * WEIGHTS_PER_LAYER, "forward and backward"
+  assert (none, once) == (0, before + WEIGHTS_PER_LAYER)
 
 
 def test_every_pair_of_axes_is_tried():

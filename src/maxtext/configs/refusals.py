@@ -334,8 +334,9 @@ REFUSALS: tuple[Refusal, ...] = (
     "this axis is not implemented yet; there are " + ", ".join(MESH_AXES),
   ),
   Refusal(
-    ("pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat"),
-    "weights are gathered where they are used for now",
+    ("pipeline_fsdp_ag_per_repeat",),
+    "stages are at different visits in the same tick; weights are gathered at each, or with pipeline_fsdp_ag_once=true "
+    "before the first",
     harmless=(False,),
   ),
   Refusal(
@@ -345,7 +346,7 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     ("num_layers_per_pipeline_stage", "num_pipeline_repeats", "pipeline_parallel_layers", "num_pipeline_microbatches",
-     "pipeline_delay_activation_forwarding"),
+     "pipeline_delay_activation_forwarding", "pipeline_fsdp_ag_once"),
     "it has no effect without stages: set ici_pipeline_parallelism or dcn_pipeline_parallelism",
     unless=_staged,
   ),
