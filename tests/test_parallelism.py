@@ -45,6 +45,10 @@ AXES = {
   "context 4 x expert 2, in order": {"context": 4, "expert": 2, "fsdp": 1, "context_parallel_load_balance": False},
   "expert 4 x fsdp 2": {"expert": 4, "fsdp": 2},
   "expert 4 x tensor 2, gathered": {"expert": 4, "tensor": 2, "fsdp": 1, "use_ring_of_experts": True},
+  "data 2 x fsdp 2 x tensor 2, explicit": {"data": 2, "fsdp": 2, "tensor": 2, "shard_mode": "explicit"},
+  "expert 2 x context 2 x fsdp_transpose 2, explicit": {
+    "expert": 2, "context": 2, "fsdp_transpose": 2, "fsdp": 1, "shard_mode": "explicit",
+  },
   "pipeline 2 x fsdp 4": {"pipeline": 2, "fsdp": 4, "num_layers_per_pipeline_stage": 2},
   "pipeline 2 x tensor 2 x fsdp 2, twice round, 4 parts": {
     "pipeline": 2, "tensor": 2, "fsdp": 2, "num_pipeline_microbatches": 4,
@@ -72,7 +76,9 @@ FOURS = (
   ("data", "fsdp", "fsdp_transpose", "context"),
 )
 BOTH = ("context 4 x expert 2, in order", "pipeline 2 x context 2 x expert 2, two layers after it")
-ROUTED = ("expert 4 x fsdp 2", "expert 4 x tensor 2, gathered")
+ROUTED = (
+  "expert 4 x fsdp 2", "expert 4 x tensor 2, gathered", "expert 2 x context 2 x fsdp_transpose 2, explicit",
+)  # fmt: skip
 WEIGHTS_PER_LAYER = 7  # query, key, value, out, gate, up, down
 QUICK, SLOW = ("context 8",), pytest.mark.slow
 
@@ -148,7 +154,9 @@ def one_device():
 def named(axes):
   """Short names of axes as keys; other keys stay."""
   return {
-    key if "_parallel_" in key or "pipeline_" in key or key.startswith("use_") else f"ici_{key}_parallelism": value
+    key
+    if "_parallel_" in key or "pipeline_" in key or key.startswith(("use_", "shard_"))
+    else f"ici_{key}_parallelism": value
     for key, value in axes.items()
   }
 
@@ -177,7 +185,25 @@ def packed(seed, config):
   return Batch(tokens[:, :-1], tokens[:, 1:], positions.astype(np.int32), segments, weights)
 
 
+def test_shardings_are_types_where_they_are_explicit():
+  """What is gathered and moved stands in the program before the compiler sees it."""
+  axes = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}
+  auto, explicit = (program(tiny(**axes, shard_mode=mode), 8) for mode in ("auto", "explicit"))
+  found = str(explicit.step.trace(explicit.state, explicit.batch).jaxpr)
+  assert "reshard" in found
+  assert "f32[48,80@tensor]" in found, "a weight that was gathered over FSDP, and is still split over tensor"
+  assert "@tensor" not in str(auto.step.trace(auto.state, auto.batch).jaxpr)
+
+
 REFUSED = {
+  "an operation without a type": (
+    {"fsdp": 8, "shard_mode": "explicit", "opt_type": "muon"},
+    "shard_mode=explicit: decoder_block=llama2 with opt_type=muon has an operation that does not say",
+  ),
+  "stages that the compiler places": (
+    {"pipeline": 2, "fsdp": 4, "shard_mode": "explicit"},
+    "shard_mode=explicit is refused: stages leave the placement",
+  ),
   "rows that do not divide": (
     {"context": 8, "fsdp": 1, "max_target_length": 24},
     "max_target_length=24 is not a multiple of 16",
@@ -191,7 +217,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("axes", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_cannot_be_is_refused(axes, message):
-  keys = {k if k.startswith(("max_", "mtp_")) else f"ici_{k}_parallelism": v for k, v in axes.items()}
+  keys = {k if k.startswith(("max_", "mtp_", "shard_", "opt_")) else f"ici_{k}_parallelism": v for k, v in axes.items()}
   with pytest.raises(ConfigError) as error:
     program(tiny(**keys), 8)
   assert message in str(error.value)

@@ -311,8 +311,11 @@ REFUSALS: tuple[Refusal, ...] = (
     ("routed_bias_update_rate",), "it has no effect without routed_bias=true", unless=lambda c: c.routed_bias
   ),
   Refusal(
-    ("shard_mode", "remove_size_one_mesh_axis_from_type"),
-    "the mesh follows ici_*, dcn_* and mesh_axes alone for now",
+    ("shard_mode",), "stages leave the placement of what is in them to the compiler; write shard_mode=auto",
+    unless=lambda c: not _staged(c),
+  ),
+  Refusal(
+    ("remove_size_one_mesh_axis_from_type",), "the mesh has every axis of mesh_axes, whatever its size",
   ),
   Refusal(
     ("context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy"),

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from maxtext.layers.dispatch import Routing
 from maxtext.layers.how import How
 from maxtext.layers.make import Buffer
+from maxtext.mesh import explicit
 from maxtext.mesh.rules import axes_of, parts_of
 
 _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
@@ -76,13 +77,17 @@ def over_mesh(
     return y, dropped, [_agreed(left[i][1][...], specs[i], mesh.axis_names) for i in kept]
 
   spec = PartitionSpec(*tokens, None)
+  values = [variable[...] for _, variable in variables]
+  if how.explicit:  # what enters is moved first, else the compiler does it
+    x, routing = jax.tree.map(lambda a: explicit.moved(a, mesh, spec), (x, routing))
+    values = [explicit.moved(value, mesh, own) for value, own in zip(values, specs, strict=True)]
   y, dropped, buffers = jax.shard_map(
     local,
     mesh=mesh,
     in_specs=(spec, spec, specs),
     out_specs=(spec, PartitionSpec(), [specs[i] for i in kept]),
     check_vma=False,
-  )(x, routing, [variable[...] for _, variable in variables])
+  )(x, routing, values)
   nnx.update(experts, _rebuilt([variables[i] for i in kept], buffers))
   return y, dropped
 
