@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from maxtext import load_config
+from maxtext.layers.make import Make
+from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
+from maxtext.models.build import how
+from maxtext.models.experts import mixture
 from maxtext.plan.compile import program_for
 from maxtext.plan.hlo import CompiledProgram, Transfer
 from maxtext.train.program import Program
@@ -193,3 +199,39 @@ def test_a_search_finds_a_recipe_that_runs(tmp_path):
   assert found.remat_policy == best["keys"]["remat_policy"]
   assert found.base_emb_dim == 512
   assert not found.compile_topology
+
+
+def moved_by_experts(**keys) -> Counter:
+  """Bytes of each collective of a layer of eight experts and its gradients, on four chips with 256 tokens each."""
+  config = load_config(
+    decoder_block="mixtral", num_experts=8, num_experts_per_tok=2, base_emb_dim=256, base_mlp_dim=256,
+    ici_expert_parallelism=4, per_device_batch_size=1, compile_topology="v5p-8", **keys,
+  )  # fmt: skip
+  mesh = make_mesh(config, Topology.named(config.compile_topology).devices())
+  execution = how(config, mesh)
+  graph, state = nnx.split(nnx.eval_shape(lambda: mixture(config).build(Make(0, jnp.float32), 256, execution)))
+
+  def placed(shape, dtype, axes):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=execution.rules.sharding(mesh, axes, shape))
+
+  def loss(x, weights):
+    y, _ = nnx.merge(graph, nnx.from_flat_state(list(zip(paths, weights, strict=True))))(x)
+    return jnp.square(y.astype(jnp.float32)).sum()
+
+  paths, variables = zip(*nnx.to_flat_state(state), strict=True)
+  weights = [v.replace(placed(v.get_value().shape, v.get_value().dtype, v.axes)) for v in variables]
+  x = placed((4, 256, 256), jnp.bfloat16, ("activation_batch", "activation_length", "activation_embed"))
+  text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, weights).compile().as_text()
+  moved: Counter = Counter()
+  for transfer, times in CompiledProgram.parse(text).collectives():
+    moved[transfer.collective.collective] += transfer.collective.bytes * times
+  return moved
+
+
+def test_tokens_are_sent_to_their_experts_alone():
+  tokens = 256 * 256 * 2  # bytes of a chip's, each of which goes to two experts of the eight on four chips
+  sent, gathered = moved_by_experts(), moved_by_experts(use_ring_of_experts=True)
+  assert sent["ragged-all-to-all"] == 4 * 2 * tokens, "there and back, forward and backward"
+  assert sent["all-gather"] < 0.1 * tokens, "numbers and the router's weight"
+  assert not gathered["ragged-all-to-all"]
+  assert gathered["all-gather"] > 2 * 4 * tokens, "all tokens, and the gradients of all results"

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from maxtext import ConfigError
+from maxtext.kernels.exchange import Carrier
 from maxtext.kernels.grouped_matmul import GroupedMatmul, Tiles
 from maxtext.layers.dispatch import Dispatch
 from maxtext.layers.experts import Mixture
@@ -172,6 +173,9 @@ def test_keys_become_a_dispatch():
   assert of(float32_weight_sum=False) == dataclasses.replace(of(), float32_sum=False)
   assert of(float32_gate_logits=True) == dataclasses.replace(of(), float32_logits=True)
   assert of(use_random_routing=True) == dataclasses.replace(of(), random=True)
+  ring = {"ici_expert_parallelism": 2, "use_ring_of_experts": True}
+  assert of(**ring) == dataclasses.replace(of(), carrier=None)
+  assert of().carrier == Carrier("reference")
   assert of(use_custom_sort_vjp=False) == dataclasses.replace(of(), gather_gradients=False)
   sizes = dict(zip(("batch_seq", "embed_dim", "mlp_dim"), (128, 256, 384), strict=True))
   tiles = {f"{w}_tile_{p}_{d}": s for w in ("wi", "wo") for p in ("fwd", "dlhs", "drhs") for d, s in sizes.items()}
@@ -198,6 +202,7 @@ def test_keys_become_a_dispatch():
       "num_experts_per_tok=3 is more than the experts of topk_routing_group=1",
     ),
     ({"norm_topk_prob": True}, "norm_topk_prob=True is refused: it has no effect without experts"),
+    ({"num_experts": 4, "use_ring_of_experts": True}, "it has no effect without expert parallelism"),
     ({"num_experts": 4, "topk_routing_group": 1}, "it has no effect without n_routing_groups"),
     ({"num_experts": 4, "routed_bias_update_rate": 0.1}, "it has no effect without routed_bias=true"),
   ],

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxtext.kernels.exchange import Carrier
 from maxtext.kernels.grouped_matmul import GroupedMatmul, Tiles
 from maxtext.layers.dispatch import Dispatch
 from maxtext.layers.experts import Mixture
@@ -37,7 +38,16 @@ WAYS = {
   "dropless, buffer": Dispatch(buffer=float(X)),
   "capacity": Dispatch("capacity", capacity=float(X)),
 }
-QUICK = ("biased, clamped", "dropless"), ("grouped, chosen by bias", "capacity")
+ON_MESHES = {
+  "dense": Dispatch("dense"),
+  "sent": Dispatch(carrier=Carrier()),
+  "sent, scattering gradients": Dispatch(carrier=Carrier(), gather_gradients=False),
+  "sent, megablox, buffer": Dispatch(carrier=Carrier(), wi=PALLAS, wo=PALLAS, buffer=2.0),
+}
+QUICK = (
+  ("biased, clamped", "dropless"), ("grouped, chosen by bias", "capacity"), ("biased, clamped", "sent"),
+  ("weighted inputs, shared", "sent"),
+)  # fmt: skip
 MESH = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "ici_expert_parallelism": 2, "per_device_batch_size": 1}
 
 
@@ -104,13 +114,13 @@ def test_dispatches_agree(how, dense, name, way):
   [
     pytest.param(name, way, marks=() if (name, way) in QUICK else pytest.mark.slow)
     for name in SPECS
-    for way in ("dropless", "capacity", "dense", "dropless, megablox", "dropless, buffer")
+    for way in ("dropless", "capacity", "dropless, megablox", "dropless, buffer", *ON_MESHES)
   ],
 )
 def test_a_mesh_is_one_device(how_on_mesh, dense, name, way):
-  ways = WAYS | {"dense": Dispatch("dense")}
-  found, _ = run(SPECS[name], dataclasses.replace(how_on_mesh, experts=ways[way]), INPUT, PROBE)
+  found, report = run(SPECS[name], dataclasses.replace(how_on_mesh, experts=(WAYS | ON_MESHES)[way]), INPUT, PROBE)
   check(found, dense[name][0])
+  assert report.get("dropped_tokens", 0) == 0
 
 
 @pytest.mark.mesh
@@ -154,9 +164,10 @@ def test_dropped_tokens_are_counted_and_add_nothing(how, how_on_mesh):
     assert report["dropped_tokens"] == pytest.approx(1 - kept.mean())
 
 
-def test_a_bounded_buffer_drops_what_does_not_fit(how_on_mesh):
+@pytest.mark.parametrize("carrier", [None, Carrier()], ids=["gathered", "sent"])
+def test_a_bounded_buffer_drops_what_does_not_fit(how_on_mesh, carrier):
   layer = randomised(SPECS["plain"].build(Make(0, jnp.float32), E, how_on_mesh))
-  layer.how = dataclasses.replace(how_on_mesh, experts=Dispatch(buffer=0.5))
+  layer.how = dataclasses.replace(how_on_mesh, experts=Dispatch(buffer=0.5, carrier=carrier))
   y, report = jax.jit(lambda x: layer(x))(INPUT)
   assert report["dropped_tokens"] == pytest.approx(0.5), "both shards have room for half of an even share"
   assert jnp.isfinite(y).all()

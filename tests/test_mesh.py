@@ -73,6 +73,9 @@ def test_topologies_know_their_shape_and_wrap():
   assert Topology.named("v5p-16").wrap == (False, False, False)
   assert Topology.named("v5e-256", 199).wrap == (True, True, False)
   assert Topology.named("v6e-128").wrap == (False, True, False)
+  assert Topology.named("h100-16") == Topology("h100", (16,))
+  with pytest.raises(ConfigError, match="compile_topology=h100-many: say how many, as in h100-8"):
+    Topology.named("h100-many")
   with pytest.raises(ConfigError, match="compile_topology=v5p-129: v5p comes in sizes 8, 16, 32"):
     Topology.named("v5p-129")
   with pytest.raises(ConfigError, match="compile_topology=v9-8: the chip is one of v4, v5e, v5p, v6e"):

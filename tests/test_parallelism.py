@@ -44,9 +44,18 @@ AXES = {
     "context": 2, "sequence": 2, "fsdp": 2, "context_parallel_reorder_strategy": "striped",
   },
   "context 4 x expert 2, in order": {"context": 4, "expert": 2, "fsdp": 1, "context_parallel_load_balance": False},
+  "expert 4 x fsdp 2": {"expert": 4, "fsdp": 2},
+  "expert 4 x tensor 2, gathered": {"expert": 4, "tensor": 2, "fsdp": 1, "use_ring_of_experts": True},
+  "data 2 x fsdp 2 x tensor 2, explicit": {"data": 2, "fsdp": 2, "tensor": 2, "shard_mode": "explicit"},
+  "expert 2 x context 2 x fsdp_transpose 2, explicit": {
+    "expert": 2, "context": 2, "fsdp_transpose": 2, "fsdp": 1, "shard_mode": "explicit",
+  },
   "pipeline 2 x fsdp 4": {"pipeline": 2, "fsdp": 4, "num_layers_per_pipeline_stage": 2},
   "pipeline 2 x tensor 2 x fsdp 2, twice round, 4 parts": {
     "pipeline": 2, "tensor": 2, "fsdp": 2, "num_pipeline_microbatches": 4,
+  },
+  "pipeline 2 x fsdp 2 x fsdp_transpose 2, twice round, gathered once": {
+    "pipeline": 2, "fsdp": 2, "fsdp_transpose": 2, "pipeline_fsdp_ag_once": True,
   },
   "pipeline 4 x data 2, delayed": {
     "pipeline": 4, "data": 2, "fsdp": 1, "pipeline_delay_activation_forwarding": True,
@@ -68,7 +77,15 @@ FOURS = (
   ("data", "fsdp", "fsdp_transpose", "context"),
 )
 BOTH = ("context 4 x expert 2, in order", "pipeline 2 x context 2 x expert 2, two layers after it")
+ROUTED = (
+  "expert 4 x fsdp 2", "expert 4 x tensor 2, gathered", "expert 2 x context 2 x fsdp_transpose 2, explicit",
+)  # fmt: skip
+WEIGHTS_PER_LAYER = 7  # query, key, value, out, gate, up, down
 QUICK, SLOW = ("context 8",), pytest.mark.slow
+
+
+def models_on(name):
+  return tuple(MODELS) if name in BOTH else ("experts",) if name in ROUTED else ("dense",)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +93,7 @@ QUICK, SLOW = ("context 8",), pytest.mark.slow
   [
     pytest.param(model, axes, id=f"{model}, {name}", marks=[] if name in QUICK and model == "dense" else SLOW)
     for name, axes in AXES.items()
-    for model in (MODELS if name in BOTH else ("dense",))
+    for model in models_on(name)
   ],
 )
 def test_like_one_device(one_device, axes, model):
@@ -95,6 +112,20 @@ def test_four_axes_are_like_one_device(one_device):
     np.testing.assert_allclose(found, one_device("experts"), atol=1e-5, rtol=0, err_msg=" x ".join(axes))
 
 
+@pytest.mark.slow
+def test_a_pipeline_gathers_weights_at_each_tick_or_once():
+  def gathers(once):
+    axes = {"pipeline": 2, "fsdp": 4, "num_layers_per_pipeline_stage": 2, "pipeline_fsdp_ag_once": once}
+    p = program(tiny(**MODELS["dense"], per_device_batch_size=1, **named(axes)), 8)
+    lines = re.findall(r" all-gather\(.*", p.lower().compile().as_text())
+    in_loop = sum("while/body" in line for line in lines)
+    return in_loop, len(lines) - in_loop
+
+  (each, before), (none, once) = gathers(False), gathers(True)
+  assert each >= 2 * WEIGHTS_PER_LAYER, "forward and backward"
+  assert (none, once) == (0, before + WEIGHTS_PER_LAYER)
+
+
 def test_every_pair_of_axes_is_tried():
   tried = {frozenset(pair) for axes in FOURS for pair in itertools.combinations(axes, 2)}
   assert tried == {frozenset(pair) for pair in itertools.combinations(set(MESH_AXES) - {"diloco"}, 2)}
@@ -105,9 +136,8 @@ def test_the_document_lists_them():
 
 
 def listed():
-  lines = [f"- {name}{' (also experts)' * (name in BOTH)}" for name in AXES] + [
-    f"- {' x '.join(axes)}" for axes in FOURS
-  ]
+  models = {("dense",): "", ("experts",): " (experts)", tuple(MODELS): " (also experts)"}
+  lines = [f"- {name}{models[models_on(name)]}" for name in AXES] + [f"- {' x '.join(axes)}" for axes in FOURS]
   return "<!-- tried -->\n" + "\n".join(lines) + "\n<!-- /tried -->"
 
 
@@ -125,7 +155,10 @@ def one_device():
 def named(axes):
   """Short names of axes as keys; other keys stay."""
   return {
-    key if "_parallel_" in key or "pipeline_" in key else f"ici_{key}_parallelism": value for key, value in axes.items()
+    key
+    if "_parallel_" in key or "pipeline_" in key or key.startswith(("use_", "shard_"))
+    else f"ici_{key}_parallelism": value
+    for key, value in axes.items()
   }
 
 
@@ -153,7 +186,25 @@ def packed(seed, config):
   return Batch(tokens[:, :-1], tokens[:, 1:], positions.astype(np.int32), segments, weights)
 
 
+def test_shardings_are_types_where_they_are_explicit():
+  """What is gathered and moved stands in the program before the compiler sees it."""
+  axes = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}
+  auto, explicit = (program(tiny(**axes, shard_mode=mode), 8) for mode in ("auto", "explicit"))
+  found = str(explicit.step.trace(explicit.state, explicit.batch).jaxpr)
+  assert "reshard" in found
+  assert "f32[48,80@tensor]" in found, "a weight that was gathered over FSDP, and is still split over tensor"
+  assert "@tensor" not in str(auto.step.trace(auto.state, auto.batch).jaxpr)
+
+
 REFUSED = {
+  "an operation without a type": (
+    {"fsdp": 8, "shard_mode": "explicit", "opt_type": "muon"},
+    "shard_mode=explicit: decoder_block=llama2 with opt_type=muon has an operation that does not say",
+  ),
+  "stages that the compiler places": (
+    {"pipeline": 2, "fsdp": 4, "shard_mode": "explicit"},
+    "shard_mode=explicit is refused: stages leave the placement",
+  ),
   "rows that do not divide": (
     {"context": 8, "fsdp": 1, "max_target_length": 24},
     "max_target_length=24 is not a multiple of 16",
@@ -167,7 +218,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("axes", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_cannot_be_is_refused(axes, message):
-  keys = {k if k.startswith(("max_", "mtp_")) else f"ici_{k}_parallelism": v for k, v in axes.items()}
+  keys = {k if k.startswith(("max_", "mtp_", "shard_", "opt_")) else f"ici_{k}_parallelism": v for k, v in axes.items()}
   with pytest.raises(ConfigError) as error:
     program(tiny(**keys), 8)
   assert message in str(error.value)

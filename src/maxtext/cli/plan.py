@@ -65,8 +65,12 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _search(arguments: argparse.Namespace, resolved: Resolved) -> int:
+  from maxtext.mesh.topology import Topology
   from maxtext.plan.search import search
 
+  topology = resolved.config.compile_topology
+  if topology and not Topology.named(topology).compiles:
+    raise ConfigError(f"--search compiles, and there is no compiler for compile_topology={topology} here.")
   best = search(
     resolved.config,
     arguments.words,

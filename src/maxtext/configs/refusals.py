@@ -87,10 +87,9 @@ _UNBUILT_EXPERTS = (
   "moe_expert_input_dim", "padded_base_moe_mlp_dim", "use_gather_mosaic_kernel", "interleave_moe_layer_step",
   "moe_fsdp_use_two_stage_all_gather", "use_2d_fsdp_sharding", "prefuse_moe_weights",
   "merge_gating_gmm", "use_batch_split_schedule", "batch_split_factor",
-  "use_ring_of_experts",
 )  # fmt: skip
 _ROUNDED_CACHE = ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")
-_SPARSE = ("ragged_buffer_factor", "use_custom_sort_vjp", "megablox")
+_SPARSE = ("ragged_buffer_factor", "use_custom_sort_vjp", "megablox", "use_ring_of_experts")
 _TILES = tuple(key for key in t.MoEKernels.model_fields if "_tile_" in key)
 
 _HLO = (
@@ -287,11 +286,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ("padded_base_moe_mlp_dim",), "the kernels cut their tiles to the experts' width, and nothing is padded",
   ),
   Refusal(
-    ("use_ring_of_experts",),
-    "tokens are always gathered on every expert shard and the results reduce-scattered",
-    harmless=(True, False),
-  ),
-  Refusal(
     ("use_gather_mosaic_kernel", "moe_fsdp_use_two_stage_all_gather", "use_batch_split_schedule", "batch_split_factor"),
     "tokens and expert weights are moved by XLA's own gathers, whole",
     harmless=(False,),
@@ -305,6 +299,10 @@ REFUSALS: tuple[Refusal, ...] = (
     (*_SPARSE, *_TILES), "it has no effect without grouped products: write sparse_matmul=true",
     unless=lambda c: c.sparse_matmul,
   ),
+  Refusal(
+    ("use_ring_of_experts",), "it has no effect without expert parallelism: set ici_expert_parallelism",
+    unless=lambda c: c.ici_expert_parallelism != 1 or c.dcn_expert_parallelism != 1,
+  ),
   Refusal(_TILES, "it has no effect without megablox=true", unless=lambda c: c.megablox),
   Refusal(
     ("topk_routing_group",), "it has no effect without n_routing_groups", unless=lambda c: c.n_routing_groups > 0
@@ -313,8 +311,11 @@ REFUSALS: tuple[Refusal, ...] = (
     ("routed_bias_update_rate",), "it has no effect without routed_bias=true", unless=lambda c: c.routed_bias
   ),
   Refusal(
-    ("shard_mode", "remove_size_one_mesh_axis_from_type"),
-    "the mesh follows ici_*, dcn_* and mesh_axes alone for now",
+    ("shard_mode",), "stages leave the placement of what is in them to the compiler; write shard_mode=auto",
+    unless=lambda c: not _staged(c),
+  ),
+  Refusal(
+    ("remove_size_one_mesh_axis_from_type",), "the mesh has every axis of mesh_axes, whatever its size",
   ),
   Refusal(
     ("context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy"),
@@ -336,8 +337,9 @@ REFUSALS: tuple[Refusal, ...] = (
     "this axis is not implemented yet; there are " + ", ".join(MESH_AXES),
   ),
   Refusal(
-    ("pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat"),
-    "weights are gathered where they are used for now",
+    ("pipeline_fsdp_ag_per_repeat",),
+    "stages are at different visits in the same tick; weights are gathered at each, or with pipeline_fsdp_ag_once=true "
+    "before the first",
     harmless=(False,),
   ),
   Refusal(
@@ -347,7 +349,7 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     ("num_layers_per_pipeline_stage", "num_pipeline_repeats", "pipeline_parallel_layers", "num_pipeline_microbatches",
-     "pipeline_delay_activation_forwarding"),
+     "pipeline_delay_activation_forwarding", "pipeline_fsdp_ag_once"),
     "it has no effect without stages: set ici_pipeline_parallelism or dcn_pipeline_parallelism",
     unless=_staged,
   ),

@@ -11,7 +11,7 @@ import jax
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import global_batch_size
-from maxtext.configs.types import TokenizerType
+from maxtext.configs.types import ShardMode, TokenizerType
 from maxtext.data.prepared import MANIFEST, read_manifest
 from maxtext.data.tokenizers import Tokenizer, load_tokenizer
 from maxtext.inference.engine import Engine, dropless
@@ -49,7 +49,9 @@ class Loaded:
     tokenizer = run_tokenizer(config)
     if config.jax_cache_dir:
       jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
-    model = dropless(build_model(config, make_mesh(config)))
+    # Caches say nothing of shardings: however a run was trained, the compiler places what answers.
+    mesh = make_mesh(config.model_copy(update={"shard_mode": ShardMode.AUTO}))
+    model = dropless(build_model(config, mesh))
     ends = () if tokenizer.eos is None else (tokenizer.eos,)
     settings = replace(Settings.of(config), stop_tokens=ends)
     return Loaded(config, make_engine(config, model, parameters(config, model), ahead), tokenizer, settings)

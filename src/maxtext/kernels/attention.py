@@ -14,12 +14,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.kernels.ring import ring
 from maxtext.kernels.scores import Scoring, Tokens, gathered, keys_like_queries, scores
 from maxtext.kernels.splash import SplashBlocks, splash
 from maxtext.kernels.token_order import TokenOrder
+from maxtext.mesh.explicit import by_compiler
 from maxtext.mesh.rules import axes_of, parts_of
 
 Kernel = Literal["dot_product", "chunked", "splash", "cudnn"]
@@ -72,13 +73,17 @@ class Attention:
         q, k, v, tokens, scoring, sinks, mesh=mesh, q_spec=q_spec, kv_spec=kv_spec, blocks=self.blocks,
         order=self.order, result=RESULT, interpret=self.interpret,
       )  # fmt: skip
+
+    def placed(run: Callable[..., jax.Array]) -> jax.Array:
+      return by_compiler(run, NamedSharding(mesh, q_spec), q, k, v, tokens, sinks)
+
     if self.kernel == "cudnn":
       assert sinks is None, "refused when the model is built"
-      out = _cudnn(q, k, v, tokens.segments, scoring)
+      out = placed(lambda q, k, v, tokens, _: _cudnn(q, k, v, tokens.segments, scoring))
     elif q_spec[1]:
       out = self._split(q, k, v, tokens, scoring, sinks, mesh, q_spec, kv_spec)
     else:
-      out = self._plain(q, k, v, tokens, tokens, scoring, sinks)
+      out = placed(lambda q, k, v, tokens, sinks: self._plain(q, k, v, tokens, tokens, scoring, sinks))
     return checkpoint_name(out, RESULT)
 
   @property

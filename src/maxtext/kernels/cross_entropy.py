@@ -8,12 +8,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from maxtext.mesh.explicit import by_compiler
+
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, z_loss: float) -> jax.Array:
   """Loss per token from logits [B,S,V]: -log p(target) + z_loss * log(partition)^2."""
-  log_partition = jax.nn.logsumexp(logits, axis=-1)
-  gold = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-  return log_partition - gold + z_loss * jnp.square(log_partition)
+
+  def losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    log_partition = jax.nn.logsumexp(logits, axis=-1)
+    gold = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return log_partition - gold + z_loss * jnp.square(log_partition)
+
+  return by_compiler(losses, jax.typeof(targets).sharding, logits, targets)
 
 
 def tiled_cross_entropy(

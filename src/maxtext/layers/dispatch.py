@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from maxtext.kernels.exchange import Carrier, planned
 from maxtext.kernels.grouped_matmul import GroupedMatmul
 
 
@@ -40,6 +41,7 @@ class Dispatch:
     capacity: room over an even share, for the method of that name.
     buffer: rows of a device over an even share, for dropless; None has room for all tokens.
     wi, wo: products of the experts' inputs and outputs, for dropless.
+    carrier: sends tokens to the devices of their experts, for dropless; None has all devices gather all tokens.
     float32_sum: outputs are weighted and summed in float32.
     float32_logits: the router's product is computed in float32.
     random: tokens go to random experts, to measure speed under even load.
@@ -51,6 +53,7 @@ class Dispatch:
   buffer: float | None = None
   wi: GroupedMatmul = field(default_factory=GroupedMatmul)
   wo: GroupedMatmul = field(default_factory=GroupedMatmul)
+  carrier: Carrier | None = None
   float32_sum: bool = True
   float32_logits: bool = False
   random: bool = False
@@ -61,6 +64,11 @@ class Dispatch:
     """Whether tokens can be left out."""
     return self.method == "capacity" or self.buffer is not None
 
+  @property
+  def sends(self) -> bool:
+    """Whether tokens are sent to the devices of their experts, and not gathered there."""
+    return self.method == "dropless" and self.carrier is not None
+
   def __call__(
     self,
     experts: Experts,
@@ -70,11 +78,15 @@ class Dispatch:
     count: int,
     total: int,
     weigh_inputs: bool,
+    over: tuple[str, ...] = (),
   ) -> tuple[jax.Array, jax.Array]:
     """Output [B,S,E] of `count` of `total` experts, from number `first` on, and how many of their tokens were dropped.
 
-    Weights multiply the experts' outputs, or their inputs.
+    Weights multiply the experts' outputs, or their inputs. With mesh axes to send tokens over, each device there has
+    `count` experts and tokens of its own, and the output is that of all experts.
     """
+    if over:
+      return self._dropless(experts, x, routing, count, total, weigh_inputs, over)
     local = routing.experts - first
     own = (local >= 0) & (local < count)
     part = Routing(jnp.where(own, local, count), jnp.where(own, routing.weights, 0))
@@ -122,27 +134,50 @@ class Dispatch:
     return y, ((expert < count) & ~kept).sum()
 
   def _dropless(
-    self, experts: Experts, x: jax.Array, part: Routing, count: int, total: int, weigh_inputs: bool
+    self,
+    experts: Experts,
+    x: jax.Array,
+    part: Routing,
+    count: int,
+    total: int,
+    weigh_inputs: bool,
+    over: tuple[str, ...] = (),
   ) -> tuple[jax.Array, jax.Array]:
     B, S, E = x.shape
     K = part.experts.shape[2]
+    named = total if over else count  # experts that tokens may go to; others stand behind them
     expert, weights = part.experts.reshape(-1), part.weights.reshape(-1, 1)
     order = jnp.argsort(expert, stable=True)
     place = jnp.argsort(order)
-    wanted = jnp.bincount(expert, length=count).astype(jnp.int32)
-    rows = expert.size
-    if self.buffer is not None:
-      rows = min(rows, math.ceil(rows * count / total * self.buffer))
-    ends = jnp.minimum(jnp.cumsum(wanted), rows)
-    sizes = jnp.diff(ends, prepend=0)
+    wanted = jnp.bincount(expert, length=named).astype(jnp.int32)
+    rows = expert.size if over else self._room(expert.size, count / total)
     move = _move if self.gather_gradients else _gather
     order = order[:rows]
     sorted_rows = move(x.reshape(B * S, E), order, place, K)
     if weigh_inputs:
-      sorted_rows, weights = sorted_rows * weights[order].astype(x.dtype), (expert < count)[:, None]
-    back = move(experts(sorted_rows, sizes), place, order, 1)
-    y = self._weighted(back, weights).reshape(B, S, K, E).sum(2)
-    return y, wanted.sum() - sizes.sum()
+      sorted_rows, weights = sorted_rows * weights[order].astype(x.dtype), (expert < named)[:, None]
+    if over:
+      out, sent = self._sent(experts, sorted_rows, wanted.reshape(-1, count), over)
+    else:
+      sizes = jnp.diff(jnp.minimum(jnp.cumsum(wanted), rows), prepend=0)
+      out, sent = experts(sorted_rows, sizes), sizes.sum()
+    y = self._weighted(move(out, place, order, 1), weights).reshape(B, S, K, E).sum(2)
+    return y, wanted.sum() - sent
+
+  def _sent(
+    self, experts: Experts, x: jax.Array, wanted: jax.Array, over: tuple[str, ...]
+  ) -> tuple[jax.Array, jax.Array]:
+    """Rows [M,E], sorted by expert, to the same from the devices of their experts [D,X], and how many were sent."""
+    assert self.carrier is not None
+    devices = wanted.shape[0]
+    room = self._room(x.shape[0] * devices, 1 / devices)
+    exchange = planned(wanted, room, over)
+    out = experts(self.carrier.there(x, exchange, room, over), exchange.sizes)
+    return self.carrier.back(out, exchange, x.shape[0], over), exchange.there.sizes.sum()
+
+  def _room(self, rows: int, share: float) -> int:
+    """Rows that a device has room for, of all that could come, of which an even share would."""
+    return rows if self.buffer is None else min(rows, math.ceil(rows * share * self.buffer))
 
   def _weighted(self, out: jax.Array, weights: jax.Array) -> jax.Array:
     dtype = jnp.float32 if self.float32_sum else out.dtype

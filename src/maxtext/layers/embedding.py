@@ -10,6 +10,8 @@ from flax import nnx
 from maxtext.layers.how import How
 from maxtext.layers.make import Make
 
+_TOKENS = ("activation_embed_and_logits_batch", "activation_length")
+
 
 class Embedding(nnx.Module):
   """Rows of a table [V,E], times a constant."""
@@ -23,7 +25,9 @@ class Embedding(nnx.Module):
     # Gathering the width first lets the partitioner index whole rows; it would rematerialise the table otherwise.
     table = self.how.shard(self.table[...].astype(self.how.dtype), "vocab", None)
     one_hot = self.how.one_hot_embedding
-    rows = jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype) @ table if one_hot else table[tokens]
+    rows = (
+      jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype) @ table if one_hot else _rows(self.how, table, tokens)
+    )
     return rows if self.scale == 1.0 else rows * jnp.asarray(self.scale, rows.dtype)
 
   @property
@@ -42,7 +46,14 @@ class Positions(nnx.Module):
   def __call__(self, positions: jax.Array) -> jax.Array:
     """Looks up [B,S] to [B,S,E]."""
     table = self.how.shard(self.table[...].astype(self.how.dtype), None, None)
-    return table[positions]
+    return _rows(self.how, table, positions)
+
+
+def _rows(how: How, table: jax.Array, index: jax.Array) -> jax.Array:
+  if not how.explicit:
+    return table[index]
+  shape = *index.shape, table.shape[1]
+  return table.at[index].get(out_sharding=how.rules.sharding(how.mesh, (*_TOKENS, None), shape))
 
 
 def sinusoids(positions: jax.Array, width: int, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from maxtext.layers.dispatch import Routing
 from maxtext.layers.how import How
 from maxtext.layers.make import Buffer
+from maxtext.mesh import explicit
 from maxtext.mesh.rules import axes_of, parts_of
 
 _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
@@ -32,13 +33,15 @@ def over_mesh(
 ) -> tuple[jax.Array, jax.Array]:
   """x [B,S,E] to the same, and the number of dropped tokens, on all devices together.
 
-  A device holds some experts, and of each a part of its hidden width, like that of a dense layer. It takes the tokens
-  of all devices that hold other experts, computes its own, and the results go back by a reduce-scatter.
+  A device holds some experts, and of each a part of its hidden width, like that of a dense layer. Where tokens are
+  sent, each goes to the devices of its experts and its results come back. Else a device takes the tokens of all devices
+  that hold other experts, computes its own, and the results go back by a reduce-scatter.
 
   Args:
     experts: the module, whose variables are handed to each device as its part.
     count, hidden: number of experts and their hidden width.
-    run: (module, x, routing, first expert, number of experts, parts of the width) to (x, dropped), on one device.
+    run: (module, x, routing, first expert, number of experts, parts of the width, mesh axes to send tokens over) to
+      (x, dropped), on one device.
   """
   mesh = how.mesh
   *tokens, widths = how.partition((*x.shape[:2], hidden), *_HIDDEN)
@@ -48,6 +51,10 @@ def over_mesh(
   summed = (*parts, *(axis for axis in owners if axis not in travel[0] + travel[1]))
   everyone = tuple(dict.fromkeys((*holders[0], *holders[1], *owners)))
   own = count // parts_of(mesh, owners)
+  # Devices that hold other experts and the same tokens have nothing to send to each other.
+  sent = owners if how.experts.sends and set(owners) <= set(travel[0] + travel[1]) else ()
+  if sent:
+    travel = [(), ()]
 
   graph, state = nnx.split(experts)
   variables = nnx.to_flat_state(state)
@@ -60,7 +67,7 @@ def over_mesh(
     for dim, axes in enumerate(travel):
       if axes:
         x, routing = jax.tree.map(lambda a, n=axes, d=dim: jax.lax.all_gather(a, n, axis=d, tiled=True), (x, routing))
-    y, dropped = run(module, x, routing, first, own, parts_of(mesh, parts))
+    y, dropped = run(module, x, routing, first, own, parts_of(mesh, parts), sent)
     for dim, axes in enumerate(travel):
       if axes:
         y = jax.lax.psum_scatter(y, axes, scatter_dimension=dim, tiled=True)
@@ -70,13 +77,17 @@ def over_mesh(
     return y, dropped, [_agreed(left[i][1][...], specs[i], mesh.axis_names) for i in kept]
 
   spec = PartitionSpec(*tokens, None)
+  values = [variable[...] for _, variable in variables]
+  if how.explicit:  # what enters is moved first, else the compiler does it
+    x, routing = jax.tree.map(lambda a: explicit.moved(a, mesh, spec), (x, routing))
+    values = [explicit.moved(value, mesh, own) for value, own in zip(values, specs, strict=True)]
   y, dropped, buffers = jax.shard_map(
     local,
     mesh=mesh,
     in_specs=(spec, spec, specs),
     out_specs=(spec, PartitionSpec(), [specs[i] for i in kept]),
     check_vma=False,
-  )(x, routing, [variable[...] for _, variable in variables])
+  )(x, routing, values)
   nnx.update(experts, _rebuilt([variables[i] for i in kept], buffers))
   return y, dropped
 

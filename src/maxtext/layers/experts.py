@@ -84,9 +84,9 @@ class MixtureOfExperts(nnx.Module):
       return how.experts(self.experts, x, routing, 0, total, total, spec.weigh_inputs)
 
     def local(
-      experts: GatedExperts, x: jax.Array, routing: Routing, first: jax.Array, count: int, parts: int
+      experts: GatedExperts, x: jax.Array, routing: Routing, first: jax.Array, count: int, parts: int, sent: tuple
     ) -> tuple[jax.Array, jax.Array]:
-      return how.experts(partial(experts, parts=parts), x, routing, first, count, total, spec.weigh_inputs)
+      return how.experts(partial(experts, parts=parts), x, routing, first, count, total, spec.weigh_inputs, sent)
 
     return over_mesh(how, self.experts, x, routing, total, spec.width, local)
 

@@ -14,6 +14,7 @@ from maxtext.layers.cache import Rounding
 from maxtext.layers.dispatch import Dispatch
 from maxtext.layers.make import Make
 from maxtext.layers.pipeline import Pipeline
+from maxtext.mesh.explicit import is_explicit
 from maxtext.mesh.rules import Rules
 
 
@@ -75,7 +76,13 @@ class How:
     return self.rules.partition(self.mesh, axes, shape)
 
   def shard(self, x: jax.Array, *axes: str | None) -> jax.Array:
-    """Tells the compiler where an activation lives."""
+    """Tells the compiler where an activation lives, or moves it there where shardings are types."""
     if self.mesh.size == 1:
       return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.partition(x.shape, *axes)))
+    place = jax.sharding.reshard if self.explicit else jax.lax.with_sharding_constraint
+    return place(x, NamedSharding(self.mesh, self.partition(x.shape, *axes)))
+
+  @property
+  def explicit(self) -> bool:
+    """Whether shardings are part of types."""
+    return is_explicit(self.mesh)

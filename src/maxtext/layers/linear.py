@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.layers.how import How, Product
 from maxtext.layers.make import Make
+from maxtext.mesh import explicit
 
 
 class Linear(nnx.Module):
@@ -52,7 +53,10 @@ class Linear(nnx.Module):
       weight = self.weight[...]
     assert weight is not None
     y = product(x, weight)
-    return checkpoint_name(y if self.bias is None else y + self.bias[...].astype(y.dtype), self.name)
+    if self.bias is not None:
+      bias = self.bias[...].astype(y.dtype)
+      y = y + (explicit.beside(bias, y, self.how.mesh) if self.how.explicit else bias)
+    return checkpoint_name(y, self.name)
 
   def _hooked(self, product: Product) -> Product:
     for hook in self.how.linear_hooks:
@@ -60,4 +64,7 @@ class Linear(nnx.Module):
     return product
 
   def _product(self, dtype: jax.typing.DTypeLike, x: jax.Array, weight: jax.Array) -> jax.Array:
-    return jnp.tensordot(x.astype(dtype), weight.astype(dtype), self.inputs, precision=self.how.precision)
+    x, weight = x.astype(dtype), weight.astype(dtype)
+    if self.how.explicit:
+      return explicit.product(x, weight, self.inputs, self.how.precision, self.how.mesh)
+    return jnp.tensordot(x, weight, self.inputs, precision=self.how.precision)

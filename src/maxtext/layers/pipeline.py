@@ -10,13 +10,17 @@ B rows of a micro-batch.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxtext.mesh.rules import axes_of
+
 AXIS = "stage"
+_FSDP = ("fsdp", "fsdp_transpose")
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Pipeline:
     per_visit: repeats of the cycle that a stage runs at a visit.
     repeats: of a stack that go through the stages, from the first on; those after them run as without stages.
     delay: ticks from a result to its use. With 2, results travel while the next are computed.
+    gather_once: weights are gathered over FSDP before the first tick, and not at each.
   """
 
   stages: int
@@ -35,6 +40,7 @@ class Pipeline:
   per_visit: int
   repeats: int
   delay: int = 1
+  gather_once: bool = False
 
   @property
   def visits(self) -> int:
@@ -43,7 +49,13 @@ class Pipeline:
 
 
 def pipelined(
-  pipeline: Pipeline, mesh: Mesh, run: Callable[..., tuple[jax.Array, Any]], x: jax.Array, context: Any, layers: Any
+  pipeline: Pipeline,
+  mesh: Mesh,
+  run: Callable[..., tuple[jax.Array, Any]],
+  x: jax.Array,
+  context: Any,
+  layers: Any,
+  ready: Callable[[Any], Any] = lambda layers: layers,
 ) -> tuple[jax.Array, Any]:
   """x [M*B,...] through all layers, to the same and what they leave, as means over the micro-batches.
 
@@ -51,10 +63,11 @@ def pipelined(
     run: (x, context, layers [L,...]) to (x, what each of them leaves [L,...]), for one micro-batch.
     context: a pytree of arrays [M*B,...].
     layers: a pytree of arrays [R,...].
+    ready: what is done to them [P,N,L,...] before the first tick.
   """
   P, M, delay = pipeline.stages, pipeline.microbatches, pipeline.delay
   stage = jnp.arange(P)
-  own = jax.tree.map(lambda w: _placed(_dealt(pipeline, w), mesh), layers)
+  own = ready(jax.tree.map(lambda w: _placed(_dealt(pipeline, w), mesh), layers))
   contexts = jax.tree.map(lambda a: _micro(pipeline, a), context)
   every_stage = jax.vmap(run, spmd_axis_name=AXIS)
 
@@ -89,6 +102,25 @@ def pipelined(
     waiting = returned(waiting, arrived if late == 0 else jnp.roll(arrived, 1, axis=0), jnp.asarray(ticks + late))
   means = jax.tree.map(lambda a: _by_layer(pipeline, visits, a) / M, left)
   return jnp.moveaxis(waiting[0], 0, 1).reshape(x.shape), means
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def gathered(mesh: Mesh, home: PartitionSpec, w: jax.Array) -> jax.Array:
+  """A weight [P,N,L,...] whole over FSDP; `home` says how it is split but for P, N and L. Its gradient is split: else
+  all of it would be summed, and kept, on every device."""
+  whole = (tuple(axis for axis in axes_of(part) if axis not in _FSDP) or None for part in home)
+  return jax.lax.with_sharding_constraint(w, NamedSharding(mesh, PartitionSpec(AXIS, None, None, *whole)))
+
+
+def _gathered_forward(mesh: Mesh, home: PartitionSpec, w: jax.Array) -> tuple[jax.Array, None]:
+  return gathered(mesh, home, w), None
+
+
+def _gathered_backward(mesh: Mesh, home: PartitionSpec, kept: None, grad: jax.Array) -> tuple[jax.Array]:
+  return (jax.lax.with_sharding_constraint(grad, NamedSharding(mesh, PartitionSpec(AXIS, None, None, *home))),)
+
+
+gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _micro(pipeline: Pipeline, x: jax.Array) -> jax.Array:

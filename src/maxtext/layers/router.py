@@ -14,6 +14,7 @@ from maxtext.layers.dispatch import Routing
 from maxtext.layers.how import How
 from maxtext.layers.linear import Linear
 from maxtext.layers.make import Buffer, Make
+from maxtext.mesh.explicit import by_compiler
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,10 @@ class TopKRouter(nnx.Module):
       weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     weights = weights * spec.scale
     if self.expert_scale is not None:
-      weights = weights * self.expert_scale[...].astype(jnp.float32)[experts]
+      scale = self.expert_scale[...].astype(jnp.float32)
+      weights = weights * by_compiler(
+        lambda scale, experts: scale[experts], jax.typeof(experts).sharding, scale, experts
+      )
     load = jax.nn.one_hot(experts, spec.count, dtype=jnp.float32).mean((0, 1)).sum(0)  # tokens of each, per token
     even = spec.per_token / spec.count
     report = {"expert_load": load.max() / even}

@@ -16,7 +16,7 @@ from maxtext.layers.cache import Cache, Slots
 from maxtext.layers.context import Context
 from maxtext.layers.how import How, Remat
 from maxtext.layers.make import Buffer, Make
-from maxtext.layers.pipeline import Pipeline, pipelined
+from maxtext.layers.pipeline import Pipeline, gathered, pipelined
 
 Report = dict[str, jax.Array]
 
@@ -116,11 +116,24 @@ class Stack(nnx.Module):
       return x, [left.report for left in kept]
 
     first, rest = (jax.tree.map(lambda w, cut=cut: w[cut], layers) for cut in (slice(count), slice(count, None)))
-    x, reports = pipelined(self.pipeline, self.how.mesh, reported, x, context, first)
+    x, reports = pipelined(self.pipeline, self.how.mesh, reported, x, context, first, self._ready)
     if count < self.repeats:
       x, more = reported(x, context, rest)
       reports = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), reports, more)
     return x, reports
+
+  def _ready(self, layers: Any) -> Any:
+    """Weights and inputs of a pipeline's layers, as its ticks take them."""
+    assert self.pipeline is not None
+    if not self.pipeline.gather_once:
+      return layers
+
+    def whole(weight: nnx.Variable) -> nnx.Variable:
+      value = weight.get_value()
+      return weight.replace(gathered(self.how.mesh, self.how.partition(value.shape[3:], *weight.axes[1:]), value))
+
+    weights, inputs = layers
+    return jax.tree.map(whole, weights, is_leaf=lambda v: isinstance(v, nnx.Variable)), inputs
 
 
 def _pass(graph: Any) -> Callable[..., tuple[jax.Array, Cache | None, _Kept]]:

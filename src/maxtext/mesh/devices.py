@@ -9,6 +9,7 @@ from jax.sharding import AxisType, Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import mesh_axes, parallelism
+from maxtext.configs.types import ShardMode
 
 
 def make_mesh(config: MaxTextConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -16,7 +17,8 @@ def make_mesh(config: MaxTextConfig, devices: Sequence[jax.Device] | None = None
   devices = list(jax.devices() if devices is None else devices)
   slices = _slices(config, devices)
   ici, dcn = parallelism(config, "ici", len(devices) // slices), parallelism(config, "dcn", slices)
-  return Mesh(_arrange(config, devices, ici, dcn, slices), mesh_axes(config), axis_types=(AxisType.Auto,) * len(ici))
+  kind = {ShardMode.AUTO: AxisType.Auto, ShardMode.EXPLICIT: AxisType.Explicit}[config.shard_mode]
+  return Mesh(_arrange(config, devices, ici, dcn, slices), mesh_axes(config), axis_types=(kind,) * len(ici))
 
 
 def _slices(config: MaxTextConfig, devices: list[jax.Device]) -> int:

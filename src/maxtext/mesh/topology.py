@@ -1,8 +1,9 @@
-"""Named TPU topologies, for compiling where there is no TPU."""
+"""Named topologies, for compiling where there is no TPU, and for reckoning where there is no compiler either."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import jax
 from jax.experimental import topologies
@@ -20,6 +21,18 @@ class _Generation:
   config_name: str = "default"
 
 
+@dataclass(frozen=True)
+class AbsentDevice:
+  """A device that nothing compiles for here: enough to say where arrays would be, and nothing else."""
+
+  id: int
+  device_kind: str
+  slice_index: int
+  platform: str = "gpu"
+  process_index: int = 0
+
+
+_GPUS = tuple(name for name, chip in CHIPS.items() if chip.kind.startswith("NVIDIA"))
 _GENERATIONS = {
   "v4": _Generation(2, 3, "megacore"),
   "v5e": _Generation(1, 2),
@@ -65,11 +78,16 @@ class Topology:
 
   @staticmethod
   def named(name: str, slices: int = 1) -> "Topology":
-    """Reads Google's names: 'v5p-128' and 'tpu7x-128' are 64 chips, 'v5e-256' is 256."""
+    """Reads Google's names: 'v5p-128' and 'tpu7x-128' are 64 chips, 'v5e-256' is 256; 'h100-8' is eight GPUs."""
     kind, _, count = name.partition("-")
+    if kind in _GPUS:
+      if not count.isdigit() or int(count) < 1:
+        raise ConfigError(f"compile_topology={name}: say how many, as in {kind}-8.")
+      return Topology(kind, (int(count),), slices)
     generation = _GENERATIONS.get(kind)
     if generation is None:
-      raise ConfigError(f"compile_topology={name}: the chip is one of {', '.join(_GENERATIONS)}, as in v5p-128.")
+      known = ", ".join((*_GENERATIONS, *_GPUS))
+      raise ConfigError(f"compile_topology={name}: the chip is one of {known}, as in v5p-128 or h100-8.")
     shapes = {str(n * generation.cores_in_name): s for n, s in _SHAPES[generation.dims].items()}
     if count not in shapes:
       raise ConfigError(f"compile_topology={name}: {kind} comes in sizes {', '.join(shapes)}.")
@@ -81,6 +99,11 @@ class Topology:
     return CHIPS[self.name]
 
   @property
+  def compiles(self) -> bool:
+    """Whether there is a compiler for it without its hardware."""
+    return self.name in _GENERATIONS
+
+  @property
   def wrap(self) -> tuple[bool, bool, bool]:
     """Which dimensions close to a ring. Without this the compiler decomposes every all-gather."""
     if len(self.shape) == 3:
@@ -89,7 +112,11 @@ class Topology:
     return first, second, False
 
   def devices(self) -> Sequence[jax.Device]:
-    """Descriptions of the devices, from the TPU compiler; no TPU is touched."""
+    """Descriptions of the devices, from the TPU compiler where there is one; no device is touched."""
+    if not self.compiles:
+      size = self.shape[0]
+      absent = [AbsentDevice(i, self.chip.kind, i // size) for i in range(size * self.slices)]
+      return cast(list[jax.Device], absent)
     for name, value in _COMPILER_ENVIRONMENT.items():
       os.environ.setdefault(name, value)
     try:

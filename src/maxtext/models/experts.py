@@ -7,6 +7,7 @@ from typing import Any, Literal
 from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.kernels.exchange import Carrier
 from maxtext.kernels.grouped_matmul import GroupedMatmul, Kernel, Tiles
 from maxtext.layers.beside import Beside
 from maxtext.layers.dispatch import Dispatch
@@ -51,7 +52,8 @@ def mixture(config: MaxTextConfig, router_changes: Mapping[str, Any] | None = No
 def dispatch(config: MaxTextConfig, mesh: Mesh) -> Dispatch:
   """How a run executes mixtures of experts on a mesh."""
   c = config
-  kernel = _KERNELS.get(mesh.devices.flat[0].platform, "ragged_dot") if c.megablox else "ragged_dot"
+  platform = mesh.devices.flat[0].platform
+  kernel = _KERNELS.get(platform, "ragged_dot") if c.megablox else "ragged_dot"
   settings: dict[str, Any] = {"kernel": kernel, "precision": c.matmul_precision.value}
   wi = GroupedMatmul(
     forward=Tiles(c.wi_tile_fwd_batch_seq, c.wi_tile_fwd_embed_dim, c.wi_tile_fwd_mlp_dim),
@@ -71,6 +73,7 @@ def dispatch(config: MaxTextConfig, mesh: Mesh) -> Dispatch:
     buffer=c.ragged_buffer_factor if c.ragged_buffer_factor > 0 else None,
     wi=wi,
     wo=wo,
+    carrier=None if c.use_ring_of_experts else Carrier("reference" if platform == "cpu" else "ragged_all_to_all"),
     float32_sum=c.float32_weight_sum,
     float32_logits=c.float32_gate_logits,
     random=c.use_random_routing,

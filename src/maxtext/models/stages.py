@@ -48,4 +48,4 @@ def _pipeline(config: MaxTextConfig, how: How, stages: int, cycle: int, repeats:
       f"num_pipeline_microbatches={count}: {rows} sequences of a batch cannot be cut into {count} parts for {groups} "
       f"groups of devices: make per_device_batch_size a multiple of {count * groups / how.mesh.size:g}."
     )
-  return Pipeline(stages, count, per_stage // cycle, layers // cycle, delay)
+  return Pipeline(stages, count, per_stage // cycle, layers // cycle, delay, c.pipeline_fsdp_ag_once)

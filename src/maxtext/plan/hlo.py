@@ -6,13 +6,14 @@ often as they run. Pallas calls carry no estimate, and neither does the time a c
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
 import numpy as np
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_RAGGED = "ragged-all-to-all"
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", _RAGGED)
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -38,6 +39,7 @@ class Instruction:
   opcode: str
   operands: tuple[str, ...]
   rest: str  # attributes, metadata, backend configuration
+  sent: str = ""  # of a collective that sends what there is into more room: the type of what it sends
 
   @property
   def cycles(self) -> int:
@@ -70,8 +72,13 @@ class Instruction:
 
   @property
   def bytes(self) -> int:
-    """Size of the result of a collective: all of its arrays, of which a start has the operands too."""
+    """Size of the result of a collective: all of its arrays, of which a start has the operands too.
+
+    Where there is more room than rows on one of its sides, it is the size of the other.
+    """
     sizes = [array.bytes for array in self.arrays]
+    if self.sent:
+      return min(*sizes, *(array.bytes for array in array_types(self.sent)))
     return max(sizes, default=0) if self.opcode.endswith("-start") else sum(sizes)
 
   @property
@@ -179,6 +186,9 @@ class CompiledProgram:
       elif line.startswith("}"):
         current = None
       elif instruction := _instruction(line):
+        if instruction.opcode == _RAGGED:
+          operand = next(i for i in current.instructions if i.name == instruction.operands[0])
+          instruction = replace(instruction, sent=operand.type)
         current.instructions.append(instruction)
     return CompiledProgram(computations, entry, _sources(text))
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import jax
 
-from maxtext.configs import MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.mesh.topology import Topology
 from maxtext.models.flops import train_flops_per_token
 from maxtext.plan.calibration import CALIBRATION
 from maxtext.plan.compile import program_for
 from maxtext.plan.estimate import Estimate, Operation, estimate
 from maxtext.plan.hlo import CompiledProgram
+from maxtext.plan.work import forward_work, kept_bytes
 from maxtext.train.compiled import save
 from maxtext.train.program import Program
 
@@ -36,7 +37,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Plan:
-  """A run that has not been rented yet. Without an estimate the step did not compile, since it does not fit."""
+  """A run that has not been rented yet. Without an estimate the step did not compile, since it does not fit, or since
+  there is no compiler: then memory is the least that it takes."""
 
   model: str
   topology: str
@@ -49,6 +51,7 @@ class Plan:
   peak_flops: float
   compile_seconds: float
   estimate: Estimate | None
+  compiled: bool = True
 
   @property
   def fits(self) -> bool:
@@ -56,9 +59,14 @@ class Plan:
     return self.memory.peak <= self.memory.there
 
   @property
+  def least_seconds(self) -> float:
+    """A step at the chip's peak, were there nothing but the model's arithmetic."""
+    return self.model_flops / self.peak_flops
+
+  @property
   def mfu(self) -> float | None:
     """The model's arithmetic over what the chip could do in the estimated time."""
-    return self.model_flops / (self.peak_flops * self.estimate.seconds) if self.estimate else None
+    return self.least_seconds / self.estimate.seconds if self.estimate else None
 
   @property
   def tokens_per_second_per_chip(self) -> float | None:
@@ -93,6 +101,8 @@ class Plan:
       "temp_bytes": self.memory.temporaries,
       "memory": asdict(self.memory),
       "model_flops_per_chip": self.model_flops,
+      "compiled": self.compiled,
+      "least_step_seconds": self.least_seconds,
       "recomputed_share": e.recomputed_share if e else None,
       "estimated_step_seconds": e.seconds if e else None,
       "estimated_seconds": e.seconds_by_kind() if e else None,
@@ -107,25 +117,11 @@ class Plan:
 
 
 def make_plan(config: MaxTextConfig) -> Plan:
-  """Compiles the step and reads what the compiler says of it."""
+  """Compiles the step and reads what the compiler says of it; without a compiler, reckons the least it takes."""
   start = time.perf_counter()
   program, topology = program_for(config)
   mesh, chip = program.model.how.mesh, topology.chip
-  lowered = program.lower()
-  found: Estimate | None = None
-  try:
-    compiled = lowered.compile()
-    if config.compiled_trainstep_file:
-      save(program, lowered, compiled, Path(config.compiled_trainstep_file))
-    stats, text = compiled.memory_analysis(), compiled.as_text()
-    assert stats is not None, "the TPU compiler gives both"
-    assert text is not None
-    peak, temporaries = stats.peak_memory_in_bytes, stats.temp_size_in_bytes
-    parsed = CompiledProgram.parse(text)
-    found = estimate(parsed, topology, mesh, CALIBRATION[topology.name])
-  except jax.errors.JaxRuntimeError as error:
-    peak = _needed(str(error))
-    temporaries = peak
+  memory, found = _compiled(program, topology) if topology.compiles else (_least_memory(program, topology), None)
   rows, length = program.batch.inputs.shape
   chips = mesh.size // chip.devices
   return Plan(
@@ -134,13 +130,48 @@ def make_plan(config: MaxTextConfig) -> Plan:
     chips,
     {axis: size for axis, size in mesh.shape.items() if size > 1},
     rows * length,
-    _memory(program, topology, peak, temporaries),
+    memory,
     program.state_bytes,
     train_flops_per_token(program.model, length) * rows * length / chips,
     chip.flops,
     time.perf_counter() - start,
     found,
+    topology.compiles,
   )
+
+
+def _compiled(program: Program, topology: Topology) -> tuple[Memory, Estimate | None]:
+  file, lowered = program.config.compiled_trainstep_file, program.lower()
+  try:
+    compiled = lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    peak = _needed(str(error))
+    return _memory(program, topology, peak, peak), None
+  if file:
+    save(program, lowered, compiled, Path(file))
+  stats, text = compiled.memory_analysis(), compiled.as_text()
+  assert stats is not None, "the TPU compiler gives both"
+  assert text is not None
+  found = estimate(CompiledProgram.parse(text), topology, program.model.how.mesh, CALIBRATION[topology.name])
+  return _memory(program, topology, stats.peak_memory_in_bytes, stats.temp_size_in_bytes), found
+
+
+def _least_memory(program: Program, topology: Topology) -> Memory:
+  """State, and what is larger of the tensors that layers keep for the backward pass and of gradients."""
+  config, state = program.config, program.state
+  if config.compiled_trainstep_file:
+    raise ConfigError(
+      f"compiled_trainstep_file={config.compiled_trainstep_file}: there is no compiler for "
+      f"compile_topology={config.compile_topology} here; leave it out."
+    )
+  # cuDNN has to be there to be traced; other attention has the same tensors.
+  traced, _ = program_for(config.model_copy(update={"attention": "chunked"}))
+  work, inputs = forward_work(traced)
+  parts, model = config.gradient_accumulation_steps * traced.model.how.mesh.size, traced.model
+  kept = int((inputs + kept_bytes(work, model.how.remat)) / parts)
+  gradients = _bytes(state.params)
+  temporaries = max(kept, gradients)
+  return _memory(program, topology, _bytes((state, program.batch)) + temporaries, temporaries)
 
 
 def _memory(program: Program, topology: Topology, peak: int, temporaries: int) -> Memory:

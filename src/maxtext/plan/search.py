@@ -26,7 +26,7 @@ from maxtext.mesh.topology import Topology
 from maxtext.models.build import how
 from maxtext.models.flops import train_flops_per_token
 from maxtext.plan.compile import program_for
-from maxtext.plan.work import forward_work
+from maxtext.plan.work import forward_work, kept_bytes
 
 Keys = dict[str, Any]
 
@@ -129,7 +129,7 @@ def candidates(config: MaxTextConfig) -> list[Candidate]:
   for all_keys in POLICIES:
     policy = own | {key: value for key, value in all_keys.items() if key not in _NEEDED or key in {*work, "context"}}
     turns = how(config.model_copy(update=_typed(policy)), mesh).remat
-    keeps = sum(work[name].bytes for turn in turns for name in turn.saved if name in work) / len(turns)
+    keeps = kept_bytes(work, turns)
     again = sum(w.flops for turn in turns for name, w in work.items() if name not in {*turn.saved, *_NEVER_AGAIN})
     attended = attention * sum("context" not in turn.saved for turn in turns)
     compute = (flops + (again / total + attended) / len(turns)) / chip.flops

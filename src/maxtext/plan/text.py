@@ -7,6 +7,8 @@ _GIB = 2**30
 
 def as_text(plan: Plan) -> str:
   """A few lines for a person."""
+  if not plan.compiled:
+    return "\n".join([*_head(plan), *_memory(plan), *_least(plan)])
   return "\n".join([*_head(plan), *_memory(plan), *_time(plan), f"compiled here in {plan.compile_seconds:.0f} s"])
 
 
@@ -17,11 +19,22 @@ def _head(plan: Plan) -> list[str]:
 
 def _memory(plan: Plan) -> list[str]:
   m = plan.memory
-  verdict = "fits" if plan.fits else "DOES NOT FIT: more chips, fewer sequences per device, or a stricter remat_policy"
+  least, fits = ("", "fits") if plan.compiled else ("at least ", "may fit")
+  verdict = fits if plan.fits else "DOES NOT FIT: more chips, fewer sequences per device, or a stricter remat_policy"
   parts = {"parameters": m.parameters, "optimizer": m.optimizer, "batch": m.batch, "temporaries": m.temporaries}
   return [
-    f"memory       {m.peak / _GIB:.1f} of {m.there / _GIB:.1f} GiB per device: {verdict}",
+    f"memory       {least}{m.peak / _GIB:.1f} of {m.there / _GIB:.1f} GiB per device: {verdict}",
     "             " + ", ".join(f"{name} {size / _GIB:.2f}" for name, size in parts.items()),
+  ]
+
+
+def _least(plan: Plan) -> list[str]:
+  speed = plan.tokens / plan.chips / plan.least_seconds
+  return [
+    f"time a step  at least {plan.least_seconds:.2f} s, at most {speed:,.0f} tokens/s/chip: the model's "
+    f"{plan.model_flops:.3g} operations a step and chip at {plan.peak_flops / 1e12:,.0f} TFLOP/s (bfloat16)",
+    f"not compiled: there is no compiler for {plan.topology} here; memory is what shapes say of state, gradients and "
+    "tensors that layers keep, and recomputation and collectives take time besides",
   ]
 
 

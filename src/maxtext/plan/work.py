@@ -1,7 +1,7 @@
 """What a model's forward pass computes and could keep, name by name, from its trace alone."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
@@ -9,6 +9,7 @@ from typing import Any, cast
 import jax
 from jax.extend import core
 
+from maxtext.layers.how import Remat
 from maxtext.train.program import Program
 
 
@@ -42,6 +43,11 @@ def forward_work(program: Program) -> tuple[dict[str, Named], int]:
     elif name in ("remat2", "checkpoint"):
       inputs += times * _bytes(eqn)
   return {name: Named(size, flops[name]) for name, size in sizes.items()}, inputs
+
+
+def kept_bytes(work: Mapping[str, Named], turns: Sequence[Remat]) -> float:
+  """What layers keep of it under policies that take turns, beside their inputs."""
+  return sum(work[name].bytes for turn in turns for name in turn.saved if name in work) / len(turns)
 
 
 def _equations(jaxpr: core.Jaxpr, times: int) -> Iterator[tuple[core.JaxprEqn, int]]:

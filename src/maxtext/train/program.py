@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.core import ShardingTypeError  # JAX has no other name for it
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.configs import ConfigError, MaxTextConfig
@@ -21,6 +22,7 @@ from maxtext.data.batch import Batch, Fed, Position
 from maxtext.data.feed import make_feed
 from maxtext.layers.how import How
 from maxtext.mesh.compiler import compiler_options
+from maxtext.mesh.explicit import by_compiler
 from maxtext.mesh.multihost import of_process
 from maxtext.mesh.rules import LOGICAL_AXES, axes_of, parts_of
 from maxtext.models.build import build_model
@@ -82,7 +84,9 @@ class Program:
     def dealt(batch: Batch) -> Batch:
       """Rows in the order in which their parts have the same work."""
       order = model.how.attention.order
-      return batch if order is None else jax.tree.map(order.apply, batch)
+      if order is None:
+        return batch
+      return jax.tree.map(lambda a: by_compiler(order.apply, jax.typeof(a).sharding, a), batch)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
       return update(on_devices(state, shardings), dealt(batch))
@@ -94,7 +98,7 @@ class Program:
     def evaluate(params: Params, buffers: Params, batch: Batch) -> Metrics:
       return evaluation_sums(model, measured, on_devices(params, shardings.params), buffers, dealt(batch))
 
-    return Program(
+    made = Program(
       config,
       model,
       state,
@@ -104,6 +108,9 @@ class Program:
       _abstract_batch(config, model.how, "eval_per_device_batch_size"),
       jit(evaluate, out_shardings=replicated),
     )
+    if model.how.explicit:
+      made._check_types()
+    return made
 
   def init(self) -> TrainState:
     """The first state, made where it lives."""
@@ -136,6 +143,17 @@ class Program:
     sums = {name: sum(float(one[name]) for one in found) for name in found[0]}
     targets = sums.pop("weight")
     return {name: value / targets for name, value in sums.items()} | {"tokens": targets}
+
+  def _check_types(self) -> None:
+    """Refuses a step with an operation whose sharding does not follow from its operands' and is not said."""
+    try:
+      self.step.eval_shape(self.state, self.batch)
+    except ShardingTypeError as error:
+      raise ConfigError(
+        f"shard_mode=explicit: decoder_block={self.config.decoder_block.value} with opt_type="
+        f"{self.config.opt_type.value} has an operation that does not say where its result lives: write "
+        f"shard_mode=auto. JAX says: {str(error).splitlines()[0]}"
+      ) from error
 
   def lower(self) -> jax.stages.Lowered:
     """The step for this mesh, from shapes alone."""

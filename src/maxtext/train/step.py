@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from maxtext.data.batch import Batch
+from maxtext.mesh.explicit import is_explicit
 from maxtext.models.decoder import Decoder
 from maxtext.models.model import Model, Params
 from maxtext.train.state import Shardings, TrainState, update_shardings
@@ -141,4 +142,7 @@ def evaluation_sums(model: Model, objective: Objective, params: Params, buffers:
 def _placed(arrays: Params, shardings: Shardings) -> Params:
   if all(s.mesh.size == 1 for s in shardings.values()):
     return arrays
-  return jax.lax.with_sharding_constraint(arrays, {n: shardings[n] for n in arrays})
+  own = {n: shardings[n] for n in arrays}
+  if any(is_explicit(s.mesh) for s in own.values()):
+    return jax.tree.map(jax.sharding.reshard, arrays, own)
+  return jax.lax.with_sharding_constraint(arrays, own)

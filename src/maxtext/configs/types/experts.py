@@ -26,7 +26,9 @@ class MoEGeneral(Section):
   )
   use_custom_sort_vjp: bool = Field(True, description="True uses a hand-written gradient for sorting tokens by expert.")
   use_ring_of_experts: bool = Field(
-    False, description="True gathers tokens on every expert shard and reduce-scatters the results."
+    False,
+    description="True gathers tokens on every expert shard and reduce-scatters the results; false sends each token "
+    "only to its experts.",
   )
   use_gather_mosaic_kernel: bool = Field(False, description="True gathers tokens for the experts with a Mosaic kernel.")
   use_random_routing: bool = Field(

@@ -1,0 +1,54 @@
+"""What a plan says of hardware that nothing here compiles for: the least that a run takes."""
+
+import pytest
+
+from maxtext import ConfigError
+from maxtext.cli.main import main
+from maxtext.plan.plan import make_plan
+from maxtext.plan.text import as_text
+from tests.support import tiny
+
+GPUS = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "compile_topology": "h100-8"}
+
+
+def plan(**keys):
+  return make_plan(tiny(**GPUS | keys))
+
+
+def test_state_is_counted_where_it_would_be():
+  found = plan(per_device_batch_size=0.5)
+  linear = 48 * 32 + 2 * 48 * 16 + 32 * 48 + 3 * 48 * 80
+  weights = 2 * linear + 2 * 128 * 48
+  norms = (2 * 2 + 1) * 48
+  assert found.memory.parameters == weights * 4 / 8 + norms * 4, "norms are whole"
+  assert found.memory.optimizer == pytest.approx(2 * found.memory.parameters, rel=0.01)
+  assert found.memory.temporaries == found.memory.parameters, "gradients: a small batch keeps less"
+  assert found.memory.there == 80 * 2**30
+  assert found.least_seconds == found.model_flops / 989e12
+  assert found.chips == 8
+  assert plan(compile_topology_num_slices=2, dcn_data_parallelism=2).chips == 16
+
+
+def test_kept_tensors_follow_the_policy():
+  rows = 8 * 64
+  token = rows * 32 * 4 / 8  # bytes a device and channel
+  inputs = 2 * 48 * token
+  assert plan(per_device_batch_size=64).memory.temporaries == inputs
+  qkv = 2 * (32 + 2 * 16) * token
+  assert plan(per_device_batch_size=64, remat_policy="save_qkv_proj").memory.temporaries == inputs + qkv
+  halves = plan(per_device_batch_size=32, gradient_accumulation_steps=2)
+  assert halves.memory.temporaries == inputs / 2, "of one of two parts"
+
+
+def test_it_says_that_nothing_was_compiled():
+  text = as_text(plan())
+  assert "may fit" in text
+  assert "not compiled: there is no compiler for h100-8 here" in text
+  assert "DOES NOT FIT" in as_text(plan(per_device_batch_size=2**23))
+
+
+def test_what_needs_a_compiler_is_refused(capsys):
+  with pytest.raises(ConfigError, match=r"compiled_trainstep_file=.*no compiler for compile_topology=h100-8"):
+    plan(compiled_trainstep_file="step.bin")
+  assert main(["plan", "compile_topology=h100-8", "--search"]) == 2
+  assert "--search compiles" in capsys.readouterr().err
