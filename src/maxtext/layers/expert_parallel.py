@@ -76,7 +76,7 @@ def over_mesh(
     in_specs=(spec, spec, specs),
     out_specs=(spec, PartitionSpec(), [specs[i] for i in kept]),
     check_vma=False,
-  )(x, routing, [variable[...] for _, variable in variables])
+  )(x, routing, [_handed_over(how, variable) for _, variable in variables])
   nnx.update(experts, _rebuilt([variables[i] for i in kept], buffers))
   return y, dropped
 
@@ -91,6 +91,15 @@ def _spec(how: How, variable: Any) -> PartitionSpec:
   shape = variable[...].shape
   axes = variable.axes[len(variable.axes) - len(shape) :]  # a loop over layers has taken the first away
   return how.partition(shape, *(_COMPUTED.get(axis) for axis in axes))
+
+
+def _handed_over(how: How, variable: Any) -> jax.Array:
+  """Parameters go in the run's number format, so that their gradients are summed over devices in it, as elsewhere.
+
+  Hooks see them as they are.
+  """
+  value = variable[...]
+  return value if isinstance(variable, Buffer) or how.linear_hooks else value.astype(how.dtype)
 
 
 def _agreed(buffer: jax.Array, spec: PartitionSpec, mesh_axes: tuple[str, ...]) -> jax.Array:

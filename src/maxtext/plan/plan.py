@@ -12,6 +12,8 @@ from typing import Any
 import jax
 
 from maxtext.configs import MaxTextConfig
+from maxtext.layers.how import How
+from maxtext.mesh.rules import axes_of, parts_of
 from maxtext.mesh.topology import Topology
 from maxtext.models.flops import train_flops_per_token
 from maxtext.plan.calibration import CALIBRATION
@@ -122,7 +124,7 @@ def make_plan(config: MaxTextConfig) -> Plan:
     assert text is not None
     peak, temporaries = stats.peak_memory_in_bytes, stats.temp_size_in_bytes
     parsed = CompiledProgram.parse(text)
-    found = estimate(parsed, topology, mesh, CALIBRATION[topology.name])
+    found = estimate(parsed, topology, mesh, CALIBRATION[topology.name], _filled_rows(config, program.model.how))
   except jax.errors.JaxRuntimeError as error:
     peak = _needed(str(error))
     temporaries = peak
@@ -141,6 +143,13 @@ def make_plan(config: MaxTextConfig) -> Plan:
     time.perf_counter() - start,
     found,
   )
+
+
+def _filled_rows(config: MaxTextConfig, how: How) -> float:
+  """The share of a device's rows of experts that hold a token if all experts get as many."""
+  owners = parts_of(how.mesh, axes_of(how.partition((config.num_experts,), "activation_expert")[0]))
+  room = min(how.experts.buffer or owners, owners)  # over an even share
+  return 1 / max(room, 1)
 
 
 def _memory(program: Program, topology: Topology, peak: int, temporaries: int) -> Memory:
