@@ -39,10 +39,10 @@ def _arrange(
       return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=split)
     return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=split)
   except NotImplementedError as error:
-    sizes = {axis: size for axis, size in zip(mesh_axes(config), ici, strict=True) if size > 1}
+    sizes = " x ".join(f"{axis}={size}" for axis, size in zip(mesh_axes(config), ici, strict=True) if size > 1)
     raise ConfigError(
-      f"A mesh of {' x '.join(f'{axis}={size}' for axis, size in sizes.items())} cannot be laid out on whole axes of the "
-      "slice's torus: let them be split by allow_split_physical_axes=true, or choose sizes that are products of them."
+      f"A mesh of {sizes} cannot be laid out on whole axes of the slice's torus: let them be split by "
+      "allow_split_physical_axes=true, or choose sizes that are products of them."
     ) from error
 
 
