@@ -85,9 +85,12 @@ operand_layout_constraints={s32[16]{0}, bf16[4096,8192]{1,0}, bf16[8192,2048]{1,
 """
 
 
-def test_grouped_products_cost_what_their_rows_do():
+@pytest.mark.parametrize("name", ["v5p-8", "tpu7x-8"])
+def test_grouped_products_cost_what_their_rows_do(name):
   """Each row meets the weights of one expert, forward and for the gradient of the weights."""
-  topology = Topology.named("v5p-8")
-  mesh = Mesh(mesh_utils.create_device_mesh((4,), topology.devices()), ("fsdp",))
-  found = estimate(CompiledProgram.parse(GROUPED), topology, mesh, Calibration(kernel=0.5)).seconds_by_kind()
-  assert found["kernel"] == pytest.approx(2 * 2 * 8192 * 4096 * 2048 / (0.5 * topology.chip.flops))
+  topology = Topology.named(name)
+  devices, chip = topology.devices(), topology.chip
+  mesh = Mesh(mesh_utils.create_device_mesh((len(devices),), devices), ("fsdp",))
+  found = estimate(CompiledProgram.parse(GROUPED), topology, mesh, Calibration(grouped=0.5), filled_rows=0.75)
+  operations = 2 * 2 * 8192 * 4096 * 2048
+  assert found.seconds_by_kind()["kernel"] == pytest.approx(0.75 * operations / (0.5 * chip.flops / chip.devices))

@@ -1,6 +1,7 @@
 """Mixtures of experts: every dispatch is the same function, on any mesh, and the function is that of the references."""
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -133,6 +134,22 @@ def test_experts_are_split_and_work_is_not_repeated(how_on_mesh):
   assert len(products) == 3
   rows = B * S // 2  # of the two devices that hold other experts
   assert f"tensor<{X // 2}x{rows}x{F // 2}xf32>" in products[0]
+
+
+@pytest.mark.mesh
+def test_gradients_of_experts_are_summed_in_the_runs_number_format(how_on_mesh):
+  """Twice the bytes would go over the links otherwise."""
+  half = dataclasses.replace(how_on_mesh, dtype=jnp.bfloat16)
+  graph, params, buffers = nnx.split(SPECS["plain"].build(Make(0, jnp.float32), E, half), nnx.Param, ...)
+
+  def loss(params):
+    return nnx.merge(graph, params, buffers, copy=True)(INPUT.astype(jnp.bfloat16))[0].sum()
+
+  text = jax.jit(jax.grad(loss)).lower(params).as_text()
+  sums = re.findall(r"all_reduce.*?-> tensor<(\d+x\d+x\d+x\w+)>", text, re.DOTALL)
+  weights = [s for s in sums if s.startswith((f"{X // 2}x{E}x", f"{X // 2}x{F // 2}x"))]
+  assert len(weights) == 3, sums
+  assert all(s.endswith("bf16") for s in weights), weights
 
 
 def by_hand(routing, factor):

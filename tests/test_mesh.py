@@ -80,3 +80,13 @@ def test_topologies_know_their_shape_and_wrap():
     Topology.named("v5p-129")
   with pytest.raises(ConfigError, match="compile_topology=v9-8: the chip is one of v4, v5e, v5p, v6e"):
     Topology.named("v9-8")
+
+
+@pytest.mark.aot
+def test_a_mesh_that_would_split_the_torus_is_refused_unless_allowed():
+  pytest.importorskip("libtpu")
+  devices, sizes = Topology.named("v6e-256").devices(), {"ici_fsdp_parallelism": 64, "ici_expert_parallelism": 4}
+  with pytest.raises(ConfigError, match=r"fsdp=64 x expert=4 .* allow_split_physical_axes=true"):
+    make_mesh(tiny(**sizes), devices)
+  allowed = make_mesh(tiny(**sizes, allow_split_physical_axes=True), devices)
+  assert (allowed.shape["fsdp"], allowed.shape["expert"]) == (64, 4)

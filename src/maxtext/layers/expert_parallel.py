@@ -77,7 +77,7 @@ def over_mesh(
     return y, dropped, [_agreed(left[i][1][...], specs[i], mesh.axis_names) for i in kept]
 
   spec = PartitionSpec(*tokens, None)
-  values = [variable[...] for _, variable in variables]
+  values = [_handed_over(how, variable) for _, variable in variables]
   if how.explicit:  # what enters is moved first, else the compiler does it
     x, routing = jax.tree.map(lambda a: explicit.moved(a, mesh, spec), (x, routing))
     values = [explicit.moved(value, mesh, own) for value, own in zip(values, specs, strict=True)]
@@ -102,6 +102,15 @@ def _spec(how: How, variable: Any) -> PartitionSpec:
   shape = variable[...].shape
   axes = variable.axes[len(variable.axes) - len(shape) :]  # a loop over layers has taken the first away
   return how.partition(shape, *(_COMPUTED.get(axis) for axis in axes))
+
+
+def _handed_over(how: How, variable: Any) -> jax.Array:
+  """Parameters go in the run's number format, so that their gradients are summed over devices in it, as elsewhere.
+
+  Hooks see them as they are.
+  """
+  value = variable[...]
+  return value if isinstance(variable, Buffer) or how.linear_hooks else value.astype(how.dtype)
 
 
 def _agreed(buffer: jax.Array, spec: PartitionSpec, mesh_axes: tuple[str, ...]) -> jax.Array:

@@ -36,9 +36,16 @@ def _arrange(
   if devices[0].platform != "tpu":
     return _hybrid(np.array(devices), ici, dcn)
   split = config.allow_split_physical_axes or _needs_split(ici)
-  if slices > 1:
-    return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=split)
-  return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=split)
+  try:
+    if slices > 1:
+      return mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=split)
+    return mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=split)
+  except NotImplementedError as error:
+    sizes = " x ".join(f"{axis}={size}" for axis, size in zip(mesh_axes(config), ici, strict=True) if size > 1)
+    raise ConfigError(
+      f"A mesh of {sizes} cannot be laid out on whole axes of the slice's torus: let them be split by "
+      "allow_split_physical_axes=true, or choose sizes that are products of them."
+    ) from error
 
 
 def _hybrid(devices: np.ndarray, ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:

@@ -25,17 +25,20 @@ class Calibration:
   Attributes:
     compute: seconds that pass for one second of the compiler's own estimate.
     kernel: share of the chip's peak that a Pallas kernel reaches.
+    grouped: the same of grouped products, which are the experts'.
     link: share of a link's speed that a collective reaches.
     between_slices: bytes per second and chip over the data-centre network.
   """
 
   compute: float = 1.0
   kernel: float = 0.6
+  grouped: float = 0.6
   link: float = 0.9
   between_slices: float = 6.25e9
 
 
 Kind = Literal["compute", "kernel", "collective"]
+_GROUPED = "gmm"  # in the names of the kernels of grouped products
 
 
 @dataclass(frozen=True)
@@ -74,17 +77,25 @@ class Estimate:
     return sum(o.seconds for o in own if o.recomputed) / max(sum(o.seconds for o in own), 1e-30)
 
 
-def estimate(program: CompiledProgram, topology: Topology, mesh: Mesh, calibration: Calibration) -> Estimate:
-  """Plays the schedule through."""
-  player = _Player(program, topology, mesh, calibration)
+def estimate(
+  program: CompiledProgram, topology: Topology, mesh: Mesh, calibration: Calibration, filled_rows: float = 1.0
+) -> Estimate:
+  """Plays the schedule through.
+
+  Args:
+    filled_rows: share of the rows of grouped products that hold a token; a kernel passes over the others.
+  """
+  player = _Player(program, topology, mesh, calibration, filled_rows)
   player.play(program.entry, 1)
   return Estimate(player.operations)
 
 
 class _Player:
-  def __init__(self, program: CompiledProgram, topology: Topology, mesh: Mesh, calibration: Calibration) -> None:
+  def __init__(
+    self, program: CompiledProgram, topology: Topology, mesh: Mesh, calibration: Calibration, filled_rows: float
+  ) -> None:
     self._program, self._topology, self._mesh, self._calibration = program, topology, mesh, calibration
-    self._chip = topology.chip
+    self._chip, self._filled_rows = topology.chip, filled_rows
     self.operations: list[Operation] = []
 
   def play(self, name: str, times: int) -> float:
@@ -119,7 +130,11 @@ class _Player:
     if kernel := _kernel_name(i):
       kind: Kind = "kernel"
       flops, moved = _kernel_work(kernel, i)
-      seconds = max(flops / (self._chip.flops * self._calibration.kernel), moved / self._chip.hbm_bandwidth)
+      reached = self._calibration.kernel
+      if _GROUPED in kernel:
+        flops, reached = flops * self._filled_rows, self._calibration.grouped
+      seconds = max(flops / (self._chip.flops * reached), moved / self._chip.hbm_bandwidth)
+      seconds *= self._chip.devices  # each of which has its part of the chip
     else:
       kind, seconds = "compute", self._calibration.compute * i.cycles / self._chip.clock
     if seconds:
@@ -199,5 +214,5 @@ _WORK: Mapping[str, Callable[[Sequence[ArrayType], Sequence[ArrayType]], float]]
   "splash_mha_fwd": partial(_attention, 2),
   "splash_mha_dq": partial(_attention, 3),
   "splash_mha_dkv": partial(_attention, 4),
-  "gmm": _grouped,
+  _GROUPED: _grouped,
 }

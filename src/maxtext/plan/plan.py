@@ -12,6 +12,8 @@ from typing import Any
 import jax
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.layers.how import How
+from maxtext.mesh.rules import axes_of, parts_of
 from maxtext.mesh.topology import Topology
 from maxtext.models.flops import train_flops_per_token
 from maxtext.plan.calibration import CALIBRATION
@@ -152,7 +154,8 @@ def _compiled(program: Program, topology: Topology) -> tuple[Memory, Estimate | 
   stats, text = compiled.memory_analysis(), compiled.as_text()
   assert stats is not None, "the TPU compiler gives both"
   assert text is not None
-  found = estimate(CompiledProgram.parse(text), topology, program.model.how.mesh, CALIBRATION[topology.name])
+  how, parsed = program.model.how, CompiledProgram.parse(text)
+  found = estimate(parsed, topology, how.mesh, CALIBRATION[topology.name], _filled_rows(program.config, how))
   return _memory(program, topology, stats.peak_memory_in_bytes, stats.temp_size_in_bytes), found
 
 
@@ -172,6 +175,13 @@ def _least_memory(program: Program, topology: Topology) -> Memory:
   gradients = _bytes(state.params)
   temporaries = max(kept, gradients)
   return _memory(program, topology, _bytes((state, program.batch)) + temporaries, temporaries)
+
+
+def _filled_rows(config: MaxTextConfig, how: How) -> float:
+  """The share of a device's rows of experts that hold a token if all experts get as many."""
+  owners = parts_of(how.mesh, axes_of(how.partition((config.num_experts,), "activation_expert")[0]))
+  room = min(how.experts.buffer or owners, owners)  # over an even share
+  return 1 / max(room, 1)
 
 
 def _memory(program: Program, topology: Topology, peak: int, temporaries: int) -> Memory:

@@ -190,7 +190,9 @@ def _compiled(words: Sequence[str], keys: Keys) -> dict[str, Any]:
 
 def _line(number: int, found: Found) -> str:
   plan, keys = found.plan, found.candidate.keys
+  kept = ",".join(k.removesuffix("_proj") for k in _PLACED if keys.get(k) == "device")
   told = {k: v for k, v in keys.items() if v != 1 and k not in _PLACED}
+  told["remat_policy"] = str(told["remat_policy"]).replace("custom", f"custom[{kept}]")
   shown = " ".join(f"{k.removeprefix('ici_').removesuffix('_parallelism')}={v}" for k, v in told.items())
   if not plan["fits"]:
     return f"{number:3}  {plan.get('refused') or 'does not fit'}  {shown}"
