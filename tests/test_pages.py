@@ -1,0 +1,218 @@
+"""A cache in pages: what a request gets is the same, with far too few pages for all, and no page is lost."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
+
+from maxtext import ConfigError
+from maxtext.inference import loading
+from maxtext.inference.page_table import PageTable
+from maxtext.inference.sampling import Settings
+from maxtext.inference.scheduler import Request, Scheduler
+from maxtext.kernels.attention import reference
+from maxtext.kernels.paged import paged
+from maxtext.kernels.scores import Scoring, Tokens
+from maxtext.layers.pages import read_pages
+from maxtext.mesh.devices import make_mesh
+from maxtext.mesh.topology import Topology
+from maxtext.models.build import build_model
+from tests.support import program, tiny
+from tests.test_scheduler import SLOTS, collect, make_engine, requests
+
+LENGTH, SIZE, COUNT = 48, 4, 16  # twelve pages for the longest text, so four of them never fit
+PAGED = {
+  "attention": "paged",
+  "pagedattn_tokens_per_page": SIZE,
+  "pagedattn_num_pages": COUNT,
+  "pagedattn_head_dim_alignment": 12,
+}
+
+
+@pytest.fixture(scope="module")
+def whole():
+  """A text has a row of its own."""
+  return make_engine(program(tiny()).model)
+
+
+@pytest.fixture(scope="module")
+def engine():
+  return make_engine(program(tiny(**PAGED)).model)
+
+
+def everyone():
+  """Random requests, and some whose answers depend on what they have answered already."""
+  counting = Settings(
+    temperature=0.7, frequency_penalty=1.5, presence_penalty=0.5, min_tokens=25, stop_tokens=(1, 2, 3)
+  )
+  return [*requests(32), *(Request([n] * 9, replace(counting, seed=n)) for n in range(4))]
+
+
+def check_pages(table):
+  """Every page is free or one slot's."""
+  held = table.rows[table.rows < table.count].tolist()
+  assert len(held) == len(set(held)) == table.count - table.free
+
+
+def write(engine, asked):
+  """Events by request, in the order in which they were first answered, and how often pages were given back."""
+  scheduler, found = Scheduler(engine), {}
+  total = scheduler.free_pages
+  for request in asked:
+    scheduler.submit(request)
+  while scheduler.busy:
+    collect(scheduler.step(), found)
+    check_pages(engine.pages)
+  assert (scheduler.active, scheduler.waiting, scheduler.free_pages) == (0, 0, total)
+  return found, scheduler.preemptions
+
+
+def check_same(found, expected):
+  assert list(found) == list(expected), "first come, first served"
+  for request, events in expected.items():
+    for field in ("token", "finish"):
+      assert [getattr(event, field) for event in found[request]] == [getattr(event, field) for event in events]
+    log_probs = [[event.log_prob for event in answer] for answer in (found[request], events)]
+    np.testing.assert_allclose(*log_probs, atol=1e-4, rtol=0)
+
+
+def test_too_few_pages_change_no_answer(whole, engine):
+  asked = everyone()
+  expected, none = write(whole, asked)
+  found, preempted = write(engine, asked)
+  assert none == 0
+  assert preempted >= 10
+  check_same(found, expected)
+
+
+@pytest.mark.slow
+def test_guesses_have_pages_too(whole):
+  asked = [*everyone(), *(Request([5, 9, 70, 3] * 6, Settings(temperature=0.0)) for _ in range(4))]
+  found, preempted = write(make_engine(program(tiny(**PAGED)).model, ahead=3), asked)
+  assert preempted >= 10
+  check_same(found, write(whole, asked)[0])
+
+
+@pytest.mark.mesh
+@pytest.mark.slow
+def test_a_mesh_changes_nothing(engine):
+  config = tiny(**PAGED, ici_fsdp_parallelism=2, ici_tensor_parallelism=2)
+  asked = everyone()[-8:]
+  found, preempted = write(make_engine(program(config, devices=4).model), asked)
+  assert preempted
+  check_same(found, write(engine, asked)[0])
+
+
+def test_who_gave_pages_back_can_leave(engine):
+  """Whoever was let in last waits first; cancelled, it is gone, and its pages were free before."""
+  scheduler = Scheduler(engine)
+  patient = [Request([n] * 12, Settings(temperature=0.0)) for n in range(SLOTS)]
+  for request in patient:
+    scheduler.submit(request)
+  found = {}
+  while not scheduler.preemptions:
+    collect(scheduler.step(), found)
+  last = max(found, key=patient.index)
+  scheduler.cancel(last)
+  assert [event.request for event in scheduler.step() if event.finish == "cancelled"] == [last]
+  collect(scheduler.run(), found)
+  assert all(found[request][-1].finish == "length" for request in patient if request is not last)
+  assert scheduler.free_pages == COUNT
+
+
+def test_a_table_hands_out_every_page_once():
+  table = PageTable(count=6, size=4, slots=3, most=4)
+  assert table.take(0, 9)
+  assert table.take(2, 1)
+  assert table.take(0, 12), "they are there already"
+  assert (table.free, table.holders) == (2, [0, 2])
+  assert not table.take(1, 9)
+  assert (table.free, table.holders) == (2, [0, 2]), "all or none"
+  assert table.take(1, 8)
+  check_pages(table)
+  table.give_back(0)
+  assert table.take(2, 99), "no more than it may have"
+  assert (table.free, table.holders) == (0, [2, 1])
+  check_pages(table)
+
+
+def test_the_keys_say_how_pages_are(engine):
+  pools = jax.tree.leaves(engine.state.cache)
+  assert {pool.shape for pool in pools} == {(2, 2, COUNT, SIZE, 12)}, "heads, layers, pages, places, filled up from 8"
+  short = make_engine(program(tiny(**PAGED, pagedattn_max_pages_per_group=11)).model)
+  assert Scheduler(short).room(40) == 4
+
+
+REFUSED = {
+  "windows": ({"attention_type": "local_sliding", "sliding_window_size": 7}, "attention=paged: no layer of this model"),
+  "too few": ({"pagedattn_num_pages": 7}, "pagedattn_num_pages=7 are too few.*pagedattn_max_pages_per_group=7"),
+  "no answer": ({"pagedattn_max_pages_per_group": 4}, "pagedattn_max_pages_per_group=4 .* leave no room"),
+  "none": ({"pagedattn_max_pages_per_group": 0}, "pagedattn_max_pages_per_group=0 must be 1 or more"),
+  "no pages": ({"attention": "chunked"}, "it has no effect without attention=paged"),
+}
+
+
+def build(**keys):
+  config = tiny(**(PAGED | {"max_prefill_predict_length": 16} | keys))
+  model = program(config).model
+  params, buffers = jax.jit(model.init)(0)
+  return loading.make_engine(config, model, params | buffers)
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refusals(keys, message):
+  with pytest.raises(ConfigError, match=message):
+    build(**keys)
+
+
+def draw(seed, *shape):
+  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+@pytest.mark.parametrize("cap", [None, pytest.param(0.7, marks=pytest.mark.slow)])
+def test_the_kernel_equals_the_reference(cap):
+  """One row has a token, one a page that is not full, one all its pages; blocks of three do not divide them; on devices
+  that split rows and heads. Keys and values are such that bfloat16 holds them."""
+  B, H, K, R, N, P, M, D, W = 4, 4, 2, 2, 14, 8, 4, 8, 16
+  lengths, order = np.array([1, 13, 32, 8], np.int32), iter(np.random.default_rng(0).permutation(N).tolist())
+  table = np.array([[next(order) if m * P < length else N for m in range(M)] for length in lengths], np.int32)
+  pools = [draw(n, K, R, N, P, W).at[..., D:].set(0).astype(jnp.bfloat16).astype(jnp.float32) for n in (0, 1)]
+  q, layer, scoring = draw(2, B, 1, H, D), jnp.int32(1), Scoring(D**-0.5, cap=cap)
+  mesh = make_mesh(tiny(ici_data_parallelism=2, ici_fsdp_parallelism=1, ici_tensor_parallelism=2), jax.devices()[:4])
+  split = PartitionSpec("data", None, "tensor", None), PartitionSpec("tensor", None, None, None, None)
+  with pltpu.force_tpu_interpret_mode():
+    run = jax.jit(lambda *arrays: paged(*arrays, scoring, 3, mesh, *split))
+    found = np.asarray(run(q, *pools, layer, table, lengths))
+  k, v = (read_pages(pool, layer, table, jnp.zeros((B, 1, K, D))) for pool in pools)
+  places = Tokens(np.broadcast_to(np.arange(M * P), (B, M * P)))
+  np.testing.assert_allclose(found, reference(q, k, v, Tokens(lengths[:, None] - 1), places, scoring), atol=1e-5)
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5p-8", "v6e-4"])
+def test_a_step_reads_pages_by_the_kernel_on_tpus(topology):
+  """And no layer copies a pool, or its part of one."""
+  pytest.importorskip("libtpu")
+  from maxtext.inference.engine import advance
+
+  config = tiny(
+    attention="paged", head_dim=64, dtype="bfloat16", ici_tensor_parallelism=2, max_target_length=256, base_emb_dim=256
+  )
+  model = build_model(config, make_mesh(config, Topology.named(topology).devices()))
+  where = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), model.params)
+  slots, how = model.bind(where).cache_slots(8, 256), model.how
+
+  def placed(kind):
+    sharding = jax.sharding.NamedSharding(how.mesh, how.partition(kind.shape, *kind.axes))
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
+
+  numbers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 1), (8,), (8, 8))]
+  step = jax.jit(lambda *given: advance(model, *given), donate_argnums=1)
+  text = step.lower(where, jax.tree.map(placed, slots), *numbers).compile().as_text()
+  assert "paged_attention" in text
+  print(text)
