@@ -1,16 +1,19 @@
 """A cache in pages: what a request gets is the same, with far too few pages for all, and no page is lost."""
 
+import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext import ConfigError
 from maxtext.inference import loading
+from maxtext.inference.engine import advance
 from maxtext.inference.page_table import PageTable
 from maxtext.inference.sampling import Settings
 from maxtext.inference.scheduler import Request, Scheduler
@@ -21,6 +24,7 @@ from maxtext.layers.pages import read_pages
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
 from maxtext.models.build import build_model
+from maxtext.models.model import Model
 from tests.support import program, tiny
 from tests.test_scheduler import SLOTS, collect, make_engine, requests
 
@@ -192,27 +196,47 @@ def test_the_kernel_equals_the_reference(cap):
   np.testing.assert_allclose(found, reference(q, k, v, Tokens(lengths[:, None] - 1), places, scoring), atol=1e-5)
 
 
+def paged_model(mesh, **changes):
+  """A model of bfloat16, whose pages the kernel reads; by the changes of its pages."""
+  keys = {"attention": "paged", "dtype": "bfloat16", "head_dim": 64, "base_emb_dim": 256, "max_target_length": 256}
+  config = tiny(**keys, ici_tensor_parallelism=2)
+  model = build_model(config, make_mesh(config, mesh))
+  return Model.of(model.spec, replace(model.how, cache_pages=replace(model.how.cache_pages, kernel=True, **changes)))
+
+
+@pytest.mark.slow
+def test_a_model_reads_pages_by_the_kernel():
+  model = paged_model(jax.devices()[:2], count=12, size=8, block=2, alignment=1)
+  gathers = Model.of(model.spec, replace(model.how, cache_pages=replace(model.how.cache_pages, kernel=False)))
+  params, _ = jax.jit(model.init)(0)
+  slots = model.bind(params).cache_slots(2, 32)
+  cache = jax.tree.map(lambda kind: draw(0, *kind.shape).astype(kind.dtype), slots)
+  pages, fed = np.array([[7, 2, 12, 12], [0, 11, 4, 12]]), (jnp.array([[5], [6]]), jnp.array([10, 16]))
+  plain, _ = jax.jit(partial(advance, gathers))(params, cache, *fed, pages)
+  with pltpu.force_tpu_interpret_mode():
+    found, _ = jax.jit(partial(advance, model))(params, cache, *fed, pages)
+  np.testing.assert_allclose(found, plain, atol=0.02 * float(np.abs(plain).max()), rtol=0)
+  elsewhere, _ = jax.jit(partial(advance, gathers))(params, cache, *fed, pages[::-1])
+  assert np.abs(elsewhere - plain).max() > 0.2 * np.abs(plain).max(), "it matters which pages"
+
+
 @pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5p-8", "v6e-4"])
-def test_a_step_reads_pages_by_the_kernel_on_tpus(topology):
-  """And no layer copies a pool, or its part of one."""
+def test_a_step_on_tpus_reads_pages_where_they_lie(topology):
+  """Nothing as large as one layer's part of a pool is copied."""
   pytest.importorskip("libtpu")
-  from maxtext.inference.engine import advance
-
-  config = tiny(
-    attention="paged", head_dim=64, dtype="bfloat16", ici_tensor_parallelism=2, max_target_length=256, base_emb_dim=256
-  )
-  model = build_model(config, make_mesh(config, Topology.named(topology).devices()))
-  where = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), model.params)
-  slots, how = model.bind(where).cache_slots(8, 256), model.how
+  model = paged_model(Topology.named(topology).devices(), count=4096)
+  how, params = model.how, model.params
 
   def placed(kind):
-    sharding = jax.sharding.NamedSharding(how.mesh, how.partition(kind.shape, *kind.axes))
+    sharding = NamedSharding(how.mesh, how.partition(kind.shape, *kind.axes))
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
 
-  numbers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 1), (8,), (8, 8))]
-  step = jax.jit(lambda *given: advance(model, *given), donate_argnums=1)
-  text = step.lower(where, jax.tree.map(placed, slots), *numbers).compile().as_text()
-  assert "paged_attention" in text
-  print(text)
+  cache = jax.tree.map(placed, model.bind(params).cache_slots(8, 256))
+  fed = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 1), (8,), (8, 8)))
+  compiled = jax.jit(partial(advance, model), donate_argnums=1).lower(params, cache, *fed).compile()
+  assert "paged_attention" in compiled.as_text()
+  pool = cache[0][0]["key"]
+  part = math.prod(pool.sharding.shard_shape(pool.shape)) * pool.dtype.itemsize // pool.shape[1]
+  assert compiled.memory_analysis().temp_size_in_bytes < part
