@@ -1,6 +1,9 @@
 """A cache in pages: what a request gets is the same, with far too few pages for all, and no page is lost."""
 
+import asyncio
+import json
 import math
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -15,8 +18,11 @@ from maxtext import ConfigError
 from maxtext.inference import loading
 from maxtext.inference.engine import advance
 from maxtext.inference.page_table import PageTable
+from maxtext.inference.prefixes import Prefixes
 from maxtext.inference.sampling import Settings
 from maxtext.inference.scheduler import Request, Scheduler
+from maxtext.inference.server import Limits, make_app
+from maxtext.inference.worker import Worker
 from maxtext.kernels.attention import reference
 from maxtext.kernels.paged import paged
 from maxtext.kernels.scores import Scoring, Tokens
@@ -25,6 +31,7 @@ from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
 from maxtext.models.build import build_model
 from maxtext.models.model import Model
+from tests.answering import ask, random_model
 from tests.support import program, tiny
 from tests.test_scheduler import SLOTS, collect, make_engine, requests
 
@@ -62,9 +69,9 @@ def check_pages(table):
   assert len(held) == len(set(held)) == table.count - table.free
 
 
-def write(engine, asked):
+def write(engine, asked, prefixes=None):
   """Events by request, in the order in which they were first answered, and how often pages were given back."""
-  scheduler, found = Scheduler(engine), {}
+  scheduler, found = Scheduler(engine, prefixes), {}
   total = scheduler.free_pages
   for request in asked:
     scheduler.submit(request)
@@ -95,8 +102,10 @@ def test_too_few_pages_change_no_answer(whole, engine):
 
 @pytest.mark.slow
 def test_guesses_have_pages_too(whole):
+  """And whoever gave its pages back may find the beginning of its text."""
   asked = [*everyone(), *(Request([5, 9, 70, 3] * 6, Settings(temperature=0.0)) for _ in range(4))]
-  found, preempted = write(make_engine(program(tiny(**PAGED)).model, ahead=3), asked)
+  guessing = make_engine(program(tiny(**PAGED)).model, ahead=3, keeps_rows=True)
+  found, preempted = write(guessing, asked, Prefixes(10**9, 0))
   assert preempted >= 10
   check_same(found, write(whole, asked)[0])
 
@@ -126,6 +135,29 @@ def test_who_gave_pages_back_can_leave(engine):
   collect(scheduler.run(), found)
   assert all(found[request][-1].finish == "length" for request in patient if request is not last)
   assert scheduler.free_pages == COUNT
+
+
+@pytest.mark.slow
+def test_a_server_says_what_its_pages_do(tmp_path):
+  """Two answers of a given form, for which there are not enough pages."""
+  form = {"structured_outputs": {"regex": "[a-f]{70}"}, "n": 2, "seed": 3, "max_tokens": 80}
+  asked = {"model": "tiny", "prompt": "a", **form}
+  pages = {"pagedattn_tokens_per_page": 8, "pagedattn_num_pages": 13}
+  texts, figures = [], []
+  for keys in ({}, {"attention": "paged", **pages}):
+    loaded = random_model(tmp_path, **keys)
+    worker = Worker(loaded.scheduler(), most_waiting=4)
+    worker.start()
+    app = make_app(loaded, "tiny", worker, Limits())
+    _, answer = asyncio.run(ask(app, "/v1/completions", asked))
+    texts.append([choice["text"] for choice in json.loads(answer)["choices"]])
+    figures.append(asyncio.run(ask(app, "/metrics"))[1])
+    worker.stop()
+  assert texts[0] == texts[1]
+  assert all(re.fullmatch("[a-f]{70}", text) for text in texts[0])
+  assert "maxtext_preemptions 0.0" in figures[0]
+  assert "maxtext_pages_free 13.0" in figures[1]
+  assert float(re.search(r"^maxtext_preemptions (\S+)$", figures[1], re.MULTILINE)[1]) >= 1
 
 
 def test_a_table_hands_out_every_page_once():
