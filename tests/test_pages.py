@@ -195,8 +195,7 @@ REFUSED = {
 def build(**keys):
   config = tiny(**(PAGED | {"max_prefill_predict_length": 16} | keys))
   model = program(config).model
-  params, buffers = jax.jit(model.init)(0)
-  return loading.make_engine(config, model, params | buffers)
+  return loading.make_engine(config, model, model.params | model.buffers)
 
 
 @pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED.keys())

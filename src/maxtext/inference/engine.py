@@ -178,7 +178,7 @@ class Engine:
   ) -> None:
     """Puts a prefilled prompt, and what it was answered so far, into a slot; the row is still there afterwards."""
     controls = Controls.of(settings, len(prompt), self.vocab)
-    text, pages = [*prompt, *answered], self.pages.rows[slot]
+    text, pages = [*prompt, *answered], self.pages.rows[slot].copy()
     counts = np.array([len(prompt), len(text)], np.int32)
     tokens = _filled(text, self.length, self.vocab)
     self.state = self._insert(self.state, row, np.int32(slot), pages, tokens, counts, controls)
@@ -207,8 +207,8 @@ class Engine:
 
   @property
   def _rows(self) -> np.ndarray | None:
-    """The pages that a step is told of."""
-    return self.pages.rows if self._paged else None
+    """The pages that a step is told of; a copy, since steps run on while the table changes."""
+    return self.pages.rows.copy() if self._paged else None
 
   def warm_up(self) -> None:
     """Compiles every program."""
