@@ -5,6 +5,7 @@ Families are those of `tests/data/tiny_models.json`. Rounded caches are compared
 
 import json
 import math
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from maxtext.inference.prefixes import Prefixes
 from maxtext.inference.sampling import Settings
 from maxtext.inference.scheduler import Request, Scheduler
 from maxtext.layers.cache import Rounding
+from maxtext.layers.pages import Pages, insert_row
+from maxtext.models.model import Model
 from tests.support import program, tiny
 
 TINY_MODELS = json.loads((Path(__file__).parent / "data" / "tiny_models.json").read_text())
@@ -29,6 +32,7 @@ RUN = {"max_target_length": LENGTH, "per_device_batch_size": 1, "dataset_type": 
        "jax_cache_dir": ""}  # fmt: skip
 TEXT = np.random.default_rng(0).integers(0, 96, LENGTH, dtype=np.int32).tolist()
 LATENT = (("mla_naive_kvcache", False),)
+PAGES = np.array([[6, 2, 8, 0, 3]])  # of the text
 
 every_family = pytest.mark.parametrize(
   "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
@@ -80,6 +84,31 @@ def reader(name, keys=()):
   return read
 
 
+def paged_reader(name, keys):
+  """The same for a cache in pages, of those layers that keep the whole text; None where none does."""
+  plain = model_of(name, keys)
+  model = Model.of(plain.spec, replace(plain.how, cache_pages=Pages(count=9, size=8, alignment=12)))
+  decoder, step = model.bind(parameters(name)), jax.jit(partial(advance, model))
+  kinds = decoder.cache_slots(1, LENGTH)
+
+  @jax.jit
+  def in_pages(row):
+    def put(kind, whole, one):
+      return insert_row(whole, one, PAGES[0]) if kind.paged else one
+
+    return jax.tree.map(put, kinds, decoder.empty_cache(1, LENGTH), row)
+
+  def read(row):
+    found, cache = [], in_pages(row)
+    for position in range(READ, LENGTH):
+      fed = jnp.array([TEXT[position : position + 1]]), jnp.array([position])
+      logits, cache = step(parameters(name), cache, *fed, PAGES)
+      found.append(logits[0, 0])
+    return np.stack(found)
+
+  return read if any(kind.paged for kind in jax.tree.leaves(kinds)) else None
+
+
 def forward(name):
   @jax.jit
   def logits(params, tokens):
@@ -97,6 +126,8 @@ def test_caches_give_the_logits_of_training(name):
     cold = prefilled(engine, 16, READ)
     logits = read(cold)
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+    if read_pages := paged_reader(name, keys):
+      np.testing.assert_allclose(read_pages(cold), logits, atol=1e-5, rtol=0)
     shared = prefilled(engine, 16)
     for _ in range(2):  # the same pieces, from a row that others went on from
       jax.tree.map(np.testing.assert_array_equal, engine.prefill(Piece(16, TEXT[16:READ]), shared), cold)
@@ -130,6 +161,7 @@ def test_rounded_caches_are_small_and_near(name, kind, dtype, axis, scales):
   distance = np.linalg.norm(logits - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
   assert 1e-4 < np.median(distance) < {8: 0.015, 4: 0.25}[bits]
   np.testing.assert_allclose(read(prefilled(engine, 7, READ)), logits, atol=1e-5, rtol=0)  # in other pieces
+  np.testing.assert_allclose(paged_reader(name, keys)(prefilled(engine, 16, READ)), logits, atol=1e-5, rtol=0)
 
 
 def test_a_rounded_cache_serves_pieces_and_shared_beginnings():

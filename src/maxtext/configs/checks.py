@@ -7,7 +7,7 @@ from maxtext.configs.errors import ConfigError, nearest
 from maxtext.configs.refusals import REFUSALS, default_of
 from maxtext.configs.types import DatasetType, DType, KvQuantAxis, MaxTextConfig, RematPolicy, SamplingStrategy
 
-ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_flash_jax")
+ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_flash_jax", "paged")
 
 
 def check(config: MaxTextConfig) -> None:
@@ -64,6 +64,12 @@ def _positions(c: MaxTextConfig) -> str | None:
 def _cache(c: MaxTextConfig) -> str | None:
   if c.quantize_kvcache and c.kv_quant_axis == KvQuantAxis.NONE:
     return "quantize_kvcache=true needs scales: write kv_quant_axis=dkv, or heads_and_dkv for fewer of them."
+  return None
+
+
+def _pages(c: MaxTextConfig) -> str | None:
+  if (most := c.pagedattn_max_pages_per_group) == 0 or most < -1:
+    return f"pagedattn_max_pages_per_group={most} must be 1 or more, or -1 for as many as the longest text needs."
   return None
 
 
@@ -337,6 +343,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _positions,
   _cache,
   _attention,
+  _pages,
   _experts,
   _routing_groups,
   _engram,

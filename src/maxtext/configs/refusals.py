@@ -263,8 +263,11 @@ REFUSALS: tuple[Refusal, ...] = (
     ("use_ragged_attention", "ragged_block_size", "use_tokamax_gmm", "enable_padding_causal_mask",
      "use_tokamax_splash", "use_jax_splash", "force_q_layout", "sa_q_layout", "sa_k_layout", "sa_v_layout",
      "use_max_logit_estimate", "cost_estimate_flops_fwd", "cost_estimate_flops_bwd", "dq_reduction_steps",
-     "use_splash_scheduler", *_section(t.PagedAttention)),
-    "the kernels are JAX's own splash and cuDNN; choose with attention and sa_block_*",
+     "use_splash_scheduler"),
+    "the kernels are JAX's own splash and paged attention, and cuDNN; choose with attention and sa_block_*",
+  ),
+  Refusal(
+    _section(t.PagedAttention), "it has no effect without attention=paged", unless=lambda c: c.attention == "paged"
   ),
   Refusal(
     _section(t.MoEGeneral, t.MoEKernels, t.DeepSeekMoE, but=("num_experts", "mlp_bias", *_UNBUILT_EXPERTS)),

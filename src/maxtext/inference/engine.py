@@ -9,11 +9,15 @@ A step may also feed guesses behind the last token. Each place chooses its token
 was chosen counts as far as the guesses before it were right. So the text is the same as without, drawn tokens too: a
 draw depends on the seed and the position alone.
 
-Shapes: B slots, S tokens of a piece, T longest sequence, P longest prompt, W guesses, V vocabulary.
+A row always has a cache of its own. Where that of the slots lies in pages, `insert` cuts the row into them, and each
+step is told which pages a slot has; who gets pages is the scheduler's.
+
+Shapes: B slots, S tokens of a piece, T longest sequence, M most pages of a slot, W guesses, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -22,8 +26,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext.inference.lookup import guesses
+from maxtext.inference.page_table import PageTable
 from maxtext.inference.sampling import Chosen, Controls, History, Settings, anything, choose
-from maxtext.layers.cache import Cache
+from maxtext.layers.cache import Cache, Slots
+from maxtext.layers.pages import insert_row
 from maxtext.models.model import Model, Params
 
 Caches = list[list[Cache]]
@@ -66,6 +72,9 @@ class Engine:
     piece: longest piece of a prompt; None prefills prompts at once.
     keeps_rows: a row is still there after another piece went on from it.
     ahead: tokens that `write` guesses and checks in a step; not for models with layers that keep a state.
+
+  Attributes:
+    pages: those of the slots; without pages a slot has one that holds all of a text.
   """
 
   def __init__(
@@ -81,12 +90,17 @@ class Engine:
   ) -> None:
     if ahead:
       model = Model.of(model.spec, replace(model.how, cache_ahead=ahead))
-    self.ahead = ahead
-    self._params, self.vocab = params, model.spec.vocab
+    self.ahead, paged, pages = ahead, model, model.how.cache_pages
+    if pages is None:
+      self.pages = PageTable(slots, length + ahead, slots, 1)
+    else:
+      model, most = Model.of(model.spec, replace(model.how, cache_pages=None)), pages.per_row(length)
+      self.pages, length = PageTable(pages.count, pages.size, slots, most), min(length, most * pages.size)
+    self._params, self._paged, self.vocab = params, pages is not None, model.spec.vocab
     self.slots, self.length, self.longest_prompt = slots, length, longest_prompt
     shortest = _SHORTEST_BLOCK if model.how.attention.kernel == "splash" else _SHORTEST
     self.sizes = _sizes(shortest, min(piece or longest_prompt, longest_prompt))
-    self._goes_on = piece is not None or keeps_rows
+    self._goes_on = piece is not None or keeps_rows or (pages is not None and length > self.sizes[-1])
 
     def begin(params: Params, tokens: jax.Array, count: jax.Array) -> Caches:
       row = model.bind(params).empty_cache(1, length)
@@ -95,15 +109,21 @@ class Engine:
     def go_on(params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array) -> Caches:
       return fill(model, params, row, tokens, start, count)
 
-    def generate(params: Params, state: State, active: jax.Array, allowed: jax.Array) -> tuple[State, Chosen]:
-      logits, cache = advance(model, params, state.cache, state.tokens[:, None], state.positions)
+    def generate(
+      params: Params, state: State, active: jax.Array, rows: jax.Array | None, allowed: jax.Array
+    ) -> tuple[State, Chosen]:
+      rows = _of_active(rows, active, self.pages.count)
+      logits, cache = advance(paged, params, state.cache, state.tokens[:, None], state.positions, rows)
       chosen = choose(logits[:, 0], state.controls, state.history, state.positions + 1, allowed)
       return accepted(state._replace(cache=cache), chosen.tokens, active), chosen
 
-    def write(params: Params, state: State, active: jax.Array) -> tuple[State, tuple[Chosen, jax.Array]]:
+    def write(
+      params: Params, state: State, active: jax.Array, rows: jax.Array | None
+    ) -> tuple[State, tuple[Chosen, jax.Array]]:
+      rows = _of_active(rows, active, self.pages.count)
       guessed = jnp.minimum(guesses(state.text, state.positions, ahead), self.vocab - 1)
       fed = jnp.concatenate([state.tokens[:, None], guessed], axis=1)
-      logits, cache = advance(model, params, state.cache, fed, state.positions)
+      logits, cache = advance(paged, params, state.cache, fed, state.positions, rows)
 
       def take(
         carry: tuple[State, jax.Array], place: tuple[jax.Array, jax.Array]
@@ -120,7 +140,7 @@ class Engine:
     def empty(params: Params) -> State:
       nothing = jnp.zeros(slots, jnp.int32)
       history = History(jnp.zeros((slots, self.vocab), bool), jnp.zeros((slots, self.vocab), jnp.int32))
-      cache = model.bind(params).empty_cache(slots, length)
+      cache = paged.bind(params).empty_cache(slots, length)
       text = jnp.zeros((slots, length if ahead else 0), jnp.int32)
       return State(cache, text, nothing, nothing, Controls.empty(slots, self.vocab), history)
 
@@ -130,7 +150,8 @@ class Engine:
     self._everywhere, self._anything = everywhere, jax.device_put(anything(slots, self.vocab), everywhere)
     self._begin = jax.jit(begin)
     self._go_on = jax.jit(go_on, donate_argnums=() if keeps_rows else 1)
-    self._insert = jax.jit(insert, donate_argnums=0, out_shardings=shardings)
+    kinds = paged.bind(params).cache_slots(slots, length)
+    self._insert = jax.jit(partial(insert, kinds), donate_argnums=0, out_shardings=shardings)
     self._generate = jax.jit(generate, donate_argnums=1, out_shardings=(shardings, everywhere))
     self._write = jax.jit(write, donate_argnums=1, out_shardings=(shardings, everywhere))
 
@@ -152,11 +173,15 @@ class Engine:
       return self._begin(self._params, tokens, count)
     return self._go_on(self._params, row, tokens, np.int32(piece.start), count)
 
-  def insert(self, row: Caches, slot: int, prompt: Sequence[int], settings: Settings) -> None:
-    """Puts a prefilled prompt into a slot; the row is still there afterwards."""
+  def insert(
+    self, row: Caches, slot: int, prompt: Sequence[int], settings: Settings, answered: Sequence[int] = ()
+  ) -> None:
+    """Puts a prefilled prompt, and what it was answered so far, into a slot; the row is still there afterwards."""
     controls = Controls.of(settings, len(prompt), self.vocab)
-    tokens = _filled(prompt, self.longest_prompt, self.vocab)
-    self.state = self._insert(self.state, row, np.int32(slot), tokens, np.int32(len(prompt)), controls)
+    text, pages = [*prompt, *answered], self.pages.rows[slot].copy()
+    counts = np.array([len(prompt), len(text)], np.int32)
+    tokens = _filled(text, self.length, self.vocab)
+    self.state = self._insert(self.state, row, np.int32(slot), pages, tokens, counts, controls)
 
   def generate(self, active: Sequence[bool], allowed: np.ndarray | None = None) -> Chosen:
     """One step of all slots; those that are not active stay as they are, and what is chosen for them is nothing.
@@ -166,7 +191,7 @@ class Engine:
       allowed: bits of the tokens that may come next in each slot; None allows all, and costs no transfer.
     """
     bits = self._anything if allowed is None else jax.device_put(allowed, self._everywhere)
-    self.state, chosen = self._generate(self._params, self.state, np.array(active, bool), bits)
+    self.state, chosen = self._generate(self._params, self.state, np.array(active, bool), self._rows, bits)
     return jax.device_get(chosen)
 
   def write(self, active: Sequence[bool], allowed: np.ndarray | None = None) -> list[tuple[Chosen, np.ndarray]]:
@@ -176,9 +201,14 @@ class Engine:
     """
     if not self.ahead or allowed is not None:
       return [(self.generate(active, allowed), np.array(active, bool))]
-    self.state, written = self._write(self._params, self.state, np.array(active, bool))
+    self.state, written = self._write(self._params, self.state, np.array(active, bool), self._rows)
     chosen, there = jax.device_get(written)
     return [(Chosen(*arrays), slots) for *arrays, slots in zip(*chosen, there, strict=True)]
+
+  @property
+  def _rows(self) -> np.ndarray | None:
+    """The pages that a step is told of; a copy, since steps run on while the table changes."""
+    return self.pages.rows.copy() if self._paged else None
 
   def warm_up(self) -> None:
     """Compiles every program."""
@@ -208,21 +238,38 @@ def fill(
 
 
 def insert(
-  state: State, row: Caches, slot: jax.Array, prompt: jax.Array, count: jax.Array, controls: Controls
+  kinds: list[list[dict[str, Slots]]],
+  state: State,
+  row: Caches,
+  slot: jax.Array,
+  pages: jax.Array,
+  text: jax.Array,
+  counts: jax.Array,
+  controls: Controls,
 ) -> State:
-  """The state with a row in a slot; the prompt [P] is filled up with the vocabulary's size."""
+  """The state with a row in a slot, and its pages [M]; the text [T] is filled up with the vocabulary's size.
 
-  def put(all_rows: jax.Array, one: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(all_rows, one, slot, axis=1)
+  `counts` [2] are how many tokens of it are the prompt, and how many are there with what was answered.
+  """
+  places, count = jnp.arange(text.shape[0]), counts[1]
+
+  def put(kind: Slots, whole: jax.Array, one: jax.Array) -> jax.Array:
+    if kind.paged:
+      return insert_row(whole, one, pages)
+    return jax.lax.dynamic_update_slice_in_dim(whole, one, slot, axis=1)
+
+  def times(where: jax.Array) -> jax.Array:
+    counted = jnp.where(where, text, state.history.prompt.shape[1])
+    return jnp.zeros_like(state.history.generated[0]).at[counted].add(1, mode="drop")
 
   history = History(
-    state.history.prompt.at[slot].set(jnp.zeros_like(state.history.prompt[0]).at[prompt].set(True, mode="drop")),
-    state.history.generated.at[slot].set(0),
+    state.history.prompt.at[slot].set(times(places < counts[0]) > 0),
+    state.history.generated.at[slot].set(times(places >= counts[0])),
   )
   return State(
-    jax.tree.map(put, state.cache, row),
-    state.text.at[slot, jnp.arange(prompt.shape[0])].set(prompt, mode="drop"),
-    state.tokens.at[slot].set(prompt[count - 1]),
+    jax.tree.map(put, kinds, state.cache, row),
+    state.text.at[slot, places].set(text, mode="drop"),
+    state.tokens.at[slot].set(text[count - 1]),
     state.positions.at[slot].set(count - 1),
     jax.tree.map(lambda all_rows, one: all_rows.at[slot].set(one), state.controls, controls),
     history,
@@ -230,12 +277,17 @@ def insert(
 
 
 def advance(
-  model: Model, params: Params, cache: Caches, tokens: jax.Array, positions: jax.Array
+  model: Model,
+  params: Params,
+  cache: Caches,
+  tokens: jax.Array,
+  positions: jax.Array,
+  pages: jax.Array | None = None,
 ) -> tuple[jax.Array, Caches]:
   """Feeds tokens [B,S] from a position of each row on; float32 logits [B,S,V] of what follows them, and the cache."""
   decoder = model.bind(params)
   places = positions[:, None] + jnp.arange(tokens.shape[1])
-  hidden, _, extended = decoder.hidden(tokens, places, cache=cache)
+  hidden, _, extended = decoder.hidden(tokens, places, cache=cache, pages=pages)
   assert extended is not None
   return decoder.logits(hidden).astype(jnp.float32), extended
 
@@ -259,6 +311,11 @@ def dropless(model: Model) -> Model:
   if not experts.drops:
     return model
   return Model.of(model.spec, replace(model.how, experts=replace(experts, method="dropless", buffer=None)))
+
+
+def _of_active(rows: jax.Array | None, active: jax.Array, none: int) -> jax.Array | None:
+  """Pages of the slots that step; the others leave nothing in theirs."""
+  return None if rows is None else jnp.where(active[:, None], rows, none)
 
 
 def _sizes(shortest: int, longest: int) -> tuple[int, ...]:

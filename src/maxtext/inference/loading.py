@@ -94,10 +94,34 @@ def make_engine(config: MaxTextConfig, model: Model, params: Params, ahead: int 
     raise ConfigError(
       f"--ahead {ahead}: this model has layers that keep a state, from which no guess can be taken back."
     )
+  _check_pages(config, model, params)
   slots = global_batch_size(config, model.how.mesh.size)
   piece = c.prefill_chunk_size if c.use_chunked_prefill else None
   keeps = c.enable_prefix_caching
   return Engine(model, params, slots, c.max_target_length, c.max_prefill_predict_length, piece, keeps, ahead)
+
+
+def _check_pages(config: MaxTextConfig, model: Model, params: Params) -> None:
+  c, pages = config, model.how.cache_pages
+  if pages is None:
+    return
+  if not any(slots.paged for slots in jax.tree.leaves(model.bind(params).cache_slots(1, 1))):
+    raise ConfigError(
+      "attention=paged: no layer of this model keeps the whole text, so there is nothing to lay in pages: "
+      "write attention=autoselected."
+    )
+  most = pages.per_row(c.max_target_length)
+  if most * pages.size <= c.max_prefill_predict_length:
+    raise ConfigError(
+      f"pagedattn_max_pages_per_group={most} of pagedattn_tokens_per_page={pages.size} leave no room for an answer to "
+      f"a prompt of max_prefill_predict_length={c.max_prefill_predict_length}: raise one of them."
+    )
+  if pages.count < most:
+    raise ConfigError(
+      f"pagedattn_num_pages={pages.count} are too few for one text of max_target_length={c.max_target_length}, which "
+      f"takes {most} of pagedattn_tokens_per_page={pages.size}: raise it, or limit texts by "
+      f"pagedattn_max_pages_per_group={pages.count}."
+    )
 
 
 def parameters(config: MaxTextConfig, model: Model) -> Params:

@@ -2,6 +2,10 @@
 
 Whoever comes first is served first. Between two steps at most one piece of a prompt is prefilled, so that those who
 are being answered never wait longer than for one piece. One thread drives it; others may `submit` and `cancel`.
+
+A request is let in when there are pages for its text, and gets more as it grows. Where they run out, whoever was let in
+last gives all of its pages back and is the first to wait; its text is prefilled again, prompt and answer, when there is
+room. So the first always goes on, and nobody waits for one who came later.
 """
 
 import threading
@@ -53,13 +57,17 @@ class Event:
 class _Answering:
   request: Request
   left: int  # tokens that it may still have
-  slot: int
-  path: "Path | None"  # through the request's grammar
+  answered: list[int] = field(default_factory=list)
+  path: "Path | None" = None  # through the request's grammar
+
+  @property
+  def text(self) -> list[int]:
+    return [*self.request.prompt, *self.answered]
 
 
 @dataclass
 class _Filling:
-  request: Request
+  answering: _Answering
   slot: int
   pieces: deque[Piece]
   row: Caches | None = None
@@ -71,14 +79,19 @@ class Scheduler:
   Args:
     engine: nobody else steps it.
     prefixes: beginnings that prompts share; the engine must keep rows for it.
+
+  Attributes:
+    preemptions: how often a request gave its pages back before its end.
   """
 
   def __init__(self, engine: Engine, prefixes: Prefixes | None = None) -> None:
     self._engine, self._prefixes, self._lock = engine, prefixes, threading.Lock()
-    self._waiting: deque[Request] = deque()
+    self._waiting: deque[_Answering] = deque()
     self._cancelled: set[Request] = set()
     self._filling: _Filling | None = None
     self._slots: list[_Answering | None] = [None] * engine.slots
+    self._pages, self.preemptions = engine.pages, 0
+    self._pages.clear()
 
   @property
   def busy(self) -> bool:
@@ -95,6 +108,11 @@ class Scheduler:
     """Requests that are being answered."""
     return sum(slot is not None for slot in self._slots)
 
+  @property
+  def free_pages(self) -> int:
+    """Pages of the cache that nobody has."""
+    return self._pages.free
+
   def room(self, prompt_length: int) -> int:
     """Tokens that an answer to a prompt of this length can have; 0 where the prompt is too long, or empty."""
     fits = 0 < prompt_length <= self._engine.longest_prompt
@@ -102,9 +120,10 @@ class Scheduler:
 
   def submit(self, request: Request) -> None:
     """Puts a request at the end of those that wait; there must be room for it."""
-    assert self.room(len(request.prompt)) > 0
+    room, most = self.room(len(request.prompt)), request.settings.max_tokens
+    assert room > 0
     with self._lock:
-      self._waiting.append(request)
+      self._waiting.append(_Answering(request, room if most is None else min(room, most)))
 
   def cancel(self, request: Request) -> None:
     """Ends a request before the next step; nothing happens to one that has ended."""
@@ -125,44 +144,72 @@ class Scheduler:
   def _end_cancelled(self) -> list[Event]:
     with self._lock:
       cancelled, self._cancelled = self._cancelled, set()
-      ended = [request for request in self._waiting if request in cancelled]
-      self._waiting = deque(request for request in self._waiting if request not in cancelled)
-    if self._filling and self._filling.request in cancelled:
-      ended.append(self._filling.request)
-      self._filling = None
-    for answering in self._slots:
-      if answering and answering.request in cancelled:
-        ended.append(answering.request)
-        self._slots[answering.slot] = None
-    return [Event(request, finish="cancelled") for request in ended]
+      ended = [answering for answering in self._waiting if answering.request in cancelled]
+      self._waiting = deque(answering for answering in self._waiting if answering.request not in cancelled)
+    for slot in self._pages.holders:
+      if self._at(slot).request in cancelled:
+        ended.append(self._leave(slot))
+    return [Event(answering.request, finish="cancelled") for answering in ended]
 
   def _prefill(self) -> None:
     if self._filling is None:
       free = [slot for slot, answering in enumerate(self._slots) if answering is None]
       with self._lock:
-        if not self._waiting or not free:
+        if not self._waiting or not free or not self._take(free[0], self._waiting[0]):
           return
-        request = self._waiting.popleft()
-      start, row = self._prefixes.find(request.prompt) if self._prefixes else (0, None)
-      self._filling = _Filling(request, free[0], deque(self._engine.pieces(request.prompt, start)), row)
+        answering = self._waiting.popleft()
+      text = answering.text
+      start, row = self._prefixes.find(text) if self._prefixes else (0, None)
+      self._filling = _Filling(answering, free[0], deque(self._engine.pieces(text, start)), row)
     filling = self._filling
-    request, slot = filling.request, filling.slot
+    answering, slot = filling.answering, filling.slot
     if filling.pieces:
       piece = filling.pieces.popleft()
       filling.row = self._engine.prefill(piece, filling.row)
       if self._prefixes and piece.tokens:
-        self._prefixes.keep(request.prompt[: piece.start + len(piece.tokens)], filling.row)
+        self._prefixes.keep(answering.text[: piece.start + len(piece.tokens)], filling.row)
     if filling.pieces:
       return
     assert filling.row is not None
-    self._engine.insert(filling.row, slot, request.prompt, request.settings)
-    room, most = self.room(len(request.prompt)), request.settings.max_tokens
-    path = request.grammar.begin() if request.grammar else None
-    self._slots[slot] = _Answering(request, room if most is None else min(room, most), slot, path)
-    self._filling = None
+    request = answering.request
+    self._engine.insert(filling.row, slot, request.prompt, request.settings, answering.answered)
+    if request.grammar and not answering.answered:
+      answering.path = request.grammar.begin()
+    self._slots[slot], self._filling = answering, None
+
+  def _take(self, slot: int, answering: _Answering) -> bool:
+    """Gets a slot the pages that the next step writes to: of the whole text, and of guesses behind it."""
+    return self._pages.take(slot, len(answering.request.prompt) + len(answering.answered) + self._engine.ahead)
+
+  def _grow(self) -> None:
+    """Gets everyone in a slot the pages of the next step, the first to be let in first."""
+    for slot in self._pages.holders:
+      while (answering := self._slots[slot]) is not None and not self._take(slot, answering):
+        last = self._leave(self._pages.holders[-1])
+        self.preemptions += 1
+        with self._lock:
+          self._waiting.appendleft(last)
+
+  def _at(self, slot: int) -> _Answering:
+    """Who has a slot, or is about to."""
+    answering = self._slots[slot]
+    if answering is None:
+      assert self._filling is not None
+      answering = self._filling.answering
+    return answering
+
+  def _leave(self, slot: int) -> _Answering:
+    """Frees a slot and its pages."""
+    answering = self._at(slot)
+    if self._slots[slot] is None:
+      self._filling = None
+    self._slots[slot] = None
+    self._pages.give_back(slot)
+    return answering
 
   def _generate(self) -> list[Event]:
     events: list[Event] = []
+    self._grow()
     active = [answering is not None for answering in self._slots]
     for chosen, there in self._engine.write(active, self._allowed()):
       events += self._taken(chosen, there)
@@ -176,6 +223,7 @@ class Scheduler:
         continue
       request, token = answering.request, int(chosen.tokens[slot])
       answering.left -= 1
+      answering.answered.append(token)
       finish: Finish | None = answering.path.take(token) if answering.path else None
       if finish is None and token in request.settings.stop_tokens:
         finish = "stop"
@@ -185,12 +233,12 @@ class Scheduler:
       others = zip(chosen.others[slot, :count].tolist(), chosen.others_log_probs[slot, :count].tolist(), strict=True)
       events.append(Event(request, token, float(chosen.log_probs[slot]), tuple(others), finish))
       if finish:
-        self._slots[slot] = None
+        self._leave(slot)
     return events
 
   def _allowed(self) -> np.ndarray | None:
     """Bits of the tokens that grammars allow next; None where no request has one."""
-    paths = {answering.slot: answering.path for answering in self._slots if answering and answering.path}
+    paths = {slot: answering.path for slot, answering in enumerate(self._slots) if answering and answering.path}
     if not paths:
       return None
     from maxtext.inference.grammar import masks

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.kernels.attention import reference
+from maxtext.kernels.paged import paged
 from maxtext.kernels.scores import Scoring, Tokens
 from maxtext.layers.cache import Cache, Slots, extend, rings
 from maxtext.layers.clip import largest_logit, per_head, watch
@@ -25,6 +26,7 @@ from maxtext.layers.rope import Rope, rotate
 
 _Q = ("activation_batch", "activation_length", "activation_heads", "activation_head_dim")
 _KV = ("activation_batch", "activation_length", "activation_kv_heads", "activation_head_dim")
+_POOL = ("activation_kv_heads", "layers", None, None, "activation_head_dim")
 _CACHED = ("activation_batch", "activation_kv_heads", "activation_length", "activation_head_dim")
 
 
@@ -112,6 +114,11 @@ class GQA:
     return Scoring(scale, self.window, self.chunked, self.cap)
 
   @property
+  def kept_back(self) -> int | None:
+    """How far back keys are kept; None is all the way, as where blocks are chosen by all their keys."""
+    return None if self.blocks is not None else self.window
+
+  @property
   def any_order(self) -> bool:
     """Whether the tokens of a row may stand in any order, since positions say what comes before what."""
     return self.blocks is None and not self.watched
@@ -167,7 +174,8 @@ class GroupedQueryAttention(nnx.Module):
     tokens, sinks = Tokens(context.positions, context.segments), None if self.sinks is None else self.sinks[...]
     keys = tokens
     if cache is not None:
-      cache, seen, keys = extend(cache, repeat, context, {"key": k, "value": v}, how.cache_rounding)
+      new, table = {"key": k, "value": v}, context.pages if spec.kept_back is None else None
+      cache, seen, keys = extend(cache, repeat, context, new, how.cache_rounding, table)
       k, v = seen["key"], seen["value"]
     chosen = None if spec.blocks is None else spec.blocks.chosen(q, k, tokens, keys)
     if cache is None or context.fresh:
@@ -176,6 +184,8 @@ class GroupedQueryAttention(nnx.Module):
       out = how.attention(
         q, k, v, tokens, spec.scoring, sinks, chosen=chosen, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec
       )
+    elif self._reads_pages(context):
+      out = self._over_pages(q, cache, repeat, context)
     else:
       out = reference(q, k, v, tokens, keys, spec.scoring, sinks, how.precision, chosen)
     if self.gate is not None:
@@ -183,11 +193,29 @@ class GroupedQueryAttention(nnx.Module):
     return self.out(how.shard(out, *_Q)), cache
 
   def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
-    """The cache of one layer; it reaches back as far as the window, unless blocks are chosen by all their keys."""
-    spec = self.spec
-    reach = length if spec.window is None or spec.blocks is not None else min(spec.window, length)
-    slots = Slots((batch, spec.kv_heads, reach + self.how.cache_ahead, spec.head_dim), _CACHED, self.how.dtype)
-    return rings({"key": slots, "value": slots}, self.how.cache_rounding)
+    """The cache of one layer."""
+    spec, how = self.spec, self.how
+    reach = length if spec.kept_back is None else min(spec.kept_back, length)
+    slots = Slots((batch, spec.kv_heads, reach + how.cache_ahead, spec.head_dim), _CACHED, how.dtype)
+    pages = how.cache_pages if spec.kept_back is None else None
+    return rings({"key": slots, "value": slots}, how.cache_rounding, pages)
+
+  def _reads_pages(self, context: Context) -> bool:
+    """Whether the kernel can read the pages: it takes one query per row and keys in bfloat16, and knows neither windows
+    nor sinks nor chosen keys."""
+    spec, how, pages = self.spec, self.how, self.how.cache_pages
+    plain = spec.window is None and spec.blocks is None and self.sinks is None
+    exact = how.cache_rounding is None and jnp.dtype(how.dtype) == jnp.bfloat16
+    return pages is not None and pages.kernel and plain and exact and context.positions.shape[1] == 1
+
+  def _over_pages(self, q: jax.Array, cache: Cache, repeat: jax.Array, context: Context) -> jax.Array:
+    how, pages, table = self.how, self.how.cache_pages, context.pages
+    assert pages is not None
+    assert table is not None, "whoever has a cache of pages says whose they are"
+    pools = cache["key"], cache["value"]
+    q_spec, pool_spec = how.partition(q.shape, *_Q), how.partition(pools[0].shape, *_POOL)
+    lengths = context.positions[:, 0] + 1
+    return paged(q, *pools, repeat, table, lengths, self.spec.scoring, pages.block, how.mesh, q_spec, pool_spec)
 
   def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     if self.qkv is not None:

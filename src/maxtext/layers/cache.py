@@ -2,7 +2,8 @@
 
 Keys and values are rings [R,B,T,D], or [R,B,H,T,D], heads first as products with them want it: position p stands in
 place p mod T, so T need only reach as far back as the layer looks. What does not grow with the sequence (the state of a
-delta net, the last tokens of a convolution) is kept whole.
+delta net, the last tokens of a convolution) is kept whole. Rings that reach all the way back may lie in pages that rows
+share (`pages.py`).
 
 A ring may be rounded: it holds whole numbers of a few bits, and `<name>_scale` beside it what they are multiplied by.
 
@@ -10,7 +11,7 @@ Shapes: R repeats of the stacked layers, B batch, S new tokens, T places of the 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 
 from maxtext.kernels.scores import Tokens
 from maxtext.layers.context import Context
+from maxtext.layers.pages import Pages, read_pages, write_pages
 
 Cache = dict[str, jax.Array]
 Part = TypeVar("Part")
@@ -31,16 +33,27 @@ class Slots:
 
   Attributes:
     ring: positions have places of their own, so the last tokens can be taken back; what is kept whole cannot.
+    paged: it is a pool of pages, and belongs to no row.
   """
 
   shape: tuple[int, ...]
   axes: tuple[str | None, ...]
   dtype: jax.typing.DTypeLike
   ring: bool = True
+  paged: bool = False
 
   def stacked(self, repeats: int) -> "Slots":
     """The same for a stack of layers."""
-    return Slots((repeats, *self.shape), ("layers", *self.axes), self.dtype, self.ring)
+    first = int(self.paged)  # behind the heads of a pool
+    shape = (*self.shape[:first], repeats, *self.shape[first:])
+    axes = (*self.axes[:first], "layers", *self.axes[first:])
+    return replace(self, shape=shape, axes=axes)
+
+  def in_pages(self, pages: Pages) -> "Slots":
+    """The pool [H,N,P,W] that takes the place of rings [B,T,W] or [B,H,T,W]."""
+    heads, axis = (self.shape[1], self.axes[1]) if len(self.shape) == 4 else (1, None)
+    shape, axes = (heads, pages.count, pages.size, self.shape[-1]), (axis, None, None, self.axes[-1])
+    return replace(self, shape=shape, axes=axes, paged=True)
 
 
 @dataclass(frozen=True)
@@ -84,15 +97,26 @@ class Rounding:
     return (numbers * scale).astype(like.dtype)
 
 
-def rings(slots: dict[str, Slots], rounding: Rounding | None) -> dict[str, Slots]:
-  """The arrays that keep rings, rounded or as they are."""
-  return slots if rounding is None else _with_scales(slots, rounding.slots)
+def rings(slots: dict[str, Slots], rounding: Rounding | None, pages: Pages | None = None) -> dict[str, Slots]:
+  """The arrays that keep rings, rounded or as they are, each row's on its own or in pages."""
+  if pages is not None:
+    slots = {n: replace(s, shape=(*s.shape[:-1], pages.width(s.shape[-1]))) for n, s in slots.items()}
+  kept = slots if rounding is None else _with_scales(slots, rounding.slots)
+  return kept if pages is None else {n: s.in_pages(pages) for n, s in kept.items()}
 
 
 def extend(
-  cache: Cache, repeat: jax.Array, context: Context, new: Cache, rounding: Rounding | None = None
+  cache: Cache,
+  repeat: jax.Array,
+  context: Context,
+  new: Cache,
+  rounding: Rounding | None = None,
+  table: jax.Array | None = None,
 ) -> tuple[Cache, Cache, Tokens]:
   """Writes `new` [B,S,D] or [B,S,H,D] of one layer at the tokens' positions.
+
+  Args:
+    table: [B,M] the pages of each row, where the arrays are pools.
 
   Returns:
     The stack's cache; what the tokens may look at, in one layer's arrays; and where that stands. Tokens see what is
@@ -100,6 +124,8 @@ def extend(
   """
   assert context.segments is None, "a cached row is one document"
   positions, kept = context.positions, _kept(new, rounding)
+  if table is not None:
+    return _extend_pages(cache, repeat, positions, table, kept, new, rounding)
   whole = cache | {n: _written(cache[n], repeat, context, x) for n, x in kept.items()}
   if context.fresh:
     return whole, _restored(kept, new, rounding), Tokens(positions)
@@ -141,6 +167,22 @@ def _restored(kept: Cache, like: Cache, rounding: Rounding | None) -> Cache:
   if rounding is None:
     return kept
   return {name: rounding.restored(kept[name], kept[_scale(name)], x) for name, x in like.items()}
+
+
+def _extend_pages(
+  cache: Cache,
+  repeat: jax.Array,
+  positions: jax.Array,
+  table: jax.Array,
+  kept: Cache,
+  new: Cache,
+  rounding: Rounding | None,
+) -> tuple[Cache, Cache, Tokens]:
+  """Nothing comes round in pages, so every place that a token sees has been written when it looks."""
+  whole = cache | {n: write_pages(cache[n], repeat, table, positions, x) for n, x in kept.items()}
+  seen = _restored({n: read_pages(whole[n], repeat, table, x) for n, x in kept.items()}, new, rounding)
+  places = next(iter(seen.values())).shape[1]
+  return whole, seen, Tokens(jnp.broadcast_to(jnp.arange(places), (table.shape[0], places)))
 
 
 def _written(array: jax.Array, repeat: jax.Array, context: Context, new: jax.Array) -> jax.Array:

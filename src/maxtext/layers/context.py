@@ -21,6 +21,7 @@ class Context:
     tokens: [B,S] the tokens themselves, for layers that look them up.
     count: [B] how many tokens of each row count, from the first on; those after them leave nothing in a cache. None is
       all.
+    pages: [B,M] the pages of each row, where some of the cache lies in pages.
     fresh: the cache is empty, so tokens see each other alone.
   """
 
@@ -29,6 +30,7 @@ class Context:
   tables: dict[str, Table]
   tokens: jax.Array | None = None
   count: jax.Array | None = None
+  pages: jax.Array | None = None
   fresh: bool = field(default=False, metadata={"static": True})
 
   @staticmethod
@@ -40,10 +42,11 @@ class Context:
     tokens: jax.Array | None = None,
     count: jax.Array | None = None,
     fresh: bool = False,
+    pages: jax.Array | None = None,
   ) -> "Context":
     """Computes the rotary tables of all layers once."""
     tables = {repr(r): rotary_table(r, positions, dtype) for r in dict.fromkeys(ropes)}
-    return Context(positions, segments, tables, tokens, count, fresh)
+    return Context(positions, segments, tables, tokens, count, pages, fresh)
 
   def table(self, rope: Rope) -> Table:
     """The rotary table of a layer."""

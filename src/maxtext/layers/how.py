@@ -13,6 +13,7 @@ from maxtext.kernels.attention import Attention
 from maxtext.layers.cache import Rounding
 from maxtext.layers.dispatch import Dispatch
 from maxtext.layers.make import Make
+from maxtext.layers.pages import Pages
 from maxtext.layers.pipeline import Pipeline
 from maxtext.mesh.explicit import is_explicit
 from maxtext.mesh.rules import Rules
@@ -69,6 +70,7 @@ class How:
   one_hot_embedding: bool = False
   linear_hooks: tuple[LinearHook, ...] = ()
   cache_rounding: Rounding | None = None
+  cache_pages: Pages | None = None  # of rings that reach all the way back; None gives each row its own
   cache_ahead: int = 0  # tokens behind the last of a text that a cache may hold and that others take the place of
 
   def partition(self, shape: tuple[int, ...], *axes: str | None) -> PartitionSpec:

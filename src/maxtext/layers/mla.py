@@ -144,7 +144,7 @@ class LatentAttention(nnx.Module):
     queries = Tokens(context.positions, context.segments)
     seen, keys = self._kept(x, latent, position, context), queries
     if cache is not None:
-      cache, seen, keys = extend(cache, repeat, context, seen, how.cache_rounding)
+      cache, seen, keys = extend(cache, repeat, context, seen, how.cache_rounding, context.pages)
     chosen = None if self.indexer is None else self.indexer(x, narrow, context, seen["index_key"], keys.positions)
     alone = cache is None or context.fresh  # tokens see each other alone
     if spec.latent_cache and not alone and not how.linear_hooks:  # hooks know the plain product only
@@ -176,7 +176,7 @@ class LatentAttention(nnx.Module):
       slots = {"key": heads(spec.key_dim), "value": heads(spec.value_dim)}
     if spec.indexer is not None:
       slots |= {"index_key": narrow(spec.indexer.head_dim)}
-    return rings(slots, self.how.cache_rounding)
+    return rings(slots, self.how.cache_rounding, self.how.cache_pages)
 
   def _kept(self, x: jax.Array, latent: jax.Array, position: jax.Array, context: Context) -> Cache:
     """What a cache holds of new tokens."""

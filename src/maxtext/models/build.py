@@ -21,7 +21,7 @@ from maxtext.layers.cache import Rounding
 from maxtext.layers.how import How
 from maxtext.mesh.rules import Rules
 from maxtext.models import families
-from maxtext.models.attention import attention, check_attention
+from maxtext.models.attention import attention, cache_pages, check_attention
 from maxtext.models.experts import check_experts, dispatch
 from maxtext.models.features import with_features
 from maxtext.models.model import Model
@@ -135,6 +135,7 @@ def how(config: MaxTextConfig, mesh: Mesh) -> How:
     init_scale=c.dense_init_scale,
     one_hot_embedding=c.use_iota_embed,
     cache_rounding=_cache_rounding(c),
+    cache_pages=cache_pages(c, mesh),
   )
 
 

@@ -57,15 +57,16 @@ class Decoder(nnx.Module):
     cache: list[list[Cache]] | None = None,
     count: jax.Array | None = None,
     fresh: bool = False,
+    pages: jax.Array | None = None,
   ) -> tuple[jax.Array, list[Any], list[list[Cache]] | None]:
     """Tokens [B,S] to normed hidden states [B,S,E], the layers' reports per group, and the extended cache.
 
     Layer inputs and caches are lists over groups of what a `Stack` takes. With a cache, only the first `count` [B]
-    tokens of a row count, and `fresh` says that nothing is in it.
+    tokens of a row count, and `fresh` says that nothing is in it; `pages` [B,M] are those of each row.
     """
     how = self.how
     looked_up = tokens if self.spec.looks_up_tokens else None
-    context = Context.of(positions, segments, self.spec.ropes, how.dtype, looked_up, count, fresh)
+    context = Context.of(positions, segments, self.spec.ropes, how.dtype, looked_up, count, fresh, pages)
     x = self.embedding(tokens)
     if self.positions is not None:
       x = x + self.positions(positions)
@@ -119,15 +120,16 @@ class Decoder(nnx.Module):
   @property
   def takes_back(self) -> bool:
     """Whether the last tokens can be taken back from a cache: every layer has places for them."""
-    return all(slots.ring for group in self.groups for layer in group.cache_slots(1, 1) for slots in layer.values())
+    return all(slots.ring for slots in jax.tree.leaves(self.cache_slots(1, 1)))
+
+  def cache_slots(self, batch: int, length: int) -> list[list[dict[str, Slots]]]:
+    """The arrays of a cache for `length` positions."""
+    return [group.cache_slots(batch, length) for group in self.groups]
 
   def empty_cache(self, batch: int, length: int) -> list[list[Cache]]:
-    """A cache for `length` positions, placed like the activations it will hold."""
+    """That cache, placed like the activations it will hold."""
 
     def zeros(slots: Slots) -> jax.Array:
       return self.how.shard(jnp.zeros(slots.shape, slots.dtype), *slots.axes)
 
-    return [
-      [{name: zeros(slots) for name, slots in layer.items()} for layer in group.cache_slots(batch, length)]
-      for group in self.groups
-    ]
+    return jax.tree.map(zeros, self.cache_slots(batch, length))

@@ -12,7 +12,9 @@ class Attention(Section):
   """How attention is computed and what it sees."""
 
   attention: str = Field(
-    "autoselected", description="Kernel: autoselected, dot_product, chunked, flash (TPU, GPU), cudnn_flash_jax (GPU)."
+    "autoselected",
+    description="Kernel: autoselected, dot_product, chunked, flash (TPU, GPU), cudnn_flash_jax (GPU); or paged, "
+    "which is autoselected with a cache in pages.",
   )
   attention_type: Literal["global", "local_sliding", "chunk", "mla", "full"] = Field(
     "global", description="Which keys a query sees."
@@ -128,12 +130,12 @@ class SplashAttention(Section):
 class PagedAttention(Section):
   """Pages of the cache."""
 
-  pagedattn_num_pages: int = Field(64, description="Pages in the key-value cache.")
-  pagedattn_tokens_per_page: int = Field(32, description="Tokens held by one cache page.")
-  pagedattn_pages_per_compute_block: int = Field(4, description="Pages the kernel handles in one block.")
+  pagedattn_num_pages: int = Field(64, ge=1, description="Pages in the key-value cache.")
+  pagedattn_tokens_per_page: int = Field(32, ge=1, description="Tokens held by one cache page.")
+  pagedattn_pages_per_compute_block: int = Field(4, ge=1, description="Pages the kernel handles in one block.")
   pagedattn_max_pages_per_group: int = Field(
     -1, description="Most pages for one sequence; -1 works it out from the longest length."
   )
   pagedattn_head_dim_alignment: int = Field(
-    128, description="Multiple that the head width is padded to in the paged cache."
+    128, ge=1, description="Multiple that the head width is padded to in the paged cache."
   )

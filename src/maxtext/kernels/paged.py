@@ -1,0 +1,64 @@
+"""Attention of one query per row over keys in pages, by JAX's kernel for TPUs, which reads no page of another row.
+
+It rounds keys and values to bfloat16, whatever they are kept in. Its reference is plain attention over the gathered
+pages (`layers/pages.py`).
+
+Shapes: B rows, H query heads, K key heads, R stacked layers, N pages, P places of a page, M most pages of a row, D head
+dim, W head dim in the pool.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from maxtext.kernels.scores import MASKED, Scoring
+from maxtext.mesh.rules import parts_of
+
+
+def paged(
+  q: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  layer: jax.Array,
+  table: jax.Array,
+  lengths: jax.Array,
+  scoring: Scoring,
+  block: int,
+  mesh: Mesh,
+  q_spec: PartitionSpec,
+  pool_spec: PartitionSpec,
+) -> jax.Array:
+  """q [B,1,H,D] over the first `lengths` [B] places of each row's pages in pools [K,R,N,P,W], to [B,1,H,D].
+
+  A pool is handed over whole, since a slice of it for one layer would be a copy: pages are counted through all layers.
+
+  Args:
+    table: [B,M] pages; N and above stand for none, and are never looked at below the length.
+    block: pages that are read at once.
+  """
+  from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+  count, size, width = keys.shape[2:]
+  most, heads = table.shape[1], parts_of(mesh, q_spec[2])
+  if parts_of(mesh, pool_spec[0]) != heads:  # too few key heads to be split like the queries
+    q_spec = PartitionSpec(q_spec[0], None, None, None)
+  block = min(block, most)
+  fill = -most % block
+  pages = jnp.pad(jnp.minimum(table, count - 1), ((0, 0), (0, fill))) + layer * count
+  rows = PartitionSpec(q_spec[0])
+
+  def local(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array, pages: jax.Array) -> jax.Array:
+    flat = (pool.reshape(pool.shape[0], -1, size, width) for pool in (keys, values))
+    wide = jnp.pad(q[:, 0] * scoring.scale, ((0, 0), (0, 0), (0, width - q.shape[-1])))
+    out = paged_attention(
+      wide, *flat, lengths, pages, mask_value=MASKED, attn_logits_soft_cap=scoring.cap, pages_per_compute_block=block
+    )
+    return out[:, None, :, : q.shape[-1]]
+
+  return jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(q_spec, pool_spec, pool_spec, rows, PartitionSpec(q_spec[0], None)),
+    out_specs=q_spec,
+    check_vma=False,
+  )(q, keys, values, jnp.minimum(lengths, most * size).astype(jnp.int32), pages.astype(jnp.int32))
