@@ -14,6 +14,7 @@ Shapes: B slots, S tokens of a piece, T longest sequence, P longest prompt, W gu
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -95,15 +96,10 @@ class Engine:
     def go_on(params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array) -> Caches:
       return fill(model, params, row, tokens, start, count)
 
-    def generate(params: Params, state: State, active: jax.Array, allowed: jax.Array) -> tuple[State, Chosen]:
-      logits, cache = advance(model, params, state.cache, state.tokens[:, None], state.positions)
-      chosen = choose(logits[:, 0], state.controls, state.history, state.positions + 1, allowed)
-      return accepted(state._replace(cache=cache), chosen.tokens, active), chosen
-
     def write(params: Params, state: State, active: jax.Array) -> tuple[State, tuple[Chosen, jax.Array]]:
       guessed = jnp.minimum(guesses(state.text, state.positions, ahead), self.vocab - 1)
       fed = jnp.concatenate([state.tokens[:, None], guessed], axis=1)
-      logits, cache = advance(model, params, state.cache, fed, state.positions)
+      logits, cache = advance(model, params, state.cache, fed, state.positions, active)
 
       def take(
         carry: tuple[State, jax.Array], place: tuple[jax.Array, jax.Array]
@@ -117,21 +113,14 @@ class Engine:
       (state, _), written = jax.lax.scan(take, (state._replace(cache=[]), active), places)
       return state._replace(cache=cache), written
 
-    def empty(params: Params) -> State:
-      nothing = jnp.zeros(slots, jnp.int32)
-      history = History(jnp.zeros((slots, self.vocab), bool), jnp.zeros((slots, self.vocab), jnp.int32))
-      cache = model.bind(params).empty_cache(slots, length)
-      text = jnp.zeros((slots, length if ahead else 0), jnp.int32)
-      return State(cache, text, nothing, nothing, Controls.empty(slots, self.vocab), history)
-
-    self.state = jax.jit(empty)(params)
+    self.state = jax.jit(partial(empty, model, slots=slots, length=length, text=length if ahead else 0))(params)
     shardings = jax.tree.map(lambda a: a.sharding, self.state)
     everywhere = NamedSharding(model.how.mesh, PartitionSpec())
     self._everywhere, self._anything = everywhere, jax.device_put(anything(slots, self.vocab), everywhere)
     self._begin = jax.jit(begin)
     self._go_on = jax.jit(go_on, donate_argnums=() if keeps_rows else 1)
     self._insert = jax.jit(insert, donate_argnums=0, out_shardings=shardings)
-    self._generate = jax.jit(generate, donate_argnums=1, out_shardings=(shardings, everywhere))
+    self._generate = jax.jit(partial(generate, model), donate_argnums=1, out_shardings=(shardings, everywhere))
     self._write = jax.jit(write, donate_argnums=1, out_shardings=(shardings, everywhere))
 
   def pieces(self, prompt: Sequence[int], start: int = 0) -> Iterator[Piece]:
@@ -191,6 +180,22 @@ class Engine:
       step([False] * self.slots)
 
 
+def empty(model: Model, params: Params, slots: int, length: int, text: int = 0) -> State:
+  """Of slots that nobody is in, with that many places for what is written and for what is looked up."""
+  nothing, vocab = jnp.zeros(slots, jnp.int32), model.spec.vocab
+  history = History(jnp.zeros((slots, vocab), bool), jnp.zeros((slots, vocab), jnp.int32))
+  cache = model.bind(params).empty_cache(slots, length)
+  places = jnp.zeros((slots, text), jnp.int32)
+  return State(cache, places, nothing, nothing, Controls.empty(slots, vocab), history)
+
+
+def generate(model: Model, params: Params, state: State, active: jax.Array, allowed: jax.Array) -> tuple[State, Chosen]:
+  """Feeds every slot its last token, and chooses the next in those that are active."""
+  logits, cache = advance(model, params, state.cache, state.tokens[:, None], state.positions, active)
+  chosen = choose(logits[:, 0], state.controls, state.history, state.positions + 1, allowed)
+  return accepted(state._replace(cache=cache), chosen.tokens, active), chosen
+
+
 def fill(
   model: Model,
   params: Params,
@@ -230,12 +235,16 @@ def insert(
 
 
 def advance(
-  model: Model, params: Params, cache: Caches, tokens: jax.Array, positions: jax.Array
+  model: Model, params: Params, cache: Caches, tokens: jax.Array, positions: jax.Array, active: jax.Array | bool = True
 ) -> tuple[jax.Array, Caches]:
-  """Feeds tokens [B,S] from a position of each row on; float32 logits [B,S,V] of what follows them, and the cache."""
+  """Feeds tokens [B,S] from a position of each row on; float32 logits [B,S,V] of what follows them, and the cache.
+
+  The cache is read as far as the longest active row [B] has come; logits of the others mean nothing.
+  """
   decoder = model.bind(params)
   places = positions[:, None] + jnp.arange(tokens.shape[1])
-  hidden, _, extended = decoder.hidden(tokens, places, cache=cache)
+  end = jnp.max(jnp.where(active, positions, 0)) + tokens.shape[1]
+  hidden, _, extended = decoder.hidden(tokens, places, cache=cache, end=end)
   assert extended is not None
   return decoder.logits(hidden).astype(jnp.float32), extended
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.kernels.attention import reference
+from maxtext.kernels.attention import blockwise, reference
 from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.layers.cache import Cache, Slots, extend, rings
+from maxtext.kernels.step import fits, step
+from maxtext.layers.cache import Cache, Slots, extend, extend_by_blocks, rings
 from maxtext.layers.clip import largest_logit, per_head, watch
 from maxtext.layers.context import Context
 from maxtext.layers.how import How
@@ -166,6 +167,23 @@ class GroupedQueryAttention(nnx.Module):
     v = how.shard(v, *_KV)
     tokens, sinks = Tokens(context.positions, context.segments), None if self.sinks is None else self.sinks[...]
     keys = tokens
+    if cache is not None and self._in_place(context, cache):
+      one = how.partition(cache["key"].shape, "layers", *_CACHED)
+      out, (key, value) = step(
+        q[:, 0], (k[:, 0], v[:, 0]), (cache["key"], cache["value"]), repeat, context.positions[:, 0], spec.scoring, sinks,
+        mesh=how.mesh, cache_spec=one, interpret=how.attention.interpret,
+      )  # fmt: skip
+      return self._out(x, out[:, None]), cache | {"key": key, "value": value}
+    if cache is not None and context.end is not None and how.cache_block is not None and spec.blocks is None:
+      new = {"key": k, "value": v}
+      cache, blocks = extend_by_blocks(cache, repeat, context, new, how.cache_block, how.cache_rounding)
+
+      def read(block: jax.Array) -> tuple[jax.Array, jax.Array, Tokens]:
+        seen, where = blocks.read(block)
+        return seen["key"], seen["value"], where
+
+      out = blockwise(q, read, blocks.count, tokens, spec.scoring, sinks, how.precision)
+      return self._out(x, out), cache
     if cache is not None:
       cache, seen, keys = extend(cache, repeat, context, {"key": k, "value": v}, how.cache_rounding)
       k, v = seen["key"], seen["value"]
@@ -178,9 +196,7 @@ class GroupedQueryAttention(nnx.Module):
       )
     else:
       out = reference(q, k, v, tokens, keys, spec.scoring, sinks, how.precision, chosen)
-    if self.gate is not None:
-      out = out * jax.nn.sigmoid(self.gate(x))
-    return self.out(how.shard(out, *_Q)), cache
+    return self._out(x, out), cache
 
   def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
     """The cache of one layer; it reaches back as far as the window, unless blocks are chosen by all their keys."""
@@ -188,6 +204,18 @@ class GroupedQueryAttention(nnx.Module):
     reach = length if spec.window is None or spec.blocks is not None else min(spec.window, length)
     slots = Slots((batch, spec.kv_heads, reach + self.how.cache_ahead, spec.head_dim), _CACHED, self.how.dtype)
     return rings({"key": slots, "value": slots}, self.how.cache_rounding)
+
+  def _in_place(self, context: Context, cache: Cache) -> bool:
+    """Whether the kernel for one new token per row serves this step."""
+    how, spec = self.how, self.spec
+    one = context.end is not None and context.positions.shape[1] == 1
+    plain = spec.blocks is None and how.cache_rounding is None and how.cache_ahead == 0
+    return how.cache_kernel and one and plain and fits(cache["key"], spec.scoring)
+
+  def _out(self, x: jax.Array, out: jax.Array) -> jax.Array:
+    if self.gate is not None:
+      out = out * jax.nn.sigmoid(self.gate(x))
+    return self.out(self.how.shard(out, *_Q))
 
   def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     if self.qkv is not None:

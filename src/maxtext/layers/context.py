@@ -22,6 +22,8 @@ class Context:
     count: [B] how many tokens of each row count, from the first on; those after them leave nothing in a cache. None is
       all.
     fresh: the cache is empty, so tokens see each other alone.
+    end: the position behind the last that counts in any row, where the cache has places for all of them; rows are then
+      read up to it. None reads them whole.
   """
 
   positions: jax.Array
@@ -30,6 +32,7 @@ class Context:
   tokens: jax.Array | None = None
   count: jax.Array | None = None
   fresh: bool = field(default=False, metadata={"static": True})
+  end: jax.Array | None = None
 
   @staticmethod
   def of(
@@ -40,10 +43,11 @@ class Context:
     tokens: jax.Array | None = None,
     count: jax.Array | None = None,
     fresh: bool = False,
+    end: jax.Array | None = None,
   ) -> "Context":
     """Computes the rotary tables of all layers once."""
     tables = {repr(r): rotary_table(r, positions, dtype) for r in dict.fromkeys(ropes)}
-    return Context(positions, segments, tables, tokens, count, fresh)
+    return Context(positions, segments, tables, tokens, count, fresh, end)
 
   def table(self, rope: Rope) -> Table:
     """The rotary table of a layer."""

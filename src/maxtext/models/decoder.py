@@ -57,15 +57,16 @@ class Decoder(nnx.Module):
     cache: list[list[Cache]] | None = None,
     count: jax.Array | None = None,
     fresh: bool = False,
+    end: jax.Array | None = None,
   ) -> tuple[jax.Array, list[Any], list[list[Cache]] | None]:
     """Tokens [B,S] to normed hidden states [B,S,E], the layers' reports per group, and the extended cache.
 
     Layer inputs and caches are lists over groups of what a `Stack` takes. With a cache, only the first `count` [B]
-    tokens of a row count, and `fresh` says that nothing is in it.
+    tokens of a row count, `fresh` says that nothing is in it, and `end` that nothing behind that position is needed.
     """
     how = self.how
     looked_up = tokens if self.spec.looks_up_tokens else None
-    context = Context.of(positions, segments, self.spec.ropes, how.dtype, looked_up, count, fresh)
+    context = Context.of(positions, segments, self.spec.ropes, how.dtype, looked_up, count, fresh, end)
     x = self.embedding(tokens)
     if self.positions is not None:
       x = x + self.positions(positions)
