@@ -7,6 +7,7 @@ Shapes: R layers of the stack, B rows, H query heads, K key heads, G = H/K query
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from maxtext.kernels.scores import MASKED, Scoring
 
+Ref = Any  # a part of an array that is in on-chip memory
+
 _BLOCK_BYTES = 2**20  # of keys that come at once; as many of values, and the next of both
 _TILE = {2: 16, 4: 8}  # places that a memory tile holds, by the bytes of a number
 
 
 def fits(cache: jax.ShapeDtypeStruct | jax.Array, scoring: Scoring) -> bool:
-  """Whether the kernel serves a ring: whole tiles of places, lanes of numbers, and no window to fall out of."""
+  """Whether the kernel serves a ring: whole tiles of places, lanes of numbers, and no window, so that places are positions."""
   T, D = cache.shape[-2:]
   tile = _TILE.get(cache.dtype.itemsize)
   return tile is not None and T % tile == 0 and D % 128 == 0 and scoring.window is None
@@ -118,9 +121,10 @@ def _block(T: int, tile: int, bytes_per_place: int) -> int:
 
 
 def _kernel(
-  layer, last, q, new_key, new_value, bottom, keys, values, out, key_tile, value_tile, largest, total, summed, *,
+  layer: Ref, last: Ref, q: Ref, new_key: Ref, new_value: Ref, bottom: Ref, keys: Ref, values: Ref, out: Ref,
+  key_tile: Ref, value_tile: Ref, largest: Ref, total: Ref, summed: Ref, *,
   scoring: Scoring, block: int, tile: int, sunk: bool,
-):  # fmt: skip
+) -> None:  # fmt: skip
   """One block of places of one row."""
   b, t = pl.program_id(0), pl.program_id(1)
   position = last[b]

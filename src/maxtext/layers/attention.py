@@ -13,7 +13,6 @@ from flax import nnx
 
 from maxtext.kernels.attention import blockwise, reference
 from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.kernels.step import fits, step
 from maxtext.layers.cache import Cache, Slots, extend, extend_by_blocks, rings
 from maxtext.layers.clip import largest_logit, per_head, watch
 from maxtext.layers.context import Context
@@ -168,10 +167,12 @@ class GroupedQueryAttention(nnx.Module):
     tokens, sinks = Tokens(context.positions, context.segments), None if self.sinks is None else self.sinks[...]
     keys = tokens
     if cache is not None and self._in_place(context, cache):
-      one = how.partition(cache["key"].shape, "layers", *_CACHED)
+      from maxtext.kernels.step import step  # Pallas takes half a second to import
+
+      stack, where = (cache["key"], cache["value"]), how.partition(cache["key"].shape, "layers", *_CACHED)
       out, (key, value) = step(
-        q[:, 0], (k[:, 0], v[:, 0]), (cache["key"], cache["value"]), repeat, context.positions[:, 0], spec.scoring, sinks,
-        mesh=how.mesh, cache_spec=one, interpret=how.attention.interpret,
+        q[:, 0], (k[:, 0], v[:, 0]), stack, repeat, context.positions[:, 0], spec.scoring, sinks,
+        mesh=how.mesh, cache_spec=where, interpret=how.attention.interpret,
       )  # fmt: skip
       return self._out(x, out[:, None]), cache | {"key": key, "value": value}
     if cache is not None and context.end is not None and how.cache_block is not None and spec.blocks is None:
@@ -209,8 +210,11 @@ class GroupedQueryAttention(nnx.Module):
     """Whether the kernel for one new token per row serves this step."""
     how, spec = self.how, self.spec
     one = context.end is not None and context.positions.shape[1] == 1
-    plain = spec.blocks is None and how.cache_rounding is None and how.cache_ahead == 0
-    return how.cache_kernel and one and plain and fits(cache["key"], spec.scoring)
+    if not how.cache_kernel or not one or spec.blocks is not None or how.cache_rounding is not None:
+      return False
+    from maxtext.kernels.step import fits
+
+    return fits(cache["key"], spec.scoring)
 
   def _out(self, x: jax.Array, out: jax.Array) -> jax.Array:
     if self.gate is not None:

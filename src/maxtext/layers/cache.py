@@ -192,7 +192,7 @@ def _layer(array: jax.Array, repeat: jax.Array, part: tuple[jax.Array, int] | No
   else:
     start, count = part
     outer = array.shape[1:-2]
-    starts = (repeat, *(0 for _ in outer), start, 0)
+    starts: list[jax.Array | int] = [repeat, *(0 for _ in outer), start, 0]
     layer = jax.lax.dynamic_slice(array, starts, (1, *outer, count, array.shape[-1]))[0]
   return layer.swapaxes(1, 2) if layer.ndim == 4 else layer
 

@@ -7,7 +7,7 @@ reads the slice; one that updates a part writes that part. A Pallas call moves w
 import re
 from collections.abc import Iterator
 
-from maxtext.plan.hlo import ArrayType, Computation, CompiledProgram, Instruction, called
+from maxtext.plan.hlo import ArrayType, CompiledProgram, Computation, Instruction, called
 
 _NO_TRAFFIC = (
   "parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call", "call-start",
