@@ -14,8 +14,7 @@ Shapes: B slots, S tokens of a piece, T longest sequence, P longest prompt, W gu
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,9 @@ from maxtext.inference.lookup import guesses
 from maxtext.inference.sampling import Chosen, Controls, History, Settings, anything, choose
 from maxtext.layers.cache import Cache
 from maxtext.models.model import Model, Params
+
+if TYPE_CHECKING:
+  from maxtext.inference.draft import Draft
 
 Caches = list[list[Cache]]
 
@@ -67,6 +69,7 @@ class Engine:
     piece: longest piece of a prompt; None prefills prompts at once.
     keeps_rows: a row is still there after another piece went on from it.
     ahead: tokens that `write` guesses and checks in a step; not for models with layers that keep a state.
+    draft: who guesses them, in place of what followed the same words before.
   """
 
   def __init__(
@@ -79,10 +82,13 @@ class Engine:
     piece: int | None = None,
     keeps_rows: bool = False,
     ahead: int = 0,
+    draft: "Draft | None" = None,
   ) -> None:
     if ahead:
       model = Model.of(model.spec, replace(model.how, cache_ahead=ahead))
-    self.ahead = ahead
+    if draft is not None:
+      draft, params = draft.roomy(ahead), params | draft.named
+    self.ahead, own = ahead, len(model.spec.groups)  # behind its own groups a cache has those of the draft
     self._params, self.vocab = params, model.spec.vocab
     self.slots, self.length, self.longest_prompt = slots, length, longest_prompt
     shortest = _SHORTEST_BLOCK if model.how.attention.kernel == "splash" else _SHORTEST
@@ -90,16 +96,31 @@ class Engine:
     self._goes_on = piece is not None or keeps_rows
 
     def begin(params: Params, tokens: jax.Array, count: jax.Array) -> Caches:
-      row = model.bind(params).empty_cache(1, length)
-      return fill(model, params, row, tokens, jnp.zeros((), jnp.int32), count, fresh=True)
+      row = model.bind(params).empty_cache(1, length) + ([] if draft is None else draft.empty(params, 1, length))
+      return filled(params, row, tokens, jnp.zeros((), jnp.int32), count, fresh=True)
 
     def go_on(params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array) -> Caches:
-      return fill(model, params, row, tokens, start, count)
+      return filled(params, row, tokens, start, count)
+
+    def filled(
+      params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array, fresh: bool = False
+    ) -> Caches:
+      cache = fill(model, params, row[:own], tokens, start, count, fresh)
+      return cache if draft is None else cache + draft.fill(params, row[own:], tokens, start, count, fresh)
+
+    def step(params: Params, state: State, active: jax.Array, allowed: jax.Array) -> tuple[State, Chosen]:
+      after, chosen = generate(model, params, state._replace(cache=state.cache[:own]), active, allowed)
+      followed = [] if draft is None else draft.follow(params, state.cache[own:], state, active)
+      return after._replace(cache=after.cache + followed), chosen
 
     def write(params: Params, state: State, active: jax.Array) -> tuple[State, tuple[Chosen, jax.Array]]:
-      guessed = jnp.minimum(guesses(state.text, state.positions, ahead), self.vocab - 1)
+      if draft is None:
+        guessed, followed = guesses(state.text, state.positions, ahead), list[list[Cache]]()
+      else:
+        guessed, followed = draft.guess(params, state.cache[own:], state, active, ahead)
+      guessed = jnp.minimum(guessed, self.vocab - 1)
       fed = jnp.concatenate([state.tokens[:, None], guessed], axis=1)
-      logits, cache = advance(model, params, state.cache, fed, state.positions, active)
+      logits, cache = advance(model, params, state.cache[:own], fed, state.positions, active)
 
       def take(
         carry: tuple[State, jax.Array], place: tuple[jax.Array, jax.Array]
@@ -108,19 +129,23 @@ class Engine:
         chosen = choose(logits, state.controls, state.history, state.positions + 1)
         return (accepted(state, chosen.tokens, active), active & (chosen.tokens == guess)), (chosen, active)
 
-      followed = jnp.pad(guessed, ((0, 0), (0, 1)))  # nothing is taken behind the last place
-      places = logits.swapaxes(0, 1), followed.swapaxes(0, 1)
+      expected = jnp.pad(guessed, ((0, 0), (0, 1)))  # nothing is taken behind the last place
+      places = logits.swapaxes(0, 1), expected.swapaxes(0, 1)
       (state, _), written = jax.lax.scan(take, (state._replace(cache=[]), active), places)
-      return state._replace(cache=cache), written
+      return state._replace(cache=cache + followed), written
 
-    self.state = jax.jit(partial(empty, model, slots=slots, length=length, text=length if ahead else 0))(params)
+    def begun(params: Params) -> State:
+      state = empty(model, params, slots, length, length if ahead and draft is None else 0)
+      return state if draft is None else state._replace(cache=state.cache + draft.empty(params, slots, length))
+
+    self.state = jax.jit(begun)(params)
     shardings = jax.tree.map(lambda a: a.sharding, self.state)
     everywhere = NamedSharding(model.how.mesh, PartitionSpec())
     self._everywhere, self._anything = everywhere, jax.device_put(anything(slots, self.vocab), everywhere)
     self._begin = jax.jit(begin)
     self._go_on = jax.jit(go_on, donate_argnums=() if keeps_rows else 1)
     self._insert = jax.jit(insert, donate_argnums=0, out_shardings=shardings)
-    self._generate = jax.jit(partial(generate, model), donate_argnums=1, out_shardings=(shardings, everywhere))
+    self._generate = jax.jit(step, donate_argnums=1, out_shardings=(shardings, everywhere))
     self._write = jax.jit(write, donate_argnums=1, out_shardings=(shardings, everywhere))
 
   def pieces(self, prompt: Sequence[int], start: int = 0) -> Iterator[Piece]:

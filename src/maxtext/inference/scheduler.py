@@ -8,12 +8,13 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from maxtext.inference.engine import Caches, Engine, Piece
 from maxtext.inference.prefixes import Prefixes
+from maxtext.inference.prompt_files import PromptFiles
 from maxtext.inference.sampling import Chosen, Settings
 
 if TYPE_CHECKING:
@@ -65,16 +66,25 @@ class _Filling:
   row: Caches | None = None
 
 
+class _Filled(NamedTuple):
+  """The last prompt that was prefilled, and its row."""
+
+  prompt: Sequence[int]
+  row: Caches | None
+
+
 class Scheduler:
   """Who waits, whose prompt is being prefilled, and who is in which slot.
 
   Args:
     engine: nobody else steps it.
     prefixes: beginnings that prompts share; the engine must keep rows for it.
+    samples: requests that follow one of the same prompt are answered from its row.
   """
 
-  def __init__(self, engine: Engine, prefixes: Prefixes | None = None) -> None:
+  def __init__(self, engine: Engine, prefixes: Prefixes | PromptFiles | None = None, samples: bool = False) -> None:
     self._engine, self._prefixes, self._lock = engine, prefixes, threading.Lock()
+    self._samples, self._filled = samples, _Filled([], None)
     self._waiting: deque[Request] = deque()
     self._cancelled: set[Request] = set()
     self._filling: _Filling | None = None
@@ -143,8 +153,11 @@ class Scheduler:
         if not self._waiting or not free:
           return
         request = self._waiting.popleft()
-      start, row = self._prefixes.find(request.prompt) if self._prefixes else (0, None)
-      self._filling = _Filling(request, free[0], deque(self._engine.pieces(request.prompt, start)), row)
+      if self._samples and self._filled.prompt == request.prompt:
+        self._filling = _Filling(request, free[0], deque(), self._filled.row)
+      else:
+        start, row = self._prefixes.find(request.prompt) if self._prefixes else (0, None)
+        self._filling = _Filling(request, free[0], deque(self._engine.pieces(request.prompt, start)), row)
     filling = self._filling
     request, slot = filling.request, filling.slot
     if filling.pieces:
@@ -156,6 +169,8 @@ class Scheduler:
       return
     assert filling.row is not None
     self._engine.insert(filling.row, slot, request.prompt, request.settings)
+    if self._samples:
+      self._filled = _Filled(request.prompt, filling.row)
     room, most = self.room(len(request.prompt)), request.settings.max_tokens
     path = request.grammar.begin() if request.grammar else None
     self._slots[slot] = _Answering(request, room if most is None else min(room, most), slot, path)

@@ -24,7 +24,7 @@ _TILE = {2: 16, 4: 8}  # places that a memory tile holds, by the bytes of a numb
 
 
 def fits(cache: jax.ShapeDtypeStruct | jax.Array, scoring: Scoring) -> bool:
-  """Whether the kernel serves a ring: whole tiles of places, lanes of numbers, and no window, so that places are positions."""
+  """Whether the kernel serves a ring: whole tiles of places and of numbers, and no window, so places are positions."""
   T, D = cache.shape[-2:]
   tile = _TILE.get(cache.dtype.itemsize)
   return tile is not None and T % tile == 0 and D % 128 == 0 and scoring.window is None
