@@ -5,6 +5,7 @@ Families are those of `tests/data/tiny_models.json`. Rounded caches are compared
 
 import json
 import math
+import operator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from maxtext.inference.engine import Engine, Piece, advance, dropless
 from maxtext.inference.prefixes import Prefixes
 from maxtext.inference.sampling import Settings
 from maxtext.inference.scheduler import Request, Scheduler
+from maxtext.kernels import step as step_kernel
 from maxtext.layers.cache import Rounding
 from maxtext.layers.pages import Pages, insert_row
 from maxtext.models.model import Model
@@ -102,7 +104,7 @@ def paged_reader(name, keys):
     found, cache = [], in_pages(row)
     for position in range(READ, LENGTH):
       fed = jnp.array([TEXT[position : position + 1]]), jnp.array([position])
-      logits, cache = step(parameters(name), cache, *fed, PAGES)
+      logits, cache = step(parameters(name), cache, *fed, pages=PAGES)
       found.append(logits[0, 0])
     return np.stack(found)
 
@@ -132,6 +134,48 @@ def test_caches_give_the_logits_of_training(name):
     for _ in range(2):  # the same pieces, from a row that others went on from
       jax.tree.map(np.testing.assert_array_equal, engine.prefill(Piece(16, TEXT[16:READ]), shared), cold)
     np.testing.assert_allclose(read(prefilled(engine, 7, READ)), logits, atol=1e-5, rtol=0)  # other pieces
+
+
+@pytest.mark.parametrize("keys", [(), (("quantize_kvcache", True), ("kv_quant_axis", "heads_and_dkv"))])
+def test_a_step_reads_as_far_as_any_row_has_come(keys):
+  """In blocks that do not divide the ring: what lies behind is not read, and reading it would change no bit."""
+  model = model_of("gemma2", keys)
+  by_blocks = Model.of(model.spec, replace(model.how, cache_block=12))
+  row = prefilled(engine_of("gemma2", keys), 16, READ)
+  rows = jax.tree.map(lambda a: jnp.concatenate([a, a], axis=1), row)
+  tokens, positions, params = jnp.array([[3], [4]]), jnp.array([READ, LENGTH - 1]), parameters("gemma2")
+  step = jax.jit(partial(advance, by_blocks))
+  alone, cache = step(params, rows, tokens, positions, jnp.array([True, False]))
+  beside, same = step(params, rows, tokens, positions, jnp.array([True, True]))
+  np.testing.assert_array_equal(alone[0], beside[0])
+  np.testing.assert_array_equal(*(jax.tree.leaves(c)[0][:, 0] for c in (cache, same)))
+  whole, _ = jax.jit(partial(advance, Model.of(model.spec, replace(model.how, cache_block=None))))(
+    params, rows, tokens, positions
+  )
+  np.testing.assert_allclose(beside, whole, atol=1e-5, rtol=0)
+  spoilt = jax.tree.map(lambda a: a if a.dtype == jnp.int8 else a.at[..., 24:, :].set(jnp.nan), rows)
+  np.testing.assert_array_equal(step(params, spoilt, tokens, positions, jnp.array([True, False]))[0][0], alone[0])
+
+
+def test_the_kernel_for_one_token_reads_and_writes_a_layer_in_place(monkeypatch):
+  """On two devices that have a key head each, over several blocks of places; rows are at positions of their own."""
+  monkeypatch.setattr(step_kernel, "_BLOCK_BYTES", 16 * 128 * 4)
+  model = program(tiny(head_dim=128, ici_tensor_parallelism=2, ici_fsdp_parallelism=1), devices=2).model
+  params, rng, T = jax.jit(lambda: operator.or_(*model.init(0)))(), np.random.default_rng(0), 64
+  empty = jax.jit(lambda p: model.bind(p).empty_cache(3, T))(params)
+  rows = jax.tree.map(lambda a: jnp.asarray(rng.standard_normal(a.shape, np.float32)), empty)
+  tokens, positions = jnp.array([[3], [4], [5]]), jnp.array([0, 21, T - 1])
+
+  def advanced(**changes):
+    how = replace(model.how, attention=replace(model.how.attention, interpret=True), **changes)
+    return jax.jit(partial(advance, Model.of(model.spec, how)))(params, rows, tokens, positions)
+
+  (logits, cache), (expected, written) = advanced(cache_kernel=True), advanced(cache_block=None)
+  assert np.abs(expected - advanced(cache_block=16)[0]).max() < 1e-5
+  np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=0)
+  jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5, rtol=0), cache, written)
+  with_kernel = jax.make_jaxpr(partial(advance, Model.of(model.spec, replace(model.how, cache_kernel=True))))
+  assert "pallas_call" in str(with_kernel(params, rows, tokens, positions))
 
 
 def rounded(dtype, axis):

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from maxtext.kernels.attention import Attention, chunked, reference
 from maxtext.kernels.cross_entropy import cross_entropy, tiled_cross_entropy
 from maxtext.kernels.scores import Scoring, Tokens
 from maxtext.kernels.splash import SplashBlocks
+from maxtext.kernels.step import step
 from maxtext.kernels.token_order import TokenOrder
 from maxtext.mesh.devices import make_mesh
 from tests.support import tiny
@@ -24,6 +26,26 @@ def draw(seed: int, *shape: int) -> jax.Array:
 @pytest.fixture(scope="module")
 def qkv():
   return draw(0, B, S, H, D), draw(1, B, S, K, D), draw(2, B, S, K, D)
+
+
+@pytest.mark.parametrize(("cap", "sinks"), [(None, None), (2.0, draw(3, H))])
+def test_a_step_over_a_cache_equals_the_reference(cap, sinks):
+  """It writes one place of one layer, and reads nothing behind it."""
+  R, T, wide = 3, 48, 128
+  mesh, cached = make_mesh(tiny(), jax.devices()[:1]), PartitionSpec(None, None, None)
+  q, new = draw(0, B, H, wide), (draw(1, B, K, wide), draw(2, B, K, wide))
+  positions, scoring = jnp.array([5, 41]), Scoring(wide**-0.5, cap=cap)
+  behind = jnp.arange(T)[:, None] > positions[:, None, None, None]
+  cache = tuple(jnp.where(behind, jnp.nan if i == 0 else 0.0, draw(4 + i, R, B, K, T, wide)) for i in range(2))
+  out, found = step(
+    q, new, cache, jnp.int32(1), positions, scoring, sinks, mesh=mesh, cache_spec=cached, interpret=True
+  )
+  expected = [c.at[1, jnp.arange(B), :, positions].set(n) for c, n in zip(cache, new, strict=True)]
+  jax.tree.map(np.testing.assert_array_equal, list(found), expected)
+  keys, values = (c[1].swapaxes(1, 2) for c in expected)
+  where = Tokens(jnp.broadcast_to(jnp.arange(T), (B, T)))
+  plain = reference(q[:, None], keys, values, Tokens(positions[:, None]), where, scoring, sinks)
+  np.testing.assert_allclose(out, plain[:, 0], atol=1e-5, rtol=0)
 
 
 @pytest.fixture(scope="module")

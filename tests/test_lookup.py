@@ -1,11 +1,14 @@
 """Guessing ahead changes how many steps a text takes, and nothing else."""
 
+import operator
+
 import jax
 import numpy as np
 import pytest
 
 from maxtext import ConfigError
 from maxtext.inference import loading
+from maxtext.inference.draft import Draft
 from maxtext.inference.lookup import guesses
 from maxtext.inference.sampling import Settings
 from maxtext.inference.scheduler import Request, Scheduler
@@ -42,6 +45,23 @@ def test_the_text_is_the_same(keys):
     log_probs = [[event.log_prob for event in events[request]] for events in (ahead, plain)]
     np.testing.assert_allclose(*log_probs, atol=1e-4, rtol=0)
   assert fewer < 0.8 * steps
+
+
+def test_a_draft_that_is_the_model_is_always_right():
+  """Drawn tokens too, since both draw alike; and one that knows nothing changes no token."""
+  model = program(tiny(**KEYS)).model
+  twin, stranger = (Draft(model, operator.or_(*jax.jit(model.init)(seed))) for seed in (0, 1))
+  asked = requests(8)
+  plain, steps = write(make_engine(model), asked)
+  for draft, most in ((twin, 0.5), (stranger, 1.0)):
+    found, fewer = write(make_engine(model, ahead=AHEAD, draft=draft), asked)
+    for request in asked:
+      assert [e.token for e in found[request]] == [e.token for e in plain[request]]
+    assert fewer <= most * steps
+  config = tiny(**KEYS).model_copy(update={"max_prefill_predict_length": 8})
+  other = program(tiny(vocab_size=96)).model
+  with pytest.raises(ConfigError, match="--draft: its vocabulary has 96 tokens, the model's 128"):
+    loading.make_engine(config, model, twin.params, AHEAD, Draft(other, {}))
 
 
 def test_guesses_are_what_followed_the_longest_and_latest_match():

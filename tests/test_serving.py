@@ -64,11 +64,13 @@ def test_decode_one_prompt(run):
   assert text == expected
   assert len(log_probs) == 5
   assert all(-1 < float(line.split()[0]) < 0 for line in log_probs)
+  guessing = ["--ahead=2", f"--draft={run}"]
   done = decode(
-    run, "prompt=the cat", "--max-tokens=5", "--stop= on", "--ahead=2", "autoregressive_decode_assert=a dog", code=1
+    run, "prompt=the cat", "--max-tokens=5", "--stop= on", *guessing, "autoregressive_decode_assert=a dog", code=1
   )
   assert done.stdout == "the cat sat\n", "it ends before the stop text"
   assert "decoding gave 'the cat sat', and autoregressive_decode_assert='a dog'" in done.stderr
+  assert "say with --ahead N how many tokens it guesses" in decode(run, f"--draft={run}", code=2).stderr
 
 
 @pytest.mark.slow
@@ -89,11 +91,13 @@ def test_decode_a_file_and_a_conversation(run, tmp_path):
 @pytest.mark.slow
 def test_bench(run, capsys):
   """The engine of a run, as a table."""
-  words = ["inference_microbenchmark_prefill_lengths=16", "--requests=3", "--prompt-tokens=4", "--max-tokens=3"]
+  words = ["inference_microbenchmark_prefill_lengths=16", "--requests=3", "--prompt-tokens=4", "--max-tokens=3",
+           "multi_sampling=true", "inference_microbenchmark_num_samples=[2]"]  # fmt: skip
   assert main(["bench", "serve", str(run), *KEYS, *words]) == 0
   head, *rows = capsys.readouterr().out.splitlines()
   assert head.split() == ["ms", "tokens/s"]
-  assert [row[:28].rstrip() for row in rows] == ["prefill of 16 tokens", "step of 8 slots", "3 requests at once"]
+  shown = ["prefill of 16 tokens", "2 answers to 16 tokens", "step of 8 slots", "3 requests at once"]
+  assert [row[:28].rstrip() for row in rows] == shown
 
 
 @pytest.fixture(scope="module")

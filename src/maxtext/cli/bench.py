@@ -59,7 +59,7 @@ def _bench_engine(arguments: argparse.Namespace, load: Load) -> None:
 
 
 def _bench_server(arguments: argparse.Namespace, load: Load) -> None:
-  if given := [*arguments.words, *(["--ahead"] if arguments.ahead else [])]:
+  if given := [*arguments.words, *(f"--{flag}" for flag in ("ahead", "draft") if getattr(arguments, flag))]:
     raise ConfigError(f"{given[0]} is of a model here: leave it out, or --url.")
   from maxtext.inference.bench_server import Server, bench_server
 

@@ -50,6 +50,12 @@ def add_run_words(parser: argparse.ArgumentParser) -> None:
     help="tokens that are guessed in each step, by what followed the same words before; the text stays the same "
     "(default 0)",
   )
+  parser.add_argument(
+    "--draft",
+    metavar="RUN",
+    help="a smaller model of the same vocabulary, as a run's folder or checkpoint, that guesses them instead; needs "
+    "--ahead",
+  )
 
 
 def load_run(arguments: argparse.Namespace, config: MaxTextConfig) -> "Loaded":
@@ -58,7 +64,9 @@ def load_run(arguments: argparse.Namespace, config: MaxTextConfig) -> "Loaded":
 
   if arguments.ahead < 0:
     raise ConfigError(f"--ahead {arguments.ahead}: at least 0.")
-  return Loaded.of(config, arguments.ahead)
+  if arguments.draft and not arguments.ahead:
+    raise ConfigError(f"--draft {arguments.draft}: say with --ahead N how many tokens it guesses, such as --ahead 4.")
+  return Loaded.of(config, arguments.ahead, _draft(arguments.draft) if arguments.draft else None)
 
 
 def resolve_run(words: Sequence[str]) -> MaxTextConfig:
@@ -68,6 +76,12 @@ def resolve_run(words: Sequence[str]) -> MaxTextConfig:
   from maxtext.checkpoint.inspect import served_keys
 
   return resolve(None, os.environ, served_keys(words[0]) | parse_assignments(words[1:])).config
+
+
+def _draft(run: str) -> MaxTextConfig:
+  if "://" not in run and not Path(run).expanduser().is_dir():
+    raise ConfigError(f"--draft {run}: there is no such folder of a run or checkpoint.")
+  return resolve_run([run])
 
 
 def _decode(arguments: argparse.Namespace) -> int:

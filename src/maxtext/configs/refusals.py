@@ -498,18 +498,17 @@ REFUSALS: tuple[Refusal, ...] = (
     ("prefill_chunk_size",), "it has no effect without use_chunked_prefill=true", unless=lambda c: c.use_chunked_prefill
   ),
   Refusal(
-    ("load_from_prefill_dir", "prefill_cache_dir"),
-    "prompts are always prefilled where they are answered",
-    harmless=(False,),
+    ("load_from_prefill_dir",), "it has no effect without prefill_cache_dir", unless=lambda c: c.prefill_cache_dir != ""
+  ),
+  Refusal(
+    ("prefill_cache_dir",),
+    "enable_prefix_caching=true keeps beginnings of prompts in memory: leave one of them out",
+    unless=lambda c: not c.enable_prefix_caching,
   ),
   Refusal(
     ("model_call_mode",), "layers take what the command asks for: `maxtext train` trains, `maxtext decode` decodes"
   ),
-  Refusal(
-    ("multi_sampling", "enable_llm_inference_pool"),
-    "a server is one process, and a request has one answer; send several with seeds of their own",
-    harmless=(False,),
-  ),
+  Refusal(("enable_llm_inference_pool",), "a server is one process", harmless=(False,)),
   Refusal(
     _section(t.InferenceLayout),
     "caches have one order of dimensions, and the compiler chooses how they lie in memory",
@@ -518,7 +517,8 @@ REFUSALS: tuple[Refusal, ...] = (
   Refusal(_section(t.InferenceServer), "prompts and answers are computed by one server on one mesh: `maxtext serve`"),
   Refusal(
     ("inference_microbenchmark_num_samples",),
-    "a request has one answer; `maxtext bench serve` times prefill, generation and many requests at once",
+    "it has no effect without multi_sampling=true",
+    unless=lambda c: c.multi_sampling,
   ),
   Refusal(
     ("inference_benchmark_test",), "`maxtext bench serve` is the benchmark, and no run is one", harmless=(False,)

@@ -16,6 +16,7 @@ from maxtext.inference.bench_load import Load
 from maxtext.inference.decode import answers
 from maxtext.inference.engine import Engine
 from maxtext.inference.loading import Loaded
+from maxtext.inference.sampling import Settings
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,27 @@ def _prefill(config: MaxTextConfig, engine: Engine) -> list[Timing]:
       row = engine.prefill(piece, row)
     jax.block_until_ready(row)
 
-  return [_timing(f"prefill of {length} tokens", config, partial(once, length), length) for length in lengths]
+  timings = [_timing(f"prefill of {length} tokens", config, partial(once, length), length) for length in lengths]
+  return [*timings, *_samples(config, engine, lengths[-1])] if config.multi_sampling else timings
+
+
+def _samples(config: MaxTextConfig, engine: Engine, length: int) -> list[Timing]:
+  """Of several answers to one prompt, which is prefilled once."""
+  counts, prompt = config.inference_microbenchmark_num_samples, [0] * length
+  if wrong := [count for count in counts if not 0 < count <= engine.slots]:
+    raise ConfigError(f"inference_microbenchmark_num_samples: {wrong[0]} is not from 1 to the {engine.slots} slots.")
+
+  def once(count: int) -> None:
+    row = None
+    for piece in engine.pieces(prompt):
+      row = engine.prefill(piece, row)
+    assert row is not None
+    for slot in range(count):
+      engine.insert(row, slot, prompt, Settings())
+    jax.block_until_ready(engine.state)
+
+  named = {f"{count} answers to {length} tokens": count for count in counts}
+  return [_timing(name, config, partial(once, count), length) for name, count in named.items()]
 
 
 def _generate(config: MaxTextConfig, engine: Engine) -> list[Timing]:

@@ -18,7 +18,7 @@ Shapes: B slots, S tokens of a piece, T longest sequence, M most pages of a slot
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,9 @@ from maxtext.inference.sampling import Chosen, Controls, History, Settings, anyt
 from maxtext.layers.cache import Cache, Slots
 from maxtext.layers.pages import insert_row
 from maxtext.models.model import Model, Params
+
+if TYPE_CHECKING:
+  from maxtext.inference.draft import Draft
 
 Caches = list[list[Cache]]
 
@@ -72,6 +75,7 @@ class Engine:
     piece: longest piece of a prompt; None prefills prompts at once.
     keeps_rows: a row is still there after another piece went on from it.
     ahead: tokens that `write` guesses and checks in a step; not for models with layers that keep a state.
+    draft: who guesses them, in place of what followed the same words before.
 
   Attributes:
     pages: those of the slots; without pages a slot has one that holds all of a text.
@@ -87,10 +91,14 @@ class Engine:
     piece: int | None = None,
     keeps_rows: bool = False,
     ahead: int = 0,
+    draft: "Draft | None" = None,
   ) -> None:
     if ahead:
       model = Model.of(model.spec, replace(model.how, cache_ahead=ahead))
-    self.ahead, paged, pages = ahead, model, model.how.cache_pages
+    if draft is not None:
+      draft, params = draft.roomy(ahead), params | draft.named
+    self.ahead, own = ahead, len(model.spec.groups)  # behind its own groups a cache has those of the draft
+    paged, pages = model, model.how.cache_pages
     if pages is None:
       self.pages = PageTable(slots, length + ahead, slots, 1)
     else:
@@ -103,27 +111,37 @@ class Engine:
     self._goes_on = piece is not None or keeps_rows or (pages is not None and length > self.sizes[-1])
 
     def begin(params: Params, tokens: jax.Array, count: jax.Array) -> Caches:
-      row = model.bind(params).empty_cache(1, length)
-      return fill(model, params, row, tokens, jnp.zeros((), jnp.int32), count, fresh=True)
+      row = model.bind(params).empty_cache(1, length) + ([] if draft is None else draft.empty(params, 1, length))
+      return filled(params, row, tokens, jnp.zeros((), jnp.int32), count, fresh=True)
 
     def go_on(params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array) -> Caches:
-      return fill(model, params, row, tokens, start, count)
+      return filled(params, row, tokens, start, count)
 
-    def generate(
+    def filled(
+      params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array, fresh: bool = False
+    ) -> Caches:
+      cache = fill(model, params, row[:own], tokens, start, count, fresh)
+      return cache if draft is None else cache + draft.fill(params, row[own:], tokens, start, count, fresh)
+
+    def step(
       params: Params, state: State, active: jax.Array, rows: jax.Array | None, allowed: jax.Array
     ) -> tuple[State, Chosen]:
       rows = _of_active(rows, active, self.pages.count)
-      logits, cache = advance(paged, params, state.cache, state.tokens[:, None], state.positions, rows)
-      chosen = choose(logits[:, 0], state.controls, state.history, state.positions + 1, allowed)
-      return accepted(state._replace(cache=cache), chosen.tokens, active), chosen
+      after, chosen = generate(paged, params, state._replace(cache=state.cache[:own]), active, allowed, rows)
+      followed = [] if draft is None else draft.follow(params, state.cache[own:], state, active)
+      return after._replace(cache=after.cache + followed), chosen
 
     def write(
       params: Params, state: State, active: jax.Array, rows: jax.Array | None
     ) -> tuple[State, tuple[Chosen, jax.Array]]:
       rows = _of_active(rows, active, self.pages.count)
-      guessed = jnp.minimum(guesses(state.text, state.positions, ahead), self.vocab - 1)
+      if draft is None:
+        guessed, followed = guesses(state.text, state.positions, ahead), list[list[Cache]]()
+      else:
+        guessed, followed = draft.guess(params, state.cache[own:], state, active, ahead)
+      guessed = jnp.minimum(guessed, self.vocab - 1)
       fed = jnp.concatenate([state.tokens[:, None], guessed], axis=1)
-      logits, cache = advance(paged, params, state.cache, fed, state.positions, rows)
+      logits, cache = advance(paged, params, state.cache[:own], fed, state.positions, active, rows)
 
       def take(
         carry: tuple[State, jax.Array], place: tuple[jax.Array, jax.Array]
@@ -132,27 +150,24 @@ class Engine:
         chosen = choose(logits, state.controls, state.history, state.positions + 1)
         return (accepted(state, chosen.tokens, active), active & (chosen.tokens == guess)), (chosen, active)
 
-      followed = jnp.pad(guessed, ((0, 0), (0, 1)))  # nothing is taken behind the last place
-      places = logits.swapaxes(0, 1), followed.swapaxes(0, 1)
+      expected = jnp.pad(guessed, ((0, 0), (0, 1)))  # nothing is taken behind the last place
+      places = logits.swapaxes(0, 1), expected.swapaxes(0, 1)
       (state, _), written = jax.lax.scan(take, (state._replace(cache=[]), active), places)
-      return state._replace(cache=cache), written
+      return state._replace(cache=cache + followed), written
 
-    def empty(params: Params) -> State:
-      nothing = jnp.zeros(slots, jnp.int32)
-      history = History(jnp.zeros((slots, self.vocab), bool), jnp.zeros((slots, self.vocab), jnp.int32))
-      cache = paged.bind(params).empty_cache(slots, length)
-      text = jnp.zeros((slots, length if ahead else 0), jnp.int32)
-      return State(cache, text, nothing, nothing, Controls.empty(slots, self.vocab), history)
+    def begun(params: Params) -> State:
+      state = empty(paged, params, slots, length, length if ahead and draft is None else 0)
+      return state if draft is None else state._replace(cache=state.cache + draft.empty(params, slots, length))
 
-    self.state = jax.jit(empty)(params)
+    self.state = jax.jit(begun)(params)
     shardings = jax.tree.map(lambda a: a.sharding, self.state)
     everywhere = NamedSharding(model.how.mesh, PartitionSpec())
     self._everywhere, self._anything = everywhere, jax.device_put(anything(slots, self.vocab), everywhere)
     self._begin = jax.jit(begin)
     self._go_on = jax.jit(go_on, donate_argnums=() if keeps_rows else 1)
-    kinds = paged.bind(params).cache_slots(slots, length)
+    kinds = paged.bind(params).cache_slots(slots, length) + ([] if draft is None else draft.kinds(slots, length))
     self._insert = jax.jit(partial(insert, kinds), donate_argnums=0, out_shardings=shardings)
-    self._generate = jax.jit(generate, donate_argnums=1, out_shardings=(shardings, everywhere))
+    self._generate = jax.jit(step, donate_argnums=1, out_shardings=(shardings, everywhere))
     self._write = jax.jit(write, donate_argnums=1, out_shardings=(shardings, everywhere))
 
   def pieces(self, prompt: Sequence[int], start: int = 0) -> Iterator[Piece]:
@@ -221,6 +236,29 @@ class Engine:
       step([False] * self.slots)
 
 
+def empty(model: Model, params: Params, slots: int, length: int, text: int = 0) -> State:
+  """Of slots that nobody is in, with that many places for what is written and for what is looked up."""
+  nothing, vocab = jnp.zeros(slots, jnp.int32), model.spec.vocab
+  history = History(jnp.zeros((slots, vocab), bool), jnp.zeros((slots, vocab), jnp.int32))
+  cache = model.bind(params).empty_cache(slots, length)
+  places = jnp.zeros((slots, text), jnp.int32)
+  return State(cache, places, nothing, nothing, Controls.empty(slots, vocab), history)
+
+
+def generate(
+  model: Model,
+  params: Params,
+  state: State,
+  active: jax.Array,
+  allowed: jax.Array,
+  pages: jax.Array | None = None,
+) -> tuple[State, Chosen]:
+  """Feeds every slot its last token, and chooses the next in those that are active; `pages` [B,M] are theirs."""
+  logits, cache = advance(model, params, state.cache, state.tokens[:, None], state.positions, active, pages)
+  chosen = choose(logits[:, 0], state.controls, state.history, state.positions + 1, allowed)
+  return accepted(state._replace(cache=cache), chosen.tokens, active), chosen
+
+
 def fill(
   model: Model,
   params: Params,
@@ -282,12 +320,17 @@ def advance(
   cache: Caches,
   tokens: jax.Array,
   positions: jax.Array,
+  active: jax.Array | bool = True,
   pages: jax.Array | None = None,
 ) -> tuple[jax.Array, Caches]:
-  """Feeds tokens [B,S] from a position of each row on; float32 logits [B,S,V] of what follows them, and the cache."""
+  """Feeds tokens [B,S] from a position of each row on; float32 logits [B,S,V] of what follows them, and the cache.
+
+  The cache is read as far as the longest active row [B] has come; logits of the others mean nothing.
+  """
   decoder = model.bind(params)
   places = positions[:, None] + jnp.arange(tokens.shape[1])
-  hidden, _, extended = decoder.hidden(tokens, places, cache=cache, pages=pages)
+  end = jnp.max(jnp.where(active, positions, 0)) + tokens.shape[1]
+  hidden, _, extended = decoder.hidden(tokens, places, cache=cache, pages=pages, end=end)
   assert extended is not None
   return decoder.logits(hidden).astype(jnp.float32), extended
 

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import global_batch_size
 from maxtext.configs.types import ShardMode, TokenizerType
 from maxtext.data.prepared import MANIFEST, read_manifest
 from maxtext.data.tokenizers import Tokenizer, load_tokenizer
+from maxtext.inference.draft import Draft
 from maxtext.inference.engine import Engine, dropless
 from maxtext.inference.prefixes import Prefixes
+from maxtext.inference.prompt_files import PromptFiles
 from maxtext.inference.sampling import STOPS, Settings
 from maxtext.inference.scheduler import Request, Scheduler
 from maxtext.mesh.devices import make_mesh
@@ -41,10 +44,10 @@ class Loaded:
   settings: Settings
 
   @staticmethod
-  def of(config: MaxTextConfig, ahead: int = 0) -> "Loaded":
+  def of(config: MaxTextConfig, ahead: int = 0, draft: MaxTextConfig | None = None) -> "Loaded":
     """Reads the tokenizer and the checkpoint, and makes the engine, on all devices that JAX finds.
 
-    `ahead` is how many tokens it guesses in a step.
+    `ahead` is how many tokens it guesses in a step; `draft` is the model that guesses them.
     """
     tokenizer = run_tokenizer(config)
     if config.jax_cache_dir:
@@ -52,15 +55,26 @@ class Loaded:
     # Caches say nothing of shardings: however a run was trained, the compiler places what answers.
     mesh = make_mesh(config.model_copy(update={"shard_mode": ShardMode.AUTO}))
     model = dropless(build_model(config, mesh))
+    guesser = None if draft is None else load_draft(draft, mesh)
     ends = () if tokenizer.eos is None else (tokenizer.eos,)
     settings = replace(Settings.of(config), stop_tokens=ends)
-    return Loaded(config, make_engine(config, model, parameters(config, model), ahead), tokenizer, settings)
+    engine = make_engine(config, model, parameters(config, model), ahead, guesser)
+    return Loaded(config, engine, tokenizer, settings)
 
   def scheduler(self) -> Scheduler:
     """Of this engine; it has one at a time."""
     c = self.config
-    shared = c.enable_prefix_caching
-    return Scheduler(self.engine, Prefixes(c.prefix_caching_hbm_byte, c.prefix_caching_dram_byte) if shared else None)
+    shared = Prefixes(c.prefix_caching_hbm_byte, c.prefix_caching_dram_byte) if c.enable_prefix_caching else None
+    return Scheduler(self.engine, self.prompt_files or shared, c.multi_sampling)
+
+  @cached_property
+  def prompt_files(self) -> PromptFiles | None:
+    """Where caches of prompts are kept between runs."""
+    c = self.config
+    if not c.prefill_cache_dir:
+      return None
+    folder = Path(c.prefill_cache_dir).expanduser()
+    return PromptFiles(folder, c.load_parameters_path, self.engine.state.cache, c.load_from_prefill_dir)
 
   @cached_property
   def grammars(self) -> "Grammars":
@@ -79,10 +93,14 @@ class Loaded:
       raise ConfigError(f"{wrong[0]} is no token; they go from 0 to {self.engine.vocab - 1}.")
     if len(settings.stop_tokens) > STOPS:
       raise ConfigError(f"{len(settings.stop_tokens)} stop tokens are more than {STOPS}.")
+    if self.prompt_files:
+      self.prompt_files.check(prompt)
     return Request(prompt, settings, grammar)
 
 
-def make_engine(config: MaxTextConfig, model: Model, params: Params, ahead: int = 0) -> Engine:
+def make_engine(
+  config: MaxTextConfig, model: Model, params: Params, ahead: int = 0, draft: Draft | None = None
+) -> Engine:
   """The engine that the keys describe: a slot for each sequence of the global batch."""
   c = config
   if c.max_prefill_predict_length >= c.max_target_length:
@@ -95,10 +113,23 @@ def make_engine(config: MaxTextConfig, model: Model, params: Params, ahead: int 
       f"--ahead {ahead}: this model has layers that keep a state, from which no guess can be taken back."
     )
   _check_pages(config, model, params)
+  if draft is not None and draft.model.spec.vocab != model.spec.vocab:
+    raise ConfigError(
+      f"--draft: its vocabulary has {draft.model.spec.vocab} tokens, the model's {model.spec.vocab}: only a model with "
+      "the same tokenizer can guess for it."
+    )
+  if draft is not None and not draft.model.bind(draft.params).takes_back:
+    raise ConfigError("--draft: that model has layers that keep a state, from which no guess can be taken back.")
   slots = global_batch_size(config, model.how.mesh.size)
   piece = c.prefill_chunk_size if c.use_chunked_prefill else None
   keeps = c.enable_prefix_caching
-  return Engine(model, params, slots, c.max_target_length, c.max_prefill_predict_length, piece, keeps, ahead)
+  return Engine(model, params, slots, c.max_target_length, c.max_prefill_predict_length, piece, keeps, ahead, draft)
+
+
+def load_draft(config: MaxTextConfig, mesh: Mesh) -> Draft:
+  """The model of a configuration, on the devices of another."""
+  model = dropless(build_model(config, mesh))
+  return Draft(model, parameters(config, model))
 
 
 def _check_pages(config: MaxTextConfig, model: Model, params: Params) -> None:

@@ -127,7 +127,7 @@ def choose(
   adjusted = penalised(logits, controls, history, positions)
   if allowed is not None:
     adjusted = permitted(adjusted, allowed)
-  greedy = jnp.argmax(adjusted, axis=-1)
+  greedy = _likeliest(adjusted)
   drawn = controls.temperature > 0
   tokens = jax.lax.cond(
     jnp.any(drawn),
@@ -183,4 +183,11 @@ def _draw(logits: jax.Array, seeds: jax.Array, positions: jax.Array) -> jax.Arra
   def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
     return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), logits.shape[1:], logits.dtype)
 
-  return jnp.argmax(logits + jax.vmap(noise)(seeds, positions), axis=-1)
+  return _likeliest(logits + jax.vmap(noise)(seeds, positions))
+
+
+def _likeliest(logits: jax.Array) -> jax.Array:
+  """The first of the largest; two plain reductions are faster than the pair that `argmax` reduces, on a CPU twice."""
+  vocab = logits.shape[-1]
+  largest = logits == logits.max(axis=-1, keepdims=True)
+  return jnp.min(jnp.where(largest, jnp.arange(vocab), vocab - 1), axis=-1)

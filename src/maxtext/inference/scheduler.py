@@ -12,12 +12,13 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from maxtext.inference.engine import Caches, Engine, Piece
 from maxtext.inference.prefixes import Prefixes
+from maxtext.inference.prompt_files import PromptFiles
 from maxtext.inference.sampling import Chosen, Settings
 
 if TYPE_CHECKING:
@@ -73,19 +74,28 @@ class _Filling:
   row: Caches | None = None
 
 
+class _Filled(NamedTuple):
+  """The last text that was prefilled, and its row."""
+
+  text: Sequence[int]
+  row: Caches | None
+
+
 class Scheduler:
   """Who waits, whose prompt is being prefilled, and who is in which slot.
 
   Args:
     engine: nobody else steps it.
     prefixes: beginnings that prompts share; the engine must keep rows for it.
+    samples: requests that follow one of the same prompt are answered from its row.
 
   Attributes:
     preemptions: how often a request gave its pages back before its end.
   """
 
-  def __init__(self, engine: Engine, prefixes: Prefixes | None = None) -> None:
+  def __init__(self, engine: Engine, prefixes: Prefixes | PromptFiles | None = None, samples: bool = False) -> None:
     self._engine, self._prefixes, self._lock = engine, prefixes, threading.Lock()
+    self._samples, self._filled = samples, _Filled([], None)
     self._waiting: deque[_Answering] = deque()
     self._cancelled: set[Request] = set()
     self._filling: _Filling | None = None
@@ -159,8 +169,11 @@ class Scheduler:
           return
         answering = self._waiting.popleft()
       text = answering.text
-      start, row = self._prefixes.find(text) if self._prefixes else (0, None)
-      self._filling = _Filling(answering, free[0], deque(self._engine.pieces(text, start)), row)
+      if self._samples and self._filled.text == text:
+        self._filling = _Filling(answering, free[0], deque(), self._filled.row)
+      else:
+        start, row = self._prefixes.find(text) if self._prefixes else (0, None)
+        self._filling = _Filling(answering, free[0], deque(self._engine.pieces(text, start)), row)
     filling = self._filling
     answering, slot = filling.answering, filling.slot
     if filling.pieces:
@@ -173,6 +186,8 @@ class Scheduler:
     assert filling.row is not None
     request = answering.request
     self._engine.insert(filling.row, slot, request.prompt, request.settings, answering.answered)
+    if self._samples:
+      self._filled = _Filled(answering.text, filling.row)
     if request.grammar and not answering.answered:
       answering.path = request.grammar.begin()
     self._slots[slot], self._filling = answering, None

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtext.kernels.ring import ring
 from maxtext.kernels.scores import Scoring, Tokens, gathered, keys_like_queries, scores
 from maxtext.kernels.splash import SplashBlocks, splash
+from maxtext.kernels.sums import Sums
 from maxtext.kernels.token_order import TokenOrder
 from maxtext.mesh.explicit import by_compiler
 from maxtext.mesh.rules import axes_of, parts_of
@@ -177,6 +178,30 @@ def chunked(
     here, there = queries.part(start, end), keys.part(first, last)
     out.append(one(q[:, start:end], k[:, first:last], v[:, first:last], here, there, sinks=sinks, chosen=own))
   return jnp.concatenate(out, axis=1)
+
+
+def blockwise(
+  q: jax.Array,
+  read: Callable[[jax.Array], tuple[jax.Array, jax.Array, Tokens]],
+  blocks: jax.Array,
+  queries: Tokens,
+  scoring: Scoring,
+  sinks: jax.Array | None = None,
+  precision: str = "default",
+) -> jax.Array:
+  """The reference over the first `blocks` of keys and values, each read when its turn comes.
+
+  Blocks of which a query sees nothing change nothing, to the bit.
+  """
+  B, S, H, _ = q.shape
+  _, values, _ = jax.eval_shape(read, jnp.zeros((), jnp.int32))
+  K, D = values.shape[2:]
+
+  def join(block: jax.Array, sums: Sums) -> Sums:
+    k, v, keys = read(block)
+    return sums.join(q, k, v, queries, keys, scoring, precision)
+
+  return jax.lax.fori_loop(0, blocks, join, Sums.empty((B, K, H // K, S), D, sinks)).mean.astype(values.dtype)
 
 
 def largest_logits(

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.kernels.attention import reference
+from maxtext.kernels.attention import blockwise, reference
 from maxtext.kernels.paged import paged
 from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.layers.cache import Cache, Slots, extend, rings
+from maxtext.layers.cache import Cache, Slots, extend, extend_by_blocks, rings
 from maxtext.layers.clip import largest_logit, per_head, watch
 from maxtext.layers.context import Context
 from maxtext.layers.how import How
@@ -172,10 +172,29 @@ class GroupedQueryAttention(nnx.Module):
       q = q * spec.temperature(context.positions)[..., None, None].astype(q.dtype)
     v = how.shard(v, *_KV)
     tokens, sinks = Tokens(context.positions, context.segments), None if self.sinks is None else self.sinks[...]
-    keys = tokens
+    keys, table = tokens, context.pages if spec.kept_back is None else None
+    if cache is not None and table is None and self._in_place(context, cache):
+      from maxtext.kernels.step import step  # Pallas takes half a second to import
+
+      stack, where = (cache["key"], cache["value"]), how.partition(cache["key"].shape, "layers", *_CACHED)
+      out, (key, value) = step(
+        q[:, 0], (k[:, 0], v[:, 0]), stack, repeat, context.positions[:, 0], spec.scoring, sinks,
+        mesh=how.mesh, cache_spec=where, interpret=how.attention.interpret,
+      )  # fmt: skip
+      return self._out(x, out[:, None]), cache | {"key": key, "value": value}
+    block = how.cache_block if table is None and context.end is not None and spec.blocks is None else None
+    if cache is not None and block is not None:
+      new = {"key": k, "value": v}
+      cache, blocks = extend_by_blocks(cache, repeat, context, new, block, how.cache_rounding)
+
+      def read(block: jax.Array) -> tuple[jax.Array, jax.Array, Tokens]:
+        seen, where = blocks.read(block)
+        return seen["key"], seen["value"], where
+
+      out = blockwise(q, read, blocks.count, tokens, spec.scoring, sinks, how.precision)
+      return self._out(x, out), cache
     if cache is not None:
-      new, table = {"key": k, "value": v}, context.pages if spec.kept_back is None else None
-      cache, seen, keys = extend(cache, repeat, context, new, how.cache_rounding, table)
+      cache, seen, keys = extend(cache, repeat, context, {"key": k, "value": v}, how.cache_rounding, table)
       k, v = seen["key"], seen["value"]
     chosen = None if spec.blocks is None else spec.blocks.chosen(q, k, tokens, keys)
     if cache is None or context.fresh:
@@ -188,9 +207,7 @@ class GroupedQueryAttention(nnx.Module):
       out = self._over_pages(q, cache, repeat, context)
     else:
       out = reference(q, k, v, tokens, keys, spec.scoring, sinks, how.precision, chosen)
-    if self.gate is not None:
-      out = out * jax.nn.sigmoid(self.gate(x))
-    return self.out(how.shard(out, *_Q)), cache
+    return self._out(x, out), cache
 
   def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
     """The cache of one layer."""
@@ -216,6 +233,21 @@ class GroupedQueryAttention(nnx.Module):
     q_spec, pool_spec = how.partition(q.shape, *_Q), how.partition(pools[0].shape, *_POOL)
     lengths = context.positions[:, 0] + 1
     return paged(q, *pools, repeat, table, lengths, self.spec.scoring, pages.block, how.mesh, q_spec, pool_spec)
+
+  def _in_place(self, context: Context, cache: Cache) -> bool:
+    """Whether the kernel for one new token per row serves this step."""
+    how, spec = self.how, self.spec
+    one = context.end is not None and context.positions.shape[1] == 1
+    if not how.cache_kernel or not one or spec.blocks is not None or how.cache_rounding is not None:
+      return False
+    from maxtext.kernels.step import fits
+
+    return fits(cache["key"], spec.scoring)
+
+  def _out(self, x: jax.Array, out: jax.Array) -> jax.Array:
+    if self.gate is not None:
+      out = out * jax.nn.sigmoid(self.gate(x))
+    return self.out(self.how.shard(out, *_Q))
 
   def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     if self.qkv is not None:

@@ -131,11 +131,43 @@ def extend(
     return whole, _restored(kept, new, rounding), Tokens(positions)
   if positions.shape[1] == 1:  # one token takes the place of one that it does not see
     layer = {n: _layer(whole[n], repeat) for n in kept}
-    return whole, _restored(layer, new, rounding), Tokens(_held(layer, positions[:, -1]))
+    return whole, _restored(layer, new, rounding), Tokens(_held_all(layer, positions[:, -1]))
   before = {n: _layer(cache[n], repeat) for n in kept}
   seen = {n: jnp.concatenate([before[n], x.astype(before[n].dtype)], axis=1) for n, x in kept.items()}
-  places = jnp.concatenate([_held(before, positions[:, 0] - 1), positions], axis=1)
+  places = jnp.concatenate([_held_all(before, positions[:, 0] - 1), positions], axis=1)
   return whole, _restored(seen, new, rounding), Tokens(places)
+
+
+@dataclass(frozen=True)
+class Blocks:
+  """One layer's rings, which are read some places at a time, and only as far as any row has come.
+
+  Attributes:
+    count: blocks that any row needs.
+    read: what stands in a block [B,T,D] or [B,T,H,D], and where.
+  """
+
+  count: jax.Array
+  read: Callable[[jax.Array], tuple[Cache, Tokens]]
+
+
+def extend_by_blocks(
+  cache: Cache, repeat: jax.Array, context: Context, new: Cache, size: int, rounding: Rounding | None = None
+) -> tuple[Cache, Blocks]:
+  """`extend` for rings in which new tokens take no place that one of them looks at; a block has `size` places."""
+  assert context.end is not None
+  kept, last = _kept(new, rounding), context.positions[:, -1]
+  whole = cache | {n: _written(cache[n], repeat, context, x) for n, x in kept.items()}
+  T = next(whole[n].shape[-2] for n in kept)
+  size = min(size, T)
+
+  def read(block: jax.Array) -> tuple[Cache, Tokens]:
+    start = jnp.minimum(block * size, T - size)  # the last block may begin among the places of the one before
+    layer = {n: _layer(whole[n], repeat, (start, size)) for n in kept}
+    places = start + jnp.arange(size)
+    return _restored(layer, new, rounding), Tokens(jnp.where(places >= block * size, _held(places, last, T), _NOWHERE))
+
+  return whole, Blocks(-(-jnp.minimum(context.end, T) // size), read)
 
 
 def replaced(cache: Cache, repeat: jax.Array, new: Cache) -> Cache:
@@ -195,14 +227,25 @@ def _written(array: jax.Array, repeat: jax.Array, context: Context, new: jax.Arr
   return array.at[repeat, rows, *heads, jnp.where(kept, positions % T, T)].set(new.astype(array.dtype), mode="drop")
 
 
-def _layer(array: jax.Array, repeat: jax.Array) -> jax.Array:
-  """One layer's part, with tokens before heads as new ones have it."""
-  layer = jax.lax.dynamic_index_in_dim(array, repeat, axis=0, keepdims=False)
+def _layer(array: jax.Array, repeat: jax.Array, part: tuple[jax.Array, int] | None = None) -> jax.Array:
+  """One layer's part, with tokens before heads as new ones have it; `part` is the first place, and how many."""
+  if part is None:
+    layer = jax.lax.dynamic_index_in_dim(array, repeat, axis=0, keepdims=False)
+  else:
+    start, count = part
+    outer = array.shape[1:-2]
+    starts: list[jax.Array | int] = [repeat, *(0 for _ in outer), start, 0]
+    layer = jax.lax.dynamic_slice(array, starts, (1, *outer, count, array.shape[-1]))[0]
   return layer.swapaxes(1, 2) if layer.ndim == 4 else layer
 
 
-def _held(layer: Cache, last: jax.Array) -> jax.Array:
-  """The position in each place of a ring [B,T] after position `last` [B] was written."""
-  T = next(iter(layer.values())).shape[1]
-  positions = last[:, None] - (last[:, None] - jnp.arange(T)) % T
+def _held(places: jax.Array, last: jax.Array, T: int) -> jax.Array:
+  """The position in each of some places of a ring [B,T] after position `last` [B] was written."""
+  positions = last[:, None] - (last[:, None] - places) % T
   return jnp.where(positions >= 0, positions, _NOWHERE)
+
+
+def _held_all(layer: Cache, last: jax.Array) -> jax.Array:
+  """The same for all places."""
+  T = next(iter(layer.values())).shape[1]
+  return _held(jnp.arange(T), last, T)

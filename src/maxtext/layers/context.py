@@ -23,6 +23,8 @@ class Context:
       all.
     pages: [B,M] the pages of each row, where some of the cache lies in pages.
     fresh: the cache is empty, so tokens see each other alone.
+    end: the position behind the last that counts in any row, where the cache has places for all of them; rows are then
+      read up to it. None reads them whole.
   """
 
   positions: jax.Array
@@ -32,6 +34,7 @@ class Context:
   count: jax.Array | None = None
   pages: jax.Array | None = None
   fresh: bool = field(default=False, metadata={"static": True})
+  end: jax.Array | None = None
 
   @staticmethod
   def of(
@@ -43,10 +46,11 @@ class Context:
     count: jax.Array | None = None,
     fresh: bool = False,
     pages: jax.Array | None = None,
+    end: jax.Array | None = None,
   ) -> "Context":
     """Computes the rotary tables of all layers once."""
     tables = {repr(r): rotary_table(r, positions, dtype) for r in dict.fromkeys(ropes)}
-    return Context(positions, segments, tables, tokens, count, pages, fresh)
+    return Context(positions, segments, tables, tokens, count, pages, fresh, end)
 
   def table(self, rope: Rope) -> Table:
     """The rotary table of a layer."""

@@ -136,6 +136,8 @@ def how(config: MaxTextConfig, mesh: Mesh) -> How:
     one_hot_embedding=c.use_iota_embed,
     cache_rounding=_cache_rounding(c),
     cache_pages=cache_pages(c, mesh),
+    cache_kernel=mesh.devices.flat[0].platform == "tpu",
+    cache_block=_CACHE_BLOCKS.get(mesh.devices.flat[0].platform),
   )
 
 
@@ -151,6 +153,9 @@ def _rules(config: MaxTextConfig, mesh: Mesh) -> Rules:
     )
   return rules
 
+
+# Many small products are slow where starting one takes longer than reading what it reads.
+_CACHE_BLOCKS = {"cpu": 32}
 
 _BITS: Mapping[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
 

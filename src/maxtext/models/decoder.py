@@ -58,15 +58,17 @@ class Decoder(nnx.Module):
     count: jax.Array | None = None,
     fresh: bool = False,
     pages: jax.Array | None = None,
+    end: jax.Array | None = None,
   ) -> tuple[jax.Array, list[Any], list[list[Cache]] | None]:
     """Tokens [B,S] to normed hidden states [B,S,E], the layers' reports per group, and the extended cache.
 
     Layer inputs and caches are lists over groups of what a `Stack` takes. With a cache, only the first `count` [B]
-    tokens of a row count, and `fresh` says that nothing is in it; `pages` [B,M] are those of each row.
+    tokens of a row count, `fresh` says that nothing is in it, and `end` that nothing behind that position is needed;
+    `pages` [B,M] are those of each row.
     """
     how = self.how
     looked_up = tokens if self.spec.looks_up_tokens else None
-    context = Context.of(positions, segments, self.spec.ropes, how.dtype, looked_up, count, fresh, pages)
+    context = Context.of(positions, segments, self.spec.ropes, how.dtype, looked_up, count, fresh, pages, end)
     x = self.embedding(tokens)
     if self.positions is not None:
       x = x + self.positions(positions)

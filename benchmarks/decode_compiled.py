@@ -1,0 +1,99 @@
+"""What a decode step of a real model moves on TPUs that are not here, as the TPU's own compiler schedules it.
+
+  python -m benchmarks.decode_compiled --json
+
+The step of the engine is compiled for a topology. Its traffic, from and to each chip's memory, is compared with what
+any step must read: every weight once, but for the table of which only rows are looked up, and the whole cache.
+"""
+
+import argparse
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks.figures import show
+from maxtext import MaxTextConfig, load_config
+from maxtext.inference.engine import State, dropless, empty, generate
+from maxtext.mesh.devices import make_mesh
+from maxtext.mesh.topology import Topology
+from maxtext.models.build import build_model
+from maxtext.plan.hlo import CompiledProgram
+from maxtext.plan.traffic import traffic
+
+
+@dataclass(frozen=True)
+class Compiled:
+  """A step, compiled: bytes of one chip."""
+
+  program: CompiledProgram
+  weights: int
+  cache: int
+  temporary: int
+
+  @property
+  def moved(self) -> int:
+    """By the step."""
+    return sum(bytes for _, bytes in traffic(self.program))
+
+  @property
+  def ratio(self) -> float:
+    """To what must be read."""
+    return self.moved / (self.weights + self.cache)
+
+
+def compiled(config: MaxTextConfig, slots: int) -> Compiled:
+  """The step that `maxtext serve` would run on `compile_topology`, with so many slots."""
+  mesh = make_mesh(config, Topology.named(config.compile_topology, 1).devices())
+  model = dropless(build_model(config, mesh))
+  params, everywhere = model.params | model.buffers, NamedSharding(mesh, PartitionSpec())
+  begin = partial(empty, model, slots=slots, length=config.max_target_length)
+  shardings = jax.jit(begin).lower(params).compile().output_shardings
+
+  def placed(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+  state: State = jax.tree.map(placed, jax.eval_shape(begin, params), shardings)
+  active = jax.ShapeDtypeStruct((slots,), bool, sharding=everywhere)
+  allowed = jax.ShapeDtypeStruct((slots, -(-model.spec.vocab // 32)), jnp.uint32, sharding=everywhere)
+  step = jax.jit(partial(generate, model), donate_argnums=1, out_shardings=(shardings, everywhere))
+  executable = step.lower(params, state, active, allowed).compile()
+  read = [a for name, a in params.items() if model.spec.tied or not name.startswith("embedding/")]
+  return Compiled(
+    CompiledProgram.parse(executable.as_text()),
+    sum(map(_bytes_of_chip, read)),
+    sum(map(_bytes_of_chip, jax.tree.leaves(state.cache))),
+    executable.memory_analysis().temp_size_in_bytes,
+  )
+
+
+def _bytes_of_chip(array: jax.ShapeDtypeStruct) -> int:
+  assert array.sharding is not None
+  return prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+  parser.add_argument("--model", default="llama3.1-8b")
+  parser.add_argument("--topology", default="v5p-8")
+  parser.add_argument("--slots", type=int, default=32)
+  parser.add_argument("--length", type=int, default=2048)
+  parser.add_argument("--layers", type=int, help="of the model; all of them are left out")
+  arguments = parser.parse_args()
+  layers = {} if arguments.layers is None else {"base_num_decoder_layers": arguments.layers}
+  config = load_config(
+    model_name=arguments.model, override_model_config=bool(layers), compile_topology=arguments.topology,
+    max_target_length=arguments.length, dtype="bfloat16", weight_dtype="bfloat16", ici_tensor_parallelism=-1,
+    ici_fsdp_parallelism=1, **layers,
+  )  # fmt: skip
+  found = compiled(config, arguments.slots)
+  result = {"weights_gb": found.weights / 1e9, "cache_gb": found.cache / 1e9, "moved_gb": found.moved / 1e9}
+  show(result | {"temporary_gb": found.temporary / 1e9, "ratio": found.ratio}, arguments.json)
+
+
+if __name__ == "__main__":
+  main()

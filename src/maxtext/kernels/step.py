@@ -1,0 +1,164 @@
+"""Attention of one new token per row over a stack's cache, by a Pallas kernel for TPUs that writes and reads in place.
+
+It is told which layer of the stack it is for, so no slice of the cache is ever made: each block of places comes from
+memory once, those behind a row's last position not at all, and only the tile that holds the new token goes back.
+
+Shapes: R layers of the stack, B rows, H query heads, K key heads, G = H/K query heads per key head, T places, D width.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, PartitionSpec
+
+from maxtext.kernels.scores import MASKED, Scoring
+
+Ref = Any  # a part of an array that is in on-chip memory
+
+_BLOCK_BYTES = 2**20  # of keys that come at once; as many of values, and the next of both
+_TILE = {2: 16, 4: 8}  # places that a memory tile holds, by the bytes of a number
+
+
+def fits(cache: jax.ShapeDtypeStruct | jax.Array, scoring: Scoring) -> bool:
+  """Whether the kernel serves a ring: whole tiles of places and of numbers, and no window, so places are positions."""
+  T, D = cache.shape[-2:]
+  tile = _TILE.get(cache.dtype.itemsize)
+  return tile is not None and T % tile == 0 and D % 128 == 0 and scoring.window is None
+
+
+def step(
+  q: jax.Array,
+  new: tuple[jax.Array, jax.Array],
+  cache: tuple[jax.Array, jax.Array],
+  layer: jax.Array,
+  positions: jax.Array,
+  scoring: Scoring,
+  sinks: jax.Array | None,
+  *,
+  mesh: Mesh,
+  cache_spec: PartitionSpec,
+  interpret: bool = False,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  """Queries [B,H,D], new keys and values [B,K,D] at `positions` [B], and the stack's cache, two of [R,B,K,T,D].
+
+  Returns what attention returns, [B,H,D], and the cache with the new keys and values. Places are positions.
+  """
+  rows, heads = cache_spec[1], cache_spec[2]
+  local = partial(_local, scoring=scoring, interpret=interpret)
+  row = PartitionSpec(rows, heads)
+  return jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(row, (row, row), (cache_spec, cache_spec), PartitionSpec(), PartitionSpec(rows), PartitionSpec(heads)),
+    out_specs=(row, (cache_spec, cache_spec)),
+    check_vma=False,
+  )(q, new, cache, layer, positions, sinks)
+
+
+def _local(
+  q: jax.Array,
+  new: tuple[jax.Array, jax.Array],
+  cache: tuple[jax.Array, jax.Array],
+  layer: jax.Array,
+  positions: jax.Array,
+  sinks: jax.Array | None,
+  *,
+  scoring: Scoring,
+  interpret: bool,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  _, B, K, T, D = cache[0].shape
+  G, dtype = q.shape[1] // K, cache[0].dtype
+  tile = _TILE[dtype.itemsize]
+  block = _block(T, tile, K * D * dtype.itemsize)
+  bottom = jnp.full((K, G), MASKED) if sinks is None else sinks.astype(jnp.float32).reshape(K, G)
+
+  def of_row(*shape: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, *shape), lambda b, t, layer, last: (b, *(0 for _ in shape)))
+
+  def read(b: jax.Array, t: jax.Array, layer: jax.Array, last: jax.Array) -> tuple:
+    return layer[0], b, 0, jnp.minimum(t, last[b] // block), 0  # the block that is there already comes at no cost
+
+  def written(b: jax.Array, t: jax.Array, layer: jax.Array, last: jax.Array) -> tuple:
+    return layer[0], b, 0, last[b] // tile, 0
+
+  blocks, tiles = (pl.BlockSpec((None, None, K, n, D), at) for n, at in ((block, read), (tile, written)))
+  whole = pl.BlockSpec((K, G, 1), lambda b, t, layer, last: (0, 0, 0))
+  grid = pltpu.PrefetchScalarGridSpec(
+    num_scalar_prefetch=2,
+    grid=(B, T // block),
+    in_specs=[of_row(K, G, D), of_row(K, 1, D), of_row(K, 1, D), whole, blocks, blocks],
+    out_specs=[of_row(K, G, D), tiles, tiles],
+    scratch_shapes=[pltpu.VMEM((K, G, n), jnp.float32) for n in (1, 1, D)],
+  )
+  out, keys, values = pl.pallas_call(
+    partial(_kernel, scoring=scoring, block=block, tile=tile, sunk=sinks is not None),
+    grid_spec=grid,
+    out_shape=[jax.ShapeDtypeStruct((B, K, G, D), q.dtype), *(jax.ShapeDtypeStruct(c.shape, dtype) for c in cache)],
+    input_output_aliases={6: 1, 7: 2},
+    cost_estimate=pl.CostEstimate(
+      flops=4 * B * K * G * T * D, transcendentals=B * K * G * T, bytes_accessed=2 * B * K * T * D * dtype.itemsize
+    ),
+    interpret=interpret,
+  )(
+    layer.reshape(1),
+    positions,
+    q.reshape(B, K, G, D),
+    *(x[:, :, None].astype(dtype) for x in new),
+    bottom[..., None],
+    *cache,
+  )
+  return out.reshape(B, K * G, D), (keys, values)
+
+
+def _block(T: int, tile: int, bytes_per_place: int) -> int:
+  """Places of a block: they divide the ring, and are no more than fit."""
+  most = max(_BLOCK_BYTES // bytes_per_place, tile)
+  return max(n for n in range(tile, T + 1, tile) if T % n == 0 and n <= most)
+
+
+def _kernel(
+  layer: Ref, last: Ref, q: Ref, new_key: Ref, new_value: Ref, bottom: Ref, keys: Ref, values: Ref, out: Ref,
+  key_tile: Ref, value_tile: Ref, largest: Ref, total: Ref, summed: Ref, *,
+  scoring: Scoring, block: int, tile: int, sunk: bool,
+) -> None:  # fmt: skip
+  """One block of places of one row."""
+  b, t = pl.program_id(0), pl.program_id(1)
+  position = last[b]
+  K, G, D = summed.shape
+
+  @pl.when(t == 0)
+  def _begin() -> None:
+    largest[...] = bottom[...]
+    total[...] = jnp.full((K, G, 1), 1.0 if sunk else 0.0)
+    summed[...] = jnp.zeros((K, G, D))
+
+  @pl.when(t == position // block)
+  def _put() -> None:
+    first = (position % block) // tile * tile
+    here = jax.lax.broadcasted_iota(jnp.int32, (K, tile, D), 1) == position % tile
+    for ring, new, written in ((keys, new_key, key_tile), (values, new_value, value_tile)):
+      near = pl.ds(pl.multiple_of(first, tile), tile)
+      written[...] = jnp.where(here, new[...], ring[:, near])
+      ring[:, near] = written[...]
+
+  @pl.when(t <= position // block)
+  def _join() -> None:
+    logits = jnp.einsum("kgd,ktd->kgt", q[...], keys[...], preferred_element_type=jnp.float32) * scoring.scale
+    if scoring.cap is not None:
+      logits = scoring.cap * jnp.tanh(logits / scoring.cap)
+    places = t * block + jax.lax.broadcasted_iota(jnp.int32, (K, G, block), 2)
+    logits = jnp.where(places <= position, logits, MASKED)
+    above = jnp.maximum(largest[...], logits.max(-1, keepdims=True))
+    weights, shrunk = jnp.exp(logits - above), jnp.exp(largest[...] - above)
+    total[...] = total[...] * shrunk + weights.sum(-1, keepdims=True)
+    added = jnp.einsum("kgt,ktd->kgd", weights.astype(values.dtype), values[...], preferred_element_type=jnp.float32)
+    summed[...] = summed[...] * shrunk + added
+    largest[...] = above
+
+  @pl.when(t == pl.num_programs(1) - 1)
+  def _end() -> None:
+    out[...] = (summed[...] / total[...]).astype(out.dtype)
