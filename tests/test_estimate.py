@@ -94,3 +94,29 @@ def test_grouped_products_cost_what_their_rows_do(name):
   found = estimate(CompiledProgram.parse(GROUPED), topology, mesh, Calibration(grouped=0.5), filled_rows=0.75)
   operations = 2 * 2 * 8192 * 4096 * 2048
   assert found.seconds_by_kind()["kernel"] == pytest.approx(0.75 * operations / (0.5 * chip.flops / chip.devices))
+
+
+BETWEEN_SLICES = """
+ENTRY %main (grads: bf16[4096,1024]) -> bf16[4096,1024] {
+  %grads = bf16[4096,1024]{1,0} parameter(0)
+  %token = token[] after-all()
+  %recv.1 = (bf16[4096,1024]{1,0}, u32[], token[]) recv(%token), channel_id=1, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %send.1 = (bf16[4096,1024]{1,0}, u32[], token[]) send(%grads, %token), channel_id=2, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %product = bf16[4096,1024]{1,0} fusion(%grads), kind=kOutput, backend_config={"estimated_cycles":"100000"}
+  %recv-done.1 = (bf16[4096,1024]{1,0}, token[]) recv-done(%recv.1), channel_id=1
+  ROOT %sum = bf16[4096,1024]{1,0} get-tuple-element(%recv-done.1), index=0
+}
+"""
+
+
+def test_a_sum_between_slices_goes_over_their_network_beside_products():
+  topology = Topology.named("v5e-4", 2)
+  mesh = Mesh(mesh_utils.create_hybrid_device_mesh((1, 4), (2, 1), topology.devices()), ("data", "fsdp"))
+  found = estimate(CompiledProgram.parse(BETWEEN_SLICES), topology, mesh, Calibration(link=1.0, between_slices=1e9))
+  (waited,) = [o for o in found.operations if o.kind == "collective"]
+  assert (waited.name, waited.axes) == ("all-reduce", ("data",))
+  assert waited.bytes == pytest.approx(4096 * 1024 * 2, rel=1e-5)
+  there_and_back = 2 * 1 / 2 * waited.bytes / 1e9
+  assert waited.seconds == pytest.approx(there_and_back - 100_000 / topology.chip.clock)

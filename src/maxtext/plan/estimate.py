@@ -7,7 +7,7 @@ early only costs what is left of it when its result is needed.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Literal, get_args
 
@@ -100,7 +100,7 @@ class _Player:
 
   def play(self, name: str, times: int) -> float:
     """Plays a computation that runs `times` times; returns the seconds of one run."""
-    now = links_free = 0.0
+    now, links_free = 0.0, {False: 0.0, True: 0.0}  # of a slice, and between slices
     under_way: dict[str, tuple[Instruction, float]] = {}
     for i in self._program.computations[name].instructions:
       if i.opcode == "while":
@@ -110,8 +110,9 @@ class _Player:
         now += max((self.play(target, times) for target in called(i)), default=0.0)
       elif transfer := self._program.transfer(i):
         if transfer.starts:
-          links_free = max(now, links_free) + self._transfer_seconds(transfer.collective)
-          under_way[transfer.key] = transfer.collective, links_free
+          network = transfer.collective.between_slices
+          links_free[network] = max(now, links_free[network]) + self._transfer_seconds(transfer.collective)
+          under_way[transfer.key] = transfer.collective, links_free[network]
         if transfer.ends and transfer.key in under_way:
           collective, done = under_way.pop(transfer.key)
           self._wait(collective, times, max(done - now, 0.0))
@@ -146,7 +147,7 @@ class _Player:
   def _transfer_seconds(self, i: Instruction) -> float:
     """All links that lead to a chip of the group bring a part; to a neighbour there is one."""
     _, links, slices = self._span(i)
-    group = len(i.first_group(self._mesh.size))
+    group = len(self._places(i))
     if group == 1:
       return 0.0
     speed = self._calibration.between_slices if slices else links * self._chip.link_bandwidth
@@ -154,13 +155,21 @@ class _Player:
     passes = {"all-reduce": 2 * share, "collective-permute": links}.get(i.collective or "", share)
     return i.bytes * passes / (speed * self._calibration.link)
 
+  def _places(self, i: Instruction) -> np.ndarray:
+    """The devices of one group, by their place in the mesh; between slices, one of each."""
+    return self._one_of_each_slice if i.between_slices else i.first_group(self._mesh.size)
+
+  @cached_property
+  def _one_of_each_slice(self) -> np.ndarray:
+    return np.unique([getattr(d, "slice_index", 0) for d in self._mesh.devices.flat], return_index=True)[1]
+
   def _span(self, i: Instruction) -> tuple[tuple[str, ...], int, bool]:
     """The mesh axes along which a group lies, the links that bring its chips their parts, whether it leaves a slice.
 
     A dimension of the torus that the group spans gives two links, one for each direction of the ring; where it is no
     ring, or the group is only a part of it, the chip at the end has one.
     """
-    places = i.first_group(self._mesh.size)
+    places = self._places(i)
     index = np.stack(np.unravel_index(places, self._mesh.devices.shape))
     axes = tuple(a for a, row in zip(self._mesh.axis_names, index, strict=True) if len(set(row)) > 1)
     devices = self._mesh.devices.ravel()[places]

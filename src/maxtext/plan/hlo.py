@@ -23,6 +23,7 @@ _ARRAY = re.compile(r"(?<![\w])([a-z]\w*)\[([\d,]*)\]")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _FUSED_ENDS = ("AsyncCollectiveStart", "AsyncCollectiveDone")
 _TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 _GROUPS_BY_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?: \{([^}]*)\})?")
@@ -56,8 +57,15 @@ class Instruction:
   @property
   def collective(self) -> str | None:
     """The kind of collective that starts here, if any."""
+    if found := self.opcode == "recv" and _BETWEEN_SLICES.search(self.rest):
+      return found[1].lower().replace("_", "-")
     kind = self.opcode.removesuffix("-start")
     return kind if kind in COLLECTIVES else None
+
+  @property
+  def between_slices(self) -> bool:
+    """Whether it is a collective over the data-centre network, which the compiler writes as a transfer by the hosts."""
+    return self.opcode == "recv" and self.collective is not None
 
   @property
   def arrays(self) -> list["ArrayType"]:
@@ -234,8 +242,8 @@ class CompiledProgram:
     product, and a fusion that ends it, all of one channel.
     """
     if i.collective:
-      return Transfer(i, i.name, ends=not i.opcode.endswith("-start"))
-    if i.opcode.removesuffix("-done") in ("async", *COLLECTIVES):
+      return Transfer(i, i.name, ends=not (i.opcode.endswith("-start") or i.between_slices))
+    if i.opcode.removesuffix("-done") in ("async", "recv", *COLLECTIVES):
       return Transfer(i, i.operands[0], starts=False)
     if i.opcode not in ("async-start", "fusion"):
       return None
