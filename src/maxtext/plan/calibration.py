@@ -7,8 +7,8 @@ from maxtext.plan.estimate import Calibration
 CALIBRATION: Mapping[str, Calibration] = {
   "v4": Calibration(),
   "v5e": Calibration(),
-  # compute: the compiler counts more cycles than Llama2-70B's published 65 % of peak on 64 chips can have taken.
-  # grouped: Mixtral 8x7B's published 2,909 tokens/s/chip, if it kept what the recipe keeps.
+  # compute: the compiler counts more cycles than a published run of 65 % of peak on 64 chips can have taken.
+  # grouped: a published run of experts at 2,909 tokens/s/chip, if it kept what the recipe for it keeps.
   "v5p": Calibration(compute=0.88, grouped=0.82),
   "v6e": Calibration(),
   "tpu7x": Calibration(),
