@@ -120,3 +120,35 @@ def test_a_sum_between_slices_goes_over_their_network_beside_products():
   assert waited.bytes == pytest.approx(4096 * 1024 * 2, rel=1e-5)
   there_and_back = 2 * 1 / 2 * waited.bytes / 1e9
   assert waited.seconds == pytest.approx(there_and_back - 100_000 / topology.chip.clock)
+
+
+SUMMED_AND_CUT = """
+%all-reduce-scatter.1 (grads: bf16[4096,1024]) -> bf16[512,1024] {
+  %grads = bf16[4096,1024]{1,0} parameter(0)
+  %sum = bf16[4096,1024]{1,0} all-reduce(%grads), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %start = u32[] partition-id()
+  ROOT %part = bf16[512,1024]{1,0} dynamic-slice(%sum, %start), dynamic_slice_sizes={512,1024}
+}
+
+ENTRY %main (grads: bf16[4096,1024]) -> bf16[512,1024] {
+  %grads = bf16[4096,1024]{1,0} parameter(0)
+  ROOT %part = bf16[512,1024]{1,0} fusion(%grads), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+SCATTERED = """
+ENTRY %main (grads: bf16[4096,1024]) -> bf16[512,1024] {
+  %grads = bf16[4096,1024]{1,0} parameter(0)
+  ROOT %part = bf16[512,1024]{1,0} reduce-scatter(%grads), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, \
+dimensions={0}, to_apply=%add
+}
+"""
+
+
+@pytest.mark.parametrize("schedule", [SUMMED_AND_CUT, SCATTERED])
+def test_a_sum_of_which_each_keeps_its_part_passes_once(schedule):
+  topology = Topology.named("v5p-16")
+  mesh = Mesh(mesh_utils.create_device_mesh((8,), topology.devices()), ("fsdp",))
+  found = estimate(CompiledProgram.parse(schedule), topology, mesh, Calibration(link=1.0))
+  (waited,) = found.operations
+  assert (waited.name, waited.axes) == ("reduce-scatter", ("fsdp",))
+  assert waited.seconds == pytest.approx(7 / 8 * 4096 * 1024 * 2 / (3 * topology.chip.link_bandwidth))

@@ -152,8 +152,8 @@ class _Player:
       return 0.0
     speed = self._calibration.between_slices if slices else links * self._chip.link_bandwidth
     share = (group - 1) / group
-    passes = {"all-reduce": 2 * share, "collective-permute": links}.get(i.collective or "", share)
-    return i.bytes * passes / (speed * self._calibration.link)
+    passes = {"all-reduce": 2 * share, "reduce-scatter": group - 1, "collective-permute": links}
+    return i.bytes * passes.get(i.collective or "", share) / (speed * self._calibration.link)
 
   def _places(self, i: Instruction) -> np.ndarray:
     """The devices of one group, by their place in the mesh; between slices, one of each."""

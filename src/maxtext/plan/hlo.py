@@ -24,6 +24,7 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, 
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_SUMMED_AND_CUT = "all-reduce-scatter"  # how computations are called that sum and keep a device's part
 _FUSED_ENDS = ("AsyncCollectiveStart", "AsyncCollectiveDone")
 _TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 _GROUPS_BY_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?: \{([^}]*)\})?")
@@ -253,6 +254,8 @@ class CompiledProgram:
       return None
     if i.opcode == "async-start":
       return Transfer(held, i.name, ends=False)
+    if any(target.startswith(_SUMMED_AND_CUT) for target in called(i)):
+      return Transfer(replace(held, opcode="reduce-scatter", type=i.type), i.name)
     starts, ends = (any(f'custom_call_target="{mark}"' in j.rest for j in inside) for mark in _FUSED_ENDS)
     return Transfer(held, f"channel {held.channel}", starts, ends) if starts or ends else None
 
