@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.kernels.attention import blockwise, reference
-from maxtext.kernels.paged import paged
 from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.layers.cache import Cache, Slots, extend, extend_by_blocks, rings
+from maxtext.layers.cache import Cache, Slots, extend, rings
+from maxtext.layers.cached_attention import CACHED, QUERIES, CachedAttention
 from maxtext.layers.clip import largest_logit, per_head, watch
 from maxtext.layers.context import Context
 from maxtext.layers.how import How
@@ -24,10 +23,7 @@ from maxtext.layers.make import Make
 from maxtext.layers.norm import Norm, RMSNorm
 from maxtext.layers.rope import Rope, rotate
 
-_Q = ("activation_batch", "activation_length", "activation_heads", "activation_head_dim")
 _KV = ("activation_batch", "activation_length", "activation_kv_heads", "activation_head_dim")
-_POOL = ("activation_kv_heads", "layers", None, None, "activation_head_dim")
-_CACHED = ("activation_batch", "activation_kv_heads", "activation_length", "activation_head_dim")
 
 
 @dataclass(frozen=True)
@@ -167,87 +163,39 @@ class GroupedQueryAttention(nnx.Module):
     q, k, v = self._projected(x)
     if self.value_norm is not None:
       v = self.value_norm(v)
-    q, k = self._placed(self.query_norm, q, context, _Q), self._placed(self.key_norm, k, context, _KV)
+    q, k = self._placed(self.query_norm, q, context, QUERIES), self._placed(self.key_norm, k, context, _KV)
     if spec.temperature is not None:
       q = q * spec.temperature(context.positions)[..., None, None].astype(q.dtype)
     v = how.shard(v, *_KV)
     tokens, sinks = Tokens(context.positions, context.segments), None if self.sinks is None else self.sinks[...]
-    keys, table = tokens, context.pages if spec.kept_back is None else None
-    if cache is not None and table is None and self._in_place(context, cache):
-      from maxtext.kernels.step import step  # Pallas takes half a second to import
-
-      stack, where = (cache["key"], cache["value"]), how.partition(cache["key"].shape, "layers", *_CACHED)
-      out, (key, value) = step(
-        q[:, 0], (k[:, 0], v[:, 0]), stack, repeat, context.positions[:, 0], spec.scoring, sinks,
-        mesh=how.mesh, cache_spec=where, interpret=how.attention.interpret,
-      )  # fmt: skip
-      return self._out(x, out[:, None]), cache | {"key": key, "value": value}
-    block = how.cache_block if table is None and context.end is not None and spec.blocks is None else None
-    if cache is not None and block is not None:
-      new = {"key": k, "value": v}
-      cache, blocks = extend_by_blocks(cache, repeat, context, new, block, how.cache_rounding)
-
-      def read(block: jax.Array) -> tuple[jax.Array, jax.Array, Tokens]:
-        seen, where = blocks.read(block)
-        return seen["key"], seen["value"], where
-
-      out = blockwise(q, read, blocks.count, tokens, spec.scoring, sinks, how.precision)
+    if cache is not None and not context.fresh:
+      over = CachedAttention(how, spec.scoring, sinks, spec.blocks)
+      table = context.pages if spec.kept_back is None else None
+      out, cache = over(q, {"key": k, "value": v}, cache, repeat, context, table)
       return self._out(x, out), cache
     if cache is not None:
-      cache, seen, keys = extend(cache, repeat, context, {"key": k, "value": v}, how.cache_rounding, table)
+      cache, seen, _ = extend(cache, repeat, context, {"key": k, "value": v}, how.cache_rounding)
       k, v = seen["key"], seen["value"]
-    chosen = None if spec.blocks is None else spec.blocks.chosen(q, k, tokens, keys)
-    if cache is None or context.fresh:
-      watch(self.largest_logit, q, k, tokens, spec.scoring, how.precision)
-      q_spec, kv_spec = how.partition(q.shape, *_Q), how.partition(k.shape, *_KV)
-      out = how.attention(
-        q, k, v, tokens, spec.scoring, sinks, chosen=chosen, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec
-      )
-    elif self._reads_pages(context):
-      out = self._over_pages(q, cache, repeat, context)
-    else:
-      out = reference(q, k, v, tokens, keys, spec.scoring, sinks, how.precision, chosen)
+    chosen = None if spec.blocks is None else spec.blocks.chosen(q, k, tokens, tokens)
+    watch(self.largest_logit, q, k, tokens, spec.scoring, how.precision)
+    q_spec, kv_spec = how.partition(q.shape, *QUERIES), how.partition(k.shape, *_KV)
+    out = how.attention(
+      q, k, v, tokens, spec.scoring, sinks, chosen=chosen, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec
+    )
     return self._out(x, out), cache
 
   def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
     """The cache of one layer."""
     spec, how = self.spec, self.how
     reach = length if spec.kept_back is None else min(spec.kept_back, length)
-    slots = Slots((batch, spec.kv_heads, reach + how.cache_ahead, spec.head_dim), _CACHED, how.dtype)
+    slots = Slots((batch, spec.kv_heads, reach + how.cache_ahead, spec.head_dim), CACHED, how.dtype)
     pages = how.cache_pages if spec.kept_back is None else None
     return rings({"key": slots, "value": slots}, how.cache_rounding, pages)
-
-  def _reads_pages(self, context: Context) -> bool:
-    """Whether the kernel can read the pages: it takes one query per row and keys in bfloat16, and knows neither windows
-    nor sinks nor chosen keys."""
-    spec, how, pages = self.spec, self.how, self.how.cache_pages
-    plain = spec.window is None and spec.blocks is None and self.sinks is None
-    exact = how.cache_rounding is None and jnp.dtype(how.dtype) == jnp.bfloat16
-    return pages is not None and pages.kernel and plain and exact and context.positions.shape[1] == 1
-
-  def _over_pages(self, q: jax.Array, cache: Cache, repeat: jax.Array, context: Context) -> jax.Array:
-    how, pages, table = self.how, self.how.cache_pages, context.pages
-    assert pages is not None
-    assert table is not None, "whoever has a cache of pages says whose they are"
-    pools = cache["key"], cache["value"]
-    q_spec, pool_spec = how.partition(q.shape, *_Q), how.partition(pools[0].shape, *_POOL)
-    lengths = context.positions[:, 0] + 1
-    return paged(q, *pools, repeat, table, lengths, self.spec.scoring, pages.block, how.mesh, q_spec, pool_spec)
-
-  def _in_place(self, context: Context, cache: Cache) -> bool:
-    """Whether the kernel for one new token per row serves this step."""
-    how, spec = self.how, self.spec
-    one = context.end is not None and context.positions.shape[1] == 1
-    if not how.cache_kernel or not one or spec.blocks is not None or how.cache_rounding is not None:
-      return False
-    from maxtext.kernels.step import fits
-
-    return fits(cache["key"], spec.scoring)
 
   def _out(self, x: jax.Array, out: jax.Array) -> jax.Array:
     if self.gate is not None:
       out = out * jax.nn.sigmoid(self.gate(x))
-    return self.out(self.how.shard(out, *_Q))
+    return self.out(self.how.shard(out, *QUERIES))
 
   def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     if self.qkv is not None:
