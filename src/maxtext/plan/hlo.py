@@ -25,6 +25,7 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _SUMMED_AND_CUT = "all-reduce-scatter"  # how computations are called that sum and keep a device's part
+_STARTED_ELSEWHERE = ("async-start", "call-start")  # the latter by a core of the chip that moves data
 _FUSED_ENDS = ("AsyncCollectiveStart", "AsyncCollectiveDone")
 _TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 _GROUPS_BY_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?: \{([^}]*)\})?")
@@ -244,15 +245,15 @@ class CompiledProgram:
     """
     if i.collective:
       return Transfer(i, i.name, ends=not (i.opcode.endswith("-start") or i.between_slices))
-    if i.opcode.removesuffix("-done") in ("async", "recv", *COLLECTIVES):
+    if i.opcode.removesuffix("-done") in ("async", "call", "recv", *COLLECTIVES):
       return Transfer(i, i.operands[0], starts=False)
-    if i.opcode not in ("async-start", "fusion"):
+    if i.opcode not in (*_STARTED_ELSEWHERE, "fusion"):
       return None
     inside = [j for target in called(i) for j in self.computations[target].instructions]
     held = next((j for j in inside if j.collective), None)
     if not held:
       return None
-    if i.opcode == "async-start":
+    if i.opcode in _STARTED_ELSEWHERE:
       return Transfer(held, i.name, ends=False)
     if any(target.startswith(_SUMMED_AND_CUT) for target in called(i)):
       return Transfer(replace(held, opcode="reduce-scatter", type=i.type), i.name)
