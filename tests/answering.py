@@ -16,14 +16,14 @@ from tests.support import program, tiny
 BYTES = 258  # tokens: every byte, a beginning and an end
 
 
-def random_model(folder, ahead=0, **changes):
+def random_model(folder, ahead=0, seed=0, **changes):
   """What answers, two requests at once; its tokenizer is written to the folder."""
   train_tokenizer([], BYTES, 0, folder)
   keys = {"vocab_size": BYTES, "max_target_length": 96, "max_prefill_predict_length": 16, "per_device_batch_size": 2}
   config = tiny(**(keys | changes))
   model = program(config).model
   shardings = jax.tree.map(lambda a: a.sharding, (model.params, model.buffers))
-  params, buffers = jax.jit(model.init, out_shardings=shardings)(0)
+  params, buffers = jax.jit(model.init, out_shardings=shardings)(seed)
   named = config.model_copy(update={"tokenizer_type": TokenizerType.HUGGINGFACE, "tokenizer_path": str(folder)})
   tokenizer = replace(load_tokenizer(named), add_bos=False, add_eos=False)
   settings = Settings(stop_tokens=(tokenizer.eos,))

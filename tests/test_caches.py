@@ -145,8 +145,8 @@ def test_a_step_reads_as_far_as_any_row_has_come(keys):
   rows = jax.tree.map(lambda a: jnp.concatenate([a, a], axis=1), row)
   tokens, positions, params = jnp.array([[3], [4]]), jnp.array([READ, LENGTH - 1]), parameters("gemma2")
   step = jax.jit(partial(advance, by_blocks))
-  alone, cache = step(params, rows, tokens, positions, jnp.array([True, False]))
-  beside, same = step(params, rows, tokens, positions, jnp.array([True, True]))
+  alone, cache = step(params, rows, tokens, positions, active=jnp.array([True, False]))
+  beside, same = step(params, rows, tokens, positions, active=jnp.array([True, True]))
   np.testing.assert_array_equal(alone[0], beside[0])
   np.testing.assert_array_equal(*(jax.tree.leaves(c)[0][:, 0] for c in (cache, same)))
   whole, _ = jax.jit(partial(advance, Model.of(model.spec, replace(model.how, cache_block=None))))(
@@ -154,13 +154,20 @@ def test_a_step_reads_as_far_as_any_row_has_come(keys):
   )
   np.testing.assert_allclose(beside, whole, atol=1e-5, rtol=0)
   spoilt = jax.tree.map(lambda a: a if a.dtype == jnp.int8 else a.at[..., 24:, :].set(jnp.nan), rows)
-  np.testing.assert_array_equal(step(params, spoilt, tokens, positions, jnp.array([True, False]))[0][0], alone[0])
+  np.testing.assert_array_equal(
+    step(params, spoilt, tokens, positions, active=jnp.array([True, False]))[0][0], alone[0]
+  )
 
 
-def test_the_kernel_for_one_token_reads_and_writes_a_layer_in_place(monkeypatch):
-  """On two devices that have a key head each, over several blocks of places; rows are at positions of their own."""
+@pytest.mark.parametrize(("axis", "calls"), [("tensor", True), ("context", False), ("pipeline", False)])
+def test_the_kernel_for_one_token_reads_and_writes_a_layer_in_place(monkeypatch, axis, calls):
+  """On two devices that have a key head each, over several blocks of places; rows are at positions of their own.
+
+  Where devices have a part of the places or layers, it is not called.
+  """
   monkeypatch.setattr(step_kernel, "_BLOCK_BYTES", 16 * 128 * 4)
-  model = program(tiny(head_dim=128, ici_tensor_parallelism=2, ici_fsdp_parallelism=1), devices=2).model
+  axes = {f"ici_{axis}_parallelism": 2, "ici_fsdp_parallelism": 1}
+  model = program(tiny(head_dim=128, **axes), devices=2).model
   params, rng, T = jax.jit(lambda: operator.or_(*model.init(0)))(), np.random.default_rng(0), 64
   empty = jax.jit(lambda p: model.bind(p).empty_cache(3, T))(params)
   rows = jax.tree.map(lambda a: jnp.asarray(rng.standard_normal(a.shape, np.float32)), empty)
@@ -175,7 +182,7 @@ def test_the_kernel_for_one_token_reads_and_writes_a_layer_in_place(monkeypatch)
   np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=0)
   jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5, rtol=0), cache, written)
   with_kernel = jax.make_jaxpr(partial(advance, Model.of(model.spec, replace(model.how, cache_kernel=True))))
-  assert "pallas_call" in str(with_kernel(params, rows, tokens, positions))
+  assert ("pallas_call" in str(with_kernel(params, rows, tokens, positions))) == calls
 
 
 def rounded(dtype, axis):

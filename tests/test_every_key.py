@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxtext import ConfigError
+from maxtext.checkpoint.inspect import is_of_the_training
 from maxtext.configs import types
 from maxtext.configs.derived import derive
 from maxtext.configs.explain import explain, readers_of
@@ -196,6 +197,15 @@ def test_any_configuration_builds_or_is_refused_in_words(changes):
   with contextlib.suppress(ConfigError):
     words = parse_assignments(f"{key}={value}" for key, value in changes.items())
     derive(resolve(values=TINY | words).config, devices=8)
+
+
+def test_a_run_answers_without_the_machine_that_trained_it():
+  """Whatever a key of the mesh allows is left out with it."""
+  alone = tiny()
+  meshed = alone.model_copy(update={key: 2 for key in types.IciParallelism.model_fields if key.startswith("ici_")})
+  allowed = [r for r in REFUSALS if r.unless and r.unless(meshed) and not r.unless(alone)]
+  assert {"use_ring_of_experts", "num_pipeline_repeats"} <= {key for r in allowed for key in r.keys}
+  assert [key for r in allowed for key in r.keys if not is_of_the_training(key)] == []
 
 
 if __name__ == "__main__":

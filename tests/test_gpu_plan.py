@@ -47,6 +47,21 @@ def test_it_says_that_nothing_was_compiled():
   assert "DOES NOT FIT" in as_text(plan(per_device_batch_size=2**23))
 
 
+def test_gradients_are_counted_in_their_format():
+  whole, half = (plan(per_device_batch_size=0.5, grad_dtype=dtype).memory for dtype in ("float32", "bfloat16"))
+  assert half.temporaries == whole.temporaries / 2
+
+
+def test_shardings_may_be_part_of_types():
+  assert plan(shard_mode="explicit").memory == plan().memory
+
+
+@pytest.mark.parametrize("key", ["optimizer_memory_host_offload", "parameter_memory_host_offload"])
+def test_memory_of_hosts_is_not_reckoned(key):
+  with pytest.raises(ConfigError, match=f"{key}=true is not reckoned for compile_topology=h100-8"):
+    plan(**{key: True})
+
+
 def test_what_needs_a_compiler_is_refused(capsys):
   with pytest.raises(ConfigError, match=r"compiled_trainstep_file=.*no compiler for compile_topology=h100-8"):
     plan(compiled_trainstep_file="step.bin")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import operator
 import re
 from dataclasses import replace
 from functools import partial
@@ -12,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from maxtext import ConfigError
 from maxtext.inference import loading
+from maxtext.inference.draft import Draft
 from maxtext.inference.engine import advance
 from maxtext.inference.page_table import PageTable
 from maxtext.inference.prefixes import Prefixes
@@ -101,10 +103,13 @@ def test_too_few_pages_change_no_answer(whole, engine):
 
 
 @pytest.mark.slow
-def test_guesses_have_pages_too(whole):
+@pytest.mark.parametrize("drafted", [False, True])
+def test_guesses_have_pages_too(whole, drafted):
   """And whoever gave its pages back may find the beginning of its text."""
   asked = [*everyone(), *(Request([5, 9, 70, 3] * 6, Settings(temperature=0.0)) for _ in range(4))]
-  guessing = make_engine(program(tiny(**PAGED)).model, ahead=3, keeps_rows=True)
+  model = program(tiny(**PAGED)).model
+  draft = Draft(model, operator.or_(*jax.jit(model.init)(1))) if drafted else None
+  guessing = make_engine(model, ahead=3, keeps_rows=True, draft=draft)
   found, preempted = write(guessing, asked, Prefixes(10**9, 0))
   assert preempted >= 10
   check_same(found, write(whole, asked)[0])
@@ -218,36 +223,42 @@ def test_the_kernel_equals_the_reference(cap):
   pools = [draw(n, K, R, N, P, W).at[..., D:].set(0).astype(jnp.bfloat16).astype(jnp.float32) for n in (0, 1)]
   q, layer, scoring = draw(2, B, 1, H, D), jnp.int32(1), Scoring(D**-0.5, cap=cap)
   mesh = make_mesh(tiny(ici_data_parallelism=2, ici_fsdp_parallelism=1, ici_tensor_parallelism=2), jax.devices()[:4])
-  split = PartitionSpec("data", None, "tensor", None), PartitionSpec("tensor", None, None, None, None)
   with pltpu.force_tpu_interpret_mode():
-    run = jax.jit(lambda *arrays: paged(*arrays, scoring, 3, mesh, *split))
+    run = jax.jit(lambda *arrays: paged(*arrays, scoring, 3, mesh, "data", "tensor"))
     found = np.asarray(run(q, *pools, layer, table, lengths))
   k, v = (read_pages(pool, layer, table, jnp.zeros((B, 1, K, D))) for pool in pools)
   places = Tokens(np.broadcast_to(np.arange(M * P), (B, M * P)))
   np.testing.assert_allclose(found, reference(q, k, v, Tokens(lengths[:, None] - 1), places, scoring), atol=1e-5)
 
 
-def paged_model(mesh, **changes):
+def paged_model(mesh, axes, **changes):
   """A model of bfloat16, whose pages the kernel reads; by the changes of its pages."""
   keys = {"attention": "paged", "dtype": "bfloat16", "head_dim": 64, "base_emb_dim": 256, "max_target_length": 256}
-  config = tiny(**keys, ici_tensor_parallelism=2)
+  config = tiny(**keys, **axes)
   model = build_model(config, make_mesh(config, mesh))
   return Model.of(model.spec, replace(model.how, cache_pages=replace(model.how.cache_pages, kernel=True, **changes)))
 
 
 @pytest.mark.slow
-def test_a_model_reads_pages_by_the_kernel():
-  model = paged_model(jax.devices()[:2], count=12, size=8, block=2, alignment=1)
+@pytest.mark.parametrize(
+  ("axes", "calls"), [({"tensor": 2, "tensor_sequence": 2}, True), ({"tensor": 2, "pipeline": 2}, False)]
+)
+def test_a_model_reads_pages_by_the_kernel(axes, calls):
+  """Where queries are split further than keys too; where layers are split, pages are gathered."""
+  axes = {f"ici_{axis}_parallelism": parts for axis, parts in axes.items()}
+  model = paged_model(jax.devices()[:4], axes, count=12, size=8, block=2, alignment=1)
   gathers = Model.of(model.spec, replace(model.how, cache_pages=replace(model.how.cache_pages, kernel=False)))
   params, _ = jax.jit(model.init)(0)
   slots = model.bind(params).cache_slots(2, 32)
   cache = jax.tree.map(lambda kind: draw(0, *kind.shape).astype(kind.dtype), slots)
   pages, fed = np.array([[7, 2, 12, 12], [0, 11, 4, 12]]), (jnp.array([[5], [6]]), jnp.array([10, 16]))
-  plain, _ = jax.jit(partial(advance, gathers))(params, cache, *fed, pages)
+  plain, _ = jax.jit(partial(advance, gathers))(params, cache, *fed, pages=pages)
   with pltpu.force_tpu_interpret_mode():
-    found, _ = jax.jit(partial(advance, model))(params, cache, *fed, pages)
+    step = jax.jit(partial(advance, model)).trace(params, cache, *fed, pages=pages)
+    found, _ = step.lower().compile()(params, cache, *fed, pages=pages)
+  assert ("paged_attention" in str(step.jaxpr)) == calls
   np.testing.assert_allclose(found, plain, atol=0.02 * float(np.abs(plain).max()), rtol=0)
-  elsewhere, _ = jax.jit(partial(advance, gathers))(params, cache, *fed, pages[::-1])
+  elsewhere, _ = jax.jit(partial(advance, gathers))(params, cache, *fed, pages=pages[::-1])
   assert np.abs(elsewhere - plain).max() > 0.2 * np.abs(plain).max(), "it matters which pages"
 
 
@@ -257,7 +268,7 @@ def test_a_model_reads_pages_by_the_kernel():
 def test_a_step_on_tpus_reads_pages_where_they_lie(topology):
   """Nothing as large as one layer's part of a pool is copied."""
   pytest.importorskip("libtpu")
-  model = paged_model(Topology.named(topology).devices(), count=4096)
+  model = paged_model(Topology.named(topology).devices(), {"ici_tensor_parallelism": 2}, count=4096)
   how, params = model.how, model.params
 
   def placed(kind):
@@ -265,8 +276,8 @@ def test_a_step_on_tpus_reads_pages_where_they_lie(topology):
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
 
   cache = jax.tree.map(placed, model.bind(params).cache_slots(8, 256))
-  fed = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 1), (8,), (8, 8)))
-  compiled = jax.jit(partial(advance, model), donate_argnums=1).lower(params, cache, *fed).compile()
+  *fed, pages = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 1), (8,), (8, 8)))
+  compiled = jax.jit(partial(advance, model), donate_argnums=1).lower(params, cache, *fed, pages=pages).compile()
   assert "paged_attention" in compiled.as_text()
   pool = cache[0][0]["key"]
   part = math.prod(pool.sharding.shard_shape(pool.shape)) * pool.dtype.itemsize // pool.shape[1]

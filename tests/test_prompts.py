@@ -45,15 +45,26 @@ def test_answers_to_one_prompt_share_its_cache(tmp_path, pieces):
   assert (computed["pieces"], fewer["pieces"]) == (5, 3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_prompt_is_read_from_its_file(tmp_path, pieces, dtype):
-  keys = {"prefill_cache_dir": str(tmp_path / "kept"), "dtype": dtype, "load_parameters_path": "one"}
-  writes, reads = random_model(tmp_path, **keys), random_model(tmp_path, **keys, load_from_prefill_dir=True)
-  expected, computed = write(writes, LONG, SHORT), pieces(reads)
-  assert write(reads, LONG, SHORT) == expected
-  assert computed["pieces"] == 1, "a prompt of one token has nothing to keep"
+# Pages for one text and a half, in pieces of a prompt.
+PAGED = {
+  "attention": "paged", "pagedattn_tokens_per_page": 4, "pagedattn_num_pages": 8, "pagedattn_max_pages_per_group": 6,
+  "use_chunked_prefill": True, "prefill_chunk_size": 16, "max_prefill_predict_length": 23,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, PAGED], ids=["float32", "bfloat16", "paged"])
+def test_a_prompt_is_read_from_its_file(tmp_path, pieces, changes):
+  folder = tmp_path / "kept"
+  keys = {"prefill_cache_dir": str(folder), **changes}
+  reading = keys | {"load_from_prefill_dir": True}
+  prompts = [LONG + [60] * 3, LONG, SHORT] if changes is PAGED else [LONG, SHORT]
+  writes, reads = random_model(tmp_path, **keys), random_model(tmp_path, **reading)
+  expected, computed = write(writes, *prompts), pieces(reads)
+  assert len(list(folder.iterdir())) == len(prompts) - 1, "a prompt of one token has nothing to keep"
+  assert write(reads, *prompts) == expected
+  assert changes is PAGED or computed["pieces"] == 1
   with pytest.raises(ConfigError, match="has no cache of this prompt by these parameters"):
     write(reads, LONG[::-1])
-  other = random_model(tmp_path, **keys | {"load_parameters_path": "another"}, load_from_prefill_dir=True)
-  with pytest.raises(ConfigError, match="decode it once without load_from_prefill_dir"):
-    write(other, LONG)
+  for other in (random_model(tmp_path, seed=1, **reading), random_model(tmp_path, rope_max_timescale=7, **reading)):
+    with pytest.raises(ConfigError, match="decode it once without load_from_prefill_dir"):
+      write(other, LONG)

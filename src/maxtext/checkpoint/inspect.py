@@ -41,12 +41,18 @@ def chosen_keys(path: str) -> dict[str, Any]:
 
 def served_keys(path: str) -> dict[str, Any]:
   """The keys with which a trained run answers: its own, but for those of the machine that trained it."""
-  own = {key: value for key, value in chosen_keys(path).items() if not key.startswith(_OF_THE_TRAINING)}
+  own = {key: value for key, value in chosen_keys(path).items() if not is_of_the_training(key)}
   return own | {"load_parameters_path": path}
 
 
+def is_of_the_training(key: str) -> bool:
+  """Whether a key says how a run was trained, on which machine, and nothing of its model."""
+  return key.startswith(_OF_THE_TRAINING)
+
+
 _OF_THE_TRAINING = (
-  "load_", "source_checkpoint_layout", "ici_", "dcn_", "num_slices", "shard_exp_on_fsdp", "hardware",
+  "load_", "source_checkpoint_layout", "ici_", "dcn_", "num_slices", "shard_exp_on_fsdp", "use_ring_of_experts",
+  "context_parallel_", "pipeline_", "num_pipeline_", "num_layers_per_pipeline_stage", "hardware",
   "gradient_accumulation_steps",
 )  # fmt: skip
 

@@ -53,7 +53,7 @@ class Draft:
 
   def follow(self, params: Params, cache: Caches, state: State, active: jax.Array) -> Caches:
     """The cache after the tokens that the slots feed; nothing is guessed."""
-    return advance(self.model, _own(params), cache, state.tokens[:, None], state.positions, active)[1]
+    return advance(self.model, _own(params), cache, state.tokens[:, None], state.positions, active=active)[1]
 
   def guess(
     self, params: Params, cache: Caches, state: State, active: jax.Array, count: int
@@ -63,7 +63,7 @@ class Draft:
 
     def one(carry: tuple[State, Caches], _: None) -> tuple[tuple[State, Caches], jax.Array]:
       state, cache = carry
-      logits, cache = advance(self.model, own, cache, state.tokens[:, None], state.positions, active)
+      logits, cache = advance(self.model, own, cache, state.tokens[:, None], state.positions, active=active)
       tokens = choose(logits[:, 0], state.controls, state.history, state.positions + 1).tokens
       return (accepted(state, tokens, active), cache), tokens
 

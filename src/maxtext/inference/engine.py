@@ -17,7 +17,7 @@ Shapes: B slots, S tokens of a piece, T longest sequence, M most pages of a slot
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxtext.checkpoint.checksum import added, checksums
 from maxtext.inference.lookup import guesses
 from maxtext.inference.page_table import PageTable
 from maxtext.inference.sampling import Chosen, Controls, History, Settings, anything, choose
@@ -79,6 +80,7 @@ class Engine:
 
   Attributes:
     pages: those of the slots; without pages a slot has one that holds all of a text.
+    row: shapes of what `prefill` returns.
   """
 
   def __init__(
@@ -104,7 +106,7 @@ class Engine:
     else:
       model, most = Model.of(model.spec, replace(model.how, cache_pages=None)), pages.per_row(length)
       self.pages, length = PageTable(pages.count, pages.size, slots, most), min(length, most * pages.size)
-    self._params, self._paged, self.vocab = params, pages is not None, model.spec.vocab
+    self._params, self._paged, self._spec, self.vocab = params, pages is not None, model.spec, model.spec.vocab
     self.slots, self.length, self.longest_prompt = slots, length, longest_prompt
     shortest = _SHORTEST_BLOCK if model.how.attention.kernel == "splash" else _SHORTEST
     self.sizes = _sizes(shortest, min(piece or longest_prompt, longest_prompt))
@@ -141,7 +143,7 @@ class Engine:
         guessed, followed = draft.guess(params, state.cache[own:], state, active, ahead)
       guessed = jnp.minimum(guessed, self.vocab - 1)
       fed = jnp.concatenate([state.tokens[:, None], guessed], axis=1)
-      logits, cache = advance(paged, params, state.cache[:own], fed, state.positions, active, rows)
+      logits, cache = advance(paged, params, state.cache[:own], fed, state.positions, active=active, pages=rows)
 
       def take(
         carry: tuple[State, jax.Array], place: tuple[jax.Array, jax.Array]
@@ -160,6 +162,7 @@ class Engine:
       return state if draft is None else state._replace(cache=state.cache + draft.empty(params, slots, length))
 
     self.state = jax.jit(begun)(params)
+    self.row = jax.eval_shape(begin, params, np.zeros((1, self.sizes[0]), np.int32), np.ones(1, np.int32))
     shardings = jax.tree.map(lambda a: a.sharding, self.state)
     everywhere = NamedSharding(model.how.mesh, PartitionSpec())
     self._everywhere, self._anything = everywhere, jax.device_put(anything(slots, self.vocab), everywhere)
@@ -169,6 +172,11 @@ class Engine:
     self._insert = jax.jit(partial(insert, kinds), donate_argnums=0, out_shardings=shardings)
     self._generate = jax.jit(step, donate_argnums=1, out_shardings=(shardings, everywhere))
     self._write = jax.jit(write, donate_argnums=1, out_shardings=(shardings, everywhere))
+
+  @cached_property
+  def fingerprint(self) -> str:
+    """Tells this model and its parameters from all others."""
+    return repr((self._spec, added(checksums(self._params)).tolist()))
 
   def pieces(self, prompt: Sequence[int], start: int = 0) -> Iterator[Piece]:
     """What must be prefilled before `insert`: from `start` on everything but the last token.
@@ -254,7 +262,8 @@ def generate(
   pages: jax.Array | None = None,
 ) -> tuple[State, Chosen]:
   """Feeds every slot its last token, and chooses the next in those that are active; `pages` [B,M] are theirs."""
-  logits, cache = advance(model, params, state.cache, state.tokens[:, None], state.positions, active, pages)
+  fed = state.tokens[:, None]
+  logits, cache = advance(model, params, state.cache, fed, state.positions, active=active, pages=pages)
   chosen = choose(logits[:, 0], state.controls, state.history, state.positions + 1, allowed)
   return accepted(state._replace(cache=cache), chosen.tokens, active), chosen
 
@@ -320,6 +329,7 @@ def advance(
   cache: Caches,
   tokens: jax.Array,
   positions: jax.Array,
+  *,
   active: jax.Array | bool = True,
   pages: jax.Array | None = None,
 ) -> tuple[jax.Array, Caches]:

@@ -74,7 +74,7 @@ class Loaded:
     if not c.prefill_cache_dir:
       return None
     folder = Path(c.prefill_cache_dir).expanduser()
-    return PromptFiles(folder, c.load_parameters_path, self.engine.state.cache, c.load_from_prefill_dir)
+    return PromptFiles(folder, self.engine.fingerprint, self.engine.row, c.load_from_prefill_dir)
 
   @cached_property
   def grammars(self) -> "Grammars":

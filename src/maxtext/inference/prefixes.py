@@ -28,9 +28,11 @@ class Prefixes:
         return length, row
     return 0, None
 
-  def keep(self, tokens: Sequence[int], row: Caches) -> None:
-    """Remembers the row of these tokens; what it displaces goes on to the host."""
-    key = tuple(tokens)
+  def keep(self, prompt: Sequence[int], count: int, row: Caches) -> None:
+    """Remembers the row of the first `count` tokens of a prompt; what it displaces goes on to the host."""
+    self._remember(tuple(prompt[:count]), row)
+
+  def _remember(self, key: _Key, row: Caches) -> None:
     self._host.forget(key)
     for displaced, its_row in self._device.keep(key, row):
       self._host.keep(displaced, jax.device_get(its_row))
@@ -38,7 +40,7 @@ class Prefixes:
   def _take(self, key: _Key) -> Caches | None:
     row = self._device.rows.get(key) or self._host.rows.get(key)
     if row is not None:
-      self.keep(key, row)
+      self._remember(key, row)
     return row
 
 

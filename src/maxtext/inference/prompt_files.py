@@ -1,6 +1,6 @@
 """Caches of prompts in a folder, a file for each, so that a prompt that is asked often is computed once for all runs.
 
-A file belongs to the parameters that it was computed with, by the path that they were read from.
+A file belongs to the model and the parameters that it was computed with, by their checksums.
 """
 
 import hashlib
@@ -19,14 +19,13 @@ class PromptFiles:
 
   Args:
     folder: of the files; made when the first is written.
-    parameters: where the model's parameters were read from.
-    like: the engine's cache, whose rows the files hold.
+    model: what tells it and its parameters from all others.
+    like: shapes of a row.
     reads: files are read; otherwise they are only written.
   """
 
-  def __init__(self, folder: Path, parameters: str, like: Caches, reads: bool) -> None:
-    self._folder, self._parameters, self._reads = folder, parameters, reads
-    self._like = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.shape[0], 1, *a.shape[2:]), a.dtype), like)
+  def __init__(self, folder: Path, model: str, like: Caches, reads: bool) -> None:
+    self._folder, self._model, self._like, self._reads = folder, model, like, reads
 
   def check(self, prompt: Sequence[int]) -> None:
     """Refuses a prompt that has no file, where they are read."""
@@ -41,15 +40,20 @@ class PromptFiles:
     if not self._reads or len(prompt) < 2:
       return 0, None
     structs, tree = jax.tree.flatten(self._like)
-    with np.load(self._file(prompt[:-1])) as arrays:
+    file = self._file(prompt[:-1])
+    if not file.exists():  # a text that was interrupted goes on with a part of its answer
+      return 0, None
+    with np.load(file) as arrays:
       found = [arrays[f"{i}"].view(s.dtype).reshape(s.shape) for i, s in enumerate(structs)]
     return len(prompt) - 1, jax.tree.unflatten(tree, found)
 
-  def keep(self, tokens: Sequence[int], row: Caches) -> None:
-    """Writes the row of these tokens."""
+  def keep(self, prompt: Sequence[int], count: int, row: Caches) -> None:
+    """Writes the row of a prompt, once it is the row of all that an answer needs: of all but the last token."""
+    if count != len(prompt) - 1:
+      return
     leaves = (np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in jax.tree.leaves(jax.device_get(row)))
     self._folder.mkdir(parents=True, exist_ok=True)
-    file = self._file(tokens)
+    file = self._file(prompt[:count])
     unfinished = file.with_name(f"{file.name}.unfinished")
     with unfinished.open("wb") as target:
       np.savez(target, allow_pickle=False, **{f"{i}": a for i, a in enumerate(leaves)})
@@ -57,5 +61,5 @@ class PromptFiles:
 
   def _file(self, tokens: Sequence[int]) -> Path:
     shapes = [(s.shape, str(s.dtype)) for s in jax.tree.leaves(self._like)]
-    about = repr((self._parameters, shapes, list(map(int, tokens))))
+    about = repr((self._model, shapes, list(map(int, tokens))))
     return self._folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.npz"

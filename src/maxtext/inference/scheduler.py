@@ -179,8 +179,8 @@ class Scheduler:
     if filling.pieces:
       piece = filling.pieces.popleft()
       filling.row = self._engine.prefill(piece, filling.row)
-      if self._prefixes and piece.tokens:
-        self._prefixes.keep(answering.text[: piece.start + len(piece.tokens)], filling.row)
+      if self._prefixes and piece.tokens and not answering.answered:
+        self._prefixes.keep(answering.request.prompt, piece.start + len(piece.tokens), filling.row)
     if filling.pieces:
       return
     assert filling.row is not None

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from maxtext.kernels.scores import MASKED, Scoring
-from maxtext.mesh.rules import parts_of
 
 
 def paged(
@@ -25,8 +24,8 @@ def paged(
   scoring: Scoring,
   block: int,
   mesh: Mesh,
-  q_spec: PartitionSpec,
-  pool_spec: PartitionSpec,
+  rows: str | tuple[str, ...] | None,
+  heads: str | tuple[str, ...] | None,
 ) -> jax.Array:
   """q [B,1,H,D] over the first `lengths` [B] places of each row's pages in pools [K,R,N,P,W], to [B,1,H,D].
 
@@ -35,17 +34,16 @@ def paged(
   Args:
     table: [B,M] pages; N and above stand for none, and are never looked at below the length.
     block: pages that are read at once.
+    rows, heads: mesh axes that split the rows, and the key heads with their queries; pools are otherwise whole.
   """
   from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
   count, size, width = keys.shape[2:]
-  most, heads = table.shape[1], parts_of(mesh, q_spec[2])
-  if parts_of(mesh, pool_spec[0]) != heads:  # too few key heads to be split like the queries
-    q_spec = PartitionSpec(q_spec[0], None, None, None)
+  most = table.shape[1]
   block = min(block, most)
   fill = -most % block
   pages = jnp.pad(jnp.minimum(table, count - 1), ((0, 0), (0, fill))) + layer * count
-  rows = PartitionSpec(q_spec[0])
+  q_spec, pool_spec = PartitionSpec(rows, None, heads, None), PartitionSpec(heads, None, None, None, None)
 
   def local(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array, pages: jax.Array) -> jax.Array:
     flat = (pool.reshape(pool.shape[0], -1, size, width) for pool in (keys, values))
@@ -58,7 +56,7 @@ def paged(
   return jax.shard_map(
     local,
     mesh=mesh,
-    in_specs=(q_spec, pool_spec, pool_spec, rows, PartitionSpec(q_spec[0], None)),
+    in_specs=(q_spec, pool_spec, pool_spec, PartitionSpec(rows), PartitionSpec(rows, None)),
     out_specs=q_spec,
     check_vma=False,
   )(q, keys, values, jnp.minimum(lengths, most * size).astype(jnp.int32), pages.astype(jnp.int32))

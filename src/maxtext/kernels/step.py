@@ -23,11 +23,15 @@ _BLOCK_BYTES = 2**20  # of keys that come at once; as many of values, and the ne
 _TILE = {2: 16, 4: 8}  # places that a memory tile holds, by the bytes of a number
 
 
-def fits(cache: jax.ShapeDtypeStruct | jax.Array, scoring: Scoring) -> bool:
-  """Whether the kernel serves a ring: whole tiles of places and of numbers, and no window, so places are positions."""
+def fits(cache: jax.ShapeDtypeStruct | jax.Array, cache_spec: PartitionSpec, scoring: Scoring) -> bool:
+  """Whether the kernel serves a ring: whole tiles of places and of numbers, and no window, so places are positions.
+
+  A device must have all layers and all places of its rows and heads, since it counts them from the first.
+  """
   T, D = cache.shape[-2:]
-  tile = _TILE.get(cache.dtype.itemsize)
-  return tile is not None and T % tile == 0 and D % 128 == 0 and scoring.window is None
+  tile, (layers, _, _, places, numbers) = _TILE.get(cache.dtype.itemsize), cache_spec
+  whole = layers is None and places is None and numbers is None
+  return whole and tile is not None and T % tile == 0 and D % 128 == 0 and scoring.window is None
 
 
 def step(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from maxtext.kernels.attention import blockwise, reference
 from maxtext.kernels.paged import paged
@@ -47,8 +48,9 @@ class CachedAttention:
     """
     if table is not None:
       return self._in_pages(q, new, cache, repeat, context, table)
-    if self._in_place(cache, context):
-      return self._by_kernel(q, new, cache, repeat, context)
+    where = self.how.partition(cache["key"].shape, "layers", *CACHED)
+    if self._in_place(cache, where, context):
+      return self._by_kernel(q, new, cache, where, repeat, context)
     if context.end is not None and self.how.cache_block is not None and self.blocks is None:
       return self._by_blocks(q, new, cache, repeat, context, self.how.cache_block)
     cache, seen, keys = extend(cache, repeat, context, new, self.how.cache_rounding)
@@ -71,7 +73,7 @@ class CachedAttention:
     tokens = Tokens(context.positions)
     return blockwise(q, read, blocks.count, tokens, self.scoring, self.sinks, self.how.precision), cache
 
-  def _in_place(self, cache: Cache, context: Context) -> bool:
+  def _in_place(self, cache: Cache, where: PartitionSpec, context: Context) -> bool:
     """Whether the kernel for one new token per row serves this step."""
     how = self.how
     one = context.end is not None and context.positions.shape[1] == 1
@@ -79,17 +81,17 @@ class CachedAttention:
       return False
     from maxtext.kernels.step import fits  # Pallas takes half a second to import
 
-    return fits(cache["key"], self.scoring)
+    return fits(cache["key"], where, self.scoring)
 
   def _by_kernel(
-    self, q: jax.Array, new: Cache, cache: Cache, repeat: jax.Array, context: Context
+    self, q: jax.Array, new: Cache, cache: Cache, where: PartitionSpec, repeat: jax.Array, context: Context
   ) -> tuple[jax.Array, Cache]:
     from maxtext.kernels.step import step
 
     how, stack = self.how, (cache["key"], cache["value"])
     out, (key, value) = step(
       q[:, 0], (new["key"][:, 0], new["value"][:, 0]), stack, repeat, context.positions[:, 0], self.scoring, self.sinks,
-      mesh=how.mesh, cache_spec=how.partition(stack[0].shape, "layers", *CACHED), interpret=how.attention.interpret,
+      mesh=how.mesh, cache_spec=where, interpret=how.attention.interpret,
     )  # fmt: skip
     return out[:, None], cache | {"key": key, "value": value}
 
@@ -102,9 +104,9 @@ class CachedAttention:
     # The kernel takes one query per row and keys in bfloat16, and knows neither windows nor sinks nor chosen keys.
     plain = self.scoring.window is None and self.blocks is None and self.sinks is None
     exact = how.cache_rounding is None and jnp.dtype(how.dtype) == jnp.bfloat16
-    if not (pages.kernel and plain and exact and q.shape[1] == 1):
-      return self._at_once(q, seen, context, keys), cache
     pools = cache["key"], cache["value"]
-    q_spec, pool_spec = how.partition(q.shape, *QUERIES), how.partition(pools[0].shape, *_POOL)
-    lengths = context.positions[:, 0] + 1
-    return paged(q, *pools, repeat, table, lengths, self.scoring, pages.block, how.mesh, q_spec, pool_spec), cache
+    heads, *others = how.partition(pools[0].shape, *_POOL)
+    if not (pages.kernel and plain and exact and q.shape[1] == 1) or any(others):
+      return self._at_once(q, seen, context, keys), cache
+    rows, lengths = how.partition(q.shape, *QUERIES)[0], context.positions[:, 0] + 1
+    return paged(q, *pools, repeat, table, lengths, self.scoring, pages.block, how.mesh, rows, heads), cache

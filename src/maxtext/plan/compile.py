@@ -11,4 +11,15 @@ def program_for(config: MaxTextConfig) -> tuple[Program, Topology]:
   if not config.compile_topology:
     raise ConfigError("compile_topology is empty: name the hardware to compile for, such as compile_topology=v5p-128.")
   topology = Topology.named(config.compile_topology, max(config.compile_topology_num_slices, 1))
+  if not topology.compiles:
+    config = _traceable(config)
   return Program.of(config, make_mesh(config, topology.devices())), topology
+
+
+def _traceable(config: MaxTextConfig) -> MaxTextConfig:
+  """The same for devices that are not there: nothing of theirs is asked while the step is traced."""
+  for key in ("optimizer_memory_host_offload", "parameter_memory_host_offload"):
+    if getattr(config, key):
+      raise ConfigError(f"{key}=true is not reckoned for compile_topology={config.compile_topology}: leave it out.")
+  # cuDNN has to be there to be traced; other attention has the same tensors.
+  return config.model_copy(update={"attention": "chunked"})

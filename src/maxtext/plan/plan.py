@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.how import How
@@ -167,12 +168,12 @@ def _least_memory(program: Program, topology: Topology) -> Memory:
       f"compiled_trainstep_file={config.compiled_trainstep_file}: there is no compiler for "
       f"compile_topology={config.compile_topology} here; leave it out."
     )
-  # cuDNN has to be there to be traced; other attention has the same tensors.
-  traced, _ = program_for(config.model_copy(update={"attention": "chunked"}))
-  work, inputs = forward_work(traced)
-  parts, model = config.gradient_accumulation_steps * traced.model.how.mesh.size, traced.model
-  kept = int((inputs + kept_bytes(work, model.how.remat)) / parts)
-  gradients = _bytes(state.params)
+  work, inputs = forward_work(program)
+  how, grad_dtype = program.model.how, jnp.dtype(config.grad_dtype.value)
+  kept = int((inputs + kept_bytes(work, how.remat)) / (config.gradient_accumulation_steps * how.mesh.size))
+  gradients = _bytes(
+    {n: jax.ShapeDtypeStruct(p.shape, grad_dtype, sharding=p.sharding) for n, p in state.params.items()}
+  )
   temporaries = max(kept, gradients)
   return _memory(program, topology, _bytes((state, program.batch)) + temporaries, temporaries)
 
