@@ -1,6 +1,5 @@
 """A run's configuration: layers, refusals, and what it costs to load."""
 
-import contextlib
 import json
 import math
 import re
@@ -183,14 +182,22 @@ NUMBERS = [
 ]
 
 
+ODD = (0, -1, -7, 2**70, float("nan"), float("inf"), "many", None, [1])
+
+
 @pytest.mark.parametrize("key", NUMBERS)
-@pytest.mark.parametrize("value", [0, -1, -7, 2**70, float("nan"), float("inf"), "many", None, [1]])
-def test_odd_numbers_build_or_are_refused(key, value):
+def test_odd_numbers_build_or_are_refused(key):
   """Whatever a number is set to, the answer is a model or one message, never a traceback."""
-  with contextlib.suppress(ConfigError):
-    config = load_config(**(TINY | {key: value}))
-    if config.per_device_batch_size * config.gradient_accumulation_steps < 2**20:
-      program(config, devices=8)
+  for value in ODD:
+    try:
+      config = load_config(**(TINY | {key: value}))
+      if config.per_device_batch_size * config.gradient_accumulation_steps < 2**20:
+        program(config, devices=8)
+    except ConfigError:
+      pass
+    except Exception as error:
+      error.add_note(f"{key}={value}")
+      raise
 
 
 FILES = {

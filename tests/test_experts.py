@@ -101,7 +101,12 @@ def check(found, expected):
 
 @pytest.mark.parametrize(
   ("name", "way"),
-  [(name, way) for name in SPECS for way in WAYS if name == "biased, clamped" or way in ("dropless", "capacity")],
+  [
+    pytest.param(name, way, marks=[pytest.mark.slow] * (name != "biased, clamped"))
+    for name in SPECS
+    for way in WAYS
+    if name == "biased, clamped" or way in ("dropless", "capacity")
+  ],
 )
 def test_dispatches_agree(how, dense, name, way):
   found, report = run(SPECS[name], dataclasses.replace(how, experts=WAYS[way]), INPUT, PROBE)

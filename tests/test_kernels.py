@@ -87,7 +87,7 @@ every_case = pytest.mark.parametrize(("scoring", "sinks"), CASES.values(), ids=C
 
 
 @every_case
-@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize("segmented", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_chunked_attention(qkv, packed, scoring, sinks, segmented):
   tokens = packed if segmented else UNPACKED
   check(

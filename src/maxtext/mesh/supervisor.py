@@ -44,6 +44,7 @@ def supervise(
   """
   if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what goes to the background deaf to it
   for attempt in range(restarts + 1):
     loss = _run_once(command, processes, environment or {}, grace_seconds, out)
     if loss is None:
