@@ -100,7 +100,7 @@ def test_prometheus_and_a_terminal(tmp_path):
     port = probe.getsockname()[1]
   words = ["steps=40", "jax_cache_dir=", f"prometheus_port={port}", f"base_output_directory={tmp_path}"]
   leader, follower = pty.openpty()
-  env = os.environ | flags() | {"TERM": "xterm", "COLUMNS": "120"}
+  env = os.environ | {"XLA_FLAGS": "", "TERM": "xterm", "COLUMNS": "120"}
   with subprocess.Popen(
     [MAXTEXT, "train", "small-llama", *words], stdout=follower, stderr=follower, env=env
   ) as process:

@@ -52,7 +52,11 @@ PAGED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, PAGED], ids=["float32", "bfloat16", "paged"])
+@pytest.mark.parametrize(
+  "changes",
+  [pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow), {}, PAGED],
+  ids=["bfloat16", "float32", "paged"],
+)
 def test_a_prompt_is_read_from_its_file(tmp_path, pieces, changes):
   folder = tmp_path / "kept"
   keys = {"prefill_cache_dir": str(folder), **changes}
