@@ -71,11 +71,11 @@ class KeyIndexer(nnx.Module):
     visible = context.positions[:, :, None] >= positions[:, None, :]
     if context.segments is not None:
       visible &= context.segments[:, :, None] == context.segments[:, None, :]
-    best = _among_best(jnp.where(visible, scores, -jnp.inf), min(self.spec.count, keys.shape[1]))
+    best = among_best(jnp.where(visible, scores, -jnp.inf), min(self.spec.count, keys.shape[1]))
     return (visible & best)[:, None]
 
 
-def _among_best(scores: jax.Array, count: int) -> jax.Array:
+def among_best(scores: jax.Array, count: int) -> jax.Array:
   """Whether each of the last dimension is among its `count` largest, the earlier of equal ones first."""
   best = jax.lax.top_k(scores, count)[1]
   flat = jnp.zeros((scores.size // scores.shape[-1], scores.shape[-1]), bool)

@@ -1,0 +1,73 @@
+"""The real TPU compiler takes every fast path, forward and backward, alone on a chip."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxtext.kernels.attention import Attention
+from maxtext.kernels.delta_rule import chunked
+from maxtext.kernels.grouped_matmul import GroupedMatmul
+from maxtext.kernels.scores import Scoring, Tokens
+from maxtext.kernels.splash import SplashBlocks
+from maxtext.layers.indexer import among_best
+from maxtext.mesh.topology import Topology
+
+pytest.importorskip("libtpu")
+pytestmark = [pytest.mark.aot, pytest.mark.slow]
+
+B, S, H, K, D = 1, 1024, 4, 2, 128
+SCORING = {
+  "window": Scoring(D**-0.5, 256), "chunk": Scoring(D**-0.5, 256, chunked=True), "cap": Scoring(D**-0.5, cap=30.0),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["v5p-8", "v6e-4"])
+def mesh(request):
+  return Mesh(np.array(Topology.named(request.param).devices()[:1]), ("data",))
+
+
+def compiled(mesh, run, *shapes):
+  """A program of the sum of what is returned and its gradients by all arrays of floats."""
+  structs = [
+    jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec())) for shape, dtype in shapes
+  ]
+  floats = [i for i, (_, dtype) in enumerate(shapes) if jnp.issubdtype(dtype, jnp.floating)]
+  step = jax.value_and_grad(lambda *arrays: run(*arrays).astype(jnp.float32).sum(), floats)
+  return jax.jit(step).lower(*structs).compile().as_text()
+
+
+@pytest.mark.parametrize("case", SCORING)
+def test_splash_attention(mesh, case):
+  """In rows of several documents, with sinks where there is a window."""
+  attention, whole = Attention("splash", blocks=SplashBlocks(*(512,) * 8)), PartitionSpec(None, None, None, None)
+  sinks = [((H,), jnp.float32)] if case == "window" else []
+
+  def run(q, k, v, positions, segments, *sinks):
+    tokens = Tokens(positions, segments)
+    return attention(q, k, v, tokens, SCORING[case], *(sinks or (None,)), mesh=mesh, q_spec=whole, kv_spec=whole)
+
+  rows = [((B, S), jnp.int32)] * 2
+  heads = [((B, S, n, D), jnp.bfloat16) for n in (H, K, K)]
+  text = compiled(mesh, run, *heads, *rows, *sinks)
+  assert all(f"splash_mha_{part}" in text for part in ("fwd", "dkv"))
+
+
+def test_grouped_products(mesh):
+  shapes = ((2048, 512), jnp.bfloat16), ((8, 512, 1024), jnp.bfloat16), ((8,), jnp.int32)
+  text = compiled(mesh, GroupedMatmul("megablox"), *shapes)
+  assert "tpu_custom_call" in text
+
+
+def test_delta_rule(mesh):
+  def run(q, k, v, g, beta, begins, state):
+    return chunked(q, k, v, g, beta, begins > 0, state, size=64)[0]
+
+  arrays = [((B, S, H, D), jnp.float32)] * 3 + [((B, S, H), jnp.float32)] * 2
+  compiled(mesh, run, *arrays, ((B, S), jnp.int32), ((B, H, D, D), jnp.float32))
+
+
+def test_the_choice_of_an_indexer(mesh):
+  """It has no gradient; what it chooses is a mask."""
+  compiled(mesh, lambda scores, x: among_best(scores, 256) * x, ((B, S, S), jnp.float32), ((B, S, 1), jnp.float32))
