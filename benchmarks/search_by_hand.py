@@ -18,7 +18,7 @@ MOST_COMPILES = 12
 # Policy, sequences per chip, tensor parallelism.
 BY_HAND = (
   ("full", 4, 1), ("full", 8, 1), ("full", 12, 1), ("full", 8, 2),
-  ("minimal", 2, 1), ("minimal", 4, 1), ("minimal", 4, 2), ("minimal_with_context", 4, 1),
+  ("minimal", 2, 1), ("minimal", 4, 1), ("minimal", 4, 2), ("save_qkv_proj", 6, 1),
   ("save_qkv_proj", 4, 1), ("save_qkv_proj", 8, 1), ("save_out_proj", 4, 1), ("save_out_proj", 8, 1),
   ("save_dot_except_mlp", 4, 1), ("save_dot_except_mlp", 8, 1), ("save_dot_except_mlpwi", 4, 1),
   ("save_dot_except_mlpwi", 6, 1), ("save_dot_with_context_except_mlp", 4, 1),
