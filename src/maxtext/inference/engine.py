@@ -80,7 +80,6 @@ class Engine:
 
   Attributes:
     pages: those of the slots; without pages a slot has one that holds all of a text.
-    row: shapes of what `prefill` returns.
   """
 
   def __init__(
@@ -162,7 +161,6 @@ class Engine:
       return state if draft is None else state._replace(cache=state.cache + draft.empty(params, slots, length))
 
     self.state = jax.jit(begun)(params)
-    self.row = jax.eval_shape(begin, params, np.zeros((1, self.sizes[0]), np.int32), np.ones(1, np.int32))
     shardings = jax.tree.map(lambda a: a.sharding, self.state)
     everywhere = NamedSharding(model.how.mesh, PartitionSpec())
     self._everywhere, self._anything = everywhere, jax.device_put(anything(slots, self.vocab), everywhere)
@@ -172,6 +170,11 @@ class Engine:
     self._insert = jax.jit(partial(insert, kinds), donate_argnums=0, out_shardings=shardings)
     self._generate = jax.jit(step, donate_argnums=1, out_shardings=(shardings, everywhere))
     self._write = jax.jit(write, donate_argnums=1, out_shardings=(shardings, everywhere))
+
+  @cached_property
+  def row(self) -> Caches:
+    """Shapes of what `prefill` returns."""
+    return self._begin.eval_shape(self._params, np.zeros((1, self.sizes[0]), np.int32), np.ones(1, np.int32))
 
   @cached_property
   def fingerprint(self) -> str:
