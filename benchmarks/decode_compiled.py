@@ -9,19 +9,19 @@ any step must read: every weight once, but for the table of which only rows are 
 import argparse
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.figures import show
 from maxtext import MaxTextConfig, load_config
 from maxtext.inference.engine import State, dropless, empty, generate
+from maxtext.inference.sampling import anything
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
 from maxtext.models.build import build_model
 from maxtext.plan.hlo import CompiledProgram
+from maxtext.plan.plan import bytes_per_device
 from maxtext.plan.traffic import traffic
 
 
@@ -58,21 +58,16 @@ def compiled(config: MaxTextConfig, slots: int) -> Compiled:
 
   state: State = jax.tree.map(placed, jax.eval_shape(begin, params), shardings)
   active = jax.ShapeDtypeStruct((slots,), bool, sharding=everywhere)
-  allowed = jax.ShapeDtypeStruct((slots, -(-model.spec.vocab // 32)), jnp.uint32, sharding=everywhere)
+  allowed = placed(jax.eval_shape(partial(anything, slots, model.spec.vocab)), everywhere)
   step = jax.jit(partial(generate, model), donate_argnums=1, out_shardings=(shardings, everywhere))
   executable = step.lower(params, state, active, allowed).compile()
   read = [a for name, a in params.items() if model.spec.tied or not name.startswith("embedding/")]
   return Compiled(
     CompiledProgram.parse(executable.as_text()),
-    sum(map(_bytes_of_chip, read)),
-    sum(map(_bytes_of_chip, jax.tree.leaves(state.cache))),
+    bytes_per_device(read),
+    bytes_per_device(state.cache),
     executable.memory_analysis().temp_size_in_bytes,
   )
-
-
-def _bytes_of_chip(array: jax.ShapeDtypeStruct) -> int:
-  assert array.sharding is not None
-  return prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def main() -> None:

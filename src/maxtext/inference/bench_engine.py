@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.inference.bench_load import Load
 from maxtext.inference.decode import answers
-from maxtext.inference.engine import Engine
+from maxtext.inference.engine import Caches, Engine
 from maxtext.inference.loading import Loaded
 from maxtext.inference.sampling import Settings
 
@@ -63,10 +63,7 @@ def _prefill(config: MaxTextConfig, engine: Engine) -> list[Timing]:
     raise ConfigError(f"{key}: all are more than max_prefill_predict_length={engine.longest_prompt}.")
 
   def once(length: int) -> None:
-    row = None
-    for piece in engine.pieces([0] * (length + 1)):  # the last token of a prompt is not prefilled
-      row = engine.prefill(piece, row)
-    jax.block_until_ready(row)
+    jax.block_until_ready(_filled(engine, [0] * (length + 1)))  # the last token of a prompt is not prefilled
 
   timings = [_timing(f"prefill of {length} tokens", config, partial(once, length), length) for length in lengths]
   return [*timings, *_samples(config, engine, lengths[-1])] if config.multi_sampling else timings
@@ -79,16 +76,21 @@ def _samples(config: MaxTextConfig, engine: Engine, length: int) -> list[Timing]
     raise ConfigError(f"inference_microbenchmark_num_samples: {wrong[0]} is not from 1 to the {engine.slots} slots.")
 
   def once(count: int) -> None:
-    row = None
-    for piece in engine.pieces(prompt):
-      row = engine.prefill(piece, row)
-    assert row is not None
+    row = _filled(engine, prompt)
     for slot in range(count):
       engine.insert(row, slot, prompt, Settings())
     jax.block_until_ready(engine.state)
 
   named = {f"{count} answers to {length} tokens": count for count in counts}
   return [_timing(name, config, partial(once, count), length) for name, count in named.items()]
+
+
+def _filled(engine: Engine, prompt: Sequence[int]) -> Caches:
+  row = None
+  for piece in engine.pieces(prompt):
+    row = engine.prefill(piece, row)
+  assert row is not None
+  return row
 
 
 def _generate(config: MaxTextConfig, engine: Engine) -> list[Timing]:

@@ -171,11 +171,11 @@ def _least_memory(program: Program, topology: Topology) -> Memory:
   work, inputs = forward_work(program)
   how, grad_dtype = program.model.how, jnp.dtype(config.grad_dtype.value)
   kept = int((inputs + kept_bytes(work, how.remat)) / (config.gradient_accumulation_steps * how.mesh.size))
-  gradients = _bytes(
+  gradients = bytes_per_device(
     {n: jax.ShapeDtypeStruct(p.shape, grad_dtype, sharding=p.sharding) for n, p in state.params.items()}
   )
   temporaries = max(kept, gradients)
-  return _memory(program, topology, _bytes((state, program.batch)) + temporaries, temporaries)
+  return _memory(program, topology, bytes_per_device((state, program.batch)) + temporaries, temporaries)
 
 
 def _filled_rows(config: MaxTextConfig, how: How) -> float:
@@ -188,13 +188,13 @@ def _filled_rows(config: MaxTextConfig, how: How) -> float:
 def _memory(program: Program, topology: Topology, peak: int, temporaries: int) -> Memory:
   state = program.state
   parameters, optimizer, batch = (
-    _bytes(tree) for tree in ((state.params, state.buffers), state.opt_state, program.batch)
+    bytes_per_device(tree) for tree in ((state.params, state.buffers), state.opt_state, program.batch)
   )
   there = topology.chip.hbm_bytes // topology.chip.devices
   return Memory(parameters, optimizer, batch, temporaries, peak, there)
 
 
-def _bytes(tree: Any) -> int:
+def bytes_per_device(tree: Any) -> int:
   """What one device holds of a tree of shapes."""
   return sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 

@@ -98,7 +98,7 @@ def search(config: MaxTextConfig, words: Sequence[str], compiles: int, jobs: int
     while True:
       while len(under_way) < jobs and len(done) + len(under_way) < compiles and (new := _next(waiting, done)):
         waiting.remove(new)
-        under_way[pool.submit(_compiled, words, new.keys)] = new
+        under_way[pool.submit(planned_apart, words, new.keys)] = new
       if not under_way:
         break
       for future in wait(under_way, return_when=FIRST_COMPLETED).done:
@@ -179,7 +179,7 @@ def _keeps_more(one: Candidate, other: Candidate) -> bool:
   return same and one.kept >= other.kept
 
 
-def _compiled(words: Sequence[str], keys: Keys) -> dict[str, Any]:
+def planned_apart(words: Sequence[str], keys: Keys) -> dict[str, Any]:
   """The plan of a candidate, from a process of its own, so that compilations run side by side."""
   command = [sys.executable, "-m", "maxtext.cli", "plan", *words, *(f"{k}={v}" for k, v in keys.items()), "--json"]
   done = subprocess.run(command, capture_output=True, text=True, check=False)
