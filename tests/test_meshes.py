@@ -1,12 +1,15 @@
 """Every mesh trains like one device."""
 
+import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -17,6 +20,7 @@ import yaml
 import maxtext
 from maxtext import ConfigError
 from maxtext.mesh.rules import LOGICAL_AXES
+from maxtext.mesh.supervisor import supervise
 from tests.flags import flags
 from tests.support import TINY, losses, program, tiny
 
@@ -195,8 +199,8 @@ def test_who_is_missing_is_said(present):
 @pytest.mark.slow
 def test_a_killed_process_is_named_and_the_run_starts_again(tmp_path):
   file = tmp_path / "metrics.jsonl"
-  words = ["--processes", "2", "--restarts", "1", "--", "train", "small-llama", "steps=25", "per_device_batch_size=2",
-           f"base_output_directory={tmp_path}",
+  words = ["--processes", "2", "--restarts", "2", "--stalled", "120", "--", "train", "small-llama", "steps=25",
+           "per_device_batch_size=2", f"base_output_directory={tmp_path}",
            f"jax_cache_dir={tmp_path / 'cache'}", f"metrics_file={file}"]  # fmt: skip
   command = [MAXTEXT, "launch", *words]
   env = os.environ | flags()
@@ -212,9 +216,30 @@ def test_a_killed_process_is_named_and_the_run_starts_again(tmp_path):
         assert time.monotonic() - killed < 15
   output = "".join(seen)
   assert process.returncode == 0, output
-  assert "maxtext: process 1 was ended by SIGKILL.\nmaxtext: starting all 2 again (1 of 1).\n" in output
+  assert "maxtext: process 1 was ended by SIGKILL.\nmaxtext: starting all 2 again (1 of 2).\n" in output
   steps = [json.loads(line)["step"] for line in file.read_text().splitlines()]
   assert steps == list(range(1, 26)), "what the lost attempt wrote is written again, and stands there once"
+
+
+def test_processes_that_stand_still_show_where_and_start_again(tmp_path):
+  script = """if True:
+    import os, pathlib, sys, time
+    def waits_for_ever():
+      time.sleep(600)
+    own = pathlib.Path(sys.argv[1]) / os.environ["JAX_PROCESS_ID"]
+    if not own.exists():
+      own.touch()
+      waits_for_ever()
+  """
+  said, command = io.StringIO(), [sys.executable, "-c", script, str(tmp_path)]
+  with ThreadPoolExecutor(1) as thread:  # the supervisor would take SIGTERM from the main one
+    assert thread.submit(supervise, command, 2, restarts=1, stalled_seconds=2, out=said).result() == 0
+  for process in range(2):
+    assert re.search(rf"\[{process}\]   File .* in waits_for_ever\n", said.getvalue())
+  assert said.getvalue().endswith(
+    "maxtext: no process has said anything for 2 s; where each of them stood is above.\n"
+    "maxtext: starting all 2 again (1 of 1).\n"
+  )
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """`maxtext launch`: one run of several processes on this machine."""
 
 import argparse
+import math
 import sys
 from typing import Any
 
@@ -16,6 +17,13 @@ def add_command(commands: Any) -> None:
   )
   parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes to start (default 1)")
   parser.add_argument("--restarts", type=int, default=0, metavar="K", help="times to start all again when one is lost")
+  parser.add_argument(
+    "--stalled",
+    type=float,
+    default=math.inf,
+    metavar="SECONDS",
+    help="show where all stand and count them as lost when none has said anything for so long (default never)",
+  )
   parser.add_argument("--devices", type=int, metavar="D", help="CPU devices per process")
   parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="such as: -- train my.yml")
   parser.set_defaults(run=_launch)
@@ -29,6 +37,8 @@ def _launch(arguments: argparse.Namespace) -> int:
     raise ConfigError("launch needs a command after --, such as: maxtext launch --processes 2 -- train my.yml")
   if arguments.processes < 1 or arguments.restarts < 0:
     raise ConfigError(f"--processes {arguments.processes} --restarts {arguments.restarts}: at least 1 and 0.")
+  if not arguments.stalled > 0:
+    raise ConfigError(f"--stalled {arguments.stalled:g}: more seconds than 0, and than the longest compilation takes.")
   flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={arguments.devices}"} if arguments.devices else {}
   command = [sys.executable, "-m", "maxtext.cli", *words]
-  return supervise(command, arguments.processes, arguments.restarts, flags)
+  return supervise(command, arguments.processes, arguments.restarts, arguments.stalled, flags)

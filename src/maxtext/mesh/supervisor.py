@@ -1,9 +1,10 @@
-"""Starting the processes of one run on this machine, and starting all of them again when one is lost.
+"""Starting the processes of one run on this machine, and starting all again when one is lost or all stand still.
 
-JAX ends the survivors of a lost process by a signal, without a Python exception, so this must watch from outside. It
-imports no JAX.
+JAX ends the survivors of a lost process by a signal, without a Python exception, and processes that wait for each other
+wait for ever, so this must watch from outside. It imports no JAX.
 """
 
+import math
 import os
 import signal
 import socket
@@ -28,10 +29,22 @@ class Loss:
     return f"process {self.process} {how}"
 
 
+@dataclass(frozen=True)
+class Stall:
+  """No process of a run has said anything for so long that it will not go on."""
+
+  seconds: float
+  code: int = 1
+
+  def __str__(self) -> str:
+    return f"no process has said anything for {self.seconds:g} s; where each of them stood is above"
+
+
 def supervise(
   command: Sequence[str],
   processes: int,
   restarts: int = 0,
+  stalled_seconds: float = math.inf,
   environment: Mapping[str, str] | None = None,
   grace_seconds: float = 10.0,
   out: TextIO = sys.stdout,
@@ -39,14 +52,15 @@ def supervise(
   """Runs `processes` copies of a command as one run and returns its exit code.
 
   A user's mistake (exit code 2) and an end that was asked for are not tried again. When a process is lost, the others
-  get `grace_seconds` to end before they are killed, and the whole is started again, up to `restarts` times. Ctrl-C and
-  SIGTERM are passed on, and the processes have all the time they need to save; a second Ctrl-C kills them.
+  get `grace_seconds` to end before they are killed, and the whole is started again, up to `restarts` times; so too when
+  none has said anything for `stalled_seconds`, after each has shown its stacks. Ctrl-C and SIGTERM are passed on, and
+  the processes have all the time they need to save; a second Ctrl-C kills them.
   """
   if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGTERM, _terminated)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what goes to the background deaf to it
   for attempt in range(restarts + 1):
-    loss = _run_once(command, processes, environment or {}, grace_seconds, out)
+    loss = _run_once(command, processes, environment or {}, stalled_seconds, grace_seconds, out)
     if loss is None:
       return 0
     print(f"maxtext: {loss}.", file=out, flush=True)
@@ -70,21 +84,26 @@ def _terminated(number: int, frame: Any) -> None:
 
 
 def _run_once(
-  command: Sequence[str], processes: int, environment: Mapping[str, str], grace_seconds: float, out: TextIO
-) -> Loss | None:
+  command: Sequence[str],
+  processes: int,
+  environment: Mapping[str, str],
+  stalled_seconds: float,
+  grace_seconds: float,
+  out: TextIO,
+) -> Loss | Stall | None:
   address = f"127.0.0.1:{_free_port()}"
   workers = [_start(command, i, processes, address, environment) for i in range(processes)]
-  readers = [threading.Thread(target=_tag, args=(i, worker, out), daemon=True) for i, worker in enumerate(workers)]
-  for reader in readers:
-    reader.start()
+  voices = [_Voice(i, worker, out) for i, worker in enumerate(workers)]
+  loss: Loss | Stall | None
   try:
-    loss = _first_loss(workers)
+    loss = _first_loss(workers, voices, stalled_seconds)
   except KeyboardInterrupt as asked:
     loss = _let_end(workers, 128 + (signal.SIGTERM if isinstance(asked, _Terminated) else signal.SIGINT))
   if loss is not None:
-    _end(workers, grace_seconds)
-  for reader in readers:
-    reader.join(timeout=5)
+    # Python's own handler of SIGABRT writes the stacks; whatever holds up the program does not hold up that.
+    _end(workers, signal.SIGABRT if isinstance(loss, Stall) else signal.SIGTERM, grace_seconds)
+  for voice in voices:
+    voice.join(timeout=5)
   return loss
 
 
@@ -96,21 +115,33 @@ def _start(
     "JAX_NUM_PROCESSES": str(processes),
     "JAX_PROCESS_ID": str(index),
     "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",
   }
   return subprocess.Popen(
     command, env=os.environ | environment | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
   )
 
 
-def _tag(index: int, worker: subprocess.Popen[str], out: TextIO) -> None:
-  assert worker.stdout is not None
-  for line in worker.stdout:
-    out.write(f"[{index}] {line}")
-    out.flush()
+class _Voice(threading.Thread):
+  """Passes on what a process says, tagged, and knows when it last said something."""
+
+  def __init__(self, index: int, worker: subprocess.Popen[str], out: TextIO) -> None:
+    super().__init__(daemon=True)
+    self._index, self._worker, self._out, self.heard = index, worker, out, time.monotonic()
+    self.start()
+
+  def run(self) -> None:
+    assert self._worker.stdout is not None
+    for line in self._worker.stdout:
+      self.heard = time.monotonic()
+      self._out.write(f"[{self._index}] {line}")
+      self._out.flush()
 
 
-def _first_loss(workers: Sequence[subprocess.Popen[str]]) -> Loss | None:
-  """Waits until all have ended well, or one has not."""
+def _first_loss(
+  workers: Sequence[subprocess.Popen[str]], voices: Sequence[_Voice], stalled_seconds: float
+) -> Loss | Stall | None:
+  """Waits until all have ended well, or one has not, or none says anything."""
   while True:
     codes = [worker.poll() for worker in workers]
     for i, code in enumerate(codes):
@@ -118,6 +149,8 @@ def _first_loss(workers: Sequence[subprocess.Popen[str]]) -> Loss | None:
         return Loss(i, code)
     if all(code == 0 for code in codes):
       return None
+    if time.monotonic() - max(voice.heard for voice in voices) > stalled_seconds:
+      return Stall(stalled_seconds)
     time.sleep(0.05)
 
 
@@ -134,11 +167,11 @@ def _let_end(workers: Sequence[subprocess.Popen[str]], code: int) -> Loss:
   return Loss(0, code)
 
 
-def _end(workers: Sequence[subprocess.Popen[str]], grace_seconds: float) -> None:
+def _end(workers: Sequence[subprocess.Popen[str]], by: signal.Signals, grace_seconds: float) -> None:
   deadline = time.monotonic() + grace_seconds
   for worker in workers:
     if worker.poll() is None:
-      worker.terminate()
+      worker.send_signal(by)
   for worker in workers:
     try:
       worker.wait(timeout=max(deadline - time.monotonic(), 0))
