@@ -11,10 +11,12 @@ import pytest
 
 import maxtext
 from maxtext import ConfigError, load_config
+from maxtext.checkpoint.inspect import chosen
 from maxtext.cli.main import main
 from maxtext.configs.derived import derive
 from maxtext.configs.explain import readers_of
-from maxtext.configs.loader import model_names, parse_assignments
+from maxtext.configs.loader import model_names, parse_assignments, values_and_origins
+from maxtext.configs.refusals import default_of
 from maxtext.configs.types import DecoderBlockType, MaxTextConfig
 from maxtext.models.catalogue import entry
 from tests.support import TINY, program, tiny
@@ -248,3 +250,13 @@ def test_text_on_a_command_line_is_taken_as_it_is():
     {"run_name": "first"},
     {"steps": "1e3"},
   ]
+
+
+@pytest.mark.parametrize("name", ["default", "deepseek3-671b", "gemma3-4b", "gpt-oss-20b"])
+def test_the_values_of_a_run_make_its_configuration_again(name):
+  """Also where a model's own key was set back to what it is without a model."""
+  own = {key: default_of(key) for key in ("n_routing_groups", "topk_routing_group", "final_logits_soft_cap")}
+  config = load_config(name, dataset_type="synthetic", override_model_config=True, **own)
+  recorded = json.dumps(values_and_origins(config, {}), default=str)
+  values = {key: entry["value"] for key, entry in json.loads(recorded).items()}
+  assert load_config(**chosen(values)) == config

@@ -1,6 +1,7 @@
 """A checkpoint described for a person, from its record alone: no JAX, no device, no array is read."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
@@ -8,6 +9,7 @@ from etils import epath
 from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.record import DamagedError, Record
 from maxtext.configs.errors import RunError
+from maxtext.configs.loader import keys_below
 from maxtext.configs.refusals import default_of, plain
 from maxtext.configs.types import MaxTextConfig
 
@@ -33,10 +35,15 @@ def describe(path: str) -> str:
 
 
 def chosen_keys(path: str) -> dict[str, Any]:
-  """The run's keys that are not at their default, with their values."""
+  """The keys that make the run's configuration again, with their values."""
+  return chosen({key: entry["value"] for key, entry in read_record(locate(path)).config.items()})
+
+
+def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Those of a run's values that are not at their default, or that its model would set to another."""
   defaults = {key: json.loads(json.dumps(plain(default_of(key)), default=str)) for key in MaxTextConfig.model_fields}
-  entries = read_record(locate(path)).config.items()
-  return {key: entry["value"] for key, entry in entries if entry["value"] != defaults[key]}
+  below = keys_below(values)
+  return {key: value for key, value in values.items() if value != defaults[key] or key in below}
 
 
 def served_keys(path: str) -> dict[str, Any]:
