@@ -109,6 +109,22 @@ def test_there_and_back(case, folder_of, references, tmp_path):
     assert value.tobytes() == second[name].tobytes(), name
 
 
+@pytest.mark.parametrize(
+  ("case", "changes", "said"),
+  [
+    ("mixtral", {"base_moe_mlp_dim": 24}, {"intermediate_size": 24}),
+    ("gpt_oss", {"base_moe_mlp_dim": 24}, {"intermediate_size": 24}),
+    ("qwen3_moe", {"base_moe_mlp_dim": -1}, {"moe_intermediate_size": 80}),
+    ("deepseek3", {}, {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),  # vLLM asks, transformers does not
+    ("deepseek2_236b", {}, {"topk_method": "group_limited_greedy"}),
+  ],
+)
+def test_a_description_says_what_the_model_has(case, changes, said):
+  config = configure(case, **changes)
+  found = description(config).config(config)
+  assert {name: found[name] for name in said} == said
+
+
 def test_a_run_starts_from_what_was_converted(references, tiny, tmp_path):
   assert main(["convert", "from-hf", str(tiny), str(tmp_path / "params"), *words("llama")]) == 0
   config = configure("llama", ici_fsdp_parallelism=2, ici_tensor_parallelism=2)

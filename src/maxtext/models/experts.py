@@ -36,8 +36,7 @@ def mixture(config: MaxTextConfig, router_changes: Mapping[str, Any] | None = No
     selection_bias_rate=c.routed_bias_update_rate,
     balance_weight=c.load_balance_loss_weight,
   )
-  dense, own, activation = c.base_mlp_dim, c.base_moe_mlp_dim, c.mlp_activations[0]
-  width = own if own > 0 else dense
+  width, activation = expert_width(c), c.mlp_activations[0]
   values: dict[str, Any] = {
     "router": replace(router, **(router_changes or {})),
     "width": width,
@@ -89,3 +88,9 @@ def check_experts(config: MaxTextConfig, spec: DecoderSpec) -> None:
       f"num_experts={config.num_experts} has no effect on decoder_block={config.decoder_block.value}, a family without "
       f"experts: leave it out."
     )
+
+
+def expert_width(config: MaxTextConfig) -> int:
+  """Of an expert's hidden layer."""
+  dense, own = config.base_mlp_dim, config.base_moe_mlp_dim  # models name both, also where only one counts
+  return own if own > 0 else dense

@@ -10,6 +10,7 @@ from typing import Any
 
 from maxtext.configs import MaxTextConfig
 from maxtext.configs.types import RopeType
+from maxtext.models.experts import expert_width
 
 Field = str | Callable[[MaxTextConfig], Any]
 LEFT_OUT = object()  # what a function gives where an entry means nothing for this model
@@ -117,7 +118,7 @@ CAPPED: Mapping[str, Field] = {
 EXPERTS: Mapping[str, Field] = {
   "num_experts": "num_experts",
   "num_experts_per_tok": "num_experts_per_tok",
-  "moe_intermediate_size": "base_moe_mlp_dim",
+  "moe_intermediate_size": expert_width,
 }
 
 # Some files hold a head that is the embedding again.

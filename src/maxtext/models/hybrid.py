@@ -5,6 +5,7 @@ from maxtext.layers.attention import QueryKeyNorm
 from maxtext.layers.block import FeedForward
 from maxtext.layers.delta_net import DeltaNet
 from maxtext.models import standard
+from maxtext.models.experts import expert_width
 from maxtext.models.hugging_face import EXPERTS, STANDARD, rope
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Table, Weight, fused, of_layers
@@ -53,7 +54,7 @@ def weights(spec: DecoderSpec, delta: Table) -> Table:
 FIELDS = {
   **STANDARD,
   **EXPERTS,
-  "shared_expert_intermediate_size": lambda c: c.base_moe_mlp_dim * c.shared_experts,
+  "shared_expert_intermediate_size": lambda c: expert_width(c) * c.shared_experts,
   "linear_num_key_heads": "gdn_num_key_heads",
   "linear_num_value_heads": "gdn_num_value_heads",
   "linear_key_head_dim": "gdn_key_head_dim",

@@ -12,7 +12,7 @@ from maxtext.layers.indexer import Indexer
 from maxtext.layers.mla import MLA
 from maxtext.layers.norm import Norm
 from maxtext.models import standard
-from maxtext.models.experts import mixture
+from maxtext.models.experts import expert_width, mixture
 from maxtext.models.hugging_face import STANDARD, Field, HuggingFace, rope
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Table, Weight
@@ -105,7 +105,11 @@ def weights(spec: DecoderSpec) -> Table:
 def hugging_face(config: MaxTextConfig) -> HuggingFace:
   """The class there goes by the router and the indexer."""
   version = "V2" if config.routed_score_func == "softmax" else "V32" if config.use_indexer else "V3"
-  own: dict[str, Mapping[str, Field]] = {"V2": _ROUTER_2, "V3": _AHEAD, "V32": _AHEAD | _INDEXER}
+  own: dict[str, Mapping[str, Field]] = {
+    "V2": _ROUTER_2,
+    "V3": _ROUTER_3 | _AHEAD,
+    "V32": _ROUTER_3 | _AHEAD | _INDEXER,
+  }
   # The layer after the last one predicts a token more; where it is read, its copies of embedding and head are not.
   first = config.base_num_decoder_layers
   further = "|".join(str(first + i) for i in range(max(config.mtp_num_layers, 1)))
@@ -122,7 +126,7 @@ def _rope_parameters(c: MaxTextConfig) -> dict[str, Any]:
 
 _FIELDS = {
   **{name: field for name, field in STANDARD.items() if name != "head_dim"},
-  "moe_intermediate_size": "base_moe_mlp_dim",
+  "moe_intermediate_size": expert_width,
   "n_routed_experts": "num_experts",
   "num_experts_per_tok": "num_experts_per_tok",
   "n_shared_experts": "shared_experts",
@@ -140,5 +144,11 @@ _FIELDS = {
   "rope_parameters": _rope_parameters,
 }
 _ROUTER_2 = {"topk_method": lambda c: "group_limited_greedy" if c.n_routing_groups > 1 else "greedy"}
-_AHEAD = {"num_nextn_predict_layers": "mtp_num_layers"}
-_INDEXER = {"index_topk": "indexer_topk", "index_head_dim": "indexer_head_dim", "index_n_heads": "indexer_n_heads"}
+# What the class of transformers takes for granted, and other readers ask for.
+_ROUTER_3: dict[str, Field] = {"topk_method": lambda c: "noaux_tc", "scoring_func": "routed_score_func"}
+_AHEAD: dict[str, Field] = {"num_nextn_predict_layers": "mtp_num_layers"}
+_INDEXER: dict[str, Field] = {
+  "index_topk": "indexer_topk",
+  "index_head_dim": "indexer_head_dim",
+  "index_n_heads": "indexer_n_heads",
+}

@@ -9,7 +9,7 @@ from maxtext.layers.attention import GQA, QueryKeyNorm
 from maxtext.layers.beside import Beside
 from maxtext.layers.experts import Mixture
 from maxtext.models import standard
-from maxtext.models.experts import mixture
+from maxtext.models.experts import expert_width, mixture
 from maxtext.models.hugging_face import CAPPED, TIED_HEAD, HuggingFace, rope
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight, fused
@@ -98,7 +98,7 @@ HUGGING_FACE = HuggingFace(
     "enable_moe_block": lambda c: c.num_experts > 1,
     "num_experts": lambda c: c.num_experts if c.num_experts > 1 else None,
     "top_k_experts": lambda c: c.num_experts_per_tok if c.num_experts > 1 else None,
-    "moe_intermediate_size": lambda c: c.base_moe_mlp_dim if c.num_experts > 1 else None,
+    "moe_intermediate_size": lambda c: expert_width(c) if c.num_experts > 1 else None,
     "rope_parameters": lambda c: {
       "sliding_attention": rope(c, theta=_near_theta(c), scaled=False),
       "full_attention": rope(c, theta=_far_theta(c), scaled=False)

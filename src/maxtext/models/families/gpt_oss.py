@@ -2,7 +2,7 @@
 
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard
-from maxtext.models.experts import mixture
+from maxtext.models.experts import expert_width, mixture
 from maxtext.models.hugging_face import STANDARD, HuggingFace
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight, fused
@@ -35,6 +35,7 @@ HUGGING_FACE = HuggingFace(
   "gpt_oss",
   {
     **STANDARD,
+    "intermediate_size": expert_width,
     "hidden_act": lambda c: "silu",
     "num_local_experts": "num_experts",
     "num_experts_per_tok": "num_experts_per_tok",

@@ -11,7 +11,7 @@ from maxtext.configs.types import RopeType
 from maxtext.layers.attention import GQA, QueryKeyNorm, Temperature
 from maxtext.layers.rope import LongContext
 from maxtext.models import standard
-from maxtext.models.experts import mixture
+from maxtext.models.experts import expert_width, mixture
 from maxtext.models.hugging_face import LEFT_OUT, STANDARD, HuggingFace, rope
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight, fused
@@ -59,7 +59,7 @@ HUGGING_FACE = HuggingFace(
   "llama4_text",
   {
     **STANDARD,
-    "intermediate_size": lambda c: c.base_moe_mlp_dim if c.base_moe_mlp_dim > 0 else c.base_mlp_dim,
+    "intermediate_size": expert_width,
     "intermediate_size_mlp": lambda c: c.base_mlp_dim if c.interleave_moe_layer_step > 1 else LEFT_OUT,
     "num_local_experts": "num_experts",
     "num_experts_per_tok": "num_experts_per_tok",
