@@ -73,6 +73,7 @@ def values_of(folder: Path, size: bare.Size, cache: Path) -> dict:
     "tokenizer_path": str(folder),
     "add_bos": False,
     "add_eos": False,
+    "scan_layers": False,
     "jax_cache_dir": str(cache),
   }
 

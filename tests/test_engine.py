@@ -42,15 +42,18 @@ def greedy(reference, prompt):
   return prompt
 
 
+def write(model, params, prompt):
+  engine = Engine(model, params, slots=2, length=96, longest_prompt=PROMPT, piece=16)
+  put(engine, prompt[:5].tolist(), SLOT)
+  put(engine, prompt.tolist(), SLOT)
+  return [engine.generate([slot == SLOT for slot in range(2)]) for _ in range(WRITTEN)]
+
+
 @every_case
 def test_written_as_by_the_reference(case, references):  # noqa: F811
   reference = references(case)
-  model, params = loaded(configure(case), reference)
-  engine = Engine(model, params, slots=2, length=96, longest_prompt=PROMPT, piece=16)
   prompt = reference.inputs[1, :PROMPT]
-  put(engine, prompt[:5].tolist(), SLOT)
-  put(engine, prompt.tolist(), SLOT)
-  steps = [engine.generate([slot == SLOT for slot in range(2)]) for _ in range(WRITTEN)]
+  steps = write(*loaded(configure(case), reference), prompt)
   expected = greedy(reference, prompt)
   assert [int(step.tokens[SLOT]) for step in steps] == expected[PROMPT:].tolist()
   logits = reference.model.logits(expected[None, :-1])[0, PROMPT - 1 :].detach()
@@ -60,3 +63,18 @@ def test_written_as_by_the_reference(case, references):  # noqa: F811
     np.testing.assert_allclose(found, exact[step.others[SLOT]], atol=1e-4, rtol=0)
     np.testing.assert_allclose(found, np.sort(exact)[::-1][:20], atol=1e-4, rtol=0)
     np.testing.assert_allclose(step.log_probs[SLOT], exact.max(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["gemma2", pytest.param("deepseek3", marks=pytest.mark.slow)])
+def test_layers_that_are_not_looped_over_have_arrays_of_their_own(case, references):  # noqa: F811
+  reference = references(case)
+  prompt = reference.inputs[1, :PROMPT]
+  looped = write(*loaded(configure(case), reference), prompt)
+  model, params = loaded(configure(case, scan_layers=False), reference)
+  layers = {name: value.shape[0] for name, value in params.items() if name.startswith("groups/")}
+  apart = model.apart(params)
+  assert not params, "a stack that is still held would double what the engine needs"
+  assert len(apart) == len(model.params) + len(model.buffers) - len(layers) + sum(layers.values())
+  for one, other in zip(write(model, apart, prompt), looped, strict=True):
+    assert one.tokens[SLOT] == other.tokens[SLOT]
+    np.testing.assert_allclose(one.others_log_probs[SLOT], other.others_log_probs[SLOT], atol=1e-5, rtol=0)

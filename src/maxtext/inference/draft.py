@@ -39,7 +39,7 @@ class Draft:
 
   def kinds(self, rows: int, length: int) -> list[list[dict[str, Slots]]]:
     """What its cache is made of."""
-    return self.model.bind(self.params).cache_slots(rows, length)
+    return self.model.shapes.cache_slots(rows, length)
 
   def empty(self, params: Params, rows: int, length: int) -> Caches:
     """A cache of nothing."""

@@ -166,7 +166,7 @@ class Engine:
     self._everywhere, self._anything = everywhere, jax.device_put(anything(slots, self.vocab), everywhere)
     self._begin = jax.jit(begin)
     self._go_on = jax.jit(go_on, donate_argnums=() if keeps_rows else 1)
-    kinds = paged.bind(params).cache_slots(slots, length) + ([] if draft is None else draft.kinds(slots, length))
+    kinds = paged.shapes.cache_slots(slots, length) + ([] if draft is None else draft.kinds(slots, length))
     self._insert = jax.jit(partial(insert, kinds), donate_argnums=0, out_shardings=shardings)
     self._generate = jax.jit(step, donate_argnums=1, out_shardings=(shardings, everywhere))
     self._write = jax.jit(write, donate_argnums=1, out_shardings=(shardings, everywhere))

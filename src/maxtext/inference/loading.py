@@ -108,17 +108,17 @@ def make_engine(
       f"max_prefill_predict_length={c.max_prefill_predict_length} leaves no room for an answer in "
       f"max_target_length={c.max_target_length}: lower it."
     )
-  if ahead and not model.bind(params).takes_back:
+  if ahead and not model.shapes.takes_back:
     raise ConfigError(
       f"--ahead {ahead}: this model has layers that keep a state, from which no guess can be taken back."
     )
-  _check_pages(config, model, params)
+  _check_pages(config, model)
   if draft is not None and draft.model.spec.vocab != model.spec.vocab:
     raise ConfigError(
       f"--draft: its vocabulary has {draft.model.spec.vocab} tokens, the model's {model.spec.vocab}: only a model with "
       "the same tokenizer can guess for it."
     )
-  if draft is not None and not draft.model.bind(draft.params).takes_back:
+  if draft is not None and not draft.model.shapes.takes_back:
     raise ConfigError("--draft: that model has layers that keep a state, from which no guess can be taken back.")
   slots = global_batch_size(config, model.how.mesh.size)
   piece = c.prefill_chunk_size if c.use_chunked_prefill else None
@@ -132,11 +132,11 @@ def load_draft(config: MaxTextConfig, mesh: Mesh) -> Draft:
   return Draft(model, parameters(config, model))
 
 
-def _check_pages(config: MaxTextConfig, model: Model, params: Params) -> None:
+def _check_pages(config: MaxTextConfig, model: Model) -> None:
   c, pages = config, model.how.cache_pages
   if pages is None:
     return
-  if not any(slots.paged for slots in jax.tree.leaves(model.bind(params).cache_slots(1, 1))):
+  if not any(slots.paged for slots in jax.tree.leaves(model.shapes.cache_slots(1, 1))):
     raise ConfigError(
       "attention=paged: no layer of this model keeps the whole text, so there is nothing to lay in pages: "
       "write attention=autoselected."
@@ -159,7 +159,7 @@ def parameters(config: MaxTextConfig, model: Model) -> Params:
   """Those of `load_parameters_path`."""
   if not config.load_parameters_path:
     raise ConfigError("load_parameters_path is not set: write a run's folder, a checkpoint, or exported parameters.")
-  return load_named(config, model, model.params | model.buffers)
+  return model.apart(load_named(config, model, model.params | model.buffers))
 
 
 def run_tokenizer(config: MaxTextConfig) -> Tokenizer:

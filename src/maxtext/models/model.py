@@ -3,11 +3,12 @@
 At run time parameters are a flat dict {path: array}; the modules are bound to them inside `jax.jit`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.layers.how import How
@@ -86,9 +87,38 @@ class Model:
     values = _values(state)
     return {n: values[n] for n in self.params}, {n: values[n] for n in self.buffers}
 
+  @property
+  def shapes(self) -> Decoder:
+    """The decoder with shapes for values, to ask what it is made of."""
+    return self._bound({**self.params, **self.buffers})
+
   def bind(self, params: Params) -> Decoder:
-    """The decoder with these parameters and buffers; costs Python time, so call it inside `jax.jit`."""
-    state = [(path, kind(params[name], **metadata)) for name, path, kind, metadata in self._variables]
+    """The decoder with these parameters and buffers, or what `apart` makes of them.
+
+    It costs Python time, so call it inside `jax.jit`.
+    """
+    return self._bound({name: self._whole(params, name) for name, *_ in self._variables})
+
+  def apart(self, params: Params) -> Params:
+    """Takes parameters out of a dict; those of layers that are not looped over come back layer by layer.
+
+    A CPU copies what it cuts out of a stack, in every step, and a loop's weights too. Stacked inside a program and
+    cut there, they cost nothing: the compiler sees that it gets what it had.
+    """
+    dimensions, found = self.named_dimensions, Params()
+    while params:
+      name, value = params.popitem()
+      looped = self.how.scan or dimensions[name][:1] != ("layers",)
+      found |= {name: value} if looped else {_of_layer(name, i): value[i] for i in range(value.shape[0])}
+    return found
+
+  def _whole(self, params: Params, name: str) -> jax.Array:
+    if name in params:
+      return params[name]
+    return jnp.stack([params[_of_layer(name, i)] for i in range(self.struct(name).shape[0])])
+
+  def _bound(self, values: Mapping[str, Any]) -> Decoder:
+    state = [(path, kind(values[name], **metadata)) for name, path, kind, metadata in self._variables]
     return nnx.merge(self._graph, nnx.from_flat_state(state))
 
   def buffers_of(self, decoder: Decoder) -> Params:
@@ -103,6 +133,10 @@ class Model:
 
 def _values(state: Any) -> Params:
   return {_name(path): variable.get_value() for path, variable in nnx.to_flat_state(state)}
+
+
+def _of_layer(name: str, layer: int) -> str:
+  return f"{name}[{layer}]"
 
 
 def _name(path: tuple) -> str:
