@@ -133,15 +133,16 @@ def by_transformers(folder: Path, size: bare.Size) -> Decode:
   return start
 
 
-def race(first: Decode, second: Decode, turns: int, steps: int) -> tuple[list[Timed], list[Timed]]:
-  """Both in turns, a few steps each; what they write first must be the same."""
+def race(first: Decode, second: Decode, turns: int, steps: int, rest: float = 0.0) -> tuple[list[Timed], list[Timed]]:
+  """Both in turns, a few steps each, with so many seconds before each turn; what they write first must be the same."""
   one, other = first(), second()
   np.testing.assert_array_equal([one() for _ in range(8)], [other() for _ in range(8)])
-  times = [(timed(one, steps), timed(other, steps)) for _ in range(turns)]
+  times = [(timed(one, steps, rest), timed(other, steps, rest)) for _ in range(turns)]
   return [a for a, _ in times], [b for _, b in times]
 
 
-def timed(step: Step, steps: int) -> Timed:
+def timed(step: Step, steps: int, rest: float) -> Timed:
+  time.sleep(rest)
   start, worked = time.perf_counter(), time.process_time()
   for _ in range(steps):
     step()
@@ -185,8 +186,8 @@ def main() -> None:
     warm = [first_token(values) for _ in range(arguments.starts)]
     engine = ours(values, size)
     ours_first, bare_steps = race(engine, by_hand(folder, size), arguments.turns, 1)
-    # torch's threads stay awake for a while, so it gets longer turns
-    ours_again, torch_steps = race(engine, by_transformers(folder, size), arguments.turns // 8, 8)
+    # torch's threads stay awake for a while, and would take a core from the next turn
+    ours_again, torch_steps = race(engine, by_transformers(folder, size), arguments.turns // 8, 8, rest=0.5)
 
   def speed(times: list[Timed]) -> float:
     return 1 / statistics.median(t.seconds for t in times)
