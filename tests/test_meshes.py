@@ -233,11 +233,11 @@ def test_processes_that_stand_still_show_where_and_start_again(tmp_path):
   """
   said, command = io.StringIO(), [sys.executable, "-c", script, str(tmp_path)]
   with ThreadPoolExecutor(1) as thread:  # the supervisor would take SIGTERM from the main one
-    assert thread.submit(supervise, command, 2, restarts=1, stalled_seconds=2, out=said).result() == 0
+    assert thread.submit(supervise, command, 2, restarts=1, stalled_seconds=5, out=said).result() == 0
   for process in range(2):
     assert re.search(rf"\[{process}\]   File .* in waits_for_ever\n", said.getvalue())
   assert said.getvalue().endswith(
-    "maxtext: no process has said anything for 2 s; where each of them stood is above.\n"
+    "maxtext: no process has said anything for 5 s; where each of them stood is above.\n"
     "maxtext: starting all 2 again (1 of 1).\n"
   )
 

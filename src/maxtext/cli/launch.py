@@ -22,7 +22,8 @@ def add_command(commands: Any) -> None:
     type=float,
     default=math.inf,
     metavar="SECONDS",
-    help="show where all stand and count them as lost when none has said anything for so long (default never)",
+    help="count all as lost, and show where they stand, when none has said anything for so long: more than compiling, "
+    "an evaluation or log_period steps take (default never)",
   )
   parser.add_argument("--devices", type=int, metavar="D", help="CPU devices per process")
   parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="such as: -- train my.yml")
@@ -38,7 +39,7 @@ def _launch(arguments: argparse.Namespace) -> int:
   if arguments.processes < 1 or arguments.restarts < 0:
     raise ConfigError(f"--processes {arguments.processes} --restarts {arguments.restarts}: at least 1 and 0.")
   if not arguments.stalled > 0:
-    raise ConfigError(f"--stalled {arguments.stalled:g}: more seconds than 0, and than the longest compilation takes.")
+    raise ConfigError(f"--stalled {arguments.stalled:g}: more seconds than compiling or log_period steps take.")
   flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={arguments.devices}"} if arguments.devices else {}
   command = [sys.executable, "-m", "maxtext.cli", *words]
   return supervise(command, arguments.processes, arguments.restarts, arguments.stalled, flags)

@@ -71,6 +71,7 @@ def supervise(
   return 1
 
 
+_LOOK_SECONDS = 0.05
 # A user's mistake, Ctrl-C and SIGTERM.
 _FINAL = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
@@ -123,25 +124,28 @@ def _start(
 
 
 class _Voice(threading.Thread):
-  """Passes on what a process says, tagged, and knows when it last said something."""
+  """Passes on what a process says, tagged, and counts the lines; while `passing_on` it waits for whoever reads them."""
 
   def __init__(self, index: int, worker: subprocess.Popen[str], out: TextIO) -> None:
     super().__init__(daemon=True)
-    self._index, self._worker, self._out, self.heard = index, worker, out, time.monotonic()
+    self._index, self._worker, self._out = index, worker, out
+    self.lines, self.passing_on = 0, False
     self.start()
 
   def run(self) -> None:
     assert self._worker.stdout is not None
     for line in self._worker.stdout:
-      self.heard = time.monotonic()
+      self.passing_on = True
       self._out.write(f"[{self._index}] {line}")
       self._out.flush()
+      self.lines, self.passing_on = self.lines + 1, False
 
 
 def _first_loss(
   workers: Sequence[subprocess.Popen[str]], voices: Sequence[_Voice], stalled_seconds: float
 ) -> Loss | Stall | None:
   """Waits until all have ended well, or one has not, or none says anything."""
+  lines, silent = 0, 0.0
   while True:
     codes = [worker.poll() for worker in workers]
     for i, code in enumerate(codes):
@@ -149,9 +153,12 @@ def _first_loss(
         return Loss(i, code)
     if all(code == 0 for code in codes):
       return None
-    if time.monotonic() - max(voice.heard for voice in voices) > stalled_seconds:
+    before, lines = lines, sum(voice.lines for voice in voices)
+    # Looks are counted, not time: who was stopped with its processes has not waited for them.
+    silent = 0.0 if lines > before or any(voice.passing_on for voice in voices) else silent + _LOOK_SECONDS
+    if silent > stalled_seconds:
       return Stall(stalled_seconds)
-    time.sleep(0.05)
+    time.sleep(_LOOK_SECONDS)
 
 
 def _let_end(workers: Sequence[subprocess.Popen[str]], code: int) -> Loss:
