@@ -260,3 +260,12 @@ def test_the_values_of_a_run_make_its_configuration_again(name):
   recorded = json.dumps(values_and_origins(config, {}), default=str)
   values = {key: entry["value"] for key, entry in json.loads(recorded).items()}
   assert load_config(**chosen(values)) == config
+
+
+def test_a_run_outlives_its_file_of_rules(tmp_path):
+  file = tmp_path / "rules.yml"
+  file.write_text("mesh_axes: [data, fsdp]\n")
+  config = load_config(custom_mesh_and_rule=str(file), dataset_type="synthetic")
+  values = {key: entry["value"] for key, entry in values_and_origins(config, {}).items()}
+  file.unlink()
+  assert load_config(**(chosen(values) | {"custom_mesh_and_rule": ""})).mesh_axes == ["data", "fsdp"]

@@ -79,8 +79,12 @@ def resolve(
 
 
 def keys_below(values: Mapping[str, Any]) -> set[str]:
-  """The keys that are set before a user's are, where a user names this model and these rules."""
-  return {key for layer in _layers_below(values).values() for key in layer}
+  """The keys that may be set before a user's are, where a user names this model and these rules.
+
+  A file of rules is not opened: what a run recorded must be readable without it.
+  """
+  rules = _OF_RULES if values.get("custom_mesh_and_rule") else ()
+  return {*_read(_HERE / "base.yml"), *rules, *_model_layer(values.get("model_name", "default"))}
 
 
 def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
