@@ -10,7 +10,9 @@ many of the tokens are the same before the first that is not, and how far their 
 import argparse
 import json
 import subprocess
+import sys
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -53,12 +55,13 @@ def main() -> None:
   parser.add_argument("--python", required=True, help="the interpreter of an environment with vLLM")
   parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
   arguments = parser.parse_args()
-  found = {name: compare(name, arguments.python) for name in arguments.models}
+  with redirect_stdout(sys.stderr):  # what runs and conversions say
+    found = {name: compare(name, arguments.python) for name in arguments.models}
   if arguments.json:
     print(json.dumps(found))
     return
   for name, (same, apart) in found.items():
-    print(f"{name:>16}  {same:2} of {TOKENS} tokens the same, log-probabilities within {apart:.1e}")
+    print(f"{name:>18}  {same:2} of {TOKENS} tokens the same, log-probabilities within {apart:.1e}")
 
 
 def compare(name: str, python: str) -> tuple[int, float]:

@@ -13,7 +13,7 @@ from maxtext.layers.mla import MLA
 from maxtext.layers.norm import Norm
 from maxtext.models import standard
 from maxtext.models.experts import expert_width, mixture
-from maxtext.models.hugging_face import STANDARD, Field, HuggingFace, rope
+from maxtext.models.hugging_face import LEFT_OUT, STANDARD, Field, HuggingFace, rope
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Table, Weight
 
@@ -104,7 +104,7 @@ def weights(spec: DecoderSpec) -> Table:
 
 def hugging_face(config: MaxTextConfig) -> HuggingFace:
   """The class there goes by the router and the indexer."""
-  version = "V2" if config.routed_score_func == "softmax" else "V32" if config.use_indexer else "V3"
+  version = "V2" if config.routed_score_func != "sigmoid" else "V32" if config.use_indexer else "V3"
   own: dict[str, Mapping[str, Field]] = {
     "V2": _ROUTER_2,
     "V3": _ROUTER_3 | _AHEAD,
@@ -145,7 +145,10 @@ _FIELDS = {
 }
 _ROUTER_2 = {"topk_method": lambda c: "group_limited_greedy" if c.n_routing_groups > 1 else "greedy"}
 # What the class of transformers takes for granted, and other readers ask for.
-_ROUTER_3: dict[str, Field] = {"topk_method": lambda c: "noaux_tc", "scoring_func": "routed_score_func"}
+_ROUTER_3: dict[str, Field] = {
+  "topk_method": lambda c: "noaux_tc" if c.routed_bias else LEFT_OUT,
+  "scoring_func": "routed_score_func",
+}
 _AHEAD: dict[str, Field] = {"num_nextn_predict_layers": "mtp_num_layers"}
 _INDEXER: dict[str, Field] = {
   "index_topk": "indexer_topk",
