@@ -28,22 +28,33 @@ def qkv():
   return draw(0, B, S, H, D), draw(1, B, S, K, D), draw(2, B, S, K, D)
 
 
-@pytest.mark.parametrize(("cap", "sinks"), [(None, None), (2.0, draw(3, H))])
-def test_a_step_over_a_cache_equals_the_reference(cap, sinks):
-  """It writes one place of one layer, and reads nothing behind it."""
+STEPS = {
+  "plain": ({}, None, (5, 41)),
+  "capped, with sinks": ({"cap": 2.0}, draw(3, H), (5, 41)),
+  "a window that has come round": ({"window": 40}, None, (30, 131)),
+  "a chunk": ({"window": 48, "chunked": True}, draw(3, H), (47, 100)),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_over_a_cache_equals_the_reference(case, monkeypatch):
+  """It writes one place of one layer, and reads nothing that the row has not come to, in three blocks."""
   R, T, wide = 3, 48, 128
+  monkeypatch.setattr("maxtext.kernels.step._BLOCK_BYTES", 16 * K * wide * 4)
+  changes, sinks, last = STEPS[case]
   mesh, cached = make_mesh(tiny(), jax.devices()[:1]), PartitionSpec(None, None, None)
   q, new = draw(0, B, H, wide), (draw(1, B, K, wide), draw(2, B, K, wide))
-  positions, scoring = jnp.array([5, 41]), Scoring(wide**-0.5, cap=cap)
-  behind = jnp.arange(T)[:, None] > positions[:, None, None, None]
-  cache = tuple(jnp.where(behind, jnp.nan if i == 0 else 0.0, draw(4 + i, R, B, K, T, wide)) for i in range(2))
+  positions, scoring = jnp.array(last), Scoring(wide**-0.5, **changes)
+  held = positions[:, None] - (positions[:, None] - jnp.arange(T)) % T
+  never = (held < 0)[:, None, :, None]
+  cache = tuple(jnp.where(never, jnp.nan if i == 0 else 0.0, draw(4 + i, R, B, K, T, wide)) for i in range(2))
   out, found = step(
     q, new, cache, jnp.int32(1), positions, scoring, sinks, mesh=mesh, cache_spec=cached, interpret=True
   )
-  expected = [c.at[1, jnp.arange(B), :, positions].set(n) for c, n in zip(cache, new, strict=True)]
+  expected = [c.at[1, jnp.arange(B), :, positions % T].set(n) for c, n in zip(cache, new, strict=True)]
   jax.tree.map(np.testing.assert_array_equal, list(found), expected)
   keys, values = (c[1].swapaxes(1, 2) for c in expected)
-  where = Tokens(jnp.broadcast_to(jnp.arange(T), (B, T)))
+  where = Tokens(jnp.where(held < 0, 2**30, held))
   plain = reference(q[:, None], keys, values, Tokens(positions[:, None]), where, scoring, sinks)
   np.testing.assert_allclose(out, plain[:, 0], atol=1e-5, rtol=0)
 

@@ -46,11 +46,13 @@ class Scoring:
   def sees(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
     """Whether positions `keys` are visible from positions `queries`."""
     gap = queries - keys
+    return (gap >= 0) & self.reaches(queries, gap)
+
+  def reaches(self, queries: jax.Array, gap: jax.Array) -> jax.Array:
+    """Whether positions `queries` look so far back; in a chunk, to its first position."""
     if self.window is None:
       return gap >= 0
-    if self.chunked:
-      return (gap >= 0) & (queries // self.window == keys // self.window)
-    return (gap >= 0) & (gap < self.window)
+    return gap <= queries % self.window if self.chunked else gap < self.window
 
 
 def scores(

@@ -1,7 +1,8 @@
 """Attention of one new token per row over a stack's cache, by a Pallas kernel for TPUs that writes and reads in place.
 
 It is told which layer of the stack it is for, so no slice of the cache is ever made: each block of places comes from
-memory once, those behind a row's last position not at all, and only the tile that holds the new token goes back.
+memory once, those that a row has not come to not at all, and only the tile that holds the new token goes back. Position
+p stands in place p mod T, as in every ring (`layers/cache.py`).
 
 Shapes: R layers of the stack, B rows, H query heads, K key heads, G = H/K query heads per key head, T places, D width.
 """
@@ -23,15 +24,15 @@ _BLOCK_BYTES = 2**20  # of keys that come at once; as many of values, and the ne
 _TILE = {2: 16, 4: 8}  # places that a memory tile holds, by the bytes of a number
 
 
-def fits(cache: jax.ShapeDtypeStruct | jax.Array, cache_spec: PartitionSpec, scoring: Scoring) -> bool:
-  """Whether the kernel serves a ring: whole tiles of places and of numbers, and no window, so places are positions.
+def fits(cache: jax.ShapeDtypeStruct | jax.Array, cache_spec: PartitionSpec) -> bool:
+  """Whether the kernel serves a ring: whole tiles of places and of numbers.
 
   A device must have all layers and all places of its rows and heads, since it counts them from the first.
   """
   T, D = cache.shape[-2:]
   tile, (layers, _, _, places, numbers) = _TILE.get(cache.dtype.itemsize), cache_spec
   whole = layers is None and places is None and numbers is None
-  return whole and tile is not None and T % tile == 0 and D % 128 == 0 and scoring.window is None
+  return whole and tile is not None and T % tile == 0 and D % 128 == 0
 
 
 def step(
@@ -49,7 +50,7 @@ def step(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   """Queries [B,H,D], new keys and values [B,K,D] at `positions` [B], and the stack's cache, two of [R,B,K,T,D].
 
-  Returns what attention returns, [B,H,D], and the cache with the new keys and values. Places are positions.
+  Returns what attention returns, [B,H,D], and the cache with the new keys and values.
   """
   rows, heads = cache_spec[1], cache_spec[2]
   local = partial(_local, scoring=scoring, interpret=interpret)
@@ -84,10 +85,11 @@ def _local(
     return pl.BlockSpec((None, *shape), lambda b, t, layer, last: (b, *(0 for _ in shape)))
 
   def read(b: jax.Array, t: jax.Array, layer: jax.Array, last: jax.Array) -> tuple:
-    return layer[0], b, 0, jnp.minimum(t, last[b] // block), 0  # the block that is there already comes at no cost
+    held = jnp.minimum(last[b], T - 1) // block
+    return layer[0], b, 0, jnp.minimum(t, held), 0  # the block that is there already comes at no cost
 
   def written(b: jax.Array, t: jax.Array, layer: jax.Array, last: jax.Array) -> tuple:
-    return layer[0], b, 0, last[b] // tile, 0
+    return layer[0], b, 0, last[b] % T // tile, 0
 
   blocks, tiles = (pl.BlockSpec((None, None, K, n, D), at) for n, at in ((block, read), (tile, written)))
   whole = pl.BlockSpec((K, G, 1), lambda b, t, layer, last: (0, 0, 0))
@@ -99,7 +101,7 @@ def _local(
     scratch_shapes=[pltpu.VMEM((K, G, n), jnp.float32) for n in (1, 1, D)],
   )
   out, keys, values = pl.pallas_call(
-    partial(_kernel, scoring=scoring, block=block, tile=tile, sunk=sinks is not None),
+    partial(_kernel, scoring=scoring, T=T, block=block, tile=tile, sunk=sinks is not None),
     grid_spec=grid,
     out_shape=[jax.ShapeDtypeStruct((B, K, G, D), q.dtype), *(jax.ShapeDtypeStruct(c.shape, dtype) for c in cache)],
     input_output_aliases={6: 1, 7: 2},
@@ -127,11 +129,12 @@ def _block(T: int, tile: int, bytes_per_place: int) -> int:
 def _kernel(
   layer: Ref, last: Ref, q: Ref, new_key: Ref, new_value: Ref, bottom: Ref, keys: Ref, values: Ref, out: Ref,
   key_tile: Ref, value_tile: Ref, largest: Ref, total: Ref, summed: Ref, *,
-  scoring: Scoring, block: int, tile: int, sunk: bool,
+  scoring: Scoring, T: int, block: int, tile: int, sunk: bool,
 ) -> None:  # fmt: skip
   """One block of places of one row."""
   b, t = pl.program_id(0), pl.program_id(1)
   position = last[b]
+  place = position % T
   K, G, D = summed.shape
 
   @pl.when(t == 0)
@@ -140,22 +143,23 @@ def _kernel(
     total[...] = jnp.full((K, G, 1), 1.0 if sunk else 0.0)
     summed[...] = jnp.zeros((K, G, D))
 
-  @pl.when(t == position // block)
+  @pl.when(t == place // block)
   def _put() -> None:
-    first = (position % block) // tile * tile
-    here = jax.lax.broadcasted_iota(jnp.int32, (K, tile, D), 1) == position % tile
+    first = (place % block) // tile * tile
+    here = jax.lax.broadcasted_iota(jnp.int32, (K, tile, D), 1) == place % tile
     for ring, new, written in ((keys, new_key, key_tile), (values, new_value, value_tile)):
       near = pl.ds(pl.multiple_of(first, tile), tile)
       written[...] = jnp.where(here, new[...], ring[:, near])
       ring[:, near] = written[...]
 
-  @pl.when(t <= position // block)
+  @pl.when(t <= jnp.minimum(position, T - 1) // block)
   def _join() -> None:
     logits = jnp.einsum("kgd,ktd->kgt", q[...], keys[...], preferred_element_type=jnp.float32) * scoring.scale
     if scoring.cap is not None:
       logits = scoring.cap * jnp.tanh(logits / scoring.cap)
-    places = t * block + jax.lax.broadcasted_iota(jnp.int32, (K, G, block), 2)
-    logits = jnp.where(places <= position, logits, MASKED)
+    ahead = t * block + jax.lax.broadcasted_iota(jnp.int32, (K, G, block), 2) - place
+    gap = jnp.where(ahead <= 0, -ahead, T - ahead)  # places ahead of the newest hold what came a round before
+    logits = jnp.where((gap <= position) & scoring.reaches(position, gap), logits, MASKED)
     above = jnp.maximum(largest[...], logits.max(-1, keepdims=True))
     weights, shrunk = jnp.exp(logits - above), jnp.exp(largest[...] - above)
     total[...] = total[...] * shrunk + weights.sum(-1, keepdims=True)

@@ -81,7 +81,7 @@ class CachedAttention:
       return False
     from maxtext.kernels.step import fits  # Pallas takes half a second to import
 
-    return fits(cache["key"], where, self.scoring)
+    return fits(cache["key"], where)
 
   def _by_kernel(
     self, q: jax.Array, new: Cache, cache: Cache, where: PartitionSpec, repeat: jax.Array, context: Context
