@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.figures import show
 from maxtext import MaxTextConfig, load_config
-from maxtext.inference.engine import State, dropless, empty, generate
+from maxtext.inference.engine import dropless
 from maxtext.inference.sampling import anything
+from maxtext.inference.state import State, empty, generate
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
 from maxtext.models.build import build_model

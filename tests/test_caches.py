@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from maxtext import ConfigError, load_config
-from maxtext.inference.engine import Engine, Piece, advance, dropless
+from maxtext.inference.engine import Engine, Piece, dropless
 from maxtext.inference.prefixes import Prefixes
 from maxtext.inference.sampling import Settings
 from maxtext.inference.scheduler import Request, Scheduler
+from maxtext.inference.state import advance
 from maxtext.kernels import step as step_kernel
 from maxtext.layers.cache import Rounding
 from maxtext.layers.pages import Pages, insert_row

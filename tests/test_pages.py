@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding
 from maxtext import ConfigError
 from maxtext.inference import loading
 from maxtext.inference.draft import Draft
-from maxtext.inference.engine import advance
 from maxtext.inference.page_table import PageTable
 from maxtext.inference.prefixes import Prefixes
 from maxtext.inference.sampling import Settings
 from maxtext.inference.scheduler import Request, Scheduler
 from maxtext.inference.server import Limits, make_app
+from maxtext.inference.state import advance
 from maxtext.inference.worker import Worker
 from maxtext.kernels.attention import reference
 from maxtext.kernels.paged import paged

@@ -14,9 +14,10 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.inference.bench_load import Load
 from maxtext.inference.decode import answers
-from maxtext.inference.engine import Caches, Engine
+from maxtext.inference.engine import Engine
 from maxtext.inference.loading import Loaded
 from maxtext.inference.sampling import Settings
+from maxtext.inference.state import Caches
 
 
 @dataclass(frozen=True)

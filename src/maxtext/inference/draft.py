@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from maxtext.inference.engine import Caches, State, accepted, advance, fill
 from maxtext.inference.sampling import choose
+from maxtext.inference.state import Caches, State, accepted, advance, fill
 from maxtext.layers.cache import Slots
 from maxtext.models.model import Model, Params
 

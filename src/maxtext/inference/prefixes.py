@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import jax
 
-from maxtext.inference.engine import Caches
+from maxtext.inference.state import Caches
 
 _Key = tuple[int, ...]
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from maxtext.configs import ConfigError
-from maxtext.inference.engine import Caches
+from maxtext.inference.state import Caches
 
 
 class PromptFiles:

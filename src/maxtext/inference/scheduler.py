@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from maxtext.inference.engine import Caches, Engine, Piece
+from maxtext.inference.engine import Engine, Piece
 from maxtext.inference.prefixes import Prefixes
 from maxtext.inference.prompt_files import PromptFiles
 from maxtext.inference.sampling import Chosen, Settings
+from maxtext.inference.state import Caches
 
 if TYPE_CHECKING:
   from maxtext.inference.grammar import Grammar, Path
