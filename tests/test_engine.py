@@ -65,7 +65,8 @@ def test_written_as_by_the_reference(case, references):  # noqa: F811
     np.testing.assert_allclose(step.log_probs[SLOT], exact.max(), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("case", ["gemma2", pytest.param("deepseek3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gemma2", "deepseek3"])
 def test_layers_that_are_not_looped_over_have_arrays_of_their_own(case, references):  # noqa: F811
   reference = references(case)
   prompt = reference.inputs[1, :PROMPT]

@@ -221,6 +221,8 @@ def test_a_killed_process_is_named_and_the_run_starts_again(tmp_path):
   assert steps == list(range(1, 26)), "what the lost attempt wrote is written again, and stands there once"
 
 
+@pytest.mark.chaos
+@pytest.mark.slow
 def test_processes_that_stand_still_show_where_and_start_again(tmp_path):
   script = """if True:
     import os, pathlib, sys, time
