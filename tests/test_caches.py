@@ -141,7 +141,7 @@ def test_caches_give_the_logits_of_training(name):
 def test_a_step_reads_as_far_as_any_row_has_come(keys):
   """In blocks that do not divide the ring: what lies behind is not read, and reading it would change no bit."""
   model = model_of("gemma2", keys)
-  by_blocks = Model.of(model.spec, replace(model.how, cache_block=12))
+  by_blocks = model_of("gemma2", (*keys, ("use_ragged_attention", True), ("ragged_block_size", 12)))
   row = prefilled(engine_of("gemma2", keys), 16, READ)
   rows = jax.tree.map(lambda a: jnp.concatenate([a, a], axis=1), row)
   tokens, positions, params = jnp.array([[3], [4]]), jnp.array([READ, LENGTH - 1]), parameters("gemma2")

@@ -288,6 +288,7 @@ _LEAST = {
   "max_target_length": 1,
   "max_prefill_predict_length": 1,
   "prefill_chunk_size": 1,
+  "ragged_block_size": 1,
   "mhc_expansion_rate": 1,
   "diloco_sync_period": 1,
   "rope_factor": 1,

@@ -260,11 +260,15 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=(0.0, False),
   ),
   Refusal(
-    ("use_ragged_attention", "ragged_block_size", "use_tokamax_gmm", "enable_padding_causal_mask",
-     "use_tokamax_splash", "use_jax_splash", "force_q_layout", "sa_q_layout", "sa_k_layout", "sa_v_layout",
-     "use_max_logit_estimate", "cost_estimate_flops_fwd", "cost_estimate_flops_bwd", "dq_reduction_steps",
-     "use_splash_scheduler"),
+    ("use_tokamax_gmm", "enable_padding_causal_mask", "use_tokamax_splash", "use_jax_splash", "force_q_layout",
+     "sa_q_layout", "sa_k_layout", "sa_v_layout", "use_max_logit_estimate", "cost_estimate_flops_fwd",
+     "cost_estimate_flops_bwd", "dq_reduction_steps", "use_splash_scheduler"),
     "the kernels are JAX's own splash and paged attention, and cuDNN; choose with attention and sa_block_*",
+  ),
+  Refusal(
+    ("ragged_block_size",),
+    "it has no effect without use_ragged_attention=true",
+    unless=lambda c: c.use_ragged_attention,
   ),
   Refusal(
     _section(t.PagedAttention), "it has no effect without attention=paged", unless=lambda c: c.attention == "paged"

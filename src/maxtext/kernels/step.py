@@ -46,14 +46,16 @@ def step(
   *,
   mesh: Mesh,
   cache_spec: PartitionSpec,
+  most: int | None = None,
   interpret: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   """Queries [B,H,D], new keys and values [B,K,D] at `positions` [B], and the stack's cache, two of [R,B,K,T,D].
 
-  Returns what attention returns, [B,H,D], and the cache with the new keys and values.
+  No more than `most` places are read at once; None is as many as fit. Returns what attention returns, [B,H,D], and the
+  cache with the new keys and values.
   """
   rows, heads = cache_spec[1], cache_spec[2]
-  local = partial(_local, scoring=scoring, interpret=interpret)
+  local = partial(_local, scoring=scoring, most=most, interpret=interpret)
   row = PartitionSpec(rows, heads)
   return jax.shard_map(
     local,
@@ -73,12 +75,13 @@ def _local(
   sinks: jax.Array | None,
   *,
   scoring: Scoring,
+  most: int | None,
   interpret: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   _, B, K, T, D = cache[0].shape
   G, dtype = q.shape[1] // K, cache[0].dtype
   tile = _TILE[dtype.itemsize]
-  block = _block(T, tile, K * D * dtype.itemsize)
+  block = _block(T, tile, min(_BLOCK_BYTES // (K * D * dtype.itemsize), most or T))
   bottom = jnp.full((K, G), MASKED) if sinks is None else sinks.astype(jnp.float32).reshape(K, G)
 
   def of_row(*shape: int) -> pl.BlockSpec:
@@ -120,10 +123,9 @@ def _local(
   return out.reshape(B, K * G, D), (keys, values)
 
 
-def _block(T: int, tile: int, bytes_per_place: int) -> int:
-  """Places of a block: they divide the ring, and are no more than fit."""
-  most = max(_BLOCK_BYTES // bytes_per_place, tile)
-  return max(n for n in range(tile, T + 1, tile) if T % n == 0 and n <= most)
+def _block(T: int, tile: int, most: int) -> int:
+  """Places of a block: whole tiles that divide the ring, one at least."""
+  return max(n for n in range(tile, T + 1, tile) if T % n == 0 and n <= max(most, tile))
 
 
 def _kernel(

@@ -91,7 +91,7 @@ class CachedAttention:
     how, stack = self.how, (cache["key"], cache["value"])
     out, (key, value) = step(
       q[:, 0], (new["key"][:, 0], new["value"][:, 0]), stack, repeat, context.positions[:, 0], self.scoring, self.sinks,
-      mesh=how.mesh, cache_spec=where, interpret=how.attention.interpret,
+      mesh=how.mesh, cache_spec=where, most=how.cache_block, interpret=how.attention.interpret,
     )  # fmt: skip
     return out[:, None], cache | {"key": key, "value": value}
 

@@ -72,7 +72,7 @@ class How:
   cache_rounding: Rounding | None = None
   cache_pages: Pages | None = None  # of rings that reach all the way back; None gives each row its own
   cache_kernel: bool = False  # steps of one token per row read and write the cache by the kernel for TPUs
-  cache_block: int | None = None  # places that a step reads at once, up to the last that counts; None reads all
+  cache_block: int | None = None  # most places that a step reads at once, as far as rows have come; None is any number
   cache_ahead: int = 0  # tokens behind the last of a text that a cache may hold and that others take the place of
 
   def partition(self, shape: tuple[int, ...], *axes: str | None) -> PartitionSpec:

@@ -105,8 +105,8 @@ class _Reader:
 
 # What describes how a model runs, or is checked when a configuration is loaded.
 _READ_ELSEWHERE = {
-  "decoder_block", "dense_init_scale", "attention", "use_iota_embed", "max_position_embeddings", "qk_clip_threshold",
-  "global_parameter_scale",
+  "decoder_block", "dense_init_scale", "attention", "use_ragged_attention", "ragged_block_size", "use_iota_embed",
+  "max_position_embeddings", "qk_clip_threshold", "global_parameter_scale",
 }  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def how(config: MaxTextConfig, mesh: Mesh) -> How:
     cache_rounding=_cache_rounding(c),
     cache_pages=cache_pages(c, mesh),
     cache_kernel=mesh.devices.flat[0].platform == "tpu",
-    cache_block=_CACHE_BLOCKS.get(mesh.devices.flat[0].platform),
+    cache_block=c.ragged_block_size if c.use_ragged_attention else _CACHE_BLOCKS.get(mesh.devices.flat[0].platform),
   )
 
 

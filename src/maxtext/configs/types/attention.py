@@ -34,10 +34,10 @@ class Attention(Section):
   use_post_attn_norm: bool = Field(False, description="True normalizes the attention output before the residual sum.")
   use_post_ffw_norm: bool = Field(False, description="True normalizes the feed-forward output before the residual sum.")
   use_ragged_attention: bool = Field(
-    False, description="True decodes with a kernel that skips the unused part of the cache."
+    False, description="True reads the cache in blocks when decoding, up to what is used of it, on any device."
   )
   use_tokamax_gmm: bool = Field(False, description="True runs the experts' grouped products with Tokamax.")
-  ragged_block_size: int = Field(256, description="Cache tokens per block in ragged attention.")
+  ragged_block_size: int = Field(256, description="Most cache tokens per block in ragged attention.")
   enable_padding_causal_mask: bool = Field(
     True, description="True masks padding as well as later tokens (GPU fused attention)."
   )
