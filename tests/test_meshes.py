@@ -244,6 +244,16 @@ def test_processes_that_stand_still_show_where_and_start_again(tmp_path):
   )
 
 
+def test_processes_go_on_when_nobody_reads_what_they_say():
+  class Gone(io.StringIO):
+    def write(self, text):
+      raise BrokenPipeError
+
+  command = [sys.executable, "-c", "for _ in range(20000): print('more than a pipe holds')"]
+  with ThreadPoolExecutor(1) as thread:
+    assert thread.submit(supervise, command, 1, out=Gone()).result(timeout=60) == 0
+
+
 @pytest.mark.slow
 def test_two_simulated_slices(one_device):
   axes = {"num_slices": 2, "dcn_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}

@@ -266,6 +266,12 @@ REFUSALS: tuple[Refusal, ...] = (
     "the kernels are JAX's own splash and paged attention, and cuDNN; choose with attention and sa_block_*",
   ),
   Refusal(
+    ("use_ragged_attention",),
+    "latents and pages are read in ways of their own: leave it out",
+    harmless=(False,),
+    unless=lambda c: c.attention_type != "mla" and c.attention != "paged",
+  ),
+  Refusal(
     ("ragged_block_size",),
     "it has no effect without use_ragged_attention=true",
     unless=lambda c: c.use_ragged_attention,

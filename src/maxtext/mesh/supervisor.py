@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -136,8 +137,9 @@ class _Voice(threading.Thread):
     assert self._worker.stdout is not None
     for line in self._worker.stdout:
       self.passing_on = True
-      self._out.write(f"[{self._index}] {line}")
-      self._out.flush()
+      with suppress(OSError):  # nobody reads any more; a process that is not listened to would wait for that
+        self._out.write(f"[{self._index}] {line}")
+        self._out.flush()
       self.lines, self.passing_on = self.lines + 1, False
 
 

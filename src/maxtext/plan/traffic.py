@@ -40,9 +40,9 @@ def _moved(program: CompiledProgram, computation: Computation, i: Instruction) -
     return taken + _given(inside, inside.instructions[-1], i)
   if i.opcode in _PARTS:
     return 2 * _in_memory(i.type)
-  if i.opcode == "slice-start":  # its type is that of the operand, of the part, and of a flag
-    part = _PLACED.findall(i.type)[1]
-    return _size(part) * (1 if "S(" in part[2] else 2)
+  if i.opcode in ("slice-start", "dynamic-slice-start"):  # its type is that of the operand, of the part, and of a flag
+    whole, part = _PLACED.findall(i.type)[:2]
+    return _size(part) * sum("S(" not in place for *_, place in (whole, part))
   if i.opcode == "copy-start":  # of what it writes, of the operand, and of a flag
     return _in_memory(i.type)
   if i.opcode in _UPDATES:
