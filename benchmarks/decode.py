@@ -85,8 +85,7 @@ def ours(values: dict, size: bare.Size) -> Decode:
   def start() -> Step:
     for slot in range(size.rows):
       prompt = [slot + 1]
-      row = [engine.prefill(piece) for piece in engine.pieces(prompt)][-1]
-      engine.insert(row, slot, prompt, Settings(temperature=0.0))
+      engine.insert(engine.prefilled(prompt), slot, prompt, Settings(temperature=0.0))
     active = [True] * size.rows
     return lambda: engine.generate(active).tokens
 

@@ -25,10 +25,7 @@ every_case = pytest.mark.parametrize(
 
 
 def put(engine, prompt, slot):
-  row = None
-  for piece in engine.pieces(prompt):
-    row = engine.prefill(piece, row)
-  engine.insert(row, slot, prompt, SETTINGS)
+  engine.insert(engine.prefilled(prompt), slot, prompt, SETTINGS)
 
 
 def greedy(reference, prompt):

@@ -68,11 +68,13 @@ def resolve(
   }
   user = {key: value for layer in user_layers.values() for key, value in layer.items()}
   _refuse_unknown(user)
-  below = _layers_below(user)
+  base, name = _read(_HERE / "base.yml"), user.get("model_name", "default")
+  rules, model = user.get("custom_mesh_and_rule", ""), _model_layer(name)
+  below = {"base.yml": base, f"custom_mesh_and_rule={rules}": _rules_layer(rules), f"model {name}": model}
   ours = {key: value for layer in below.values() for key, value in layer.items()}
   config = _build(ours | user)
   if not config.override_model_config:
-    _refuse_changed_model(config, _build(ours), _model_layer(config.model_name).keys() & user.keys())
+    _refuse_changed_model(config, _build(ours), model.keys() & user.keys())
   check(config)
   layers = below | user_layers
   return Resolved(config, {key: origin for origin, layer in layers.items() for key in layer})
@@ -109,15 +111,6 @@ def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
 def model_names() -> tuple[str, ...]:
   """Every model that has a name."""
   return get_args(ModelName)
-
-
-def _layers_below(user: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  name, rules = user.get("model_name", "default"), user.get("custom_mesh_and_rule", "")
-  return {
-    "base.yml": _read(_HERE / "base.yml"),
-    f"custom_mesh_and_rule={rules}": _rules_layer(rules),
-    f"model {name}": _model_layer(name),
-  }
 
 
 def _user_layer(source: str | Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:

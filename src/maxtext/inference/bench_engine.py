@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from maxtext.inference.decode import answers
 from maxtext.inference.engine import Engine
 from maxtext.inference.loading import Loaded
 from maxtext.inference.sampling import Settings
-from maxtext.inference.state import Caches
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def _prefill(config: MaxTextConfig, engine: Engine) -> list[Timing]:
     raise ConfigError(f"{key}: all are more than max_prefill_predict_length={engine.longest_prompt}.")
 
   def once(length: int) -> None:
-    jax.block_until_ready(_filled(engine, [0] * (length + 1)))  # the last token of a prompt is not prefilled
+    jax.block_until_ready(engine.prefilled([0] * (length + 1)))  # the last token of a prompt is not prefilled
 
   timings = [_timing(f"prefill of {length} tokens", config, partial(once, length), length) for length in lengths]
   return [*timings, *_samples(config, engine, lengths[-1])] if config.multi_sampling else timings
@@ -77,21 +76,13 @@ def _samples(config: MaxTextConfig, engine: Engine, length: int) -> list[Timing]
     raise ConfigError(f"inference_microbenchmark_num_samples: {wrong[0]} is not from 1 to the {engine.slots} slots.")
 
   def once(count: int) -> None:
-    row = _filled(engine, prompt)
+    row = engine.prefilled(prompt)
     for slot in range(count):
       engine.insert(row, slot, prompt, Settings())
     jax.block_until_ready(engine.state)
 
   named = {f"{count} answers to {length} tokens": count for count in counts}
   return [_timing(name, config, partial(once, count), length) for name, count in named.items()]
-
-
-def _filled(engine: Engine, prompt: Sequence[int]) -> Caches:
-  row = None
-  for piece in engine.pieces(prompt):
-    row = engine.prefill(piece, row)
-  assert row is not None
-  return row
 
 
 def _generate(config: MaxTextConfig, engine: Engine) -> list[Timing]:

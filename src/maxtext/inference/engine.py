@@ -180,6 +180,14 @@ class Engine:
       return self._begin(self._params, tokens, count)
     return self._go_on(self._params, row, tokens, np.int32(piece.start), count)
 
+  def prefilled(self, prompt: Sequence[int]) -> Caches:
+    """The cache of a whole prompt, ready for `insert`."""
+    row = None
+    for piece in self.pieces(prompt):
+      row = self.prefill(piece, row)
+    assert row is not None, "a prompt has a piece at least"
+    return row
+
   def insert(
     self, row: Caches, slot: int, prompt: Sequence[int], settings: Settings, answered: Sequence[int] = ()
   ) -> None:

@@ -5,6 +5,7 @@ At run time parameters are a flat dict {path: array}; the modules are bound to t
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -87,7 +88,7 @@ class Model:
     values = _values(state)
     return {n: values[n] for n in self.params}, {n: values[n] for n in self.buffers}
 
-  @property
+  @cached_property
   def shapes(self) -> Decoder:
     """The decoder with shapes for values, to ask what it is made of."""
     return self._bound({**self.params, **self.buffers})
