@@ -73,7 +73,6 @@ def values_of(folder: Path, size: bare.Size, cache: Path) -> dict:
     "tokenizer_path": str(folder),
     "add_bos": False,
     "add_eos": False,
-    "scan_layers": False,
     "jax_cache_dir": str(cache),
   }
 
@@ -170,6 +169,7 @@ def main() -> None:
   parser.add_argument("--turns", type=int, default=96)
   parser.add_argument("--starts", type=int, default=3, help="processes that are timed to their first token")
   parser.add_argument("--one-core", action="store_true", help="all on one core, where processor time is work alone")
+  parser.add_argument("--loop", action="store_true", help="over layers, whose weights are stacked")
   parser.add_argument("--small", action="store_true", help="a toy size, to see that the benchmark runs")
   arguments = parser.parse_args()
   if arguments.one_core:
@@ -179,7 +179,7 @@ def main() -> None:
   with tempfile.TemporaryDirectory() as root:
     folder, cache = Path(root) / "model", Path(root) / "cache"
     write_folder(folder, size)
-    values = values_of(folder, size, cache)
+    values = values_of(folder, size, cache) | {"scan_layers": arguments.loop}
     cold = [first_token(values | {"jax_cache_dir": ""}) for _ in range(arguments.starts)]
     first_token(values)
     warm = [first_token(values) for _ in range(arguments.starts)]

@@ -51,12 +51,12 @@ MODELS: dict[str, dict] = {
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL")
+  parser.add_argument("models", nargs="*", choices=list(MODELS), metavar="MODEL")
   parser.add_argument("--python", required=True, help="the interpreter of an environment with vLLM")
   parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
   arguments = parser.parse_args()
   with redirect_stdout(sys.stderr):  # what runs and conversions say
-    found = {name: compare(name, arguments.python) for name in arguments.models}
+    found = {name: compare(name, arguments.python) for name in arguments.models or MODELS}
   if arguments.json:
     print(json.dumps(found))
     return

@@ -160,7 +160,10 @@ def test_a_run_that_began_in_a_folder_answers_from_its_own(tmp_path):
   state = started.init()
   with closing(Writer(config, epath.Path(run / "checkpoints"), values_and_origins(config, {}))) as writer:
     writer.save(1, state, {})
-  found = loading.parameters(load_config(**served_keys(str(run))), started.model)
+  own = served_keys(str(run), {})
+  named = served_keys(str(run), {"custom_mesh_and_rule": "fsdp"})
+  assert own.keys() - named.keys() == {"logical_axis_rules"}, "which would hide the rules that are named"
+  found = loading.parameters(load_config(**own), started.model)
   for name, array in state.params.items():
     np.testing.assert_array_equal(found[name], array)
 

@@ -9,6 +9,7 @@ import pytest
 
 from maxtext.inference.engine import Engine
 from maxtext.inference.sampling import Settings
+from tests.support import program, tiny
 from tests.test_parity import CASES, configure, loaded, references  # noqa: F401 (a fixture)
 
 torch = pytest.importorskip("torch")
@@ -60,6 +61,14 @@ def test_written_as_by_the_reference(case, references):  # noqa: F811
     np.testing.assert_allclose(found, exact[step.others[SLOT]], atol=1e-4, rtol=0)
     np.testing.assert_allclose(found, np.sort(exact)[::-1][:20], atol=1e-4, rtol=0)
     np.testing.assert_allclose(step.log_probs[SLOT], exact.max(), atol=1e-4, rtol=0)
+
+
+def test_layers_that_devices_share_out_stay_in_their_stack():
+  """Cut out of it, every device would hold all of them."""
+  model = program(tiny(scan_layers=False, ici_pipeline_parallelism=2, per_device_batch_size=2), devices=2).model
+  layers = [name for name in model.params if name.startswith("groups/")]
+  assert {model.struct(name).sharding.spec[0] for name in layers} == {"stage"}
+  assert model.apart(dict(model.params)).keys() == model.params.keys()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -249,9 +250,23 @@ def test_processes_go_on_when_nobody_reads_what_they_say():
     def write(self, text):
       raise BrokenPipeError
 
-  command = [sys.executable, "-c", "for _ in range(20000): print('more than a pipe holds')"]
-  with ThreadPoolExecutor(1) as thread:
-    assert thread.submit(supervise, command, 1, out=Gone()).result(timeout=60) == 0
+  class Ascii(io.TextIOWrapper):
+    def __init__(self):
+      super().__init__(io.BytesIO(), encoding="ascii")
+
+  odd = r"b'neither UTF-8 \xe9 nor ASCII \xc3\xa9\n'"
+  says = f"import os; os.write(1, {odd}); print('more than a pipe holds\\n' * 20000, flush=True); os._exit(3)"
+  codes = []
+
+  def supervised(out):
+    codes.append(supervise([sys.executable, "-c", says], 1, restarts=1, stalled_seconds=30, out=out))
+
+  for out in (Gone(), Ascii()):
+    thread = threading.Thread(target=supervised, args=[out], daemon=True)  # one that hangs is not waited for
+    thread.start()
+    thread.join(60)
+  assert codes == [1, 1], "each was started again, and ended"
+  assert out.buffer.getvalue().count(b"ended with code 3") == 2
 
 
 @pytest.mark.slow

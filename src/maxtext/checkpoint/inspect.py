@@ -9,7 +9,7 @@ from etils import epath
 from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.record import DamagedError, Record
 from maxtext.configs.errors import RunError
-from maxtext.configs.loader import keys_below
+from maxtext.configs.loader import RULE_KEYS, keys_below
 from maxtext.configs.refusals import default_of, plain
 from maxtext.configs.types import MaxTextConfig
 
@@ -34,22 +34,36 @@ def describe(path: str) -> str:
   )
 
 
-def chosen_keys(path: str) -> dict[str, Any]:
-  """The keys that make the run's configuration again, with their values."""
-  return chosen({key: entry["value"] for key, entry in read_record(locate(path)).config.items()})
+def chosen_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
+  """The keys that make the run's configuration again, but for those that are given."""
+  return _below(given, chosen(_recorded(path)))
 
 
 def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Those of a run's values that are not at their default, or that its model would set to another."""
+  """Those of a run's values that are not at their default, or that its model would set to another.
+
+  The name of its rules is not among them, since the rules are: a run outlives their file.
+  """
   defaults = {key: json.loads(json.dumps(plain(default_of(key)), default=str)) for key in MaxTextConfig.model_fields}
   below = keys_below(values)
-  return {key: value for key, value in values.items() if value != defaults[key] or key in below}
+  kept = {key: value for key, value in values.items() if value != defaults[key] or key in below}
+  return {key: value for key, value in kept.items() if key != "custom_mesh_and_rule"}
 
 
-def served_keys(path: str) -> dict[str, Any]:
-  """The keys with which a trained run answers: its own, but for those of the machine that trained it."""
-  own = {key: value for key, value in chosen_keys(path).items() if not is_of_the_training(key)}
-  return own | {"load_parameters_path": path}
+def served_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
+  """The keys with which a trained run answers: those given, and its own but for the machine that it was trained on."""
+  own = {key: value for key, value in chosen(_recorded(path)).items() if not is_of_the_training(key)}
+  return _below(given, own | {"load_parameters_path": path})
+
+
+def _recorded(path: str) -> dict[str, Any]:
+  return {key: entry["value"] for key, entry in read_record(locate(path)).config.items()}
+
+
+def _below(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+  """Rules that are given by name are to be seen: the run's own keys would hide them."""
+  hidden = RULE_KEYS if "custom_mesh_and_rule" in given else ()
+  return {key: value for key, value in own.items() if key not in hidden} | dict(given)
 
 
 def is_of_the_training(key: str) -> bool:

@@ -36,7 +36,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
   from maxtext.checkpoint.inspect import chosen_keys
 
-  config = resolve(None, os.environ, chosen_keys(arguments.path) | parse_assignments(arguments.words)).config
+  config = resolve(None, os.environ, chosen_keys(arguments.path, parse_assignments(arguments.words))).config
   from maxtext.checkpoint.export import export_parameters
 
   print(export_parameters(config, arguments.path, arguments.out))

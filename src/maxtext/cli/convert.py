@@ -64,7 +64,7 @@ def _to_hf(arguments: argparse.Namespace) -> int:
   from maxtext.models.build import abstract_model
   from maxtext.weights.outgoing import convert_out
 
-  config = resolve(None, os.environ, chosen_keys(arguments.folder) | parse_assignments(arguments.words)).config
+  config = resolve(None, os.environ, chosen_keys(arguments.folder, parse_assignments(arguments.words))).config
   model, most = abstract_model(config), int(arguments.shard_gigabytes * 10**9)
   with closing(open_display("shard")) as display:
     path = convert_out(config, model, locate(arguments.folder), Path(arguments.out), display.progress, most)

@@ -75,7 +75,7 @@ def resolve_run(words: Sequence[str]) -> MaxTextConfig:
     return resolve_words(words).config
   from maxtext.checkpoint.inspect import served_keys
 
-  return resolve(None, os.environ, served_keys(words[0]) | parse_assignments(words[1:])).config
+  return resolve(None, os.environ, served_keys(words[0], parse_assignments(words[1:]))).config
 
 
 def _draft(run: str) -> MaxTextConfig:

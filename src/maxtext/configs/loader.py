@@ -23,7 +23,7 @@ _HERE = Path(__file__).parent
 _MODELS = _HERE / "models"
 _RECIPES = _HERE / "recipes"
 _RULES = _HERE / "rules"
-_OF_RULES = ("mesh_axes", "logical_axis_rules", "data_sharding", "input_data_sharding_logical_axes")
+RULE_KEYS = ("mesh_axes", "logical_axis_rules", "data_sharding", "input_data_sharding_logical_axes")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def keys_below(values: Mapping[str, Any]) -> set[str]:
 
   A file of rules is not opened: what a run recorded must be readable without it.
   """
-  rules = _OF_RULES if values.get("custom_mesh_and_rule") else ()
+  rules = RULE_KEYS if values.get("custom_mesh_and_rule") else ()
   return {*_read(_HERE / "base.yml"), *rules, *_model_layer(values.get("model_name", "default"))}
 
 
@@ -162,8 +162,8 @@ def _rules_layer(rules: Any) -> dict[str, Any]:
     return {}
   layer = _read(path)
   for key in layer:
-    if key not in _OF_RULES:
-      raise ConfigError(f"{path}: '{key}' is none of {', '.join(_OF_RULES)}.{nearest(key, _OF_RULES)}")
+    if key not in RULE_KEYS:
+      raise ConfigError(f"{path}: '{key}' is none of {', '.join(RULE_KEYS)}.{nearest(key, RULE_KEYS)}")
   return layer
 
 

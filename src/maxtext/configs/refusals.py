@@ -211,13 +211,13 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     ("fused_mlp",),
-    "the model families that need it are not implemented yet; write the sizes themselves as base_* keys",
+    "gate and up are two products, side by side; leave it out",
   ),
   Refusal(
     _section(t.Engram, but=("engram_layers",)), "it has no effect without engram_layers",
     unless=lambda c: bool(c.engram_layers),
   ),
-  Refusal(("mtp_eval_target_module",), "evaluation is not implemented yet"),
+  Refusal(("mtp_eval_target_module",), "how often further tokens were right is not measured; leave it out"),
   Refusal(
     ("mtp_loss_scaling_factor",), "it has no effect without mtp_num_layers", unless=lambda c: c.mtp_num_layers > 0
   ),
@@ -267,9 +267,9 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     ("use_ragged_attention",),
-    "latents and pages are read in ways of their own: leave it out",
+    "latents, pages and chosen blocks of keys are read in ways of their own: leave it out",
     harmless=(False,),
-    unless=lambda c: c.attention_type != "mla" and c.attention != "paged",
+    unless=lambda c: c.attention_type != "mla" and c.attention != "paged" and not c.moba,
   ),
   Refusal(
     ("ragged_block_size",),
@@ -546,7 +546,7 @@ REFUSALS: tuple[Refusal, ...] = (
   Refusal(
     _section(t.Metrics, t.Tensorboard, t.Profiling, t.HloDump, t.StackTrace, t.Goodput, t.GcpMonitoring,
              t.ManagedMLDiagnostics, but=(*_SHOWN, *_STORED)),
-    "figures go to the console, the run's folder, metrics_file and prometheus_port for now",
+    "figures go to the console, the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics",
     harmless=(False,),
   ),
   Refusal(

@@ -6,6 +6,7 @@ wait for ever, so this must watch from outside. It imports no JAX.
 
 import math
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -64,11 +65,11 @@ def supervise(
     loss = _run_once(command, processes, environment or {}, stalled_seconds, grace_seconds, out)
     if loss is None:
       return 0
-    print(f"maxtext: {loss}.", file=out, flush=True)
+    _say(out, f"maxtext: {loss}.\n")
     if loss.code in _FINAL:
       return loss.code
     if attempt < restarts:
-      print(f"maxtext: starting all {processes} again ({attempt + 1} of {restarts}).", file=out, flush=True)
+      _say(out, f"maxtext: starting all {processes} again ({attempt + 1} of {restarts}).\n")
   return 1
 
 
@@ -101,9 +102,16 @@ def _run_once(
     loss = _first_loss(workers, voices, stalled_seconds)
   except KeyboardInterrupt as asked:
     loss = _let_end(workers, 128 + (signal.SIGTERM if isinstance(asked, _Terminated) else signal.SIGINT))
-  if loss is not None:
-    # Python's own handler of SIGABRT writes the stacks; whatever holds up the program does not hold up that.
-    _end(workers, signal.SIGABRT if isinstance(loss, Stall) else signal.SIGTERM, grace_seconds)
+  if isinstance(loss, Stall):
+    # Python's own handler of SIGABRT writes the stacks; whatever holds up the program does not hold up that. The memory
+    # of a whole run is not to be written after them.
+    if sys.platform == "linux":
+      for worker in workers:
+        with suppress(ProcessLookupError):
+          resource.prlimit(worker.pid, resource.RLIMIT_CORE, (0, 0))
+    _end(workers, signal.SIGABRT, grace_seconds)
+  elif loss is not None:
+    _end(workers, signal.SIGTERM, grace_seconds)
   for voice in voices:
     voice.join(timeout=5)
   return loss
@@ -120,8 +128,20 @@ def _start(
     "PYTHONFAULTHANDLER": "1",
   }
   return subprocess.Popen(
-    command, env=os.environ | environment | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    command,
+    env=os.environ | environment | own,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    errors="replace",
   )
+
+
+def _say(out: TextIO, text: str) -> None:
+  """Nobody may read any more, or not these letters: the run goes on all the same."""
+  with suppress(OSError, ValueError):
+    out.write(text)
+    out.flush()
 
 
 class _Voice(threading.Thread):
@@ -137,9 +157,7 @@ class _Voice(threading.Thread):
     assert self._worker.stdout is not None
     for line in self._worker.stdout:
       self.passing_on = True
-      with suppress(OSError):  # nobody reads any more; a process that is not listened to would wait for that
-        self._out.write(f"[{self._index}] {line}")
-        self._out.flush()
+      _say(self._out, f"[{self._index}] {line}")  # a process that is not listened to would wait for that
       self.lines, self.passing_on = self.lines + 1, False
 
 

@@ -101,7 +101,8 @@ class Model:
     return self._bound({name: self._whole(params, name) for name, *_ in self._variables})
 
   def apart(self, params: Params) -> Params:
-    """Takes parameters out of a dict; those of layers that are not looped over come back layer by layer.
+    """Takes parameters out of a dict; those of layers that are not looped over come back layer by layer, but where
+    devices share the layers of a stack out among them.
 
     A CPU copies what it cuts out of a stack, in every step, and a loop's weights too. Stacked inside a program and
     cut there, they cost nothing: the compiler sees that it gets what it had.
@@ -109,8 +110,9 @@ class Model:
     dimensions, found = self.named_dimensions, Params()
     while params:
       name, value = params.popitem()
-      looped = self.how.scan or dimensions[name][:1] != ("layers",)
-      found |= {name: value} if looped else {_of_layer(name, i): value[i] for i in range(value.shape[0])}
+      shared_out = any(self.struct(name).sharding.spec[:1])
+      whole = self.how.scan or dimensions[name][:1] != ("layers",) or shared_out
+      found |= {name: value} if whole else {_of_layer(name, i): value[i] for i in range(value.shape[0])}
     return found
 
   def _whole(self, params: Params, name: str) -> jax.Array:
