@@ -56,7 +56,8 @@ class Machines:
     disk = self.disks[index]
     disk.mkdir(parents=True, exist_ok=True)
     (disk / INIT_FILE).write_text(f"{index}\n{address}\n")
-    saved = ",".join(str(disk / "run" / f"process-{i}" / "6") for i, disk in enumerate(self.disks))
+    local = [disk / "run" / f"process-{i}" / "6" for i, disk in enumerate(self.disks)]
+    saved = ",".join(map(str, [*local, self.folder / "shared" / "run" / "checkpoints" / "5"]))
     words = [f"{key}={value}" for key, value in self.keys.items()]
     env = os.environ | flags(devices=2) | {
       "JAX_NUM_PROCESSES": "2", "M_LOCAL_CHECKPOINT_DIRECTORY": str(disk),

@@ -184,7 +184,7 @@ def test_who_is_missing_is_said(present):
     env = os.environ | {
       "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": str(index)
     }  # fmt: skip
-    command = [MAXTEXT, "train", "small-llama", "jax_distributed_initialization_timeout=4"]
+    command = [MAXTEXT, "train", "small-llama", "jax_distributed_initialization_timeout=12"]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
   workers = [start(index) for index in present]
@@ -192,7 +192,7 @@ def test_who_is_missing_is_said(present):
   for index, worker in zip(present, workers, strict=True):
     output, _ = worker.communicate(timeout=60)
     assert worker.returncode == 2
-    assert output.startswith(f"maxtext: Process {index} of 3 waited 4 s at 127.0.0.1:{port} for process {absent}. See")
+    assert output.startswith(f"maxtext: Process {index} of 3 waited 12 s at 127.0.0.1:{port} for process {absent}. See")
     assert len(output.splitlines()) == 1
 
 

@@ -29,7 +29,9 @@ def add_command(commands: Any) -> None:
   parser.add_argument("--json", action="store_true", help="as a JSON object")
   parser.add_argument("--html", type=Path, metavar="FILE.html", help="also draw it")
   searched = parser.add_argument_group("searching")
-  searched.add_argument("--search", action="store_true", help="for the fastest mesh, remat_policy and batch that fit")
+  searched.add_argument(
+    "--search", action="store_true", help="for the fastest mesh, remat_policy, batch and kernel blocks that fit"
+  )
   searched.add_argument("--compiles", type=int, default=12, metavar="N", help="at most (12)")
   searched.add_argument("--jobs", type=int, default=2, metavar="N", help="compilations side by side (2)")
   searched.add_argument("--recipe", type=Path, metavar="FILE.yml", help="where the winner is written")

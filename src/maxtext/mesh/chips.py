@@ -15,6 +15,7 @@ class Chip:
     flops: operations per second.
     hbm_bytes: memory that a program may use; of TPUs, what their compiler allows.
     devices: devices that JAX sees in one chip.
+    cores: that share the work of a device.
     clock: cycles per second of the matrix units.
     hbm_bandwidth: bytes per second from and to its memory.
     link_bandwidth: bytes per second of one link.
@@ -27,12 +28,13 @@ class Chip:
   clock: float = 0.0
   hbm_bandwidth: float = 0.0
   link_bandwidth: float = 0.0
+  cores: int = 1
 
 
 CHIPS = {
-  "v4": Chip("TPU v4", 275e12, int(30.75 * 2**30), 1, 1.05e9, 1.2e12, 45e9),
+  "v4": Chip("TPU v4", 275e12, int(30.75 * 2**30), 1, 1.05e9, 1.2e12, 45e9, 2),
   "v5e": Chip("TPU v5 lite", 197e12, int(15.75 * 2**30), 1, 1.5e9, 0.82e12, 45e9),
-  "v5p": Chip("TPU v5", 459e12, 102_803_439_616, 1, 1.75e9, 2.77e12, 90e9),
+  "v5p": Chip("TPU v5", 459e12, 102_803_439_616, 1, 1.75e9, 2.77e12, 90e9, 2),
   "v6e": Chip("TPU v6 lite", 918e12, int(31.25 * 2**30), 1, 1.75e9, 1.64e12, 90e9),
   "tpu7x": Chip("TPU7x", 2307e12, 192 * 2**30, 2, 2.2e9, 7.38e12, 100e9),
   "a100": Chip("NVIDIA A100", 312e12, 80 * 2**30),

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
+from types import MappingProxyType
 from typing import Literal, get_args
 
 import numpy as np
 from jax.sharding import Mesh
 
 from maxtext.mesh.topology import Topology
-from maxtext.plan.hlo import ArrayType, CompiledProgram, Instruction, called, loop_body
+from maxtext.plan.hlo import CompiledProgram, Instruction, called, loop_body
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Calibration:
 
   Attributes:
     compute: seconds that pass for one second of the compiler's own estimate.
-    kernel: share of the chip's peak that a Pallas kernel reaches.
+    kernel: share of the chip's peak that a Pallas kernel reaches; attention's with default blocks.
     grouped: the same of grouped products, which are the experts'.
     link: share of a link's speed that a collective reaches.
     between_slices: bytes per second and chip over the data-centre network.
@@ -39,6 +40,7 @@ class Calibration:
 
 Kind = Literal["compute", "kernel", "collective"]
 _GROUPED = "gmm"  # in the names of the kernels of grouped products
+_ATTENTION = "splash_mha_"  # before the parts of attention
 
 
 @dataclass(frozen=True)
@@ -78,24 +80,36 @@ class Estimate:
 
 
 def estimate(
-  program: CompiledProgram, topology: Topology, mesh: Mesh, calibration: Calibration, filled_rows: float = 1.0
+  program: CompiledProgram,
+  topology: Topology,
+  mesh: Mesh,
+  calibration: Calibration,
+  filled_rows: float = 1.0,
+  reach: Mapping[str, float] = MappingProxyType({}),
 ) -> Estimate:
   """Plays the schedule through.
 
   Args:
     filled_rows: share of the rows of grouped products that hold a token; a kernel passes over the others.
+    reach: of attention's kernels, how many times as fast as with default blocks they multiply.
   """
-  player = _Player(program, topology, mesh, calibration, filled_rows)
+  player = _Player(program, topology, mesh, calibration, filled_rows, reach)
   player.play(program.entry, 1)
   return Estimate(player.operations)
 
 
 class _Player:
   def __init__(
-    self, program: CompiledProgram, topology: Topology, mesh: Mesh, calibration: Calibration, filled_rows: float
+    self,
+    program: CompiledProgram,
+    topology: Topology,
+    mesh: Mesh,
+    calibration: Calibration,
+    filled_rows: float,
+    reach: Mapping[str, float],
   ) -> None:
     self._program, self._topology, self._mesh, self._calibration = program, topology, mesh, calibration
-    self._chip, self._filled_rows = topology.chip, filled_rows
+    self._chip, self._filled_rows, self._reach = topology.chip, filled_rows, reach
     self.operations: list[Operation] = []
 
   def play(self, name: str, times: int) -> float:
@@ -131,7 +145,8 @@ class _Player:
     if kernel := _kernel_name(i):
       kind: Kind = "kernel"
       flops, moved = _kernel_work(kernel, i)
-      reached = self._calibration.kernel
+      faster = (times for part, times in self._reach.items() if f"{_ATTENTION}{part}" in kernel)
+      reached = self._calibration.kernel * next(faster, 1.0)
       if _GROUPED in kernel:
         flops, reached = flops * self._filled_rows, self._calibration.grouped
       seconds = max(flops / (self._chip.flops * reached), moved / self._chip.hbm_bandwidth)
@@ -193,25 +208,37 @@ def _kernel_work(name: str, i: Instruction) -> tuple[float, int]:
   arrays = i.operand_arrays
   moved = sum(a.bytes for a in (*arrays, *i.arrays))
   work = next((work for part, work in _WORK.items() if part in name), None)
-  return (work(arrays, i.arrays) if work else 0.0), moved
+  return (work(i) if work else 0.0), moved
 
 
-def _attention(products: int, arrays: Sequence[ArrayType], _: Sequence[ArrayType]) -> float:
-  """Operations of so many products of queries and keys, by the blocks that the mask leaves: its table is [1, query
-  blocks, key blocks at most], square for a causal mask."""
-  mask = next(a.shape for a in arrays if a.dtype == "s8")
-  queries = next(a.shape for a in arrays if len(a.shape) >= 3 and a.dtype != "s8")
-  blocks_down, blocks_across = mask[-2:]
-  seen = queries[-2] / blocks_down * blocks_across
-  if blocks_down == blocks_across:
-    seen *= (blocks_down + 1) / (2 * blocks_down)
-  return products * 2.0 * prod(queries) * seen
+def _attention(part: str, products: int, i: Instruction) -> float:
+  """Operations of so many products of queries and keys, by the blocks that the mask leaves: its table has all of them
+  where it is causal, and else those that a row of blocks has at most. Where rows are split, all are counted."""
+  mask = next(a.shape for a in i.operand_arrays if a.dtype == "s8")
+  queries, keys, *_ = (a.shape for a in i.operand_arrays if len(a.shape) >= 3 and a.dtype != "s8")
+  q, kv = (_block(i, f"block_{side}{part}") for side in ("q", "kv"))
+  down, across = queries[-2] // q, keys[-2] // kv
+  causal = prod(mask[-2:]) == down * across and queries[-2] == keys[-2]
+  seen = sum(min(-(-(row + 1) * q // kv), across) for row in range(down)) if causal else prod(mask[-2:])
+  return products * 2.0 * prod(queries) / queries[-2] * seen * q * kv
 
 
-def _grouped(arrays: Sequence[ArrayType], results: Sequence[ArrayType]) -> float:
+def _block(i: Instruction, name: str) -> int:
+  """A size of blocks, as the kernel's own description has it."""
+  found = re.search(rf'"{name}\\*": (\d+)', i.rest)
+  assert found, f"a splash kernel says its {name}"
+  return int(found[1])
+
+
+def _gradients(i: Instruction) -> float:
+  """Of keys and values, which are results with room for a block of each; where the kernel is fused also of queries."""
+  return _attention("_dkv", 5 if len(i.arrays) > 2 * 2 else 4, i)
+
+
+def _grouped(i: Instruction) -> float:
   """Operations of a grouped product of rows [M,K] and weights [G,K,N] to [M,N], or of the gradient of the weights from
   the two others."""
-  every = [a.shape for a in (*arrays, *results)]
+  every = [a.shape for a in (*i.operand_arrays, *i.arrays)]
   weights = next(shape for shape in every if len(shape) == 3)
   inner, outer = (prod(shape) for shape in every if len(shape) == 2)
   each = prod(weights[1:])
@@ -219,9 +246,9 @@ def _grouped(arrays: Sequence[ArrayType], results: Sequence[ArrayType]) -> float
 
 
 # What Pallas kernels do, by a part of their names; a splash kernel does so many products of queries and keys.
-_WORK: Mapping[str, Callable[[Sequence[ArrayType], Sequence[ArrayType]], float]] = {
-  "splash_mha_fwd": partial(_attention, 2),
-  "splash_mha_dq": partial(_attention, 3),
-  "splash_mha_dkv": partial(_attention, 4),
+_WORK: Mapping[str, Callable[[Instruction], float]] = {
+  f"{_ATTENTION}fwd": partial(_attention, "", 2),
+  f"{_ATTENTION}dq": partial(_attention, "_dq", 3),
+  f"{_ATTENTION}dkv": _gradients,
   _GROUPED: _grouped,
 }

@@ -17,6 +17,7 @@ from maxtext.layers.how import How
 from maxtext.mesh.rules import axes_of, parts_of
 from maxtext.mesh.topology import Topology
 from maxtext.models.flops import train_flops_per_token
+from maxtext.plan.blocks import reach
 from maxtext.plan.calibration import CALIBRATION
 from maxtext.plan.compile import program_for
 from maxtext.plan.estimate import Estimate, Operation, estimate
@@ -156,7 +157,8 @@ def _compiled(program: Program, topology: Topology) -> tuple[Memory, Estimate | 
   assert stats is not None, "the TPU compiler gives both"
   assert text is not None
   how, parsed = program.model.how, CompiledProgram.parse(text)
-  found = estimate(parsed, topology, how.mesh, CALIBRATION[topology.name], _filled_rows(program.config, how))
+  filled, attended = _filled_rows(program.config, how), reach(program, topology)
+  found = estimate(parsed, topology, how.mesh, CALIBRATION[topology.name], filled, attended)
   return _memory(program, topology, stats.peak_memory_in_bytes, stats.temp_size_in_bytes), found
 
 

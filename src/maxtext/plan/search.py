@@ -3,7 +3,8 @@
 Candidates are ordered by a hopeful guess: the model's arithmetic and what is computed again at the chip's peak, and the
 bytes that must travel and cannot hide behind it. Those whose state and kept tensors cannot fit are never compiled. Of
 the others the most promising are, as the plan command in processes of their own; what did not fit rules out what would
-keep more, and what was found tells how far from their guesses the rest will be.
+keep more, and what was found tells how far from their guesses the rest will be. Blocks of attention kernels come last:
+what is best for them depends on the model and the chip alone.
 """
 
 import json
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from statistics import median
@@ -25,8 +26,10 @@ from maxtext.configs.types import RematAndOffload, RematLocation
 from maxtext.mesh.topology import Topology
 from maxtext.models.build import how
 from maxtext.models.flops import train_flops_per_token
+from maxtext.plan.blocks import best_blocks
 from maxtext.plan.compile import program_for
 from maxtext.plan.work import forward_work, kept_bytes
+from maxtext.train.program import Program
 
 Keys = dict[str, Any]
 
@@ -91,7 +94,8 @@ def search(config: MaxTextConfig, words: Sequence[str], compiles: int, jobs: int
     words: of the command line that described the configuration.
     say: is told of every candidate as it comes back.
   """
-  waiting, done = candidates(config), list[Found]()
+  program, topology = program_for(config.model_copy(update={"per_device_batch_size": 1.0, "remat_policy": "full"}))
+  waiting, done = candidates(config, program, topology), list[Found]()
   say(f"{len(waiting)} candidates may fit; at most {compiles} are compiled, {jobs} at a time")
   with ThreadPoolExecutor(jobs) as pool:
     under_way: dict[Future[dict[str, Any]], Candidate] = {}
@@ -110,12 +114,15 @@ def search(config: MaxTextConfig, words: Sequence[str], compiles: int, jobs: int
       f"compile_topology={config.compile_topology}: none of {len(done)} configurations fits; take more chips, or a "
       "shorter max_target_length."
     )
-  return best
+  if len(done) < compiles and (blocks := best_blocks(program, topology)):
+    candidate = replace(best.candidate, keys=best.candidate.keys | blocks)
+    done.append(Found(candidate, planned_apart(words, candidate.keys)))
+    say(_line(len(done), done[-1]))
+  return min(done, key=lambda f: f.seconds_per_token)
 
 
-def candidates(config: MaxTextConfig) -> list[Candidate]:
+def candidates(config: MaxTextConfig, program: Program, topology: Topology) -> list[Candidate]:
   """Meshes, rematerialisation and batches, the most promising first; what cannot fit is left out."""
-  program, topology = program_for(config.model_copy(update={"per_device_batch_size": 1.0, "remat_policy": "full"}))
   model, mesh, chip = program.model, program.model.how.mesh, topology.chip
   work, inputs = forward_work(program)
   weights = sum(a.size for a in model.params.values()) * jnp.dtype(model.how.dtype).itemsize
