@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
-from math import inf
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,25 +70,23 @@ def reach(program: Program, topology: Topology) -> dict[str, float]:
   return {name: ours[name].flops / ours[name].cycles * plain[name].cycles / plain[name].flops for name in ours}
 
 
-def best_blocks(program: Program, topology: Topology) -> dict[str, int | bool]:
-  """Keys of the blocks with which kernels take the fewest cycles, where they are not those of the run."""
+def best_blocks(program: Program, topology: Topology) -> dict[str, int]:
+  """Keys of the blocks with which each kernel takes the fewest cycles, where they are not those of the run.
+
+  Whether the backward pass is fused stays as it is: what that saves in the kernel it costs beside it.
+  """
   attended, length = attention_of(program), program.config.max_target_length
-  sizes = [size for size in SIZES if all(length % part == 0 for part in size)]
-  if not attended or not sizes:
+  fused = program.config.sa_use_fused_bwd_kernel
+  tried = [_blocks(*size, fused) for size in SIZES if all(length % part == 0 for part in size)]
+  if not attended or not tried:
     return {}
-  tried = [_blocks(*size, fused) for fused in (False, True) for size in sizes]
   costs = _costs(program, topology, attended, tried)
-  choices = []
-  for fused in (False, True):
-    cycles, keys = 0.0, {_KEYS["fused_backward"]: fused}
-    for name, kernel in _kernels(fused).items():
-      known = [(c[name].cycles, i) for i, c in enumerate(costs) if tried[i].fused_backward == fused and name in c]
-      fewest, best = min(known, default=(inf, 0))
-      cycles += fewest
-      keys |= {_KEYS[field]: getattr(tried[best], field) for field in kernel.fields}
-    choices.append((cycles, keys))
-  keys = min(choices, key=lambda choice: choice[0])[1]
-  return {key: value for key, value in keys.items() if value != getattr(program.config, key)}
+  keys: dict[str, int] = {}
+  for name, kernel in _kernels(fused).items():
+    known = [(cost[name].cycles, i) for i, cost in enumerate(costs) if name in cost]
+    if known:
+      keys |= {_KEYS[field]: getattr(tried[min(known)[1]], field) for field in kernel.fields}
+  return {key: size for key, size in keys.items() if size != getattr(program.config, key)}
 
 
 def attention_of(program: Program) -> dict[Attended, int]:
@@ -128,6 +126,8 @@ _APART = {
   "dkv": _Kernel(("q_dkv", "kv_dkv", "kv_dkv_compute"), 2, 2, keys_down=True),
 }
 _FUSED = {"fwd": _FORWARD, "dkv": replace(_APART["dkv"], by_query=3)}
+_SIDE_BY_SIDE = 2  # processes that compile
+_HEADS = 2  # that are compiled, one for each core of a device at most
 _KEYS = dict(zip((field.name for field in fields(SplashBlocks)), SplashAttention.model_fields, strict=False))
 
 
@@ -137,7 +137,6 @@ class _Asked:
 
   topology: Topology
   attended: tuple[Attended, ...]
-  tried: tuple[SplashBlocks, ...]
   length: int
   dtype: str
   segments: bool
@@ -168,57 +167,58 @@ def _costs(
   asked = _Asked(
     topology,
     tuple(attended),
-    tuple(tried),
     config.max_target_length,
     jnp.dtype(program.model.how.dtype).name,
     program.batch.segments is not None,
     config.compile_xla_flags,
   )
-  with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-    found = pool.submit(_schedules, asked).result()
+  spawned = multiprocessing.get_context("spawn")
+  with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(_SIDE_BY_SIDE, spawned) as pool:
+    found = list(pool.map(partial(_schedules, asked, folder), tried))
   return [
-    {name: _cost(name, blocks, attended, [kind[name] for kind in kinds], asked) for name in kinds[0]}
+    {name: _cost(name, blocks, attended, kinds, asked) for name in _kernels(blocks.fused_backward) if all(kinds)}
     for blocks, kinds in zip(tried, found, strict=True)
   ]
 
 
 def _cost(
-  name: str, blocks: SplashBlocks, attended: Mapping[Attended, int], schedules: Sequence[Schedule], asked: _Asked
+  name: str,
+  blocks: SplashBlocks,
+  attended: Mapping[Attended, int],
+  schedules: Sequence[Mapping[str, Schedule]],
+  asked: _Asked,
 ) -> Cost:
   chip, length = asked.topology.chip, asked.length
-  cores_cycles = chip.clock * chip.devices * chip.cores
   kernel, done, cycles = _kernels(blocks.fused_backward)[name], 0.0, 0.0
   q, kv = (min(getattr(blocks, field), length) for field in kernel.fields[:2])
-  for (kind, layers), schedule in zip(attended.items(), schedules, strict=True):
+  for (kind, layers), one in zip(attended.items(), schedules, strict=True):
     seen = seen_blocks(kind.scoring, length, q, kv)
     grid = seen.T if kernel.keys_down else seen
     flops = 2.0 * (kernel.by_query * kind.query_width + kernel.by_value * kind.value_width) * q * kv
     steps = len(grid) * int(grid.sum(1).max())
-    cycles += layers * schedule.cycles(len(grid), steps, int(seen.sum()), flops * cores_cycles / chip.flops)
+    least = flops * chip.clock * chip.devices * chip.cores / chip.flops
+    cycles += layers * one[name].cycles(len(grid), steps, int(seen.sum()), least)
     done += layers * int(seen.sum()) * flops
-    if (
-      kernel is _FUSED["dkv"]
-    ):  # each block of keys leaves gradients of all queries, which are written, read and summed
-      moved = 2 * len(grid) * length * kind.query_width * jnp.dtype(asked.dtype).itemsize
-      cycles += layers * moved * cores_cycles / chip.hbm_bandwidth
   return Cost(done, cycles)
 
 
-def _schedules(asked: _Asked) -> list[list[dict[str, Schedule]]]:
-  """For each choice of blocks and each kind of attention, of the kernels by name."""
+def _schedules(asked: _Asked, folder: str, blocks: SplashBlocks) -> list[dict[str, Schedule]]:
+  """Of the kernels of each kind of attention; none where one does not fit. Runs in a process that has loaded no
+  compiler but for this."""
   jax.config.update("jax_enable_compilation_cache", False)
-  with tempfile.TemporaryDirectory() as folder:
-    dump = {"to": folder, "llo_text": "true", "llo_pass_label_regex": ".*final_bundles.*"}
-    flags = " ".join(f"--xla_jf_dump_{name}={value}" for name, value in dump.items())
-    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}"
-    device = asked.topology.devices()[0]
-    return [[_compiled(asked, kind, blocks, device, Path(folder)) for kind in asked.attended] for blocks in asked.tried]
+  own = Path(folder) / str(os.getpid())
+  own.mkdir(exist_ok=True)
+  dump = {"to": own, "llo_text": "true", "llo_pass_label_regex": ".*final_bundles.*"}
+  flags = " ".join(f"--xla_jf_dump_{name}={value}" for name, value in dump.items())
+  os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}"
+  device = asked.topology.devices()[0]
+  return [_compiled(asked, kind, blocks, device, own) for kind in asked.attended]
 
 
 def _compiled(
   asked: _Asked, kind: Attended, blocks: SplashBlocks, device: jax.Device, folder: Path
 ) -> dict[str, Schedule]:
-  heads, mesh = 2, Mesh(np.array([device]), ("one",))
+  mesh = Mesh(np.array([device]), ("one",))
   attend, spec = Attention("splash", blocks=blocks), PartitionSpec(None, None, None, None)
 
   def total(floats: list[jax.Array], positions: jax.Array, segments: jax.Array | None) -> jax.Array:
@@ -232,8 +232,8 @@ def _compiled(
 
   rows = (1, asked.length)
   floats = [
-    struct((*rows, heads, width), asked.dtype) for width in (kind.query_width, kind.query_width, kind.value_width)
-  ] + [struct((heads,), jnp.float32)] * kind.sinks
+    struct((*rows, _HEADS, width), asked.dtype) for width in (kind.query_width, kind.query_width, kind.value_width)
+  ] + [struct((_HEADS,), jnp.float32)] * kind.sinks
   tokens = struct(rows, jnp.int32)
   for file in folder.iterdir():
     file.unlink()
@@ -244,5 +244,6 @@ def _compiled(
     if "vmem" not in str(error).lower():
       raise
     return {}
-  found = {name: list(folder.glob(f"*-splash_mha_{name}_*[0-9]-final_bundles.txt")) for name in _APART}
-  return {name: Schedule.parse(files[0].read_text()) for name, files in found.items() if files}
+  kernels = _kernels(blocks.fused_backward)
+  files = {name: next(folder.glob(f"*-splash_mha_{name}_*[0-9]-final_bundles.txt")) for name in kernels}
+  return {name: Schedule.parse(file.read_text()) for name, file in files.items()}
