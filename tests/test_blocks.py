@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext import load_config
+from maxtext.configs.types import SplashAttention
 from maxtext.kernels.attention import Attention
 from maxtext.kernels.scores import Scoring, Tokens
 from maxtext.kernels.splash import SplashBlocks
@@ -73,3 +74,10 @@ def test_blocks_are_chosen_by_schedules(chip, monkeypatch):
   assert reached.keys() == {"fwd", "dkv"}, "gradients of queries with those of keys"
   assert all(1.02 < times < 2 for times in reached.values())
   assert not blocks.reach(program, topology), "default blocks need no compilation"
+
+
+@pytest.mark.aot
+def test_rows_that_default_blocks_do_not_divide_have_nothing_to_be_compared_with():
+  keys = {key: 256 for key in SplashAttention.model_fields if key.startswith("sa_block")}
+  config = load_config(**keys, max_target_length=768, dataset_type="synthetic", compile_topology="v5p-8")
+  assert not blocks.reach(*program_for(config))

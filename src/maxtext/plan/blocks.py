@@ -62,11 +62,13 @@ class Cost:
 
 
 def reach(program: Program, topology: Topology) -> dict[str, float]:
-  """How many times as fast as with default blocks each kernel multiplies; nothing where the run has those."""
-  blocks, attended = program.model.how.attention.blocks, attention_of(program)
-  if blocks == SplashBlocks() or not attended:
+  """How many times as fast as with default blocks each kernel multiplies; nothing where the run has those, or where
+  they do not divide its rows."""
+  blocks, attended, default = program.model.how.attention.blocks, attention_of(program), SplashBlocks()
+  length = program.config.max_target_length
+  if blocks == default or not attended or length % min(default.q, length):
     return {}
-  ours, plain = _costs(program, topology, attended, [blocks, SplashBlocks()])
+  ours, plain = _costs(program, topology, attended, [blocks, default])
   return {name: ours[name].flops / ours[name].cycles * plain[name].cycles / plain[name].flops for name in ours}
 
 
@@ -102,10 +104,10 @@ def attention_of(program: Program) -> dict[Attended, int]:
 def seen_blocks(scoring: Scoring, length: int, q: int, kv: int) -> np.ndarray:
   """Which blocks of keys each block of queries sees something of, [length/q, length/kv]."""
   queries, first_keys = np.arange(length).reshape(-1, q), np.arange(0, length, kv)
-  reach = queries if scoring.window is None else np.minimum(queries, scoring.window - 1)
+  back = queries if scoring.window is None else np.minimum(queries, scoring.window - 1)
   if scoring.window is not None and scoring.chunked:
-    reach = queries % scoring.window
-  first, last = (queries - reach).min(1, keepdims=True), queries.max(1, keepdims=True)
+    back = queries % scoring.window
+  first, last = (queries - back).min(1, keepdims=True), queries.max(1, keepdims=True)
   return (first_keys <= last) & (first_keys + kv > first)
 
 
@@ -192,7 +194,8 @@ def _cost(
   kernel, done, cycles = _kernels(blocks.fused_backward)[name], 0.0, 0.0
   q, kv = (min(getattr(blocks, field), length) for field in kernel.fields[:2])
   for (kind, layers), one in zip(attended.items(), schedules, strict=True):
-    seen = seen_blocks(kind.scoring, length, q, kv)
+    by_segments = kind.scoring.chunked and asked.segments  # which the kernel compares, and passes over no block of
+    seen = seen_blocks(Scoring(1.0) if by_segments else kind.scoring, length, q, kv)
     grid = seen.T if kernel.keys_down else seen
     flops = 2.0 * (kernel.by_query * kind.query_width + kernel.by_value * kind.value_width) * q * kv
     steps = len(grid) * int(grid.sum(1).max())
