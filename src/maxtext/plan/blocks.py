@@ -129,7 +129,7 @@ _APART = {
 }
 _FUSED = {"fwd": _FORWARD, "dkv": replace(_APART["dkv"], by_query=3)}
 _SIDE_BY_SIDE = 2  # processes that compile
-_HEADS = 2  # that are compiled, one for each core of a device at most
+_HEADS = 4  # that are compiled: more than a device has cores, so that there is a loop
 _KEYS = dict(zip((field.name for field in fields(SplashBlocks)), SplashAttention.model_fields, strict=False))
 
 

@@ -35,11 +35,12 @@ class Schedule:
     regions = {int(number): at for at, bundle in enumerate(bundles) for number in _REGION.findall(bundle)}
     jumps = [(at, regions[int(to)]) for at, b in enumerate(bundles) for to in _BRANCH.findall(b) if int(to) in regions]
     loops = [(to, at) for at, to in jumps if to <= at]
-    assert len(loops) == 1, f"a kernel of {len(loops)} loops is not read yet"
-    (first, last), skipped = loops[0], [(at + _DELAY, to) for at, to in jumps if to > at]
+    assert len(loops) <= 1, f"a kernel of {len(loops)} loops is not read yet"
+    first, last = loops[0] if loops else (0, len(bundles))  # a grid of one step needs none
+    skipped = [(at + _DELAY, to) for at, to in jumps if to > at]
     multiplied = [(a, b) for a, b in skipped if any(_PRODUCT in bundle for bundle in bundles[a:b])]
-    products = min(b - a for a, b in multiplied)  # the innermost of those around it
     row = sum(b - a for a, b in skipped if (a, b) not in multiplied)
+    products = min((b - a for a, b in multiplied), default=last - first - row)  # the innermost of those around it
     return Schedule(last - first - products - row, products, row)
 
   def cycles(self, rows: int, steps: int, blocks: int, least: float = 0.0) -> float:
