@@ -10,7 +10,7 @@ from maxtext import load_config
 from maxtext.configs.types import SplashAttention
 from maxtext.kernels.attention import Attention
 from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.kernels.splash import SplashBlocks
+from maxtext.kernels.splash import SplashBlocks, seen_blocks
 from maxtext.mesh.topology import Topology
 from maxtext.plan import blocks
 from maxtext.plan.compile import program_for
@@ -32,7 +32,7 @@ def test_blocks_of_which_something_is_seen(case, q, kv):
   positions = jnp.arange(LENGTH)
   seen = np.asarray(SCORING[case].sees(positions[:, None], positions[None]))
   blockwise = seen.reshape(LENGTH // q, q, LENGTH // kv, kv).any((1, 3))
-  np.testing.assert_array_equal(blocks.seen_blocks(SCORING[case], LENGTH, q, kv), blockwise)
+  np.testing.assert_array_equal(seen_blocks(SCORING[case], LENGTH, q, kv), blockwise)
 
 
 @pytest.mark.aot
@@ -53,7 +53,7 @@ def test_a_plan_counts_the_blocks_that_a_kernel_multiplies(fused):
   positions = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32, sharding=everywhere)
   step = jax.jit(jax.grad(total, (0, 1, 2))).lower(array, array, array, positions).compile()
   program, per_second = CompiledProgram.parse(step.as_text()), Calibration(kernel=1e-6)
-  seen = blocks.seen_blocks(SCORING["causal"], LENGTH, 512, 256).sum() * 512 * 256
+  seen = seen_blocks(SCORING["causal"], LENGTH, 512, 256).sum() * 512 * 256
   expected = (2 + (5 if fused else 7)) * 2 * heads * width * seen / topology.chip.flops / 1e-6
   assert estimate(program, topology, mesh, per_second).seconds_by_kind()["kernel"] == pytest.approx(expected)
   faster = estimate(program, topology, mesh, per_second, reach={"fwd": 2.0}).seconds_by_kind()["kernel"]

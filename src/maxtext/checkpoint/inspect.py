@@ -46,8 +46,8 @@ def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
   """
   defaults = {key: json.loads(json.dumps(plain(default_of(key)), default=str)) for key in MaxTextConfig.model_fields}
   below = keys_below(values)
-  kept = {key: value for key, value in values.items() if value != defaults[key] or key in below}
-  return {key: value for key, value in kept.items() if key != "custom_mesh_and_rule"}
+  kept = {key for key, value in values.items() if value != defaults[key] or key in below} - {"custom_mesh_and_rule"}
+  return {key: value for key, value in values.items() if key in kept}
 
 
 def served_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.kernels.scores import Scoring, Tokens, gathered, keys_like_queries
@@ -101,6 +102,16 @@ def splash(
     out_specs=q_spec,
     check_vma=False,
   )(attend, q, k, v, segments, sinks)
+
+
+def seen_blocks(scoring: Scoring, length: int, q: int, kv: int) -> np.ndarray:
+  """Which blocks of keys each block of queries sees something of, [length/q, length/kv]."""
+  queries, first_keys = np.arange(length).reshape(-1, q), np.arange(0, length, kv)
+  back = queries if scoring.window is None else np.minimum(queries, scoring.window - 1)
+  if scoring.window is not None and scoring.chunked:
+    back = queries % scoring.window
+  first, last = (queries - back).min(1, keepdims=True), queries.max(1, keepdims=True)
+  return (first_keys <= last) & (first_keys + kv > first)
 
 
 def _mask(scoring: Scoring, length: int, heads: int, order: TokenOrder | None) -> Any:

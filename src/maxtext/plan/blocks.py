@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtext.configs.types import SplashAttention
 from maxtext.kernels.attention import Attention
 from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.kernels.splash import SplashBlocks
+from maxtext.kernels.splash import SplashBlocks, seen_blocks
 from maxtext.layers.attention import GQA
 from maxtext.layers.mla import MLA
 from maxtext.mesh.compiler import compiler_options
@@ -99,16 +99,6 @@ def attention_of(program: Program) -> dict[Attended, int]:
       for kind in filter(None, (_attended(block.mixer) for block in group.cycle)):
         found[kind] = found.get(kind, 0) + group.repeats
   return found
-
-
-def seen_blocks(scoring: Scoring, length: int, q: int, kv: int) -> np.ndarray:
-  """Which blocks of keys each block of queries sees something of, [length/q, length/kv]."""
-  queries, first_keys = np.arange(length).reshape(-1, q), np.arange(0, length, kv)
-  back = queries if scoring.window is None else np.minimum(queries, scoring.window - 1)
-  if scoring.window is not None and scoring.chunked:
-    back = queries % scoring.window
-  first, last = (queries - back).min(1, keepdims=True), queries.max(1, keepdims=True)
-  return (first_keys <= last) & (first_keys + kv > first)
 
 
 @dataclass(frozen=True)
