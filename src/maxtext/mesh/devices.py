@@ -7,7 +7,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig, derived
 from maxtext.configs.derived import mesh_axes, parallelism
 from maxtext.configs.types import ShardMode
 
@@ -19,6 +19,12 @@ def make_mesh(config: MaxTextConfig, devices: Sequence[jax.Device] | None = None
   ici, dcn = parallelism(config, "ici", len(devices) // slices), parallelism(config, "dcn", slices)
   kind = {ShardMode.AUTO: AxisType.Auto, ShardMode.EXPLICIT: AxisType.Explicit}[config.shard_mode]
   return Mesh(_arrange(config, devices, ici, dcn, slices), mesh_axes(config), axis_types=(kind,) * len(ici))
+
+
+def with_devices(config: MaxTextConfig, devices: Sequence[jax.Device] | None = None) -> MaxTextConfig:
+  """The configuration with what follows from devices, by default all that JAX finds."""
+  found = list(jax.devices() if devices is None else devices)
+  return derived.with_devices(config, len(found), _slices(config, found))
 
 
 def _slices(config: MaxTextConfig, devices: list[jax.Device]) -> int:

@@ -1,10 +1,12 @@
 """Joining the processes of one run."""
 
+import itertools
 import os
 import re
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,9 +14,11 @@ from jax._src import distributed  # JAX has no other way to its coordinator
 from jax.experimental import multihost_utils
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.mesh.roll_call import missing_processes
+from maxtext.distributed.cluster import find_cluster
+from maxtext.distributed.rendezvous import missing_processes
 
 INIT_FILE = "jax-init-info.txt"
+_USED = itertools.count()
 
 
 def join(config: MaxTextConfig) -> None:
@@ -22,23 +26,35 @@ def join(config: MaxTextConfig) -> None:
 
   Processes that someone started by hand, or `maxtext launch`, are told by the environment where the first one listens.
   With a local tier of checkpoints the orchestrator deals the numbers, so that a machine gets its own parts again, and
-  leaves them in a file there. Else, on GPU clusters (`hardware=gpu_multiprocess`) and TPU pods, JAX asks the
-  scheduler or the metadata server itself.
+  leaves them in a file there. Else JAX's own detection of clusters decides (`cluster.py`).
   """
   if config.skip_jax_distributed_system or jax.distributed.is_initialized():
     return
   seconds, env = config.jax_distributed_initialization_timeout, os.environ
-  cluster = config.hardware == "gpu_multiprocess" or "MEGASCALE_COORDINATOR_ADDRESS" in env or _pod_workers() > 1
+  if not config.enable_checkpointing:  # it would keep SIGTERM for a save that never comes
+    jax.config.update("jax_enable_preemption_service", False)
   if "JAX_COORDINATOR_ADDRESS" in env:
     _join_by_address(env["JAX_COORDINATOR_ADDRESS"], _number("JAX_PROCESS_ID"), seconds)
-  elif config.enable_emergency_checkpoint and (cluster or "JAX_NUM_PROCESSES" in env):
+    return
+  cluster = config.hardware == "gpu_multiprocess" or find_cluster() is not None
+  if config.enable_emergency_checkpoint and (cluster or "JAX_NUM_PROCESSES" in env):
     index, address = _told_by_file(Path(config.local_checkpoint_directory) / INIT_FILE, seconds)
     if "JAX_NUM_PROCESSES" in env:
       _join_by_address(address, index, seconds)
     else:
       jax.distributed.initialize(address, process_id=index, initialization_timeout=seconds)
   elif cluster:
-    jax.distributed.initialize(initialization_timeout=seconds)
+    _join_by_detection(config)
+
+
+def refuse_unjoined(config: MaxTextConfig) -> None:
+  """TPU hosts of a pod see each other's chips without `jax.distributed`, but cannot agree on anything."""
+  if jax.process_count() > 1 and not jax.distributed.is_initialized():
+    raise ConfigError(
+      f"skip_jax_distributed_system={str(config.skip_jax_distributed_system).lower()}, and this is one of "
+      f"{jax.process_count()} processes that were not joined: leave it out, or set JAX_COORDINATOR_ADDRESS, "
+      f"JAX_NUM_PROCESSES and JAX_PROCESS_ID for each of them."
+    )
 
 
 def from_first(text: str) -> str:
@@ -64,6 +80,18 @@ def of_process(all_of_them: bool) -> str:
   return f"process_{jax.process_index()}" if all_of_them else ""
 
 
+def coordinator() -> Any:
+  """The client of the key-value store that all processes share."""
+  client = distributed.global_state.client
+  assert client is not None
+  return client
+
+
+def once(name: str) -> str:
+  """A name for the coordinator that was not used before, as it must be; every process asks in the same order."""
+  return f"maxtext/{name}/{next(_USED)}"
+
+
 def problems_of_all(name: str, own: str, seconds: float) -> dict[int, str]:
   """What went wrong on which process, once all have said so under a name that is used once; '' is that nothing did.
 
@@ -71,8 +99,7 @@ def problems_of_all(name: str, own: str, seconds: float) -> dict[int, str]:
   """
   if jax.process_count() == 1:
     return {0: own} if own else {}
-  client = distributed.global_state.client
-  assert client is not None
+  client = coordinator()
   if own:
     client.key_value_set(f"{name}/{jax.process_index()}", own)
   client.wait_at_barrier(name, timeout_in_ms=int(seconds * 1000))
@@ -87,6 +114,16 @@ def _join_by_address(address: str, index: int, seconds: int) -> None:
       f"See that every process is started, or raise jax_distributed_initialization_timeout={seconds}."
     )
   jax.distributed.initialize(address, num_processes=count, process_id=index, initialization_timeout=seconds)
+
+
+def _join_by_detection(config: MaxTextConfig) -> None:
+  try:
+    jax.distributed.initialize(initialization_timeout=config.jax_distributed_initialization_timeout)
+  except ValueError as error:
+    raise ConfigError(
+      f"hardware={config.hardware}, but JAX finds no cluster here that it can join ({error}) Start the run with Slurm, "
+      f"Open MPI or as a Kubernetes job, or set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
+    ) from None
 
 
 def _told_by_file(file: Path, seconds: int) -> tuple[int, str]:
@@ -106,10 +143,6 @@ def _told_by_file(file: Path, seconds: int) -> tuple[int, str]:
     f"the coordinator as host:port. Without one, set JAX_COORDINATOR_ADDRESS; else raise "
     f"jax_distributed_initialization_timeout={seconds}."
   )
-
-
-def _pod_workers() -> int:
-  return len([host for host in os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if host])
 
 
 def _number(name: str) -> int:

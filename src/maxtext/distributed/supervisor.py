@@ -6,17 +6,23 @@ wait for ever, so this must watch from outside. It imports no JAX.
 
 import math
 import os
+import random
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
+
+from maxtext.distributed import die_with_parent
+from maxtext.distributed.progress import VARIABLE, told_progress
 
 
 @dataclass(frozen=True)
@@ -53,33 +59,58 @@ def supervise(
 ) -> int:
   """Runs `processes` copies of a command as one run and returns its exit code.
 
-  A user's mistake (exit code 2) and an end that was asked for are not tried again. When a process is lost, the others
-  get `grace_seconds` to end before they are killed, and the whole is started again, up to `restarts` times; so too when
-  none has said anything for `stalled_seconds`, after each has shown its stacks. Ctrl-C and SIGTERM are passed on, and
-  the processes have all the time they need to save; a second Ctrl-C kills them.
+  When a process is lost, the others get `grace_seconds` to end before they are killed, and the whole is started again;
+  so too when none has said anything for `stalled_seconds`, after each has shown its stacks. Between two starts it
+  waits, twice as long each time. It gives up after `restarts` starts of which none saved a later step than any before;
+  what will not get better, a user's mistake (exit code 2) say, and an end that was asked for are not tried again.
+
+  Ctrl-C and SIGTERM are passed on, and the processes have all the time they need to save; a second Ctrl-C kills them.
+  If this process is killed, they are too.
   """
   if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGTERM, _terminated)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what goes to the background deaf to it
-  for attempt in range(restarts + 1):
-    loss = _run_once(command, processes, environment or {}, stalled_seconds, grace_seconds, out)
-    if loss is None:
-      return 0
-    _say(out, f"maxtext: {loss}.\n")
-    if loss.code in _FINAL:
-      return loss.code
-    if attempt < restarts:
-      _say(out, f"maxtext: starting all {processes} again ({attempt + 1} of {restarts}).\n")
-  return 1
+  in_vain, furthest = 0, -1
+  with tempfile.TemporaryDirectory(prefix="maxtext-launch-") as folder:
+    progress = Path(folder) / "step"
+    own = dict(environment or {}) | {VARIABLE: str(progress)}
+    while True:
+      loss = _run_once(command, processes, own, stalled_seconds, grace_seconds, out)
+      if loss is None:
+        return 0
+      _say(out, f"maxtext: {loss}.\n")
+      if loss.code in _FINAL:
+        return max(loss.code, 1)
+      before, furthest = furthest, max(furthest, told_progress(progress))
+      in_vain = 1 if furthest > before else in_vain + 1
+      if in_vain > restarts:
+        return 1
+      seconds = backoff_seconds(in_vain)
+      _say(out, f"maxtext: starting all {processes} again in {seconds:.1f} s ({in_vain} of {restarts}).\n")
+      try:
+        time.sleep(seconds)
+      except KeyboardInterrupt as asked:
+        return _code(asked)
+
+
+def backoff_seconds(attempt: int) -> float:
+  """How long to wait before a start, by how many were in vain; hosts that fail together do not return together."""
+  return min(_FIRST_SECONDS * 2 ** (attempt - 1), _MOST_SECONDS) * random.uniform(0.5, 1.0)
 
 
 _LOOK_SECONDS = 0.05
-# A user's mistake, Ctrl-C and SIGTERM.
-_FINAL = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+_FIRST_SECONDS, _MOST_SECONDS = 1.0, 120.0  # between two starts
+# What another start does not change: a user's mistake, a command that is not there or not a program, a program for
+# another processor; and what was asked for: Ctrl-C and SIGTERM.
+_FINAL = (2, 126, 127, -signal.SIGILL, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 class _Terminated(KeyboardInterrupt):
   """SIGTERM, as an exception."""
+
+
+def _code(asked: KeyboardInterrupt) -> int:
+  return 128 + (signal.SIGTERM if isinstance(asked, _Terminated) else signal.SIGINT)
 
 
 def _terminated(number: int, frame: Any) -> None:
@@ -95,13 +126,24 @@ def _run_once(
   out: TextIO,
 ) -> Loss | Stall | None:
   address = f"127.0.0.1:{_free_port()}"
-  workers = [_start(command, i, processes, address, environment) for i in range(processes)]
+  held, ours = os.pipe()  # the processes see its end when this one ends
+  try:
+    workers = [_start(command, i, processes, address, environment, held) for i in range(processes)]
+    return _watch(workers, stalled_seconds, grace_seconds, out)
+  finally:
+    os.close(held)
+    os.close(ours)
+
+
+def _watch(
+  workers: Sequence[subprocess.Popen[str]], stalled_seconds: float, grace_seconds: float, out: TextIO
+) -> Loss | Stall | None:
   voices = [_Voice(i, worker, out) for i, worker in enumerate(workers)]
   loss: Loss | Stall | None
   try:
     loss = _first_loss(workers, voices, stalled_seconds)
   except KeyboardInterrupt as asked:
-    loss = _let_end(workers, 128 + (signal.SIGTERM if isinstance(asked, _Terminated) else signal.SIGINT))
+    loss = _let_end(workers, _code(asked))
   if isinstance(loss, Stall):
     # Python's own handler of SIGABRT writes the stacks; whatever holds up the program does not hold up that. The memory
     # of a whole run is not to be written after them.
@@ -118,17 +160,21 @@ def _run_once(
 
 
 def _start(
-  command: Sequence[str], index: int, processes: int, address: str, environment: Mapping[str, str]
+  command: Sequence[str], index: int, processes: int, address: str, environment: Mapping[str, str], pipe: int
 ) -> subprocess.Popen[str]:
   own = {
     "JAX_COORDINATOR_ADDRESS": address,
+    "JAX_COORDINATOR_BIND_ADDRESS": address,  # JAX alone would let every machine in
     "JAX_NUM_PROCESSES": str(processes),
     "JAX_PROCESS_ID": str(index),
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
   }
+  by_signal = sys.platform == "linux"
+  tied = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), "-" if by_signal else str(pipe)]
   return subprocess.Popen(
-    command,
+    [*tied, *command],
+    pass_fds=() if by_signal else (pipe,),
     env=os.environ | environment | own,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
