@@ -3,6 +3,7 @@
 It is a sum, modulo 2^32, of a hash of every element and its index: it does not depend on how the array is split, so
 what eight devices saved can be checked by one. One changed element always changes it. Each process adds up the parts
 that it answers for, and nothing passes between devices: what the processes found is added where it is compared.
+In the same pass it is seen whether every element is a finite number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Parts = list[list[jax.Array]]
+Parts = list[list[tuple[jax.Array, jax.Array]]]  # of each array, of each part: its checksum, and whether it is finite
 
 
 def checksums(arrays: Mapping[str, Any]) -> Parts:
@@ -22,14 +23,25 @@ def checksums(arrays: Mapping[str, Any]) -> Parts:
 
 def added(parts: Parts) -> np.ndarray:
   """One uint32 per array."""
-  return np.array([sum(map(int, own)) % 2**32 for own in parts], np.uint32)
+  return np.array([sum(int(checksum) for checksum, _ in own) % 2**32 for own in parts], np.uint32)
+
+
+def nonfinite(parts: Parts) -> np.ndarray:
+  """One bool per array: whether a part of this process holds a NaN or an infinity."""
+  return np.array([not all(bool(finite) for _, finite in own) for own in parts], bool)
+
+
+def nonfinite_names(arrays: Mapping[str, Any]) -> list[str]:
+  """The arrays of which this process's parts are not finite; no checksum is computed."""
+  under_way = {name: [_finite(data) for data, _ in _own_parts(array)] for name, array in arrays.items()}
+  return sorted(name for name, parts in under_way.items() if not all(map(bool, parts)))
 
 
 def checksum_of_part(part: np.ndarray, start: Sequence[int]) -> int:
   """What a part of an array adds to its checksum, modulo 2^32; `start` is the index of the part's first element."""
   dim = next((d for d, size in enumerate(part.shape) if size > 1), None)
   if dim is None or part.size <= _AT_ONCE:
-    return int(_checksum(part, np.array(start, np.uint32)))
+    return int(_checksum(part, np.array(start, np.uint32))[0])
   step, total = max(1, part.shape[dim] * _AT_ONCE // part.size), 0
   for i in range(0, part.shape[dim], step):
     some = part[(slice(None),) * dim + (slice(i, i + step),)]
@@ -49,13 +61,21 @@ def _own_parts(array: jax.Array | np.ndarray) -> list[tuple[Any, np.ndarray]]:
 
 
 @jax.jit
-def _checksum(part: jax.typing.ArrayLike, start: jax.Array) -> jax.Array:
+def _checksum(part: jax.typing.ArrayLike, start: jax.Array) -> tuple[jax.Array, jax.Array]:
   x = jnp.asarray(part)
   bits = x.astype(jnp.uint32) if x.dtype == jnp.bool_ else _bits(x)
   index = jnp.zeros(x.shape, jnp.uint32)
   for dim in range(x.ndim):
     index = _mix(index + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) + start[dim] + np.uint32(1))
-  return jnp.sum(_mix(bits ^ index), dtype=jnp.uint32)
+  return jnp.sum(_mix(bits ^ index), dtype=jnp.uint32), _finite(x)
+
+
+@jax.jit
+def _finite(part: jax.typing.ArrayLike) -> jax.Array:
+  x = jnp.asarray(part)
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    return jnp.array(True)
+  return jnp.all(jnp.isfinite(x.astype(jnp.float32) if x.dtype.itemsize == 1 else x))
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ from maxtext.checkpoint.files import contents, handlers, read
 from maxtext.checkpoint.layout import Layout
 from maxtext.checkpoint.location import absolute, locate
 from maxtext.checkpoint.record import DamagedError, Record
+from maxtext.checkpoint.tokenizer import copy_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 
@@ -32,4 +33,5 @@ def export_parameters(config: MaxTextConfig, source: str, target: str) -> epath.
   stored = {f"params/{n}": a for path, name in names.items() for n, a in layout.store(path, arrays[name]).items()}
   with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers(config))) as writer:
     writer.save(out, args=contents(config, stored, record.step, layout.stacked, record.config))
+  copy_tokenizer(source, out)
   return out

@@ -4,7 +4,9 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from functools import partial
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -12,48 +14,74 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from maxtext.checkpoint.checksum import added, checksums
+from maxtext.checkpoint.checksum import added, checksums, nonfinite
+from maxtext.checkpoint.durable import write_text
 from maxtext.checkpoint.layout import Layout
-from maxtext.checkpoint.record import FILE, ITEM, PARAMETERS, Array, DamagedError, Record, checksum_file
+from maxtext.checkpoint.record import (
+  FILE,
+  ITEM,
+  NOT_FINITE,
+  PARAMETERS,
+  Array,
+  DamagedError,
+  NotFiniteError,
+  Record,
+  checksum_file,
+)
+from maxtext.checkpoint.storage import StorageError, reason, retried
 from maxtext.checkpoint.tree import named, nested
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.configs.errors import RunError
-from maxtext.mesh.multihost import problems_of_all
+from maxtext.distributed.lease import LOST, LeaseLostError
+from maxtext.distributed.multihost import problems_of_all
 
 STATE = "state"
 CHUNK = 64 << 20  # bytes that are read or written together
 _REPLICAS = "data"  # the mesh axis along which devices hold the same parameters
 _SAVES = itertools.count()  # the same on every process: all save the same things in the same order
 _PATIENCE = 600  # seconds for the slowest process, Orbax's own
+_BAD: tuple[type[DamagedError] | type[StorageError], ...] = (DamagedError, StorageError)  # the worst last
 _IN_FLIGHT = 0.05  # of a process's share, while it is read: it is held twice until it is placed
 
 
-def handlers(config: MaxTextConfig) -> dict[str, Any]:
-  """Orbax's handlers of the items of a checkpoint that is written."""
+def handlers(config: MaxTextConfig, fence: Callable[[], None] = lambda: None) -> dict[str, Any]:
+  """Orbax's handlers of the items of a checkpoint that is written; `fence` raises where it must not count."""
   arrays = _AgreedArrays(
+    fence,
     use_ocdbt=config.checkpoint_storage_use_ocdbt,
     use_zarr3=config.checkpoint_storage_use_zarr3,
     save_concurrent_bytes=config.checkpoint_storage_concurrent_gb * 10**9,
   )
-  return {STATE: ocp.PyTreeCheckpointHandler(handler_impl=arrays), ITEM: RecordHandler()}
+  return {STATE: ocp.PyTreeCheckpointHandler(handler_impl=arrays), ITEM: RecordHandler(arrays, fence)}
 
 
 def contents(
-  config: MaxTextConfig, arrays: Mapping[str, Any], step: int, stacked: int | None, keys: Mapping[str, Any]
+  config: MaxTextConfig,
+  arrays: Mapping[str, Any],
+  step: int,
+  stacked: int | None,
+  keys: Mapping[str, Any],
+  finite: bool = False,
 ) -> ocp.args.Composite:
-  """What a save writes: the arrays and the record. Checksums are under way when this returns."""
+  """What a save writes: the arrays and the record. Checksums are under way when this returns.
+
+  With `finite`, a save of arrays that hold NaN or infinities fails, on all processes, and is never committed.
+  """
   described = {name: Array(tuple(np.shape(array)), str(array.dtype)) for name, array in arrays.items()}
   record, parts = Record(step, described, stacked, keys, jax.process_count()), checksums(arrays)
 
   def write(folder: epath.Path) -> None:
-    (folder / checksum_file(jax.process_index())).write_text(json.dumps(added(parts).tolist()))
+    write_text(folder / checksum_file(jax.process_index()), json.dumps(added(parts).tolist()))
     if jax.process_index() == 0:
-      (folder / FILE).write_text(json.dumps(record.to_json()))
+      write_text(folder / FILE, json.dumps(record.to_json()))
+
+  def check() -> None:
+    if finite and (bad := _named_where(arrays, nonfinite(parts))):
+      raise NotFiniteError.of(bad)
 
   size = config.checkpoint_storage_target_data_file_size_bytes if config.checkpoint_storage_use_ocdbt else None
   chunks = nested({name: _chunks(Layout(stacked), name, array) for name, array in arrays.items()})
   state = ocp.args.PyTreeSave(nested(arrays), save_args=chunks, ocdbt_target_data_file_size=size)
-  return ocp.args.Composite(**{STATE: state, ITEM: RecordSave(write)})
+  return ocp.args.Composite(**{STATE: state, ITEM: RecordSave(write, check)})
 
 
 def _chunks(layout: Layout, name: str, array: Any) -> ocp.SaveArgs:
@@ -67,21 +95,31 @@ def _chunks(layout: Layout, name: str, array: Any) -> ocp.SaveArgs:
 class _Agreed:
   """The end of a save on all processes: what fails on one fails on all, where Orbax would let them wait for it."""
 
-  def __init__(self, futures: Sequence[ocp.future.Future] | None) -> None:
-    self._futures, self._name = futures or (), f"maxtext/saves/{next(_SAVES)}"
+  def __init__(self, futures: Sequence[ocp.future.Future] | None, check: Callable[[], None] = lambda: None) -> None:
+    self._futures, self._check, self._name = futures or (), check, f"maxtext/saves/{next(_SAVES)}"
 
   def result(self, timeout: float | None = None) -> None:
     own: Exception | None = None
     try:
       for future in self._futures:
         future.result(timeout)
+      self._check()  # every item asks when it is written, so the last does right before all count
     except Exception as error:
       own = error
     problems = problems_of_all(self._name, reason(own) if own else "", timeout or _PATIENCE)
     if own and len(problems) == 1 == jax.process_count():
       raise own
+    if lost := [text for text in problems.values() if text.startswith(LOST)]:
+      raise LeaseLostError(lost[0])
     if problems:
-      raise RuntimeError("; ".join(f"{text} (process {process})" for process, text in sorted(problems.items())))
+      kind = NotFiniteError if any(text.endswith(NOT_FINITE) for text in problems.values()) else RuntimeError
+      raise kind("; ".join(f"{text} (process {process})" for process, text in sorted(problems.items())))
+
+  def settle(self) -> None:
+    """Waits for what this process does, however it ends."""
+    for future in self._futures:
+      with suppress(Exception):
+        future.result()
 
   def cancel(self) -> None:
     for future in self._futures:
@@ -91,16 +129,36 @@ class _Agreed:
 class _AgreedArrays(ocp.BasePyTreeCheckpointHandler):
   """Orbax's own, with an end that all processes agree on."""
 
+  saving = _Agreed(())  # the last save
+
+  def __init__(self, fence: Callable[[], None], **how: Any) -> None:
+    super().__init__(**how)
+    self._fence = fence
+
   async def async_save(self, *args: Any, **kwargs: Any) -> list[ocp.future.Future]:
-    return [_Agreed(await super().async_save(*args, **kwargs))]
+    self.saving = _Agreed(await super().async_save(*args, **kwargs), self._fence)
+    return [self.saving]
 
 
 class RecordHandler(ocp.AsyncCheckpointHandler):
-  """Writes the record while the arrays are written: its checksums come from the devices, and the loop does not wait."""
+  """Writes the record while the arrays are written: its checksums come from the devices, and the loop does not wait.
+
+  Whether the arrays may be kept is asked once they are written: threads that write into a folder that is gone complain.
+  """
+
+  def __init__(self, arrays: _AgreedArrays, fence: Callable[[], None]) -> None:
+    super().__init__()
+    self._arrays, self._fence = arrays, fence
 
   async def async_save(self, directory: epath.Path, args: "RecordSave") -> list[ocp.future.Future]:
     writing = ocp.future.CommitFutureAwaitingContractedSignals(self._write(directory, args), name="maxtext_record")
-    return [_Agreed([writing])]
+
+    def check() -> None:
+      self._arrays.saving.settle()
+      args.check()
+      self._fence()
+
+    return [_Agreed([writing], check)]
 
   async def _write(self, directory: epath.Path, args: "RecordSave") -> None:
     args.write(directory)
@@ -115,32 +173,47 @@ class RecordHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(RecordHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class RecordSave(ocp.args.CheckpointArgs):
-  """What writes the record into its folder, once all is known."""
+  """What writes the record into its folder, once all is known, and what then raises if nothing of it may be kept."""
 
   write: Callable[[epath.Path], None]
+  check: Callable[[], None]
 
 
 def read(
-  config: MaxTextConfig, folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct | None], record: Record
+  config: MaxTextConfig,
+  folder: epath.Path,
+  wanted: Mapping[str, jax.ShapeDtypeStruct | None],
+  record: Record,
+  finite: bool = False,
 ) -> dict[str, Any]:
   """Arrays of a checkpoint, each process only the part that its devices hold; `None` wants a whole NumPy array.
 
-  Raises `DamagedError`, on all processes, if something cannot be read or is not what was saved.
+  Raises, on all processes, `DamagedError` if something is missing, invalid or not what was saved, and `StorageError` if
+  storage does not answer; with `finite`, `NotFiniteError` if what was saved holds NaN or infinities.
   """
   arrays: dict[str, Any] = {}
-  difference, problem = np.zeros(len(wanted), np.uint32), None
+  found, problem = np.zeros(2 * len(wanted), np.uint32), cast("DamagedError | StorageError | None", None)
   try:
     arrays = _read(config, folder, wanted, record)
-    difference = _difference(folder, arrays, record)
-  except DamagedError as damage:
-    problem = damage
-  failed, difference = _over_processes(problem is not None, difference)
-  if problem or failed:
-    raise problem or DamagedError("another process cannot read it")
-  if wrong := [name for name, value in zip(sorted(wanted), difference, strict=True) if value]:
+    found = np.concatenate(_compared(folder, arrays, record))
+  except (DamagedError, StorageError) as error:
+    problem = error
+  worst, found = _over_processes(1 + _BAD.index(type(problem)) if problem else 0, found)
+  if worst:
+    kind = _BAD[worst - 1]
+    raise problem if isinstance(problem, kind) else kind(f"{folder} cannot be read by another process")
+  difference, bad = np.split(found, 2)
+  if wrong := _named_where(wanted, difference):
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     raise DamagedError(f"{wrong[0]}{more} is not what was saved (checksum)")
+  if finite and bad.any():
+    raise NotFiniteError.of(_named_where(wanted, bad))
   return arrays
+
+
+def _named_where(arrays: Mapping[str, Any], so: np.ndarray) -> list[str]:
+  """The names, in their order, of the arrays where it is so."""
+  return [name for name, value in zip(sorted(arrays), so, strict=True) if value]
 
 
 def _read(
@@ -156,9 +229,11 @@ def _read(
     item = jax.tree.map(lambda _: 0, restore, is_leaf=lambda x: isinstance(x, ocp.RestoreArgs))
     try:
       args = ocp.args.PyTreeRestore(item, restore_args=restore, partial_restore=True)
-      arrays |= named(handler.restore(folder / STATE, args=args))
-    except PermissionError as error:
-      raise RunError(f"{folder} cannot be read: {error}.") from None
+      arrays |= named(retried(folder, partial(handler.restore, folder / STATE, args=args)))
+    except StorageError:
+      raise
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:  # of this machine, and not of the files
+      raise StorageError(f"{folder} cannot be read here: {reason(error)}. Nothing was changed.") from error
     except Exception as error:  # Orbax and TensorStore raise ValueError, KeyError, OSError and more for damaged files
       raise DamagedError(reason(error)) from error
   return arrays
@@ -168,29 +243,31 @@ def saved_checksums(folder: epath.Path, record: Record, processes: Iterable[int]
   """What those of the processes that saved have left, added up, in the order of the arrays' names."""
   saved = np.zeros(len(record.arrays), np.uint32)
   for process in processes:
+    file = folder / ITEM / checksum_file(process)
     try:
-      saved += np.array(json.loads((folder / ITEM / checksum_file(process)).read_text()), np.uint32)
+      saved += np.array(json.loads(retried(file, file.read_text)), np.uint32)
     except (OSError, ValueError, TypeError, OverflowError):
       raise DamagedError(f"{ITEM}/{checksum_file(process)} cannot be read") from None
   return saved
 
 
-def _difference(folder: epath.Path, arrays: Mapping[str, Any], record: Record) -> np.ndarray:
-  """Checksums of what this process has read, less those of its share of the processes that saved; the sum is 0."""
+def _compared(folder: epath.Path, arrays: Mapping[str, Any], record: Record) -> tuple[np.ndarray, np.ndarray]:
+  """Checksums of what this process has read, less those of its share of the processes that saved, of which the sum is
+  0; and for each array 1 where it is not finite."""
   names = sorted(record.arrays)
   saved = saved_checksums(folder, record, range(jax.process_index(), record.processes, jax.process_count()))
   # One by one: on a CPU an array takes its own size as scratch.
-  found = [added(checksums({name: arrays[name]})) for name in sorted(arrays)]
-  return np.concatenate(found) - saved[[names.index(name) for name in sorted(arrays)]]
+  found = [(added(parts), nonfinite(parts)) for name in sorted(arrays) if (parts := checksums({name: arrays[name]}))]
+  sums, bad = (np.concatenate(column) for column in zip(*found, strict=True))
+  return sums - saved[[names.index(name) for name in sorted(arrays)]], bad.astype(np.uint32)
 
 
-def _over_processes(failed: bool, difference: np.ndarray) -> tuple[bool, np.ndarray]:
-  """Whether any process failed, and the sum of what they found."""
+def _over_processes(problem: int, found: np.ndarray) -> tuple[int, np.ndarray]:
+  """The worst problem of any process, and the sum of what they found."""
   if jax.process_count() == 1:
-    return failed, difference
-  everywhere = multihost_utils.process_allgather(np.append(np.uint32(failed), difference))
-  total = np.asarray(np.sum(everywhere, axis=0, dtype=np.uint32))
-  return bool(total[0]), total[1:]
+    return problem, found
+  everywhere = multihost_utils.process_allgather(np.append(np.uint32(problem), found))
+  return int(everywhere[:, 0].max()), np.asarray(np.sum(everywhere[:, 1:], axis=0, dtype=np.uint32))
 
 
 def _groups(sizes: Mapping[str, int], most: float) -> list[list[str]]:
@@ -213,15 +290,6 @@ def _local_bytes(struct: jax.ShapeDtypeStruct | None, array: Array) -> int:
   parts = struct.sharding.addressable_devices_indices_map(struct.shape)
   shard = np.prod(struct.sharding.shard_shape(struct.shape), dtype=int)
   return int(len(parts) * shard * struct.dtype.itemsize)
-
-
-def reason(error: BaseException) -> str:
-  """Why storage failed, in one line: the first cause, without TensorStore's description of where it looked."""
-  while error.__cause__ is not None:
-    error = error.__cause__
-  text = " ".join(str(error).split()) or type(error).__name__
-  text = text.split(" [tensorstore_spec")[0].split(" See full TensorStore details")[0]
-  return text if len(text) < 400 else f"{text[:200]} ... {text[-200:]}"
 
 
 def _single_replica(config: MaxTextConfig) -> bool:

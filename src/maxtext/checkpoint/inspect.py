@@ -11,7 +11,8 @@ from maxtext.checkpoint.record import DamagedError, Record
 from maxtext.configs.errors import RunError
 from maxtext.configs.loader import RULE_KEYS, keys_below
 from maxtext.configs.refusals import default_of, plain
-from maxtext.configs.types import MaxTextConfig
+from maxtext.configs.secrets import SECRET_KEYS
+from maxtext.configs.types import DerivedValues, MaxTextConfig
 
 
 def describe(path: str) -> str:
@@ -36,33 +37,38 @@ def describe(path: str) -> str:
 
 def chosen_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
   """The keys that make the run's configuration again, but for those that are given."""
-  return _below(given, chosen(_recorded(path)))
+  return _below(path, given, chosen(_recorded(path)))
 
 
 def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
   """Those of a run's values that are not at their default, or that its model would set to another.
 
-  The name of its rules is not among them, since the rules are: a run outlives their file.
+  The name of its rules is not among them, since the rules are: a run outlives their file. Neither are secrets, which
+  are not written down, and what follows from other keys.
   """
   defaults = {key: json.loads(json.dumps(plain(default_of(key)), default=str)) for key in MaxTextConfig.model_fields}
   below = keys_below(values)
-  kept = {key for key, value in values.items() if value != defaults[key] or key in below} - {"custom_mesh_and_rule"}
-  return {key: value for key, value in values.items() if key in kept}
+  left_out = {"custom_mesh_and_rule", *SECRET_KEYS, *DerivedValues.model_fields}
+  kept = {key for key, value in values.items() if value != defaults[key] or key in below}
+  chosen = {key: value for key, value in values.items() if key in kept - left_out}
+  return chosen | ({"override_logical_axis_rules": True} if values.get("custom_mesh_and_rule") else {})
 
 
 def served_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
   """The keys with which a trained run answers: those given, and its own but for the machine that it was trained on."""
   own = {key: value for key, value in chosen(_recorded(path)).items() if not is_of_the_training(key)}
-  return _below(given, own | {"load_parameters_path": path})
+  return _below(path, given, own | {"load_parameters_path": path})
 
 
 def _recorded(path: str) -> dict[str, Any]:
   return {key: entry["value"] for key, entry in read_record(locate(path)).config.items()}
 
 
-def _below(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-  """Rules that are given by name are to be seen: the run's own keys would hide them."""
-  hidden = RULE_KEYS if "custom_mesh_and_rule" in given else ()
+def _below(path: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+  """The run's own keys hide neither rules that are given by name nor the tokenizer that is kept with it."""
+  from maxtext.checkpoint.tokenizer import KEPT_KEYS, find_tokenizer  # brings NumPy, which a description needs not
+
+  hidden = {*(RULE_KEYS if "custom_mesh_and_rule" in given else ()), *(KEPT_KEYS if find_tokenizer(path) else ())}
   return {key: value for key, value in own.items() if key not in hidden} | dict(given)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from maxtext.checkpoint.durable import sync, sync_tree
 from maxtext.configs import ConfigError
 
 _FILE = "journal"
@@ -46,5 +47,7 @@ class Journal:
     """Gives the folder its name."""
     self._file.close()
     (self.folder / _FILE).unlink()
+    sync_tree(self.folder)
     self.folder.rename(self.target)
+    sync(self.target.parent)
     return self.target

@@ -8,6 +8,7 @@ import io
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, cast
 
 import jax
@@ -15,13 +16,18 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from maxtext.checkpoint.checksum import nonfinite_names
+from maxtext.checkpoint.durable import sync, sync_tree
 from maxtext.checkpoint.location import steps_in
-from maxtext.checkpoint.restore import Restored
+from maxtext.checkpoint.restore import Restored, set_aside
+from maxtext.checkpoint.storage import StorageError, retried
 from maxtext.checkpoint.tree import like, named
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.mesh.multihost import from_process
+from maxtext.distributed.multihost import from_process, on_any
+from maxtext.distributed.transfer import receive_from
 
 _PARTS, _POSITION, _UNFINISHED = "parts.npz", "position.npz", ".unfinished"
+_UNUSED = "unused"  # behind the name of a step that a start did not go on from
 _KEPT = 2  # a process may have finished a step that another has not
 
 
@@ -50,8 +56,14 @@ class LocalWriter:
     return step % self._config.local_checkpoint_period == 0
 
   def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
-    """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run goes on."""
+    """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run goes on.
+
+    A state that is not finite on one process is kept by none: the steps before it stay.
+    """
     self.wait()
+    if not _all_finite(state):
+      _say(f"step {step} is not kept on local disks: its state is not finite.")
+      return
     parts = {key: part for name, array in named(state).items() for key, part in _held(name, array)}
     files = {_PARTS: parts, _POSITION: {name: _gathered(array) for name, array in position.items()}}
     self._saving = step, self._thread.submit(_write, self._folder, step, files)
@@ -82,34 +94,41 @@ class LocalWriter:
 
 
 def _write(folder: epath.Path, step: int, files: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-  """Writes a step, which appears whole or not at all, and removes the oldest."""
+  """Writes a step, which appears whole or not at all, and removes the oldest, and what was not used before it."""
   unfinished, finished = folder / f"{step}{_UNFINISHED}", folder / str(step)
   try:
     unfinished.mkdir()
     for name, arrays in files.items():
       np.savez(unfinished / name, **cast(Any, arrays))
+    sync_tree(unfinished)
     unfinished.rename(finished)
+    sync(folder)
   except OSError:
     unfinished.rmtree(missing_ok=True)
     raise
-  for old in steps_in(folder)[:-_KEPT]:
-    (folder / str(old)).rmtree()
+  steps = steps_in(folder)
+  passed = [path for path in folder.glob(f"*.{_UNUSED}*") if int(path.name.partition(".")[0]) <= steps[-_KEPT:][0]]
+  for old in (*(folder / str(step) for step in steps[:-_KEPT]), *passed):
+    old.rmtree()
 
 
-def resume_locally(folder: epath.Path, abstract: Any, at_least: int) -> Restored | None:
-  """The latest step, not before `at_least`, of which the processes' disks hold every part; None where there is none.
+def resume_locally(folder: epath.Path, abstract: Any, at_least: int, blamed: int | None = None) -> Restored | None:
+  """The latest step, not before `at_least` and not the one that is `blamed`, of which the processes' disks hold every
+  part; None where there is none.
 
-  All processes ask. What was never finished, or does not lead to the step that is taken, is removed.
+  All processes ask. What was never finished is removed. Steps that do not lead to the one that is taken are renamed,
+  and those of another model are a mistake: nothing is lost by a wrong start.
   """
+  _refuse_other(folder, named(abstract))
   for path in folder.glob(f"*{_UNFINISHED}"):
     path.rmtree()
   found = None
-  for step in (step for step in _steps_of_all(folder) if step >= at_least):
+  for step in (step for step in _steps_of_all(folder) if step >= at_least and step != blamed):
     if found := _put_together(folder / str(step), abstract):
       break
   for step in steps_in(folder):
     if found is None or step > int(found.folder.name):
-      (folder / str(step)).rmtree()
+      set_aside(folder / str(step), _UNUSED)
   return found
 
 
@@ -127,6 +146,9 @@ def _put_together(folder: epath.Path, abstract: Any) -> Restored | None:
     _say(f"process {_listed(lacking)} gets its parts of step {folder.name} from its peers.")
   arrays = {name: _array(struct, name, holders[name], parts, whole) for name, struct in wanted.items()}
   first = min(whole)
+  if not _all_finite(arrays):
+    _say(f"step {folder.name} on local disks is not finite.")
+    return None
   position = from_process(first, (folder / _POSITION).read_bytes() if own == first else b"")
   return Restored(like(abstract, arrays), dict(np.load(io.BytesIO(position))), folder)
 
@@ -138,15 +160,17 @@ def _array(
   parts: Mapping[str, np.ndarray] | None,
   whole: set[int],
 ) -> jax.Array:
-  """One array from this process's parts, and from those that others send; sending is every process's business."""
+  """One array from this process's parts, and from those that it lacks and others send."""
   own, pieces = jax.process_index(), dict[str, np.ndarray]()
   shape = struct.sharding.shard_shape(struct.shape)
+  size = int(np.prod(shape, dtype=np.int64)) * struct.dtype.itemsize
   for key, held_by in holders.items():
-    data = parts[key].tobytes() if parts is not None and own in held_by else b""
-    if held_by - whole:
-      data = from_process(min(held_by & whole), data)
-    if own in held_by:
-      pieces[key] = np.frombuffer(data, struct.dtype).reshape(shape)
+    sender, lacking = min(held_by & whole), held_by - whole
+    data = _bytes(parts[key]) if parts is not None and own in held_by else None
+    if lacking and (own == sender or own in lacking):
+      data = receive_from(sender, lacking, size, data)
+    if data is not None:
+      pieces[key] = data.view(struct.dtype).reshape(shape)
   return jax.make_array_from_callback(
     struct.shape, struct.sharding, lambda index: pieces[_key(name, struct.shape, struct.dtype, index)]
   )
@@ -154,12 +178,41 @@ def _array(
 
 def _opened(folder: epath.Path, keys: Sequence[str]) -> Mapping[str, np.ndarray] | None:
   """This process's parts, read when they are taken; None where one is missing or damaged."""
-  try:
+
+  def load() -> tuple[Any, bool]:
     parts, position = np.load(folder / _PARTS), np.load(folder / _POSITION)
-    good = all(file.zip.testzip() is None for file in (parts, position))
+    return parts, all(file.zip.testzip() is None for file in (parts, position))
+
+  try:
+    parts, good = retried(folder, load)
+  except StorageError as error:
+    print(f"maxtext: process {jax.process_index()}: {error}", flush=True)
+    return None
   except (OSError, ValueError, zipfile.BadZipFile):
     return None
   return parts if good and set(keys) <= set(parts.files) else None
+
+
+def _bytes(part: np.ndarray) -> np.ndarray:
+  """Without their number format: NumPy's files do not know all of ours."""
+  return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+
+
+def _refuse_other(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+  """Parts of another model are the user's mistake, as in `restore`, and stay where they are; all processes end."""
+  wants = {name: f"{struct.dtype}{list(struct.shape)}" for name, struct in wanted.items()}
+  problem = ""
+  for step in steps_in(folder)[-1:]:
+    with suppress(OSError, ValueError, zipfile.BadZipFile), np.load(folder / str(step) / _PARTS) as parts:
+      has = dict(_described(key) for key in parts.files)
+      other = next((name for name in sorted(has | wants) if has.get(name) != wants.get(name)), None)
+      if other is not None:
+        there = f"has {has[other]}" if other in has else "has none"
+        here = f"wants {wants[other]}" if other in wants else "wants none"
+        problem = f"{folder / str(step)} {there} for {other}, and this run {here}"
+  if on_any(bool(problem)):
+    problem = problem or "another process has parts of another model on its disk"
+    raise ConfigError(f"{problem}. Nothing was changed: set the sizes as they were, or choose another run_name.")
 
 
 def _held(name: str, array: jax.Array) -> Iterator[tuple[str, np.ndarray]]:
@@ -184,10 +237,21 @@ def _key(name: str, shape: Sequence[int], dtype: Any, index: Sequence[slice] | N
   return f"{name} {dtype}{list(shape)} {where}"
 
 
+def _described(key: str) -> tuple[str, str]:
+  """Name, number format and shape of the array whose part has this key."""
+  name, _, rest = key.partition(" ")
+  return name, rest.rpartition(" ")[0]
+
+
 def _gathered(array: jax.Array | np.ndarray) -> np.ndarray:
   if isinstance(array, jax.Array) and not array.is_fully_addressable:
     return multihost_utils.process_allgather(array, tiled=True)
   return np.array(array)
+
+
+def _all_finite(state: Any) -> bool:
+  """Whether no process finds a NaN or an infinity in its parts."""
+  return not on_any(bool(nonfinite_names(named(state))))
 
 
 def _steps_of_all(folder: epath.Path) -> list[int]:

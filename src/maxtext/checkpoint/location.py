@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from etils import epath
 
 from maxtext.checkpoint.record import ITEM
+from maxtext.checkpoint.storage import retried
 from maxtext.configs import ConfigError
 from maxtext.configs.checks import STORES
 
@@ -44,6 +45,11 @@ def steps_in(folder: epath.Path) -> list[int]:
   return sorted(int(path.name) for path in _entries(folder) if _is_step(path) and _finished(path))
 
 
+def is_there(folder: epath.Path) -> bool:
+  """Whether a folder holds anything."""
+  return bool(_entries(folder))
+
+
 def unfinished_in(folder: epath.Path) -> list[epath.Path]:
   """What saves that were interrupted have left."""
   return [path for path in _entries(folder) if _UNFINISHED in path.name or (_is_step(path) and not _finished(path))]
@@ -69,7 +75,8 @@ def _finished(path: epath.Path) -> bool:
   if "://" not in str(path):
     return True
   try:
-    return json.loads((path / _METADATA).read_text()).get("commit_timestamp_nsecs") is not None
+    text = retried(path, (path / _METADATA).read_text)
+    return json.loads(text).get("commit_timestamp_nsecs") is not None
   except FileNotFoundError:
     return False
   except ValueError:  # damaged, not unfinished, as whoever reads it will find
@@ -77,4 +84,8 @@ def _finished(path: epath.Path) -> bool:
 
 
 def _entries(folder: epath.Path) -> list[epath.Path]:
-  return sorted(folder.iterdir()) if folder.exists() else []
+  """Not by `exists`: that takes a disk that does not answer for one that has nothing, and the run would start anew."""
+  try:
+    return retried(folder, lambda: sorted(folder.iterdir()))
+  except (FileNotFoundError, NotADirectoryError):
+    return []

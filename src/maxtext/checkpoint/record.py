@@ -3,20 +3,34 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
 from etils import epath
 
+from maxtext.checkpoint.storage import retried
+from maxtext.configs.secrets import shown_entries
+
 SCHEMA = 1  # raised when an older release could no longer read what is written; see docs/checkpoints.md
 ITEM, FILE = "record", "record.json"
+NOT_FINITE = "is not finite"
 PARAMETERS = ("params/", "buffers/")  # before the paths of a model's own arrays
 
 
 class DamagedError(Exception):
   """A checkpoint that cannot be what was saved; the text says what is wrong with it."""
+
+
+class NotFiniteError(ValueError):
+  """A state with NaN or infinities in it, from which no run can go on; the text says where."""
+
+  @staticmethod
+  def of(names: Sequence[str]) -> "NotFiniteError":
+    """By the names of the arrays that hold them."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return NotFiniteError(f"{names[0]}{more} {NOT_FINITE}")
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,7 @@ class Record:
 
   def to_json(self) -> dict[str, Any]:
     """Everything, with a digest that tells a damaged file."""
-    body = json.loads(json.dumps(asdict(self), default=str))
+    body = json.loads(json.dumps(asdict(self) | {"config": shown_entries(self.config)}, default=str))
     return {"digest": _digest(body), "body": body}
 
   @staticmethod
@@ -68,12 +82,12 @@ class Record:
     """The record of a step's folder."""
     file = folder / ITEM / FILE
     try:
-      content = json.loads(file.read_text())
+      content = json.loads(retried(file, file.read_text))
       body = content["body"]
       whole = content["digest"] == _digest(body)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
       raise DamagedError(f"{ITEM}/{FILE} is missing") from None
-    except (ValueError, KeyError, TypeError):
+    except (IsADirectoryError, ValueError, KeyError, TypeError):
       raise DamagedError(f"{ITEM}/{FILE} cannot be read") from None
     if not whole:
       raise DamagedError(f"{ITEM}/{FILE} is not what was written")

@@ -14,15 +14,20 @@ from etils import epath
 from maxtext.checkpoint.files import read
 from maxtext.checkpoint.layout import Layout
 from maxtext.checkpoint.location import locate, steps_in, unfinished_in
-from maxtext.checkpoint.record import SCHEMA, Array, DamagedError, Record
+from maxtext.checkpoint.nonfinite import NonfiniteNote
+from maxtext.checkpoint.record import SCHEMA, Array, DamagedError, NotFiniteError, Record
+from maxtext.checkpoint.storage import StorageError
 from maxtext.checkpoint.tree import like, named
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.configs.refusals import plain
-from maxtext.mesh.multihost import from_first, on_any
+from maxtext.configs.secrets import SECRET_KEYS
+from maxtext.configs.types import DerivedValues
+from maxtext.distributed.multihost import from_first, on_any
 
 _TRIED = 50  # the latest steps that are tried
 _DATA = "data/"
+_NONFINITE = "nonfinite"  # behind the name of a step that no run can go on from
 
 
 class Restored(NamedTuple):
@@ -36,32 +41,59 @@ class Restored(NamedTuple):
 def resume(config: MaxTextConfig, folder: epath.Path, abstract: Any) -> Restored | None:
   """The latest good step under a run's folder of checkpoints, or None where there is no step.
 
-  Process 0 names what was never finished, and renames what is damaged, so that nothing is lost that a person may want.
-  Where no step is good, nothing is touched and the run ends: that is more than one accident.
+  Process 0 names what was never finished, and renames what is damaged or not finite, so that nothing is lost that a
+  person may want. Where no step is good, nothing is touched and the run ends: that is more than one accident.
   """
   if jax.process_index() == 0:
     for path in unfinished_in(folder):
       print(f"maxtext: {path} was never finished; it is skipped and removed.", flush=True)
       path.rmtree(missing_ok=True)
-  damaged: dict[epath.Path, DamagedError] = {}
+  bad: dict[epath.Path, tuple[str, str]] = {}
   for step in _agreed(steps_in(folder)[::-1]):
     path = folder / str(step)
     try:
       found = _state(config, path, abstract)
-    except DamagedError as damage:
-      damaged[path] = damage
+    except (DamagedError, NotFiniteError) as problem:
+      kind = "damaged" if isinstance(problem, DamagedError) else _NONFINITE
+      bad[path] = kind, f"is {kind}: {problem}"
       continue
     if jax.process_index() == 0:
-      for bad, why in damaged.items():
-        print(f"maxtext: {bad} is damaged: {why}. It is now {_aside(bad).name}.", flush=True)
+      for other, (kind, why) in bad.items():
+        print(f"maxtext: {other} {why}. It is now {set_aside(other, kind).name}.", flush=True)
     return found
-  if damaged:
-    latest, why = next(iter(damaged.items()))
+  if bad:
+    latest, (_, why) = next(iter(bad.items()))
     raise RunError(
-      f"none of the {len(damaged)} checkpoints in {folder} can be read; {latest.name} is damaged: {why}. "
+      f"none of the {len(bad)} checkpoints in {folder} can be taken; {latest.name} {why}. "
       f"Choose another run_name to start anew."
     )
   return None
+
+
+def set_blamed_aside(folder: epath.Path) -> int | None:
+  """Says whether the last start of this run ended in numbers that are not finite. The step that led there is renamed,
+  if it is the latest one, and returned: whoever goes on from it gets there again."""
+  note = NonfiniteNote.read(folder) if jax.process_index() == 0 else None
+  blamed, error = None, ""
+  if note is not None:
+    steps = steps_in(folder)
+    blamed = note.blamed if not steps or steps[-1] <= (note.blamed or 0) else None
+    said = f"maxtext: step {note.step} was not finite ({note.what})"
+    if not steps or steps[-1] != blamed:
+      print(f"{said}; what is kept is from before it.", flush=True)
+    elif len(steps) > 1 or note.began == 0:
+      name = set_aside(folder / str(blamed), _NONFINITE).name
+      rest = f"the last good checkpoint is step {steps[-2]}" if len(steps) > 1 else "there is no other checkpoint"
+      print(f"{said}, and step {blamed} led to it: it is now {name}; {rest}.", flush=True)
+    else:
+      error = (
+        f"step {note.step} was not finite ({note.what}), and {folder / str(blamed)}, which led to it, is the only "
+        f"checkpoint. Choose another run_name to start anew, or remove {NonfiniteNote.file(folder)} to try it again."
+      )
+  error, _, number = from_first(f"{error}\n{'' if blamed is None else blamed}").partition("\n")
+  if error:
+    raise RunError(error)
+  return int(number) if number else None
 
 
 def load_state(config: MaxTextConfig, key: str, path: str, abstract: Any) -> Restored:
@@ -81,7 +113,7 @@ def _state(config: MaxTextConfig, folder: epath.Path, abstract: Any) -> Restored
   wanted = named(abstract)
   _refuse_other(config, folder, record, wanted)
   position = [name for name in record.arrays if name.startswith(_DATA)]
-  arrays = read(config, folder, wanted | dict.fromkeys(position), record)
+  arrays = read(config, folder, wanted | dict.fromkeys(position), record, finite=True)
   return Restored(like(abstract, arrays), {n.removeprefix(_DATA): arrays[n] for n in position}, folder)
 
 
@@ -99,13 +131,15 @@ def _parameters(
 
 def readable(folder: epath.Path) -> Record:
   """Its record, on all processes; one of a later release is refused."""
-  record, problem = None, None
+  record: Record | None = None
+  problem: DamagedError | StorageError | None = None
   try:
     record = Record.read(folder)
-  except DamagedError as damage:
-    problem = damage
-  if on_any(record is None):
-    raise problem or DamagedError("another process cannot read its record")
+  except (DamagedError, StorageError) as error:
+    problem = error
+  for kind in (StorageError, DamagedError):
+    if on_any(isinstance(problem, kind)):
+      raise problem if isinstance(problem, kind) else kind("another process cannot read its record")
   assert record is not None
   if record.schema > SCHEMA:
     raise ConfigError(f"{folder} has schema {record.schema}, and this release reads up to {SCHEMA}: take a newer one.")
@@ -126,7 +160,17 @@ def _refuse_other(
 
 def _differences(config: MaxTextConfig, record: Record) -> str:
   """Keys that changed since, as the end of a message; those that cannot change a shape would only distract."""
-  names = ("run_name", "base_output_directory", "steps", "load_", "checkpoint_", "jax_", "log_")
+  names = (
+    "run_name",
+    "base_output_directory",
+    "steps",
+    "load_",
+    "checkpoint_",
+    "jax_",
+    "log_",
+    *SECRET_KEYS,
+    *DerivedValues.model_fields,
+  )
   changed = [
     f"{key}={entry['value']} there, {value} here"
     for key, entry in record.config.items()
@@ -140,6 +184,8 @@ def _named_by(key: str, path: str, load: Any) -> Any:
     return load()
   except DamagedError as damage:
     raise RunError(f"{key}={path} is damaged: {damage}.") from None
+  except NotFiniteError as problem:
+    raise RunError(f"{key}={path} holds no state to go on from: {problem}.") from None
 
 
 def _agreed(steps: list[int]) -> list[int]:
@@ -147,7 +193,10 @@ def _agreed(steps: list[int]) -> list[int]:
   return [int(step) for step in from_first(" ".join(map(str, steps[:_TRIED]))).split()]
 
 
-def _aside(path: epath.Path) -> epath.Path:
-  names = (path.with_name(f"{path.name}.damaged{n}") for n in ("", *(f"-{i}" for i in range(2, 1000))))
+def set_aside(path: epath.Path, kind: str) -> epath.Path:
+  """Renames a step. A run that is restarted unchanged comes to the same numbers again: of those one is enough."""
+  if kind == _NONFINITE:
+    path.with_name(f"{path.name}.{kind}").rmtree(missing_ok=True)
+  names = (path.with_name(f"{path.name}.{kind}{n}") for n in ("", *(f"-{i}" for i in range(2, 1000))))
   free = next(name for name in names if not name.exists())
   return path.rename(free)

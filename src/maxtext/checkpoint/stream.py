@@ -7,6 +7,7 @@ writer that is started again goes on behind it.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -20,11 +21,12 @@ from etils import epath
 from orbax.checkpoint import type_handlers
 
 from maxtext.checkpoint.checksum import checksum_of_part
-from maxtext.checkpoint.files import CHUNK, STATE, reason, saved_checksums
+from maxtext.checkpoint.files import CHUNK, STATE, saved_checksums
 from maxtext.checkpoint.journal import Journal
 from maxtext.checkpoint.layout import Layout
 from maxtext.checkpoint.record import FILE, ITEM, Array, DamagedError, Record, checksum_file
 from maxtext.checkpoint.restore import readable
+from maxtext.checkpoint.storage import StorageError, reason, retried
 from maxtext.checkpoint.tree import nested
 from maxtext.configs import MaxTextConfig
 
@@ -168,12 +170,14 @@ class StreamReader:
     )
     found = np.empty([part.stop - part.start for part in where], np.dtype(about.dtype))
     try:
-      store = self._store(full)
+      store = retried(self.folder, lambda: self._store(full))
       for block in _blocks(found.shape, found.itemsize, store.chunk_layout.read_chunk.shape):
         there = tuple(slice(w.start + b.start, w.start + b.stop) for w, b in zip(where, block, strict=True))
-        found[block] = store[there].read().result()
+        found[block] = retried(self.folder, partial(_part, store, there))
         part = checksum_of_part(found[block], [s.start for s in there])
         self._sums[full] = (self._sums.get(full, 0) + part) % 2**32
+    except StorageError:
+      raise
     except (ValueError, OSError) as error:
       raise DamagedError(f"{full} cannot be read: {reason(error)}") from error
     return found.reshape([size for i, size in zip(place, found.shape, strict=True) if not isinstance(i, int)])
@@ -197,6 +201,10 @@ class StreamReader:
       kvstore["path"] += "/"
       self._open[name] = ts.open({"driver": "auto", "kvstore": kvstore}, context=self._context).result()
     return self._open[name]
+
+
+def _part(store: Any, where: tuple[slice, ...]) -> np.ndarray:
+  return store[where].read().result()
 
 
 class _Written:

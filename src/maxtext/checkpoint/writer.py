@@ -1,7 +1,9 @@
 """Saving a run's steps with Orbax's manager: when one is due, in the background, and what happens when one fails."""
 
+import asyncio
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -11,19 +13,49 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
-from maxtext.checkpoint.files import contents, handlers, reason
+from maxtext.checkpoint.durable import sync, sync_tree
+from maxtext.checkpoint.files import contents, handlers
 from maxtext.checkpoint.location import failures, unfinished_in
+from maxtext.checkpoint.nonfinite import NonfiniteNote
+from maxtext.checkpoint.quiet import quiet_failed_saves
+from maxtext.checkpoint.record import NotFiniteError
+from maxtext.checkpoint.storage import reason
 from maxtext.checkpoint.tree import named
 from maxtext.configs import MaxTextConfig
+from maxtext.distributed.lease import LeaseLostError
+from maxtext.observe.sinks import say
+
+_LEAST = 2  # steps that are there while a run goes on: of the latest it is not known yet whether it leads anywhere
+_LOUD = 3  # saves that failed in a row, from which on the run says more
 
 
 class Writer:
-  """The steps of one run, under `folder`. Every process calls every method at the same step."""
+  """The steps of one run, under `folder`. Every process calls every method at the same step.
 
-  def __init__(self, config: MaxTextConfig, folder: epath.Path, keys: Mapping[str, Any]) -> None:
-    self._config, self._folder, self._keys = config, folder, keys
+  A state that is not finite is never committed: that is a save that failed.
+
+  Args:
+    config: the run.
+    folder: its folder of checkpoints.
+    keys: every key with its value and origin.
+    began: the step that the run goes on from; 0 is a new one.
+    fence: asked before a step counts; raises `LeaseLostError` where the folder is another run's by now.
+  """
+
+  def __init__(
+    self,
+    config: MaxTextConfig,
+    folder: epath.Path,
+    keys: Mapping[str, Any],
+    began: int = 0,
+    fence: Callable[[], None] = lambda: None,
+  ) -> None:
+    self._config, self._folder, self._keys, self._began, self._fence = config, folder, keys, began, fence
     self._saving: int | None = None
+    self._failures = 0  # since the last save that succeeded
+    self._noted: int | None = None  # the first step of which something was not finite
     self.last: int | None = None  # the last step that is safely there
+    quiet_failed_saves()
 
   def due(self, step: int) -> bool:
     """Whether this step is to be saved, by period or because the last save has ended."""
@@ -36,7 +68,7 @@ class Writer:
     self.wait()
     arrays = named({**named(state), "data": dict(position)})
     try:
-      self._manager.save(step, args=contents(self._config, arrays, step, 0, self._keys), force=True)
+      self._manager.save(step, args=contents(self._config, arrays, step, 0, self._keys, finite=True), force=True)
     except failures() as error:
       self._failed(step, error)
       return
@@ -60,7 +92,21 @@ class Writer:
     except failures() as error:
       self._failed(step, error)
     else:
-      self.last = step
+      self._succeeded(step)
+
+  def blame(self, step: int, what: str) -> None:
+    """Notes that something of a step was not finite, and so the state before it leads nowhere."""
+    self._note(step, what, blamed=step - 1)
+
+  def trim(self) -> None:
+    """Waits, and removes what is more than `max_num_checkpoints_to_keep`, when a run has come to a good end."""
+    self.wait()
+    most = self._config.max_num_checkpoints_to_keep
+    if most is None or self._noted is not None or "_manager" not in vars(self):
+      return
+    for step in sorted(self._manager.all_steps())[:-most]:
+      with suppress(*failures()):
+        self._manager.delete(step)
 
   def close(self) -> None:
     """Waits, and lets go of everything."""
@@ -71,22 +117,56 @@ class Writer:
   @cached_property
   def _manager(self) -> ocp.CheckpointManager:
     c = self._config
+    most = c.max_num_checkpoints_to_keep
     options = ocp.CheckpointManagerOptions(
       save_decision_policy=policies.ContinuousCheckpointingPolicy(),  # asked only by `due`
-      preservation_policy=policies.LatestN(c.max_num_checkpoints_to_keep),
+      preservation_policy=policies.LatestN(most and max(most, _LEAST)),
       enable_async_checkpointing=c.async_checkpointing,
       todelete_subdir=c.checkpoint_todelete_subdir,
+      temporary_path_class=None if "://" in str(self._folder) else _DurableRename,
     )
-    found = handlers(c)
-    return ocp.CheckpointManager(self._folder, options=options, item_names=tuple(found), item_handlers=found)
+    found = handlers(c, self._fence)
+    return _Manager(self._folder, options=options, item_names=tuple(found), item_handlers=found)
+
+  def _succeeded(self, step: int) -> None:
+    self.last, self._failures = step, 0
+    if self._noted is None or step >= self._noted:
+      self._noted = None
+      if jax.process_index() == 0:
+        with suppress(*failures()):
+          NonfiniteNote.remove(self._folder)
+
+  def _note(self, step: int, what: str, blamed: int | None) -> None:
+    """The first of them, until a later step is safely there."""
+    if self._noted is not None:
+      return
+    self._noted = step
+    if jax.process_index() == 0:
+      try:
+        self._fence()
+        NonfiniteNote(step, what, blamed, self._began).write(self._folder)
+      except failures() as error:
+        say(f"{self._folder} cannot be written: {reason(error)}.")
 
   def _failed(self, step: int, error: BaseException) -> None:
     """Says so, frees what the half-written step holds, and forgets what Orbax had planned to remove for it."""
+    if isinstance(error, LeaseLostError):  # what is there belongs to the run that took over
+      raise error
     kept = f"the last good one is step {self.last}" if self.last is not None else "there is none yet from this process"
+    self._failures += 1
     if jax.process_index() == 0:
-      print(f"maxtext: the checkpoint of step {step} failed: {reason(error)}; {kept}.", flush=True)
+      say(f"the checkpoint of step {step} failed: {reason(error)}; {kept}.")
+      if self._failures >= _LOUD:
+        since = self._began if self.last is None else self.last
+        say(
+          f"WARNING: {self._failures} checkpoints in a row have failed. Whatever ends this run now costs "
+          f"{step - since} steps; see to {self._folder}.",
+          sys.stderr,
+        )
       self._free(step)
     self._manager.reload()
+    if isinstance(error, NotFiniteError):
+      self._note(step, reason(error), blamed=None)
 
   def _free(self, step: int) -> None:
     """Removes a half-written step. Other threads of the save may still be at it, so this looks until all is quiet."""
@@ -98,3 +178,24 @@ class Writer:
         with suppress(OSError):
           path.rmtree(missing_ok=True)
       time.sleep(0.05)
+
+
+class _Manager(ocp.CheckpointManager):
+  """Orbax's, without its look for preemption notices: JAX's service is to be asked with one count, `Interrupt`'s."""
+
+  def reached_preemption(self, step: int) -> bool:
+    return False
+
+
+class _DurableRename(ocp.path.atomicity.AtomicRenameTemporaryPath):
+  """Orbax's commit by renaming a folder, of which nothing is left in memory alone before and after.
+
+  TensorStore syncs the files of arrays itself, on the process that writes them. Older steps are removed after this.
+  """
+
+  async def finalize(self) -> None:
+    await asyncio.to_thread(sync_tree, self.get())
+    await super().finalize()
+    final = self.get_final()
+    for path in (*(path for path in final.iterdir() if path.is_file()), final, final.parent):
+      await asyncio.to_thread(sync, path)  # Orbax has added the time of the commit

@@ -1,0 +1,151 @@
+"""The tokenizer that a run keeps beside its checkpoints, so that its folder is all that decoding, serving and
+converting need: paths of the machine that trained it mean nothing elsewhere."""
+
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from etils import epath
+
+from maxtext.checkpoint.location import FOLDER as CHECKPOINTS
+from maxtext.checkpoint.location import absolute, failures, locate
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.types import DatasetType, TokenizerType
+from maxtext.data.folder import UNFINISHED, Folder
+from maxtext.data.inside import inside
+from maxtext.data.prepared import MANIFEST, read_manifest
+from maxtext.data.tokenizers import Tokenizer, load_tokenizer
+
+FOLDER = "tokenizer"  # of a run, or of exported parameters
+SIDE_FOLDER = "hugging_face"  # of parameters that came from there: what stood beside the weights
+KEPT_KEYS = ("tokenizer_path", "chat_template_path")  # what the copy stands for
+TEMPLATE = "chat_template.jinja"
+
+
+def keep_tokenizer(config: MaxTextConfig, folder: str) -> str | None:
+  """Copies the tokenizer that a run is trained with into its folder, here or in a store.
+
+  Returns:
+    Why there is no copy: the run names a tokenizer that its training does not need and that cannot be opened, or the
+    folder cannot be written.
+  """
+  try:
+    named = None if config.dataset_type == DatasetType.SYNTHETIC else _of_corpus(config) or _named(config)
+    with _opened(named, config, config.load_parameters_path) as tokenizer:
+      if tokenizer is None:
+        return None
+      content = {name: file.read_bytes() for name, file in tokenizer.vocabulary.files.items()}
+    if tokenizer.chat_template not in (None, tokenizer.vocabulary.chat_template):
+      content[TEMPLATE] = tokenizer.chat_template.encode()
+    target = Folder(f"{folder}/{FOLDER}")
+    for name, text in content.items():
+      if target.read(name) != text:
+        target.write(name, text)
+    target.remove(UNFINISHED)
+  except failures() as error:  # a mistake in the configuration is one of them
+    return str(error)
+  return None
+
+
+def copy_tokenizer(source: str, target: epath.Path) -> None:
+  """Copies what is kept with one checkpoint to another, if anything is."""
+  if found := find_tokenizer(source):
+    (target / FOLDER).mkdir(exist_ok=True)
+    for file in found.iterdir():
+      if _own(file).is_file():
+        (target / FOLDER / file.name).write_bytes(file.read_bytes())
+
+
+def find_tokenizer(path: str) -> epath.Path | None:
+  """The folder of the tokenizer that is kept with a run, with a checkpoint, or in a folder of Hugging Face's form."""
+  given = absolute(path)
+  if kind_of(given):
+    return given
+  try:
+    step = locate(path)
+  except ConfigError:
+    return None
+  run = [step.parent.parent / FOLDER] if step.parent.name == CHECKPOINTS else []
+  return next((folder for folder in (step / FOLDER, *run, step / SIDE_FOLDER) if kind_of(folder)), None)
+
+
+def kind_of(folder: epath.Path | Path) -> TokenizerType | None:
+  """What a folder's vocabulary is, by its content: both other libraries call their file the same."""
+  if (folder / "tokenizer.json").exists():
+    return TokenizerType.HUGGINGFACE
+  if not (folder / "tokenizer.model").exists():
+    return None
+  with _own(epath.Path(folder) / "tokenizer.model").open("rb") as file:
+    words = re.match(rb"[A-Za-z0-9+/]+=* \d+\s", file.read(4096))
+  return TokenizerType.TIKTOKEN if words else TokenizerType.SENTENCEPIECE
+
+
+@contextmanager
+def open_tokenizer(config: MaxTextConfig, path: str) -> Iterator[Tokenizer | None]:
+  """The tokenizer of a model that answers: the one that is named, the one that is kept at `path`, or the corpus's.
+
+  Its files may be gone when the context ends.
+  """
+  other = None if path and find_tokenizer(path) else _of_corpus(config)
+  with _opened(_named(config) or other, config, path) as tokenizer:
+    yield tokenizer
+
+
+@contextmanager
+def _opened(named: MaxTextConfig | None, config: MaxTextConfig, path: str) -> Iterator[Tokenizer | None]:
+  """The one that is named, else the one that is kept at `path`, if any."""
+  kept = find_tokenizer(path) if path and named is None else None
+  with tempfile.TemporaryDirectory() as scratch:
+    chosen = _in_folder(config, _brought(kept, Path(scratch))) if kept else named
+    yield None if chosen is None else load_tokenizer(chosen)
+
+
+def _named(config: MaxTextConfig) -> MaxTextConfig | None:
+  return config if config.tokenizer_path else None
+
+
+def _of_corpus(config: MaxTextConfig) -> MaxTextConfig | None:
+  """Of the first prepared corpus that a run is trained on."""
+  if config.dataset_type != DatasetType.GRAIN:
+    return None
+  from maxtext.data.sources.grain import train_places
+
+  try:
+    places = train_places(config)
+  except ConfigError:  # a list of sources that was left behind
+    return None
+  for place in places:
+    folder = Path(place).expanduser()
+    kind = read_manifest(folder)["tokenizer"].get("kind") if (folder / MANIFEST).exists() else None
+    if kind is not None:  # a corpus of token ids says of none
+      return config.model_copy(update={"tokenizer_path": str(folder), "tokenizer_type": TokenizerType(kind)})
+  return None
+
+
+def _in_folder(config: MaxTextConfig, folder: Path) -> MaxTextConfig:
+  template, own = (
+    inside(folder, TEMPLATE),
+    {"tokenizer_path": str(folder), "tokenizer_type": kind_of(epath.Path(folder))},
+  )
+  if template.exists() and not (config.chat_template or config.chat_template_path):
+    own["chat_template_path"] = str(template)
+  return config.model_copy(update=own)
+
+
+def _own(file: epath.Path) -> epath.Path:
+  """A file that is in its folder, which may be a stranger's; stores have no links."""
+  if "://" not in str(file):
+    inside(Path(file.parent), file.name)
+  return file
+
+
+def _brought(folder: epath.Path, scratch: Path) -> Path:
+  """A folder of this machine with the same files: libraries read vocabularies from disks."""
+  if "://" not in str(folder):
+    return Path(folder)
+  for file in folder.iterdir():
+    if not file.is_dir():
+      (scratch / file.name).write_bytes(file.read_bytes())
+  return scratch
