@@ -14,10 +14,12 @@ from maxtext.configs import MaxTextConfig
 from maxtext.configs.derived import global_batch_size
 from maxtext.configs.types import DatasetType
 from maxtext.data.batch import Batch
+from maxtext.data.documents import Documents, Source
 from maxtext.data.feed import is_streamed, make_feed, packing_of
-from maxtext.data.mixture import Documents, Mixture, Source
+from maxtext.data.mixture import Mixture
 from maxtext.data.placing import Held, place_rows
 from maxtext.data.sources import open_sources
+from maxtext.data.spans import cut_long_documents
 from maxtext.data.splits import split_of
 from maxtext.data.streams import Streams
 
@@ -61,8 +63,9 @@ def stages(config: MaxTextConfig, seconds: float) -> dict[str, float]:
   if config.dataset_type == DatasetType.SYNTHETIC or is_streamed(config, split):
     return {}
   rows, length = batch.inputs.shape
-  sources = [Source(_Timed(source.documents, clock), source.weight) for source in open_sources(config, split)]
-  mixture = Mixture(sources, rows, config.data_shuffle_seed, split.shuffle)
+  sources = cut_long_documents(open_sources(config, split), rows, length)
+  watched = [Source(_Timed(source.documents, clock), source.weight, source.spans) for source in sources]
+  mixture = Mixture(watched, rows, config.data_shuffle_seed, split.shuffle, vocab_size=config.vocab_size)
   streams = Streams(mixture, packing_of(config, length), range(rows), read_ahead=-(-split.read_ahead // rows))
   held = Held.of(batch.inputs.sharding, rows, length)
   while sum(clock.spent.values()) < seconds:
@@ -94,6 +97,7 @@ class _Timed:
 
   def __init__(self, documents: Documents, clock: _Clock) -> None:
     self.sizes, self.window, self.identity = documents.sizes, documents.window, documents.identity
+    self.counts, self.where = documents.counts, documents.where
     self._documents, self._clock = documents, clock
 
   def read(self, numbers: Sequence[int]) -> Sequence[Any]:

@@ -12,31 +12,79 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.errors import several
 from maxtext.configs.types import DatasetType
 from maxtext.data import fingerprint, streaming
 from maxtext.data.ahead import Ahead
 from maxtext.data.batch import Batch, Fed, Position
+from maxtext.data.documents import Documents, Source
+from maxtext.data.mixture import Mixture
 from maxtext.data.packing import LOOK_AHEAD, Packing
 from maxtext.data.placing import Held, place_rows
 from maxtext.data.ramp import BatchSizes, batch_sizes
 from maxtext.data.share import Share
 from maxtext.data.sources import open_sources
 from maxtext.data.sources.hf import is_remote
+from maxtext.data.spans import count_tokens, cut_long_documents
 from maxtext.data.splits import Name, Split, split_of
 from maxtext.data.streams import Rows
 from maxtext.data.synthetic import synthetic_batches
 from maxtext.data.workers import choose_workers, rows_from_processes
 
 
+class OpenData(NamedTuple):
+  """Data that is there and can be read.
+
+  Attributes:
+    config: the run.
+    batch: an abstract one.
+    split: training or evaluation.
+    sources: with long documents cut; none where data is made up or streamed.
+  """
+
+  config: MaxTextConfig
+  batch: Batch
+  split: Name
+  sources: tuple[Source, ...]
+
+
+def open_data(config: MaxTextConfig, batch: Batch, split: Name = "train") -> OpenData:
+  """Finds the data and reads a document for each row that this process makes; a mistake in it is raised here.
+
+  No device is touched, so that it can be done before anything costly is.
+  """
+  keys = split_of(config, split)
+  if config.dataset_type == DatasetType.SYNTHETIC:
+    return OpenData(config, batch, split, ())
+  if is_streamed(config, keys):
+    streaming.check(config, keys)
+    return OpenData(config, batch, split, ())
+  (rows, length), sizes = batch.inputs.shape, _sizes(config, batch, split)
+  held = Held.of(batch.inputs.sharding, rows, length)
+  sources = cut_long_documents(open_sources(config, keys), sizes.streams, length)
+  opened = OpenData(config, batch, split, tuple(sources))
+  mixture = Mixture(sources, sizes.streams, config.data_shuffle_seed, keys.shuffle, keys.epochs, config.vocab_size)
+  last = sizes.streams - sizes.streams // sizes.of(0)  # of those that the first batch takes
+  *_, found = mixture.read([(int(stream), 0) for stream in (*held.numbers(sizes.streams), last)])
+  if found is None and not keys.pad:
+    raise _too_little(opened)
+  return opened
+
+
 def make_feed(
-  config: MaxTextConfig, batch: Batch, position: Position | None = None, split: Name = "train"
+  config: MaxTextConfig,
+  batch: Batch,
+  position: Position | None = None,
+  split: Name = "train",
+  data: OpenData | None = None,
 ) -> Iterator[Fed]:
   """Batches like an abstract one, from a position on. Each process makes only the rows that its devices hold.
 
   It ends where the data ends, on all processes with the same batch. Drop it, or `close()` it, to end its threads and
-  processes.
+  processes. `data` is what `open_data` found for the same arguments, where it was called already.
   """
-  feed = _FEEDS.get(config.dataset_type, _from_documents)(config, batch, position, split)
+  opened = data or open_data(config, batch, split)
+  feed = _FEEDS.get(config.dataset_type, _from_documents)(opened, position)
   if config.reuse_example_batch and split == "train":
     return itertools.repeat(next(feed))
   return feed
@@ -55,27 +103,34 @@ def is_streamed(config: MaxTextConfig, split: Split) -> bool:
   return config.dataset_type == DatasetType.HF and is_remote(config, split)
 
 
-def _synthetic(config: MaxTextConfig, batch: Batch, position: Position | None, split: Name) -> Iterator[Fed]:
-  rows, length = batch.inputs.shape
-  seed = config.data_shuffle_seed if split == "train" else ~config.data_shuffle_seed & 0xFFFFFFFF
-  return synthetic_batches(config.vocab_size, rows, length, seed, batch.inputs.sharding, position)
+def _synthetic(data: OpenData, position: Position | None) -> Iterator[Fed]:
+  config, (rows, length) = data.config, data.batch.inputs.shape
+  seed = config.data_shuffle_seed if data.split == "train" else ~config.data_shuffle_seed & 0xFFFFFFFF
+  return synthetic_batches(config.vocab_size, rows, length, seed, data.batch.inputs.sharding, position)
 
 
-_FEEDS: dict[DatasetType, Callable[[MaxTextConfig, Batch, Position | None, Name], Iterator[Fed]]] = {
+_FEEDS: dict[DatasetType, Callable[[OpenData, Position | None], Iterator[Fed]]] = {
   DatasetType.SYNTHETIC: _synthetic,
 }
 
 
-def _from_documents(config: MaxTextConfig, batch: Batch, position: Position | None, name: Name) -> Iterator[Fed]:
-  split, (rows, length) = split_of(config, name), batch.inputs.shape
-  sizes = batch_sizes(config, rows) if name == "train" else BatchSizes((0,), (rows,))
-  packing, held = packing_of(config, length), Held.of(batch.inputs.sharding, rows, length)
+def _from_documents(data: OpenData, position: Position | None) -> Iterator[Fed]:
+  config, split, (rows, length) = data.config, split_of(data.config, data.split), data.batch.inputs.shape
+  sizes = _sizes(config, data.batch, data.split)
+  packing, held = packing_of(config, length), Held.of(data.batch.inputs.sharding, rows, length)
   _refuse_uneven(config, sizes, held)
-  kind = _streamed if is_streamed(config, split) else _random_access
-  made, about, total, first = kind(config, split, packing, sizes, held, position)
+  if data.sources:
+    made, about, total, first = _random_access(data, packing, sizes, held, position)
+  else:
+    made, about, total, first = _streamed(config, split, packing, sizes, held, position)
   place = partial(place_rows, held=held, total=total, about=fingerprint.to_array(about))
   ahead = Ahead((place(number, rows) for number, rows in enumerate(made, first + 1)), split.buffer)
-  return _until_the_end(ahead, split, held, first)
+  return _until_the_end(ahead, data, split, held, first)
+
+
+def _sizes(config: MaxTextConfig, batch: Batch, split: Name) -> BatchSizes:
+  rows = batch.inputs.shape[0]
+  return batch_sizes(config, rows) if split == "train" else BatchSizes((0,), (rows,))
 
 
 class _Making(NamedTuple):
@@ -86,17 +141,20 @@ class _Making(NamedTuple):
 
 
 def _random_access(
-  config: MaxTextConfig, split: Split, packing: Packing, sizes: BatchSizes, held: Held, position: Position | None
+  data: OpenData, packing: Packing, sizes: BatchSizes, held: Held, position: Position | None
 ) -> _Making:
-  sources, total = open_sources(config, split), sizes.streams
+  config, split, sources, total = data.config, split_of(data.config, data.split), data.sources, sizes.streams
   about = {
     "sources": [source.documents.identity for source in sources],
     "weights": [source.weight for source in sources],
     **_about(config, split, total, packing),
   }
+  spans = tuple(source.spans for source in sources)
+  if any(cut.long for cut in spans):
+    about[fingerprint.SPANS] = [{"tokens": cut.inputs, "documents": len(cut.long)} for cut in spans]
   state, first = _start(position, about, (total, 3))
   streams = held.numbers(total)
-  share = Share(config, split.name, packing, sizes, tuple(streams.tolist()), state[streams], first)
+  share = Share(config, split.name, packing, sizes, tuple(streams.tolist()), state[streams], first, spans)
   workers = choose_workers(config, split)
   made = rows_from_processes(share.cut(workers), split.buffer) if workers else share.rows(sources)
   return _Making(made, about, total, first)
@@ -150,7 +208,9 @@ def _refuse_uneven(config: MaxTextConfig, sizes: BatchSizes, held: Held) -> None
       )
 
 
-def _until_the_end(ahead: Ahead[tuple[Fed, np.ndarray]], split: Split, held: Held, first: int) -> Generator[Fed]:
+def _until_the_end(
+  ahead: Ahead[tuple[Fed, np.ndarray]], data: OpenData, split: Split, held: Held, first: int
+) -> Generator[Fed]:
   """All batches that hold what they must: something in every row, or with `pad` in any."""
   # Several processes must agree on the last batch. Each asks a few batches early, so that nobody waits for the answer.
   early = 2 if jax.process_count() > 1 else 0
@@ -164,18 +224,39 @@ def _until_the_end(ahead: Ahead[tuple[Fed, np.ndarray]], split: Split, held: Hel
         waiting.append((fed, add(held.array(filled, rows, held.by_rows)) if early else filled.sum()))
       fed, count = waiting.popleft()
       if int(count) < (1 if split.pad else len(fed.batch.inputs)):
-        _say_the_end(number, split)
+        _say_the_end(number, data, split)
         return
       yield fed
   finally:
     ahead.close()
 
 
-def _say_the_end(batches: int, split: Split) -> None:
+def _say_the_end(batches: int, data: OpenData, split: Split) -> None:
   if not batches:
-    raise ConfigError(
-      "The data does not fill a single batch: take more data, fewer or shorter rows, or write "
-      f"generate_padding_batch_{split.name}=true to pad what there is."
-    )
+    raise _too_little(data)
   if split.name == "train" and not jax.process_index():
-    print(f"data: ended after {batches} batches; num_epoch={split.epochs} says how often it is read.", flush=True)
+    length = data.batch.inputs.shape[1]
+    known = [_amount(source.documents, length) for source in data.sources if source.documents.counts.total is not None]
+    there = f" ({'; '.join(known)})" if known else ""
+    again = f"num_epoch={split.epochs} says how often it is read."
+    print(f"data: ended after {several(batches, 'batch')}{there}; {again}", flush=True)
+
+
+def _too_little(data: OpenData) -> ConfigError:
+  """Says what there is and what a batch takes. Padding is no way out of it: a batch of that teaches nothing."""
+  rows, length = data.batch.inputs.shape
+  training = data.split == "train"
+  key = "per_device_batch_size" if training else "eval_per_device_batch_size"
+  padded = "" if training else ", or write generate_padding_batch_eval=true, which leaves the rest of a batch empty"
+  there = "; ".join(_amount(source.documents, length) for source in data.sources)
+  return ConfigError(
+    f"The {'data' if training else 'evaluation data'} does not fill a single batch"
+    + (f": {there}; a batch takes {rows} rows" if there else "")
+    + f". Take more data, a smaller {key} (it is {getattr(data.config, key):g}) or a shorter max_target_length{padded}."
+  )
+
+
+def _amount(documents: Documents, length: int) -> str:
+  count, tokens = sum(documents.sizes), count_tokens(documents)
+  rows = -(-max(tokens - count, 0) // length)
+  return f"{several(count, 'document')}, {several(tokens, 'token')} = {several(rows, 'row')} of {length}"

@@ -8,6 +8,13 @@ import numpy as np
 
 from maxtext.configs import ConfigError
 
+SPANS = "spans"
+"""The part of a description that says how long documents are cut; it is there only where one is."""
+_OLDER = (
+  "It is of a version that cut no long documents over the rows of a batch, and goes on with that version; or start a "
+  "new run from its parameters (load_parameters_path)."
+)
+
 
 def to_array(about: dict[str, Any]) -> np.ndarray:
   """A description as an array that a checkpoint can keep."""
@@ -18,9 +25,10 @@ def refuse_other(saved: np.ndarray, about: dict[str, Any]) -> None:
   """Raises `ConfigError` with what differs."""
   then, now = json.loads(saved.tobytes()), json.loads(json.dumps(about))
   if differences := list(_differences("", then, now)):
+    older = SPANS in now and SPANS not in then
     raise ConfigError(
       f"The data of the checkpoint is not the data of this run: {'; '.join(differences)}. "
-      f"Resume with what it was, or start a new run."
+      + (_OLDER if older else "Resume with what it was, or start a new run.")
     )
 
 

@@ -1,85 +1,64 @@
-"""Documents of one source or of several in given shares, dealt to streams."""
+"""Documents of one source or of several in given shares, and spans of long ones, dealt to streams."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
 
 import numpy as np
 
-from maxtext.data.order import Order, Window
-
-
-class Documents(Protocol):
-  """A source with random access: numbered documents, in shards."""
-
-  @property
-  def sizes(self) -> Sequence[int]:
-    """Documents in each shard."""
-    ...
-
-  @property
-  def window(self) -> Window:
-    """How much of it is shuffled together."""
-    ...
-
-  @property
-  def identity(self) -> dict[str, Any]:
-    """What must not change between a run's beginning and its resumption, wherever the files are."""
-    ...
-
-  def read(self, numbers: Sequence[int]) -> Sequence[Any]:
-    """The records of these documents."""
-    ...
-
-  def tokens(self, record: Any) -> np.ndarray:
-    """The tokens of a record."""
-    ...
-
-
-@dataclass(frozen=True)
-class Source:
-  """A part of a corpus, and how many of the documents it gives, relative to the others."""
-
-  documents: Documents
-  weight: float = 1.0
+from maxtext.data.documents import Source
+from maxtext.data.order import Order
+from maxtext.data.spans import Items
 
 
 class Mixture:
-  """The k-th document of any of S streams.
+  """The k-th item of any of S streams: a document, or a span of one that is long.
 
-  Every stream takes its documents from the sources in a fixed cycle that has each in its share, and every source has an
+  Every stream takes its items from the sources in a fixed cycle that has each in its share, and every source has an
   endless order of its own: no stream is left with a single source, and its place is still one number.
   """
 
   def __init__(
-    self, sources: Sequence[Source], streams: int, seed: int, shuffle: bool = True, epochs: int | None = None
+    self,
+    sources: Sequence[Source],
+    streams: int,
+    seed: int,
+    shuffle: bool = True,
+    epochs: int | None = None,
+    vocab_size: int | None = None,
   ) -> None:
-    """With `epochs`, a stream ends where its first source to do so has been passed through that often."""
-    self._sources, self._streams, self._epochs = sources, streams, epochs
-    self._orders = [Order(s.documents.sizes, s.documents.window, (seed, i), shuffle) for i, s in enumerate(sources)]
-    self._cycle, self._earlier, self._shares = _cycle([s.weight for s in sources])
+    """With `epochs`, a stream ends where its first source to do so has been passed through that often.
+
+    With `vocab_size`, a record with a token outside of it is refused.
+    """
+    self._streams, self._epochs = streams, epochs
+    self._items = items = [Items(source, vocab_size) for source in sources]
+    self._orders = [
+      Order(item.sizes, source.documents.window, (seed, i), shuffle)
+      for i, (source, item) in enumerate(zip(sources, items, strict=True))
+    ]
+    # Weights count documents, so one that is cut brings all of its spans.
+    self._cycle, self._earlier, self._shares = _cycle(
+      [s.weight * item.count / max(sum(s.documents.sizes), 1) for s, item in zip(sources, items, strict=True)]
+    )
     self._before = lru_cache(maxsize=None)(self._count_before)
 
   def read(self, wanted: Sequence[tuple[int, int]]) -> list[np.ndarray | None]:
-    """The tokens of documents (stream, k), each the k-th of its stream; None after the last."""
+    """The tokens of items (stream, k), each the k-th of its stream; None after the last."""
     found: list[np.ndarray | None] = [None] * len(wanted)
-    asked: list[list[tuple[int, int]]] = [[] for _ in self._sources]
+    asked: list[list[tuple[int, int]]] = [[] for _ in self._items]
     for place, (stream, k) in enumerate(wanted):
       source, i = self._locate(stream, k)
       order = self._orders[source]
       if self._epochs is None or i < order.documents * self._epochs:
         asked[source].append((place, order.document(i)))
-    for documents, numbers in zip((source.documents for source in self._sources), asked, strict=True):
-      if numbers:
-        records = documents.read([number for _, number in numbers])
-        for (place, _), record in zip(numbers, records, strict=True):
-          found[place] = documents.tokens(record)
+    for items, numbers in zip(self._items, asked, strict=True):
+      for (place, _), tokens in zip(numbers, items.read([number for _, number in numbers]), strict=True):
+        found[place] = tokens
     return found
 
   def _locate(self, stream: int, k: int) -> tuple[int, int]:
-    """The source of a stream's k-th document, and its number in the endless order of that source."""
-    if len(self._sources) == 1:
+    """The source of a stream's k-th item, and its number in the endless order of that source."""
+    if len(self._items) == 1:
       return 0, stream + k * self._streams
     start = self._start(stream)
     turns, place = divmod(start + k, len(self._cycle))
@@ -92,7 +71,7 @@ class Mixture:
     return stream * 2654435761 % len(self._cycle)
 
   def _count_before(self, stream: int) -> list[int]:
-    return np.bincount(self._cycle[: self._start(stream)], minlength=len(self._sources)).tolist()
+    return np.bincount(self._cycle[: self._start(stream)], minlength=len(self._items)).tolist()
 
 
 def _cycle(weights: Sequence[float]) -> tuple[list[int], list[int], list[int]]:

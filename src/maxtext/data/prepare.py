@@ -28,8 +28,8 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.configs.types import TokenizerType
 from maxtext.data.folder import UNFINISHED, Folder
-from maxtext.data.prepared import MANIFEST, SCHEMA
-from maxtext.data.raw_text import File, Most, Span, cut, documents, must_be_read
+from maxtext.data.prepared import MANIFEST, SCHEMA, listed_above
+from maxtext.data.raw_text import File, Most, OnBad, Span, cut, documents, must_be_read, refuse
 from maxtext.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 
 MOST_DOCUMENTS = 10_000  # to find one record takes a reader time in proportion to the records of its shard
@@ -77,6 +77,7 @@ def prepare(
   column: str = "text",
   train: bool = False,
   shard_size: int = 8 << 20,
+  skip_bad: int = 0,
   display: Display | None = None,
 ) -> dict[str, Any]:
   """Makes the shards that are not there yet, and returns the manifest.
@@ -89,6 +90,8 @@ def prepare(
     column: what holds the text in JSON lines and Parquet.
     train: whether to train a tokenizer of `vocab_size` entries on the text first.
     shard_size: bytes of text in a shard, at most where a document is not larger.
+    skip_bad: records that may be left out because they cannot be read. It decides no byte of a shard, so whoever
+      raises it goes on where it ended.
     display: is told now and then.
   """
   folder, most = Folder(to), Most(MOST_DOCUMENTS, shard_size)
@@ -99,9 +102,9 @@ def prepare(
   request = _request(config, files, column, train, most)
   if (done := _begin(folder, to, request)) is not None:
     return done
-  pieces = _plan(folder, to, files, column, most, execute)
-  names = _install_tokenizer(config, folder, pieces, column, train, display)
-  job = _Job(to, len(pieces), column, request, names, _tokenizer_keys(config, train))
+  pieces = _plan(folder, to, files, column, most, skip_bad, execute)
+  names = _install_tokenizer(config, folder, pieces, column, train, skip_bad, display)
+  job = _Job(to, len(pieces), column, request, names, _tokenizer_keys(config, train), skip_bad)
   with _shown(folder, job, pieces, display) if display else nullcontext():
     execute(partial(make_shard, job), [piece for piece in pieces if _record(folder, job, piece) is None])
   manifest = _gather(folder, job, pieces)
@@ -110,10 +113,10 @@ def prepare(
   return manifest
 
 
-def cut_file(to: str, column: str, most: Most, numbered: tuple[int, File]) -> None:
+def cut_file(to: str, column: str, most: Most, skip_bad: int, numbered: tuple[int, File]) -> None:
   """Cuts one file into spans, and notes them where the plan is made."""
   number, file = numbered
-  spans = [asdict(span) for span in cut(file, column, most)]
+  spans = [asdict(span) for span in cut(file, column, most, _unless_skipped(skip_bad))]
   Folder(to).write(_spans_of(number), _json(spans))
 
 
@@ -127,10 +130,31 @@ class _Job:
   request: str
   tokenizer_files: tuple[str, ...]
   tokenizer_keys: tuple[tuple[str, Any], ...]
+  skip_bad: int
 
   def name(self, piece: Piece) -> str:
     """Of the shard."""
     return f"tokens-{piece.number:05}-of-{self.pieces:05}.array_record"
+
+
+@dataclass
+class _Skipped:
+  """Bad records that are left out, up to so many."""
+
+  most: int
+  count: int = 0
+  first: str = ""
+
+  def __call__(self, bad: ConfigError) -> None:
+    if not self.most:
+      raise bad
+    self.add(1, str(bad))
+
+  def add(self, count: int, first: str) -> None:
+    """Raises where there are too many."""
+    self.count, self.first = self.count + count, self.first or first
+    if self.count > self.most:
+      raise ConfigError(f"More than --skip-bad {self.most} records cannot be read. The first: {self.first}")
 
 
 def make_shard(job: _Job, piece: Piece) -> None:
@@ -139,21 +163,26 @@ def make_shard(job: _Job, piece: Piece) -> None:
 
   tokenizer, folder, name = _tokenizer(job), Folder(job.to), job.name(piece)
   dtype = _dtype(tokenizer.vocab_size).newbyteorder("<")
-  count = tokens = 0
+  lengths: list[int] = []
+  skipped = _Skipped(job.skip_bad)
   with folder.scratch() as scratch:
     file = Path(scratch, name)
     writer = ArrayRecordWriter(str(file), "group_size:1")
-    for text in chain.from_iterable(documents(span, job.column) for span in piece.spans):
+    for text in chain.from_iterable(documents(span, job.column, skipped) for span in piece.spans):
       if text:
         document = tokenizer.encode(text)
         writer.write(document.astype(dtype).tobytes())
-        count, tokens = count + 1, tokens + len(document)
+        lengths.append(len(document))
     writer.close()
     content = hashlib.sha256(file.read_bytes()).hexdigest()
-    entry = {"file": name, "documents": count, "tokens": tokens, "bytes": file.stat().st_size, "sha256": content}
-    if count:
+    above = listed_above(tokens := sum(lengths))
+    long = [number for place, length in enumerate(lengths) if length > above for number in (place, length)]
+    counts = {"documents": len(lengths), "tokens": tokens, "long": long}
+    entry = {"file": name, **counts, "bytes": file.stat().st_size, "sha256": content}
+    if lengths:
       folder.publish(file, name)
-  folder.write(f"{UNFINISHED}/{name}.json", _json(entry))
+  note = {"entry": entry, "skipped": skipped.count, "first": skipped.first}
+  folder.write(f"{UNFINISHED}/{name}.json", _json(note))
 
 
 def in_processes(workers: int) -> Execute:
@@ -232,11 +261,13 @@ def _begin(folder: Folder, to: str, request: str) -> dict[str, Any] | None:
   return None
 
 
-def _plan(folder: Folder, to: str, files: Sequence[File], column: str, most: Most, execute: Execute) -> list[Piece]:
+def _plan(
+  folder: Folder, to: str, files: Sequence[File], column: str, most: Most, skip_bad: int, execute: Execute
+) -> list[Piece]:
   """The spans of all files, in order, joined while a shard has room."""
   known = set(folder.names(_PLAN))
   unread = [(n, f) for n, f in enumerate(files) if must_be_read(f) and _spans_of(n).rsplit("/", 1)[-1] not in known]
-  execute(partial(cut_file, to, column, most), unread)
+  execute(partial(cut_file, to, column, most, skip_bad), unread)
   pieces: list[list[Span]] = []
   count = size = 0
   for number, file in enumerate(files):
@@ -250,6 +281,11 @@ def _plan(folder: Folder, to: str, files: Sequence[File], column: str, most: Mos
   return [Piece(number, tuple(spans)) for number, spans in enumerate(pieces)]
 
 
+def _unless_skipped(skip_bad: int) -> OnBad:
+  """For those who look at records without counting them."""
+  return (lambda bad: None) if skip_bad else refuse
+
+
 def _spans_of(number: int) -> str:
   return f"{_PLAN}/{number:07}.json"
 
@@ -260,6 +296,7 @@ def _install_tokenizer(
   pieces: Sequence[Piece],
   column: str,
   train: bool,
+  skip_bad: int,
   display: Display | None,
 ) -> tuple[str, ...]:
   """Puts the tokenizer's files beside the shards, so that the folder is all that anyone needs; returns their names."""
@@ -268,7 +305,8 @@ def _install_tokenizer(
       if train:
         if display:
           display.say(f"training a tokenizer of {config.vocab_size:,} tokens")
-        whole = chain.from_iterable(documents(span, column) for piece in pieces for span in piece.spans)
+        on_bad = _unless_skipped(skip_bad)
+        whole = chain.from_iterable(documents(span, column, on_bad) for piece in pieces for span in piece.spans)
         files = train_tokenizer(whole, config.vocab_size, config.max_corpus_chars, Path(scratch))
       else:
         files = load_tokenizer(config).vocabulary.files
@@ -302,17 +340,19 @@ def _tokenizer(job: _Job) -> Tokenizer:
 
 
 def _record(folder: Folder, job: _Job, piece: Piece) -> dict[str, Any] | None:
-  """What is known of a finished shard."""
+  """What is known of a finished shard: its entry of the manifest, and what was skipped."""
   content = folder.read(f"{UNFINISHED}/{job.name(piece)}.json")
-  entry = json.loads(content) if content else None
-  return entry if entry and (not entry["documents"] or folder.size(entry["file"]) == entry["bytes"]) else None
+  entry = (note := json.loads(content)).get("entry") if content else None  # a note of an older version has none
+  return note if entry and (not entry["documents"] or folder.size(entry["file"]) == entry["bytes"]) else None
 
 
 def _gather(folder: Folder, job: _Job, pieces: Sequence[Piece]) -> dict[str, Any]:
   """The manifest: the same for the same request, whoever did the work."""
-  entries = [_record(folder, job, piece) for piece in pieces]
-  shards = [entry for entry in entries if entry and entry["documents"]]
-  assert None not in entries, "a shard was not made"
+  notes, skipped = [_record(folder, job, piece) for piece in pieces], _Skipped(job.skip_bad)
+  assert None not in notes, "a shard was not made"
+  for note in filter(None, notes):
+    skipped.add(note["skipped"], note["first"])
+  shards = [note["entry"] for note in notes if note and note["entry"]["documents"]]
   if not shards:
     raise ConfigError("There is no text in what was given: every document is empty.")
   tokenizer = _tokenizer(job)
@@ -321,6 +361,7 @@ def _gather(folder: Folder, job: _Job, pieces: Sequence[Piece]) -> dict[str, Any
     "dtype": _dtype(tokenizer.vocab_size).name,
     "documents": sum(shard["documents"] for shard in shards),
     "tokens": sum(shard["tokens"] for shard in shards),
+    "skipped": skipped.count,
     "tokenizer": tokenizer.identity,
     "request": job.request,
     "shards": shards,

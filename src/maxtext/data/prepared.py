@@ -1,11 +1,14 @@
 """Prepared corpora: folders of tokenised ArrayRecord shards with a manifest, as `maxtext data prepare` writes them.
 
 `manifest.json` is {"schema": 1, "dtype": "uint16" or "uint32", "documents": N, "tokens": T, "tokenizer": {...},
-"shards": [{"file": ..., "documents": n, "tokens": t, "bytes": b, "sha256": ...}, ...]}. A record is the tokens of a
-document, little-endian, with its beginning and its end in it.
+"skipped": s, "shards": [{"file": ..., "documents": n, "tokens": t, "long": [...], "bytes": b, "sha256": ...}, ...]}. A
+record is the tokens of a document, little-endian, with its beginning and its end in it. `long` has record and tokens,
+one after the other, of the documents with more than a 128th of the shard's tokens, of which there are fewer than 128;
+`skipped` is how many records of the text could not be read. Older folders have neither.
 """
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -16,6 +19,7 @@ import numpy as np
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
+from maxtext.data.documents import TokenCounts
 from maxtext.data.order import FEW_SHARDS
 from maxtext.data.records import Reader, Records, Shard
 
@@ -52,13 +56,33 @@ class Prepared:
     hashes = "".join(shard["sha256"] for shard in self._manifest["shards"])
     return {"documents": self._manifest["documents"], "sha256": hashlib.sha256(hashes.encode()).hexdigest()}
 
+  @property
+  def counts(self) -> TokenCounts:
+    """As the manifest has them."""
+    shards, total = self._manifest["shards"], self._manifest["tokens"]
+    if any("long" not in shard for shard in shards):
+      return TokenCounts(total, None)
+    firsts = itertools.accumulate((shard["documents"] for shard in shards), initial=0)
+    listed = [
+      (first + place, tokens)
+      for first, shard in zip(firsts, shards, strict=False)
+      for place, tokens in zip(shard["long"][::2], shard["long"][1::2], strict=True)
+    ]
+    return TokenCounts(total, [listed_above(shard["tokens"]) for shard in shards], listed)
+
   def read(self, numbers: Sequence[int]) -> list[bytes]:
     """The records of these documents."""
     return self._records.read(numbers)
 
   def tokens(self, record: bytes) -> np.ndarray:
     """The tokens of a record."""
+    if len(record) % self._dtype.itemsize:
+      raise RunError(f"{len(record)} bytes are no whole number of {self._dtype.name}: prepare the corpus again.")
     return np.frombuffer(record, self._dtype)
+
+  def where(self, number: int) -> str:
+    """A shard and a record of it."""
+    return self._records.where(number)
 
   def _open(self, shard: Shard) -> Reader:
     try:
@@ -71,6 +95,11 @@ class Prepared:
         f"remove the corpus and run `maxtext data prepare` again."
       )
     return open_array_record(shard)
+
+
+def listed_above(tokens: int) -> int:
+  """A manifest lists the documents of a shard of so many tokens that have more than this."""
+  return tokens // 128
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:

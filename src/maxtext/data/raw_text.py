@@ -4,9 +4,13 @@ Files are cut into spans that a worker reads alone. Paths go through fsspec, so 
 package for that store. Nothing here knows of tokens.
 """
 
+import gzip
 import json
+import lzma
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
@@ -32,6 +36,10 @@ class Span:
   end: int
   documents: int
   size: int  # bytes of text, roughly
+
+
+OnBad = Callable[[ConfigError], None]
+"""Is called with what is wrong with a record, and where it is; if it returns, the record is left out."""
 
 
 class Most(NamedTuple):
@@ -75,21 +83,38 @@ def must_be_read(file: File) -> bool:
   return _format(file.path).read_to_cut
 
 
-def cut(file: File, column: str, most: Most) -> Iterator[Span]:
-  """The spans of a file, in order; an empty one has none."""
-  return _format(file.path).cut(file, column, most) if file.size else iter(())
+def refuse(bad: ConfigError) -> None:
+  """What is done about a record that cannot be read, unless the caller knows better."""
+  raise bad
 
 
-def documents(span: Span, column: str) -> Iterator[str]:
-  """The texts of a span, in order."""
-  return _format(span.path).read(span, column)
+def cut(file: File, column: str, most: Most, on_bad: OnBad = refuse) -> Iterator[Span]:
+  """The spans of a file, in order; an empty one has none. A wrong column shows here, before any work is done."""
+  if file.size:
+    with _undamaged(file.path):
+      yield from _format(file.path).cut(file, column, most, on_bad)
+
+
+def documents(span: Span, column: str, on_bad: OnBad = refuse) -> Iterator[str]:
+  """The texts of a span, in order, without those of bad records, of which `on_bad` is told."""
+  with _undamaged(span.path):
+    yield from _format(span.path).read(span, column, on_bad)
+
+
+@contextmanager
+def _undamaged(path: str) -> Iterator[None]:
+  """A compressed file that breaks off has no records that could be told apart."""
+  try:
+    yield
+  except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+    raise ConfigError(f"{path} is damaged, or not compressed as its name says: {error}.") from None
 
 
 def _below(path: str, root: str) -> list[str]:
   return path.removeprefix(root).strip("/").split("/")
 
 
-def _cut_text(file: File, column: str, most: Most) -> Iterator[Span]:
+def _cut_text(file: File, column: str, most: Most, on_bad: OnBad) -> Iterator[Span]:
   if file.size > _LARGEST_TEXT:
     raise ConfigError(
       f"{file.path} is one text of {file.size} bytes, and a file is one document: make it several, or JSON lines."
@@ -97,18 +122,19 @@ def _cut_text(file: File, column: str, most: Most) -> Iterator[Span]:
   yield Span(file.path, 0, file.size, 1, file.size)
 
 
-def _read_text(span: Span, column: str) -> Iterator[str]:
+def _read_text(span: Span, column: str, on_bad: OnBad) -> Iterator[str]:
   with _open(span.path) as file:
     content = file.read()
   try:
-    yield content.decode("utf-8")
+    text = content.decode("utf-8")
   except UnicodeDecodeError as error:
-    raise ConfigError(
-      f"{span.path} is not UTF-8 text (byte {error.start}): say which files to take with --suffix, such as .txt."
-    ) from None
+    where = f"{span.path} is not UTF-8 text (byte {error.start})"
+    on_bad(ConfigError(f"{where}: say which files to take with --suffix, such as .txt."))
+  else:
+    yield text
 
 
-def _cut_lines(file: File, column: str, most: Most) -> Iterator[Span]:
+def _cut_lines(file: File, column: str, most: Most, on_bad: OnBad) -> Iterator[Span]:
   path = file.path
   begin = end = count = 0
   with _open(path) as lines:
@@ -118,22 +144,22 @@ def _cut_lines(file: File, column: str, most: Most) -> Iterator[Span]:
         begin, count = end, 0
       if line.strip():
         if not count and not begin:
-          _text_of(line, column, path, end)  # a wrong column shows before any work is done
+          _told(on_bad, _text_of, line, column, path, end)
         count += 1
       end += len(line)
   if count:
     yield Span(path, begin, end, count, end - begin)
 
 
-def _read_lines(span: Span, column: str) -> Iterator[str]:
+def _read_lines(span: Span, column: str, on_bad: OnBad) -> Iterator[str]:
   with _open(span.path) as file:
     file.seek(place := span.begin)
     while place < span.end:
       line = file.readline()
       if not line:
         raise ConfigError(f"{span.path} became shorter while it was read.")
-      if line.strip():
-        yield _text_of(line, column, span.path, place)
+      if line.strip() and (text := _told(on_bad, _text_of, line, column, span.path, place)) is not None:
+        yield text
       place += len(line)
 
 
@@ -141,15 +167,35 @@ def _text_of(line: bytes, column: str, path: str, place: int) -> str:
   where = f"{path}, line at byte {place}"
   try:
     row = json.loads(line)
-  except ValueError:
+  except (ValueError, RecursionError):
     raise ConfigError(f"{where}: not a JSON object.") from None
   if not isinstance(row, dict) or not isinstance(row.get(column), str):
     has = f" It has {', '.join(map(repr, row))}." if isinstance(row, dict) else ""
     raise ConfigError(f"{where}: no text under '{column}'.{has} Choose with --column.")
+  if not _is_text(row[column]):
+    raise ConfigError(f"{where}: half of a surrogate pair, which no text has.")
   return row[column]
 
 
-def _cut_rows(file: File, column: str, most: Most) -> Iterator[Span]:
+def _told(on_bad: OnBad, read: Callable[..., str], *record: Any) -> str | None:
+  """A record's text; None where it is bad and may be left out."""
+  try:
+    return read(*record)
+  except ConfigError as bad:
+    on_bad(bad)
+    return None
+
+
+def _is_text(found: str) -> bool:
+  """JSON can escape what no encoding can write, and no tokenizer reads."""
+  try:
+    found.encode()
+  except UnicodeEncodeError:
+    return False
+  return True
+
+
+def _cut_rows(file: File, column: str, most: Most, on_bad: OnBad) -> Iterator[Span]:
   path = file.path
   with _open(path) as content:
     table = _parquet(content, path)
@@ -167,27 +213,28 @@ def _cut_rows(file: File, column: str, most: Most) -> Iterator[Span]:
     yield Span(path, begin, begin + count, count, count * size)
 
 
-def _read_rows(span: Span, column: str) -> Iterator[str]:
+def _read_rows(span: Span, column: str, on_bad: OnBad) -> Iterator[str]:
   with _open(span.path) as file:
     table = _parquet(file, span.path)
     row = 0
     for group in range(table.metadata.num_row_groups):
       rows = table.metadata.row_group(group).num_rows
       if row < span.end and row + rows > span.begin:
-        yield from _rows(table, group, column, span, row)
+        yield from _rows(table, group, column, span, row, on_bad)
       row += rows
 
 
-def _rows(table: Any, group: int, column: str, span: Span, row: int) -> Iterator[str]:
+def _rows(table: Any, group: int, column: str, span: Span, row: int, on_bad: OnBad) -> Iterator[str]:
   """Those of one row group that lie in the span; in batches, since groups can be large."""
   for batch in table.iter_batches(1024, row_groups=[group], columns=[column]):
     if row >= span.end:
       return
     for place, text in enumerate(batch.column(0).to_pylist(), start=row):
       if span.begin <= place < span.end:
-        if not isinstance(text, str):
-          raise ConfigError(f"{span.path}, row {place}: no text under '{column}'. Choose with --column.")
-        yield text
+        if isinstance(text, str):
+          yield text
+        else:
+          on_bad(ConfigError(f"{span.path}, row {place}: no text under '{column}'. Choose with --column."))
     row += batch.num_rows
 
 
@@ -212,8 +259,8 @@ def _open(path: str) -> BinaryIO:
 class _Format(NamedTuple):
   suffixes: tuple[str, ...]
   read_to_cut: bool
-  cut: Callable[[File, str, Most], Iterator[Span]]
-  read: Callable[[Span, str], Iterator[str]]
+  cut: Callable[[File, str, Most, OnBad], Iterator[Span]]
+  read: Callable[[Span, str, OnBad], Iterator[str]]
 
 
 _FORMATS = (

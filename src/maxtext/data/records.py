@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from maxtext.configs.errors import RunError
+
 MOST_OPEN = 256
 MOST_BYTES = 256 << 20
 
@@ -58,7 +60,14 @@ class Records:
     def read_group(group: np.ndarray) -> None:
       number = int(np.searchsorted(self._ends, wanted[group[0]], side="right"))
       first = self._ends[number] - self.shards[number].records
-      records = self._reader(number).read((wanted[group] - first).tolist())
+      places = (wanted[group] - first).tolist()
+      try:
+        records = self._reader(number).read(places)
+      except RunError:
+        raise
+      except RuntimeError as error:  # what ArrayRecord raises where a checksum of its own is wrong
+        reason = str(error).splitlines()[0]
+        raise RunError(f"{self.shards[number].path} is damaged: {reason}. Copy or write the file again.") from None
       for place, record in zip(group.tolist(), records, strict=True):
         found[place] = record
 
@@ -66,6 +75,13 @@ class Records:
     for _ in self._pool.map(read_group, groups) if self._pool and len(groups) > 1 else map(read_group, groups):
       pass
     return found
+
+  def where(self, number: int) -> str:
+    """The file of a record, and its number there, from 0."""
+    shard = int(np.searchsorted(self._ends, number, side="right"))
+    path = self.shards[shard].path
+    first = next(i for i, other in enumerate(self.shards) if other.path == path)
+    return f"{path}, record {number - int(self._ends[first]) + self.shards[first].records}"
 
   @property
   def open_shards(self) -> int:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from maxtext.configs import MaxTextConfig
-from maxtext.data.mixture import Mixture, Source
+from maxtext.data.documents import DocumentSpans, Source
+from maxtext.data.mixture import Mixture
 from maxtext.data.packing import Packing
 from maxtext.data.ramp import BatchSizes
 from maxtext.data.sources import open_sources
@@ -27,6 +28,7 @@ class Share:
     streams: the numbers of the streams; whole rows of the smallest batch.
     state: int32[len(streams), 3], where they stand.
     batch: the number of the first batch.
+    spans: how the long documents of each source are cut.
   """
 
   config: MaxTextConfig
@@ -36,6 +38,7 @@ class Share:
   streams: tuple[int, ...]
   state: np.ndarray
   batch: int
+  spans: tuple[DocumentSpans, ...]
 
   def rows(self, sources: Sequence[Source] | None = None) -> Iterator[Rows]:
     """This share of every batch; empty rows without end where the data has ended. `sources` may be open already.
@@ -43,10 +46,9 @@ class Share:
     A row of a batch belongs to as many neighbouring streams as there are streams for each row, and takes turns among
     them, so that whoever holds the row keeps its streams when the batch grows.
     """
-    split, total = split_of(self.config, self.split), self.sizes.streams
-    mixture = Mixture(
-      sources or open_sources(self.config, split), total, self.config.data_shuffle_seed, split.shuffle, split.epochs
-    )
+    c, split, total = self.config, split_of(self.config, self.split), self.sizes.streams
+    opened = [replace(s, spans=cut) for s, cut in zip(sources or open_sources(c, split), self.spans, strict=True)]
+    mixture = Mixture(opened, total, c.data_shuffle_seed, split.shuffle, split.epochs, c.vocab_size)
     read_ahead = max(-(-split.read_ahead // len(self.streams)), 4)
     streams = Streams(mixture, self.packing, self.streams, self.state, read_ahead)
     for batch in itertools.count(self.batch):

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.configs import MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.data.order import permutation
 from maxtext.data.packing import Packing
 from maxtext.data.ramp import BatchSizes
 from maxtext.data.sources.encoding import Encoding
 from maxtext.data.sources.hf import load
+from maxtext.data.spans import refuse_unknown_tokens
 from maxtext.data.splits import Split
 from maxtext.data.streams import Rows, Streams
 
@@ -52,6 +53,12 @@ def streamed_rows(
     yield rows._replace(after=np.tile(after, (share[0], 1)))
 
 
+def check(config: MaxTextConfig, split: Split) -> None:
+  """Raises where the data is not there; reads none of it."""
+  Encoding.of(config, split)
+  load(config, split, streaming=True)
+
+
 class _Windows:
   """The documents of one group, shuffled within windows that are read one after the other."""
 
@@ -61,7 +68,7 @@ class _Windows:
     self._data = split_dataset_by_node(load(config, split, streaming=True), *group)
     self._encoding, self._epochs = Encoding.of(config, split), split.epochs
     self._size = config.grain_shuffle_buffer_size if split.shuffle else 1
-    self._seed = config.data_shuffle_seed
+    self._seed, self._vocab_size, self._group = config.data_shuffle_seed, config.vocab_size, group[0]
     cursor = bytes(state[3:].tobytes()).rstrip(b"\0")
     self._epoch: int = 0
     if cursor:
@@ -95,8 +102,18 @@ class _Windows:
     while self._next <= window:
       if self._next not in self._cursors:
         self._cursors[self._next] = self._here()
-      self._held[self._next] = [self._encoding(values) for values in itertools.islice(self._rows, self._size)]
+      first = self._next * self._size
+      rows = enumerate(itertools.islice(self._rows, self._size), first)
+      self._held[self._next] = [self._tokens(number, values) for number, values in rows]
       self._next += 1
+
+  def _tokens(self, number: int, values: list[Any]) -> np.ndarray:
+    try:
+      tokens = self._encoding(values)
+      refuse_unknown_tokens(tokens, self._vocab_size)
+      return tokens
+    except ConfigError as error:
+      raise ConfigError(f"Document {number} of the stream of group {self._group}: {error}") from None
 
   def _here(self) -> np.ndarray:
     cursor = json.dumps([self._epoch, self._data.state_dict()]).encode()

@@ -1,9 +1,10 @@
 """A batch row is a stream: packed rows that do not depend on the number of hosts.
 
-The data is S streams, S fixed for the life of a run. Stream s reads documents s, s+S, s+2S, ... of an endless order and
-packs its own rows, so its whole state is three int32 (see `packing`), and the state of the run is an int32[S, 3] that
-knows no hosts. A process makes the streams of the rows that its devices hold; processes that hold the same rows make
-the same ones. Rows come with the state after them, so how far ahead they are made does not matter.
+The data is S streams, S fixed for the life of a run. Stream s reads items s, s+S, s+2S, ... of an endless order, which
+are documents or spans of long ones (see `spans`; packing knows no difference), and packs its own rows, so its whole
+state is three int32 (see `packing`), and that of the run an int32[S, 3] that knows no hosts. A process makes the
+streams of the rows that its devices hold; processes that hold the same rows make the same ones. Rows come with the
+state after them, so how far ahead they are made does not matter.
 """
 
 from collections.abc import Callable, Sequence

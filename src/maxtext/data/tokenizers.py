@@ -7,17 +7,21 @@ prepare data start quickly.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.secrets import redacted_text
 from maxtext.configs.types import TokenizerType
+from maxtext.data.chat_template import BREAK, DELETE, GUARDED, Guard, render_template, without_marks
+from maxtext.data.inside import inside, json_inside, text_inside
+from maxtext.data.names import Names
 
 Message = Mapping[str, Any]
 """One turn of a conversation: at least "role" and "content"."""
@@ -92,6 +96,14 @@ class Vocabulary(Protocol):
     """Tokens; the names of special tokens are read as such, or as any other text."""
     ...
 
+  def encode_guarded(self, text: str) -> Sequence[int]:
+    """The same of a rendered conversation, with special tokens; marks in what users wrote (`Guard`) are taken out."""
+    ...
+
+  def special_names(self, template: str) -> Collection[str]:
+    """Names that `encode` reads as special tokens in what this template writes."""
+    ...
+
   def decode(self, tokens: list[int]) -> str:
     """Text without special tokens."""
     ...
@@ -100,8 +112,8 @@ class Vocabulary(Protocol):
     """How a special token is written."""
     ...
 
-  def for_grammars(self, size: int) -> Any:
-    """The bytes of all tokens, as llguidance takes them, among `size` logits; the end of a document ends an answer."""
+  def for_grammars(self) -> tuple[str, tuple[Any, ...]]:
+    """All that decides the bytes of tokens, as the processes of grammars read it: the kind, and plain values."""
     ...
 
 
@@ -157,24 +169,28 @@ class Tokenizer:
     """The text of tokens, without special ones."""
     return self.vocabulary.decode([int(token) for token in tokens])
 
-  def for_grammars(self, size: int) -> Any:
-    """What llguidance must know of the tokens, for a model of `size` logits."""
+  def for_grammars(self) -> tuple[str, tuple[Any, ...]]:
+    """What the processes of grammars must know of the tokens, in plain values."""
     if self.eos is None:
       raise ConfigError("The tokenizer has no end-of-sequence token, which answers of a given form end with.")
-    try:
-      return self.vocabulary.for_grammars(size)
-    except ValueError as error:
-      raise ConfigError(f"Answers of a given form need tokens whose bytes are known: {error}.") from None
+    return self.vocabulary.for_grammars()
 
   def chat(self, messages: Sequence[Message], *, answer: bool = False, **values: Any) -> np.ndarray:
     """The tokens of a conversation in the model's own format, int32.
+
+    Special tokens come from the template alone: their names in messages and values are text.
 
     Args:
       messages: the turns.
       answer: whether to end with the opening of the assistant's next turn.
       **values: what else the template reads, such as `tools`.
     """
-    return np.array(self.vocabulary.encode(self.render(messages, answer=answer, **values), special=True), np.int32)
+    if self._guard.wanted([messages, values]):
+      messages, values = self._guard.guarded([messages, values])
+      tokens = self.vocabulary.encode_guarded(self.render(messages, answer=answer, **values | {GUARDED: True}))
+    else:
+      tokens = self.vocabulary.encode(self.render(messages, answer=answer, **values), special=True)
+    return np.array(tokens, np.int32)
 
   def render(self, messages: Sequence[Message], *, answer: bool = False, **values: Any) -> str:
     """The same as text."""
@@ -182,7 +198,11 @@ class Tokenizer:
       raise ConfigError("The tokenizer has no chat template: write chat_template_path=FILE.jinja.")
     specials = {"bos_token": self.bos, "eos_token": self.eos, "pad_token": self.vocabulary.pad}
     named = {word: self.vocabulary.name(token) for word, token in specials.items() if token is not None}
-    return _render(self.chat_template, messages=messages, add_generation_prompt=answer, **named, **values)
+    return render_template(self.chat_template, messages=messages, add_generation_prompt=answer, **named, **values)
+
+  @cached_property
+  def _guard(self) -> Guard:
+    return Guard(self.vocabulary.special_names(self.chat_template or ""))
 
 
 class _SentencePiece(Vocabulary):
@@ -203,8 +223,14 @@ class _SentencePiece(Vocabulary):
   def encode(self, text: str, special: bool) -> Sequence[int]:
     if not special or not self._control:
       return self._processor.encode(text)
-    pieces = re.split(f"({'|'.join(map(re.escape, self._control))})", text)
-    return [t for p in pieces if p for t in ([self._control[p]] if p in self._control else self._processor.encode(p))]
+    return [t for p in _split(text, self._control) for t in self._piece(p)]
+
+  def encode_guarded(self, text: str) -> Sequence[int]:
+    parts = _split(text, self._control) if self._control else [text]
+    return [t for p in parts for t in ([self._control[p]] if p in self._control else self._plain(p))]
+
+  def special_names(self, template: str) -> Collection[str]:
+    return {*self._control, *(name for name in self._symbols if name in template)}
 
   def decode(self, tokens: list[int]) -> str:
     return self._processor.decode(tokens)
@@ -212,21 +238,51 @@ class _SentencePiece(Vocabulary):
   def name(self, token: int) -> str:
     return self._processor.id_to_piece(token)
 
-  def for_grammars(self, size: int) -> Any:
-    from llguidance import LLTokenizer
+  def for_grammars(self) -> tuple[str, tuple[Any, ...]]:
+    return "sentencepiece", (self._processor.serialized_model_proto(),)
 
-    return LLTokenizer(cast(Any, _Pieces(self._processor, size)))
+  def _piece(self, text: str) -> list[int]:
+    return [self._control[text]] if text in self._control else self._processor.encode(text)
+
+  def _plain(self, text: str) -> list[int]:
+    """Text with marks. The library reads user-defined symbols from any text, but not from parts of it."""
+    chunks: list[list[str]] = [[]]
+    most = max(map(len, self._symbols), default=2) - 1
+    end = ""  # of the last chunk: all that can begin a symbol. The chunk itself is put together once, in linear time
+    for part in (without_marks(part) for part in text.split(BREAK)):
+      if self._symbols and self._joins(end, part[:most]):
+        chunks.append([])
+        end = ""
+      chunks[-1].append(part)
+      end = (end + part[-most:])[-most:]
+    joined = ("".join(chunk) for chunk in chunks)
+    return [token for chunk in joined if chunk for token in self._processor.encode(chunk)]
+
+  def _joins(self, left: str, right: str) -> bool:
+    """Whether two texts would have a symbol between them that neither has."""
+    return any((left + right).count(s) > left.count(s) + right.count(s) for s in self._symbols)
 
   @cached_property
   def _control(self) -> dict[str, int]:
     """Tokens that the library itself never reads from text."""
     return {self.name(token): token for token in range(self.size) if self._processor.is_control(token)}
 
+  @cached_property
+  def _symbols(self) -> dict[str, int]:
+    """User-defined symbols in brackets, as some models have for turns; the library reads them from any text."""
+    model = self._processor
+    names = ((self.name(token), token) for token in range(self.size) if not model.is_control(token))
+    return {name: token for name, token in names if re.fullmatch(r"<[^<>\s]+>", name) and self._reads(name, token)}
+
+  def _reads(self, name: str, token: int) -> bool:
+    return not self._processor.is_byte(token) and token in self._processor.encode(name)
+
 
 class _HuggingFace(Vocabulary):
   """A folder with `tokenizer.json`, and what stands beside it; or that file alone."""
 
   _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+  _LONG = 2**13  # characters from which on other threads must not wait: only of a list is the lock given up
 
   def __init__(self, config: MaxTextConfig) -> None:
     import tokenizers
@@ -239,17 +295,17 @@ class _HuggingFace(Vocabulary):
     self._documents.no_truncation()
     self._documents.no_padding()
     self._documents.encode_special_tokens = True
-    beside = {name: path for name in self._BESIDE if (path := file.with_name(name)).exists()}
+    folder = file.parent
+    beside = {name: path for name in self._BESIDE if (path := inside(folder, name)).exists()}
     self.files = {"tokenizer.json": file, **beside}
-    said = _json_beside(file, "special_tokens_map.json") | _json_beside(file, "tokenizer_config.json")
-    self.bos, self.eos, self.pad = (self._token(said.get(f"{which}_token")) for which in ("bos", "eos", "pad"))
+    said = json_inside(folder, "special_tokens_map.json") | json_inside(folder, "tokenizer_config.json")
+    self.bos, self.eos, self.pad = (self._token(folder, said, f"{which}_token") for which in ("bos", "eos", "pad"))
     self.size = max(self._documents.get_vocab().values()) + 1
-    template = file.with_name("chat_template.jinja")
-    self.chat_template = template.read_text(encoding="utf-8") if template.exists() else _default(said)
+    template = text_inside(folder, "chat_template.jinja")
+    self.chat_template = _default(folder, said) if template is None else template
 
   def encode(self, text: str, special: bool) -> Sequence[int]:
-    tokenizer = self._conversations if special else self._documents
-    return tokenizer.encode(text, add_special_tokens=False).ids
+    return self._encode(self._conversations if special else self._documents, text)
 
   def decode(self, tokens: list[int]) -> str:
     return self._documents.decode(tokens, skip_special_tokens=True)
@@ -257,35 +313,70 @@ class _HuggingFace(Vocabulary):
   def name(self, token: int) -> str:
     return str(self._documents.id_to_token(token))
 
-  def for_grammars(self, size: int) -> Any:
-    from llguidance import LLTokenizer
+  def for_grammars(self) -> tuple[str, tuple[Any, ...]]:
+    return "huggingface", (self._documents.to_str(), self.eos)
 
-    return LLTokenizer(self._documents.to_str(), n_vocab=size, eos_token=self.eos)
+  def encode_guarded(self, text: str) -> Sequence[int]:
+    return self._encode(self._guarded, text)
+
+  def special_names(self, template: str) -> Collection[str]:
+    return {token.content for token in self._documents.get_added_tokens_decoder().values() if token.special}
+
+  @cached_property
+  def _guarded(self) -> Any:
+    """Reads special tokens from text as it stands, and takes the marks out before anything else is done to it."""
+    from tokenizers import normalizers
+
+    made = json.loads(self._documents.to_str())
+    for token in made["added_tokens"]:
+      token["normalized"] = token["normalized"] and not token["special"]
+    tokenizer = type(self._documents).from_str(json.dumps(made))
+    marks = [normalizers.Replace(BREAK, ""), normalizers.Replace(DELETE, DELETE[0])]
+    own = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+    tokenizer.normalizer = normalizers.Sequence([*marks, *own])
+    return tokenizer
 
   @cached_property
   def _conversations(self) -> Any:
     """Reading special tokens from text is a state of the library's object, so there are two."""
     return type(self._documents).from_str(self._documents.to_str())
 
-  def _token(self, said: str | Mapping[str, Any] | None) -> int | None:
+  def _encode(self, tokenizer: Any, text: str) -> Sequence[int]:
+    if len(text) < self._LONG:
+      return tokenizer.encode(text, add_special_tokens=False).ids
+    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+  def _token(self, folder: Path, said: Mapping[str, Any], which: str) -> int | None:
     """A special token is written as a string, or as an object around it."""
-    name = said["content"] if isinstance(said, Mapping) else said
-    return None if name is None else self._documents.token_to_id(name)
+    if (name := said.get(which)) is None:
+      return None
+    name = name.get("content") if isinstance(name, Mapping) else name
+    if not isinstance(name, str):
+      raise ConfigError(f"{folder / 'tokenizer_config.json'} says {which}, but names no token.")
+    return self._documents.token_to_id(name)
+
+
+# How Meta's tokenizers split text into words.
+TIKTOKEN_SPLIT = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+  r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_NAMED = (
+  "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
+  "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>",
+  "<|eot_id|>", "<|python_tag|>",
+)  # fmt: skip
+_SPECIAL = 256
+
+
+def tiktoken_special(first: int) -> dict[str, int]:
+  """The special tokens that follow the words of a tiktoken file, by name."""
+  reserved = (f"<|reserved_special_token_{n}|>" for n in range(2, _SPECIAL))
+  return {name: first + place for place, name in enumerate([*_NAMED, *reserved][:_SPECIAL])}
 
 
 class _Tiktoken(Vocabulary):
   """A file of byte sequences and their ranks, in the layout of Meta's: their way to split, and 256 special tokens."""
-
-  _SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-  )
-  _NAMED = (
-    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>",
-    "<|eot_id|>", "<|python_tag|>",
-  )  # fmt: skip
-  _SPECIAL = 256
 
   def __init__(self, config: MaxTextConfig) -> None:
     import tiktoken
@@ -296,15 +387,21 @@ class _Tiktoken(Vocabulary):
       ranks = tiktoken.load.load_tiktoken_bpe(str(file))
     except ValueError:
       raise _unreadable(config, "a tiktoken file of base64 words and ranks") from None
-    reserved = (f"<|reserved_special_token_{n}|>" for n in range(2, self._SPECIAL))
-    names = [*self._NAMED, *reserved][: self._SPECIAL]
-    special = {name: len(ranks) + place for place, name in enumerate(names)}
-    self._encoding = tiktoken.Encoding(file.name, pat_str=self._SPLIT, mergeable_ranks=ranks, special_tokens=special)
+    special = tiktoken_special(len(ranks))
+    self._made_of = (file.name, TIKTOKEN_SPLIT, ranks, special)
+    self._encoding = tiktoken.Encoding(file.name, pat_str=TIKTOKEN_SPLIT, mergeable_ranks=ranks, special_tokens=special)
     self._text, self.size, self.files = len(ranks), self._encoding.n_vocab, {"tokenizer.model": file}
-    self.bos, self.eos, self.pad = (special[self._NAMED[place]] for place in (0, 1, 4))
+    self.bos, self.eos, self.pad = (special[_NAMED[place]] for place in (0, 1, 4))
 
   def encode(self, text: str, special: bool) -> Sequence[int]:
     return self._encoding.encode(text, allowed_special="all" if special else set(), disallowed_special=())
+
+  def encode_guarded(self, text: str) -> Sequence[int]:
+    special = self.special_names("")
+    return [t for p in _split(text, special) for t in self.encode(without_marks(p), special=p in special)]
+
+  def special_names(self, template: str) -> Collection[str]:
+    return self._encoding.special_tokens_set
 
   def decode(self, tokens: list[int]) -> str:
     return self._encoding.decode([token for token in tokens if token < self._text])
@@ -312,33 +409,8 @@ class _Tiktoken(Vocabulary):
   def name(self, token: int) -> str:
     return self._encoding.decode([token])
 
-  def for_grammars(self, size: int) -> Any:
-    from llguidance.tiktoken import lltokenizer_from_encoding
-
-    return lltokenizer_from_encoding(self._encoding, n_vocab=size, eos_token=self.eos)
-
-
-class _Pieces:
-  """A SentencePiece vocabulary as llguidance's `TokenizerWrapper` describes one; what is no token has no bytes."""
-
-  is_tokenizer_wrapper = True
-
-  def __init__(self, processor: Any, size: int) -> None:
-    count = processor.get_piece_size()
-    self.bos_token_id, self.eos_token_id = processor.bos_id(), processor.eos_id()
-    self.special_token_ids = [
-      t for t in range(count) if processor.is_control(t) or processor.is_unknown(t) or processor.is_unused(t)
-    ]
-    self.tokens = [self._bytes(processor, token) for token in range(count)] + [b""] * (size - count)
-    self._processor = processor
-
-  def __call__(self, text: str) -> list[int]:
-    return self._processor.encode(text)
-
-  @staticmethod
-  def _bytes(processor: Any, token: int) -> bytes:
-    piece = processor.id_to_piece(token)
-    return bytes([int(piece[3:-1], 16)]) if processor.is_byte(token) else piece.replace("\u2581", " ").encode()
+  def for_grammars(self) -> tuple[str, tuple[Any, ...]]:
+    return "tiktoken", (*self._made_of, self.eos)
 
 
 _OPEN: dict[TokenizerType, Callable[[MaxTextConfig], Vocabulary]] = {
@@ -346,6 +418,15 @@ _OPEN: dict[TokenizerType, Callable[[MaxTextConfig], Vocabulary]] = {
   TokenizerType.HUGGINGFACE: _HuggingFace,
   TokenizerType.TIKTOKEN: _Tiktoken,
 }
+
+
+def _split(text: str, names: Collection[str]) -> list[str]:
+  """Names, and the text between them."""
+  edges = [edge for span in _names(frozenset(names)).spans(text) for edge in span]
+  return [text[a:b] for a, b in pairwise([0, *edges, len(text)]) if a < b]
+
+
+_names = lru_cache(maxsize=8)(Names)
 
 
 def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
@@ -364,7 +445,7 @@ def _find(config: MaxTextConfig, *patterns: str, beside: Sequence[str] = ()) -> 
   folder = path if path.is_dir() else _download(config, [*patterns, *beside])
   for pattern in patterns:
     if found := sorted(folder.glob(pattern)):
-      return found[0]
+      return inside(folder, str(found[0].relative_to(folder)))
   raise ConfigError(
     f"tokenizer_path={config.tokenizer_path} holds no {' or '.join(patterns)}, which "
     f"tokenizer_type={config.tokenizer_type.value} reads."
@@ -381,22 +462,26 @@ def _download(config: MaxTextConfig, patterns: list[str]) -> Path:
   try:
     return Path(snapshot_download(name, allow_patterns=patterns, token=config.hf_access_token))
   except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-    reason = str(error).strip().splitlines()[0]
+    reason = redacted_text(str(error).strip().splitlines()[0], config.hf_access_token)
     raise ConfigError(
       f"tokenizer_path={name} is no file or folder here, and Hugging Face does not give it: {reason} "
-      f"A gated name needs hf_access_token."
+      f"A gated name needs a token: set HF_TOKEN in the environment."
     ) from None
 
 
-def _json_beside(file: Path, name: str) -> dict[str, Any]:
-  path = file.with_name(name)
-  return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def _default(said: Mapping[str, Any]) -> str | None:
+def _default(folder: Path, said: Mapping[str, Any]) -> str | None:
   """The chat template in `tokenizer_config.json`: one, or several by name."""
   template = said.get("chat_template")
-  return {t["name"]: t["template"] for t in template}.get("default") if isinstance(template, list) else template
+  try:
+    if isinstance(template, list):
+      template = {t["name"]: t["template"] for t in template}.get("default")
+  except (KeyError, TypeError):
+    template = ()
+  if not isinstance(template, str | None):
+    raise ConfigError(
+      f"{folder / 'tokenizer_config.json'} has a chat_template that is no text and no list of named ones."
+    )
+  return template
 
 
 def _unreadable(config: MaxTextConfig, form: str) -> ConfigError:
@@ -415,26 +500,6 @@ def _chat_template(config: MaxTextConfig, vocabulary: Vocabulary) -> str | None:
       return Path(config.chat_template_path).expanduser().read_text(encoding="utf-8")
     except OSError as error:
       raise ConfigError(f"chat_template_path={config.chat_template_path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+      raise ConfigError(f"chat_template_path={config.chat_template_path} is not text in UTF-8.") from None
   return config.chat_template or vocabulary.chat_template
-
-
-def _render(template: str, **values: Any) -> str:
-  """A template in the dialect that Hugging Face's own library runs."""
-  import jinja2
-  from jinja2.ext import loopcontrols
-  from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-  def refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-  def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-  jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-  jinja.filters["tojson"] = to_json
-  jinja.globals["raise_exception"] = refuse
-  jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-  try:
-    return jinja.from_string(template).render(**values)
-  except jinja2.TemplateError as error:
-    raise ConfigError(f"The chat template refuses this conversation: {error}.") from None

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from maxtext.configs import MaxTextConfig
 from maxtext.configs.types import DatasetType
-from maxtext.data.mixture import Source
+from maxtext.data.documents import Source
 from maxtext.data.sources.grain import open_grain
 from maxtext.data.sources.hf import open_hf
 from maxtext.data.sources.olmo import open_olmo

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.configs import MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.data.splits import Split
 from maxtext.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -43,9 +43,22 @@ class Encoding:
   def __call__(self, values: Sequence[Any]) -> np.ndarray:
     """The tokens of one document, from the values of its columns."""
     if self.tokenizer is None:
-      return np.concatenate([np.asarray(value, np.int32) for value in values])
+      return np.concatenate([_integers(value) for value in values])
     return self.tokenizer.encode("\n".join(_text(value) for value in values))[: self.most]
 
 
-def _text(value: str | bytes) -> str:
+def _integers(value: Any) -> np.ndarray:
+  """Wide enough for any integer of a file, so that one outside the vocabulary stays what it is."""
+  try:
+    found = np.asarray(value)
+  except ValueError:
+    found = np.asarray(None)
+  if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+    raise ConfigError("a column that must hold tokens holds something else: set the *_data_columns keys.")
+  return found.astype(np.int64)
+
+
+def _text(value: Any) -> str:
+  if not isinstance(value, str | bytes):
+    raise ConfigError("a column that must hold text holds something else: set the *_data_columns keys.")
   return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -1,26 +1,22 @@
 """Documents in files of records: ArrayRecord and TFRecord of `tf.train.Example`, and Parquet.
 
-All of them have random access: TFRecord by an index of places that is made when a file is first looked at, Parquet by
-row group.
+All of them have random access: TFRecord by an index of places, Parquet by row group.
 """
 
 import hashlib
 import os
-import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from maxtext.configs import ConfigError
-from maxtext.configs.errors import RunError
 from maxtext.data.order import FEW_SHARDS
 from maxtext.data.prepared import INDEX_BYTES, open_array_record
 from maxtext.data.records import Reader, Records, Shard
 from maxtext.data.sources.columns import ColumnDocuments
 from maxtext.data.sources.encoding import Encoding
 from maxtext.data.sources.tf_example import feature_values
+from maxtext.data.sources.tf_record import TFRecordReader, tf_record_shard
 
 
 def open_files(paths: Sequence[str], kind: str, encoding: Encoding, in_order: int, threads: int) -> ColumnDocuments:
@@ -30,11 +26,13 @@ def open_files(paths: Sequence[str], kind: str, encoding: Encoding, in_order: in
   names = [[Path(shard.path).name, shard.part, shard.records, os.path.getsize(shard.path)] for shard in shards]
   records = Records(shards, lambda shard: form.open(shard, columns), threads)
   return ColumnDocuments(
-    lambda numbers: [form.values(record, columns) for record in records.read(numbers)],
+    records.read,
     encoding,
     [shard.records for shard in shards],
     {"files": hashlib.sha256(repr(names).encode()).hexdigest()},
+    records.where,
     FEW_SHARDS._replace(documents=in_order) if form.in_order else FEW_SHARDS,
+    lambda record: form.values(record, columns),
   )
 
 
@@ -64,41 +62,6 @@ def _array_record_shards(path: str, columns: Sequence[str]) -> list[Shard]:
   except Exception as error:
     raise ConfigError(f"{path} is not an ArrayRecord file: {error}") from None
   return [Shard(path, records, records * INDEX_BYTES)]
-
-
-def _tf_record_shards(path: str, columns: Sequence[str]) -> list[Shard]:
-  records = len(_tf_record_places(path))
-  return [Shard(path, records, records * 16)]
-
-
-class _TfRecordReader:
-  """A file of (length, its checksum, content, its checksum)."""
-
-  def __init__(self, shard: Shard, columns: Sequence[str]) -> None:
-    self._places = _tf_record_places(shard.path)
-    self._file = os.open(shard.path, os.O_RDONLY)
-
-  def read(self, places: list[int]) -> list[bytes]:
-    """The records at these places."""
-    return [os.pread(self._file, size, start) for start, size in self._places[places].tolist()]
-
-  def __del__(self) -> None:
-    os.close(self._file)
-
-
-def _tf_record_places(path: str) -> np.ndarray:
-  """Start and size of every record."""
-  places, at, end = [], 0, os.path.getsize(path)
-  with open(path, "rb") as file:
-    while at < end:
-      file.seek(at)
-      header = file.read(12)
-      size = struct.unpack("<Q", header[:8])[0] if len(header) == 12 else end
-      if at + 16 + size > end:
-        raise RunError(f"{path} is no TFRecord file, or it is cut short: no record ends at byte {at + 16 + size}.")
-      places.append((at + 12, size))
-      at += 16 + size
-  return np.array(places, np.int64).reshape(-1, 2)
 
 
 def _parquet_shards(path: str, columns: Sequence[str]) -> list[Shard]:
@@ -136,6 +99,8 @@ def _parquet(path: str) -> Any:
 
 FORMATS = {
   "arrayrecord": Format(_array_record_shards, lambda shard, _: open_array_record(shard), feature_values, False),
-  "tfrecord": Format(_tf_record_shards, _TfRecordReader, feature_values, True),
+  "tfrecord": Format(
+    lambda path, _: [tf_record_shard(path)], lambda shard, _: TFRecordReader(shard.path), feature_values, True
+  ),
   "parquet": Format(_parquet_shards, _ParquetReader, lambda record, _: record, True),
 }

@@ -8,11 +8,11 @@ from functools import cache, partial
 from pathlib import Path
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.data.mixture import Documents, Source
+from maxtext.data.documents import Documents, Source
 from maxtext.data.prepared import MANIFEST, Prepared
 from maxtext.data.sources.encoding import Encoding
 from maxtext.data.sources.files import FORMATS, open_files
-from maxtext.data.splits import Split
+from maxtext.data.splits import Split, split_of
 from maxtext.data.tokenizers import refuse_larger_vocabulary
 
 Part = tuple[str, float]  # a folder or glob, and its weight
@@ -20,11 +20,20 @@ Part = tuple[str, float]  # a folder or glob, and its weight
 
 def open_grain(config: MaxTextConfig, split: Split) -> list[Source]:
   """Opens all parts, several at a time."""
-  parts = _mixture_parts(split.mixture) if split.mixture else _file_parts(*split.grain_files)
+  parts = _parts(split)
   encoding = cache(partial(Encoding.of, config, split))  # only where something is not tokenised yet, and once
   with ThreadPoolExecutor(max(1, config.grain_data_source_max_workers)) as pool:
     opened = pool.map(lambda part: _open(config, split, encoding, part[0]), parts)
     return [Source(documents, weight) for documents, (_, weight) in zip(opened, parts, strict=True)]
+
+
+def train_places(config: MaxTextConfig) -> list[str]:
+  """The folders and globs that a run is trained on."""
+  return [place for place, _ in _parts(split_of(config, "train"))]
+
+
+def _parts(split: Split) -> Sequence[Part]:
+  return _mixture_parts(split.mixture) if split.mixture else _file_parts(*split.grain_files)
 
 
 def _open(config: MaxTextConfig, split: Split, encoding: Callable[[], Encoding], place: str) -> Documents:

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.data.mixture import Source
+from maxtext.configs.secrets import redacted_text
+from maxtext.data.documents import Source
 from maxtext.data.sources.columns import ColumnDocuments
 from maxtext.data.sources.encoding import Encoding
 from maxtext.data.splits import Split
@@ -24,7 +25,7 @@ def open_hf(config: MaxTextConfig, split: Split) -> list[Source]:
     return [list(row) for row in zip(*(found[column] for column in encoding.columns), strict=True)]
 
   about = {"hf": [config.hf_path, config.hf_name, config.hf_data_dir, split.hf_split], "bytes": data.info.dataset_size}
-  return [Source(ColumnDocuments(read, encoding, [len(data)], about))]
+  return [Source(ColumnDocuments(read, encoding, [len(data)], about, lambda n: f"{_what(config, split)}, row {n}"))]
 
 
 def is_remote(config: MaxTextConfig, split: Split) -> bool:
@@ -55,7 +56,8 @@ def load(config: MaxTextConfig, split: Split, streaming: bool) -> Any:
       streaming=streaming,
     )
   except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-    raise ConfigError(f"{_what(config, split)} cannot be read: {str(error).strip().splitlines()[0]}") from None
+    reason = redacted_text(str(error).strip().splitlines()[0], config.hf_access_token)
+    raise ConfigError(f"{_what(config, split)} cannot be read: {reason}") from None
 
 
 def _what(config: MaxTextConfig, split: Split) -> str:

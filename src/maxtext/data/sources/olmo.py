@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.data.mixture import Source
+from maxtext.data.documents import Source, TokenCounts
 from maxtext.data.order import FEW_SHARDS
 from maxtext.data.records import Records, Shard
 from maxtext.data.splits import Split
@@ -53,6 +53,7 @@ class _Sequences:
   def __init__(self, paths: list[Path], length: int, dtype: np.dtype, leave_repeats: bool, threads: int) -> None:
     shards = [Shard(str(path), len(_array(path, dtype)) // length, 0) for path in paths]
     self.sizes = [shard.records for shard in shards]
+    self.counts = TokenCounts(sum(self.sizes) * length, [length] * len(paths))
     self._leave_repeats = leave_repeats
     self._records = Records(shards, lambda shard: _Reader(_array(Path(shard.path), dtype), length), threads)
     self.identity = {
@@ -69,6 +70,10 @@ class _Sequences:
   def tokens(self, record: np.ndarray) -> np.ndarray:
     """A sequence, or nothing."""
     return record[:0] if self._leave_repeats and repeats(record) else record
+
+  def where(self, number: int) -> str:
+    """A file and a sequence of it."""
+    return self._records.where(number)
 
 
 class _Reader:

@@ -15,16 +15,14 @@ def feature_values(record: bytes, columns: Sequence[str]) -> list[Any]:
   try:
     message.ParseFromString(record)
   except DecodeError:
-    raise RunError(
-      "A record is not a tf.train.Example: write those, or prepare tokens by `maxtext data prepare`."
-    ) from None
+    raise RunError("not a tf.train.Example: write those, or prepare tokens by `maxtext data prepare`.") from None
   features = message.features.feature
   values = []
   for column in columns:
     kind = features[column].WhichOneof("kind") if column in features else None
     if kind not in ("bytes_list", "int64_list"):
       has = ", ".join(sorted(features)) or "nothing"
-      raise RunError(f"A record has no text or integers under '{column}'; it has {has}. Set the *_data_columns keys.")
+      raise RunError(f"no text or integers under '{column}'; it has {has}. Set the *_data_columns keys.")
     found = getattr(features[column], kind).value
     values.append(found[0] if kind == "bytes_list" else list(found))
   return values

@@ -4,7 +4,7 @@
 """
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.data.mixture import Source
+from maxtext.data.documents import Source
 from maxtext.data.sources.columns import ColumnDocuments
 from maxtext.data.sources.encoding import Encoding
 from maxtext.data.splits import Split
@@ -41,5 +41,6 @@ def open_tfds(config: MaxTextConfig, split: Split) -> list[Source]:
     encoding,
     [len(data)],
     {"tfds": split.tfds_name, "split": split.tfds_split},
+    lambda number: f"{what}, row {number}",
   )
   return [Source(documents)]

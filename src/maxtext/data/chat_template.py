@@ -1,0 +1,135 @@
+"""Conversations as text: chat templates, and what keeps the text of users apart from the template's own.
+
+A template is part of a model's folder, or the operator's own. Jinja's sandbox keeps it from the rest of the process;
+how long it runs and what it writes, special tokens too, is its own. What it is filled with has no such right: the name
+of a special token in a message must stay text, or a user could write a turn of the system. A template may do anything
+with a message, so the rendered text alone does not say what came from where. So a name in a message is broken up before
+it is rendered, by marks between its characters, and what encodes the text takes the marks out after it has looked for
+special tokens.
+"""
+
+import json
+import re
+import unicodedata
+from collections.abc import Collection, Iterator, Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from maxtext.configs import ConfigError
+from maxtext.data.names import Names
+
+BREAK, DELETE = "\x7f1", "\x7f0"  # text seldom has a DEL, and it is no white space that a template would trim
+"""Marks: nothing at all, and the character that marks begin with."""
+
+GUARDED = "text_has_marks"
+"""The value that tells a template's functions that marks are there."""
+
+_TRUSTED = frozenset({"role"})  # one of a few words, by which templates choose the names of special tokens
+
+
+def render_template(template: str, **values: Any) -> str:
+  """A template filled in; what it raises is the user's to mend, since it speaks of the conversation."""
+  import jinja2
+
+  try:
+    return _compiled(template).render(**values)
+  except jinja2.TemplateError as error:
+    raise ConfigError(f"The chat template refuses this conversation: {error}.") from None
+  except Exception as error:  # of expressions in it, such as a sum of a text and a list
+    kind = type(error).__name__
+    raise ConfigError(f"The chat template cannot be filled in with this conversation: {kind}: {error}.") from None
+
+
+class Guard:
+  """Breaks up the names of special tokens in what users write.
+
+  Args:
+    names: of the special tokens.
+  """
+
+  def __init__(self, names: Collection[str]) -> None:
+    self._names = Names(names, ignore_case=True)
+    # A name may be put together from the end of one text and the beginning of the next.
+    self._beginnings = tuple({name[:n] for name in names for n in range(1, len(name))})
+    self._ends = tuple({name[n:] for name in names for n in range(1, len(name))})
+
+  def wanted(self, value: Any) -> bool:
+    """Whether a text in this value has a name in it, or a part of one at its edge."""
+    return any(self._guards(text) for text in _texts(value))
+
+  def guarded(self, value: Any) -> Any:
+    """The value with marks in its texts; only what is encoded without the marks may be made of it."""
+    if isinstance(value, str):
+      return self._broken(value)
+    if isinstance(value, Mapping):
+      return {self.guarded(k): one if k in _TRUSTED else self.guarded(one) for k, one in value.items()}
+    return [self.guarded(one) for one in value] if isinstance(value, list | tuple) else value
+
+  def _guards(self, text: str) -> bool:
+    edges = text.endswith(self._beginnings) or text.startswith(self._ends)
+    same = text if text.isascii() else unicodedata.normalize("NFKC", text)  # which some tokenizers do, too
+    return edges or any(True for _ in self._names.spans(same))
+
+  def _broken(self, text: str) -> str:
+    text = text.replace(DELETE[0], DELETE)
+    first = BREAK if text.startswith(self._ends) else ""
+    last = BREAK if text.endswith(self._beginnings) else ""
+    while (broken := self._once_broken(text)) != text:
+      text = broken  # a name may begin within another
+    return first + text + last
+
+  def _once_broken(self, text: str) -> str:
+    parts, done = [], 0
+    for start, end in self._names.spans(text):
+      parts += [text[done:start], BREAK.join(text[start:end])]
+      done = end
+    return "".join([*parts, text[done:]])
+
+
+def without_marks(text: str) -> str:
+  """What was guarded, as it was."""
+  return text.replace(BREAK, "").replace(DELETE, DELETE[0])
+
+
+def _texts(value: Any) -> Iterator[str]:
+  if isinstance(value, str):
+    yield value
+  elif isinstance(value, Mapping):
+    for name, one in value.items():
+      if name not in _TRUSTED:
+        yield from _texts(name)
+        yield from _texts(one)
+  elif isinstance(value, list | tuple):
+    for one in value:
+      yield from _texts(one)
+
+
+_ESCAPES = re.compile(r"\\(?:u007f([01])|.)", re.DOTALL)  # also others, so that no second backslash begins one
+
+
+def _unescaped_mark(found: re.Match[str]) -> str:
+  """What JSON made of a mark: the mark, or the escape of the character that it stands for."""
+  return {None: found[0], BREAK[1]: BREAK, DELETE[1]: r"\u007f"}[found[1]]
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> Any:
+  """In the dialect that Hugging Face's own library runs."""
+  import jinja2
+  from jinja2.ext import loopcontrols
+  from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+  def refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+  @jinja2.pass_context
+  def to_json(context: Any, value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return _ESCAPES.sub(_unescaped_mark, text) if ensure_ascii and context.get(GUARDED) else text
+
+  jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+  jinja.filters["tojson"] = to_json
+  jinja.globals["raise_exception"] = refuse
+  jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+  return jinja.from_string(template)
