@@ -38,7 +38,8 @@ class Answer:
     self.finish = event.finish
     text = self._read(whole=event.finish is not None)
     for stop in self.request.settings.stop_texts:
-      if (end := text.find(stop)) >= 0:
+      # Shown text holds none, and what was held back may begin one, so the search starts where the last one ended.
+      if (end := text.find(stop, max(0, len(self.text) - len(stop) + 1))) >= 0:
         text, self.finish = text[:end], "stop"
     shown = text if self.finish else text[: len(text) - _overlap(text, self.request.settings.stop_texts)]
     new, self.text = shown[len(self.text) :], shown
@@ -60,6 +61,12 @@ _CONTEXT = 4
 
 def _overlap(text: str, stops: tuple[str, ...]) -> int:
   """Characters at the end of a text that may be the beginning of a stop text."""
-  return max(
-    (n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])), default=0
-  )
+  return max((_begun(text[-len(stop) + 1 :] if len(stop) > 1 else "", stop) for stop in stops), default=0)
+
+
+def _begun(tail: str, stop: str) -> int:
+  """Characters at the end of a tail, shorter than the stop text, that it begins with."""
+  start = tail.find(stop[0])
+  while start >= 0 and not stop.startswith(tail[start:]):
+    start = tail.find(stop[0], start + 1)
+  return len(tail) - start if start >= 0 else 0

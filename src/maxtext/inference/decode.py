@@ -92,3 +92,9 @@ def answers(
     if show and text:
       show(text)
   return list(found.values())
+
+
+if __name__ == "__main__":
+  from maxtext.cli.forwarding import forward
+
+  forward("maxtext.inference.decode")

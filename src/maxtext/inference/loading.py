@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import Mesh
 
+from maxtext.checkpoint.tokenizer import open_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import global_batch_size
-from maxtext.configs.types import ShardMode, TokenizerType
-from maxtext.data.prepared import MANIFEST, read_manifest
+from maxtext.configs.types import ShardMode
 from maxtext.data.tokenizers import Tokenizer, load_tokenizer
 from maxtext.inference.draft import Draft
 from maxtext.inference.engine import Engine, dropless
@@ -163,9 +163,6 @@ def parameters(config: MaxTextConfig, model: Model) -> Params:
 
 
 def run_tokenizer(config: MaxTextConfig) -> Tokenizer:
-  """The one that is named, or that of the prepared corpus a run was trained on; prompts do not end by themselves."""
-  folder = Path(config.grain_train_files).expanduser() if config.grain_train_files else None
-  if config.tokenizer_path is None and folder and (folder / MANIFEST).exists():
-    kind = TokenizerType(read_manifest(folder)["tokenizer"]["kind"])
-    config = config.model_copy(update={"tokenizer_path": str(folder), "tokenizer_type": kind})
-  return replace(load_tokenizer(config), add_eos=False)
+  """The one that is named, the run's own copy, or that of its prepared corpus; prompts do not end by themselves."""
+  with open_tokenizer(config, config.load_parameters_path) as tokenizer:
+    return replace(tokenizer or load_tokenizer(config), add_eos=False)

@@ -1,11 +1,12 @@
 """Figures of a server, for Prometheus."""
 
+import math
 import time
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from maxtext.inference.answer import Answer
-from maxtext.inference.scheduler import Scheduler
+from maxtext.inference.worker import Worker
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
@@ -15,16 +16,18 @@ class Meters:
 
   media_type = CONTENT_TYPE_LATEST
 
-  def __init__(self, scheduler: Scheduler) -> None:
+  def __init__(self, worker: Worker) -> None:
     self._registry = own = CollectorRegistry()
     active = Gauge("maxtext_requests_active", "Requests that have a slot", registry=own)
     waiting = Gauge("maxtext_requests_waiting", "Requests without a slot", registry=own)
-    active.set_function(lambda: scheduler.active)
-    waiting.set_function(lambda: scheduler.waiting)
+    active.set_function(lambda: worker.scheduler.active if worker.scheduler else 0)
+    waiting.set_function(lambda: worker.waiting)
+    age = Gauge("maxtext_last_step_seconds", "Since the last step ended; NaN before the first", registry=own)
+    age.set_function(lambda: math.nan if worker.step_age is None else worker.step_age)
     pages = Gauge("maxtext_pages_free", "Pages of the cache that nobody has", registry=own)
-    pages.set_function(lambda: scheduler.free_pages)
+    pages.set_function(lambda: worker.scheduler.free_pages if worker.scheduler else 0)
     preempted = Gauge("maxtext_preemptions", "Times that a request gave its pages back", registry=own)
-    preempted.set_function(lambda: scheduler.preemptions)
+    preempted.set_function(lambda: worker.scheduler.preemptions if worker.scheduler else 0)
     self._requests = Counter("maxtext_requests", "Requests that have ended, by why", ["finish"], registry=own)
     self._prompt_tokens = Counter("maxtext_prompt_tokens", "Tokens of prompts", registry=own)
     self._tokens = Counter("maxtext_generated_tokens", "Tokens of answers", registry=own)

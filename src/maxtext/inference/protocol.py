@@ -7,10 +7,12 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag, ValidationError
+from pydantic_core import from_json
 
 from maxtext.configs import ConfigError
 from maxtext.data.tokenizers import Tokenizer
@@ -19,15 +21,89 @@ from maxtext.inference.grammar import Form
 from maxtext.inference.sampling import ALTERNATIVES, STOPS, Settings
 from maxtext.inference.scheduler import Event
 
-
-def _encodable(text: str) -> str:
-  if any("\ud800" <= character <= "\udfff" for character in text):
-    raise ValueError("half of a surrogate pair is no character")
-  return text
-
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 128
+_MAX_FIELDS, _MAX_VALUES, _MAX_BLANK, _MAX_REPORTED = 64, 2**16, 2**15, 2_000_000
 
 _Strength = Annotated[float, Field(ge=-2, le=2)]
-_Text = Annotated[str, AfterValidator(_encodable)]
+
+
+def _as_list(stop: Any) -> Any:
+  return [] if stop is None else [stop] if isinstance(stop, str) else stop
+
+
+_Stops = Annotated[
+  list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]],
+  Field(max_length=MAX_STOPS),
+  BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
+]
+
+
+def _prompt_kind(prompt: Any) -> str:
+  if not isinstance(prompt, list):
+    return "text"
+  first = prompt[0] if prompt else 0
+  return "texts" if isinstance(first, str) else "tokens" if isinstance(first, int) else "lists_of_tokens"
+
+
+def _alike(prompt: Any) -> Any:
+  kind = {"texts": str, "tokens": int, "lists_of_tokens": list}.get(_prompt_kind(prompt))
+  if kind is None:
+    return prompt
+  alike = all(isinstance(one, kind) for one in prompt)
+  if not alike or (kind is list and not all(isinstance(token, int) for one in prompt for token in one)):
+    raise ValueError("it is one text or several, or the tokens of one or of several")
+  return prompt
+
+
+# One kind by the first element, and one error: trying each kind on every element takes seconds.
+_Prompt = Annotated[
+  Annotated[str, Tag("text")]
+  | Annotated[list[str], Tag("texts")]
+  | Annotated[list[int], Tag("tokens")]
+  | Annotated[list[list[int]], Tag("lists_of_tokens")],
+  Discriminator(_prompt_kind),
+  BeforeValidator(_alike),
+]
+
+
+@dataclass(frozen=True)
+class Bounds:
+  """What a request may ask for; beyond it, it is refused before any work is done for it.
+
+  Attributes:
+    answers: prompts times `n`.
+    prompt_tokens: of one prompt; `prompt_characters`: what so many tokens can hold, at most.
+    answer_tokens: that have room in one answer.
+  """
+
+  answers: int
+  prompt_tokens: int
+  prompt_characters: int
+  answer_tokens: int
+
+  @staticmethod
+  def of(tokenizer: Tokenizer, prompt_tokens: int, answers: int, answer_tokens: int) -> "Bounds":
+    """By the longest token of a vocabulary."""
+    return Bounds(answers, prompt_tokens, prompt_tokens * _longest_token(tokenizer), answer_tokens)
+
+  def check_answers(self, prompts: int, n: int) -> None:
+    """Raises where so many would never be let in."""
+    if prompts * n > self.answers:
+      raise ConfigError(f"{prompts} prompts with n={n} are more than the {self.answers} answers that one may wait for.")
+
+  def check_reported(self, answers: int, asked: "Asked") -> None:
+    """Raises where so much about tokens would take long to write down."""
+    tokens = min(asked.most_tokens or self.answer_tokens, self.answer_tokens)
+    if asked.alternatives and answers * tokens * (1 + asked.alternatives) > _MAX_REPORTED:
+      raise ConfigError(
+        f"{answers} answers of {tokens} tokens with {asked.alternatives} others in place of each are more than "
+        f"{_MAX_REPORTED} tokens: lower n, max_tokens or the number of log probabilities."
+      )
+
+  def check_length(self, length: int, unit: Literal["characters", "tokens"]) -> None:
+    """Raises where no prompt of such a length fits."""
+    if length > (self.prompt_characters if unit == "characters" else self.prompt_tokens):
+      raise ConfigError(f"The prompt has {length} {unit}, more than max_prefill_predict_length={self.prompt_tokens}.")
 
 
 class StreamOptions(BaseModel):
@@ -87,7 +163,7 @@ class StructuredOutputs(BaseModel):
 
   model_config = ConfigDict(extra="forbid")
 
-  regex: _Text
+  regex: str
 
   @property
   def form(self) -> Form:
@@ -105,7 +181,7 @@ class Asked(BaseModel):
   temperature: float | None = Field(None, ge=0, le=10)
   top_p: float | None = Field(None, gt=0, le=1)
   n: int = Field(1, ge=1, le=16)
-  stop: _Text | list[_Text] | None = None
+  stop: _Stops = Field(default_factory=list)
   seed: int | None = None
   presence_penalty: _Strength = 0.0
   frequency_penalty: _Strength = 0.0
@@ -146,8 +222,7 @@ class Asked(BaseModel):
     def given(value: Any, otherwise: Any) -> Any:
       return otherwise if value is None else value
 
-    stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-    if "" in stops:
+    if "" in self.stop:
       raise ConfigError("stop: an empty text would end every answer.")
     return replace(
       default,
@@ -161,7 +236,7 @@ class Asked(BaseModel):
       min_tokens=self.min_tokens,
       max_tokens=self.most_tokens,
       stop_tokens=(*default.stop_tokens, *self.stop_token_ids),
-      stop_texts=tuple(stops),
+      stop_texts=tuple(self.stop),
       alternatives=self.alternatives,
     )
 
@@ -169,7 +244,7 @@ class Asked(BaseModel):
 class Completion(Asked):
   """`/v1/completions`."""
 
-  prompt: _Text | list[_Text] | list[int] | list[list[int]]
+  prompt: _Prompt
   logprobs: int | None = Field(None, ge=0, le=5)
 
   @property
@@ -180,11 +255,23 @@ class Completion(Asked):
   def alternatives(self) -> int:
     return self.logprobs or 0
 
+  def check(self, bounds: Bounds) -> None:
+    """Raises where it asks for too much."""
+    bounds.check_answers(len(self._prompts), self.n)
+    bounds.check_reported(len(self._prompts) * self.n, self)
+    for prompt in self._prompts:
+      bounds.check_length(len(prompt), "characters" if isinstance(prompt, str) else "tokens")
+      if isinstance(prompt, str):
+        _check_blank(prompt)
+
   def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
     """Tokens of every prompt."""
-    given: Any = self.prompt
-    several = isinstance(given, list) and given and not isinstance(given[0], int)
-    return [self._tokens(one, tokenizer) for one in (given if several else [given])]
+    return [self._tokens(one, tokenizer) for one in self._prompts]
+
+  @property
+  def _prompts(self) -> list[Any]:
+    several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+    return self.prompt if several else [self.prompt]  # type: ignore[return-value]
 
   @staticmethod
   def _tokens(prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
@@ -199,14 +286,14 @@ class Turn(BaseModel):
   model_config = ConfigDict(extra="forbid")
 
   role: Literal["system", "developer", "user", "assistant"]
-  content: _Text
-  name: str | None = None
+  content: str
+  name: str | None = Field(None, max_length=64)
 
 
 class Chat(Asked):
   """`/v1/chat/completions`."""
 
-  messages: list[Turn] = Field(min_length=1)
+  messages: Annotated[list[Turn], FailFast()] = Field(min_length=1)
   max_completion_tokens: int | None = Field(None, ge=1)
   logprobs: bool = False
   top_logprobs: int | None = Field(None, ge=0, le=ALTERNATIVES)
@@ -219,9 +306,66 @@ class Chat(Asked):
   def alternatives(self) -> int:
     return self.top_logprobs or 0
 
+  def check(self, bounds: Bounds) -> None:
+    """Raises where it asks for too much; a turn has a token at least."""
+    bounds.check_answers(1, self.n)
+    bounds.check_reported(self.n, self)
+    bounds.check_length(len(self.messages), "tokens")
+    bounds.check_length(sum(len(turn.content) for turn in self.messages), "characters")
+    for turn in self.messages:
+      _check_blank(turn.content)
+
   def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
     """Tokens of the conversation, up to where the answer begins."""
     return [tokenizer.chat([turn.model_dump(exclude_none=True) for turn in self.messages], answer=True).tolist()]
+
+
+Kind = TypeVar("Kind", Completion, Chat)
+
+
+def parse(kind: type[Kind], raw: bytes, bounds: Bounds) -> Kind:
+  """A request of a body; raises where it is no such, or too large.
+
+  A parser of JSON, and pydantic, hold the interpreter's lock until they are done, so what would take them long is
+  refused before: many values, and many fields.
+  """
+  if (values := count_values(raw)) > _MAX_VALUES + bounds.prompt_tokens:
+    raise ConfigError(f"The request has about {values} values, more than {_MAX_VALUES + bounds.prompt_tokens}.")
+  try:
+    given = from_json(raw)
+  except ValueError as error:
+    raise ConfigError(f"The request is no JSON: {error}.") from None
+  _check_fields(given)
+  try:
+    asked = kind.model_validate(given)
+  except ValidationError as error:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    raise ConfigError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+  asked.check(bounds)
+  return asked
+
+
+def _check_fields(given: Any) -> None:
+  """Raises on an object of many fields, each of which would be an error of its own; a schema is no such."""
+  left = [given]
+  while left:
+    value = left.pop()
+    if isinstance(value, list):
+      left += [one for one in value if isinstance(one, dict | list)]
+    elif isinstance(value, dict):
+      if len(value) > _MAX_FIELDS:
+        raise ConfigError(f"The request has an object of {len(value)} fields, more than {_MAX_FIELDS}.")
+      left += [one for name, one in value.items() if name != "schema" and isinstance(one, dict | list)]
+
+
+def count_values(raw: bytes) -> int:
+  """At least as many as there are values in JSON, in one pass and without making any of them."""
+  plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+  if (strings := plain.count(b'"') // 2) > _MAX_VALUES:
+    return strings
+  between = b"".join(plain.split(b'"')[::2])
+  return 1 + sum(between.count(mark) for mark in (b",", b"[", b"{"))
 
 
 class Body:
@@ -293,3 +437,14 @@ def usage(answers: Sequence[Answer], prompt_tokens: int) -> dict[str, int]:
   """Tokens of the prompts and of the answers."""
   written = sum(event.token is not None for answer in answers for event in answer.events)
   return {"prompt_tokens": prompt_tokens, "completion_tokens": written, "total_tokens": prompt_tokens + written}
+
+
+def _check_blank(text: str) -> None:
+  """Raises on so much white space that a tokenizer's expression, whose time grows with its square, gives up."""
+  if any(text[start : start + _MAX_BLANK].isspace() for start in range(0, len(text) - _MAX_BLANK + 1, _MAX_BLANK)):
+    raise ConfigError(f"The prompt has {_MAX_BLANK} or more characters of white space in a row.")
+
+
+@cache
+def _longest_token(tokenizer: Tokenizer) -> int:
+  return max(1, *(len(tokenizer.decode([token])) for token in range(tokenizer.vocab_size)))

@@ -10,7 +10,7 @@ room. So the first always goes on, and nobody waits for one who came later.
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -23,7 +23,7 @@ from maxtext.inference.sampling import Chosen, Settings
 from maxtext.inference.state import Caches
 
 if TYPE_CHECKING:
-  from maxtext.inference.grammar import Grammar, Path
+  from maxtext.inference.grammar import End, Grammar, Path
 
 Finish = Literal["stop", "length", "cancelled", "misfit", "failed"]
 
@@ -234,13 +234,14 @@ class Scheduler:
   def _taken(self, chosen: Chosen, there: np.ndarray) -> list[Event]:
     """What a token of each slot that it is for means to the requests; one that has ended takes no more."""
     events = []
+    ends = self._followed(chosen, there)
     for slot, answering in enumerate(self._slots):
       if answering is None or not there[slot]:
         continue
       request, token = answering.request, int(chosen.tokens[slot])
       answering.left -= 1
       answering.answered.append(token)
-      finish: Finish | None = answering.path.take(token) if answering.path else None
+      finish: Finish | None = ends.get(answering.path) if answering.path else None
       if finish is None and token in request.settings.stop_tokens:
         finish = "stop"
       if finish is None and answering.left == 0:
@@ -251,6 +252,19 @@ class Scheduler:
       if finish:
         self._leave(slot)
     return events
+
+  def _followed(self, chosen: Chosen, there: np.ndarray) -> "Mapping[Path, End | None]":
+    """What the tokens mean to grammars, asked all at once."""
+    tokens = {
+      answering.path: int(chosen.tokens[slot])
+      for slot, answering in enumerate(self._slots)
+      if answering and answering.path and there[slot]
+    }
+    if not tokens:
+      return {}
+    from maxtext.inference.grammar import advance
+
+    return advance(tokens)
 
   def _allowed(self) -> np.ndarray | None:
     """Bits of the tokens that grammars allow next; None where no request has one."""
