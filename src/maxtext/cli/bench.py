@@ -46,7 +46,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _bench_engine(arguments: argparse.Namespace, load: Load) -> None:
   if given := [flag for flag in ("rate", "model") if getattr(arguments, flag)]:
     raise ConfigError(f"--{given[0]} is of a running server: add --url.")
-  config = resolve_run(arguments.words)
+  config = resolve_run(arguments.words, arguments.strict)
   from maxtext.inference.bench_engine import bench_engine
 
   timings = bench_engine(load_run(arguments, config), load)

@@ -1,10 +1,10 @@
 """`maxtext checkpoint`: what a checkpoint holds, and its parameters alone."""
 
 import argparse
-import os
 from typing import Any
 
-from maxtext.configs.loader import parse_assignments, resolve
+from maxtext.cli.config import add_strict, resolve_keys
+from maxtext.configs.loader import parse_assignments
 
 
 def add_commands(commands: Any) -> None:
@@ -23,6 +23,7 @@ def add_commands(commands: Any) -> None:
   export.add_argument("path", metavar="PATH", help="a run's folder, its checkpoints, or one step")
   export.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
   export.add_argument("words", nargs="*", metavar="key=value")
+  add_strict(export)
   export.set_defaults(run=_export)
 
 
@@ -36,7 +37,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
   from maxtext.checkpoint.inspect import chosen_keys
 
-  config = resolve(None, os.environ, chosen_keys(arguments.path, parse_assignments(arguments.words))).config
+  given = parse_assignments(arguments.words)
+  keys = chosen_keys(arguments.path, given)
+  config = resolve_keys(keys, arguments.strict, recorded=keys.keys() - given.keys()).config
   from maxtext.checkpoint.export import export_parameters
 
   print(export_parameters(config, arguments.path, arguments.out))

@@ -3,16 +3,21 @@
 import argparse
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from maxtext.configs.errors import ConfigError
 from maxtext.configs.explain import explain
 from maxtext.configs.loader import Resolved, parse_assignments, resolve, values_and_origins
-from maxtext.configs.refusals import default_of
+from maxtext.configs.refusals import default_of, unsupported_keys
+from maxtext.configs.types import DerivedValues, MaxTextConfig
+from maxtext.weights.detect import is_hugging_face
 
 
 def add_commands(commands: Any) -> None:
-  """Adds `config show` and `config explain` to the parser."""
+  """Adds `config show`, `config explain` and `config unsupported` to the parser."""
   parser = commands.add_parser("config", help="show a configuration, explain a key")
   actions = parser.add_subparsers(required=True, metavar="ACTION")
   show = actions.add_parser("show", help="the resolved run, with where each value came from")
@@ -23,6 +28,9 @@ def add_commands(commands: Any) -> None:
   explained = actions.add_parser("explain", help="type, default, meaning and readers of a key")
   explained.add_argument("key", metavar="KEY")
   explained.set_defaults(run=_explain)
+  unsupported = actions.add_parser("unsupported", help="the keys that are not supported whatever else is set, and why")
+  unsupported.add_argument("--count", action="store_true", help="only how many")
+  unsupported.set_defaults(run=_unsupported)
 
 
 def add_words(parser: argparse.ArgumentParser) -> None:
@@ -30,22 +38,66 @@ def add_words(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "words",
     nargs="*",
-    metavar="[FILE.yml | RECIPE | MODEL] key=value",
+    metavar="[FILE.yml | RECIPE | MODEL | HF_FOLDER] key=value",
     help="where the configuration starts from, then single keys",
   )
+  add_strict(parser)
 
 
-def resolve_words(words: Sequence[str]) -> Resolved:
+def add_strict(parser: argparse.ArgumentParser) -> None:
+  """Adds the flag of a command that takes keys."""
+  parser.add_argument("--strict", action="store_true", help="refuse keys that have no effect, instead of a warning")
+
+
+def resolve_words(words: Sequence[str], strict: bool = False) -> Resolved:
   """The configuration that those words and the environment describe."""
   source = words[0] if words and "=" not in words[0] else None
-  return resolve(source, os.environ, parse_assignments(words[1:] if source else words))
+  values = parse_assignments(words[1:] if source else words)
+  if source and is_hugging_face(source):
+    source, values = None, {"load_parameters_path": source} | values
+  first = resolve(source, os.environ, values)
+  path = first.config.load_parameters_path
+  if not path or not is_hugging_face(path):
+    return _warned(first, strict)
+  own = _keys_of_folder(path, first)
+  again = resolve_keys(own | values, strict, source, recorded=own.keys())
+  return replace(again, origins={**again.origins, **dict.fromkeys(own, os.path.join(path, "config.json"))})
+
+
+def resolve_keys(
+  keys: Mapping[str, Any], strict: bool = False, source: str | None = None, recorded: Collection[str] = ()
+) -> Resolved:
+  """The configuration of those keys, of which some were `recorded` by a run or a folder of weights; warns of the others
+  that have no effect."""
+  return _warned(resolve(source, os.environ, keys, recorded=recorded), strict)
+
+
+def _warned(resolved: Resolved, strict: bool) -> Resolved:
+  if resolved.warning and strict:
+    raise ConfigError(resolved.warning)
+  if resolved.warning and os.environ.get("JAX_PROCESS_ID", "0") == "0":  # once, where `launch` starts several
+    print(f"maxtext: warning: {resolved.warning} (An error with --strict.)", file=sys.stderr)
+  return resolved
+
+
+def _keys_of_folder(path: str, resolved: Resolved) -> dict[str, Any]:
+  """What a folder of weights says of its model, less what the user says, in whichever file."""
+  ours = ("base.yml", "model ", "custom_mesh_and_rule=")
+  given = {key for key, origin in resolved.origins.items() if not origin.startswith(ours)}
+  own: dict[str, Any] = {"source_checkpoint_layout": "safetensors"}
+  if not given & {"model_name", "decoder_block"}:
+    from maxtext.weights.description import folder_keys
+    from maxtext.weights.folder import Folder
+
+    own |= folder_keys(Folder(path))
+  return {key: value for key, value in own.items() if key not in given}
 
 
 def _show(arguments: argparse.Namespace) -> int:
-  resolved = resolve_words(arguments.words)
+  resolved = resolve_words(arguments.words, arguments.strict)
   rows = dict(sorted(values_and_origins(resolved.config, resolved.origins).items()))
   if arguments.changed:
-    rows = {key: row for key, row in rows.items() if getattr(resolved.config, key) != default_of(key)}
+    rows = {key: row for key, row in rows.items() if key in _changed(resolved.config)}
   if arguments.json:
     print(json.dumps(rows, indent=1, default=str))
     return 0
@@ -55,6 +107,22 @@ def _show(arguments: argparse.Namespace) -> int:
   return 0
 
 
+def _changed(config: MaxTextConfig) -> set[str]:
+  """The keys that are not at their default; what follows from them is not among them."""
+  keys = MaxTextConfig.model_fields.keys() - DerivedValues.model_fields.keys()
+  return {key for key in keys if getattr(config, key) != default_of(key)}
+
+
 def _explain(arguments: argparse.Namespace) -> int:
   print(explain(arguments.key))
+  return 0
+
+
+def _unsupported(arguments: argparse.Namespace) -> int:
+  keys = unsupported_keys()
+  if not arguments.count:
+    width = max(map(len, keys))
+    for key, reason in sorted(keys.items()):
+      print(f"{key:<{width}}  {reason}")
+  print(f"{len(keys)} of {len(MaxTextConfig.model_fields)} keys")
   return 0

@@ -9,6 +9,7 @@ from typing import Any
 from maxtext.cli.config import add_words, resolve_words
 from maxtext.cli.display import open_display
 from maxtext.configs import ConfigError
+from maxtext.configs.errors import several
 
 
 def add_commands(commands: Any) -> None:
@@ -39,6 +40,9 @@ def add_commands(commands: Any) -> None:
   prepare.add_argument(
     "--shard-megabytes", type=float, default=8, metavar="MB", help="most text in one shard (default 8)"
   )
+  prepare.add_argument(
+    "--skip-bad", type=int, default=0, metavar="N", help="leave out up to N records that cannot be read (default 0)"
+  )
   cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
   prepare.add_argument("--workers", type=int, default=cores, metavar="N", help="processes (default one for each core)")
   prepare.add_argument("--runner", metavar="NAME", help="run on Apache Beam: DirectRunner, DataflowRunner, FlinkRunner")
@@ -61,7 +65,8 @@ def _prepare(arguments: argparse.Namespace) -> int:
   from maxtext.data.raw_text import find_files, standard_library
 
   _refuse(arguments)
-  config = resolve_words([*arguments.words, "dataset_type=grain"]).config  # what is made is read by Grain
+  words = [*arguments.words, "dataset_type=grain"]  # what is made is read by Grain
+  config = resolve_words(words, arguments.strict).config
   files = [*find_files(arguments.sources, arguments.suffix), *(standard_library() if arguments.stdlib else ())]
   runner = in_beam(arguments.runner, arguments.beam) if arguments.runner else in_processes(arguments.workers)
   start = time.perf_counter()
@@ -74,13 +79,16 @@ def _prepare(arguments: argparse.Namespace) -> int:
       column=arguments.column,
       train=arguments.train_tokenizer,
       shard_size=int(arguments.shard_megabytes * 2**20),
+      skip_bad=arguments.skip_bad,
       display=display,
     )
   print(
-    f"{arguments.to}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens of "
-    f"{manifest['tokenizer']['vocab_size']:,} kinds, {len(manifest['shards']):,} shards, "
+    f"{arguments.to}: {several(manifest['documents'], 'document')}, {manifest['tokens']:,} tokens of "
+    f"{manifest['tokenizer']['vocab_size']:,} kinds, {several(len(manifest['shards']), 'shard')}, "
     f"{time.perf_counter() - start:.1f} s"
   )
+  if skipped := manifest.get("skipped", 0):
+    print(f"{arguments.to}: without {several(skipped, 'record')} that could not be read")
   return 0
 
 
@@ -90,12 +98,14 @@ def _refuse(arguments: argparse.Namespace) -> None:
   if arguments.workers < 1 or arguments.shard_megabytes <= 0:
     words = f"--workers {arguments.workers} --shard-megabytes {arguments.shard_megabytes:g}"
     raise ConfigError(f"{words}: at least 1, and above 0.")
+  if arguments.skip_bad < 0:
+    raise ConfigError(f"--skip-bad {arguments.skip_bad}: at least 0.")
   if arguments.beam and not arguments.runner:
     raise ConfigError(f"--beam {arguments.beam[0]} has no effect without --runner.")
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-  config = resolve_words(arguments.words).config
+  config = resolve_words(arguments.words, arguments.strict).config
   from maxtext.data.bench import speed, stages
 
   found = speed(config, arguments.seconds / 2)

@@ -1,16 +1,16 @@
 """`maxtext decode`: a trained model continues text, answers a file of prompts, or talks."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext.cli.config import resolve_words
+from maxtext.cli.config import add_strict, resolve_keys, resolve_words
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.configs.loader import parse_assignments, resolve
+from maxtext.configs.loader import parse_assignments
+from maxtext.weights.detect import is_hugging_face
 
 if TYPE_CHECKING:
   from maxtext.inference.loading import Loaded
@@ -22,7 +22,8 @@ def add_command(commands: Any) -> None:
     "decode",
     help="let a trained model write",
     description="Continue a prompt (prompt=...), answer a file of prompts, or talk. A run's folder brings its own "
-    "configuration, parameters and tokenizer; anything else needs load_parameters_path.",
+    "configuration, parameters and tokenizer, and so does a folder of safetensors with its config.json; anything else "
+    "needs load_parameters_path.",
   )
   add_run_words(parser)
   way = parser.add_mutually_exclusive_group()
@@ -39,9 +40,10 @@ def add_run_words(parser: argparse.ArgumentParser) -> None:
   parser.add_argument(
     "words",
     nargs="*",
-    metavar="[RUN | FILE.yml | RECIPE | MODEL] key=value",
-    help="a run's folder or checkpoint, or where a configuration starts from; then single keys",
+    metavar="[RUN | HF_FOLDER | FILE.yml | RECIPE | MODEL] key=value",
+    help="a run's folder or checkpoint, a folder of safetensors, or where a configuration starts from; then keys",
   )
+  add_strict(parser)
   parser.add_argument(
     "--ahead",
     type=int,
@@ -69,13 +71,36 @@ def load_run(arguments: argparse.Namespace, config: MaxTextConfig) -> "Loaded":
   return Loaded.of(config, arguments.ahead, _draft(arguments.draft) if arguments.draft else None)
 
 
-def resolve_run(words: Sequence[str]) -> MaxTextConfig:
+def resolve_run(words: Sequence[str], strict: bool = False) -> MaxTextConfig:
   """The configuration of a trained model that those words and the environment describe."""
-  if not words or "=" in words[0] or not ("://" in words[0] or Path(words[0]).expanduser().is_dir()):
-    return resolve_words(words).config
+  words = _with_folder(words)
+  folder = bool(words) and "=" not in words[0] and ("://" in words[0] or Path(words[0]).expanduser().is_dir())
+  if not folder or is_hugging_face(words[0]):
+    return resolve_words(words, strict).config
   from maxtext.checkpoint.inspect import served_keys
 
-  return resolve(None, os.environ, served_keys(words[0], parse_assignments(words[1:]))).config
+  given = parse_assignments(words[1:])
+  keys = served_keys(words[0], given)
+  return resolve_keys(keys, strict, recorded=keys.keys() - given.keys()).config
+
+
+def _with_folder(words: Sequence[str]) -> Sequence[str]:
+  """`inference.yml run_name=first`, by the file that comes with this package, as the folder of that run, if there is
+  one."""
+  source, given = words[:1] if words and "=" not in words[0] else [], [word for word in words if "=" in word]
+  keys = parse_assignments(given)
+  if any(Path(word).name != "inference.yml" or Path(word).exists() for word in source) or not keys.get("run_name"):
+    return words
+  folder = Path(keys.get("base_output_directory") or "runs").expanduser() / str(keys["run_name"])
+  if "load_parameters_path" in keys or not folder.is_dir():
+    return words
+  return [str(folder), *(word for word in given if not word.startswith("run_name="))]
+
+
+def folder_name(config: MaxTextConfig) -> str:
+  """What a model that has no name goes by, where it is a folder of safetensors."""
+  nameless = config.model_name == "default" and is_hugging_face(config.load_parameters_path)
+  return Path(config.load_parameters_path).expanduser().resolve().name if nameless else ""
 
 
 def _draft(run: str) -> MaxTextConfig:
@@ -87,7 +112,7 @@ def _draft(run: str) -> MaxTextConfig:
 def _decode(arguments: argparse.Namespace) -> int:
   if arguments.max_tokens is not None and arguments.max_tokens < 1:
     raise ConfigError(f"--max-tokens {arguments.max_tokens}: at least 1.")
-  config = resolve_run(arguments.words)
+  config = resolve_run(arguments.words, arguments.strict)
   from maxtext.inference.decode import chat, decode, decode_file
 
   loaded = load_run(arguments, config)

@@ -16,7 +16,13 @@ def add_command(commands: Any) -> None:
     description="Start a run of several processes on this machine; logs are tagged with the process.",
   )
   parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes to start (default 1)")
-  parser.add_argument("--restarts", type=int, default=0, metavar="K", help="times to start all again when one is lost")
+  parser.add_argument(
+    "--restarts",
+    type=int,
+    default=0,
+    metavar="K",
+    help="times to start all again when one is lost; counted anew after a step is saved",
+  )
   parser.add_argument(
     "--stalled",
     type=float,
@@ -31,7 +37,7 @@ def add_command(commands: Any) -> None:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
-  from maxtext.mesh.supervisor import supervise
+  from maxtext.distributed.supervisor import supervise
 
   words = arguments.rest[1:] if arguments.rest[:1] == ["--"] else arguments.rest
   if not words:

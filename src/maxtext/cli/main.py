@@ -7,20 +7,23 @@ import sys
 from collections.abc import Sequence
 
 from maxtext.cli import bench, checkpoint, config, convert, data, decode, launch, models, plan, report, serve
+from maxtext.cli.platform import leave_out_absent_tpu
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
+from maxtext.configs.secrets import redacted_text, redacted_words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs a command and returns its exit code: 2 for a user's mistake, 1 for a run that ended itself, 130 for Ctrl-C."""
   arguments = _parse(argv)
+  leave_out_absent_tpu(os.environ)
   try:
     return arguments.run(arguments)
   except ConfigError as error:
-    print(f"maxtext: {error}", file=sys.stderr)
+    print(f"maxtext: {redacted_text(str(error))}", file=sys.stderr)
     return 2
   except RunError as error:
-    print(f"maxtext: {error}", file=sys.stderr)
+    print(f"maxtext: {redacted_text(str(error))}", file=sys.stderr)
     return 1
   except BrokenPipeError:  # whoever read the output, `head` say, has enough
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -35,7 +38,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
   parser = _parser()
   arguments, rest = parser.parse_known_args(argv)
   if rest and not (hasattr(arguments, "words") and all(re.match(r"\w+=", word) for word in rest)):
-    parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    parser.error(f"unrecognized arguments: {' '.join(redacted_words(rest))}")
   if rest:
     arguments.words += rest
   return arguments
@@ -62,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-  resolved = config.resolve_words(arguments.words)
+  resolved = config.resolve_words(arguments.words, arguments.strict)
   from maxtext.train.run import train
 
   train(resolved.config, origins=resolved.origins)

@@ -9,7 +9,7 @@ from typing import Any
 def add_command(commands: Any) -> None:
   """Adds the command to the parser."""
   parser = commands.add_parser("models", help="list the named models, or draw one")
-  parser.add_argument("name", nargs="?", metavar="NAME", help="draw this model's layers")
+  parser.add_argument("name", nargs="?", metavar="NAME", help="draw the layers of this model, recipe or FILE.yml")
   parser.add_argument("--json", action="store_true", help="as JSON")
   parser.set_defaults(run=_models)
 

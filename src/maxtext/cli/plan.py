@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from maxtext.cli import config
+from maxtext.cli.interrupt import prompt_interrupt
 from maxtext.configs import ConfigError
 from maxtext.configs.loader import Resolved
+from maxtext.configs.secrets import SECRET_KEYS, redacted_words
 
 if TYPE_CHECKING:
   from maxtext.plan.campaign import Campaign
@@ -45,7 +47,12 @@ def add_command(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-  resolved = config.resolve_words(arguments.words)
+  with prompt_interrupt():
+    return _planned(arguments)
+
+
+def _planned(arguments: argparse.Namespace) -> int:
+  resolved = config.resolve_words(arguments.words, arguments.strict)
   os.environ["JAX_PLATFORMS"] = "cpu"  # the compiler is asked by name; no accelerator of this machine is touched
   from maxtext.plan.picture import as_page
   from maxtext.plan.plan import make_plan
@@ -81,7 +88,7 @@ def _search(arguments: argparse.Namespace, resolved: Resolved) -> int:
     lambda line: print(line, file=sys.stderr, flush=True),
   )
   if arguments.recipe:
-    head = f"# Found by: maxtext plan {' '.join(arguments.words)} --search\n"
+    head = f"# Found by: maxtext plan {' '.join(redacted_words(arguments.words))} --search\n"
     values = _given(resolved) | best.candidate.keys
     arguments.recipe.write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
   if arguments.json:
@@ -95,7 +102,7 @@ def _given(resolved: Resolved) -> dict[str, Any]:
   """What the user said of the run, but for where it is compiled."""
   values = resolved.config.model_dump(mode="json")
   own = [key for key, origin in resolved.origins.items() if origin != "base.yml" and not origin.startswith("model ")]
-  return {key: values[key] for key in own if not key.startswith("compile_topology")}
+  return {key: values[key] for key in own if not key.startswith("compile_topology") and key not in SECRET_KEYS}
 
 
 _CAMPAIGN = {

@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable
 
 from maxtext.configs.errors import ConfigError, nearest
-from maxtext.configs.refusals import REFUSALS, default_of
+from maxtext.configs.refusals import REFUSALS, NoEffect, default_of
+from maxtext.configs.secrets import REDACTED
 from maxtext.configs.types import DatasetType, DType, KvQuantAxis, MaxTextConfig, RematPolicy, SamplingStrategy
 
 ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_flash_jax", "paged")
@@ -12,7 +13,7 @@ ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_f
 
 def check(config: MaxTextConfig) -> None:
   """Raises `ConfigError` for the first thing that cannot be done as asked."""
-  for rule in (*RULES, *(refusal.problem for refusal in REFUSALS)):
+  for rule in (*RULES, *(row.problem for row in REFUSALS if not isinstance(row, NoEffect))):
     if problem := rule(config):
       raise ConfigError(problem)
 
@@ -262,6 +263,12 @@ def _mixture(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _token(c: MaxTextConfig) -> str | None:
+  if c.hf_access_token and not re.fullmatch(r"[!-~]+", c.hf_access_token):  # HTTP's own message would quote it
+    return f"hf_access_token={REDACTED} holds a space, a line's end or another character that no token has."
+  return None
+
+
 def _sampling(c: MaxTextConfig) -> str | None:
   strategy = c.decode_sampling_strategy
   both = (SamplingStrategy.COMPOSITE,)
@@ -362,5 +369,6 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _local_checkpoints,
   _ramp,
   _mixture,
+  _token,
   _sampling,
 )

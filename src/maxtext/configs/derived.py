@@ -1,6 +1,7 @@
 """What follows from the keys once the number of devices is known: pure functions, no devices."""
 
-from math import prod
+from math import ceil, prod
+from typing import Any
 
 from maxtext.configs.errors import ConfigError
 from maxtext.configs.refusals import remat_policies
@@ -12,17 +13,22 @@ from maxtext.configs.types import (
   RematAndOffload,
   RematLocation,
   RematPolicy,
+  get_individual_scales,
 )
 
 
 def derive(config: MaxTextConfig, devices: int, slices: int = 1) -> DerivedValues:
   """The derived values of a run on `devices` devices in `slices` slices."""
-  c, rows, sizes = config, global_batch_size(config, devices), scaled_sizes(config)
-  custom = RematPolicy.CUSTOM in remat_policies(c)
+  c, rows = config, global_batch_size(config, devices)
+  ici, dcn = parallelism(c, "ici", devices // slices), parallelism(c, "dcn", slices)
+  sizes = {axis: a * b for axis, a, b in zip(mesh_axes(c), ici, dcn, strict=True)}
   return DerivedValues(
-    **{key.removeprefix("base_"): size for key, size in sizes.items()},
-    ici_parallelism=list(parallelism(c, "ici", devices // slices)),
-    dcn_parallelism=list(parallelism(c, "dcn", slices)),
+    **_known(config),
+    **_ramp(config, rows),
+    ici_parallelism=list(ici),
+    dcn_parallelism=list(dcn),
+    num_diloco_replicas=sizes.get("diloco", 1),
+    context_parallel_size=sizes.get("context", 1),
     num_target_devices=devices,
     global_batch_size_to_load=rows,
     global_batch_size_to_train_on=rows,
@@ -30,24 +36,74 @@ def derive(config: MaxTextConfig, devices: int, slices: int = 1) -> DerivedValue
     global_batch_size_to_eval_on=eval_batch_size(c, devices),
     micro_batch_size_to_eval_on=eval_batch_size(c, devices),
     micro_batch_size_to_train_on=rows // c.gradient_accumulation_steps,
-    tensors_on_device=tensors_placed(c, RematLocation.DEVICE) if custom else None,
-    tensors_to_offload=tensors_placed(c, RematLocation.OFFLOAD) if custom else None,
   )
 
 
-def scaled_sizes(config: MaxTextConfig) -> dict[str, int]:
-  """The model's sizes after `global_parameter_scale`, a power of two, has multiplied the weights of its layers.
+def with_devices(config: MaxTextConfig, devices: int, slices: int = 1) -> MaxTextConfig:
+  """The same run with every derived value in it, but folders of a run that has no name yet."""
+  known = derive(config, devices, slices).model_dump()
+  folders = () if config.run_name else _FOLDERS
+  return _with(config, {key: value for key, value in known.items() if key not in folders})
 
-  Of three doublings one goes to heads and hidden widths, one to the residual width, one to depth, in this order.
-  """
-  each, left = divmod(config.global_parameter_scale.bit_length() - 1, 3)
-  inner, width, depth = 2 ** (each + (left > 0)), 2 ** (each + (left > 1)), 2**each
+
+def without_devices(config: MaxTextConfig) -> MaxTextConfig:
+  """The same run with the derived values that need no devices; the others have no attribute."""
+  return _with(config, _known(config))
+
+
+def _with(config: MaxTextConfig, known: dict[str, Any]) -> MaxTextConfig:
+  made = config.model_copy(update=known)
+  for key in DerivedValues.model_fields.keys() - known.keys():
+    made.__dict__.pop(key, None)
+  return made
+
+
+_FOLDERS = ("checkpoint_dir", "metrics_dir", "tensorboard_dir")
+
+
+def _known(config: MaxTextConfig) -> dict[str, Any]:
+  """What follows from the keys alone."""
+  c, custom = config, RematPolicy.CUSTOM in remat_policies(config)
+  values = {key.removeprefix("base_"): size for key, size in scaled_sizes(c).items()} | {
+    "using_pipeline_parallelism": c.ici_pipeline_parallelism != 1 or c.dcn_pipeline_parallelism != 1,
+    "tensors_on_device": tensors_placed(c, RematLocation.DEVICE) if custom else None,
+    "tensors_to_offload": tensors_placed(c, RematLocation.OFFLOAD) if custom else None,
+    "convert_checkpoint_if_possible": False,
+    "managed_mldiagnostics_dir": None,
+  }
+  if not c.run_name:
+    return values
+  base, stored = c.base_output_directory or "runs", "://" in c.base_output_directory
+  run, here = f"{base.rstrip('/')}/{c.run_name}", f"{'runs' if stored else base.rstrip('/')}/{c.run_name}"
+  folders = (f"{run}/checkpoints/", f"{run}/metrics/" if stored else f"{run}/", f"{here}/tensorboard/")
+  return values | dict(zip(_FOLDERS, folders, strict=True))
+
+
+def _ramp(config: MaxTextConfig, rows: int) -> dict[str, Any]:
+  """Of a batch that grows up to `rows`, in stages that have equal shares of the samples."""
+  c = config
+  if not c.enable_rampup_batch_size:
+    return {}
+  first, step, last = c.per_device_batch_size_start, c.per_device_batch_size_increment, c.per_device_batch_size
+  stages = ceil((last - first) / step)
+  samples = c.global_rampup_samples / stages
+  return {
+    "global_batch_size_to_load_start": int(rows * first / last),
+    "global_batch_size_to_load_increment": int(rows * step / last),
+    "rampup_samples_per_increment_to_load": samples,
+    "rampup_end_step": sum(ceil(samples / (rows * (first + i * step) / last)) for i in range(stages)),
+  }
+
+
+def scaled_sizes(config: MaxTextConfig) -> dict[str, int]:
+  """The model's sizes after `global_parameter_scale` has multiplied the weights of its layers."""
+  width, heads, hidden, depth = get_individual_scales(config.global_parameter_scale)
   factors = {
     "base_emb_dim": width,
-    "base_mlp_dim": inner,
-    "base_moe_mlp_dim": inner,
-    "base_num_query_heads": inner,
-    "base_num_kv_heads": inner,
+    "base_mlp_dim": hidden,
+    "base_moe_mlp_dim": hidden,
+    "base_num_query_heads": heads,
+    "base_num_kv_heads": heads,
     "base_num_decoder_layers": depth,
   }
   sizes = {key: getattr(config, key) for key in factors}

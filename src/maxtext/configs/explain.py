@@ -6,8 +6,9 @@ from functools import cache
 from pathlib import Path
 
 from maxtext.configs.checks import RULES
-from maxtext.configs.errors import ConfigError, nearest
-from maxtext.configs.refusals import REFUSALS, default_of, plain, refusals_of
+from maxtext.configs.errors import ConfigError
+from maxtext.configs.older_names import hint
+from maxtext.configs.refusals import REFUSALS, AlwaysSo, NoEffect, Refusal, default_of, plain, refusals_of
 from maxtext.configs.types import DcnParallelism, IciParallelism, MaxTextConfig, RematAndOffload
 
 _PACKAGE = Path(__file__).parents[1]
@@ -19,7 +20,12 @@ _BY_SECTION = {
 }
 # Read here, on the way to the configuration, or by `configs.derived` for the rooms above.
 _BY_CONFIGS = {
-  "configs/loader.py": ("base_config", "override_model_config", "custom_mesh_and_rule"),
+  "configs/loader.py": (
+    "base_config",
+    "override_model_config",
+    "custom_mesh_and_rule",
+    "override_logical_axis_rules",
+  ),
   "configs/checks.py": ("attention_type",),
   "configs/derived.py": (
     "per_device_batch_size",
@@ -35,11 +41,10 @@ def explain(key: str) -> str:
   """A few lines for a person."""
   known = MaxTextConfig.model_fields
   if key not in known:
-    raise ConfigError(f"'{key}' is not a key.{nearest(key, known)}")
+    raise ConfigError(f"'{key}' is not a key.{hint(key, known)}")
   lines = [f"{key}: {known[key].description}", f"  type     {type_of(key)}", f"  default  {plain(default_of(key))!r}"]
   for refusal in refusals_of(key):
-    words = "set away from its default, " if refusal.unless is None else "in some combinations, "
-    lines.append(f"  refused  {words}because {refusal.reason}")
+    lines.append(f"  {_said_of(refusal)}")
   if together := checked_with(key):
     lines.append(f"  checked  together with {', '.join(together)}")
   if effects := effects_of(key):
@@ -49,6 +54,16 @@ def explain(key: str) -> str:
   return "\n".join(lines)
 
 
+def _said_of(row: Refusal) -> str:
+  if isinstance(row, AlwaysSo):
+    return f"fixed    {row.reason}"
+  if isinstance(row, NoEffect):
+    return f"warns    in some combinations, because {row.reason}"
+  return (
+    f"refused  {'set away from its default' if row.unless is None else 'in some combinations'}, because {row.reason}"
+  )
+
+
 def checked_with(key: str) -> list[str]:
   """Keys whose values must suit this one's."""
   groups = (_keys_in(rule) for rule in RULES)
@@ -56,7 +71,7 @@ def checked_with(key: str) -> list[str]:
 
 
 def effects_of(key: str) -> list[str]:
-  """Keys that are refused unless this one has some value."""
+  """Keys that are refused, or have no effect, unless this one has some value."""
   refusals = (refusal for refusal in REFUSALS if refusal.unless and key in _keys_in(refusal.unless))
   return sorted({other for refusal in refusals for other in refusal.keys})
 

@@ -1,25 +1,32 @@
 """From files and `key=value` to one frozen `MaxTextConfig`.
 
-Later layers win: base.yml, the YAML that `custom_mesh_and_rule` names, the model's YAML, a user's YAML (or a built-in
-recipe's name), `M_<KEY>` variables of the environment that the caller hands over, then single values.
+Later layers win: base.yml, a base.yml of the user's own, the YAML that `custom_mesh_and_rule` names, the model's YAML,
+a user's YAML (or a built-in recipe's name), `M_<KEY>` variables of the environment that the caller hands over, then
+single values. `logical_axis_rules` of a user change the table name by name, unless `override_logical_axis_rules` is
+true.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from maxtext.configs.checks import check
-from maxtext.configs.errors import ConfigError, nearest
-from maxtext.configs.refusals import plain
-from maxtext.configs.types import MaxTextConfig
+from maxtext.configs.derived import without_devices
+from maxtext.configs.errors import ConfigError, ConfigWarning, nearest
+from maxtext.configs.older_names import hint
+from maxtext.configs.refusals import plain, without_effect
+from maxtext.configs.secrets import shown
+from maxtext.configs.types import DerivedValues, MaxTextConfig
 from maxtext.configs.types.run import ModelName
 
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).resolve().parent
+_BASE = _HERE / "base.yml"
 _MODELS = _HERE / "models"
 _RECIPES = _HERE / "recipes"
 _RULES = _HERE / "rules"
@@ -28,56 +35,118 @@ RULE_KEYS = ("mesh_axes", "logical_axis_rules", "data_sharding", "input_data_sha
 
 @dataclass(frozen=True)
 class Resolved:
-  """A configuration, and for each key that is not at its default where its value came from."""
+  """A configuration, and for each key that is not at its default where its value came from.
+
+  Attributes:
+    warning: a sentence that names what the user set without effect, if anything.
+  """
 
   config: MaxTextConfig
   origins: Mapping[str, str]
+  warning: str | None = None
+
+
+@dataclass(frozen=True)
+class _Layer:
+  """Keys of one origin.
+
+  Attributes:
+    name: of the origin.
+    is_base: whether it lies below the rules and the model.
+    written_by_user: whether somebody wrote it for this run, who is told what of it has no effect.
+    is_whole_table: whether `logical_axis_rules` in it is all there is, and does not change the table below.
+  """
+
+  name: str
+  values: Mapping[str, Any] = field(default_factory=dict)
+  is_base: bool = False
+  written_by_user: bool = True
+  is_whole_table: bool = False
 
 
 def values_and_origins(config: MaxTextConfig, origins: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-  """Every key with its value, as the user writes it, and where it came from."""
+  """Every key with its value, as the user writes it and anyone may read it, and where it came from.
+
+  A derived value that is not known is null.
+  """
+  derived = {key for key in DerivedValues.model_fields if getattr(config, key, None) is not None}
   return {
-    key: {"value": plain(getattr(config, key)), "from": origins.get(key, "default")}
+    key: {
+      "value": shown(key, plain(getattr(config, key, None))),
+      "from": "other keys" if key in derived else origins.get(key, "default"),
+    }
     for key in type(config).model_fields
   }
 
 
 def load_config(
-  source: str | Path | None = None, *, environment: Mapping[str, str] | None = None, **values: Any
+  source: str | Path | None = None,
+  *,
+  environment: Mapping[str, str] | None = None,
+  strict: bool = False,
+  **values: Any,
 ) -> MaxTextConfig:
   """Builds a run's configuration.
+
+  Keys that have no effect beside the others are named in one `ConfigWarning`.
 
   Args:
     source: a YAML file, the name of a built-in recipe, or the name of a model.
     environment: variables `M_<KEY>`, which win over every file.
+    strict: whether a key without effect is an error.
     **values: single keys, which win over everything.
   """
-  return resolve(source, environment, values).config
+  resolved = resolve(source, environment, values, strict=strict)
+  if resolved.warning:
+    warnings.warn(resolved.warning, ConfigWarning, stacklevel=2)
+  return resolved.config
 
 
 def resolve(
   source: str | Path | None = None,
   environment: Mapping[str, str] | None = None,
   values: Mapping[str, Any] | None = None,
+  *,
+  strict: bool = False,
+  recorded: Collection[str] = (),
 ) -> Resolved:
-  """The same, with where each value came from."""
-  user_layers = {
-    str(source): _user_layer(source) if source is not None else {},
-    "environment": _environment_layer(environment or {}),
-    "command line": dict(values or {}),
-  }
-  user = {key: value for layer in user_layers.values() for key, value in layer.items()}
-  _refuse_unknown(user)
-  base, name = _read(_HERE / "base.yml"), user.get("model_name", "default")
-  rules, model = user.get("custom_mesh_and_rule", ""), _model_layer(name)
-  below = {"base.yml": base, f"custom_mesh_and_rule={rules}": _rules_layer(rules), f"model {name}": model}
-  ours = {key: value for layer in below.values() for key, value in layer.items()}
-  config = _build(ours | user)
+  """The same, with where each value came from, and with the warning in hand.
+
+  Args:
+    source: as above.
+    environment: as above.
+    values: single keys.
+    strict: as above.
+    recorded: those of `values` that a run wrote down and nobody gave now.
+  """
+  given = [
+    *(_source_layers(source) if source is not None else []),
+    _Layer("environment", _environment_layer(environment or {})),
+    _Layer("command line", dict(values or {})),
+  ]
+  said = {key: value for layer in given for key, value in layer.values.items()}
+  _refuse_unknown(said)
+  name, rules = said.get("model_name", "default"), said.get("custom_mesh_and_rule", "")
+  model = _model_layer(name)
+  layers = [
+    _Layer("base.yml", _read(_BASE), written_by_user=False),
+    *(layer for layer in given if layer.is_base),
+    _Layer(f"custom_mesh_and_rule={rules}", _rules_layer(rules), written_by_user=False, is_whole_table=True),
+    _Layer(f"model {name}", model, written_by_user=False),
+  ]
+  ours = _joined(layers)
+  above = [layer for layer in given if not layer.is_base]
+  layers += above
+  config = _build(_joined(layers))
   if not config.override_model_config:
-    _refuse_changed_model(config, _build(ours), model.keys() & user.keys())
+    _refuse_changed_model(config, _build(ours), model.keys() & {key for layer in above for key in layer.values})
   check(config)
-  layers = below | user_layers
-  return Resolved(config, {key: origin for origin, layer in layers.items() for key in layer})
+  written = {key: layer.written_by_user for layer in layers for key in layer.values}
+  warning = without_effect(config, {key for key, by_user in written.items() if by_user} - set(recorded))
+  if warning and strict:
+    raise ConfigError(warning)
+  config = without_devices(config)
+  return Resolved(config, {key: layer.name for layer in layers for key in layer.values}, warning)
 
 
 def keys_below(values: Mapping[str, Any]) -> set[str]:
@@ -86,7 +155,7 @@ def keys_below(values: Mapping[str, Any]) -> set[str]:
   A file of rules is not opened: what a run recorded must be readable without it.
   """
   rules = RULE_KEYS if values.get("custom_mesh_and_rule") else ()
-  return {*_read(_HERE / "base.yml"), *rules, *_model_layer(values.get("model_name", "default"))}
+  return {*_read(_BASE), *rules, *_model_layer(values.get("model_name", "default"))}
 
 
 def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
@@ -113,25 +182,90 @@ def model_names() -> tuple[str, ...]:
   return get_args(ModelName)
 
 
-def _user_layer(source: str | Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
-  path = Path(source)
+def same_model(name: str) -> str:
+  """The shortest name with the very same keys, where this is but another name for it; else, or of a recipe, empty."""
+  models = _all_models()
+  if name not in models:
+    return ""
+  shortest = min((other for other, keys in models.items() if keys == models[name]), key=len)
+  return "" if shortest == name else shortest
+
+
+@cache
+def _all_models() -> dict[str, dict[str, Any]]:
+  return {name: _model_layer(name) for name in model_names()}
+
+
+def _source_layers(source: str | Path, below: tuple[Path, ...] = ()) -> list[_Layer]:
+  """What a file, and the files that it starts from, or a recipe, or a model's name say."""
+  name, path = str(source), Path(source)
   if path.suffix in (".yml", ".yaml"):
-    if path.resolve() in below:
-      raise ConfigError(f"base_config in {path} leads back to itself.")
-    layer = _read(path)
-    if base := layer.pop("base_config", None):
-      near = path.parent / str(base)
-      layer = _user_layer(near if near.exists() else str(base), (*below, path.resolve())) | layer
-    return layer
-  name = str(source)
+    return _file_layers(name, path if path.exists() else _bundled(path) or path, below)
   recipe = _RECIPES / f"{name}.yml"
   if recipe.exists():
-    return _user_layer(recipe, below)
+    return _file_layers(name, recipe, below)
   if name in model_names():
-    return {"model_name": name}
+    return [_Layer(name, {"model_name": name}, written_by_user=False)]
   recipes = sorted(p.stem for p in _RECIPES.glob("*.yml"))
-  hint = nearest(name, (*recipes, *model_names()))
-  raise ConfigError(f"'{name}' is no .yml file, no recipe ({', '.join(recipes)}) and no model's name.{hint}")
+  close = nearest(name, (*recipes, *model_names()))
+  raise ConfigError(f"'{name}' is no .yml file, no recipe ({', '.join(recipes)}) and no model's name.{close}")
+
+
+def _file_layers(name: str, path: Path, below: tuple[Path, ...]) -> list[_Layer]:
+  real = path.resolve()
+  if real == _BASE:
+    return []
+  if real.parent == _MODELS:
+    return [_Layer(name, {"model_name": real.stem}, written_by_user=False)]
+  if real in below:
+    raise ConfigError(f"base_config in {path} leads back to itself.")
+  values, layers = _read(path), []
+  if base := values.pop("base_config", None):
+    near = path.parent / str(base)
+    layers = _source_layers(near if near.exists() else str(base), (*below, real))
+  return [*layers, _Layer(name, values, path.name == _BASE.name, written_by_user=not real.is_relative_to(_HERE))]
+
+
+def _bundled(path: Path) -> Path | None:
+  """The file of this package that a name means, from wherever: base.yml, maxtext/configs/models/NAME.yml."""
+  parts = path.parts
+  folders = [i for i, part in enumerate(parts[:-1]) if part in ("configs", "config")]
+  if len(parts) > 1 and not folders:
+    return None
+  found = _HERE.joinpath(*parts[folders[-1] + 1 if folders else 0 :]).with_suffix(".yml")
+  return found if found.exists() and ".." not in parts else None
+
+
+def _joined(layers: Collection[_Layer]) -> dict[str, Any]:
+  """All values, the last of each key; tables of named dimensions are joined name by name."""
+  joined: dict[str, Any] = {}
+  override = [layer.values[_OVERRIDE] for layer in layers if _OVERRIDE in layer.values]
+  whole = bool(override) and _is_true(override[-1])
+  for layer in layers:
+    table = None if whole or layer.is_whole_table else joined.get(_TABLE)
+    joined |= layer.values
+    if table is not None and _TABLE in layer.values:
+      joined[_TABLE] = _with_rules(table, layer.values[_TABLE])
+  return joined
+
+
+def _with_rules(table: Any, rules: Any) -> Any:
+  """A table of named dimensions with some of them changed; what has no form is left to whoever reads the table."""
+  if not isinstance(rules, list | tuple) or not all(isinstance(rule, list | tuple) and rule for rule in rules):
+    return rules
+  names = [name for name, *_ in table]
+  changed = [[rule for rule in rules if rule[0] == name] or [old] for name, old in zip(names, table, strict=True)]
+  return [*(rule for several in changed for rule in several), *(rule for rule in rules if rule[0] not in names)]
+
+
+def _is_true(value: Any) -> bool:
+  try:
+    return TypeAdapter(bool).validate_python(value)
+  except ValidationError:  # which the key's type will say
+    return False
+
+
+_TABLE, _OVERRIDE = "logical_axis_rules", "override_logical_axis_rules"
 
 
 def _environment_layer(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -140,10 +274,10 @@ def _environment_layer(environment: Mapping[str, str]) -> dict[str, Any]:
     if variable.startswith("M_"):
       key = variable.removeprefix("M_").lower()
       if key not in MaxTextConfig.model_fields:
-        hint = nearest(key, MaxTextConfig.model_fields)
-        if not hint:  # somebody else's variable
+        instead = hint(key, MaxTextConfig.model_fields)
+        if not instead:  # somebody else's variable
           continue
-        raise ConfigError(f"{variable} in the environment names no key.{hint}")
+        raise ConfigError(f"{variable} in the environment names no key.{instead}")
       words.append(f"{key}={text}")
   return parse_assignments(words)
 
@@ -173,7 +307,7 @@ class _StrictLoader(yaml.SafeLoader):
   def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
     keys = [key.value for key, _ in node.value]
     if twice := [key for key in keys if keys.count(key) > 1]:
-      raise yaml.YAMLError(f"'{twice[0]}' stands twice{node.start_mark}")
+      raise yaml.MarkedYAMLError(problem=f"'{twice[0]}' stands twice", problem_mark=node.start_mark)
     return super().construct_mapping(node, deep)
 
 
@@ -183,10 +317,17 @@ def _read(path: Path) -> dict[str, Any]:
   except OSError as error:
     raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
   except (yaml.YAMLError, UnicodeDecodeError) as error:
-    raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    raise ConfigError(f"{path} is not valid YAML: {_yaml_problem(error)}.") from None
   if not isinstance(content, Mapping):
     raise ConfigError(f"{path} must hold 'key: value' lines at its top level.")
   return {str(key): value for key, value in content.items()}
+
+
+def _yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+  """What is wrong and where, without the line itself, which may hold a password."""
+  if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+    return f"{error.problem or error.context}, line {error.problem_mark.line + 1}"
+  return error.reason if isinstance(error, UnicodeDecodeError) else " ".join(str(error).split())
 
 
 def _refuse_unknown(values: Mapping[str, Any]) -> None:
@@ -195,7 +336,7 @@ def _refuse_unknown(values: Mapping[str, Any]) -> None:
     raise ConfigError(f"base_config={values['base_config']} belongs in a YAML file; name the file itself instead.")
   for key in values:
     if key not in known:
-      raise ConfigError(f"'{key}' is not a key.{nearest(key, known)}")
+      raise ConfigError(f"'{key}' is not a key.{hint(key, known)}")
 
 
 def _build(values: Mapping[str, Any]) -> MaxTextConfig:
@@ -220,6 +361,6 @@ def _readable(error: ValidationError) -> str:
   problems: dict[str, str] = {}
   for e in error.errors():
     key = str(e["loc"][0])
-    message = f"{key}={e['input']}: {e['msg'].lower()}"
+    message = f"{key}={shown(key, e['input'])}: {e['msg'].lower()}"
     problems[key] = f"{problems[key]}, or {e['msg'].lower()}" if key in problems else message
   return "\n".join(f"{problem}." for problem in problems.values())

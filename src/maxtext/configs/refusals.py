@@ -1,15 +1,17 @@
-"""What is refused: keys that nothing reads yet, and keys that have no effect beside others.
+"""The table of unsupported options: keys that nothing reads, keys that contradict others, keys that others switch off.
 
-Setting such a key away from its default ends the run with its reason. The table shrinks as things are built; a test
-fails if a key is neither read nor here, or both.
+Setting one of the first two away from its default ends the run with its reason. A key that only has no effect
+(`NoEffect`) is named in one warning, or refused too where the caller is strict. The table shrinks as things are built;
+a test fails if a key is neither read nor here.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from maxtext.configs import types as t
+from maxtext.configs.secrets import shown
 from maxtext.configs.types.section import Section
 
 
@@ -31,17 +33,56 @@ class Refusal:
 
   def problem(self, config: t.MaxTextConfig) -> str | None:
     """The message for the first key that was set, if any."""
-    if self.unless is not None and self.unless(config):
-      return None
-    for key in self.keys:
-      value = getattr(config, key)
-      if value != default_of(key) and not self.allows(value):
-        return f"{key}={plain(value)} is refused: {self.reason}."
+    for key in self.concerned(config, self.keys):
+      return f"{key}={shown(key, plain(getattr(config, key)))} is refused: {self.reason}."
     return None
+
+  def concerned(self, config: t.MaxTextConfig, keys: Collection[str]) -> list[str]:
+    """Those of some keys that this row is about, as they are set."""
+    if self.unless is not None and self.unless(config):
+      return []
+    values = {key: getattr(config, key) for key in self.keys if key in keys}
+    return [key for key, value in values.items() if value != default_of(key) and not self.allows(value)]
 
   def allows(self, value: Any) -> bool:
     """Whether a value asks for nothing; 0 is not False here."""
     return any(type(value) is type(other) and value == other for other in self.harmless)
+
+
+class NoEffect(Refusal):
+  """Keys that do nothing beside others, unless something holds; the reason begins with 'it has no effect'."""
+
+
+class AlwaysSo(Refusal):
+  """Keys that ask for what is done in any case: `harmless` is that, and the default asks for nothing else."""
+
+
+def without_effect(config: t.MaxTextConfig, keys: Collection[str]) -> str | None:
+  """One sentence that names those of some keys that have no effect, and beside what."""
+  keys_of: dict[str, list[str]] = {}
+  for key, reason in keys_without_effect(config, keys).items():
+    keys_of.setdefault(reason, []).append(f"{key}={shown(key, plain(getattr(config, key)))}")
+  parts = [
+    f"{', '.join(words)} {'has' if len(words) == 1 else 'have'} {reason.removeprefix('it has ')}"
+    for reason, words in keys_of.items()
+  ]
+  return f"{'; '.join(parts)}." if parts else None
+
+
+def keys_without_effect(config: t.MaxTextConfig, keys: Collection[str]) -> dict[str, str]:
+  """Those of some keys that have no effect, each with its first reason."""
+  rows = [row for row in REFUSALS if isinstance(row, NoEffect)]
+  found: dict[str, str] = {}
+  for row in rows:
+    for key in row.concerned(config, keys):
+      found.setdefault(key, row.reason)
+  return found
+
+
+def unsupported_keys() -> dict[str, str]:
+  """Every key that is not supported whatever else is set, with the reason; in the order of the table."""
+  rows = [row for row in REFUSALS if row.unless is None and not isinstance(row, AlwaysSo)]
+  return {key: row.reason for row in rows for key in row.keys}
 
 
 def default_of(key: str) -> Any:
@@ -92,6 +133,11 @@ _ROUNDED_CACHE = ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")
 _SPARSE = ("ragged_buffer_factor", "use_custom_sort_vjp", "megablox", "use_ring_of_experts")
 _TILES = tuple(key for key in t.MoEKernels.model_fields if "_tile_" in key)
 
+_SIZES = ("emb_dim", "mlp_dim", "moe_mlp_dim", "num_decoder_layers", "num_kv_heads", "num_query_heads")
+_PATHWAYS = (
+  "enable_single_controller", "subslice_shape", "colocated_python_checkpointing", "colocated_python_data_input",
+  "enable_pathways_goodput",
+)  # fmt: skip
 _HLO = (
   "dump_hlo", "dump_step", "dump_hlo_local_dir", "dump_hlo_delete_local_after", "dump_hlo_module_name",
   "dump_hlo_local_module_name", "dump_hlo_xla_flags", "dump_hlo_gcs_dir", "dump_hlo_upload_all",
@@ -116,10 +162,21 @@ _READERS = tuple(
 )
 
 REFUSALS: tuple[Refusal, ...] = (
-  Refusal(_section(t.DerivedValues), "it is computed from other keys; leave it out"),
+  *(
+    Refusal((key,), f"it is computed from base_{key} and global_parameter_scale; write base_{key}")
+    for key in _SIZES
+  ),
+  *(
+    Refusal((f"{network}_parallelism",), f"it is computed from other keys; write {network}_data_parallelism, "
+            f"{network}_fsdp_parallelism and so on")
+    for network in ("ici", "dcn")
+  ),
   Refusal(
-    ("override_logical_axis_rules", "sharding_strategy", "context_sharding"),
-    "logical_axis_rules is always the whole table; write that",
+    _section(t.DerivedValues, but=(*_SIZES, "ici_parallelism", "dcn_parallelism")),
+    "it is computed from other keys; leave it out",
+  ),
+  Refusal(
+    ("sharding_strategy", "context_sharding"), "logical_axis_rules says where everything lies; write that",
   ),
   Refusal(
     ("data_sharding",),
@@ -132,8 +189,8 @@ REFUSALS: tuple[Refusal, ...] = (
   Refusal(
     ("internal_compile", "internal_compile_num_devices"), "maxtext plan compiles for compile_topology",
   ),
-  Refusal(
-    ("compile_xla_flags",), "it has no effect without compile_topology; flags of a run go into the environment",
+  NoEffect(
+    ("compile_xla_flags",), "it has no effect without compile_topology: flags of a run go into the environment",
     unless=lambda c: bool(c.compile_topology),
   ),
   Refusal(
@@ -141,16 +198,20 @@ REFUSALS: tuple[Refusal, ...] = (
     unless=lambda c: not c.enable_rampup_batch_size,
   ),
   Refusal(
+    _PATHWAYS, "it needs Pathways, one process that drives all hosts; here every host runs a process of its own",
+    harmless=(False,),
+  ),
+  AlwaysSo(
     ("enable_autocheckpoint",),
     "a run always saves when it is told to end, so there is nothing to turn off; leave it out",
     harmless=(True,),
   ),
   Refusal(
-    ("enable_orbax_v1", "colocated_python_checkpointing", "checkpoint_conversion_fn"),
+    ("enable_orbax_v1", "checkpoint_conversion_fn"),
     "checkpoints are read and written through Orbax's CheckpointManager, in its own layout, by the process itself",
     harmless=(False,),
   ),
-  Refusal(
+  NoEffect(
     ("source_checkpoint_layout",),
     "it has no effect without load_parameters_path",
     unless=lambda c: bool(c.load_parameters_path),
@@ -160,21 +221,26 @@ REFUSALS: tuple[Refusal, ...] = (
     "it belongs to LoRA, RL or quantization, which are not implemented yet",
     harmless=(False,),
   ),
-  Refusal(
+  NoEffect(
     ("checkpoint_storage_target_data_file_size_bytes",),
     "it has no effect without checkpoint_storage_use_ocdbt=true",
     unless=lambda c: c.checkpoint_storage_use_ocdbt,
   ),
-  Refusal(
+  NoEffect(
     ("checkpoint_period",),
     "it has no effect beside enable_continuous_checkpointing=true",
     unless=lambda c: not c.enable_continuous_checkpointing,
   ),
-  Refusal(
+  NoEffect(
     ("checkpoint_period", "async_checkpointing", "max_num_checkpoints_to_keep", "checkpoint_todelete_subdir",
-     "save_checkpoint_on_completion", "enable_continuous_checkpointing", "enable_emergency_checkpoint",
-     "checkpoint_storage_use_ocdbt", "checkpoint_storage_use_zarr3", "checkpoint_storage_target_data_file_size_bytes"),
+     "save_checkpoint_on_completion", "checkpoint_storage_use_ocdbt", "checkpoint_storage_use_zarr3",
+     "checkpoint_storage_target_data_file_size_bytes"),
     "it has no effect without enable_checkpointing=true",
+    unless=lambda c: c.enable_checkpointing,
+  ),
+  Refusal(
+    ("enable_continuous_checkpointing", "enable_emergency_checkpoint"),
+    "it asks for checkpoints, and enable_checkpointing=false for none",
     unless=lambda c: c.enable_checkpointing,
   ),
   Refusal(
@@ -190,14 +256,15 @@ REFUSALS: tuple[Refusal, ...] = (
     "there is no replicator service here: enable_emergency_checkpoint=true keeps replicas on local disks by itself",
     harmless=(False,),
   ),
-  Refusal(
+  NoEffect(
     _LOCAL[1:],
     "it has no effect without enable_emergency_checkpoint=true",
     unless=lambda c: c.enable_emergency_checkpoint,
   ),
   Refusal(
     _section(t.ElasticTraining),
-    "a run that lost processes is started again as a whole: maxtext launch --restarts",
+    "elastic training needs Pathways; here a run that lost processes is started again as a whole: maxtext launch "
+    "--restarts",
     harmless=(False,),
   ),
   Refusal(("dtype_mm",), "there is no image encoder yet"),
@@ -206,42 +273,42 @@ REFUSALS: tuple[Refusal, ...] = (
     "quantization is not implemented yet; lower dtype to bfloat16",
     harmless=(None, False),
   ),
-  Refusal(
+  NoEffect(
     _ROUNDED_CACHE[1:], "it has no effect without quantize_kvcache=true", unless=lambda c: c.quantize_kvcache
   ),
   Refusal(
     ("fused_mlp",),
     "gate and up are two products, side by side; leave it out",
   ),
-  Refusal(
+  NoEffect(
     _section(t.Engram, but=("engram_layers",)), "it has no effect without engram_layers",
     unless=lambda c: bool(c.engram_layers),
   ),
   Refusal(("mtp_eval_target_module",), "how often further tokens were right is not measured; leave it out"),
-  Refusal(
+  NoEffect(
     ("mtp_loss_scaling_factor",), "it has no effect without mtp_num_layers", unless=lambda c: c.mtp_num_layers > 0
   ),
-  Refusal(
+  NoEffect(
     ("sinkhorn_iterations",), "it has no effect without mhc_expansion_rate", unless=lambda c: c.mhc_expansion_rate > 1
   ),
-  Refusal(("moba_chunk_size", "moba_topk"), "it has no effect without moba=true", unless=lambda c: c.moba),
-  Refusal(("qk_clip_threshold",), "it has no effect without use_qk_clip=true", unless=lambda c: c.use_qk_clip),
-  Refusal(
+  NoEffect(("moba_chunk_size", "moba_topk"), "it has no effect without moba=true", unless=lambda c: c.moba),
+  NoEffect(("qk_clip_threshold",), "it has no effect without use_qk_clip=true", unless=lambda c: c.use_qk_clip),
+  NoEffect(
     ("rope_use_scale",),
     "it has no effect without rope_type=llama3.1",
     unless=lambda c: c.rope_type == t.RopeType.LLAMA3_1,
   ),
-  Refusal(
+  NoEffect(
     ("beta_fast", "beta_slow", "mscale", "rope_interleave", "rope_truncate", "rope_attention_scaling"),
     "it has no effect without rope_type=yarn",
     unless=lambda c: c.rope_type == t.RopeType.YARN,
   ),
-  Refusal(
+  NoEffect(
     ("rope_linear_scaling_factor",),
     "it has no effect beside a rope_type that scales positions in another way",
     unless=lambda c: c.rope_type == t.RopeType.DEFAULT,
   ),
-  Refusal(
+  NoEffect(
     ("rope_factor", "original_max_position_embeddings"),
     "it has no effect without a rope_type that scales positions, such as rope_type=llama3.1",
     unless=lambda c: c.rope_type != t.RopeType.DEFAULT,
@@ -251,8 +318,12 @@ REFUSALS: tuple[Refusal, ...] = (
     "this kind of attention is not implemented yet: write attention_type=global, local_sliding, chunk or mla",
     harmless=("local_sliding", "chunk", "mla"),
   ),
-  Refusal(
-    ("float32_qk_product", "float32_logits"), "logits and softmax are always float32; leave it out", harmless=(False,)
+  AlwaysSo(
+    ("float32_qk_product", "float32_logits"), "logits and softmax are always float32; leave it out",
+    harmless=(False, True),
+  ),
+  AlwaysSo(
+    ("use_jax_splash",), "splash attention is always JAX's own; leave it out", harmless=(False, True),
   ),
   Refusal(
     ("indexer_sparse_training", "indexer_loss_scaling_factor"),
@@ -260,7 +331,7 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=(0.0, False),
   ),
   Refusal(
-    ("use_tokamax_gmm", "enable_padding_causal_mask", "use_tokamax_splash", "use_jax_splash", "force_q_layout",
+    ("use_tokamax_gmm", "enable_padding_causal_mask", "use_tokamax_splash", "force_q_layout",
      "sa_q_layout", "sa_k_layout", "sa_v_layout", "use_max_logit_estimate", "cost_estimate_flops_fwd",
      "cost_estimate_flops_bwd", "dq_reduction_steps", "use_splash_scheduler"),
     "the kernels are JAX's own splash and paged attention, and cuDNN; choose with attention and sa_block_*",
@@ -271,15 +342,15 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=(False,),
     unless=lambda c: c.attention_type != "mla" and c.attention != "paged" and not c.moba,
   ),
-  Refusal(
+  NoEffect(
     ("ragged_block_size",),
     "it has no effect without use_ragged_attention=true",
     unless=lambda c: c.use_ragged_attention,
   ),
-  Refusal(
+  NoEffect(
     _section(t.PagedAttention), "it has no effect without attention=paged", unless=lambda c: c.attention == "paged"
   ),
-  Refusal(
+  NoEffect(
     _section(t.MoEGeneral, t.MoEKernels, t.DeepSeekMoE, but=("num_experts", "mlp_bias", *_UNBUILT_EXPERTS)),
     "it has no effect without experts: set num_experts, for a family that has them",
     unless=lambda c: c.num_experts > 1,
@@ -303,43 +374,44 @@ REFUSALS: tuple[Refusal, ...] = (
     "tokens and expert weights are moved by XLA's own gathers, whole",
     harmless=(False,),
   ),
-  Refusal(
+  NoEffect(
     ("capacity_factor",),
     "it has no effect on grouped products, which drop no token: write sparse_matmul=false",
     unless=lambda c: not c.sparse_matmul,
   ),
-  Refusal(
+  NoEffect(
     (*_SPARSE, *_TILES), "it has no effect without grouped products: write sparse_matmul=true",
     unless=lambda c: c.sparse_matmul,
   ),
-  Refusal(
+  NoEffect(
     ("use_ring_of_experts",), "it has no effect without expert parallelism: set ici_expert_parallelism",
     unless=lambda c: c.ici_expert_parallelism != 1 or c.dcn_expert_parallelism != 1,
   ),
-  Refusal(_TILES, "it has no effect without megablox=true", unless=lambda c: c.megablox),
-  Refusal(
+  NoEffect(_TILES, "it has no effect without megablox=true", unless=lambda c: c.megablox),
+  NoEffect(
     ("topk_routing_group",), "it has no effect without n_routing_groups", unless=lambda c: c.n_routing_groups > 0
   ),
-  Refusal(
+  NoEffect(
     ("routed_bias_update_rate",), "it has no effect without routed_bias=true", unless=lambda c: c.routed_bias
   ),
   Refusal(
     ("shard_mode",), "stages leave the placement of what is in them to the compiler; write shard_mode=auto",
     unless=lambda c: not _staged(c),
   ),
-  Refusal(
+  AlwaysSo(
     ("remove_size_one_mesh_axis_from_type",), "the mesh has every axis of mesh_axes, whatever its size",
+    harmless=(False,),
   ),
-  Refusal(
+  NoEffect(
     ("context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy"),
     "it has no effect without context parallelism: set ici_context_parallelism",
     unless=lambda c: c.ici_context_parallelism != 1 or c.dcn_context_parallelism != 1,
   ),
-  Refusal(
+  NoEffect(
     ("context_parallel_reorder_strategy",), "it has no effect without context_parallel_load_balance=true",
     unless=lambda c: c.context_parallel_load_balance,
   ),
-  Refusal(
+  AlwaysSo(
     ("enable_nnx", "pure_nnx", "pure_nnx_decoder", "shardy"),
     "there is one decoder, of NNX modules, partitioned by Shardy; leave it out",
     harmless=(True,),
@@ -360,7 +432,7 @@ REFUSALS: tuple[Refusal, ...] = (
      "scan_layers_per_stage", "set_remat_policy_on_layers_per_stage"),
     "a pipeline is one scan over its ticks, and each layer in it follows scan_layers and remat_policy; leave it out",
   ),
-  Refusal(
+  NoEffect(
     ("num_layers_per_pipeline_stage", "num_pipeline_repeats", "pipeline_parallel_layers", "num_pipeline_microbatches",
      "pipeline_delay_activation_forwarding", "pipeline_fsdp_ag_once"),
     "it has no effect without stages: set ici_pipeline_parallelism or dcn_pipeline_parallelism",
@@ -375,15 +447,19 @@ REFUSALS: tuple[Refusal, ...] = (
     "no layer has this tensor yet",
     harmless=(False, t.RematLocation.REMAT),
   ),
-  Refusal(
+  NoEffect(
     _REMAT_NAMES,
     "it has no effect without remat_policy=custom",
     unless=lambda c: t.RematPolicy.CUSTOM in remat_policies(c),
   ),
-  Refusal(
-    ("diloco_sync_period", "diloco_outer_lr", "diloco_outer_momentum", "ici_diloco_parallelism",
-     "dcn_diloco_parallelism"),
+  NoEffect(
+    ("diloco_sync_period", "diloco_outer_lr", "diloco_outer_momentum"),
     "it has no effect without enable_diloco=true",
+    unless=lambda c: c.enable_diloco,
+  ),
+  Refusal(
+    ("ici_diloco_parallelism", "dcn_diloco_parallelism"),
+    "devices of a replica that trains apart need enable_diloco=true",
     unless=lambda c: c.enable_diloco,
   ),
   Refusal(
@@ -392,92 +468,86 @@ REFUSALS: tuple[Refusal, ...] = (
     unless=lambda c: not c.enable_diloco,
     harmless=(False,),
   ),
-  Refusal(
-    (*_DOCUMENTS, *_READERS, "tokenizer_path", "tokenizer_type", "add_bos", "add_eos", "tokenize_train_data",
-     "tokenize_eval_data", "use_truncation", "hf_access_token", "enable_data_shuffling"),
+  NoEffect(
+    (*_DOCUMENTS, *_READERS, "tokenize_train_data", "tokenize_eval_data", "use_truncation", "enable_data_shuffling"),
     "it has no effect on dataset_type=synthetic, which has no documents",
     unless=lambda c: c.dataset_type != t.DatasetType.SYNTHETIC,
   ),
   Refusal(
-    ("chat_template", "chat_template_path"),
-    "it has no effect without use_chat_template=true or use_sft=true: documents are not conversations",
-    unless=lambda c: c.use_chat_template or c.use_sft,
-  ),
-  Refusal(
-    ("train_image_column", "eval_image_column", "expansion_factor_real_data", "colocated_python_data_input"),
+    ("train_image_column", "eval_image_column", "expansion_factor_real_data"),
     "data is text, and every process reads what its devices need",
     harmless=(False,),
   ),
-  Refusal(
+  NoEffect(
     ("grain_packing_type", "max_segments_per_seq"),
     "it has no effect on rows of one document (packing=false, dataset_type=olmo_grain), and c4_mlperf always cuts",
     unless=lambda c: c.packing and c.dataset_type not in (t.DatasetType.OLMO_GRAIN, t.DatasetType.C4MLPERF),
   ),
-  Refusal(
+  NoEffect(
     ("per_device_batch_size_start", "per_device_batch_size_increment", "global_rampup_samples"),
     "it has no effect without enable_rampup_batch_size=true",
     unless=lambda c: c.enable_rampup_batch_size,
   ),
-  Refusal(
+  NoEffect(
     _section(t.TfdsDataset, but=("train_split",)),
     "it has no effect without dataset_type=tfds or dataset_type=c4_mlperf",
     unless=lambda c: c.dataset_type in (t.DatasetType.TFDS, t.DatasetType.C4MLPERF),
   ),
-  Refusal(
+  NoEffect(
     ("train_split",),
     "it has no effect without dataset_type=tfds, c4_mlperf or hf",
     unless=lambda c: c.dataset_type in (t.DatasetType.TFDS, t.DatasetType.C4MLPERF, t.DatasetType.HF),
   ),
-  Refusal(
+  NoEffect(
     _section(t.HfDataset, but=("hf_access_token",)),
     "it has no effect without dataset_type=hf",
     unless=lambda c: c.dataset_type == t.DatasetType.HF,
   ),
-  Refusal(
+  NoEffect(
     _section(t.GrainDataset, but=(*_READERS, "grain_shuffle_buffer_size")),
     "it has no effect without dataset_type=grain",
     unless=lambda c: c.dataset_type == t.DatasetType.GRAIN,
   ),
-  Refusal(
+  AlwaysSo(
     ("grain_use_elastic_iterator",), "a position never depends on the number of hosts; leave it out", harmless=(True,)
   ),
-  Refusal(
+  NoEffect(
     ("grain_ram_budget_mb",),
     "it has no effect without grain_worker_count=-1 or grain_worker_count_eval=-1",
     unless=lambda c: -1 in (c.grain_worker_count, c.grain_worker_count_eval),
   ),
-  Refusal(
+  NoEffect(
     ("grain_shuffle_buffer_size",),
-    "it has no effect without grain_file_type=parquet or tfrecord, or streamed data; others are shuffled more widely",
+    "it has no effect without grain_file_type=parquet or tfrecord, or streamed data: others are shuffled more widely",
     unless=lambda c: c.grain_file_type != "arrayrecord" or c.dataset_type == t.DatasetType.HF,
   ),
-  Refusal(
+  NoEffect(
     _section(t.OlmoGrainDataset),
     "it has no effect without dataset_type=olmo_grain",
     unless=lambda c: c.dataset_type == t.DatasetType.OLMO_GRAIN,
   ),
-  Refusal(
+  NoEffect(
     _section(t.Muon),
     "it has no effect without opt_type=muon",
     unless=lambda c: c.opt_type == t.OptimizerType.MUON,
   ),
-  Refusal(
+  NoEffect(
     ("wsd_decay_steps_fraction", "wsd_decay_style"),
     "it has no effect without lr_schedule_type=wsd",
     unless=lambda c: c.lr_schedule_type == t.LearningRateScheduleType.WSD,
   ),
-  Refusal(
+  NoEffect(
     _section(t.AdamW),
     "it has no effect on opt_type=sgd",
     unless=lambda c: c.opt_type != t.OptimizerType.SGD,
   ),
-  Refusal(
+  NoEffect(
     ("skip_step_interval", "skip_step_scaling_factor"),
     "it has no effect without skip_step_on_spikes=true",
     unless=lambda c: c.skip_step_on_spikes,
   ),
   Refusal(("use_tunix_gradient_accumulation",), "accumulation is the step's own; set gradient_accumulation_steps"),
-  Refusal(
+  NoEffect(
     ("eval_steps", "target_eval_loss", "eval_per_device_batch_size"),
     "it has no effect without eval_interval",
     unless=lambda c: c.eval_interval > 0,
@@ -489,25 +559,25 @@ REFUSALS: tuple[Refusal, ...] = (
     "runs only pre-train yet",
     harmless=(False,),
   ),
-  Refusal(
+  NoEffect(
     ("decode_sampling_nucleus_p",),
     "it has no effect without decode_sampling_strategy=nucleus or composite",
     unless=lambda c: c.decode_sampling_strategy in (t.SamplingStrategy.NUCLEUS, t.SamplingStrategy.COMPOSITE),
   ),
-  Refusal(
+  NoEffect(
     ("decode_sampling_top_k",),
     "it has no effect without decode_sampling_strategy=topk or composite",
     unless=lambda c: c.decode_sampling_strategy in (t.SamplingStrategy.TOPK, t.SamplingStrategy.COMPOSITE),
   ),
-  Refusal(
+  NoEffect(
     ("decode_sampling_temperature",),
     "it has no effect on decode_sampling_strategy=greedy",
     unless=lambda c: c.decode_sampling_strategy != t.SamplingStrategy.GREEDY,
   ),
-  Refusal(
+  NoEffect(
     ("prefill_chunk_size",), "it has no effect without use_chunked_prefill=true", unless=lambda c: c.use_chunked_prefill
   ),
-  Refusal(
+  NoEffect(
     ("load_from_prefill_dir",), "it has no effect without prefill_cache_dir", unless=lambda c: c.prefill_cache_dir != ""
   ),
   Refusal(
@@ -525,7 +595,7 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=(False,),
   ),
   Refusal(_section(t.InferenceServer), "prompts and answers are computed by one server on one mesh: `maxtext serve`"),
-  Refusal(
+  NoEffect(
     ("inference_microbenchmark_num_samples",),
     "it has no effect without multi_sampling=true",
     unless=lambda c: c.multi_sampling,
@@ -533,42 +603,41 @@ REFUSALS: tuple[Refusal, ...] = (
   Refusal(
     ("inference_benchmark_test",), "`maxtext bench serve` is the benchmark, and no run is one", harmless=(False,)
   ),
-  Refusal(
+  NoEffect(
     ("prefix_caching_hbm_byte", "prefix_caching_dram_byte"),
     "it has no effect without enable_prefix_caching=true",
     unless=lambda c: c.enable_prefix_caching,
   ),
   Refusal(
-    ("constant_bound_config", "jax_debug_log_modules", "enable_single_controller",
-     "subslice_shape", "max_checkify"),
-    "it belongs to a way of starting or debugging that is not implemented yet",
+    ("constant_bound_config", "jax_debug_log_modules", "max_checkify"),
+    "it belongs to a way of debugging that is not implemented yet",
   ),
   Refusal(
     _section(t.Metrics, t.Tensorboard, t.Profiling, t.HloDump, t.StackTrace, t.Goodput, t.GcpMonitoring,
-             t.ManagedMLDiagnostics, but=(*_SHOWN, *_STORED)),
+             t.ManagedMLDiagnostics, but=(*_SHOWN, *_STORED, *_PATHWAYS)),
     "figures go to the console, the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics",
     harmless=(False,),
   ),
-  Refusal(
+  NoEffect(
     _STORED,
-    "it is for a run whose base_output_directory is in a bucket (gs://...); others have these files in their folder",
+    "it has no effect without a base_output_directory in a bucket (gs://...): other runs have these files anyway",
     unless=lambda c: "://" in c.base_output_directory,
   ),
   Refusal(("profiler",), "only profiler=xplane is implemented yet", harmless=(t.ProfilerType.XPLANE,)),
-  Refusal(
+  NoEffect(
     ("skip_first_n_steps_for_profiler", "profiler_steps", "profile_cleanly", "profile_periodically_period",
      "upload_all_profiler_results"),
     "it has no effect without profiler=xplane",
     unless=lambda c: c.profiler != t.ProfilerType.NONE,
   ),
-  Refusal(_HLO[1:], "it has no effect without dump_hlo=true", unless=lambda c: c.dump_hlo),
-  Refusal(_JAXPR[1:], "it has no effect without dump_jaxpr=true", unless=lambda c: c.dump_jaxpr),
-  Refusal(
+  NoEffect(_HLO[1:], "it has no effect without dump_hlo=true", unless=lambda c: c.dump_hlo),
+  NoEffect(_JAXPR[1:], "it has no effect without dump_jaxpr=true", unless=lambda c: c.dump_jaxpr),
+  NoEffect(
     ("jax_profiler_port",),
     "it has no effect without enable_jax_profiler=true",
     unless=lambda c: c.enable_jax_profiler,
   ),
-  Refusal(
+  NoEffect(
     ("stack_trace_interval_seconds",),
     "it has no effect without collect_stack_trace=true",
     unless=lambda c: c.collect_stack_trace,

@@ -8,6 +8,7 @@ from typing import Any
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
+from maxtext.data.inside import inside
 from maxtext.weights.quantized import Source, unpacked
 from maxtext.weights.tensor_files import Stored, read_header
 
@@ -27,14 +28,18 @@ class Folder:
     """`config.json`; where it describes more than text, the part about text."""
     content = self.json("config.json")
     for part in ("thinker_config", "text_config"):
-      content = content | content.get(part, {})
+      inner = content.get(part)
+      content = content | (inner if isinstance(inner, dict) else {})
     return content
 
   @cached_property
   def tensors(self) -> Mapping[str, Source]:
     """Every tensor under its name. Files are mapped when a tensor is read."""
-    block = self.config.get("quantization_config", {}).get("weight_block_size", (128, 128))
-    return unpacked(self._stored, tuple(block))
+    stored, block = self._stored, self._block
+    try:
+      return unpacked(stored, block)
+    except ValueError as error:
+      raise RunError(f"{self.path} has quantized tensors that cannot be read: {error}.") from None
 
   def files(self) -> list[Path]:
     """The files that hold the tensors."""
@@ -42,18 +47,39 @@ class Folder:
 
   def json(self, name: str) -> dict[str, Any]:
     """A file of JSON in it; {} where there is none."""
+    file = self.inside(name)
     try:
-      return json.loads((self.path / name).read_text(encoding="utf-8"))
+      content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
       return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise RunError(f"{self.path / name} is not JSON: {error}.") from None
+    if not isinstance(content, dict):
+      raise RunError(f"{self.path / name} is not an object of JSON.")
+    return content
+
+  def inside(self, name: str) -> Path:
+    """A file of the folder; one that is elsewhere, by its name or by a link, is refused."""
+    return inside(self.path, name)
+
+  @property
+  def _block(self) -> tuple[int, int]:
+    """Rows and columns that share a scale, in eight-bit tensors."""
+    file, said = self.path / "config.json", self.config.get("quantization_config") or {}
+    if not isinstance(said, dict):
+      raise ConfigError(f"{file} has a quantization_config that is no object of JSON.")
+    block = said.get("weight_block_size") or [128, 128]
+    if not isinstance(block, list):
+      raise ConfigError(f"{file} has a weight_block_size that is no list of two numbers.")
+    return tuple(block)
 
   @cached_property
   def _stored(self) -> dict[str, Stored]:
     index = self.json(INDEX).get("weight_map")
+    if index and not (isinstance(index, dict) and all(isinstance(name, str) for name in index.values())):
+      raise RunError(f"{self.path / INDEX} has a weight_map that is no table of names.")
     names = sorted(set(index.values())) if index else [SINGLE]
-    if absent := [name for name in names if not (self.path / name).is_file()]:
+    if absent := [name for name in names if not self.inside(name).is_file()]:
       raise ConfigError(f"{self.path} has no {absent[0]}.{self._other_formats()}")
     found = {n: tensor for name in names for n, tensor in read_header(self.path / name).items()}
     if index and (differ := sorted(index.keys() ^ found.keys())):

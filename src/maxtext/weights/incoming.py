@@ -1,7 +1,7 @@
 """Parameters from a Hugging Face folder: as a checkpoint of ours, or straight onto the devices of a run."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 from maxtext.checkpoint.record import Array
 from maxtext.checkpoint.restore import load_parameters
 from maxtext.checkpoint.stream import StreamWriter
+from maxtext.checkpoint.tokenizer import SIDE_FOLDER
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.models.build import weight_table
 from maxtext.models.hugging_face import HuggingFace
@@ -22,7 +23,6 @@ from maxtext.weights.folder import Folder
 from maxtext.weights.hugging_face import Tensor, account, by_parameter, layout
 from maxtext.weights.quantized import Source
 
-SIDE_FOLDER = "hugging_face"  # of a checkpoint: what stood beside the weights and goes out again with them
 _SIDE_FILES = (
   "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
   "merges.txt", "chat_template*",
@@ -36,7 +36,7 @@ def convert_in(
   config: MaxTextConfig, model: Model, folder: Folder, target: Path, keys: Mapping[str, Any], progress: Progress
 ) -> Path:
   """Writes a checkpoint of parameters, piece by piece, and returns its folder. Started again, it goes on."""
-  weights = Incoming.of(config, model, folder)
+  weights, beside = Incoming.of(config, model, folder), side_files(folder)
   arrays = {path: Array(model.struct(path).shape, str(model.struct(path).dtype)) for path in weights.parts}
   files = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in folder.files()]
   writer = StreamWriter(config, target, arrays, files)
@@ -49,7 +49,7 @@ def convert_in(
     if not writer.has(path, index):
       writer.put(path, index, weights.read(name, number))
     done += size
-  copy_side_files(folder.path, writer.folder / SIDE_FOLDER)
+  copy_files(beside, writer.folder / SIDE_FOLDER)
   progress(len(pieces), len(pieces), done, total)
   return writer.finish(0, keys)
 
@@ -68,12 +68,17 @@ def load_in(config: MaxTextConfig, model: Model, path: str) -> dict[str, jax.Arr
   return {name: weights.array(name, model.struct(name)) for name in weights.parts}
 
 
-def copy_side_files(source: Path, target: Path) -> None:
-  """Copies tokenizer, generation and model descriptions."""
+def side_files(folder: Folder) -> list[Path]:
+  """Tokenizer, generation and model descriptions."""
+  names = sorted({file.name for pattern in _SIDE_FILES for file in folder.path.glob(pattern)})
+  return [file for name in names if (file := folder.inside(name)).is_file()]
+
+
+def copy_files(files: Iterable[Path], target: Path) -> None:
+  """Copies them by their names."""
   target.mkdir(exist_ok=True)
-  for pattern in _SIDE_FILES:
-    for file in source.glob(pattern):
-      shutil.copyfile(file, target / file.name)
+  for file in files:
+    shutil.copyfile(file, target / file.name)
 
 
 @dataclass(frozen=True)

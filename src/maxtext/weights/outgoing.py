@@ -15,15 +15,17 @@ from maxtext.checkpoint.files import CHUNK
 from maxtext.checkpoint.journal import Journal
 from maxtext.checkpoint.record import DamagedError
 from maxtext.checkpoint.stream import StreamReader
+from maxtext.checkpoint.tokenizer import SIDE_FOLDER, kind_of, open_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.models.build import weight_table
 from maxtext.models.model import Model
-from maxtext.weights.description import TOKENS, description
+from maxtext.weights.description import TOKENS, entries
 from maxtext.weights.folder import INDEX, SINGLE, Folder
 from maxtext.weights.hugging_face import layout
-from maxtext.weights.incoming import SIDE_FOLDER, Progress, copy_side_files
+from maxtext.weights.incoming import Progress, copy_files, side_files
 from maxtext.weights.tensor_files import header, write_whole
+from maxtext.weights.tokenizer_files import write_tokenizer
 
 SHARD = 5 * 10**9  # bytes, as Hugging Face's library has it
 
@@ -50,7 +52,7 @@ def convert_out(
 class _Outgoing:
   def __init__(self, config: MaxTextConfig, model: Model, source: epath.Path, target: Path, most: int) -> None:
     self._config, self._model, self._reader = config, model, StreamReader(source)
-    self._about = description(config)
+    self._entries = entries(config)
     tensors = layout(model, weight_table(config, model.spec))
     self._tensors = {name: tensors[name] for name in sorted(tensors, key=_natural)}
     self._refuse_other()
@@ -111,14 +113,17 @@ class _Outgoing:
     return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups)}
 
   def _describe(self, folder: Path) -> None:
-    """Tokenizer and generation settings as they came, and the configuration as it is now."""
-    for source in (self._reader.folder / SIDE_FOLDER, self._config.tokenizer_path):
-      if source and Path(source).is_dir():
-        copy_side_files(Path(source), folder)
-        break
-    known = Folder(folder).config
-    tokens = {name: known.get(name) for name in TOKENS}
-    content = self._about.config(self._config) | tokens | {"dtype": self._config.weight_dtype.value}
+    """Tokenizer and generation settings as they came, or the run's own; and the configuration as it is now."""
+    came = Path(self._reader.folder / SIDE_FOLDER)
+    if came.is_dir():
+      copy_files(side_files(Folder(came)), folder)
+    tokens = {name: Folder(folder).config.get(name) for name in TOKENS}
+    if self._config.tokenizer_path or kind_of(came) is None:
+      with open_tokenizer(self._config, str(self._reader.folder)) as tokenizer:
+        if tokenizer is not None:
+          write_tokenizer(tokenizer, folder)
+          tokens = dict(zip(TOKENS, (tokenizer.bos, tokenizer.eos, tokenizer.vocabulary.pad), strict=True))
+    content = self._entries | tokens | {"dtype": self._config.weight_dtype.value}
     write_whole(folder / "config.json", [_json(content)])
     if not (folder / "generation_config.json").exists():
       write_whole(folder / "generation_config.json", [_json(tokens)])

@@ -94,8 +94,14 @@ def unpacked(stored: Mapping[str, Source], block: tuple[int, int]) -> dict[str, 
   found: dict[str, Source] = {}
   for name, tensor in stored.items():
     if name.endswith("_blocks") and (scales := stored.get(f"{name.removesuffix('_blocks')}_scales")):
+      if len(tensor.shape) != 4 or tensor.shape[:-1] != scales.shape:
+        raise ValueError(f"{name} is {list(tensor.shape)} and its scales {list(scales.shape)}")
       found[name.removesuffix("_blocks")] = Mxfp4(tensor, scales)
     elif scales := stored.get(f"{name}_scale_inv"):
+      if not (len(block) == len(tensor.shape) == 2 and all(type(size) is int and size > 0 for size in block)):
+        raise ValueError(f"{name} is {list(tensor.shape)} in blocks of {list(block)}")
+      if scales.shape != tuple(-(-size // part) for size, part in zip(tensor.shape, block, strict=True)):
+        raise ValueError(f"{name} is {list(tensor.shape)} in blocks of {list(block)}, its scales {list(scales.shape)}")
       found[name] = BlockScaled(tensor, scales, block)
     elif not _is_scale(name, stored):
       found[name] = tensor

@@ -29,6 +29,8 @@ DTYPES: Mapping[str, np.dtype] = {name: np.dtype(dtype) for name, dtype in _NAME
 }
 _TYPES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_HEADER = 100_000_000  # bytes, as the format has it
+_MOST_DIMENSIONS = 32
+_MOST_WORDS = 500  # characters of what is wrong with a header, which may quote it
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,11 @@ def read_header(file: Path) -> dict[str, Stored]:
     if not 0 < length <= min(size - 8, _MOST_HEADER):
       raise RunError(f"{file} is no safetensors file, or it is cut short.")
     try:
-      entries = json.loads(f.read(length))
+      entries = json.loads(f.read(length), object_pairs_hook=_each_once)
       found = {name: _stored(file, 8 + length, about) for name, about in entries.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-      raise RunError(f"{file} has a header that cannot be read: {error}.") from None
+      _refuse_overlaps(found)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+      raise RunError(f"{file} has a header that cannot be read: {str(error)[:_MOST_WORDS]}.") from None
   for name, tensor in found.items():
     if tensor.offset + tensor.bytes > size:
       raise RunError(f"{file} is cut short: {name} would end at byte {tensor.offset + tensor.bytes} of {size}.")
@@ -107,8 +110,27 @@ def _sync_folder(folder: Path) -> None:
 def _stored(file: Path, start: int, about: Mapping) -> Stored:
   if about["dtype"] not in DTYPES:
     raise ValueError(f"number format {about['dtype']} is not known")
-  begin, end = about["data_offsets"]
+  (begin, end), shape = about["data_offsets"], about["shape"]
+  if len(shape) > _MOST_DIMENSIONS or not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
+    raise ValueError(f"shape {shape} at bytes {begin} to {end} is no tensor")
   tensor = Stored(file, start + begin, tuple(about["shape"]), DTYPES[about["dtype"]])
-  if begin < 0 or end - begin != tensor.bytes:
+  if end - begin != tensor.bytes:
     raise ValueError(f"bytes {begin} to {end} are not {about['dtype']}{about['shape']}")
   return tensor
+
+
+def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+  found = dict(pairs)
+  if len(found) != len(pairs):
+    raise ValueError("a name stands twice")
+  return found
+
+
+def _refuse_overlaps(tensors: Mapping[str, Stored]) -> None:
+  """Two names for the same bytes: no writer makes them, and a small file could so be read as a huge model."""
+  end, last = 0, ""
+  for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
+    if tensor.bytes and tensor.offset < end:
+      raise ValueError(f"{name} and {last} share bytes")
+    if tensor.bytes:
+      end, last = tensor.offset + tensor.bytes, name

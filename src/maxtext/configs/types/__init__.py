@@ -1,5 +1,7 @@
 """Every key of a run as typed sections, one file per theme, gathered in `MaxTextConfig`."""
 
+from typing import TYPE_CHECKING, Any
+
 from pydantic import Field
 
 from maxtext.configs.types.attention import (
@@ -91,6 +93,18 @@ from maxtext.configs.types.post_training import (
 from maxtext.configs.types.run import AOT, Debug, DevelopmentAndDebugging, RunInfo, TrainingLoop
 
 
+def get_individual_scales(scale: int) -> tuple[int, int, int, int]:
+  """By how much `global_parameter_scale`, a power of two, multiplies width, heads, hidden widths and depth.
+
+  Of three doublings one goes to heads and hidden widths, one to the residual width, one to depth, in this order.
+  """
+  if scale < 1 or scale.bit_count() > 1:
+    raise ValueError(f"global_parameter_scale={scale} must be a power of two.")
+  each, left = divmod(scale.bit_length() - 1, 3)
+  inner = 2 ** (each + (left > 0))
+  return 2 ** (each + (left > 1)), inner, inner, 2**each
+
+
 class MaxTextConfig(
   RunInfo,
   Checkpointing,
@@ -167,6 +181,18 @@ class MaxTextConfig(
   DerivedValues,
 ):
   """One run: every key of every section, flat."""
+
+  if not TYPE_CHECKING:
+
+    def __getattr__(self, name: str) -> Any:
+      """A derived value that is not known yet has no attribute; whoever asks is told what it takes."""
+      if name in DerivedValues.model_fields:
+        raise AttributeError(
+          f"config.{name} follows from devices or a run_name that are not known here: "
+          "maxtext.configs.pyconfig.initialize(argv) asks JAX for them, and "
+          "maxtext.configs.derived.with_devices(config, devices) takes their number."
+        )
+      return super().__getattr__(name)
 
   debug: Debug = Field(Debug(), description="Debugging switches.")
   rl: RL = Field(RL(), description="Settings of reinforcement learning as one group.")
@@ -267,4 +293,5 @@ __all__ = [
   "WsdDecayStyle",
   "XProfTPUPowerTraceMode",
   "YarnRope",
+  "get_individual_scales",
 ]

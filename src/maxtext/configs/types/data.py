@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_serializer
 
+from maxtext.configs.secrets import shown
 from maxtext.configs.types.enums import DatasetType, TokenizerType
 from maxtext.configs.types.section import Section
 
@@ -118,8 +119,15 @@ class HfDataset(Section):
     None, description="Evaluation files, path or glob, for the loader in hf_path; None is the dataset's own."
   )
   hf_access_token: None | str = Field(
-    None, description="Hugging Face token for gated datasets and tokenizers; None reads public ones only."
+    None,
+    repr=False,
+    description="Hugging Face token for gated datasets and tokenizers; None takes HF_TOKEN or that of `hf auth login`.",
   )
+
+  @field_serializer("hf_access_token", when_used="json")
+  def _shown_token(self, value: None | str) -> None | str:
+    """JSON is written to files; a copy in Python keeps it."""
+    return shown("hf_access_token", value)
 
 
 class GrainDataset(Section):

@@ -73,7 +73,9 @@ class Logits(Section):
   logits_via_embedding: bool = Field(False, description="Use the embedding table as output head.")
   normalize_embedding_logits: bool = Field(True, description="With a tied head, divide logits by sqrt(width).")
   logits_dot_in_fp32: bool = Field(False, description="Compute the head's product in float32.")
-  cast_logits_to_fp32: bool = Field(True, description="Compute softmax and loss in float32.")
+  cast_logits_to_fp32: bool = Field(
+    True, description="Keep logits in float32; false keeps them in dtype. The loss is summed in float32 either way."
+  )
   final_logits_soft_cap: None | Annotated[float, Ge(0)] = Field(None, description="Bound logits by cap*tanh(x/cap).")
   z_loss_multiplier: float = Field(0.0, description="Weight of the squared log-partition in the loss.")
 

@@ -48,8 +48,12 @@ class TrainingLoop(Section):
   eval_interval: int = Field(-1, description="Training steps between evaluations; -1 is no evaluation.")
   eval_steps: int = Field(-1, description="Batches per evaluation; -1 takes the whole evaluation set.")
   target_eval_loss: float = Field(0.0, description="Evaluation loss at which training stops early; 0 is no target.")
-  abort_on_nan_loss: bool = Field(True, description="True stops the run when the loss is not a number.")
-  abort_on_inf_loss: bool = Field(True, description="True stops the run when the loss is infinite.")
+  abort_on_nan_loss: bool = Field(
+    True, description="True stops the run when the loss or the gradient norm is not a number."
+  )
+  abort_on_inf_loss: bool = Field(
+    True, description="True stops the run when the loss or the gradient norm is infinite."
+  )
   enable_dropout: bool = Field(True, description="True applies dropout_rate in training; false turns dropout off.")
   dropout_rate: float = Field(
     0.0, ge=0.0, le=1.0, description="Share of activations zeroed in training, 0 to 1; 0 is none."

@@ -1,0 +1,63 @@
+"""Ctrl-C while a compiler works: Python hears of it only when that returns, which may take minutes."""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def prompt_interrupt(grace: float = 1.0) -> Iterator[None]:
+  """Within it, a Ctrl-C that has not ended the work after `grace` seconds ends the process, and those it started.
+
+  The signal's number is written to a pipe at once, whatever the main thread does, and a thread reads it there.
+  """
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  reader, writer = os.pipe()
+  os.set_blocking(writer, False)
+  before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+  threading.Thread(target=_watch, args=(reader, grace), daemon=True).start()
+  try:
+    yield
+  finally:
+    signal.set_wakeup_fd(before)
+    os.close(writer)  # which ends the thread
+
+
+def _watch(reader: int, grace: float) -> None:
+  deadline = None
+  while True:
+    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    if not select.select([reader], [], [], left)[0]:
+      _end()
+    read = os.read(reader, 1)
+    if not read:
+      os.close(reader)
+      return
+    if read[0] == signal.SIGINT and deadline is None:
+      deadline = time.monotonic() + grace
+
+
+def _end() -> None:
+  for pid in _children():
+    with suppress(OSError):
+      os.kill(pid, signal.SIGTERM)
+  with suppress(OSError):
+    os.write(sys.stderr.fileno(), b"maxtext: stopped.\n")
+  os._exit(128 + signal.SIGINT)
+
+
+def _children() -> list[int]:
+  """Of this process, where the system says so; elsewhere a terminal has told them too."""
+  found = []
+  for listed in Path("/proc/self/task").glob("*/children"):
+    with suppress(OSError):
+      found += [int(pid) for pid in listed.read_text().split()]
+  return found

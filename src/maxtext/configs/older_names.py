@@ -1,0 +1,31 @@
+"""Keys of older pages and scripts, and what does their work now: a hint for whoever brings them along."""
+
+from collections.abc import Iterable
+
+from maxtext.configs.errors import nearest
+
+
+def hint(key: str, known: Iterable[str]) -> str:
+  """What to write instead of something that is no key, as the end of a sentence; empty where nobody knows."""
+  return f" It is of older versions: {OLDER_NAMES[key]}." if key in OLDER_NAMES else nearest(key, known)
+
+
+OLDER_NAMES = {
+  "activations_dtype": "write dtype",
+  "base_num_heads": "write base_num_query_heads and base_num_kv_heads",
+  "enable_flash_attention": "write attention=flash",
+  "enable_profiler": "write profiler=xplane",
+  "fsdp_shard_on_exp": "write shard_exp_on_fsdp",
+  "global_batch_size": "write per_device_batch_size; times the devices and gradient_accumulation_steps it is the batch",
+  "int8_training": "write quantization=int8",
+  "load_full_state_from_path": "write load_full_state_path",
+  "load_parameters_from_path": "write load_parameters_path",
+  "num_heads": "write base_num_query_heads and base_num_kv_heads",
+  "num_layers": "write base_num_decoder_layers",
+  "scale": "write global_parameter_scale",
+  "tile_batch_seq": "write wi_tile_fwd_batch_seq and its siblings",
+  "tile_embed_dim": "write wi_tile_fwd_embed_dim and its siblings",
+  "tile_mlp_dim": "write wi_tile_fwd_mlp_dim and its siblings",
+  "use_pjrt": "leave it out: JAX has no other runtime any more",
+  "weights_dtype": "write weight_dtype",
+}

@@ -1,0 +1,158 @@
+"""A run's tokenizer as the files that Hugging Face's libraries read: `tokenizer.json` and what stands beside it."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from maxtext.checkpoint.tokenizer import TEMPLATE
+from maxtext.configs.types import TokenizerType
+from maxtext.data.tokenizers import Tokenizer
+from maxtext.weights.tensor_files import write_whole
+
+_CONFIG, _VOCABULARY = "tokenizer_config.json", "tokenizer.json"
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+  """Writes files with which `AutoTokenizer` makes the tokens of a prompt as the run does.
+
+  A vocabulary of another library is written as `tokenizer.json` too, beside its own file.
+  """
+  for name, file in tokenizer.vocabulary.files.items():
+    shutil.copyfile(file, folder / name)
+  theirs = _MAKE[TokenizerType(tokenizer.kind)](folder)
+  if theirs.post_processor is None and tokenizer.add_bos and tokenizer.bos is not None:
+    theirs.post_processor = _begins_with(tokenizer.vocabulary.name(tokenizer.bos), tokenizer.bos)
+  theirs.save(str(folder / _VOCABULARY))
+  said = json.loads((folder / _CONFIG).read_text(encoding="utf-8")) if (folder / _CONFIG).exists() else {}
+  tokens = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.vocabulary.pad}
+  names = {name: tokenizer.vocabulary.name(token) for name, token in tokens.items() if token is not None}
+  plain = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+  write_whole(folder / _CONFIG, [_json(plain | names | said)])
+  if tokenizer.chat_template and tokenizer.chat_template != tokenizer.vocabulary.chat_template:
+    write_whole(folder / TEMPLATE, [tokenizer.chat_template.encode()])
+
+
+def _hugging_face(folder: Path) -> Any:
+  import tokenizers
+
+  return tokenizers.Tokenizer.from_file(str(folder / _VOCABULARY))
+
+
+def _sentence_piece(folder: Path) -> Any:
+  """The same pieces, scores and changes of text; words are not split, as a piece may hold a space."""
+  import tokenizers
+  from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+  from tokenizers import decoders, normalizers
+
+  messages: Any = sentencepiece_model_pb2  # made when it is imported: nothing knows its types
+  file = folder / "tokenizer.model"
+  model = messages.ModelProto.FromString(file.read_bytes())
+  pieces, unknown = [(piece.piece, piece.score) for piece in model.pieces], SentencePieceProcessor(str(file)).unk_id()
+  result = tokenizers.Tokenizer(_pieces(pieces, unknown, model.trainer_spec))
+  rules = model.normalizer_spec
+  changes: list[Any] = [normalizers.Precompiled(rules.precompiled_charsmap)] if rules.precompiled_charsmap else []
+  if rules.remove_extra_whitespaces:
+    changes += [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
+  if rules.add_dummy_prefix:
+    changes.append(normalizers.Prepend(_SPACE))
+  result.normalizer = normalizers.Sequence([*changes, normalizers.Replace(" ", _SPACE)])
+  ends: list[Any] = [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
+  result.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+  kinds = messages.ModelProto.SentencePiece
+  result.add_special_tokens(_added(p.piece for p in model.pieces if p.type in (kinds.CONTROL, kinds.UNKNOWN)))
+  result.add_tokens(_added(p.piece for p in model.pieces if p.type == kinds.USER_DEFINED))
+  return result
+
+
+_SPACE = "\u2581"
+
+
+def _pieces(pieces: list[tuple[str, float]], unknown: int, trained: Any) -> Any:
+  from tokenizers import models
+
+  if trained.model_type == trained.UNIGRAM:
+    return models.Unigram(pieces, unknown, trained.byte_fallback)
+  vocabulary = {piece: number for number, (piece, _) in enumerate(pieces)}
+  merges = []
+  for piece, score in pieces:
+    for cut in range(1, len(piece)):
+      left, right = vocabulary.get(piece[:cut]), vocabulary.get(piece[cut:])
+      if left is not None and right is not None:
+        merges.append((-score, left, right))
+  named = [(pieces[left][0], pieces[right][0]) for _, left, right in sorted(merges)]
+  return models.BPE(vocabulary, named, unk_token=pieces[unknown][0], fuse_unk=True, byte_fallback=trained.byte_fallback)
+
+
+def _tiktoken(folder: Path) -> Any:
+  """The same ranks; a word that is a token is one, whatever would be joined on the way."""
+  import tokenizers
+  from tiktoken.load import load_tiktoken_bpe
+  from tokenizers import decoders, models, pre_tokenizers
+
+  from maxtext.data.tokenizers import TIKTOKEN_SPLIT, tiktoken_special
+
+  ranks = load_tiktoken_bpe(str(folder / "tokenizer.model"))
+  letters = _letters()
+  vocabulary = {"".join(letters[byte] for byte in word): rank for word, rank in ranks.items()}
+  merges = []
+  for word in sorted(ranks, key=ranks.__getitem__):
+    parts = ["".join(letters[byte] for byte in part) for part in _joined(ranks, word)]
+    if len(parts) == 2:
+      merges.append((parts[0], parts[1]))
+  result = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+  result.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(tokenizers.Regex(TIKTOKEN_SPLIT), "isolated"),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+  result.decoder = decoders.ByteLevel()
+  result.add_special_tokens(_added(tiktoken_special(len(ranks))))
+  return result
+
+
+def _joined(ranks: Mapping[bytes, int], word: bytes) -> list[bytes]:
+  """A word's parts when everything of a lower rank has been joined: for a token, the two that make it."""
+  parts = [word[i : i + 1] for i in range(len(word))]
+  while len(parts) > 1:
+    joins = [(ranks.get(a + b, ranks[word]), i) for i, (a, b) in enumerate(pairwise(parts))]
+    rank, place = min(joins)
+    if rank >= ranks[word]:
+      break
+    parts[place : place + 2] = [parts[place] + parts[place + 1]]
+  return parts
+
+
+def _letters() -> dict[int, str]:
+  """The letter that stands for each byte in byte-level vocabularies: itself where it can be seen, else one above."""
+  seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+  others = [byte for byte in range(256) if byte not in seen]
+  return {byte: chr(byte) for byte in seen} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+
+
+def _added(names: Any) -> list[Any]:
+  from tokenizers import AddedToken
+
+  return [AddedToken(name, normalized=False) for name in names]
+
+
+def _begins_with(name: str, token: int) -> Any:
+  from tokenizers.processors import TemplateProcessing
+
+  return TemplateProcessing(
+    single=f"{name}:0 $A:0", pair=f"{name}:0 $A:0 {name}:1 $B:1", special_tokens=[(name, token)]
+  )
+
+
+_MAKE = {
+  TokenizerType.HUGGINGFACE: _hugging_face,
+  TokenizerType.SENTENCEPIECE: _sentence_piece,
+  TokenizerType.TIKTOKEN: _tiktoken,
+}
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+  return (json.dumps(content, indent=2) + "\n").encode()
