@@ -1,8 +1,6 @@
 """`python -m maxtext.train_compile`: the same as `maxtext plan`."""
 
-import sys
-
-from maxtext.cli.main import main
+from maxtext.cli.forwarding import forward
 
 if __name__ == "__main__":
-  sys.exit(main(["plan", *sys.argv[1:]]))
+  forward("maxtext.train_compile")

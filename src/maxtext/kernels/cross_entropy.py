@@ -12,9 +12,10 @@ from maxtext.mesh.explicit import by_compiler
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, z_loss: float) -> jax.Array:
-  """Loss per token from logits [B,S,V]: -log p(target) + z_loss * log(partition)^2."""
+  """Loss per token from logits [B,S,V]: -log p(target) + z_loss * log(partition)^2, in float32 whatever they are."""
 
   def losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    logits = logits.astype(jnp.float32)
     log_partition = jax.nn.logsumexp(logits, axis=-1)
     gold = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return log_partition - gold + z_loss * jnp.square(log_partition)

@@ -37,7 +37,9 @@ class Sums(NamedTuple):
     largest = jnp.maximum(self.largest, logits.max(-1))
     weights = jnp.exp(logits - largest[..., None])
     shrunk = jnp.exp(self.largest - largest)
-    values = jnp.einsum("bkgst,btkd->bkgsd", weights.astype(v.dtype), v, precision=precision)
+    values = jnp.einsum(
+      "bkgst,btkd->bkgsd", weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
+    )
     return Sums(largest, self.total * shrunk + weights.sum(-1), self.values * shrunk[..., None] + values)
 
   @property

@@ -36,8 +36,8 @@ class SideBySide(nnx.Module):
     self.experts = spec.experts.build(make.at("experts"), width, how)
     self.experts_post_norm = spec.norm.build(make.at("experts_post_norm"), width)
 
-  def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+  def __call__(self, x: jax.Array, real: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The output, and what the experts report."""
     dense, _ = self.dense(self.dense_norm(x))
-    chosen, report = self.experts(self.experts_norm(x), router_input=x)
+    chosen, report = self.experts(self.experts_norm(x), real, router_input=x)
     return self.dense_post_norm(dense) + self.experts_post_norm(chosen), report

@@ -37,7 +37,7 @@ class Mixer(Protocol):
 
 
 class FeedForward(Protocol):
-  """What works on each token alone: its layer takes x to (x, report)."""
+  """What works on each token alone: its layer takes x and which tokens are no padding (None: all) to (x, report)."""
 
   def build(self, make: Make, width: int, how: How) -> Any: ...
 
@@ -120,7 +120,7 @@ class DecoderBlock(nnx.Module):
       return _normed(self.mixer_post_norm, mixed), extended
 
     def feed(x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-      fed, report = self.feed_forward(_normed(self.feed_forward_norm, x))
+      fed, report = self.feed_forward(_normed(self.feed_forward_norm, x), context.real)
       return _normed(self.feed_forward_post_norm, fed), report
 
     x, extended = self._joined(self.mixer_streams, x, mix)

@@ -48,7 +48,7 @@ class ChainedBlock(nnx.Module):
     if layer_input is not None:
       x = x + layer_input
     mixed, cache = self.mixer(self.mixer_norm(x), context, cache, repeat)
-    fed, report = self.feed_forward(self.feed_forward_norm(mixed))
+    fed, report = self.feed_forward(self.feed_forward_norm(mixed), context.real)
     return self.how.shard(x + self.out(fed), *RESIDUAL), report, cache
 
   def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:

@@ -62,6 +62,14 @@ class Context:
     return None if self.count is None else jnp.arange(self.positions.shape[1]) < self.count[:, None]
 
   @property
+  def real(self) -> jax.Array | None:
+    """Whether a token counts and is no padding, [B,S]; None is all."""
+    if self.segments is None:
+      return self.counts
+    real = self.segments != 0
+    return real if self.counts is None else real & self.counts
+
+  @property
   def begins(self) -> jax.Array:
     """Whether a token is the first of its document, [B,S]."""
     begins = self.positions == 0

@@ -63,9 +63,11 @@ class MixtureOfExperts(nnx.Module):
       Linear(make.at("shared_gate"), {"embed": width}, {"router": 1}, how, "shared_gate") if gated else None
     )
 
-  def __call__(self, x: jax.Array, router_input: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+  def __call__(
+    self, x: jax.Array, real: jax.Array | None = None, router_input: jax.Array | None = None
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The output and a report; the router sees x unless it is given something else to see."""
-    routing, report = self.router(x if router_input is None else router_input)
+    routing, report = self.router(x if router_input is None else router_input, real)
     y, dropped = self._routed(x, routing)
     y = y.astype(x.dtype)
     if self.how.experts.drops:

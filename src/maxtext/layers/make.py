@@ -17,7 +17,11 @@ class Buffer(nnx.Variable):
 
 
 class Statistic(Buffer):
-  """What a run measures for itself, and no part of the model's weights."""
+  """What layers measure over one update, all its micro-batches together; no part of the state or of the weights.
+
+  It is zero when an update begins, each micro-batch adds its own to what is there (by sum, maximum, ...), and when the
+  update is done the layer's `end_update` does what follows from it.
+  """
 
 
 @dataclass(frozen=True)

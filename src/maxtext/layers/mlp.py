@@ -57,8 +57,8 @@ class FeedForward(nnx.Module):
     self.up = Linear(make.at("up"), x, wide, how, "mlpwi_1" if spec.gated else "mlpwi", bias=spec.bias)
     self.down = Linear(make.at("down"), wide, x, how, "mlpwo", bias=spec.bias)
 
-  def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The output, and what a layer reports (nothing here; experts report their load)."""
+  def __call__(self, x: jax.Array, real: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The output, and what a layer reports (nothing here; experts report their load, of tokens that are `real`)."""
     up = self._bounded(self.up(x))
     gate = None if self.gate is None else self._bounded(self.gate(x), from_below=False)
     hidden = self._activate(up) if gate is None else self._activate(gate) * up

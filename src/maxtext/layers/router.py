@@ -13,7 +13,7 @@ from flax import nnx
 from maxtext.layers.dispatch import Routing
 from maxtext.layers.how import How
 from maxtext.layers.linear import Linear
-from maxtext.layers.make import Buffer, Make
+from maxtext.layers.make import Buffer, Make, Statistic
 from maxtext.mesh.explicit import by_compiler
 
 
@@ -47,7 +47,7 @@ class Router:
     groups: limits the choice.
     bias: the logits have a learned bias.
     selection_bias: a number per expert is added to scores when experts are chosen, but not to their weights.
-    selection_bias_rate: what that number moves by in each step, up for experts with less than an even load.
+    selection_bias_rate: what that number moves by in each update, up for experts with less than an even load.
     expert_scale: a learned number per expert multiplies its weight.
     input_norm: epsilon of a norm of what enters, with a learned scale over sqrt(E); None takes the input as it is.
     float32: logits are computed in float32 whatever the run's number format.
@@ -84,11 +84,16 @@ class TopKRouter(nnx.Module):
     self.selection_bias = (
       make("selection_bias", *per_expert, kind=Buffer, dtype=jnp.float32) if spec.selection_bias else None
     )
+    self.tokens = (
+      make("tokens", *per_expert, kind=Statistic, dtype=jnp.float32)
+      if spec.selection_bias and spec.selection_bias_rate
+      else None
+    )
     self.expert_scale = make("expert_scale", *per_expert, fill=1.0) if spec.expert_scale else None
     self.input_scale = make("input_scale", (width,), ("norm",), fill=1.0) if spec.input_norm is not None else None
 
-  def __call__(self, x: jax.Array) -> tuple[Routing, dict[str, jax.Array]]:
-    """Also moves the selection bias, where it has a rate."""
+  def __call__(self, x: jax.Array, real: jax.Array | None = None) -> tuple[Routing, dict[str, jax.Array]]:
+    """Tokens that are not `real` [B,S] are routed too, but do not count in the load."""
     spec = self.spec
     scores = _SCORES[spec.score](self._logits(x))
     experts = self._choose(jax.lax.stop_gradient(scores))
@@ -101,16 +106,24 @@ class TopKRouter(nnx.Module):
       weights = weights * by_compiler(
         lambda scale, experts: scale[experts], jax.typeof(experts).sharding, scale, experts
       )
-    load = jax.nn.one_hot(experts, spec.count, dtype=jnp.float32).mean((0, 1)).sum(0)  # tokens of each, per token
+    counted = None if real is None else self.how.shard(real.astype(jnp.float32), *_TOKENS)
+    tokens, total = _sum(jax.nn.one_hot(experts, spec.count, dtype=jnp.float32).sum(2), counted)
+    load = tokens / total  # of each expert, per token
     even = spec.per_token / spec.count
     report = {"expert_load": load.max() / even}
     if spec.balance_weight:
-      share = (scores / scores.sum(-1, keepdims=True)).mean((0, 1))
+      share = _sum(scores / scores.sum(-1, keepdims=True), counted)[0] / total
       report["load_balance_loss"] = spec.balance_weight * spec.count * (load * share).sum()
-    if self.selection_bias is not None and spec.selection_bias_rate:
-      moved = self.selection_bias[...] + spec.selection_bias_rate * jnp.sign(even - load)
-      self.selection_bias.set_value(jax.lax.stop_gradient(moved))
+    if self.tokens is not None:
+      self.tokens.set_value(self.tokens[...] + jax.lax.stop_gradient(tokens))
     return Routing(experts, weights), report
+
+  def end_update(self) -> None:
+    """Moves the selection bias, by the load of the whole update: a step of its rate towards an even one."""
+    if self.tokens is not None and self.selection_bias is not None:
+      tokens = self.tokens[...]
+      step = self.spec.selection_bias_rate * jnp.sign(tokens.mean(-1, keepdims=True) - tokens)
+      self.selection_bias.set_value(self.selection_bias[...] + step)
 
   def _logits(self, x: jax.Array) -> jax.Array:
     epsilon = self.spec.input_norm
@@ -135,4 +148,12 @@ class TopKRouter(nnx.Module):
     return jax.lax.top_k(scores, self.spec.per_token)[1]
 
 
+def _sum(values: jax.Array, counted: jax.Array | None) -> tuple[jax.Array, jax.Array | float]:
+  """The sum [X] of values [B,S,X] over the tokens that count [B,S], and how many those are."""
+  if counted is None:
+    return values.sum((0, 1)), float(values.shape[0] * values.shape[1])
+  return (values * counted[..., None]).sum((0, 1)), jnp.maximum(counted.sum(), 1.0)
+
+
+_TOKENS = ("activation_batch", "activation_norm_length")
 _SCORES = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}

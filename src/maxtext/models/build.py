@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs import types as t
 from maxtext.configs.derived import scaled_sizes
-from maxtext.configs.refusals import default_of, plain
+from maxtext.configs.refusals import default_of, keys_without_effect, plain
 from maxtext.configs.types import DecoderBlockType, KvQuantAxis
 from maxtext.layers.cache import Rounding
 from maxtext.layers.how import How
@@ -77,7 +77,8 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
   read = cast(MaxTextConfig, reader)
   spec = with_features(read, FAMILIES[config.decoder_block].spec(read))
   keys = _DESCRIBES_EXPERTS.union(*(section.model_fields for section in _DESCRIBES_A_MODEL))
-  for key in sorted(keys - reader.read - _READ_ELSEWHERE):
+  unread = keys - reader.read - _READ_ELSEWHERE
+  for key in sorted(unread - keys_without_effect(config, unread).keys()):
     value = getattr(config, key)
     if value != default_of(key):
       raise ConfigError(

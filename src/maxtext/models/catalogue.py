@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from maxtext.configs import MaxTextConfig
-from maxtext.configs.loader import load_config, model_names
+from maxtext.configs.loader import load_config, model_names, same_model
 from maxtext.models.build import abstract_model, weight_table
 from maxtext.models.flops import active_share
 from maxtext.models.spec import DecoderSpec, Group
@@ -21,6 +21,7 @@ class Entry:
     parameters: all of them; `active_parameters`: those that one token meets.
     context: the most positions it was made for.
     converts: every weight has a name in Hugging Face files.
+    same_as: the model that it is another name for, with the very same keys; empty where there is none.
   """
 
   name: str
@@ -29,6 +30,7 @@ class Entry:
   active_parameters: int
   context: int
   converts: bool
+  same_as: str
 
 
 def catalogue() -> list[Entry]:
@@ -48,20 +50,23 @@ def entry(name: str) -> Entry:
     sum(int(model.struct(name).size * active_share(model, name)) for name in model.weight_names),
     config.trainable_position_size if config.trainable_position_size > 0 else config.max_position_embeddings,
     all(find(table, path) for path in model.weight_names),
+    same_model(name),
   )
 
 
 def picture(name: str) -> str:
-  """A model's layers, from the tokens to the logits, as text."""
+  """The layers of a model, or of a recipe's or a file's, from the tokens to the logits, as text."""
   config = _configuration(name)
   model, about = abstract_model(config), entry(name)
   active = "" if about.active_parameters == about.parameters else f", {about.active_parameters:,} for each token"
-  lines = [f"{name} ({about.family}): {about.parameters:,} parameters{active}, {about.context:,} positions", ""]
-  return "\n".join(lines + _layers(model.spec))
+  lines = [f"{name} ({about.family}): {about.parameters:,} parameters{active}, {about.context:,} positions"]
+  lines += [f"the same as {about.same_as}, under another name"] if about.same_as else []
+  return "\n".join([*lines, "", *_layers(model.spec)])
 
 
 def _configuration(name: str) -> MaxTextConfig:
-  return load_config(name, dataset_type="synthetic", per_device_batch_size=1)
+  """A recipe brings its data with it, a model needs none."""
+  return load_config(name, dataset_type="synthetic") if name in model_names() else load_config(name)
 
 
 def _layers(spec: DecoderSpec) -> list[str]:

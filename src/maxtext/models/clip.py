@@ -9,8 +9,8 @@ from maxtext.models.model import Model, Params
 
 
 def clip_queries_and_keys(model: Model, threshold: float, params: Params, buffers: Params) -> tuple[Params, Params]:
-  """Parameters and buffers after an update; what layers kept of their logits is forgotten."""
-  params, buffers = dict(params), dict(buffers)
+  """Parameters after an update, by the largest logits among the buffers, which stay as they are."""
+  params = dict(params)
   for path, mixer in _mixers(model):
     largest = buffers.get(f"{path}/largest_logit")
     if largest is None:
@@ -18,7 +18,6 @@ def clip_queries_and_keys(model: Model, threshold: float, params: Params, buffer
     gamma = jnp.minimum(1.0, threshold / jnp.maximum(largest, threshold))
     own = {name.removeprefix(f"{path}/"): value for name, value in params.items() if name.startswith(f"{path}/")}
     params |= {f"{path}/{name}": value for name, value in mixer.clipped(own, gamma).items()}
-    buffers[f"{path}/largest_logit"] = jnp.zeros_like(largest)
   return params, buffers
 
 

@@ -69,7 +69,7 @@ def dispatch(config: MaxTextConfig, mesh: Mesh) -> Dispatch:
   return Dispatch(
     method="dropless" if c.sparse_matmul else "capacity" if c.capacity_factor > 0 else "dense",
     capacity=c.capacity_factor,
-    buffer=c.ragged_buffer_factor if c.ragged_buffer_factor > 0 else None,
+    buffer=c.ragged_buffer_factor if c.sparse_matmul and c.ragged_buffer_factor > 0 else None,
     wi=wi,
     wo=wo,
     carrier=None if c.use_ring_of_experts else Carrier("reference" if platform == "cpu" else "ragged_all_to_all"),

@@ -1,12 +1,27 @@
 """Decoders in which most layers are gated delta nets and every so many is gated attention."""
 
-from maxtext.configs import MaxTextConfig
+from typing import Any
+
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.attention import QueryKeyNorm
 from maxtext.layers.block import FeedForward
 from maxtext.layers.delta_net import DeltaNet
 from maxtext.models import standard
 from maxtext.models.experts import expert_width
-from maxtext.models.hugging_face import EXPERTS, STANDARD, rope
+from maxtext.models.hugging_face import (
+  EXPERTS,
+  EXPERTS_READS,
+  NO_DENSE_LAYERS,
+  READS,
+  STANDARD,
+  Entries,
+  Field,
+  absent,
+  interval_of,
+  layer_types,
+  rope,
+  rope_entries,
+)
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Table, Weight, fused, of_layers
 
@@ -51,7 +66,7 @@ def weights(spec: DecoderSpec, delta: Table) -> Table:
   return own | standard.WEIGHTS | standard.EXPERTS | standard.shared_expert("mlp.shared_expert")
 
 
-FIELDS = {
+FIELDS: dict[str, Field] = {
   **STANDARD,
   **EXPERTS,
   "shared_expert_intermediate_size": lambda c: expert_width(c) * c.shared_experts,
@@ -62,4 +77,30 @@ FIELDS = {
   "linear_conv_kernel_dim": "gdn_conv_kernel_dim",
   "full_attention_interval": "inhomogeneous_layer_cycle_interval",
   "rope_parameters": lambda c: rope(c) | {"partial_rotary_factor": c.partial_rotary_factor},
+}
+
+
+def _read(said: Entries) -> dict[str, Any]:
+  """A share of each head is turned; the shared expert is as wide as some of the others together."""
+  shared, rest = divmod(said["shared_expert_intermediate_size"], said["moe_intermediate_size"])
+  if rest:
+    raise ConfigError(
+      f"config.json has shared_expert_intermediate_size={said['shared_expert_intermediate_size']}, and here it is a "
+      f"multiple of moe_intermediate_size={said['moe_intermediate_size']}."
+    )
+  share = rope_entries(said).get("partial_rotary_factor") or said["partial_rotary_factor"]
+  return {"shared_experts": shared, "partial_rotary_factor": share}
+
+
+HYBRID_READS = (*READS, *EXPERTS_READS, _read, {"use_qk_norm": True})
+ABSENT = absent(
+  norm_topk_prob=True,
+  partial_rotary_factor=0.25,
+  full_attention_interval=lambda said: interval_of(said.get("layer_types"), 4),
+  intermediate_size=lambda said: said["moe_intermediate_size"],
+)
+EXPECTS: dict[str, Field] = {
+  **NO_DENSE_LAYERS,
+  "decoder_sparse_step": lambda c: 1,
+  "layer_types": layer_types("linear_attention", "inhomogeneous_layer_cycle_interval"),
 }

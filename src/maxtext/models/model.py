@@ -27,12 +27,14 @@ class Model:
   Attributes:
     params: {path: shape, dtype and sharding} of what is trained.
     buffers: the same for what no gradient touches: buffers of layers, and parameters that are not trained.
+    statistics: the same for what layers measure over an update, and nothing keeps.
   """
 
   spec: DecoderSpec
   how: How
   params: dict[str, jax.ShapeDtypeStruct]
   buffers: dict[str, jax.ShapeDtypeStruct]
+  statistics: dict[str, jax.ShapeDtypeStruct]
   _graph: Any
   _variables: tuple[tuple[str, tuple, type[nnx.Variable], dict[str, Any]], ...]
 
@@ -43,13 +45,15 @@ class Model:
     variables: list[tuple] = []
     params: dict[str, jax.ShapeDtypeStruct] = {}
     buffers: dict[str, jax.ShapeDtypeStruct] = {}
+    statistics: dict[str, jax.ShapeDtypeStruct] = {}
     for path, variable in nnx.to_flat_state(state):
       name, value = _name(path), variable.get_value()
       variables.append((name, path, type(variable), variable.get_metadata()))
       sharding = how.rules.sharding(how.mesh, variable.axes, value.shape)
       struct = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-      (buffers if isinstance(variable, Buffer) or not trained(name) else params)[name] = struct
-    return Model(spec, how, params, buffers, graph, tuple(variables))
+      own = buffers if isinstance(variable, Buffer) or not trained(name) else params
+      (statistics if isinstance(variable, Statistic) else own)[name] = struct
+    return Model(spec, how, params, buffers, statistics, graph, tuple(variables))
 
   @property
   def size(self) -> int:
@@ -58,8 +62,8 @@ class Model:
 
   @property
   def weight_names(self) -> list[str]:
-    """What a file of weights holds: every parameter and buffer but those of hooks and what a run measures."""
-    return [n for n, _, kind, _ in self._variables if "/hooks/" not in n and not issubclass(kind, Statistic)]
+    """What a file of weights holds: every parameter and buffer but those of hooks."""
+    return [n for n, *_ in self._variables if "/hooks/" not in n and n not in self.statistics]
 
   @property
   def named_dimensions(self) -> dict[str, tuple[str | None, ...]]:
@@ -91,10 +95,10 @@ class Model:
   @cached_property
   def shapes(self) -> Decoder:
     """The decoder with shapes for values, to ask what it is made of."""
-    return self._bound({**self.params, **self.buffers})
+    return self._bound({**self.params, **self.buffers, **self.statistics})
 
   def bind(self, params: Params) -> Decoder:
-    """The decoder with these parameters and buffers, or what `apart` makes of them.
+    """The decoder with these parameters and buffers, or what `apart` makes of them; statistics are zero if not given.
 
     It costs Python time, so call it inside `jax.jit`.
     """
@@ -118,6 +122,8 @@ class Model:
   def _whole(self, params: Params, name: str) -> jax.Array:
     if name in params:
       return params[name]
+    if (statistic := self.statistics.get(name)) is not None:
+      return jnp.zeros(statistic.shape, statistic.dtype)
     return jnp.stack([params[_of_layer(name, i)] for i in range(self.struct(name).shape[0])])
 
   def _bound(self, values: Mapping[str, Any]) -> Decoder:
@@ -125,13 +131,24 @@ class Model:
     return nnx.merge(self._graph, nnx.from_flat_state(state))
 
   def buffers_of(self, decoder: Decoder) -> Params:
-    """The buffers as a decoder left them."""
+    """The buffers and statistics as a decoder left them."""
     values = _values(nnx.state(decoder))
-    return {n: values[n] for n in self.buffers}
+    return {n: values[n] for n in (*self.buffers, *self.statistics)}
+
+  def end_update(self, params: Params, buffers: Params) -> Params:
+    """The buffers after an update, from those and the statistics of all its micro-batches."""
+    if not self.statistics:
+      return buffers
+    decoder = self.bind(params | buffers)
+    for _, module in nnx.iter_modules(decoder):
+      if hasattr(module, "end_update"):
+        module.end_update()
+    ended = self.buffers_of(decoder)
+    return {name: ended[name] for name in self.buffers}
 
   def struct(self, name: str) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of a parameter or buffer."""
-    return self.params.get(name) or self.buffers[name]
+    return self.params.get(name) or self.buffers.get(name) or self.statistics[name]
 
 
 def _values(state: Any) -> Params:

@@ -28,6 +28,8 @@ def placements(model: Model) -> list[Placement]:
   """Every parameter and buffer, in the order of the model."""
   rows = []
   for path, axes in model.named_dimensions.items():
+    if path in model.statistics:
+      continue
     struct = model.struct(path)
     local = struct.sharding.shard_shape(struct.shape)
     parts = tuple(struct.sharding.spec) + (None,) * (len(struct.shape) - len(struct.sharding.spec))

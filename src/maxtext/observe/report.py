@@ -1,13 +1,13 @@
 """A page of pictures from the figures of one or more runs."""
 
 import html
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from maxtext.configs import ConfigError
+from maxtext.observe.figure_lines import parse_line
 from maxtext.observe.page import COLOURS, figure, page
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 560, 260, 64, 20, 34, 14
@@ -49,12 +49,10 @@ def write_report(folders: Sequence[Path], target: Path) -> Path:
 def _read(folder: Path) -> Run:
   path = folder / "metrics.jsonl"
   try:
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    lines = path.read_text(errors="replace").splitlines()
   except OSError as error:
     raise ConfigError(f"{folder} is not a run's folder: {path.name} cannot be read ({error.strerror}).") from None
-  except ValueError:
-    raise ConfigError(f"{path} is damaged: not every line is a JSON object.") from None
-  last = {int(row["step"]): row for row in rows}
+  last = {int(row["step"] or 0): row for line in lines if (row := parse_line(line)) is not None}
   steps = sorted(last)
   return Run(folder.resolve().name, steps, [last[step] for step in steps])
 

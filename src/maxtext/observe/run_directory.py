@@ -1,11 +1,14 @@
 """A run's folder: what it was, what it did, and a page to look at."""
 
+import errno
 import importlib.metadata
 import json
+import os
 import platform
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,12 @@ from typing import Any
 from etils import epath
 
 from maxtext.configs import ConfigError
+from maxtext.configs.secrets import redacted_words
+from maxtext.configs.types import DerivedValues
+from maxtext.observe.growing_file import is_mistake
 from maxtext.observe.report import write_report
 
-_LIBRARIES = ("maxtext", "jax", "jaxlib", "flax", "optax", "numpy", "libtpu")
+_LIBRARIES = ("maxtext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "libtpu")
 
 
 @dataclass(frozen=True)
@@ -36,25 +42,43 @@ class RunDirectory:
     """Where a run is, or will be; an empty base is ./runs."""
     return RunDirectory(_disk(base) / name, epath.Path(base) / name if "://" in base else None)
 
+  def make(self) -> None:
+    """Makes the folder, or says before anything is computed that it cannot be written."""
+    try:
+      self.path.mkdir(parents=True, exist_ok=True)
+      if not os.access(self.path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+      self._not_written(error)
+
   def begin(self, config: Mapping[str, Any] | None) -> None:
-    """Makes the folder and writes down what the run is.
+    """Writes down what the run is, once it is known that it starts: a start that fails must not replace the record of
+    the run that was there.
 
     Args:
       config: every key with its value and origin, or None to leave it out.
     """
     facts = {
       "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-      "command": sys.argv,
+      "command": redacted_words(sys.argv),
       "python": platform.python_version(),
-      "versions": {library: version for library in _LIBRARIES if (version := _version(library))},
+      "versions": library_versions(),
     }
     try:
       self.path.mkdir(parents=True, exist_ok=True)
-      (self.path / "run.json").write_text(_json(facts))
+      _replace(self.path / "run.json", _json(facts))
       if config is not None:
-        (self.path / "config.json").write_text(_json(config))
+        _replace(self.path / "config.json", _json(config))
     except OSError as error:
-      raise ConfigError(f"base_output_directory={self.path.parent} cannot be written: {error.strerror}.") from None
+      self._not_written(error)
+
+  def last_config(self) -> Mapping[str, Any]:
+    """What the last start of this run wrote; empty where there was none, or it cannot be read."""
+    try:
+      found = json.loads((self.path / "config.json").read_text())
+    except (OSError, ValueError):
+      return {}
+    return found if isinstance(found, dict) else {}
 
   def store_config(self, config: Mapping[str, Any]) -> None:
     """Writes the configuration into the store too."""
@@ -70,6 +94,29 @@ class RunDirectory:
     """Draws the report; returns where it is."""
     return write_report([self.path], self.path / "report.html")
 
+  def discard_if_empty(self) -> None:
+    """Removes a folder that nothing was written to."""
+    with suppress(OSError):
+      self.path.rmdir()
+
+  def _not_written(self, error: OSError) -> None:
+    if is_mistake(error):
+      raise ConfigError(f"base_output_directory={self.path.parent} cannot be written: {error.strerror}.") from None
+    print(f"maxtext: what this run is cannot be written to {self.path}: {error.strerror}.", flush=True)
+
+
+def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+  """What differs between two records of a configuration, as 'key old -> new'; but for where and how a run is kept."""
+  values = json.loads(_json({key: entry["value"] for key, entry in now.items() if key not in _UNTOLD}))
+  old = {key: entry["value"] for key, entry in before.items() if isinstance(entry, dict) and "value" in entry}
+  changed = {key: (old[key], value) for key, value in values.items() if key in old and old[key] != value}
+  return [f"{key} {_short(was)} -> {_short(value)}" for key, (was, value) in changed.items()]
+
+
+def library_versions() -> dict[str, str]:
+  """What is installed of the libraries that decide what a run computes and keeps."""
+  return {library: version for library in _LIBRARIES if (version := _version(library))}
+
 
 def readable_name(base: str, model: str) -> str:
   """A name for a run that was given none, and that no run under this base has: a run of the same name would go on."""
@@ -81,6 +128,27 @@ def readable_name(base: str, model: str) -> str:
 
 def _disk(base: str) -> Path:
   return Path("runs" if "://" in base else base or "runs").expanduser()
+
+
+# Where a run is kept and how; derived values follow from other keys.
+_UNTOLD = {"run_name", "base_output_directory", "jax_cache_dir", "log_config", *DerivedValues.model_fields}
+
+
+def _short(value: Any) -> str:
+  text = value if isinstance(value, str) and value else json.dumps(value)
+  return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _replace(path: Path, text: str) -> None:
+  """Writes a file in the place of another, which stays whole where the disk is full."""
+  new = path.with_name(f".{path.name}.new")
+  try:
+    new.write_text(text)
+    new.replace(path)
+  except OSError:
+    with suppress(OSError):
+      new.unlink()
+    raise
 
 
 def _json(value: Mapping[str, Any]) -> str:

@@ -1,18 +1,26 @@
 """Where the figures of a step go."""
 
 import json
-import math
+import os
+import socket
+import struct
 import sys
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from etils import epath
 
 from maxtext.configs import ConfigError
+from maxtext.observe.figure_lines import cut_after, format_line, lines_until
+from maxtext.observe.growing_file import GrowingFile, is_mistake
 
 Figures = Mapping[str, float]
+
+_MOST_LINES = 100_000  # that wait for an object store
 
 
 class Sink(Protocol):
@@ -61,7 +69,33 @@ class Console:
     if self._bar is not None:
       self._bar.console.print(text, highlight=False)
     else:
-      print(text, file=self._out, flush=True)
+      try:
+        print(text, file=self._out, flush=True)
+      except BrokenPipeError:  # nobody reads any more: that ends a command
+        raise
+      except OSError:  # a file on a full disk
+        pass
+
+
+class Guarded:
+  """A sink whose failures do not end a run: the first is said in one line, and every step tries again."""
+
+  def __init__(self, sink: Sink, name: str) -> None:
+    self._sink, self._name, self._said = sink, name, False
+
+  def write(self, step: int, figures: Figures) -> None:
+    try:
+      self._sink.write(step, figures)
+    except Exception as error:  # of disks, sockets and object stores: figures are not worth a run
+      if not self._said:
+        self._said = True
+        say(f"{self._name} cannot be written: {reason(error)}. The run goes on, and every step tries again.")
+
+  def close(self) -> None:
+    try:
+      self._sink.close()
+    except Exception as error:
+      say(f"{self._name} misses the last figures: {reason(error)}.")
 
 
 class JsonLines:
@@ -71,117 +105,185 @@ class JsonLines:
   """
 
   def __init__(self, path: str | Path, after: int = 0) -> None:
+    self._file = GrowingFile(Path(path), lambda path: cut_after(path, after))
     try:
-      Path(path).parent.mkdir(parents=True, exist_ok=True)
-      _forget_later(Path(path), after)
-      self._file = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
+      self._file.append(b"")
     except OSError as error:
-      raise ConfigError(f"metrics_file={path} cannot be written: {error.strerror}.") from None
+      if is_mistake(error):
+        raise ConfigError(f"metrics_file={path} cannot be written: {error.strerror}.") from None
 
   def write(self, step: int, figures: Figures) -> None:
-    self._file.write(_line(step, figures))
+    self._file.append(format_line(step, figures).encode())
 
   def close(self) -> None:
     self._file.close()
 
 
 class StoredLines:
-  """The same lines in a folder of an object store, where files cannot grow: one for every `period` steps."""
+  """The same lines in a folder of an object store, where files cannot grow: one for every `period` steps.
 
-  def __init__(self, folder: epath.Path, period: int, after: int = 0) -> None:
-    self._folder, self._period, self._lines = folder, period, list[str]()
-    for path in folder.glob("*.jsonl") if folder.exists() else ():
-      lines = path.read_text().splitlines(keepends=True)
-      kept = _until(lines, after)
-      if not kept:
-        path.unlink()
-      elif len(kept) < len(lines):
-        path.write_text("".join(kept))
+  A store may take its time, so a thread of its own talks to it and the run never waits but at its end, for `patience`
+  seconds. What the store does not take goes into the next file.
+  """
+
+  def __init__(self, folder: epath.Path, period: int, after: int = 0, patience: float = 30.0) -> None:
+    self._folder, self._period, self._after, self._patience = folder, period, after, patience
+    self._lines: list[str] = []
+    self._error: Exception | None = None
+    self._due, self._closing = True, False
+    self._changed = threading.Condition()
+    self._thread = threading.Thread(target=self._serve, daemon=True)
+    self._thread.start()
 
   def write(self, step: int, figures: Figures) -> None:
-    self._lines.append(_line(step, figures))
-    if step % self._period == 0:
-      self._store()
+    with self._changed:
+      if len(self._lines) < _MOST_LINES:
+        self._lines.append(format_line(step, figures))
+      self._due |= step % self._period == 0
+      self._changed.notify()
+      error, self._error = self._error, None
+    if error is not None:
+      raise error
 
   def close(self) -> None:
+    with self._changed:
+      self._closing = True
+      self._changed.notify()
+    self._thread.join(self._patience)
     if self._lines:
-      self._store()
+      raise self._error or TimeoutError(f"the store did not answer for {self._patience:g} seconds")
 
-  def _store(self) -> None:
-    first = json.loads(self._lines[0])["step"]
-    try:
-      (self._folder / f"from-step-{first:09}.jsonl").write_text("".join(self._lines))
-    except Exception as error:  # gcsfs has many: figures are not worth a run, and the next bring these along
-      print(f"maxtext: figures from step {first} could not be stored: {error}", flush=True)
-    else:
-      self._lines = []
+  def _serve(self) -> None:
+    cut = False
+    while True:
+      with self._changed:
+        self._changed.wait_for(lambda: self._due or self._closing)
+        self._due, last, lines = False, self._closing, list(self._lines)
+      try:
+        if not cut:
+          self._cut_after()
+          cut = True
+        if lines:
+          first = json.loads(lines[0])["step"]
+          (self._folder / f"from-step-{first:09}.jsonl").write_text("".join(lines))
+      except Exception as error:  # gcsfs has many
+        self._error = error
+      else:
+        with self._changed:
+          del self._lines[: len(lines)]
+      if last:
+        return
+
+  def _cut_after(self) -> None:
+    """Removes what a run that went back to an earlier step will write again."""
+    for path in self._folder.glob("*.jsonl") if self._folder.exists() else ():
+      text = path.read_bytes().decode(errors="replace")
+      kept = lines_until(text, self._after)
+      if not kept:
+        path.unlink()
+      elif kept != text:
+        path.write_text(kept)
 
 
 class TensorBoard:
-  """Event files that `tensorboard --logdir` shows. The library is slow to load, so that is done beside compiling."""
+  """Event files that `tensorboard --logdir` shows. The library is slow to load, so that is done beside compiling.
+
+  Only its messages are taken from the library: its writer's thread dies on a full disk, and all wait for it then.
+  """
 
   def __init__(self, folder: Path) -> None:
-    self._writer: Any = None
-    self._loading = threading.Thread(target=self._load, args=(str(folder),))
+    name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+    self._file, self._begun = GrowingFile(folder / name), False
+    self._loading = threading.Thread(target=_load_tensorboard, daemon=True)
     self._loading.start()
-
-  def _load(self, folder: str) -> None:
-    from tensorboardX import SummaryWriter
-
-    self._writer = SummaryWriter(folder)
 
   def write(self, step: int, figures: Figures) -> None:
     self._loading.join()
-    for name, value in figures.items():
-      self._writer.add_scalar(name, value, step)
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
+
+    data, now = b"", time.time()
+    if not self._begun:
+      data, self._begun = _record(Event(wall_time=now, file_version="brain.Event:2").SerializeToString()), True
+    values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+    self._file.append(
+      data + _record(Event(wall_time=now, step=step, summary=Summary(value=values)).SerializeToString())
+    )
 
   def close(self) -> None:
     self._loading.join()
-    self._writer.close()
+    self._file.close()
+
+
+PROMETHEUS_ADDRESS = "MAXTEXT_PROMETHEUS_ADDRESS"
 
 
 class Prometheus:
-  """The last figures at http://<host>:<port>/metrics, for a monitor that comes by."""
+  """The last figures at http://<host>:<port>/metrics, for a monitor that comes by; once the port is free.
+
+  It listens where `MAXTEXT_PROMETHEUS_ADDRESS` in the environment says. Else a run on one machine shows itself to that
+  machine alone, and one on several to all, since its monitor is elsewhere.
+  """
 
   def __init__(self, port: int) -> None:
-    from prometheus_client import CollectorRegistry, Gauge, start_http_server
+    from prometheus_client import CollectorRegistry, Gauge
 
+    self._address = os.environ.get(PROMETHEUS_ADDRESS) or ("127.0.0.1" if _on_one_machine() else "0.0.0.0")
+
+    self._port = port
+    self._server: Any = None
     self._registry, self._gauge, self._gauges = CollectorRegistry(), Gauge, {}  # type: ignore[var-annotated]
-    try:
-      self._server, _ = start_http_server(port, registry=self._registry)
-    except OSError as error:
-      raise ConfigError(f"prometheus_port={port} cannot be listened on: {error.strerror}.") from None
 
   def write(self, step: int, figures: Figures) -> None:
     for name, value in {"step": step, **figures}.items():
       if name not in self._gauges:
         self._gauges[name] = self._gauge(f"maxtext_{name}", f"{name} of the last step", registry=self._registry)
       self._gauges[name].set(value)
+    if self._server is None:
+      from prometheus_client import start_http_server
+
+      self._server, _ = start_http_server(self._port, self._address, registry=self._registry)
 
   def close(self) -> None:
-    self._server.shutdown()
-    self._server.server_close()
+    if self._server is not None:
+      self._server.shutdown()
+      self._server.server_close()
 
 
-def _line(step: int, figures: Figures) -> str:
-  finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-  return json.dumps({"step": step, **finite}) + "\n"
+def reason(error: Exception) -> str:
+  """What an error says, in a line."""
+  said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+  return " ".join(said.split()) or type(error).__name__
 
 
-def _until(lines: list[str], after: int) -> list[str]:
-  """Without the lines of steps after that one, and a last line that a killed process left half-written."""
-  return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= after]
+def _on_one_machine() -> bool:
+  """Whether all processes of the run are here: there is one, or they meet at an address that nobody else reaches."""
+  import jax
+
+  return jax.process_count() == 1 or os.environ.get("JAX_COORDINATOR_ADDRESS", "").startswith(("127.", "localhost:"))
 
 
-def _forget_later(path: Path, after: int) -> None:
-  if not path.exists():
-    return
-  lines = path.read_text().splitlines(keepends=True)
-  kept = _until(lines, after)
-  if len(kept) < len(lines):
-    shorter = path.with_name(f"{path.name}.tmp")
-    shorter.write_text("".join(kept))
-    shorter.replace(path)
+def say(what: str, out: TextIO | None = None) -> None:
+  """A line of the run's own; the console may be a file on a full disk, and ends nothing by that."""
+  with suppress(OSError):
+    print(f"maxtext: {what}", file=out, flush=True)
+
+
+def _load_tensorboard() -> None:
+  with suppress(ImportError):  # who needs it next says so
+    import tensorboardX.proto.event_pb2  # noqa: F401
+
+
+def _record(data: bytes) -> bytes:
+  """Framed as TensorFlow's records are: length, its checksum, the data, its checksum."""
+  from tensorboardX.crc32c import crc32c
+
+  def checksum(part: bytes) -> bytes:
+    crc = crc32c(part) & 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+  length = struct.pack("<Q", len(data))
+  return length + checksum(length) + data + checksum(data)
 
 
 def _progress_bar(steps: range) -> Any:

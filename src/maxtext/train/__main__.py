@@ -1,8 +1,6 @@
-"""`python -m maxtext.train [file.yml] key=value ...` is `maxtext train`."""
+"""`python -m maxtext.train`: the same as `maxtext train`."""
 
-import sys
-
-from maxtext.cli.main import main
+from maxtext.cli.forwarding import forward
 
 if __name__ == "__main__":
-  sys.exit(main(["train", *sys.argv[1:]]))
+  forward("maxtext.train")

@@ -2,7 +2,8 @@
 
 A replica is a slice of arrays whose first dimension is split over the mesh axis `diloco`; nothing crosses that axis
 between meetings. At a meeting the mean of what the replicas moved by is a gradient for an outer optimizer, Nesterov's,
-and all start again from its parameters. Those are the run's parameters: what is evaluated, saved and handed on.
+and all start again from its parameters, and from the mean of their buffers. Those are the run's: what is evaluated,
+saved and handed on.
 """
 
 from collections.abc import Callable
@@ -86,13 +87,16 @@ class Diloco:
       parts = jax.tree.map(lambda x: x.reshape(self.replicas, -1, *x.shape[1:]), batch)
       moved, metrics = every(TrainState(state.step, apart.params, apart.buffers, apart.opt_state), parts)
       together = moved.step % self.period == 0
-      params, outer = jax.lax.cond(
-        together, self._met, lambda params, outer, _: (params, outer), state.params, apart.outer, moved.params
+      ours = state.params, state.buffers
+      (params, buffers), outer = jax.lax.cond(
+        together, self._met, lambda ours, outer, *_: (ours, outer), ours, apart.outer, moved.params, moved.buffers
       )
-      own = jax.tree.map(lambda new, own: jnp.where(together, new[None], own), params, moved.params)
-      kept = Apart(own, moved.buffers, moved.opt_state, outer)
+      own, own_buffers = jax.tree.map(
+        lambda new, own: jnp.where(together, new[None], own), (params, buffers), (moved.params, moved.buffers)
+      )
+      kept = Apart(own, own_buffers, moved.opt_state, outer)
       figures = {name: m.sum(0) if name == "tokens" else m.mean(0) for name, m in metrics.items()}
-      return TrainState(moved.step, params, jax.tree.map(lambda b: b[0], moved.buffers), kept), figures
+      return TrainState(moved.step, params, buffers, kept), figures
 
     return train_step
 
@@ -100,8 +104,14 @@ class Diloco:
   def _outer(self) -> optax.GradientTransformation:
     return optax.sgd(self.learning_rate, self.momentum, nesterov=True)
 
-  def _met(self, params: Any, outer: Any, moved: Any) -> tuple[Any, Any]:
-    """The outer optimizer's update of the parameters that the replicas started from."""
+  def _met(self, ours: tuple[Any, Any], outer: Any, moved: Any, buffers: Any) -> tuple[tuple[Any, Any], Any]:
+    """The outer optimizer's update of the parameters that the replicas started from, and the buffers they agree on."""
+    params, _ = ours
     back = jax.tree.map(lambda old, new: old - new.mean(0), params, moved)
     updates, outer = self._outer.update(back, outer, params)
-    return optax.apply_updates(params, updates), outer
+    return (optax.apply_updates(params, updates), jax.tree.map(_agreed, buffers)), outer
+
+
+def _agreed(buffer: jax.Array) -> jax.Array:
+  """The mean over the replicas [D,...], but to the bit what they have in common: parameters that are not trained."""
+  return jnp.where((buffer == buffer[:1]).all(0), buffer[0], buffer.mean(0).astype(buffer.dtype))

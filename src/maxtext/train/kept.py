@@ -1,19 +1,25 @@
 """What a run starts from and what it keeps: the restore order of its checkpoints, and the callback that saves them."""
 
+import signal
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from maxtext.checkpoint.location import folder_of, steps_in
+from maxtext.checkpoint.location import folder_of, is_there, steps_in
 from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import Fed
-from maxtext.mesh.interrupt import Interrupt
-from maxtext.mesh.multihost import from_first
+from maxtext.distributed.interrupt import Interrupt
+from maxtext.distributed.lease import Lease
+from maxtext.distributed.multihost import from_first
+from maxtext.distributed.shared_folder import refuse_unshared
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.callbacks.guard import LossGuard
 from maxtext.train.program import Program
 from maxtext.train.state import TrainState
+
+if TYPE_CHECKING:
+  from maxtext.checkpoint.restore import Restored
 
 
 class Kept:
@@ -29,6 +35,24 @@ class Kept:
     self._config, self._record = config, record
     self._name = name
     self._folder = folder_of(config.base_output_directory, name)
+    self._began = 0  # the step of its own that it goes on from
+    self._lease = Lease(self._folder.parent, name)
+    self._interrupt = Interrupt()
+
+  def hold(self) -> None:
+    """Sees that all hosts share the run's folder and that no other run is at work in it; without checkpoints nothing in
+    it is worth that. `release` lets go."""
+    if self._config.enable_checkpointing:
+      refuse_unshared("base_output_directory", self._folder.parent)
+      self._lease.acquire()
+
+  def release(self) -> None:
+    """Lets another run of this name begin."""
+    self._lease.release()
+
+  def asked_to_end(self) -> bool:
+    """Whether all processes are to end now, with a checkpoint; all of them ask at the same time."""
+    return self._config.enable_checkpointing and self._interrupt.agreed()
 
   def start(self, program: Program) -> tuple[TrainState, Iterator[Fed]]:
     """The first state and its data: of this run's latest good step, of a named state, of named parameters, or new.
@@ -36,29 +60,28 @@ class Kept:
     Local disks come first where they hold a step that is as late.
     """
     c = self._config
-    if c.enable_emergency_checkpoint:
-      from maxtext.checkpoint.local import local_folder, resume_locally
-
-      latest = max(steps_in(self._folder), default=0)
-      if found := resume_locally(local_folder(c, self._name), program.state, at_least=int(from_first(str(latest)))):
-        _say(f"goes on from {found.folder}")
-        return found.state, program.feed(found.position)
-    if c.enable_checkpointing and self._folder.exists():
-      from maxtext.checkpoint.restore import resume
-
-      if found := resume(c, self._folder, program.state):
-        _say(f"goes on from {found.folder}")
-        return found.state, program.feed(found.position)
-    if c.load_full_state_path:
+    if found := self._own(program):
+      self._began = int(found.state.step)
+    elif c.load_full_state_path:
       from maxtext.checkpoint.restore import load_state
 
       found = load_state(c, "load_full_state_path", c.load_full_state_path, program.state)
+    if found:
       _say(f"goes on from {found.folder}")
       return found.state, program.feed(found.position)
     state = program.init()
     if c.load_parameters_path:
       state = self._with_parameters(program, state)
     return state, program.feed()
+
+  def saved_config(self, step: int) -> Mapping[str, Any]:
+    """What a step of this run was saved with; empty where it is not there, or cannot be read."""
+    from maxtext.checkpoint.record import Record
+
+    try:
+      return Record.read(self._folder / str(step)).config
+    except Exception:  # damage, disks, object stores: it is only for a line
+      return {}
 
   def callbacks(self, guard: LossGuard) -> list[Callback]:
     """What saves, if anything is to be; the guard says which state is not worth it."""
@@ -68,13 +91,32 @@ class Kept:
     from maxtext.checkpoint.writer import Writer
     from maxtext.train.callbacks.save import Save, SaveLocally
 
-    writer = Writer(c, self._folder, self._record)
-    saves: list[Callback] = [Save(writer, Interrupt(), guard, c.save_checkpoint_on_completion)]
+    if jax.process_count() > 1:  # JAX keeps a notice that comes while the step compiles; alone, that ends at once
+      self._interrupt.listen(signal.SIGTERM)
+    writer = Writer(c, self._folder, self._record, self._began, self._lease.check)
+    saves: list[Callback] = [Save(writer, self._interrupt, guard, c.save_checkpoint_on_completion)]
     if c.enable_emergency_checkpoint:
       from maxtext.checkpoint.local import LocalWriter, local_folder
 
       saves.append(SaveLocally(LocalWriter(c, local_folder(c, self._name)), guard))
     return saves
+
+  def _own(self, program: Program) -> "Restored | None":
+    """The latest good step of this run, which local disks may hold."""
+    c = self._config
+    if not c.enable_checkpointing:
+      return None
+    there = from_first("there" if is_there(self._folder) else "") == "there"  # hosts remember names for a while
+    from maxtext.checkpoint.restore import resume, set_blamed_aside
+
+    blamed = set_blamed_aside(self._folder) if there else None
+    if c.enable_emergency_checkpoint:
+      from maxtext.checkpoint.local import local_folder, resume_locally
+
+      latest = int(from_first(str(max(steps_in(self._folder), default=0))))
+      if found := resume_locally(local_folder(c, self._name), program.state, latest, blamed):
+        return found
+    return resume(c, self._folder, program.state) if there else None
 
   def _with_parameters(self, program: Program, state: TrainState) -> TrainState:
     from maxtext.weights.incoming import load_named

@@ -1,9 +1,9 @@
 """A run made ready: the model, the compiled step, and the abstract state and batch it takes. No array exists yet."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from maxtext.configs.derived import eval_batch_size, global_batch_size
 from maxtext.configs.errors import RunError
 from maxtext.configs.types import DatasetType
 from maxtext.data.batch import Batch, Fed, Position
-from maxtext.data.feed import make_feed
+from maxtext.data.feed import OpenData, make_feed, open_data
+from maxtext.distributed.multihost import of_process
 from maxtext.layers.how import How
 from maxtext.mesh.compiler import compiler_options
+from maxtext.mesh.devices import with_devices
 from maxtext.mesh.explicit import by_compiler
-from maxtext.mesh.multihost import of_process
 from maxtext.mesh.rules import LOGICAL_AXES, axes_of, parts_of
 from maxtext.models.build import build_model
 from maxtext.models.clip import clip_queries_and_keys
@@ -53,6 +54,7 @@ class Program:
   def of(config: MaxTextConfig, mesh: Mesh, objective: Objective | None = None) -> "Program":
     """Builds everything that needs no array. Without an objective the run pre-trains."""
     model = build_model(config, mesh)
+    config = with_devices(config, mesh.devices.flatten().tolist())
     if not model.params:
       raise ConfigError(f"trainable_parameters_mask={config.trainable_parameters_mask} leaves nothing to train.")
     optimizer = make_optimizer(config, model.matrices)
@@ -129,15 +131,36 @@ class Program:
     shardings = jax.tree.map(lambda a: a.sharding, self.state)
     return jax.jit(diloco.together, donate_argnums=0, out_shardings=shardings)(state)
 
+  def check_data(self) -> None:
+    """Raises where data of training or evaluation is missing or wrong, before anything costly has begun."""
+    _ = self._data
+    if self.config.eval_interval > 0:
+      _ = self._eval_data
+
+  @cached_property
+  def _data(self) -> OpenData:
+    return open_data(self.config, self.batch)
+
+  @cached_property
+  def _eval_data(self) -> OpenData:
+    return open_data(self.config, self.eval_batch, "eval")
+
   def feed(self, position: Position | None = None) -> Iterator[Fed]:
     """The data from a position on."""
-    return make_feed(self.config, self.batch, position)
+    return make_feed(self.config, self.batch, position, data=self._data)
 
-  def evaluate(self, state: TrainState) -> dict[str, float]:
-    """The objective's figures per target over `eval_steps` batches of the evaluation data, and the targets' number."""
-    feed = make_feed(self.config, self.eval_batch, split="eval")
+  def evaluate(self, state: TrainState, stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
+    """The objective's figures per target over `eval_steps` batches of the evaluation data, and the targets' number.
+
+    None where `stop`, which is asked after every batch, ends it.
+    """
+    feed = make_feed(self.config, self.eval_batch, split="eval", data=self._eval_data)
     batches = islice(feed, None if self.config.eval_steps == -1 else self.config.eval_steps)
-    found = [self._eval_sums(state.params, state.buffers, fed.batch) for fed in batches]
+    found = []
+    for fed in batches:
+      found.append(self._eval_sums(state.params, state.buffers, fed.batch))
+      if stop():
+        return None
     if not found:
       raise RunError("the evaluation data has no batch; leave eval_interval out, or give it more.")
     sums = {name: sum(float(one[name]) for one in found) for name in found[0]}
@@ -209,7 +232,8 @@ def _apart(config: MaxTextConfig, mesh: Mesh) -> diloco.Diloco | None:
 def _compiler_options(config: MaxTextConfig, mesh: Mesh) -> dict[str, str | bool]:
   """What the compiler is told beside the program."""
   dump_flags = config.dump_hlo_xla_flags if config.dump_hlo else ""
-  options = compiler_options(mesh.devices.flat[0], f"{config.compile_xla_flags} {dump_flags}")
+  plan_flags = config.compile_xla_flags if config.compile_topology else ""
+  options = compiler_options(mesh.devices.flat[0], f"{plan_flags} {dump_flags}")
   if not config.dump_hlo or dump_flags:
     return options
   return options | {

@@ -3,24 +3,28 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 from etils import epath
 from jax.sharding import Mesh
 
+from maxtext.checkpoint.tokenizer import keep_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.loader import values_and_origins
 from maxtext.configs.types import ProfilerType
+from maxtext.distributed.multihost import from_first, join, of_process, once, problems_of_all, refuse_unjoined
 from maxtext.mesh.chips import chip_of
 from maxtext.mesh.devices import make_mesh
-from maxtext.mesh.multihost import from_first, join, of_process
 from maxtext.models.flops import train_flops_per_token
 from maxtext.models.placement import placements, table
-from maxtext.observe.run_directory import RunDirectory, readable_name
-from maxtext.observe.sinks import Console, JsonLines, Prometheus, Sink, StoredLines, TensorBoard
+from maxtext.observe.run_directory import RunDirectory, config_changes, readable_name
+from maxtext.observe.sinks import Console, Guarded, JsonLines, Prometheus, Sink, StoredLines, TensorBoard
 from maxtext.observe.stack_traces import StackTraces
 from maxtext.train import compiled
+from maxtext.train.alike import agree_on_start, agree_on_step
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.callbacks.dump import Dump
 from maxtext.train.callbacks.evaluate import Evaluate
@@ -31,6 +35,8 @@ from maxtext.train.kept import Kept
 from maxtext.train.loop import run_loop
 from maxtext.train.program import Program, hlo_folder
 from maxtext.train.state import TrainState
+
+_PATIENCE = 600  # seconds for the slowest process to open its data
 
 
 def train(
@@ -51,23 +57,35 @@ def train(
     if config.debug_sharding and not jax.process_index():
       print(table(program.model), flush=True)
     _refuse_unsharded(program)
+    _check_data(program)
     file = config.compiled_trainstep_file
     step = compiled.load(program, Path(file)) if file else program.step
-    name = from_first(config.run_name or readable_name(config.base_output_directory, config.model_name))
+    name = from_first(config.run_name or _new_name(config))
     record = values_and_origins(config, origins or {})
     kept = Kept(config, name, record)
     run, first = RunDirectory.of(config.base_output_directory, name), jax.process_index() == 0
     if first:
-      run.begin(record if config.log_config else None)
-      if config.save_config_to_gcs:
-        run.store_config(record)
+      closing.callback(run.discard_if_empty)
+    closing.callback(kept.release)
+    kept.hold()
+    if first:
+      run.make()
       closing.callback(_finish, run)
       _introduce(program, run)
     guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
     state, feed = kept.start(program)
+    feed = agree_on_step(program, feed)
+    if first:
+      if int(state.step):
+        _tell_changes(kept.saved_config(int(state.step)) or run.last_config(), record)
+      run.begin(record if config.log_config else None)
+      if config.save_config_to_gcs and run.store:
+        run.store_config(record)
+      if why := keep_tokenizer(config, str(run.store or run.path)):
+        print(f"maxtext: the run's folder has no tokenizer: {why}", flush=True)
     steps = range(int(state.step), config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
     callbacks = [
-      *_evaluations(program),
+      *_evaluations(program, kept),
       *kept.callbacks(guard),
       Report(_sinks(config, steps, run) if first else []),
       guard,
@@ -83,9 +101,23 @@ def train(
     return run_loop(step, state, feed, steps, callbacks, flops, _peak_flops(mesh))
 
 
+def _new_name(config: MaxTextConfig) -> str:
+  """Process 0's is taken; the others do not look, so that no host remembers the folder as one that is not there."""
+  return "" if jax.process_index() else readable_name(config.base_output_directory, config.model_name)
+
+
 def _finish(run: RunDirectory) -> None:
-  if run.metrics.exists() and run.metrics.stat().st_size:
-    print(f"report: {run.finish()}", flush=True)
+  """The report; a run that did what it should does not fail for want of a page."""
+  try:
+    if run.metrics.exists() and run.metrics.stat().st_size:
+      print(f"report: {run.finish()}", flush=True)
+  except OSError as error:
+    print(f"maxtext: the report cannot be written: {error.strerror}.", flush=True)
+
+
+def _tell_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+  if changes := config_changes(before, now):
+    print(f"maxtext: goes on with other values than it was saved with: {', '.join(changes)}", flush=True)
 
 
 def _start(config: MaxTextConfig) -> None:
@@ -94,11 +126,27 @@ def _start(config: MaxTextConfig) -> None:
   if config.jax_cache_dir and not config.dump_hlo:  # a program from the cache passes no compiler
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
   join(config)
+  refuse_unjoined(config)
+  agree_on_start(config)
   if config.enable_jax_profiler:
     jax.profiler.start_server(config.jax_profiler_port)
   platform = jax.default_backend()
   if "hardware" in config.model_fields_set and not config.hardware.startswith(platform):
     raise ConfigError(f"hardware={config.hardware}, but JAX finds {platform} devices: leave hardware out to take them.")
+
+
+def _check_data(program: Program) -> None:
+  """Data that one host lacks ends the run on all of them: the others would wait for it."""
+  problem: ConfigError | None = None
+  try:
+    program.check_data()
+  except ConfigError as error:
+    problem = error
+  problems = problems_of_all(once("data"), str(problem or ""), _PATIENCE)
+  if problem is not None:
+    raise problem
+  if problems:
+    raise ConfigError("; ".join(f"process {process}: {text}" for process, text in sorted(problems.items())))
 
 
 def _refuse_unsharded(program: Program) -> None:
@@ -116,9 +164,10 @@ def _refuse_unsharded(program: Program) -> None:
     )
 
 
-def _evaluations(program: Program) -> list[Callback]:
+def _evaluations(program: Program, kept: Kept) -> list[Callback]:
   c = program.config
-  return [Evaluate(program.evaluate, c.eval_interval, c.target_eval_loss)] if c.eval_interval > 0 else []
+  evaluate = partial(program.evaluate, stop=kept.asked_to_end)
+  return [Evaluate(evaluate, c.eval_interval, c.target_eval_loss)] if c.eval_interval > 0 else []
 
 
 def _profilers(config: MaxTextConfig, run: RunDirectory) -> list[Callback]:
@@ -168,12 +217,13 @@ def _introduce(program: Program, run: RunDirectory) -> None:
 
 def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory) -> list[Sink]:
   files: list[str | Path] = [run.metrics, *([config.metrics_file] if config.metrics_file else [])]
-  sinks: list[Sink] = [JsonLines(file, after=steps.start) for file in files]
-  if config.gcs_metrics:
-    assert run.store is not None
-    sinks.append(StoredLines(run.store / "metrics", config.log_period, after=steps.start))
+  sinks: dict[str, Sink] = {str(file): JsonLines(file, after=steps.start) for file in files}
+  if config.gcs_metrics and run.store:
+    folder = run.store / "metrics"
+    sinks[str(folder)] = StoredLines(folder, config.log_period, after=steps.start)
   if config.enable_tensorboard:
-    sinks.append(TensorBoard(run.path / "tensorboard"))
+    folder = run.path / "tensorboard"
+    sinks[str(folder)] = TensorBoard(folder)
   if config.prometheus_port:
-    sinks.append(Prometheus(config.prometheus_port))
-  return [*sinks, Console(config.log_period, steps)]
+    sinks[f"prometheus_port={config.prometheus_port}"] = Prometheus(config.prometheus_port)
+  return [*(Guarded(sink, name) for name, sink in sinks.items()), Console(config.log_period, steps)]

@@ -56,7 +56,7 @@ def make_train_step(
     clip: largest gradient norm; 0 is no limit. Apart from the optimizer, so that its state does not depend on it.
     accumulation: micro-batches that a batch holds.
     grad_dtype: number format in which gradients are summed and reach the optimizer.
-    after: what happens to parameters and buffers once the optimizer is done.
+    after: what happens to parameters and buffers, with what layers measured, once the optimizer is done.
   """
   optimizer = optax.with_extra_args_support(optimizer)
   places = updated or update_shardings(model, over_data=False)
@@ -77,17 +77,21 @@ def make_train_step(
     grads = {n: (g * factor).astype(g.dtype) for n, g in found.grads.items()}
     params = _placed(state.params, places)
     updates, opt_state = optimizer.update(grads, state.opt_state, params, loss=found.loss, grad_norm=norm)
+    before = optax.tree_utils.tree_get(state.opt_state, "skipped_steps")
     metrics = found.metrics | {
       "loss": found.loss,
       "grad_norm": norm,
-      "learning_rate": jnp.asarray(schedule(state.step)),
+      "learning_rate": jnp.asarray(schedule(state.step if before is None else state.step - before)),
       "tokens": objective.weight(batch),
     }
-    if (skipped := optax.tree_utils.tree_get(opt_state, "skipped_steps")) is not None:
-      metrics["skipped_steps"] = skipped
     params, buffers = optax.apply_updates(params, updates), found.buffers
+    if before is not None:  # an update that is left out leaves everything as it was, buffers too
+      metrics["skipped_steps"] = skipped = optax.tree_utils.tree_get(opt_state, "skipped_steps")
+      start = _zeros(model.statistics) | state.buffers
+      buffers = {n: jnp.where(skipped == before, b, start[n]) for n, b in buffers.items()}
     if after is not None:
       params, buffers = after(params, buffers)
+    buffers = model.end_update(params, buffers)
     return TrainState(state.step + 1, params, buffers, opt_state), metrics
 
   return train_step
@@ -105,8 +109,9 @@ def gradients(
   grad_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> Gradients:
   """Gradients of the whole batch, one micro-batch at a time, each kept where `placed` says, or where its parameter
-  lives."""
+  lives; and the buffers after it, with what layers measured over all of it."""
   total, places = objective.weight(batch), placed or update_shardings(model, over_data=False)
+  buffers = _zeros(model.statistics) | buffers
 
   def loss_of(params: Params, buffers: Params, part: Batch) -> tuple[jax.Array, tuple[Metrics, Params]]:
     decoder = model.bind(params | buffers)
@@ -137,6 +142,10 @@ def evaluation_sums(model: Model, objective: Objective, params: Params, buffers:
   """The objective's sums over a batch, with `loss` and the `weight` they are divided by."""
   loss, metrics = objective(model.bind(params | buffers), batch)
   return metrics | {"loss": loss, "weight": objective.weight(batch)}
+
+
+def _zeros(structs: dict[str, jax.ShapeDtypeStruct]) -> Params:
+  return {n: jnp.zeros(s.shape, s.dtype) for n, s in structs.items()}
 
 
 def _placed(arrays: Params, shardings: Shardings) -> Params:

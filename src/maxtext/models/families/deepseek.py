@@ -4,16 +4,17 @@ Version 3.2 attends only to the keys that an indexer chooses.
 """
 
 import math
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.types import RopeType
 from maxtext.layers.indexer import Indexer
 from maxtext.layers.mla import MLA
 from maxtext.layers.norm import Norm
 from maxtext.models import standard
 from maxtext.models.experts import expert_width, mixture
-from maxtext.models.hugging_face import LEFT_OUT, STANDARD, Field, HuggingFace, rope
+from maxtext.models.hugging_face import READS, STANDARD, Entries, Field, HuggingFace, absent, rope, rope_entries
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Table, Weight
 
@@ -104,28 +105,45 @@ def weights(spec: DecoderSpec) -> Table:
 
 def hugging_face(config: MaxTextConfig) -> HuggingFace:
   """The class there goes by the router and the indexer."""
-  version = "V2" if config.routed_score_func != "sigmoid" else "V32" if config.use_indexer else "V3"
-  own: dict[str, Mapping[str, Field]] = {
-    "V2": _ROUTER_2,
-    "V3": _ROUTER_3 | _AHEAD,
-    "V32": _ROUTER_3 | _AHEAD | _INDEXER,
-  }
+  version = "v2" if config.routed_score_func != "sigmoid" else "v32" if config.use_indexer else "v3"
   # The layer after the last one predicts a token more; where it is read, its copies of embedding and head are not.
   first = config.base_num_decoder_layers
   further = "|".join(str(first + i) for i in range(max(config.mtp_num_layers, 1)))
-  ignored = (rf"model\.layers\.({further})\..*",)
-  name = f"deepseek_{version.lower()}"
-  return HuggingFace(
-    f"Deepseek{version}ForCausalLM", name, {**_FIELDS, **own[version]}, also=("kimi_k2",), ignored=ignored
-  )
+  return replace(_VERSIONS[version], ignored=(rf"model\.layers\.({further})\..*",))
 
 
 def _rope_parameters(c: MaxTextConfig) -> dict[str, Any]:
   return rope(c) | {"mscale": c.mscale, "mscale_all_dim": c.mscale}
 
 
-_FIELDS = {
-  **{name: field for name, field in STANDARD.items() if name != "head_dim"},
+def _read(said: Entries) -> dict[str, Any]:
+  """Attention's scale is corrected for YaRN here, always; no key turns that off."""
+  found = rope_entries(said)
+  if found.get("rope_type") != "yarn":
+    raise ConfigError("config.json has no YaRN, without which this version has no model of this family.")
+  groups = said["n_group"] if said["topk_method"] != "greedy" and said["n_group"] > 1 else -1
+  return {
+    "rope_interleave": said["rope_interleave"],
+    "mscale": found["mscale_all_dim"],
+    "rope_attention_scaling": False,
+    "base_moe_mlp_dim": said["moe_intermediate_size"],
+    "q_lora_rank": said["q_lora_rank"] or 0,
+    "n_routing_groups": groups,
+    "topk_routing_group": said["topk_group"] if groups > 0 else -1,
+  }
+
+
+def _always_interleaved(said: Entries) -> dict[str, Any]:
+  """Whatever the file says: this class does not ask."""
+  return _read({**said, "rope_interleave": True})
+
+
+def _router_3(said: Entries) -> dict[str, Any]:
+  return {"routed_score_func": "sigmoid", "routed_bias": said["topk_method"] == "noaux_tc"}
+
+
+_FIELDS: dict[str, Field] = {
+  **{name: field for name, field in STANDARD.items() if name not in ("head_dim", "attention_bias")},
   "moe_intermediate_size": expert_width,
   "n_routed_experts": "num_experts",
   "num_experts_per_tok": "num_experts_per_tok",
@@ -140,18 +158,60 @@ _FIELDS = {
   "topk_group": lambda c: max(c.topk_routing_group, 1),
   "routed_scaling_factor": "routed_scaling_factor",
   "norm_topk_prob": "norm_topk_prob",
-  "rope_interleave": "rope_interleave",
+  "attention_bias": lambda c: False,
+  "rope_interleave": lambda c: c.rope_type == RopeType.YARN and c.rope_interleave,
   "rope_parameters": _rope_parameters,
 }
-_ROUTER_2 = {"topk_method": lambda c: "group_limited_greedy" if c.n_routing_groups > 1 else "greedy"}
-# What the class of transformers takes for granted, and other readers ask for.
+# What the classes of transformers take for granted, and other readers ask for.
+_ROUTER_2: dict[str, Field] = {"topk_method": lambda c: "group_limited_greedy" if c.n_routing_groups > 1 else "greedy"}
 _ROUTER_3: dict[str, Field] = {
-  "topk_method": lambda c: "noaux_tc" if c.routed_bias else LEFT_OUT,
+  "topk_method": lambda c: "noaux_tc" if c.routed_bias else "group_limited_greedy",
   "scoring_func": "routed_score_func",
 }
-_AHEAD: dict[str, Field] = {"num_nextn_predict_layers": "mtp_num_layers"}
+_AHEAD: dict[str, Field] = {"num_nextn_predict_layers": lambda c: c.mtp_num_layers}
 _INDEXER: dict[str, Field] = {
   "index_topk": "indexer_topk",
   "index_head_dim": "indexer_head_dim",
   "index_n_heads": "indexer_n_heads",
 }
+_READS = (*READS, _read, {"attention_type": "mla"})
+_ABSENT = absent(
+  rope_interleave=True,
+  n_group=1,
+  topk_group=1,
+  q_lora_rank=None,
+  scoring_func="sigmoid",
+  topk_method="noaux_tc",
+  norm_topk_prob=True,
+  first_k_dense_replace=0,
+  routed_scaling_factor=1.0,
+)
+_EXPECTS: dict[str, Field] = {"moe_layer_freq": lambda c: 1}
+_VERSIONS = {
+  "v2": HuggingFace(
+    "DeepseekV2ForCausalLM",
+    "deepseek_v2",
+    {**_FIELDS, **_ROUTER_2},
+    (*_READS, _always_interleaved, {"routed_score_func": "softmax"}),
+    absent={**_ABSENT, "topk_method": "greedy", "norm_topk_prob": False},
+    expects=_EXPECTS,
+  ),
+  "v3": HuggingFace(
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
+    {**_FIELDS, **_ROUTER_3, **_AHEAD},
+    (*_READS, _router_3),
+    absent=_ABSENT,
+    expects=_EXPECTS,
+    also=("kimi_k2",),
+  ),
+  "v32": HuggingFace(
+    "DeepseekV32ForCausalLM",
+    "deepseek_v32",
+    {**_FIELDS, **_ROUTER_3, **_AHEAD, **_INDEXER},
+    (*_READS, _router_3, {"use_indexer": True}),
+    absent=_ABSENT,
+    expects=_EXPECTS,
+  ),
+}
+HUGGING_FACE = tuple(_VERSIONS.values())

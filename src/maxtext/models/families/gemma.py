@@ -2,7 +2,7 @@
 
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard
-from maxtext.models.hugging_face import STANDARD, TIED_HEAD, HuggingFace
+from maxtext.models.hugging_face import READS, STANDARD, TIED_HEAD, HuggingFace, absent
 from maxtext.models.spec import DecoderSpec, cycles
 
 
@@ -15,4 +15,11 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
 
 
 WEIGHTS = standard.WEIGHTS
-HUGGING_FACE = HuggingFace("GemmaForCausalLM", "gemma", STANDARD, ignored=TIED_HEAD)
+HUGGING_FACE = HuggingFace(
+  "GemmaForCausalLM",
+  "gemma",
+  STANDARD,
+  (*READS, {"normalize_embedding_logits": True}),
+  absent=absent(tie_word_embeddings=True, head_dim=256),
+  ignored=TIED_HEAD,
+)

@@ -1,8 +1,10 @@
 """Gemma 2: local and global layers in turn, a norm on either side of each branch, soft caps on both kinds of logits."""
 
+from typing import Any
+
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard
-from maxtext.models.hugging_face import CAPPED, TIED_HEAD, HuggingFace
+from maxtext.models.hugging_face import CAPPED, CAPPED_READS, TIED_HEAD, Entries, HuggingFace, absent, layer_types
 from maxtext.models.spec import DecoderSpec, cycles
 
 # What queries are divided by the root of, where it is not the head's width; no key says so.
@@ -24,7 +26,27 @@ def _query_scalar(c: MaxTextConfig) -> int:
   return _QUERY_SCALAR.get(c.model_name, c.head_dim)
 
 
+def _named_scalar(said: Entries) -> dict[str, Any]:
+  """Where it is not the head's width, it goes by the name of the model that has it."""
+  scalar = said["query_pre_attn_scalar"]
+  names = [name for name, own in _QUERY_SCALAR.items() if own == scalar and said["head_dim"] != scalar]
+  return {"model_name": names[0], "override_model_config": True} if names else {}
+
+
 WEIGHTS = standard.WEIGHTS | standard.SANDWICH
 HUGGING_FACE = HuggingFace(
-  "Gemma2ForCausalLM", "gemma2", {**CAPPED, "query_pre_attn_scalar": _query_scalar}, ignored=TIED_HEAD
+  "Gemma2ForCausalLM",
+  "gemma2",
+  {**CAPPED, "query_pre_attn_scalar": _query_scalar},
+  (*CAPPED_READS, _named_scalar),
+  absent=absent(
+    tie_word_embeddings=True,
+    head_dim=256,
+    sliding_window=4096,
+    query_pre_attn_scalar=256,
+    attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+  ),
+  expects={"layer_types": layer_types("sliding_attention", lambda c: 2)},
+  ignored=TIED_HEAD,
 )

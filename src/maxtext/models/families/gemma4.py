@@ -4,13 +4,26 @@ Norms scale by their weight in float32, queries and keys are normed and so are v
 each layer's output is multiplied by a number of its own. Where there are experts, a dense layer stands beside them.
 """
 
+from typing import Any
+
 from maxtext.configs import MaxTextConfig
 from maxtext.layers.attention import GQA, QueryKeyNorm
 from maxtext.layers.beside import Beside
 from maxtext.layers.experts import Mixture
 from maxtext.models import standard
 from maxtext.models.experts import expert_width, mixture
-from maxtext.models.hugging_face import CAPPED, TIED_HEAD, HuggingFace, rope
+from maxtext.models.hugging_face import (
+  CAPPED,
+  TIED_HEAD,
+  Entries,
+  HuggingFace,
+  absent,
+  activation_keys,
+  capped_keys,
+  layer_types,
+  rope,
+  rope_entries,
+)
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight, fused
 
@@ -86,6 +99,37 @@ WEIGHTS = (
     f"{_OURS}/feed_forward/experts/experts/down/weight": Weight(f"{_THEIRS}.experts.down_proj", transposed=True),
   }
 )
+
+
+def _read(said: Entries) -> dict[str, Any]:
+  """Sizes of global layers are entries of their own, or stand beside the numbers of these layers."""
+  near, far = rope_entries(said, "sliding_attention"), rope_entries(said)
+  layer: Entries = next(iter((said.get("per_layer_config") or {}).values()), {})
+  heads = said.get("num_global_key_value_heads") or layer.get("num_key_value_heads") or said["num_key_value_heads"]
+  keys = {
+    "rope_max_timescale": far.get("rope_theta", 1000000),
+    "global_rope_max_timescale": far.get("rope_theta", 1000000),
+    "local_rope_max_timescale": near.get("rope_theta", 10000),
+    "global_rope_proportion": far.get("partial_rotary_factor", 0.25),
+    "global_head_dim": said.get("global_head_dim") or layer.get("head_dim") or said["head_dim"],
+    "global_num_kv_heads": heads,
+  }
+  if not said.get("enable_moe_block"):
+    return keys
+  return keys | {
+    "num_experts": said["num_experts"],
+    "num_experts_per_tok": said["top_k_experts"],
+    "base_moe_mlp_dim": said["moe_intermediate_size"],
+  }
+
+
+_ALWAYS = {
+  "normalize_embedding_logits": True,
+  "use_post_attn_norm": True,
+  "use_post_ffw_norm": True,
+  "use_qk_norm": True,
+  "v_norm_with_scale": False,
+}
 HUGGING_FACE = HuggingFace(
   "Gemma4ForCausalLM",
   "gemma4_text",
@@ -104,6 +148,13 @@ HUGGING_FACE = HuggingFace(
       "full_attention": rope(c, theta=_far_theta(c), scaled=False)
       | {"rope_type": "proportional", "partial_rotary_factor": c.global_rope_proportion},
     },
+  },
+  (activation_keys, capped_keys, _read, _ALWAYS),
+  absent=absent(tie_word_embeddings=True, head_dim=256, sliding_window=512, attention_k_eq_v=False),
+  expects={
+    "layer_types": layer_types("sliding_attention", lambda c: 6),
+    "num_kv_shared_layers": lambda c: 0,
+    "use_double_wide_mlp": lambda c: False,
   },
   prefixes={"model.language_model.": "model."},
   ignored=(*TIED_HEAD, r"model\.(vision_tower|embed_vision)\..*"),

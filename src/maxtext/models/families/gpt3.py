@@ -1,9 +1,11 @@
 """GPT-3: learned positions, centered norms, biases everywhere, a tied head. Weights are laid out as GPT-2's."""
 
-from maxtext.configs import MaxTextConfig
+from typing import Any
+
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.norm import CenteredNorm
 from maxtext.models import standard
-from maxtext.models.hugging_face import HuggingFace
+from maxtext.models.hugging_face import Entries, HuggingFace
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight, fused
 
@@ -47,6 +49,17 @@ WEIGHTS = {
     ).items()
   },
 }
+
+
+def _read(said: Entries) -> dict[str, Any]:
+  if said["activation_function"] not in ("gelu_new", "gelu_pytorch_tanh"):
+    raise ConfigError(f"config.json has activation_function={said['activation_function']}, and here it is gelu_new.")
+  heads, longest = said["n_head"], min(said["n_positions"], _LONGEST)
+  return {"base_num_kv_heads": heads, "head_dim": said["n_embd"] // heads, "max_target_length": longest}
+
+
+_LONGEST = 2048  # tokens of a text, unless a key says otherwise: there is no position after the last of the table
+_ALWAYS = {"mlp_activations": ["gelu"], "normalize_embedding_logits": False, "fused_qkv": True}
 HUGGING_FACE = HuggingFace(
   "GPT2LMHeadModel",
   "gpt2",
@@ -61,6 +74,19 @@ HUGGING_FACE = HuggingFace(
     "activation_function": lambda c: "gelu_new",
     "tie_word_embeddings": "logits_via_embedding",
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), lambda c: 0.0),
+  },
+  (_read, _ALWAYS),
+  absent={
+    "tie_word_embeddings": True,
+    "n_inner": lambda said: 4 * said["n_embd"],
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "n_positions": lambda said: said["n_ctx"],
+  },
+  expects={
+    "scale_attn_weights": lambda c: True,
+    "scale_attn_by_inverse_layer_idx": lambda c: False,
+    "add_cross_attention": lambda c: False,
   },
   ignored=(r"lm_head\.weight", r".*\.attn\.(masked_)?bias"),
 )

@@ -1,9 +1,11 @@
 """GPT-OSS: local and global layers in turn, a sink per head, biases everywhere, experts with a clamped activation."""
 
+from typing import Any
+
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard
 from maxtext.models.experts import expert_width, mixture
-from maxtext.models.hugging_face import STANDARD, HuggingFace
+from maxtext.models.hugging_face import STANDARD, Entries, HuggingFace, absent, interval_of, layer_types, rope_keys
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight, fused
 
@@ -30,6 +32,20 @@ WEIGHTS = standard.WEIGHTS | {
   f"{_EXPERTS}/experts/down/weight": Weight(f"{_HF_EXPERTS}.experts.down_proj"),
   f"{_EXPERTS}/experts/down/bias": Weight(f"{_HF_EXPERTS}.experts.down_proj_bias"),
 }
+
+
+def _read(said: Entries) -> dict[str, Any]:
+  interval = interval_of(said.get("layer_types"), 2)
+  return {"base_mlp_dim": said["intermediate_size"], "inhomogeneous_layer_cycle_interval": interval}
+
+
+_ALWAYS = {
+  "mlp_activations": ["sigmoid", "linear"],
+  "attention_sink": True,
+  "mlp_bias": True,
+  "routed_bias": True,
+  "normalize_embedding_logits": False,
+}
 HUGGING_FACE = HuggingFace(
   "GptOssForCausalLM",
   "gpt_oss",
@@ -40,10 +56,10 @@ HUGGING_FACE = HuggingFace(
     "num_local_experts": "num_experts",
     "num_experts_per_tok": "num_experts_per_tok",
     "sliding_window": "sliding_window_size",
-    "layer_types": lambda c: [
-      "sliding_attention" if (layer + 1) % c.inhomogeneous_layer_cycle_interval else "full_attention"
-      for layer in range(c.base_num_decoder_layers)
-    ],
+    "layer_types": layer_types("sliding_attention", "inhomogeneous_layer_cycle_interval"),
     "swiglu_limit": "mlp_activations_limit",
   },
+  (rope_keys, _read, _ALWAYS),
+  absent=absent(head_dim=64, attention_bias=True, sliding_window=128, swiglu_limit=7.0),
+  expects={"swiglu_alpha": lambda c: 1.702},
 )

@@ -5,6 +5,7 @@ interleave_moe_layer_step is above 1, only every so many layers have experts.
 """
 
 import math
+from typing import Any
 
 from maxtext.configs import MaxTextConfig
 from maxtext.configs.types import RopeType
@@ -12,7 +13,7 @@ from maxtext.layers.attention import GQA, QueryKeyNorm, Temperature
 from maxtext.layers.rope import LongContext
 from maxtext.models import standard
 from maxtext.models.experts import expert_width, mixture
-from maxtext.models.hugging_face import LEFT_OUT, STANDARD, HuggingFace, rope
+from maxtext.models.hugging_face import LEFT_OUT, READS, STANDARD, Entries, HuggingFace, absent, rope
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight, fused
 
@@ -54,6 +55,31 @@ WEIGHTS = standard.WEIGHTS | {
     for name in ("gate", "up", "down")
   },
 }
+
+
+def _read(said: Entries) -> dict[str, Any]:
+  """Dense layers have a width of their own, where there are any; the last layer of each round turns nothing."""
+  turned, width = said.get("no_rope_layers") or [], said["intermediate_size"]
+  interval = turned.index(0) + 1 if 0 in turned else len(turned) + 1 if turned else said["no_rope_layer_interval"]
+  mixed = said["interleave_moe_layer_step"] > 1
+  return {
+    "base_mlp_dim": said["intermediate_size_mlp"] if mixed else width,
+    "base_moe_mlp_dim": width,
+    "nope_layer_interval": interval,
+    "inhomogeneous_layer_cycle_interval": interval,
+    "shared_experts": 1,
+  }
+
+
+def _layer_types(c: MaxTextConfig) -> list[str]:
+  last = c.nope_layer_interval
+  return ["chunked_attention" if (i + 1) % last else "full_attention" for i in range(c.base_num_decoder_layers)]
+
+
+def _with_experts(c: MaxTextConfig) -> list[int]:
+  return [i for i in range(c.base_num_decoder_layers) if (i + 1) % c.interleave_moe_layer_step == 0]
+
+
 HUGGING_FACE = HuggingFace(
   "Llama4ForCausalLM",
   "llama4_text",
@@ -71,6 +97,9 @@ HUGGING_FACE = HuggingFace(
     "no_rope_layers": lambda c: [int((i + 1) % c.nope_layer_interval > 0) for i in range(c.base_num_decoder_layers)],
     "rope_parameters": lambda c: rope(c, high=1.0),
   },
+  (*READS, _read),
+  absent=absent(no_rope_layer_interval=4, interleave_moe_layer_step=1, use_qk_norm=True, attn_temperature_tuning=True),
+  expects={"attn_scale": lambda c: 0.1, "layer_types": _layer_types, "moe_layers": _with_experts},
   prefixes={"language_model.": ""},
   ignored=(r"vision_model\..*", r"multi_modal_projector\..*"),
 )

@@ -3,7 +3,7 @@
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard
 from maxtext.models.experts import expert_width, mixture
-from maxtext.models.hugging_face import STANDARD, HuggingFace
+from maxtext.models.hugging_face import READS, STANDARD, HuggingFace
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight
 
@@ -33,4 +33,5 @@ HUGGING_FACE = HuggingFace(
     "num_experts_per_tok": "num_experts_per_tok",
     "sliding_window": lambda c: None,
   },
+  (*READS, lambda said: {"base_mlp_dim": said["intermediate_size"]}, {"attention_bias": False}),
 )

@@ -3,7 +3,7 @@
 from maxtext.configs import MaxTextConfig
 from maxtext.layers.attention import QueryKeyNorm
 from maxtext.models import standard
-from maxtext.models.hugging_face import STANDARD, HuggingFace, rope
+from maxtext.models.hugging_face import READS, STANDARD, HuggingFace, absent, interval_of, layer_types, rope
 from maxtext.models.spec import DecoderSpec, cycles
 
 
@@ -28,10 +28,13 @@ HUGGING_FACE = HuggingFace(
   {
     **STANDARD,
     "sliding_window": "sliding_window_size",
-    "layer_types": lambda c: [
-      "sliding_attention" if (layer + 1) % c.inhomogeneous_layer_cycle_interval else "full_attention"
-      for layer in range(c.base_num_decoder_layers)
-    ],
+    "layer_types": layer_types("sliding_attention", "inhomogeneous_layer_cycle_interval"),
     "rope_parameters": lambda c: {"sliding_attention": rope(c, scaled=False), "full_attention": rope(c)},
   },
+  (
+    *READS,
+    lambda said: {"inhomogeneous_layer_cycle_interval": interval_of(said.get("layer_types"), 4)},
+    {"use_qk_norm": True},
+  ),
+  absent=absent(sliding_window=4096),
 )

@@ -2,7 +2,7 @@
 
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard
-from maxtext.models.hugging_face import STANDARD, TIED_HEAD, HuggingFace
+from maxtext.models.hugging_face import NO_WINDOW, READS, STANDARD, TIED_HEAD, HuggingFace
 from maxtext.models.spec import DecoderSpec
 
 
@@ -12,4 +12,6 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
 
 
 WEIGHTS = standard.WEIGHTS
-HUGGING_FACE = HuggingFace("Qwen2ForCausalLM", "qwen2", STANDARD, ignored=TIED_HEAD)
+HUGGING_FACE = HuggingFace(
+  "Qwen2ForCausalLM", "qwen2", STANDARD, (*READS, {"attention_bias": True}), expects=NO_WINDOW, ignored=TIED_HEAD
+)

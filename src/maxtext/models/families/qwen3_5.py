@@ -31,6 +31,9 @@ HUGGING_FACE = HuggingFace(
   "Qwen3_5MoeForCausalLM",
   "qwen3_5_moe_text",
   hybrid.FIELDS,
+  hybrid.HYBRID_READS,
+  absent=hybrid.ABSENT,
+  expects=hybrid.EXPECTS,
   prefixes={"model.language_model.": "model."},
   ignored=(
     r"mtp\..*",

@@ -4,7 +4,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.chain import Chain
 from maxtext.models import standard
 from maxtext.models.experts import mixture
-from maxtext.models.hugging_face import EXPERTS, STANDARD, HuggingFace
+from maxtext.models.hugging_face import EXPERTS, EXPERTS_READS, READS, STANDARD, HuggingFace
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight
 
@@ -33,4 +33,5 @@ HUGGING_FACE = HuggingFace(
   "Qwen3CustomMoeForCausalLM",
   "qwen3_custom_moe",
   {**STANDARD, **EXPERTS, "norm_topk_prob": "norm_topk_prob", "attention_output_size": "attention_output_dim"},
+  (*READS, *EXPERTS_READS, {"use_qk_norm": True}),
 )

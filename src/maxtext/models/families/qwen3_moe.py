@@ -3,7 +3,17 @@
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard
 from maxtext.models.experts import mixture
-from maxtext.models.hugging_face import EXPERTS, STANDARD, TIED_HEAD, HuggingFace
+from maxtext.models.hugging_face import (
+  EXPERTS,
+  EXPERTS_READS,
+  NO_DENSE_LAYERS,
+  NO_WINDOW,
+  READS,
+  STANDARD,
+  TIED_HEAD,
+  HuggingFace,
+  absent,
+)
 from maxtext.models.spec import DecoderSpec, cycles
 
 
@@ -18,6 +28,9 @@ HUGGING_FACE = HuggingFace(
   "Qwen3MoeForCausalLM",
   "qwen3_moe",
   {**STANDARD, **EXPERTS, "norm_topk_prob": "norm_topk_prob", "decoder_sparse_step": lambda c: 1},
+  (*READS, *EXPERTS_READS, {"use_qk_norm": True}),
+  absent=absent(norm_topk_prob=False, num_experts=lambda said: said["num_local_experts"]),
+  expects={**NO_WINDOW, **NO_DENSE_LAYERS},
   also=("qwen3_omni_moe_text",),
   prefixes={"thinker.model.": "model.", "thinker.lm_head.": "lm_head."},
   ignored=(*TIED_HEAD, r"(thinker\.)?(visual|audio_tower)\..*", r"(talker|code2wav)\..*"),

@@ -32,5 +32,8 @@ HUGGING_FACE = HuggingFace(
   "Qwen3NextForCausalLM",
   "qwen3_next",
   {**hybrid.FIELDS, "norm_topk_prob": "norm_topk_prob"},
+  hybrid.HYBRID_READS,
+  absent=hybrid.ABSENT,
+  expects=hybrid.EXPECTS,
   ignored=(r"mtp\..*",),
 )

@@ -13,10 +13,11 @@ from maxtext.train.state import TrainState
 class Evaluate(Callback):
   """Evaluates every `interval` steps and adds what it finds to that step's figures, with the prefix `eval_`.
 
-  The run ends when the loss comes down to `target`; 0 is no target.
+  The run ends when the loss comes down to `target`; 0 is no target. An evaluation that gives nothing was told to end,
+  and the run ends with it.
   """
 
-  def __init__(self, evaluate: Callable[[TrainState], dict[str, float]], interval: int, target: float) -> None:
+  def __init__(self, evaluate: Callable[[TrainState], dict[str, float] | None], interval: int, target: float) -> None:
     self._evaluate, self._interval, self._target = evaluate, interval, target
 
   def due(self, step: int) -> bool:
@@ -27,6 +28,8 @@ class Evaluate(Callback):
   ) -> bool:
     start = time.perf_counter()
     found = self._evaluate(state)
+    if found is None:
+      return True
     figures |= {f"eval_{name}": value for name, value in found.items()}
     figures["eval_seconds"] = time.perf_counter() - start
     reached = found["loss"] <= self._target

@@ -1,10 +1,22 @@
-"""Stopping a run whose loss is no longer a number."""
+"""Stopping a run whose loss or gradients are no longer finite."""
 
 import math
 from collections.abc import Mapping
 
 from maxtext.configs.errors import RunError
 from maxtext.train.callbacks.base import Callback
+
+_WATCHED = {"loss": "the loss", "grad_norm": "the gradient norm"}
+
+
+def nonfinite_figure(figures: Mapping[str, float]) -> str:
+  """Which of loss and gradient norm is not finite, by its name among the figures; '' where both are.
+
+  The loss is that of the parameters before the update: what the update does to them, the gradient norm says. A step
+  that is left out for it (`skip_step_on_spikes`) leaves them as they were, so there only the loss counts.
+  """
+  watched = [name for name in _WATCHED if name == "loss" or "skipped_steps" not in figures]
+  return next((name for name in watched if not math.isfinite(figures.get(name, 0.0))), "")
 
 
 class LossGuard(Callback):
@@ -14,12 +26,12 @@ class LossGuard(Callback):
     self._on_nan, self._on_inf = on_nan, on_inf
 
   def on_step(self, step: int, figures: dict[str, float]) -> None:
-    self.check(step, figures)
+    if self.ends(figures):
+      name = nonfinite_figure(figures)
+      how, key = ("not a number", "nan") if math.isnan(figures[name]) else ("infinite", "inf")
+      raise RunError(f"{_WATCHED[name]} is {how} at step {step}; abort_on_{key}_loss=false would go on.")
 
-  def check(self, step: int, figures: Mapping[str, float]) -> None:
-    """Ends the run if these figures say so."""
-    loss = figures["loss"]
-    if math.isnan(loss) and self._on_nan:
-      raise RunError(f"the loss is not a number at step {step}; abort_on_nan_loss=false would go on.")
-    if math.isinf(loss) and self._on_inf:
-      raise RunError(f"the loss is infinite at step {step}; abort_on_inf_loss=false would go on.")
+  def ends(self, figures: Mapping[str, float]) -> bool:
+    """Whether the run ends with these figures, and its state is not worth keeping."""
+    name = nonfinite_figure(figures)
+    return bool(name) and (self._on_nan if math.isnan(figures[name]) else self._on_inf)

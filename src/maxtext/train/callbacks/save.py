@@ -3,13 +3,16 @@
 import signal
 from collections.abc import Callable
 
+import jax
+
 from maxtext.checkpoint.local import LocalWriter
 from maxtext.checkpoint.writer import Writer
 from maxtext.configs.errors import RunError
 from maxtext.data.batch import Position
-from maxtext.mesh.interrupt import Interrupt
+from maxtext.distributed.interrupt import NOTICE_SECONDS, Interrupt
+from maxtext.distributed.progress import tell_progress
 from maxtext.train.callbacks.base import Callback
-from maxtext.train.callbacks.guard import LossGuard
+from maxtext.train.callbacks.guard import LossGuard, nonfinite_figure
 from maxtext.train.state import TrainState
 
 
@@ -26,8 +29,8 @@ class SaveLocally(Callback):
   def on_update(
     self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
   ) -> bool:
-    self._guard.check(step, figures)
-    self._writer.save(step, state, position())
+    if not self._guard.ends(figures):
+      self._writer.save(step, state, position())
     return False
 
   def close(self) -> None:
@@ -43,29 +46,43 @@ class Save(Callback):
   def __init__(self, writer: Writer, interrupt: Interrupt, guard: LossGuard, on_completion: bool) -> None:
     self._writer, self._interrupt, self._guard, self._on_completion = writer, interrupt, guard, on_completion
     self._saves = self._ends = False
+    self._step, self._told = 0, writer.last
+    interrupt.when_late = self._say_late
 
   def due(self, step: int) -> bool:
-    self._interrupt.listen()
+    self._step = step
+    self._interrupt.listen(signal.SIGINT, signal.SIGTERM)
     self._writer.poll()
-    self._saves, self._ends = self._writer.due(step), self._interrupt.agreed(step)
+    self._tell()
+    self._saves, self._ends = self._writer.due(step), self._interrupt.agreed()
     return self._saves or self._ends
 
   def on_update(
     self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
   ) -> bool:
-    self._guard.check(step, figures)
-    if self._saves:
+    self.on_step(step, figures)
+    if self._saves and not self._guard.ends(figures):
       self._writer.save(step, state, position())
     return self._ends
 
+  def on_step(self, step: int, figures: dict[str, float]) -> None:
+    name = nonfinite_figure(figures)
+    if name and "skipped_steps" not in figures:
+      self._writer.blame(step, f"{name} {figures[name]}")
+
   def on_end(self, step: int, state: TrainState, position: Callable[[], Position]) -> None:
-    asked = self._interrupt.signal
+    asked = self._interrupt.signal if self._interrupt.agreed() else None  # the same on all processes
     self._writer.wait()
     if (self._on_completion or asked) and self._writer.last != step:
       self._writer.save(step, state, position())
       self._writer.wait()
       if self._writer.last != step:
         raise RunError(f"the run ended at step {step}, and its last state could not be saved.")
+    if asked is None:
+      self._writer.trim()
+    self._tell()
+    if asked is not None and not jax.process_index():
+      print(f"maxtext: step {step} was saved {self._interrupt.seconds:.1f} s after {asked.name}.", flush=True)
     if asked == signal.SIGINT:
       raise KeyboardInterrupt
     if asked is not None:
@@ -74,3 +91,19 @@ class Save(Callback):
   def close(self) -> None:
     self._interrupt.close()
     self._writer.close()
+
+  def _tell(self) -> None:
+    """A supervisor counts restarts anew after every step that is safely there."""
+    last, before, self._told = self._writer.last, self._told, self._writer.last
+    if last is not None and last != before and not jax.process_index():
+      tell_progress(last)
+
+  def _say_late(self) -> None:
+    """A preempted machine goes about now."""
+    kept = "none was saved by this process" if self._writer.last is None else f"step {self._writer.last} is safe"
+    who = f" on process {jax.process_index()}" if jax.process_count() > 1 else ""
+    print(
+      f"maxtext: {NOTICE_SECONDS:g} s after the signal{who} step {self._step} is not saved yet, and {kept}: whoever "
+      f"ends this machine must wait longer (Kubernetes: terminationGracePeriodSeconds).",
+      flush=True,
+    )

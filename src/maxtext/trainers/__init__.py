@@ -1,0 +1,1 @@
+"""Names of the specification; what they run is elsewhere (`cli/forwarding.py`)."""

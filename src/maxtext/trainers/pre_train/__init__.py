@@ -1,0 +1,1 @@
+"""Pre-training, by the names of the specification."""

@@ -1,0 +1,6 @@
+"""`python -m maxtext.trainers.pre_train.train`: the same as `maxtext train`."""
+
+from maxtext.cli.forwarding import forward
+
+if __name__ == "__main__":
+  forward("maxtext.trainers.pre_train.train")
