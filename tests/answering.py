@@ -2,15 +2,21 @@
 
 import asyncio
 import json
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 
 from maxtext.configs.types import TokenizerType
 from maxtext.data.tokenizers import load_tokenizer, train_tokenizer
 from maxtext.inference.answer import Answer
+from maxtext.inference.limits import Limits
 from maxtext.inference.loading import Loaded, make_engine
 from maxtext.inference.sampling import Settings
+from maxtext.inference.server import make_app
+from maxtext.inference.worker import Worker
 from tests.support import program, tiny
 
 BYTES = 258  # tokens: every byte, a beginning and an end
@@ -30,6 +36,13 @@ def random_model(folder, ahead=0, seed=0, **changes):
   return Loaded(config, make_engine(config, model, params | buffers, ahead), tokenizer, settings)
 
 
+def broken_model(folder):
+  """A model whose engine fails in its first step."""
+  loaded = random_model(Path(folder))
+  jax.tree.map(lambda array: array.delete(), loaded.engine.state)
+  return loaded
+
+
 def finish(loaded, requests):
   """The answers to requests, all at once, in their order."""
   scheduler = loaded.scheduler()
@@ -41,14 +54,28 @@ def finish(loaded, requests):
   return list(found.values())
 
 
-async def ask(app, path, asked=None, send=None, leaves=False):
-  """Posts a body, or gets a page; the status and what came. `send` takes the server's messages instead."""
-  messages = [{"type": "http.request", "body": json.dumps(asked).encode()}]
+@contextmanager
+def answering(loaded, limits=Limits(waiting=8)):  # noqa: B008 (it is frozen)
+  """A worker that is ready, and the app in front of it."""
+  worker, ready = Worker(lambda: loaded, limits.waiting, limits.share), threading.Event()
+  worker.start(ready.set)
+  assert ready.wait(60)
+  yield worker, make_app("tiny", worker, limits)
+  worker.stop()
+
+
+async def ask(app, path, asked=None, send=None, leaves=None):
+  """Posts a body, or gets a page; the status and what came. `send` takes the server's messages instead.
+
+  The client leaves when what `leaves` makes has come.
+  """
+  body = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
+  messages = [{"type": "http.request", "body": body}]
   parts = []
 
   async def receive():
-    if not messages and not leaves:
-      await asyncio.Event().wait()
+    if not messages:
+      await (leaves or asyncio.Event().wait)()
     return messages.pop() if messages else {"type": "http.disconnect"}
 
   async def keep(message):

@@ -17,7 +17,7 @@ ROWS = 8
 
 
 def launch(processes: int, devices: int, *words: str) -> int:
-  from maxtext.mesh.supervisor import supervise
+  from maxtext.distributed.supervisor import supervise
 
   environment = flags(devices) | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
   command = [sys.executable, "-m", "tests.chaos_worker", "train", *words]

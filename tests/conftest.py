@@ -1,7 +1,19 @@
-"""Eight CPU devices for every test; a test that wants one takes the first."""
+"""Eight CPU devices for every test (a test that wants one takes the first), and nightly tests only where asked for."""
 
 import os
+
+import pytest
 
 from tests.flags import flags
 
 os.environ |= {"JAX_PLATFORMS": "cpu"} | flags(devices=8)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+  """Leaves out what is marked `nightly`, unless the marker expression names it."""
+  if "nightly" in config.option.markexpr:
+    return
+  kept = [item for item in items if item.get_closest_marker("nightly") is None]
+  if len(kept) < len(items):
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept

@@ -10,11 +10,11 @@ import uvicorn
 
 from maxtext import ConfigError
 from maxtext.cli.main import main
+from maxtext.inference.access import Access
 from maxtext.inference.bench_engine import bench_engine
 from maxtext.inference.bench_load import Load
-from maxtext.inference.server import Limits, make_app
-from maxtext.inference.worker import Worker
-from tests.answering import random_model
+from maxtext.inference.limits import Limits
+from tests.answering import answering, random_model
 
 LOAD = Load(requests=6, prompt_tokens=9, max_tokens=5, seed=0)
 
@@ -77,18 +77,15 @@ def test_mistakes_are_named(loaded, keys, message):
 
 @pytest.fixture
 def address(loaded):
-  worker = Worker(loaded.scheduler(), most_waiting=4)
-  worker.start()
-  app = make_app(loaded, "tiny", worker, Limits(keys=("secret",)))
-  server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
-  thread = threading.Thread(target=server.run)
-  thread.start()
-  while not server.started:
-    time.sleep(0.01)
-  yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-  server.should_exit = True
-  thread.join()
-  worker.stop()
+  with answering(loaded, Limits(waiting=4, waiting_per_client=4)) as (_, app):
+    server = uvicorn.Server(uvicorn.Config(Access(app, ("secret",)), port=0, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+      time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
 
 
 def test_a_server(address, capsys, monkeypatch):

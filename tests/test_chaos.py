@@ -21,7 +21,7 @@ from etils import epath
 from maxtext.checkpoint.files import read
 from maxtext.checkpoint.location import locate, steps_in
 from maxtext.checkpoint.record import Record
-from maxtext.mesh.supervisor import supervise
+from maxtext.distributed.supervisor import supervise
 from tests.chaos_worker import ROWS
 from tests.corpora import write_corpus
 from tests.flags import flags
@@ -262,4 +262,7 @@ def test_told_to_end_all_processes_save_the_same_step(corpus, number):
   assert process.wait(timeout=120) == 128 + number, run.log.read_text()[-3000:]
   steps = steps_in(epath.Path(run.checkpoints))
   assert steps[-1] == run.history()[-1][0] < 2000
+  saved = re.search(rf"\[0\] maxtext: step {steps[-1]} was saved (\d+\.\d) s after SIGTERM\.\n", run.log.read_text())
+  assert saved
+  assert float(saved[1]) > 0
   assert not re.search(r"Traceback", run.log.read_text())

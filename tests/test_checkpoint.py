@@ -1,6 +1,8 @@
 """Checkpoints in one process: what comes back is what was saved, or the run says why not."""
 
+import errno
 import gc
+import io
 import json
 import logging
 import os
@@ -13,31 +15,43 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
 import maxtext
 from maxtext import ConfigError, load_config
-from maxtext.checkpoint.checksum import added, checksums
-from maxtext.checkpoint.files import _groups, read
+from maxtext.checkpoint import storage
+from maxtext.checkpoint.checksum import added, checksums, nonfinite, nonfinite_names
+from maxtext.checkpoint.files import _groups, contents, handlers, read
+from maxtext.checkpoint.inspect import served_keys
 from maxtext.checkpoint.location import steps_in
+from maxtext.checkpoint.nonfinite import NonfiniteNote
 from maxtext.checkpoint.record import Record
-from maxtext.checkpoint.restore import load_parameters, load_state, resume
-from maxtext.checkpoint.tree import named
+from maxtext.checkpoint.restore import load_parameters, load_state, resume, set_blamed_aside
+from maxtext.checkpoint.storage import is_storage_failure
+from maxtext.checkpoint.tokenizer import keep_tokenizer, open_tokenizer
+from maxtext.checkpoint.tree import like, named
 from maxtext.checkpoint.writer import Writer
 from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
-from maxtext.mesh.interrupt import Interrupt
+from maxtext.data.tokenizers import load_tokenizer
+from maxtext.distributed.interrupt import Interrupt
+from maxtext.distributed.supervisor import supervise
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.callbacks.guard import LossGuard
 from maxtext.train.callbacks.save import Save
 from maxtext.train.kept import Kept
 from maxtext.train.loop import run_loop
+from tests.flags import flags
 from tests.support import TINY, History, program, tiny
+from tests.vocabularies import sentence_piece
 
 SPLIT = {"ici_fsdp_parallelism": 8, "per_device_batch_size": 1, "steps": 14}
 MAXTEXT = str(Path(sys.executable).with_name("maxtext"))
@@ -70,6 +84,10 @@ def run_in(folder, *callbacks, **changes):
   keys = {"enable_checkpointing": True, "base_output_directory": str(folder), "run_name": "run"}
   state = maxtext.train(tiny(**(SPLIT | keys | changes)), [history, *callbacks])
   return state, history.losses
+
+
+def said(capsys):
+  return capsys.readouterr().out
 
 
 def equal(one, other):
@@ -124,14 +142,27 @@ def copy(half, tmp_path):
 
 def test_a_run_of_the_same_name_goes_on_bit_for_bit(whole, half, copy, capsys):
   state, losses = run_in(copy, checkpoint_period=100)
-  assert "goes on from" in capsys.readouterr().out
+  said = capsys.readouterr().out
+  assert "goes on from" in said
+  assert "goes on with other values than it was saved with: checkpoint_period 2 -> 100\n" in said, "and of no other key"
   assert equal(state, whole[0])
   np.testing.assert_array_equal(np.concatenate([half[2], losses]), whole[1])
   lines = [json.loads(line) for line in (copy / "run" / "metrics.jsonl").read_text().splitlines()]
   assert [line["step"] for line in lines] == list(range(1, 15)), "no step stands twice"
-  again, none = run_in(copy)
+  again, none = run_in(copy, checkpoint_period=100)
+  assert "other values" not in capsys.readouterr().out
   assert equal(again, state)
   assert len(none) == 0, "a finished run has nothing to do"
+
+
+def test_a_start_that_fails_leaves_the_record_of_the_run(copy):
+  kept = {name: (copy / "run" / name).read_text() for name in ("config.json", "run.json")}
+  with pytest.raises(ConfigError, match=r"has float32\[128, 48\] for params/embedding/table, and this run wants"):
+    run_in(copy, base_emb_dim=64)
+  assert {name: (copy / "run" / name).read_text() for name in kept} == kept
+  with pytest.raises(ConfigError, match="is no checkpoint"):
+    run_in(copy, run_name="new", load_full_state_path=str(copy / "nothing"))
+  assert not (copy / "new").exists(), "nothing is left of a run that never was"
 
 
 MESHES = {
@@ -220,6 +251,129 @@ def test_whatever_is_damaged_nothing_wrong_comes_back(half, tmp_path, capsys, ev
         assert (folder / "4.damaged").exists()
       shutil.rmtree(folder)
   assert aside >= {(file, how) for file in needed for how in ("truncated", "deleted", "flipped")}
+
+
+FAULTS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* The next FAULT_COUNT reads of files under FAULT_PATH fail with FAULT_ERRNO. */
+static int fails(int fd) {
+  static long left = -1;
+  char link[64], name[4096];
+  if (left < 0) left = atol(getenv("FAULT_COUNT"));
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  ssize_t size = readlink(link, name, sizeof name - 1);
+  if (size <= 0 || !left) return 0;
+  name[size] = 0;
+  if (!strstr(name, getenv("FAULT_PATH"))) return 0;
+  left--;
+  errno = atoi(getenv("FAULT_ERRNO"));
+  return 1;
+}
+#define FAULTY(NAME, TAKES, PASSES) \\
+  ssize_t NAME TAKES { \\
+    static ssize_t (*real) TAKES; \\
+    if (!real) real = dlsym(RTLD_NEXT, #NAME); \\
+    return fails(fd) ? -1 : real PASSES; \\
+  }
+FAULTY(read, (int fd, void *to, size_t size), (fd, to, size))
+FAULTY(pread, (int fd, void *to, size_t size, off_t at), (fd, to, size, at))
+FAULTY(pread64, (int fd, void *to, size_t size, off64_t at), (fd, to, size, at))
+"""
+STARTS = """
+import sys
+from etils import epath
+from maxtext.checkpoint import storage
+from maxtext.checkpoint.restore import resume
+from tests.support import program, tiny
+
+storage.DELAYS = (0.01, 0.02)
+config = tiny(per_device_batch_size=8, steps=14)
+try:
+  found = resume(config, epath.Path(sys.argv[1]), program(config).state)
+except storage.StorageError as error:
+  sys.exit(f"maxtext: {error}")
+print(f"goes on from {found.folder.name}")
+"""
+
+
+@pytest.mark.chaos
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "path", "count"), [(errno.ETIMEDOUT, "4/state/d/", 1), (errno.EIO, "4/state", 999)])
+def test_a_disk_that_does_not_answer_is_asked_again_and_nothing_is_renamed(copy, number, path, count):
+  """The reads of a real process fail below Python and TensorStore: once, or always."""
+  if not (compiler := shutil.which("cc")):
+    pytest.skip("what makes reads fail needs a C compiler")
+  (copy / "faults.c").write_text(FAULTS)
+  subprocess.run([compiler, "-shared", "-fPIC", "-o", copy / "faults.so", copy / "faults.c", "-ldl"], check=True)
+  checkpoints = copy / "run" / "checkpoints"
+  env = os.environ | flags(devices=1) | {
+    "LD_PRELOAD": str(copy / "faults.so"), "FAULT_ERRNO": str(number), "FAULT_PATH": path, "FAULT_COUNT": str(count),
+  }  # fmt: skip
+  command = [sys.executable, "-c", STARTS, str(checkpoints)]
+  done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+  assert f"{os.strerror(number)}" in done.stdout, done.stderr
+  assert "trying again in 0.01 s" in done.stdout
+  if count == 1:
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "goes on from 4"), done.stderr
+  else:
+    assert done.returncode == 1
+    assert "4 cannot be read: " in done.stderr
+    assert "Nothing was changed" in done.stderr
+  assert sorted(path.name for path in checkpoints.iterdir()) == ["2", "4"]
+
+
+@pytest.mark.parametrize("file", [*RECORDS, "4/state/_METADATA", "checkpoints"])
+@pytest.mark.parametrize("times", [1, 99])
+def test_files_that_cannot_be_read_for_a_while(copy, split, monkeypatch, capsys, file, times):
+  """The same of what Python reads itself: etils, below everything of ours, raises as a network's file system does."""
+  monkeypatch.setattr(storage, "DELAYS", (0.01, 0.02))
+  checkpoints, left = epath.Path(copy / "run" / "checkpoints"), [times]
+
+  def failing(real):
+    def call(self, path, *args, **kwargs):
+      if str(path).endswith(file) and left[0]:
+        left[0] -= 1
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), path)
+      return real(self, path, *args, **kwargs)
+
+    return call
+
+  backend = type(epath.backend.os_backend)
+  for name in ("open", "listdir"):
+    monkeypatch.setattr(backend, name, failing(getattr(backend, name)))
+  if times == 1:
+    assert resume(tiny(**SPLIT), checkpoints, split.state).folder.name == "4"
+  else:
+    with pytest.raises(RunError, match=r"cannot be read: .*Connection timed out.* Nothing was changed; start again"):
+      resume(tiny(**SPLIT), checkpoints, split.state)
+  assert "Connection timed out" in said(capsys)
+  monkeypatch.undo()
+  assert sorted(path.name for path in checkpoints.iterdir()) == ["2", "4"]
+
+
+SAYS = {
+  "UNKNOWN: Error reading \"a\": Input/output error [os_error_code='5'] [tensorstore_spec=...]": True,
+  "FAILED_PRECONDITION: Failed to read: Device or resource busy [os_error_code='16']": True,
+  "UNAVAILABLE: Error reading gs://bucket/a: retries exhausted": True,
+  "PERMISSION_DENIED: Error opening local file": True,
+  "NOT_FOUND: No such file or directory [os_error_code='2']": False,
+  "FAILED_PRECONDITION: Truncated Zstd-compressed stream; at byte 24": False,
+  "DATA_LOSS: Error decoding shard index: Digest mismatch": False,
+  "OUT_OF_RANGE: Error reading Byte range [0, 432)": False,
+  "Expecting value: line 1 column 1 (char 0)": False,
+}
+
+
+@pytest.mark.parametrize(("text", "unanswered"), SAYS.items())
+def test_what_tensorstore_says_of_storage_and_of_files(text, unanswered):
+  assert is_storage_failure(ValueError(text)) is unanswered
 
 
 def test_where_no_step_is_good_nothing_is_touched(half, copy, split):
@@ -320,6 +474,17 @@ def test_a_run_starts_from_a_bucket(half, split, bucket, capsys):
     load_state(tiny(), "load_full_state_path", "gs://bucket/other", split.state)
 
 
+def test_a_tokenizer_is_kept_in_a_bucket(half, bucket, tmp_path):
+  """And brought from there to where libraries can read it."""
+  bucket.put(f"{half[0]}/run/checkpoints", "bucket/kept/checkpoints", recursive=True)
+  keys = {"tokenizer_path": str(sentence_piece(tmp_path / "source")), "vocab_size": 400, "dataset_type": "grain"}
+  assert keep_tokenizer(tiny(**keys), "gs://bucket/kept") is None
+  assert "tokenizer_path" not in served_keys("gs://bucket/kept", {})
+  for path in ("gs://bucket/kept", "gs://bucket/kept/checkpoints/4"):
+    with open_tokenizer(tiny(vocab_size=400), path) as tokenizer:
+      assert tokenizer.identity == load_tokenizer(tiny(**keys)).identity
+
+
 @pytest.mark.slow
 def test_a_run_lives_in_a_bucket(bucket, tmp_path, monkeypatch, capsys):
   """Begun, and gone on past a save that never ended: as if nothing had been."""
@@ -412,7 +577,7 @@ def test_continuous_saves_follow_each_other(half, tmp_path):
 
 
 @pytest.mark.chaos
-def test_a_save_that_fails_is_reported_and_the_run_goes_on(half, tmp_path, capsys):
+def test_a_save_that_fails_is_reported_and_the_run_goes_on(half, tmp_path, capsys, caplog):
   """Files may not grow beyond 16 kB while step 4 is saved in the background; the next one works again."""
   before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -432,7 +597,62 @@ def test_a_save_that_fails_is_reported_and_the_run_goes_on(half, tmp_path, capsy
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
   said = capsys.readouterr().out
   assert re.search(r"maxtext: the checkpoint of step 4 failed: .*File too large.*; the last good one is step 2\.", said)
+  assert not [record for record in caplog.records if record.exc_info], "which is said once, and without a traceback"
   assert steps_in(epath.Path(tmp_path)) == [7]
+
+
+@pytest.fixture
+def events(monkeypatch):
+  """What the operating system is asked for, in order: files and folders synced, and folders renamed."""
+  found, fsync, rename = [], os.fsync, os.rename
+
+  def noted_fsync(descriptor):
+    found.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+    fsync(descriptor)
+
+  def noted_rename(source, target, **kwargs):
+    found.append(("rename", str(target)))
+    rename(source, target, **kwargs)
+
+  monkeypatch.setattr(os, "fsync", noted_fsync)
+  monkeypatch.setattr(os, "rename", noted_rename)
+  return found
+
+
+def test_a_step_is_on_the_disk_before_it_counts(half, tmp_path, events):
+  drive(tmp_path, half[1], steps=range(2), checkpoint_period=2)
+  renamed = events.index(("rename", str(tmp_path / "2")))
+  before = {path for kind, path in events[:renamed] if kind == "sync"}
+  for file in ("record/record.json", "record/checksums-0.json", "state/_METADATA", "state/manifest.ocdbt"):
+    assert any(re.search(rf"/2\.orbax-checkpoint-tmp[^/]*/{file}$", path) for path in before), file
+  assert any(re.search(r"/2\.orbax-checkpoint-tmp[^/]*$", path) for path in before), "the names in the folder"
+  assert ("sync", str(tmp_path)) in events[renamed:], "and its own"
+
+
+def test_failures_in_a_row_are_said_loudly(half, tmp_path, capsys):
+  """Files may not grow until step 8; then all is well again."""
+  folder = tmp_path / "steps"
+
+  class Mend(Callback):
+    def due(self, step):
+      return step == 8
+
+    def on_update(self, step, state, position, figures):
+      resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+  try:
+    drive(folder, half[1], Mend(), steps=range(10), checkpoint_period=2, async_checkpointing=False)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  heard = capsys.readouterr()
+  assert re.findall(r"the checkpoint of step (\d+) failed", heard.out) == ["2", "4", "6", "8"]
+  assert re.findall(r"WARNING: (\d) checkpoints in a row have failed\. .* costs (\d) steps", heard.err) == [
+    ("3", "6"),
+    ("4", "8"),
+  ]
+  assert steps_in(epath.Path(folder)) == [10]
 
 
 @pytest.mark.chaos
@@ -461,6 +681,149 @@ def test_a_full_disk_keeps_the_last_good_step(half, tmp_path, capsys):
     assert steps_in(epath.Path(tmp_path)) == [4]
   finally:
     subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+TOO_FAST = {"learning_rate": 1e38, "checkpoint_period": 1, "max_num_checkpoints_to_keep": 1, "steps": 5}
+
+
+def not_finite_in(folder):
+  with pytest.raises(RunError, match="the gradient norm is not a number at step"):
+    run_in(folder, **TOO_FAST)
+
+
+@pytest.mark.slow
+def test_a_run_whose_first_steps_end_in_nan_starts_anew(tmp_path, capsys):
+  """After step 1 parameters are huge and finite, as is the loss, but not the gradients: no restart gets further."""
+  not_finite_in(tmp_path)
+  assert steps_in(epath.Path(tmp_path / "run" / "checkpoints")) == [1]
+  assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["grad_norm"] is None
+  capsys.readouterr()
+  _, losses = run_in(tmp_path, **TOO_FAST | {"learning_rate": 1e-3})
+  assert (
+    "maxtext: step 2 was not finite (grad_norm nan), and step 1 led to it: it is now 1.nonfinite; there is no "
+    in (capsys.readouterr().out)
+  )
+  assert len(losses) == 5
+  assert np.isfinite(losses).all()
+  assert steps_in(epath.Path(tmp_path / "run" / "checkpoints")) == [5]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_told_to_go_on_past_nan_keeps_its_last_finite_step(tmp_path, capsys):
+  """Two good steps, three that are not, with one checkpoint kept; then two restarts, the first of which fails again."""
+  checkpoints = epath.Path(tmp_path / "run" / "checkpoints")
+  good = TOO_FAST | {"learning_rate": 1e-3}
+  run_in(tmp_path, EndAfter(2), **good)
+  with pytest.raises(RunError, match="the run ended at step 5, and its last state could not be saved"):
+    run_in(tmp_path, **TOO_FAST, abort_on_nan_loss=False)
+  assert re.search(r"the checkpoint of step 4 failed: .* is not finite; the last good one is step 3\.", said(capsys))
+  assert steps_in(checkpoints) == [2, 3]
+  not_finite_in(tmp_path)
+  assert "step 4 was not finite (grad_norm nan), and step 3 led to it: it is now 3.nonfinite; the" in said(capsys)
+  _, losses = run_in(tmp_path, **good)
+  lines = said(capsys)
+  assert "it is now 3.nonfinite; the last good checkpoint is step 2.\n" in lines
+  assert f"goes on from {checkpoints / '2'}\n" in lines
+  assert len(losses) == 3
+  assert np.isfinite(losses).all()
+  assert sorted(path.name for path in checkpoints.iterdir()) == ["3.nonfinite", "5"]
+
+
+def spoilt(state, value=np.nan):
+  """A state with one number in the optimizer's that is not finite."""
+  name = next(n for n in named(state) if n.startswith("opt_state/") and named(state)[n].ndim > 1)
+  return like(state, named(state) | {name: named(state)[name].at[(0,) * named(state)[name].ndim].set(value)})
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_state_that_is_not_finite_is_never_a_step(half, tmp_path, capsys, in_background):
+  config = tiny(**SPLIT, enable_checkpointing=True, max_num_checkpoints_to_keep=1, async_checkpointing=in_background)
+  writer = Writer(config, epath.Path(tmp_path), {})
+  for step, state in enumerate((half[1], spoilt(half[1]), spoilt(half[1], -np.inf)), 1):
+    writer.save(step, state, {})
+  writer.wait()
+  assert (writer.last, steps_in(epath.Path(tmp_path))) == (1, [1])
+  assert re.findall(r"step (\d) failed: opt_state/\S+ is not finite; the last good one is step 1", said(capsys)) == [
+    *"23"
+  ]
+  assert NonfiniteNote.read(epath.Path(tmp_path)).step == 2
+  writer.trim()
+  assert steps_in(epath.Path(tmp_path)) == [1]
+  writer.save(4, half[1], {})
+  writer.close()
+  assert [path.name for path in sorted(tmp_path.iterdir())] == ["1", "4"], "the note is out of date"
+
+
+@pytest.mark.slow
+@pytest.mark.mesh
+def test_what_is_not_finite_on_one_process_is_kept_by_none(tmp_path):
+  heard = io.StringIO()
+  with ThreadPoolExecutor(1) as thread:  # the supervisor would take SIGTERM from the main one
+    command = [sys.executable, "-m", "tests.save_worker", str(tmp_path / "steps")]
+    code = thread.submit(supervise, command, 2, environment=flags(devices=1), out=heard).result()
+  assert code == 0, heard.getvalue()[-3000:]
+  for process in (0, 1):
+    for step, last in ((1, 1), (2, 1), (3, 3)):
+      assert f"[{process}] after step {step} the last is {last}\n" in heard.getvalue()
+  assert "step 2 failed: params is not finite (process 1); the last good one is step 1." in heard.getvalue()
+  assert steps_in(epath.Path(tmp_path / "steps")) == [1, 3]
+
+
+def test_an_older_step_that_is_not_finite_is_set_aside(half, copy, split, capsys):
+  """As older releases saved it."""
+  checkpoints = epath.Path(copy / "run" / "checkpoints")
+  with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers(tiny()))) as writer:
+    writer.save(checkpoints / "6", args=contents(tiny(), named(spoilt(half[1])), 6, 0, {}))
+  assert resume(tiny(**SPLIT), checkpoints, split.state).folder.name == "4"
+  assert re.search(r"6 is nonfinite: opt_state/\S+ is not finite\. It is now 6\.nonfinite\.", said(capsys))
+  with pytest.raises(RunError, match=r"load_full_state_path=.* holds no state to go on from: opt_state"):
+    load_state(tiny(**SPLIT), "load_full_state_path", str(checkpoints / "6.nonfinite"), split.state)
+
+
+def test_the_only_step_that_a_run_went_on_from_is_not_given_up(copy, capsys):
+  """Starting anew would be a surprise after so much work."""
+  checkpoints = epath.Path(copy / "run" / "checkpoints")
+  shutil.rmtree(checkpoints / "2")
+  NonfiniteNote(5, "loss nan", blamed=4, began=4).write(checkpoints)
+  with pytest.raises(RunError, match=r"step 5 was not finite \(loss nan\), and .*4, which led to it, is the only"):
+    set_blamed_aside(checkpoints)
+  assert steps_in(checkpoints) == [4]
+  NonfiniteNote(7, "loss nan", blamed=6, began=4).write(checkpoints)
+  assert set_blamed_aside(checkpoints) == 6
+  assert said(capsys) == "maxtext: step 7 was not finite (loss nan); what is kept is from before it.\n"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "int8", "bool"])
+def test_numbers_that_are_not_finite_are_found_with_the_checksums(dtype):
+  arrays = {"a": jnp.zeros((3, 4), dtype), "b": jnp.ones((3, 4), dtype)}
+  assert list(nonfinite(checksums(arrays))) == [False, False]
+  spoils = (np.nan,) if dtype == "float8_e4m3fn" else (np.nan, np.inf, -np.inf)  # which has no infinities
+  for value in spoils if "float" in dtype else ():
+    bad = arrays | {"b": arrays["b"].at[2, 3].set(value)}
+    assert list(nonfinite(checksums(bad))) == [False, True]
+    assert nonfinite_names(bad) == ["b"]
+
+
+FIGURES = {
+  "finite": ({"loss": 1.0, "grad_norm": 2.0}, ""),
+  "loss": ({"loss": np.nan, "grad_norm": np.nan}, "the loss is not a number at step 3; abort_on_nan_loss=false"),
+  "infinite loss": ({"loss": np.inf, "grad_norm": 1.0}, "the loss is infinite at step 3; abort_on_inf_loss=false"),
+  "gradients": ({"loss": 1.0, "grad_norm": np.nan}, "the gradient norm is not a number at step 3; abort_on_nan_loss="),
+  "infinite": ({"loss": 1.0, "grad_norm": np.inf}, "the gradient norm is infinite at step 3; abort_on_inf_loss=false"),
+  "left out": ({"loss": 1.0, "grad_norm": np.nan, "skipped_steps": 1.0}, ""),
+}
+
+
+@pytest.mark.parametrize(("figures", "message"), FIGURES.values(), ids=FIGURES.keys())
+def test_a_step_whose_figures_are_not_finite_ends_the_run(figures, message):
+  if message:
+    with pytest.raises(RunError) as error:
+      LossGuard(on_nan=True, on_inf=True).on_step(3, figures)
+    assert str(error.value).startswith(message)
+  else:
+    LossGuard(on_nan=True, on_inf=True).on_step(3, figures)
+  on_nan = "number" not in message
+  LossGuard(on_nan=on_nan, on_inf=not on_nan).on_step(3, figures)
 
 
 @pytest.mark.slow

@@ -18,6 +18,9 @@ import numpy as np
 import pytest
 
 import maxtext
+from maxtext.cli.main import main
+from maxtext.cli.platform import leave_out_absent_tpu
+from maxtext.observe.sinks import Prometheus
 from tests.flags import flags
 from tests.support import History, tiny
 
@@ -93,6 +96,21 @@ def test_every_run_explains_itself(tmp_path):
   assert wrong.stderr.startswith("maxtext: out/none is not a run's folder")
 
 
+def test_figures_are_shown_to_this_machine_alone(monkeypatch):
+  """Every address in 127.0.0.0/8 is this machine's, so who listens on all of them answers at all of them."""
+  with socket.create_server(("127.0.0.1", 0)) as probe:
+    port = probe.getsockname()[1]
+  for told, others in (("", "127.0.0.3"), ("127.0.0.3", "127.0.0.1")):
+    monkeypatch.setenv("MAXTEXT_PROMETHEUS_ADDRESS", told)
+    sink = Prometheus(port)
+    sink.write(3, {"loss": 2.0})
+    page = urllib.request.urlopen(f"http://{told or '127.0.0.1'}:{port}/metrics", timeout=10).read().decode()
+    assert "maxtext_step 3.0" in page
+    with pytest.raises(urllib.error.URLError, match="refused"):
+      urllib.request.urlopen(f"http://{others}:{port}/metrics", timeout=10)
+    sink.close()
+
+
 @pytest.mark.slow
 def test_prometheus_and_a_terminal(tmp_path):
   """On a terminal there is a bar with the time left; a monitor reads the last figures meanwhile."""
@@ -117,6 +135,22 @@ def test_prometheus_and_a_terminal(tmp_path):
   assert b"left" in shown
   assert re.search(r"^maxtext_loss [5-8]\.", figures, re.M)
   assert 10 <= float(re.search(r"^maxtext_step (\S+)", figures, re.M)[1]) <= 40
+
+
+def test_the_layers_of_a_recipe_are_drawn(capsys):
+  """Whatever data it names, and wherever it is."""
+  for recipe in ("stdlib-llama", "small-llama"):
+    assert main(["models", recipe]) == 0
+    assert capsys.readouterr().out.startswith(f"{recipe} (llama2): ")
+  assert main(["models", "stdlib-lama"]) == 2
+  assert "Did you mean 'stdlib-llama'?" in capsys.readouterr().err
+
+
+def test_decode_as_a_module_is_the_command():
+  words = [sys.executable, "-m", "maxtext.inference.decode", "nowhere"]
+  done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+  assert done.returncode == 2
+  assert "'nowhere' is no .yml file, no recipe" in done.stderr
 
 
 @pytest.mark.slow
@@ -163,6 +197,55 @@ def test_control_c_stops_quietly(tmp_path):
     "maxtext: ending after this step, with a checkpoint; once more ends at once.",
     "maxtext: stopped.",
   ]
+
+
+@pytest.mark.slow
+@pytest.mark.aot
+def test_control_c_stops_a_compilation(tmp_path):
+  """The compiler is at work for minutes, and nothing in Python hears of a signal."""
+  pytest.importorskip("libtpu", reason="extra tpu")
+  command = [MAXTEXT, "plan", "llama2-7b", "compile_topology=v5p-128", "per_device_batch_size=2"]
+  env = os.environ | {"JAX_LOG_COMPILES": "1", "PYTHONUNBUFFERED": "1"}
+  with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+    for line in process.stderr:
+      if "Compiling jit(train_step)" in line:
+        break
+    time.sleep(2)
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+  took = time.monotonic() - start
+  print(f"ended after {took:.1f} seconds")
+  assert (process.returncode, out) == (130, "")
+  assert errors.splitlines()[-1] == "maxtext: stopped."
+  assert took < 5
+
+
+def test_libtpu_is_not_asked_where_there_is_no_tpu(tmp_path):
+  """It would look for one at length, and print lines of errors."""
+  pytest.importorskip("libtpu", reason="extra tpu")
+  found: dict[str, str] = {}
+  leave_out_absent_tpu(found, tmp_path)
+  assert found == {"JAX_PLATFORMS": "cpu"}
+  device = tmp_path / "sys/bus/pci/devices/0000:00:05.0"
+  device.mkdir(parents=True)
+  for vendor, kind, chosen in (("0x1ae0", "0x0042", True), ("0x8086", "0x0063", True), ("0x1ae0", "0x0099", False)):
+    (device / "vendor").write_text(f"{vendor}\n")
+    (device / "device").write_text(f"{kind}\n")
+    found = {}
+    leave_out_absent_tpu(found, tmp_path)
+    assert bool(found) == chosen, (vendor, kind)
+  for told in ({"TPU_WORKER_HOSTNAMES": "a,b"}, {"JAX_PLATFORMS": "tpu"}):
+    found = dict(told)
+    leave_out_absent_tpu(found, tmp_path / "nothing")
+    assert found == told
+  env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_"))}
+  env |= flags() | {"TPU_SKIP_MDS_QUERY": "1"}
+  words = [MAXTEXT, "train", "small-llama", "hardware=tpu"]
+  done = subprocess.run(words, capture_output=True, text=True, env=env, timeout=600, check=False, cwd=tmp_path)
+  assert (done.returncode, done.stdout) == (2, "")
+  assert done.stderr.startswith("maxtext: hardware=tpu, but JAX finds cpu devices")
+  assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow

@@ -44,4 +44,4 @@ def test_flags_that_are_none_are_refused():
   with pytest.raises(ConfigError, match="compile_xla_flags: 'fast' must look like"):
     load_config("llama2-7b", compile_topology="v5p-8", compile_xla_flags="fast")
   with pytest.raises(ConfigError, match=r"compile_xla_flags.*no effect without compile_topology"):
-    load_config("llama2-7b", compile_xla_flags="--xla_x=1")
+    load_config("llama2-7b", compile_xla_flags="--xla_x=1", strict=True)

@@ -15,7 +15,8 @@ from maxtext.checkpoint.inspect import chosen
 from maxtext.cli.main import main
 from maxtext.configs.derived import derive
 from maxtext.configs.explain import readers_of
-from maxtext.configs.loader import model_names, parse_assignments, values_and_origins
+from maxtext.configs.loader import model_names, parse_assignments, same_model, values_and_origins
+from maxtext.configs.older_names import OLDER_NAMES
 from maxtext.configs.refusals import default_of
 from maxtext.configs.types import DecoderBlockType, MaxTextConfig
 from maxtext.models.catalogue import entry
@@ -32,6 +33,54 @@ def test_later_layers_win(tmp_path):
   assert config.logical_axis_rules, "base.yml is the first layer"
   with pytest.raises(Exception, match="frozen"):
     config.steps = 8
+
+
+def test_base_yml_is_the_base_from_anywhere(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  package = Path(maxtext.__file__).parent / "configs"
+  plain = load_config(dataset_type="synthetic")
+  for name in ("base.yml", "maxtext/configs/base.yml", "src/MaxText/config/base.yaml", package / "base.yml"):
+    assert load_config(name, dataset_type="synthetic") == plain
+  for name in ("maxtext/configs/models/llama2-7b.yml", package / "models" / "llama2-7b.yml"):
+    assert load_config(name, dataset_type="synthetic") == load_config("llama2-7b", dataset_type="synthetic")
+  with pytest.raises(ConfigError, match=r"Cannot read configs/gone\.yml"):
+    load_config("configs/gone.yml")
+  with pytest.raises(ConfigError, match=r"Cannot read elsewhere/base\.yml"):
+    load_config("elsewhere/base.yml")
+
+
+def test_base_yml_does_not_beat_rules_and_models(tmp_path, monkeypatch):
+  """Neither ours nor a copy of it that somebody edited."""
+  monkeypatch.chdir(tmp_path)
+  wanted = load_config("llama2-7b", custom_mesh_and_rule="fsdp", dataset_type="synthetic")
+  assert wanted.logical_axis_rules != load_config(dataset_type="synthetic").logical_axis_rules
+  named = {"custom_mesh_and_rule": "fsdp", "model_name": "llama2-7b"}
+  assert load_config("base.yml", **named, dataset_type="synthetic") == wanted
+  ours = (Path(maxtext.__file__).parent / "configs" / "base.yml").read_text()
+  (tmp_path / "base.yml").write_text(f"{ours}\nsteps: 7\nbase_emb_dim: 64\ndataset_type: synthetic\n")
+  (tmp_path / "mine.yml").write_text("base_config: base.yml\nlog_period: 3\n")
+  assert load_config("base.yml", **named) == wanted.model_copy(update={"steps": 7})
+  assert load_config("mine.yml", **named) == wanted.model_copy(update={"steps": 7, "log_period": 3})
+
+
+def test_rules_of_a_user_change_the_table_by_name(tmp_path):
+  base = load_config(dataset_type="synthetic").logical_axis_rules
+  (tmp_path / "mine.yml").write_text(
+    "dataset_type: synthetic\nlogical_axis_rules: [[vocab, [tensor]], [norm, [fsdp]]]\n"
+  )
+  changed = load_config(tmp_path / "mine.yml", logical_axis_rules=[["norm", []], ["mlp", "fsdp"]]).logical_axis_rules
+  assert dict(changed) == dict(base) | {"vocab": ["tensor"], "norm": [], "mlp": "fsdp"}
+  assert [name for name, _ in changed] == [name for name, _ in base]
+  whole = load_config(tmp_path / "mine.yml", override_logical_axis_rules="true").logical_axis_rules
+  assert whole == [["vocab", ["tensor"]], ["norm", ["fsdp"]]]
+  over = load_config(custom_mesh_and_rule="fsdp", dataset_type="synthetic", logical_axis_rules=[["mlp", ["fsdp"]]])
+  fsdp = load_config(custom_mesh_and_rule="fsdp", dataset_type="synthetic")
+  assert dict(over.logical_axis_rules) == dict(fsdp.logical_axis_rules) | {"mlp": ["fsdp"]}
+  values = {key: entry["value"] for key, entry in values_and_origins(fsdp, {}).items()}
+  assert load_config(**chosen(values)).logical_axis_rules == fsdp.logical_axis_rules
+  for odd in ("x", [1], [[]], [["norm"]], None, [["norm", []], ["norm", ["fsdp"]]]):
+    with pytest.raises(ConfigError, match="logical_axis_rules"):
+      program(tiny(logical_axis_rules=odd))
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -52,6 +101,7 @@ def test_models_are_listed_and_drawn(capsys):
       "active_parameters": 3880099328,
       "context": 131072,
       "converts": True,
+      "same_as": "",
     }
   ]
   assert main(["models", "gemma3-4b"]) == 0
@@ -60,6 +110,15 @@ def test_models_are_listed_and_drawn(capsys):
   assert "layers 30..33\n  4 x\n" in drawn
   assert main(["models", "gemma3-5b"]) == 2
   assert "Did you mean 'gemma3-4b'" in capsys.readouterr().err
+
+
+def test_names_of_one_model_say_so(capsys):
+  """The specification names variants of execution that do not differ here."""
+  same = {name: same_model(name) for name in model_names()}
+  assert (same["deepseek3-671b-2dfsdp"], same["deepseek3-671b-batchsplit"]) == ("deepseek3-671b", "deepseek3-671b")
+  assert {same["deepseek3-671b"], same["deepseek3.2-671b"], same["gemma3-4b"]} == {""}
+  assert main(["models", "deepseek3-671b-batchsplit"]) == 0
+  assert "\nthe same as deepseek3-671b, under another name\n" in capsys.readouterr().out
 
 
 def test_every_name_is_known():
@@ -87,6 +146,21 @@ MISTAKES = {
     {"model_name": "llama2-7b", "head_dim": 64},
     "head_dim=64 contradicts model_name=llama2-7b, which has head_dim=128. Add override_model_config=true",
   ),
+  "profiler of older pages": (
+    {"enable_profiler": True},
+    "'enable_profiler' is not a key. It is of older versions: write profiler=xplane.",
+  ),
+  "layers of older pages": (
+    {"num_layers": 2},
+    "'num_layers' is not a key. It is of older versions: write base_num_dec",
+  ),
+  "batch of older pages": ({"global_batch_size": 2}, "of older versions: write per_device_batch_size"),
+  "heads of older pages": ({"num_heads": 2}, "write base_num_query_heads and base_num_kv_heads"),
+  "width of older pages": ({"emb_dim": 2}, "emb_dim=2 is refused: it is computed from base_emb_dim"),
+  "mesh of older pages": ({"ici_parallelism": [2]}, "write ici_data_parallelism, ici_fsdp_parallelism and so on."),
+  "Pathways": ({"enable_single_controller": True}, "enable_single_controller=True is refused: it needs Pathways"),
+  "Pathways data": ({"colocated_python_data_input": True}, "refused: it needs Pathways"),
+  "elastic": ({"elastic_enabled": True}, "elastic_enabled=True is refused: elastic training needs Pathways"),
   "scale": ({"global_parameter_scale": 3}, "global_parameter_scale=3 must be a power of two"),
   "kept in a bucket": (
     {"base_output_directory": "s3://a/b"},
@@ -102,11 +176,6 @@ MISTAKES = {
   ),
   "heads": ({"base_num_kv_heads": 3}, "base_num_query_heads=4 is not a multiple of base_num_kv_heads=3"),
   "remat": ({"remat_policy": "ful"}, "'ful' must be one of full, minimal"),
-  "remat without effect": (
-    {"query_proj": "offload"},
-    "query_proj=offload is refused: it has no effect without remat_policy=custom.",
-  ),
-  "rope without effect": ({"rope_type": "default"}, "rope_factor=8 is refused: it has no effect without a rope_type"),
   "base_config": ({"base_config": "x.yml"}, "base_config=x.yml belongs in a YAML file"),
   "moment": ({"mu_dtype": "int8"}, "mu_dtype=int8 must be one of bfloat16, float32, float16, or empty."),
   "tiling": ({"num_vocab_tiling": 5}, "num_vocab_tiling=5 must divide max_target_length=32."),
@@ -127,6 +196,23 @@ def test_mistakes_are_named(change, message):
   with pytest.raises(ConfigError) as error:
     load_config(**(model | change))
   assert message in str(error.value)
+
+
+def test_what_is_always_so_may_be_asked_for():
+  asked = {"float32_logits": True, "float32_qk_product": True, "use_jax_splash": True, "enable_nnx": True,
+           "remove_size_one_mesh_axis_from_type": False, "shardy": True, "enable_autocheckpoint": True}  # fmt: skip
+  config = load_config(**(TINY | asked), strict=True)
+  assert all(getattr(config, key) == value for key, value in asked.items())
+  with pytest.raises(ConfigError, match="shardy=False is refused"):
+    tiny(shardy=False)
+
+
+def test_hints_name_keys_that_are_there():
+  for older, instead in OLDER_NAMES.items():
+    assert older not in MaxTextConfig.model_fields
+    named = re.findall(r"[a-z]\w*_\w+|\bdtype|\battention|\bquantization|\bprofiler", instead)
+    assert named or "leave it out" in instead, older
+    assert not set(named) - MaxTextConfig.model_fields.keys(), older
 
 
 # Of heads and hidden widths, of the residual width, and of depth.

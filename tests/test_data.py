@@ -1,5 +1,6 @@
 """Streams: exact stops and restarts on any hosts, every document once an epoch, packing beside Grain's."""
 
+import hashlib
 import itertools
 import os
 import resource
@@ -12,12 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maxtext.configs.errors import RunError
 from maxtext.data import records
 from maxtext.data.ahead import Ahead
-from maxtext.data.mixture import Mixture, Source
+from maxtext.data.documents import Source
+from maxtext.data.mixture import Mixture
 from maxtext.data.order import FEW_SHARDS, Order, Window
 from maxtext.data.packing import Packing
 from maxtext.data.prepared import Prepared
+from maxtext.data.spans import cut_long_documents
 from maxtext.data.streams import Streams
 from tests.corpora import write_corpus
 
@@ -38,7 +42,14 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def sources(folder, tmp_path_factory):
   other = write_corpus(tmp_path_factory.mktemp("corpus") / "b", (30, 30), seed=1)
-  return {"one": [Source(Prepared(folder))], "mixture": [Source(Prepared(folder), 0.7), Source(Prepared(other), 0.3)]}
+  book = write_corpus(tmp_path_factory.mktemp("corpus") / "c", (1, 5, 2), seed=2, long={0: 9_000, 4: 400, 7: 30_000})
+  several = [Source(Prepared(folder), 0.7), Source(Prepared(other), 0.3)]
+  return {
+    "one": [Source(Prepared(folder))],
+    "mixture": several,
+    "cut": cut_long_documents([Source(Prepared(book))], 8, 64),
+    "cut mixture": cut_long_documents([*several, Source(Prepared(book), 0.02)], 8, 64),
+  }
 
 
 def equal(a, b):
@@ -53,7 +64,7 @@ def documents_in(rows):
 
 @settings(max_examples=60, deadline=None)
 @given(
-  mixture=st.sampled_from(["one", "mixture"]),
+  mixture=st.sampled_from(["one", "mixture", "cut", "cut mixture"]),
   packing=st.sampled_from(sorted(PACKINGS)),
   epochs=st.sampled_from([None, 1, 3]),
   shuffle=st.booleans(),
@@ -96,13 +107,114 @@ def test_every_document_is_used_wholly_and_once_an_epoch(folder, packing):
     begun.append(documents_in(rows))
     assert not rows.inputs[~real].any()
   assert not streams.rows(range(8)).segments.any()
-  every = [source.tokens(record) for record in source.read(range(100))]
-  expected = np.concatenate([np.stack([d[:-1], d[1:]]) for d in every] * 2, axis=1)
-  found = np.concatenate(pairs, axis=1)
-  assert np.array_equal(found[:, np.lexsort(found)], expected[:, np.lexsort(expected)])
+  every = pairs_of([source.tokens(record) for record in source.read(range(100))])
+  assert np.array_equal(sorted_pairs(np.concatenate(pairs, axis=1)), sorted_pairs(np.tile(every, 2)))
   if packing != "concat_then_split":  # it begins the rest of a cut document anew, in the next row
     return
   assert set(np.concatenate(begun).tolist()) >= set(range(100))
+
+
+def pairs_of(documents):
+  """Every input with its target."""
+  return np.concatenate([np.stack([d[:-1], d[1:]]) for d in documents], axis=1)
+
+
+def sorted_pairs(pairs):
+  return pairs[:, np.lexsort(pairs)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+  lengths=st.lists(st.one_of(st.integers(2, 200), st.integers(2, 20_000)), min_size=1, max_size=12),
+  streams=st.sampled_from([1, 2, 7, 8]),
+  length=st.sampled_from([16, 64]),
+  packing=st.sampled_from(["concat_then_split", "first_fit", "best_fit"]),
+)
+def test_cut_documents_are_used_wholly_once_and_by_all_streams_alike(
+  tmp_path_factory, lengths, streams, length, packing
+):
+  folder = write_corpus(tmp_path_factory.mktemp("cut"), (len(lengths),), long=dict(enumerate(lengths)))
+  source = Prepared(folder)
+  (cut,) = cut_long_documents([Source(source)], streams, length)
+  made = Streams(Mixture([cut], streams, seed=5, epochs=2), Packing(length, packing, look_ahead=1), range(streams))
+  pairs, filled = [], np.zeros(streams, int)
+  while (rows := made.rows(range(streams))).segments.any():
+    real = rows.segments > 0
+    filled += real.any(axis=1)
+    pairs.append(np.stack([rows.inputs[real], rows.targets[real]]))
+  every = pairs_of([source.tokens(record) for record in source.read(range(len(lengths)))])
+  assert np.array_equal(sorted_pairs(np.concatenate(pairs, axis=1)), sorted_pairs(np.tile(every, 2)))
+  # Two epochs of a stream: it may have one item more than another, and its share of short documents differs.
+  span = cut.spans.inputs // length or max(-(-n // length) for n in lengths)
+  assert filled.max() - filled.min() <= 2 * span * (1 + len(lengths) / streams) + 2
+
+
+def test_one_document_fills_all_rows_to_the_end(tmp_path):
+  folder = write_corpus(tmp_path, (1,), long={0: 289_333})
+  (source,) = cut_long_documents([Source(Prepared(folder))], 8, 256)
+  assert source.spans.inputs == 2 * 256
+  for packing in ("concat_then_split", "first_fit"):
+    streams = Streams(Mixture([source], 8, seed=0, epochs=1), Packing(256, packing), range(8))
+    batches = list(
+      itertools.takewhile(lambda rows: rows.segments.any(axis=1).all(), map(streams.rows, [range(8)] * 999))
+    )
+    real = np.concatenate([rows.segments for rows in batches]) > 0
+    assert len(batches) >= 0.98 * 289_332 / 256 / 8
+    assert real.mean() > 0.995
+
+
+def test_a_stream_reads_a_long_document_once_and_holds_only_its_spans(tmp_path):
+  folder = write_corpus(tmp_path, (1,), long={0: 289_333})
+  source = Prepared(folder)
+  (cut,) = cut_long_documents([Source(source)], 8, 256)
+  asked = []
+  read, source.read = source.read, lambda numbers: asked.extend(numbers) or read(numbers)
+  streams = Streams(Mixture([cut], 8, seed=0, epochs=1), Packing(256, "first_fit"), range(8))
+  while streams.rows(range(8)).segments.any():
+    held = [d for stream in streams._held for d in stream.values() if d is not None]
+    assert all(d.base is None and len(d) <= 513 for d in held)
+  assert asked == [0]
+
+
+def test_where_no_document_is_long_the_order_is_what_it_always_was(tmp_path):
+  """Positions in checkpoints of earlier versions stay what they were; the digest is of a version without spans."""
+  source = Source(Prepared(write_corpus(tmp_path, (37, 1, 50, 12), lengths=(1, 60))))
+  assert cut_long_documents([source], 8, 64) == [source]
+  streams, digest = Streams(Mixture([source], 8, seed=3), PACKINGS["first_fit"], range(8)), hashlib.sha256()
+  for _ in range(9):
+    for array in streams.rows(range(8)):
+      digest.update(array.tobytes())
+  assert digest.hexdigest() == "2172150deeb4f910a657f204a1a592e2db7ad854a6c66394f4fa0b691fa88961"
+
+
+def test_documents_are_read_to_be_measured_only_where_no_list_says_enough(tmp_path):
+  long = {7: 50_000, 37: 50_000}
+  folders = {
+    older: write_corpus(tmp_path / str(older), (30, 30), lengths=(50, 150), long=long, older=older)
+    for older in (False, True)
+  }
+  cut = [cut_long_documents([Source(Prepared(folder))], 16, 64)[0].spans for folder in folders.values()]
+  assert cut[0] == cut[1], "a list or not, the cut is the same"
+  for folder in folders.values():
+    for shard in folder.glob("*.array_record"):
+      shard.unlink()
+  listed, older = (Source(Prepared(folder)) for folder in folders.values())
+  assert cut_long_documents([listed], 1, 64)[0].spans.long == tuple(long.items())
+  assert cut_long_documents([older], 15, 64) == [older], "too many to read them for this alone"
+  for source, streams, length in ((listed, 8, 16), (older, 16, 64)):  # spans of 208, and a shard lists those above 414
+    with pytest.raises(RunError, match="cannot be read"):
+      cut_long_documents([source], streams, length)
+
+
+def test_weights_of_a_mixture_count_documents_that_are_cut_as_one(tmp_path):
+  book = write_corpus(tmp_path / "book", (1,), long={0: 50_000})
+  short = write_corpus(tmp_path / "short", (500,), lengths=(10, 60), seed=1)
+  sources = cut_long_documents([Source(Prepared(book), 0.01), Source(Prepared(short), 0.99)], 4, 64)
+  spans = -(-49_999 // sources[0].spans.inputs)
+  corpus = Mixture(sources, 4, seed=0)
+  found = np.bincount([corpus._locate(s, k)[0] for s in range(4) for k in range(40_000)])
+  assert spans > 100
+  assert found[0] / spans / found[1] == pytest.approx(0.01 / 0.99, rel=0.02)
 
 
 def test_each_epoch_has_every_document_once_in_its_own_order():

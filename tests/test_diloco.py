@@ -48,6 +48,29 @@ def test_two_replicas_are_two_runs():
     np.testing.assert_allclose(state.params[name], value, atol=2e-5, rtol=0)
 
 
+@pytest.mark.slow
+def test_replicas_agree_on_buffers_when_they_meet():
+  """Router biases go their own ways, and are their mean after a meeting; until then the run's are those of the last."""
+  experts = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 24}
+  experts |= {"routed_bias": True, "routed_bias_update_rate": 0.01, "base_num_decoder_layers": 1, **RUN}
+  rule = {"diloco_sync_period": 2, "enable_diloco": True, "ici_diloco_parallelism": 2}
+  both = program(tiny(**experts, **rule, per_device_batch_size=2), 2)
+  one = program(tiny(**experts, per_device_batch_size=2))
+  (name,) = both.state.buffers
+  state, replicas = both.init(), [one.init(), one.init()]
+  for number in (1, 2):
+    batch = random_batch(both.config, rows=4, seed=number)
+    state, _ = both.step(state, jax.device_put(batch, both.batch.inputs.sharding))
+    replicas = [
+      one.step(r, jax.tree.map(lambda x, i=i: x[i : i + 2], batch))[0] for i, r in zip((0, 2), replicas, strict=True)
+    ]
+    alone = np.stack([r.buffers[name] for r in replicas])
+    assert (alone[0] != alone[1]).any(), "or this shows nothing"
+    expected = alone if number == 1 else np.broadcast_to(alone.mean(0), alone.shape)
+    np.testing.assert_allclose(state.opt_state.buffers[name], expected, atol=1e-6)
+    np.testing.assert_allclose(state.buffers[name], 0 if number == 1 else expected[0], atol=1e-6)
+
+
 def test_replicas_start_from_parameters_that_are_given():
   p = program(tiny(ici_diloco_parallelism=2, ici_fsdp_parallelism=4, enable_diloco=True, per_device_batch_size=1), 8)
   state = p.init()
@@ -58,9 +81,9 @@ def test_replicas_start_from_parameters_that_are_given():
 
 
 def test_what_has_no_place_is_refused():
-  with pytest.raises(
-    ConfigError, match=r"diloco_outer_lr=0\.5 is refused: it has no effect without enable_diloco=true"
-  ):
-    tiny(diloco_outer_lr=0.5)
+  with pytest.raises(ConfigError, match=r"diloco_outer_lr=0\.5 has no effect without enable_diloco=true"):
+    tiny(diloco_outer_lr=0.5, strict=True)
+  with pytest.raises(ConfigError, match=r"ici_diloco_parallelism=2 is refused: .* need enable_diloco=true"):
+    tiny(ici_diloco_parallelism=2)
   with pytest.raises(ConfigError, match="shard_optimizer_over_data"):
     tiny(enable_diloco=True, ici_diloco_parallelism=2, shard_optimizer_over_data=True)

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from maxtext import ConfigError
 from maxtext.checkpoint.inspect import is_of_the_training
+from maxtext.cli.main import main
 from maxtext.configs import types
 from maxtext.configs.derived import derive
 from maxtext.configs.explain import explain, readers_of
 from maxtext.configs.loader import parse_assignments, resolve
-from maxtext.configs.refusals import REFUSALS, default_of, plain
+from maxtext.configs.refusals import REFUSALS, default_of, plain, refusals_of
 from maxtext.configs.types import MaxTextConfig
 from tests.support import TINY, tiny
 
@@ -67,8 +68,24 @@ def test_key_is_as_specified(section, key, written, default):
 def test_every_key_is_read_or_refused():
   refused = {key for refusal in REFUSALS for key in refusal.keys}
   unread = {key for key in MaxTextConfig.model_fields if not readers_of(key)}
-  print(f"\n{len(unread)} of {len(MaxTextConfig.model_fields)} keys are refused because nothing reads them yet")
   assert not unread - refused, "neither read nor refused"
+
+
+def test_pages_count_unsupported_keys_as_the_command_does(capsys):
+  """Those that no other key makes supported, by the table."""
+  assert main(["config", "unsupported", "--count"]) == 0
+  counted = capsys.readouterr().out.strip()
+  root = Path(__file__).parents[1]
+  pages = {path.name: path.read_text() for path in (root / "README.md", *(root / "docs").glob("*.md"))}
+  found = {name: re.findall(r"\d+ of \d+ keys", text) for name, text in pages.items()}
+  assert found["README.md"] == [counted]
+  assert {count for counts in found.values() for count in counts} == {counted}
+  assert main(["config", "unsupported"]) == 0
+  *lines, last = capsys.readouterr().out.splitlines()
+  assert last == counted == f"{len(lines)} of {len(MaxTextConfig.model_fields)} keys"
+  for line in lines:
+    key, reason = line.split(maxsplit=1)
+    assert any(reason == row.reason for row in refusals_of(key) if row.unless is None)
 
 
 def other_values(key):
@@ -120,7 +137,8 @@ def test_resolved_configurations_do_not_drift(source):
 
 def resolved_changes(source):
   found = resolve(source, values={"dataset_type": "synthetic"})
-  changed = [key for key in MaxTextConfig.model_fields if getattr(found.config, key) != default_of(key)]
+  keys = [key for key in MaxTextConfig.model_fields if key not in types.DerivedValues.model_fields]
+  changed = [key for key in keys if getattr(found.config, key) != default_of(key)]
   return {key: [plain(getattr(found.config, key)), found.origins[key]] for key in sorted(changed)}
 
 

@@ -21,6 +21,7 @@ from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model, how
 from maxtext.models.experts import dispatch, mixture
 from maxtext.models.model import Model
+from maxtext.optim.optimizer import make_optimizer
 from maxtext.train.objectives.language_modeling import LanguageModeling
 from maxtext.train.state import initial_state
 from maxtext.train.step import gradients, make_train_step
@@ -201,16 +202,16 @@ def test_keys_become_a_dispatch():
       {"num_experts": 8, "num_experts_per_tok": 3, "n_routing_groups": 4, "topk_routing_group": 1},
       "num_experts_per_tok=3 is more than the experts of topk_routing_group=1",
     ),
-    ({"norm_topk_prob": True}, "norm_topk_prob=True is refused: it has no effect without experts"),
-    ({"num_experts": 4, "use_ring_of_experts": True}, "it has no effect without expert parallelism"),
-    ({"num_experts": 4, "topk_routing_group": 1}, "it has no effect without n_routing_groups"),
-    ({"num_experts": 4, "routed_bias_update_rate": 0.1}, "it has no effect without routed_bias=true"),
+    ({"norm_topk_prob": True}, "norm_topk_prob=True has no effect without experts"),
+    ({"num_experts": 4, "use_ring_of_experts": True}, "has no effect without expert parallelism"),
+    ({"num_experts": 4, "topk_routing_group": 1}, "has no effect without n_routing_groups"),
+    ({"num_experts": 4, "routed_bias_update_rate": 0.1}, "has no effect without routed_bias=true"),
   ],
 )
 def test_mistakes_are_named(keys, message):
   mesh = program(tiny()).model.how.mesh
   with pytest.raises(ConfigError) as error:
-    build_model(tiny(**keys), mesh)
+    build_model(tiny(**keys, strict=True), mesh)
   assert message in str(error.value)
 
 
@@ -262,3 +263,63 @@ def test_hooks_reach_experts(devices):
     np.testing.assert_allclose(y, jax.jit(lambda x, m=merged: m(x)[0])(x), atol=2e-4)
     assert all((calls == 1).all() for calls in jax.tree.leaves(buffers))
     assert len(jax.tree.leaves(buffers)) == 4
+
+
+BIAS = "groups/0/layers/0/feed_forward/router/selection_bias"
+
+
+def moved(model, batch, accumulation=1, **keys):
+  """The bias [R,X] after one update, in steps of its rate, and the figures."""
+  optimizer = make_optimizer(tiny(**keys), model.matrices)
+  step = make_train_step(model, LanguageModeling(), optimizer, lambda step: 0.0, accumulation=accumulation)
+  state = jax.jit(lambda: initial_state(model, optimizer, 0))()
+  after, metrics = jax.jit(step)(state, batch)
+  assert after.buffers.keys() == state.buffers.keys(), "what is measured over an update is not kept"
+  return np.asarray(after.buffers[BIAS]) / 0.01, metrics
+
+
+def tokens_of(model, batch):
+  """The tokens of each expert [R,X] at the first parameters."""
+
+  @jax.jit
+  def run():
+    decoder = model.bind({n: a for part in model.init(0) for n, a in part.items()})
+    decoder.hidden(batch.inputs, batch.positions, batch.segments)
+    return model.buffers_of(decoder)[BIAS.replace("selection_bias", "tokens")]
+
+  return np.asarray(run())
+
+
+@pytest.mark.slow
+def test_the_bias_moves_once_per_update():
+  """By the rule written out, whatever number of micro-batches; and not in an update that is left out."""
+  model, batch = model_of(tiny(**EXPERTS)), random_batch(tiny(), rows=8)
+  tokens = tokens_of(model, batch)
+  assert (tokens.sum(1) == 8 * 32 * 2).all()
+  expected = np.sign(tokens.mean(1, keepdims=True) - tokens)
+  assert expected.any()
+  for accumulation in (1, 4):
+    np.testing.assert_allclose(moved(model, batch, accumulation)[0], expected, atol=1e-5)
+  broken = dataclasses.replace(batch, weights=np.full_like(batch.weights, np.nan))
+  left_out, metrics = moved(model, broken, skip_step_on_spikes=True)
+  assert int(metrics["skipped_steps"]) == 1
+  assert not left_out.any()
+
+
+@pytest.mark.slow
+def test_padding_is_no_load():
+  """Rows and ends of rows that hold padding alone change neither bias nor figures, whatever tokens they hold."""
+  model, batch = model_of(tiny(**EXPERTS)), random_batch(tiny(), rows=4)
+  segments = np.ones_like(batch.inputs)
+  segments[2, 20:] = 0
+  short = dataclasses.replace(batch, segments=segments, weights=batch.weights * (segments > 0))
+  tokens = tokens_of(model, short)
+  assert (tokens.sum(1) == (4 * 32 - 12) * 2).all()
+  bias, metrics = moved(model, short)
+  np.testing.assert_allclose(bias, np.sign(tokens.mean(1, keepdims=True) - tokens), atol=1e-5)
+  padding = dataclasses.replace(jax.tree.map(np.zeros_like, short), inputs=np.full_like(short.inputs, 7))
+  longer = jax.tree.map(lambda a, b: np.concatenate([a, b]), short, padding)
+  again, figures = moved(model, longer)
+  np.testing.assert_array_equal(again, bias)
+  for name in ("loss", "load_balance_loss", "expert_load"):
+    np.testing.assert_allclose(figures[name], metrics[name], rtol=1e-5, err_msg=name)

@@ -14,10 +14,12 @@ import jax
 import numpy as np
 import pytest
 
+import maxtext
 from maxtext import ConfigError
 from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
 from maxtext.data.feed import make_feed
+from maxtext.data.prepared import Prepared
 from maxtext.data.splits import split_of
 from maxtext.data.workers import choose_workers
 from maxtext.train.loop import run_loop
@@ -166,8 +168,87 @@ def test_reader_processes_are_chosen_by_cores_and_memory(config, monkeypatch):
 
 def test_a_corpus_that_fills_no_batch_is_refused(tmp_path):
   small = str(write_corpus(tmp_path, (3,)))
-  with pytest.raises(ConfigError, match=r"does not fill a single batch.*generate_padding_batch_train=true"):
-    next(program(tiny(**GRAIN, grain_train_files=small), devices=8).feed())
+  with pytest.raises(ConfigError) as error:
+    program(tiny(**GRAIN, grain_train_files=small), devices=8).check_data()
+  assert str(error.value) == (
+    "The data does not fill a single batch: 3 documents, 349 tokens = 6 rows of 64; a batch takes 8 rows. Take more "
+    "data, a smaller per_device_batch_size (it is 1) or a shorter max_target_length."
+  )
+  # What it advises is true, and its batches are not padding.
+  for changes, devices in (({}, 4), ({"max_target_length": 32}, 8)):
+    fed = next(program(tiny(**GRAIN | changes, grain_train_files=small), devices).feed())
+    assert np.asarray(fed.batch.weights).mean() > 0.7
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_document_feeds_all_rows_and_is_resumed_exactly(tmp_path, workers):
+  book = str(write_corpus(tmp_path, (1,), long={0: 40_000}))
+  p = program(tiny(**GRAIN | {"grain_worker_count": workers}, grain_train_files=book), devices=8)
+  whole = take(p.feed(), 1000)
+  assert len(whole) == 39_999 // 64 // 8
+  assert np.mean([batch[4] for batch, _ in whole]) > 0.999
+  assert same(take(p.feed(whole[20][1]), 1000), whole[21:])
+
+
+def test_a_position_before_long_documents_were_cut_is_refused(tmp_path):
+  book = str(write_corpus(tmp_path, (1,), long={0: 40_000}))
+  p = program(tiny(**GRAIN, grain_train_files=book), devices=8)
+  position = take(p.feed(), 1)[0][1]
+  about = json.loads(position["about"].tobytes())
+  del about["spans"]
+  with pytest.raises(ConfigError, match=r"spans was None and is .* of a version that cut no long documents"):
+    p.feed(position | {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)})
+
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compilations():
+  """The programs that JAX compiles meanwhile."""
+  seen = []
+
+  def note(event, seconds, **more):
+    if event == COMPILED:
+      seen.append(more)
+
+  jax.monitoring.register_event_duration_secs_listener(note)
+  yield seen
+  jax.monitoring.unregister_event_duration_listener(note)
+
+
+WRONG_DATA = {
+  "missing": ({"grain_train_files": "{}/nowhere"}, "grain_train_files: .*/nowhere is neither the folder"),
+  "damaged": ({"grain_train_files": "{}/damaged"}, r"damaged/tokens-00000-of-00001.array_record has 5 bytes"),
+  "small": ({"grain_train_files": "{}/small"}, "does not fill a single batch: 1 document, 20 tokens = 1 row of 64; a"),
+  "no evaluation": ({"eval_interval": 5}, "dataset_type=grain needs grain_eval_files"),
+  "missing evaluation": ({"eval_interval": 5, "grain_eval_files": "{}/gone"}, "grain_eval_files: .*/gone is neither"),
+  "small evaluation": (
+    {"eval_interval": 5, "grain_eval_files": "{}/small"},
+    "The evaluation data does not fill a single batch: 1 document, .*eval_per_device_batch_size.*=true",
+  ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_DATA)
+def test_wrong_data_ends_a_run_before_anything_is_made(config, tmp_path, case, compilations, capsys):
+  write_corpus(tmp_path / "small", (1,), long={0: 20})
+  next(write_corpus(tmp_path / "damaged", (30,)).glob("*.array_record")).write_bytes(b"short")
+  changes, message = WRONG_DATA[case]
+  keys = {key: value.format(tmp_path) if isinstance(value, str) else value for key, value in changes.items()}
+  out = tmp_path / "runs"
+  run = config(**{"per_device_batch_size": 2} | keys, base_output_directory=str(out), run_name="run", steps=9)
+  with pytest.raises((ConfigError, RunError), match=message):
+    maxtext.train(run)
+  assert not compilations, "nothing was compiled, so no parameter was made"
+  assert not out.exists()
+  assert "parameters on" not in capsys.readouterr().out
+
+
+def test_a_run_with_data_compiles(config, tmp_path, compilations):
+  """So that the test before this one means something."""
+  maxtext.train(config(base_output_directory=str(tmp_path), run_name="run", steps=1))
+  assert compilations
 
 
 def test_one_batch_over_and_over(config):
@@ -211,6 +292,16 @@ def test_a_damaged_shard_and_a_dead_reader_are_named(config, tmp_path):
   for workers in (0, 1):
     with pytest.raises(RunError, match=r"00001-of-00002\.array_record has 5 bytes and the manifest beside it says"):
       next(program(config(grain_train_files=str(folder), grain_worker_count=workers)).feed())
+
+
+def test_a_flipped_bit_in_a_shard_is_named(config, tmp_path):
+  shard = next(write_corpus(tmp_path, (30,)).glob("*.array_record"))
+  content = bytearray(shard.read_bytes())
+  tokens = Prepared(tmp_path).read([7])[0]
+  content[bytes(content).index(tokens) + 5] ^= 1
+  shard.write_bytes(content)
+  with pytest.raises(RunError, match=r"00000-of-00001\.array_record is damaged: Corrupted"):
+    list(program(config(grain_train_files=str(tmp_path))).feed())
 
 
 def readers_of(pid):

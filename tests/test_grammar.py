@@ -11,9 +11,8 @@ import pytest
 from hypothesis import strategies as st
 
 from maxtext.inference.grammar import Form
-from maxtext.inference.server import Limits, make_app
-from maxtext.inference.worker import Worker
-from tests.answering import ask, finish, random_model
+from maxtext.inference.limits import Limits
+from tests.answering import answering, ask, finish, random_model
 
 SLOTS = 10
 COLOURS = {"type": "object", "properties": {"c": {"enum": ["red", "blue"]}}, "required": ["c"]}
@@ -124,10 +123,8 @@ def test_guesses_change_neither_form_nor_others(loaded, tmp_path):
 
 @pytest.fixture(scope="module")
 def app(loaded):
-  worker = Worker(loaded.scheduler(), most_waiting=9)
-  worker.start()
-  yield make_app(loaded, "tiny", worker, Limits())
-  worker.stop()
+  with answering(loaded, Limits(waiting=18)) as (_, app):
+    yield app
 
 
 def schema(body, **more):
@@ -159,7 +156,7 @@ def test_requests(app, asked, form):
     (schema({"type": "array", "uniqueItems": True}), 'schema: Unimplemented keys: ["uniqueItems"]'),
     (schema({"x-guidance": {"lenient": True}, "not": {}}), 'schema: Unimplemented keys: ["not"]'),
     (schema({"$ref": "http://127.0.0.1/x.json"}), "schema: Resource 'http://127.0.0.1/x.json' is not present"),
-    (schema({"enum": ["\ud800"]}), "response_format.json_schema.schema: "),
+    (schema({"enum": ["\ud800"]}), "The request is no JSON: "),
     (schema({"type": "number", "minimum": float("nan")}), "response_format.json_schema.schema: "),
     (schema({"$ref": "#"}), "schema: no answer can be like that"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex: "),

@@ -1,13 +1,16 @@
 """The local tier: what two machines keep on disks of their own, and what is left when one of them is lost."""
 
 import dataclasses
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -21,7 +24,8 @@ from maxtext.checkpoint.files import read
 from maxtext.checkpoint.local import LocalWriter, local_folder, resume_locally
 from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.record import Record
-from maxtext.mesh.multihost import INIT_FILE, join
+from maxtext.distributed.multihost import INIT_FILE, join
+from maxtext.distributed.supervisor import supervise
 from tests.flags import flags
 from tests.support import TINY, program, tiny
 
@@ -152,7 +156,23 @@ def test_the_last_two_steps_are_kept_bit_for_bit(kept, tmp_path):
     assert found.state.params[name].sharding == array.sharding
   assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]
   assert resume_locally(folder, p.state, at_least=5) is None, "the run's own checkpoints are later"
-  assert not list(folder.iterdir()), "what is older than the step that the run goes on from is of no use"
+  assert sorted(path.name for path in folder.iterdir()) == ["2.unused", "4.unused"], "renamed, not removed"
+  writer = LocalWriter(p.config, folder)
+  for step in (3, 6, 8):
+    writer.save(step, state, {})
+  writer.close()
+  assert sorted(path.name for path in folder.iterdir()) == ["6", "8"], "the run is past them"
+
+
+def test_a_state_that_is_not_finite_or_leads_nowhere_is_not_taken(kept, tmp_path, capsys):
+  p, state, folder = kept
+  folder = copied(folder, tmp_path)
+  writer = LocalWriter(p.config, folder)
+  bad = {name: array.at[(0,) * array.ndim].set(jnp.inf) for name, array in state.params.items()}
+  writer.save(6, dataclasses.replace(state, params=bad), {})
+  writer.close()
+  assert capsys.readouterr().out == "maxtext: step 6 is not kept on local disks: its state is not finite.\n"
+  assert int(resume_locally(folder, p.state, at_least=0, blamed=4).state.step) == 2
 
 
 def test_what_is_damaged_or_of_another_mesh_is_not_taken(kept, tmp_path):
@@ -163,9 +183,51 @@ def test_what_is_damaged_or_of_another_mesh_is_not_taken(kept, tmp_path):
   content[len(content) // 2] ^= 1
   file.write_bytes(content)
   found = resume_locally(folder, p.state, at_least=0)
-  assert (int(found.state.step), [path.name for path in folder.iterdir()]) == (2, ["2"])
-  other = program(tiny(ici_fsdp_parallelism=8, per_device_batch_size=1), devices=8)
+  assert (int(found.state.step), sorted(path.name for path in folder.iterdir())) == (2, ["2", "4.unused"])
+  mesh = {"ici_fsdp_parallelism": 8, "per_device_batch_size": 1, "base_num_decoder_layers": 1}
+  other = program(tiny(**mesh), devices=8)
   assert resume_locally(folder, other.state, at_least=0) is None
+
+
+def test_a_mistyped_size_is_refused_and_nothing_is_touched(kept, tmp_path):
+  _, _, folder = kept
+  folder = copied(folder, tmp_path)
+  other = program(tiny(**REPLICAS, base_num_decoder_layers=1, per_device_batch_size=2, base_mlp_dim=88), devices=4)
+  with pytest.raises(ConfigError) as error:
+    resume_locally(folder, other.state, at_least=0)
+  assert re.search(r"4 has float32\[1, 80, 48\] for .* this run wants float32\[1, 88, 48\]\. Nothing", str(error.value))
+  assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]
+
+
+def test_local_parts_are_on_the_disk_before_they_count(kept, tmp_path, monkeypatch):
+  p, state, _ = kept
+  synced, fsync = [], os.fsync
+
+  def noted(descriptor):
+    synced.append(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(f"{tmp_path}"))
+    fsync(descriptor)
+
+  monkeypatch.setattr(os, "fsync", noted)
+  writer = LocalWriter(p.config, epath.Path(tmp_path))
+  writer.save(2, state, {"rows": np.arange(2)})
+  writer.close()
+  assert sorted(synced[:2]) == ["/2.unfinished/parts.npz", "/2.unfinished/position.npz"]
+  assert synced[2:] == ["/2.unfinished", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("size", "chunk"), [(1_000_001, 65536), pytest.param(2_300_000_000, 64 << 20, marks=pytest.mark.nightly)]
+)
+def test_parts_are_sent_in_chunks_to_those_that_lack_them(size, chunk):
+  """Of three processes the last lacks nothing and takes no part; the large one is more than an int32 counts."""
+  heard = io.StringIO()
+  with ThreadPoolExecutor(1) as thread:  # the supervisor would take SIGTERM from the main one
+    command = [sys.executable, "-m", "tests.transfer_worker", str(size), str(chunk)]
+    code = thread.submit(supervise, command, 3, environment=flags(devices=1), out=heard).result()
+  assert code == 0, heard.getvalue()[-3000:]
+  assert f"[1] has {size} bytes as they were\n" in heard.getvalue()
+  assert "[2] waited for nobody\n" in heard.getvalue()
 
 
 def test_a_save_that_fails_is_reported_and_the_run_goes_on(kept, tmp_path, capsys):
@@ -196,13 +258,13 @@ MISTAKES = {
   "no folder": ({}, "needs local_checkpoint_directory=... to be a folder"),
   "a bucket": ({"local_checkpoint_directory": "gs://a/b"}, "needs local_checkpoint_directory=gs://a/b to be a folder"),
   "no period": ({"local_checkpoint_directory": "a", "local_checkpoint_period": 0}, "needs local_checkpoint_period"),
-  "off": ({"local_checkpoint_directory": "a", "enable_emergency_checkpoint": False}, "it has no effect without"),
-  "nothing kept": ({"local_checkpoint_directory": "a", "enable_checkpointing": False}, "no effect without enable_ch"),
+  "off": ({"local_checkpoint_directory": "a", "enable_emergency_checkpoint": False}, "no effect without"),
+  "nothing kept": ({"local_checkpoint_directory": "a", "enable_checkpointing": False}, "asks for checkpoints"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "message"), MISTAKES.values(), ids=MISTAKES.keys())
 def test_mistakes_are_named(change, message):
   with pytest.raises(ConfigError) as error:
-    load_config(**(KEYS | change))
+    load_config(**(KEYS | change), strict=True)
   assert message in str(error.value)

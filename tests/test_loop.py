@@ -14,6 +14,7 @@ from maxtext.data.feed import make_feed
 from maxtext.mesh.chips import CHIPS, chip_of
 from maxtext.models.flops import train_flops_per_token
 from maxtext.observe.sinks import TensorBoard
+from maxtext.optim.schedules import learning_rate
 from maxtext.optim.spikes import skip_spikes
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.callbacks.evaluate import Evaluate
@@ -122,10 +123,17 @@ def test_spikes_leave_everything_as_it_was():
 
 @pytest.mark.slow
 def test_spikes_are_counted_in_the_figures():
+  """And the learning rate is that of the updates: one that is left out does not move the schedule on."""
   history = History()
   p = program(tiny(steps=12, skip_step_on_spikes=True, skip_step_interval=4, skip_step_scaling_factor=-1e9))
-  run_loop(p.step, p.init(), p.feed(), range(12), [history])
+  state = run_loop(p.step, p.init(), p.feed(), range(12), [history])
   assert [f["skipped_steps"] for f in history.figures] == [0, 0, *range(1, 11)]
+  rate = learning_rate(p.config)
+  (applied,) = {int(count) for _, count in optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")}
+  assert applied == 2
+  np.testing.assert_allclose(
+    [f["learning_rate"] for f in history.figures], [rate(0), rate(1), *[rate(applied)] * 10], rtol=1e-6
+  )
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ import yaml
 
 import maxtext
 from maxtext import ConfigError
+from maxtext.distributed.supervisor import supervise
 from maxtext.mesh.rules import LOGICAL_AXES
-from maxtext.mesh.supervisor import supervise
 from tests.flags import flags
 from tests.support import TINY, losses, program, tiny
 
@@ -217,7 +217,9 @@ def test_a_killed_process_is_named_and_the_run_starts_again(tmp_path):
         assert time.monotonic() - killed < 15
   output = "".join(seen)
   assert process.returncode == 0, output
-  assert "maxtext: process 1 was ended by SIGKILL.\nmaxtext: starting all 2 again (1 of 2).\n" in output
+  assert re.search(
+    r"maxtext: process 1 was ended by SIGKILL\.\nmaxtext: starting all 2 again in \S+ s \(1 of 2\)\.\n", output
+  )
   steps = [json.loads(line)["step"] for line in file.read_text().splitlines()]
   assert steps == list(range(1, 26)), "what the lost attempt wrote is written again, and stands there once"
 
@@ -239,9 +241,10 @@ def test_processes_that_stand_still_show_where_and_start_again(tmp_path):
     assert thread.submit(supervise, command, 2, restarts=1, stalled_seconds=5, out=said).result() == 0
   for process in range(2):
     assert re.search(rf"\[{process}\]   File .* in waits_for_ever\n", said.getvalue())
-  assert said.getvalue().endswith(
-    "maxtext: no process has said anything for 5 s; where each of them stood is above.\n"
-    "maxtext: starting all 2 again (1 of 1).\n"
+  assert re.search(
+    r"maxtext: no process has said anything for 5 s; where each of them stood is above\.\n"
+    r"maxtext: starting all 2 again in \S+ s \(1 of 1\)\.\n$",
+    said.getvalue(),
   )
 
 
@@ -267,6 +270,25 @@ def test_processes_go_on_when_nobody_reads_what_they_say():
     thread.join(60)
   assert codes == [1, 1], "each was started again, and ended"
   assert out.buffer.getvalue().count(b"ended with code 3") == 2
+
+
+@pytest.mark.slow
+def test_the_coordinator_listens_to_this_machine_alone():
+  """JAX by itself listens on every address."""
+  script = """if True:
+    import os, jax
+    from pathlib import Path
+    address, number = os.environ["JAX_COORDINATOR_ADDRESS"], int(os.environ["JAX_PROCESS_ID"])
+    jax.distributed.initialize(address, num_processes=1, process_id=number)
+    port = f":{int(address.rpartition(':')[2]):04X} "
+    lines = [line for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    print("listens on", [line.split()[1] for line in lines if port in line and line.split()[3] == "0A"])
+  """
+  said = io.StringIO()
+  with ThreadPoolExecutor(1) as thread:  # the supervisor would take SIGTERM from the main one
+    assert thread.submit(supervise, [sys.executable, "-c", script], 1, out=said).result() == 0, said.getvalue()
+  (found,) = re.findall(r"listens on \['([0-9A-F]+):[0-9A-F]+'\]", said.getvalue())
+  assert found in ("0100007F", "0000000000000000FFFF00000100007F"), "127.0.0.1, as it is or mapped"
 
 
 @pytest.mark.slow

@@ -22,9 +22,7 @@ from maxtext.inference.page_table import PageTable
 from maxtext.inference.prefixes import Prefixes
 from maxtext.inference.sampling import Settings
 from maxtext.inference.scheduler import Request, Scheduler
-from maxtext.inference.server import Limits, make_app
 from maxtext.inference.state import advance
-from maxtext.inference.worker import Worker
 from maxtext.kernels.attention import reference
 from maxtext.kernels.paged import paged
 from maxtext.kernels.scores import Scoring, Tokens
@@ -33,7 +31,7 @@ from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
 from maxtext.models.build import build_model
 from maxtext.models.model import Model
-from tests.answering import ask, random_model
+from tests.answering import answering, ask, random_model
 from tests.support import program, tiny
 from tests.test_scheduler import SLOTS, collect, make_engine, requests
 
@@ -151,13 +149,10 @@ def test_a_server_says_what_its_pages_do(tmp_path):
   texts, figures = [], []
   for keys in ({}, {"attention": "paged", **pages}):
     loaded = random_model(tmp_path, **keys)
-    worker = Worker(loaded.scheduler(), most_waiting=4)
-    worker.start()
-    app = make_app(loaded, "tiny", worker, Limits())
-    _, answer = asyncio.run(ask(app, "/v1/completions", asked))
-    texts.append([choice["text"] for choice in json.loads(answer)["choices"]])
-    figures.append(asyncio.run(ask(app, "/metrics"))[1])
-    worker.stop()
+    with answering(loaded) as (_, app):
+      _, answer = asyncio.run(ask(app, "/v1/completions", asked))
+      texts.append([choice["text"] for choice in json.loads(answer)["choices"]])
+      figures.append(asyncio.run(ask(app, "/metrics"))[1])
   assert texts[0] == texts[1]
   assert all(re.fullmatch("[a-f]{70}", text) for text in texts[0])
   assert "maxtext_preemptions 0.0" in figures[0]
@@ -193,7 +188,7 @@ REFUSED = {
   "too few": ({"pagedattn_num_pages": 7}, "pagedattn_num_pages=7 are too few.*pagedattn_max_pages_per_group=7"),
   "no answer": ({"pagedattn_max_pages_per_group": 4}, "pagedattn_max_pages_per_group=4 .* leave no room"),
   "none": ({"pagedattn_max_pages_per_group": 0}, "pagedattn_max_pages_per_group=0 must be 1 or more"),
-  "no pages": ({"attention": "chunked"}, "it has no effect without attention=paged"),
+  "no pages": ({"attention": "chunked", "strict": True}, "no effect without attention=paged"),
 }
 
 

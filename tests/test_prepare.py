@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -104,6 +105,7 @@ def test_the_folder_says_what_it_holds(raw, config, tmp_path):
       "file": f"tokens-{number:05}-of-{len(shards):05}.array_record",
       "documents": len(shard),
       "tokens": sum(map(len, shard)),
+      "long": [n for place, t in enumerate(shard) if len(t) > sum(map(len, shard)) // 128 for n in (place, len(t))],
       "bytes": path.stat().st_size,
       "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
     }
@@ -263,6 +265,7 @@ def test_mistakes_end_with_two(raw, vocabulary, tmp_path, monkeypatch, capsys):
     (["--from", f"{folder}/d.parquet"], "no column 'text'. It has 'id', 'body'. Choose with --column."),
     (["--from", f"{folder}/d.parquet", "--column", "id"], "row 0: no text under 'id'. Choose with --column."),
     (["--from", f"{folder}/a", "--workers", "0"], "--workers 0 --shard-megabytes 8: at least 1, and above 0."),
+    (["--from", f"{folder}/a", "--skip-bad", "-1"], "--skip-bad -1: at least 0."),
     (["--from", f"{folder}/a", "--beam", "region=x"], "--beam region=x has no effect without --runner."),
     (["--from", f"{folder}/a", "--train-tokenizer"], "--train-tokenizer makes another."),
     (["--from", f"{folder}/a", "tokenizer_path=nowhere"], "tokenizer_path=nowhere is no file and no folder."),
@@ -279,6 +282,70 @@ def test_mistakes_end_with_two(raw, vocabulary, tmp_path, monkeypatch, capsys):
     assert len(errors.splitlines()) == 1, errors
     assert not list(tmp_path.glob("out/*.array_record"))
   assert content(tmp_path / "other") == {"thesis.txt": hashlib.sha256(b"do not touch").hexdigest()}
+
+
+BAD_LINES = [b'{"body": ', b'{"body": 5}', b"[1]", b'{"body": "\\ud800"}', b"\xff\xfe", b"[" * 100_000]
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory):
+  """60 texts in every format and nine bad records among them, the first of a file and the last as well."""
+  import pyarrow
+  import pyarrow.parquet
+
+  folder = tmp_path_factory.mktemp("bad")
+  lines = [json.dumps({"body": text(n)}).encode() for n in range(30)]
+  for place, line in zip((30, 21, 14, 9, 4, 0), reversed(BAD_LINES), strict=True):
+    lines.insert(place, line)
+  (folder / "a.jsonl").write_bytes(b"\n".join(lines))
+  (folder / "b.txt").write_bytes(b"abc\xff\xfe")
+  (folder / "c.txt").write_text(text(30))
+  rows = [None, *map(text, range(31, 45)), None, *map(text, range(45, 60))]
+  pyarrow.parquet.write_table(pyarrow.table({"body": rows}), folder / "d.parquet", row_group_size=7)
+  return folder
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_bad_records_are_skipped_up_to_a_number_and_counted(bad, vocabulary, tmp_path, capsys, workers):
+  keys = {"tokenizer_type": "huggingface", "tokenizer_path": str(vocabulary)}
+  words = [*(f"{key}={value}" for key, value in keys.items()), "--from", str(bad), "--column", "body"]
+  words += ["--to", str(tmp_path / "out"), "--shard-megabytes", "0.002", "--workers", str(workers)]
+
+  def prepared(*more):
+    code = main(["data", "prepare", *words, *more])
+    return code, capsys.readouterr()
+
+  code, said = prepared()
+  assert (code, "a.jsonl, line at byte 0: not a JSON object." in said.err) == (2, True), "by default none"
+  code, said = prepared("--skip-bad", "8")
+  assert code == 2
+  assert "More than --skip-bad 8 records cannot be read. The first: " in said.err
+  assert "a.jsonl, line at byte 0: not a JSON object." in said.err
+  code, said = prepared("--skip-bad", "9")
+  assert code == 0, said.err
+  first, second = said.out.splitlines()[-2:]
+  assert first.startswith(f"{tmp_path}/out: 60 documents, ")
+  assert second == f"{tmp_path}/out: without 9 records that could not be read"
+  manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+  assert (manifest["documents"], manifest["skipped"], len(manifest["shards"]) > 3) == (60, 9, True)
+  encode = load_tokenizer(load_config(dataset_type="grain", **keys)).encode
+  found = [tokens for shard in records(tmp_path / "out", manifest) for tokens in shard]
+  assert all(np.array_equal(tokens, encode(text(n))) for n, tokens in enumerate(found))
+
+
+def test_bad_records_do_not_keep_a_tokenizer_from_being_trained(bad, config, tmp_path):
+  keys = {"tokenizer_path": None, "vocab_size": 290}
+  files, to = find_files([str(bad)]), str(tmp_path / "out")
+  manifest = prepare(config.model_copy(update=keys), files, to, here, column="body", train=True, skip_bad=100)
+  assert (manifest["documents"], manifest["skipped"]) == (60, 9)
+
+
+def test_a_compressed_file_that_breaks_off_is_named(config, tmp_path):
+  content = gzip.compress("".join(f'{{"text": "{text(n)}"}}\n' for n in range(200)).encode())
+  for number, broken in enumerate((content[:-50], content[:900] + b"\xff" * 9 + content[909:], b"no gzip")):
+    (tmp_path / "x.jsonl.gz").write_bytes(broken)
+    with pytest.raises(ConfigError, match=r"x.jsonl.gz is damaged, or not compressed as its name says"):
+      prepare(config, find_files([str(tmp_path / "x.jsonl.gz")]), str(tmp_path / f"out{number}"), here, skip_bad=9)
 
 
 def test_a_corrected_mistake_may_use_the_same_folder_but_other_text_may_not(raw, config, tmp_path):
@@ -352,3 +419,29 @@ def test_folders_can_be_narrowed(raw):
   assert find_files([str(folder / "b.jsonl")], [".txt"]) == [
     File(str(folder / "b.jsonl"), (folder / "b.jsonl").stat().st_size)
   ], "what is named itself is taken"
+
+
+@pytest.mark.slow
+def test_one_text_file_is_enough_to_train_on(tmp_path, monkeypatch, capsys):
+  """The quick start, with a text in place of the library; one that is too small is refused with what it has."""
+  monkeypatch.chdir(tmp_path)
+  library = "".join(Path(file.path).read_text(errors="ignore") for file in standard_library())
+  (tmp_path / "book.txt").write_text(library[:1_000_000])
+  (tmp_path / "note.txt").write_text(library[:500])
+  for name in ("book", "note"):
+    words = ["--train-tokenizer", "--from", f"{name}.txt", "--to", f"data/{name}", "--workers", "1"]
+    assert main(["data", "prepare", "stdlib-llama", *words]) == 0
+  assert "data/book: 1 document, " in capsys.readouterr().out
+  assert main(["train", "stdlib-llama", "grain_train_files=data/book", "steps=3", "run_name=book"]) == 0
+  capsys.readouterr()
+  figures = [json.loads(line) for line in (tmp_path / "runs/book/metrics.jsonl").read_text().splitlines()]
+  assert len(figures) == 3
+  rows = 8 * jax.device_count()
+  assert all(step["tokens"] >= 0.99 * rows * 128 for step in figures), "no padding to speak of"
+  tokens = json.loads((tmp_path / "data/book/manifest.json").read_text())["tokens"]
+  assert 250_000 < tokens < 330_000
+  assert main(["train", "stdlib-llama", "grain_train_files=data/note", "run_name=note"]) == 2
+  error = capsys.readouterr().err
+  assert "does not fill a single batch: 1 document, " in error
+  assert f" of 128; a batch takes {rows} rows. Take more data, a smaller per_device_batch_size" in error
+  assert "padding" not in error

@@ -1,11 +1,17 @@
 """Prompts that need not be computed again: several answers to one, and caches of prompts that are kept in files."""
 
+import io
+import os
+import zipfile
 from collections import Counter
 from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
 
 from maxtext import ConfigError
+from maxtext.inference.prompt_files import PromptFiles
 from tests.answering import finish, random_model
 
 LONG, SHORT = list(range(40, 56)), [7]
@@ -72,3 +78,58 @@ def test_a_prompt_is_read_from_its_file(tmp_path, pieces, changes):
   for other in (random_model(tmp_path, seed=1, **reading), random_model(tmp_path, rope_max_timescale=7, **reading)):
     with pytest.raises(ConfigError, match="decode it once without load_from_prefill_dir"):
       write(other, LONG)
+
+
+def test_a_damaged_file_is_a_miss(tmp_path, pieces, capsys):
+  """Cut short, empty, of zeros, or another model's: its prompt is computed, and the file is whole again."""
+  folder = tmp_path / "kept"
+  reads = random_model(tmp_path, prefill_cache_dir=str(folder), load_from_prefill_dir=True)
+  writes = random_model(tmp_path, prefill_cache_dir=str(folder))
+  expected, computed = write(writes, LONG), pieces(reads)
+  (file,) = folder.iterdir()
+  whole = file.read_bytes()
+  with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+    first = archive.getinfo("0.npy").header_offset + 200
+  flipped = whole[:first] + bytes([whole[first] ^ 1]) + whole[first + 1 :]
+  other = io.BytesIO()
+  np.savez(other, **{"0": np.zeros(3, np.uint8)})
+  for damaged in (whole[: len(whole) // 2], b"", bytes(len(whole)), flipped, other.getvalue()):
+    file.write_bytes(damaged)
+    assert write(reads, LONG) == expected
+    assert "is damaged" in capsys.readouterr().err
+    assert file.read_bytes() == whole
+  assert computed["pieces"] == 5
+  assert write(reads, LONG) == expected
+  assert computed["pieces"] == 5, "read again"
+
+
+def test_the_folder_of_prompts_is_bounded(tmp_path):
+  """By bytes: what was not used for longest goes, also what a killed process has left."""
+  row = [[{"keys": np.arange(1000, dtype=np.float32)}]]
+  like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), row)
+  folder = tmp_path / "kept"
+  files = PromptFiles(folder, "model", like, reads=True, most=14_000)  # three of them
+  prompts = [[number, 1, 2] for number in range(5)]
+  for number, prompt in enumerate(prompts[:3]):
+    files.keep(prompt, 2, row)
+    os.utime(files._file(prompt[:2]), (number, number))
+  stale, fresh = folder / "x.npz.1.unfinished", folder / "y.npz.2.unfinished"
+  for file in (stale, fresh):
+    file.write_bytes(b"half")
+  os.utime(stale, (1, 1))
+  assert files.find(prompts[0])[0] == 2, "which makes it the last that was used"
+  files.keep(prompts[3], 2, row)
+  files.keep([*prompts[4], 3], 2, row)  # not all of its prompt
+  assert [files.find(prompt)[0] for prompt in prompts] == [2, 0, 2, 2, 0]
+  assert not stale.exists()
+  assert fresh.exists()
+  np.testing.assert_array_equal(files.find(prompts[3])[1][0][0]["keys"], row[0][0]["keys"])
+  PromptFiles(folder, "model", like, reads=True, most=1000).keep(prompts[4], 2, row)
+  assert len(list(folder.glob("*.npz"))) == 3, "a row that never fits displaces nothing"
+
+
+def test_a_folder_that_cannot_be_written_is_done_without(tmp_path, capsys):
+  (tmp_path / "file").write_text("in the way")
+  model = random_model(tmp_path, prefill_cache_dir=str(tmp_path / "file" / "kept"))
+  assert write(model, LONG) == write(random_model(tmp_path), LONG)
+  assert "cannot be written (Not a directory)" in capsys.readouterr().err

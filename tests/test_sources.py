@@ -18,6 +18,7 @@ from maxtext import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.data.batch import Batch
 from maxtext.data.feed import make_feed
+from maxtext.data.prepared import Prepared
 from maxtext.data.sources.olmo import repeats
 from maxtext.data.sources.tf_example import _example
 from maxtext.data.tokenizers import load_tokenizer
@@ -59,11 +60,25 @@ def write_array_record(folder):
     writer.close()
 
 
+def checksum(content):
+  """CRC-32C a bit at a time, as its definition has it, masked."""
+  crc = 0xFFFFFFFF
+  for byte in content:
+    crc ^= byte
+    for _ in range(8):
+      crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+  crc ^= 0xFFFFFFFF
+  return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) % (1 << 32))
+
+
+def tf_record(content, size=None):
+  length = struct.pack("<Q", len(content) if size is None else size)
+  return length + checksum(length) + content + checksum(content)
+
+
 def write_tf_record(folder):
-  """The checksums are of no use to a reader that knows where records are, and are left out."""
   for part in range(2):
-    records = [example(text) for text in TEXTS[part::2]]
-    content = b"".join(struct.pack("<QI", len(record), 0) + record + bytes(4) for record in records)
+    content = b"".join(tf_record(example(text)) for text in TEXTS[part::2])
     (folder / f"part-{part}.tfrecord").write_bytes(content)
 
 
@@ -301,6 +316,8 @@ def test_sequences_of_one_length_without_those_that_repeat(tmp_path):
     assert found.total() == kept
   position = next(feed(config)).position()
   assert all(map(np.array_equal, arrays(next(feed(config, position))), arrays(list(feed(config))[1])))
+  with pytest.raises(ConfigError, match=r"npy, record \d: token \d+ at place \d+ is outside of vocab_size=90"):
+    list(feed(tiny(**keys, vocab_size=90)))
   with pytest.raises(ConfigError, match="has sequences of 128 tokens: write max_target_length=128"):
     feed(tiny(**keys | {"max_target_length": 64}))
   with pytest.raises(ConfigError, match=r"/elsewhere/raw.npy, listed in .*, is not there: see olmo_path_remap_from"):
@@ -329,8 +346,9 @@ def test_mistakes_are_named(place, tmp_path):
     ("arrayrecord", {"grain_train_files": "/a,1;/b,0"}, "every weight must be above 0"),
     ("arrayrecord", {"grain_train_files": f"{tmp_path}/bad.json"}, "bad.json is not an ArrayRecord file"),
     ("arrayrecord", {"grain_train_files": "", "grain_train_mixture_config_path": f"{tmp_path}/bad.json"}, "'weight'"),
-    ("arrayrecord", {"train_data_columns": ["txt"]}, "no text or integers under 'txt'; it has text, tokens"),
-    ("tfrecord", {"grain_train_files": str(torn)}, "torn.tfrecord is no TFRecord file, or it is cut short"),
+    ("arrayrecord", {"train_data_columns": ["txt"]}, ".array_record, record "),
+    ("arrayrecord", {"train_data_columns": ["txt"]}, ": no text or integers under 'txt'; it has text, tokens"),
+    ("tfrecord", {"grain_train_files": str(torn)}, "torn.tfrecord, record 29 is damaged: it ends at"),
     ("parquet", {"train_data_columns": ["txt"]}, "has no column txt; it has number, text, tokens"),
     ("parquet", {"grain_train_files": str(torn)}, "torn.tfrecord is not a Parquet file"),
     ("parquet", {"grain_file_type": "csv"}, "grain_file_type=csv must be one of arrayrecord, tfrecord, parquet"),
@@ -343,6 +361,100 @@ def test_mistakes_are_named(place, tmp_path):
     with pytest.raises((ConfigError, RunError)) as error:
       next(feed(configured(place, source, **changes)))
     assert message in str(error.value)
+
+
+def test_damage_in_a_tf_record_file_is_named_with_the_record(place, tmp_path):
+  records = [tf_record(example(text)) for text in TEXTS]
+  start = len(b"".join(records[:7]))
+  whole = bytearray(b"".join(records))
+
+  def flipped(place):
+    return whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+
+  cases = {
+    "length": (flipped(start + 1), "record 7 is damaged: its length does not have its checksum"),
+    "length's checksum": (flipped(start + 9), "record 7 is damaged: its length does not have its checksum"),
+    "content": (flipped(start + 40), "record 7 is damaged: its content does not have its checksum"),
+    "content's checksum": (flipped(start + len(records[7]) - 1), "record 7 is damaged: its content does not"),
+    "absurd length": (whole[:start] + tf_record(b"", 1 << 63), "record 7 is damaged: it ends at byte 92233720"),
+    "cut in a header": (whole[: start + 5], "record 7 is damaged: it ends at byte"),
+    "cut in a record": (whole[: start + 30], "record 7 is damaged: it ends at byte"),
+    "another file": (b"PK" * 99, "record 0 is damaged: its length does not have its checksum; or this is no TFRecord"),
+  }
+  for name, (content, message) in cases.items():
+    (tmp_path / "x.tfrecord").write_bytes(content)
+    with pytest.raises(RunError) as error:
+      list(feed(configured(place, "tfrecord", grain_train_files=f"{tmp_path}/x.tfrecord")))
+    assert f"x.tfrecord, {message}" in str(error.value), name
+  (tmp_path / "x.tfrecord").write_bytes(whole)
+  assert len(list(feed(configured(place, "tfrecord", grain_train_files=f"{tmp_path}/x.tfrecord")))) > 1
+
+
+WITH_TOKENS = {
+  "arrayrecord": ("grain_train_files", "{}/x.array_record", "x.array_record, record 41: "),
+  "tfrecord": ("grain_train_files", "{}/x.tfrecord", "x.tfrecord, record 41: "),
+  "parquet": ("grain_train_files", "{}/x.parquet", "x.parquet, record 41: "),
+  "json": ("hf_train_files", "{}/x.jsonl", "x.jsonl, row 41: "),
+  "streamed": ("hf_train_files", "file://{}/x.jsonl", "Document 41 of the stream of group 0: "),
+}
+
+
+@pytest.mark.parametrize(
+  ("source", "token"), [(s, 300) for s in WITH_TOKENS] + [("arrayrecord", -1), ("parquet", 1 << 40)]
+)
+def test_a_token_outside_the_vocabulary_is_named_with_its_record(place, tmp_path, source, token):
+  """The record is far behind the beginning, and the token behind the beginning of the record."""
+  import pyarrow
+  import pyarrow.parquet
+
+  rows, records = [[1] * 20 for _ in range(50)], []
+  rows[41][13] = token
+  for row in rows:
+    message = _example()()
+    message.features.feature["tokens"].int64_list.value.extend(row)
+    records.append(message.SerializeToString())
+  writer = ArrayRecordWriter(f"{tmp_path}/x.array_record", "group_size:1")
+  for record in records:
+    writer.write(record)
+  writer.close()
+  (tmp_path / "x.tfrecord").write_bytes(b"".join(map(tf_record, records)))
+  pyarrow.parquet.write_table(pyarrow.table({"tokens": rows}), tmp_path / "x.parquet", row_group_size=7)
+  (tmp_path / "x.jsonl").write_text("".join(json.dumps({"tokens": row}) + "\n" for row in rows))
+  key, files, where = WITH_TOKENS[source]
+  keys = {"tokenize_train_data": False, "train_data_columns": ["tokens"], "tokenizer_path": None}
+  config = configured(place, source, **keys, enable_data_shuffling=False, **{key: files.format(tmp_path)})
+  with pytest.raises(ConfigError) as error:
+    list(feed(config))
+  assert f"{where}token {token} at place 13 is outside of vocab_size=300: the data was made for" in str(error.value)
+
+
+def test_a_token_outside_the_vocabulary_of_prepared_data_is_named(tmp_path):
+  source = Prepared(write_corpus(tmp_path, (3, 50), lengths=(18, 19)))
+  largest = [int(source.tokens(record).max()) for record in source.read(range(53))]
+  vocab_size = max(largest)
+  number = largest.index(vocab_size) - 3
+  assert number > 0, "in the second shard"
+  keys = {"dataset_type": "grain", "grain_train_files": str(tmp_path), "grain_worker_count": 0}
+  config = tiny(**keys, vocab_size=vocab_size, enable_data_shuffling=False, generate_padding_batch_train=True)
+  where = f"tokens-00001-of-00002.array_record, record {number}"
+  with pytest.raises(ConfigError, match=rf"{where}: token {vocab_size} at place \d+ is outside of vocab_size="):
+    list(feed(config))
+
+
+def test_columns_that_hold_something_else_are_named(place, tmp_path):
+  for tokens, words in (
+    ("[0.5]", "a column that must hold tokens holds something else"),
+    ('"text"', "a column that must hold tokens holds something else"),
+    ("[[1], [2]]", "a column that must hold tokens holds something else"),
+    ("null", "a column that must hold tokens holds something else"),
+  ):
+    (tmp_path / "x.jsonl").write_text(f'{{"tokens": {tokens}}}\n')
+    changes = {"tokenize_train_data": False, "train_data_columns": ["tokens"], "tokenizer_path": None}
+    with pytest.raises(ConfigError, match=f"row 0: {words}"):
+      list(feed(configured(place, "json", hf_train_files=f"{tmp_path}/x.jsonl", **changes)))
+  (tmp_path / "x.jsonl").write_text('{"text": null, "other": 1}\n')
+  with pytest.raises(ConfigError, match="row 0: a column that must hold text holds something else"):
+    list(feed(configured(place, "json", hf_train_files=f"{tmp_path}/x.jsonl")))
 
 
 def test_streamed_data_says_so_and_keeps_its_hosts(place, capsys):

@@ -38,7 +38,7 @@ def hugging_face(folder: Path, size: int = 300, texts: Iterable[str] = SENTENCES
   return folder
 
 
-def sentence_piece(folder: Path, size: int = 400) -> Path:
+def sentence_piece(folder: Path, size: int = 400, **options: str) -> Path:
   """A `.model` file with <s> and </s>, and without padding, as Llama 2 has it."""
   import sentencepiece
 
@@ -47,7 +47,7 @@ def sentence_piece(folder: Path, size: int = 400) -> Path:
   text.write_text("\n".join(SENTENCES))
   sentencepiece.SentencePieceTrainer.train(
     input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=size, model_type="bpe", byte_fallback=True,
-    minloglevel=2,
+    minloglevel=2, **options,
   )  # fmt: skip
   return folder / "tokenizer.model"
 

@@ -1,0 +1,28 @@
+"""One process of two that saves an array of which each holds a half: good, spoilt on process 1 alone, and good again.
+
+python -m tests.save_worker FOLDER
+"""
+
+import sys
+
+import jax
+import numpy as np
+from etils import epath
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxtext.checkpoint.writer import Writer
+from maxtext.distributed.multihost import join
+from tests.support import tiny
+
+config = tiny(enable_checkpointing=True, max_num_checkpoints_to_keep=1)
+join(config)
+halves = NamedSharding(Mesh(np.array(jax.devices()), "x"), PartitionSpec("x"))
+writer = Writer(config, epath.Path(sys.argv[1]), {})
+for step in (1, 2, 3):
+  spoilt = step == 2 and jax.process_index() == 1
+  part = np.full(4, np.nan if spoilt else step, np.float32)
+  state = {"params": jax.make_array_from_callback((8,), halves, lambda _, part=part: part)}
+  writer.save(step, state, {})
+  writer.wait()
+  print(f"after step {step} the last is {writer.last}", flush=True)
+writer.close()

@@ -1,0 +1,352 @@
+"""Forms that ask for too much: they end alone, whatever they do, and those who follow another form do not notice."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maxtext import ConfigError, MaxTextConfig
+from maxtext.data.tokenizers import load_tokenizer, train_tokenizer
+from maxtext.inference.grammar import Form, Grammars, advance, masks
+from maxtext.inference.grammar_process import MIB, GrammarLimits
+from maxtext.inference.server import Limits, make_app
+from tests.answering import BYTES, answering, ask, random_model
+
+HONEST = Form("r", "regex", "[a-f]{2}-[0-9]{3}")
+# Passes the caps, and has a state for each of a hundred million remainders.
+REMAINDERS = {"type": "integer", "allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}
+GROWING = Form("r", "regex", ".*a.{300}b.*c.{300}d.*")  # states by the power of the text, as it is matched
+
+SERVER = f"""
+import json, resource, sys, threading, time
+from pathlib import Path
+from maxtext import ConfigError, MaxTextConfig
+from maxtext.data.tokenizers import load_tokenizer
+from maxtext.inference.grammar import Form, Grammars
+grammars = Grammars(load_tokenizer(MaxTextConfig(
+  tokenizer_type="huggingface", tokenizer_path=sys.argv[1], vocab_size=258)), 258)
+remainders = Form("schema", "json", {json.dumps(REMAINDERS)!r})
+honest = Form("regex", "regex", "[a-f]{{2}}-[0-9]{{3}}")
+"""
+
+# What was confirmed to end a server: in a process under limits, so that nothing else ends with it.
+TRIGGERS = (
+  SERVER
+  + """
+resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30, 4 * 2**30))
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+for form in (
+  Form("schema", "json", '{"type":"integer","multipleOf":100000007}'),
+  remainders,
+  Form("regex", "regex", "|".join("%06x.*" % (i * 7919) for i in range(6700))),
+):
+  try:
+    grammars.compile(form)
+    print("compiled")
+  except ConfigError as refusal:
+    print(refusal)
+grammars.compile(honest)
+"""
+)
+
+KILLED = (
+  SERVER
+  + """
+grammars.compile(honest)
+threading.Thread(target=grammars.compile, args=[remainders], daemon=True).start()
+pid = grammars._fork_server._process.pid
+children = lambda: Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+while len(children()) < 2:
+  time.sleep(0.01)
+print(pid, *children(), flush=True)
+time.sleep(60)
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def bytes_only(tmp_path_factory):
+  """A tokenizer."""
+  folder = tmp_path_factory.mktemp("bytes")
+  train_tokenizer([], BYTES, 0, folder)
+  return load_tokenizer(MaxTextConfig(tokenizer_type="huggingface", tokenizer_path=str(folder), vocab_size=BYTES))
+
+
+def folder_of(tokenizer):
+  return tokenizer.vocabulary.files["tokenizer.json"].parent
+
+
+def schema(body):
+  return Form("schema", "json", json.dumps(body))
+
+
+def allowed(path):
+  """Tokens that may come next, but for a beginning and an end, which are the first two."""
+  bits = np.unpackbits(masks({0: path}, 1, BYTES).view(np.uint8)[0], bitorder="little")
+  return [int(token) for token in np.flatnonzero(bits[:BYTES]) if token > 1]
+
+
+def walk(path, steps, seed=0):
+  """Goes on at random; how it ended, if it did."""
+  draw = random.Random(seed)
+  for _ in range(steps):
+    tokens = allowed(path)
+    if not tokens:
+      return "stop"
+    if end := advance({path: draw.choice(tokens)})[path]:
+      return end
+  return None
+
+
+def processes(grammars):
+  """Those of grammars: the children of their fork server."""
+  pid = grammars._fork_server._process.pid
+  return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def eventually(true, seconds=20):
+  end = time.monotonic() + seconds
+  while not true():
+    assert time.monotonic() < end
+    time.sleep(0.02)
+
+
+def test_what_ended_a_server_is_refused(bytes_only):
+  command = [sys.executable, "-c", TRIGGERS, str(folder_of(bytes_only))]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+  assert done.returncode == 0, done.stderr[-2000:]
+  small, states, expression = done.stdout.splitlines()
+  assert small == "schema: multipleOf=100000007 has more remainders than 10000."
+  assert "schema: it takes more than the 256 MiB or 3 seconds that this server gives a form" in states
+  assert "regex: 6" in expression
+  assert "characters are more than 16384" in expression
+
+
+def test_a_form_that_grows_as_it_is_matched_ends_alone(bytes_only):
+  limits = GrammarLimits(memory=6 * MIB)
+  grammars = Grammars(bytes_only, BYTES, limits)
+  honest, growing = grammars.compile(HONEST).begin(), grammars.compile(GROWING).begin()
+  letters = allowed(honest)
+  assert bytes_only.decode(letters) == "abcdef"
+  start, most, end, draw = growing.grammar.bytes_used, 0, None, random.Random(0)
+  ab = [int(token) for token in bytes_only.vocabulary.encode("abcd", special=False)]
+  for _ in range(2000):
+    allowed(growing)
+    end = advance({growing: draw.choice(ab)})[growing]
+    most = max(most, growing.grammar.bytes_used)
+    if end:
+      break
+  assert (end, growing.grammar.alive) == ("misfit", False), "more states than there is memory for"
+  assert start + 2 * MIB < most <= start + limits.memory
+  assert advance({honest: letters[0]}) == {honest: None}
+  assert allowed(honest) == letters
+  assert walk(grammars.compile(HONEST).begin(), 10) == "stop"
+  eventually(lambda: len(processes(grammars)) == 1)
+
+
+def test_memory_of_all_is_bounded(bytes_only):
+  """The oldest are forgotten; where all are followed, whoever has most is ended."""
+  one = Grammars(bytes_only, BYTES).compile(HONEST).bytes_used
+  grammars = Grammars(bytes_only, BYTES, GrammarLimits(total=5 * one))
+  small = grammars.compile(HONEST)
+  assert grammars.compile(HONEST) is small
+  for number in range(12):
+    grammars.compile(Form("r", "regex", f"[a-f]{{2}}{number}"))
+    assert grammars.bytes_used <= 5 * one
+  eventually(lambda: 1 < len(processes(grammars)) < 9)
+  path = small.begin()
+  large = grammars.compile(schema({"enum": [f"{number * 7919:x}" for number in range(12_000)]}))
+  assert not large.alive
+  assert walk(large.begin(), 2) == "misfit"
+  assert walk(path, 10) == "stop"
+
+
+@pytest.mark.parametrize(
+  ("form", "message"),
+  [
+    (schema({"multipleOf": 12345.6789}), "schema: multipleOf=12345.6789 has more remainders than"),
+    (schema({"multipleOf": 10**400}), "schema: multipleOf=10+ has more remainders than"),
+    (schema({"multipleOf": -(10**400)}), "schema: multipleOf=-10+ has more remainders than"),
+    (schema({"properties": {"a": {"maxLength": 10**7}}}), "schema: maxLength=10000000 is more than"),
+    (schema({"type": "array", "minItems": 10**300}), "schema: minItems=10"),
+    (schema({"enum": list(range(20_000))}), "schema: enum has 20000 entries, more than"),
+    (schema({"pattern": "a" * 5000}), "schema: pattern has 5000 characters, more than 4096"),
+    (schema({"patternProperties": {"a{999999999999}": {}}}), r"schema: patternProperties: \{999999999999\} repeats"),
+    (schema(json.loads("[" * 80 + "]" * 80)), "schema: it is nested deeper than 64"),
+    (Form("x", "json", "[" * 100_000), "x: .*recursion"),
+    (Form("x", "regex", "a{2,1000000}"), r"x: \{2,1000000\} repeats more than 100000 times"),
+    (Form("x", "regex", "a" * 20_000), "x: 20000 characters are more than 16384"),
+  ],
+)
+def test_caps_are_named(bytes_only, form, message):
+  grammars = Grammars(bytes_only, BYTES)
+  with pytest.raises(ConfigError, match=message):
+    grammars.compile(form)
+  assert grammars._fork_server is None, "known without a process"
+
+
+def test_what_looks_like_a_cap_in_data_is_no_keyword(bytes_only):
+  names = {"multipleOf": {"type": "null"}, "enum": {"type": "null"}}
+  body = {"type": "object", "properties": names, "default": {"maxLength": 10**9}, "examples": [{"minItems": 10**9}]}
+  assert walk(Grammars(bytes_only, BYTES).compile(schema(body)).begin(), 1) is None
+
+
+def test_grammars_are_counted_while_others_come(bytes_only):
+  """The engine's thread counts what they use, and a compiler's thread adds to them."""
+
+  class Stub:
+    alive, bytes_used = True, 1
+
+  grammars, over = Grammars(bytes_only, BYTES), threading.Event()
+  living = [Stub() for _ in range(2000)]
+
+  def add():
+    while not over.is_set():
+      with grammars._lock:
+        grammars._living.clear()
+      for one in living:
+        with grammars._lock:
+          grammars._living.add(one)
+
+  adding = threading.Thread(target=add)
+  adding.start()
+  try:
+    for _ in range(200):
+      assert grammars.bytes_used <= len(living)
+  finally:
+    over.set()
+    adding.join()
+  grammars._limits = GrammarLimits(total=-1)
+  grammars._living.clear()
+  grammars.trim()  # there is nobody to end
+
+
+def test_the_processes_of_grammars_are_told_no_secrets(bytes_only, monkeypatch):
+  monkeypatch.setenv("HF_TOKEN", "k3y")
+  monkeypatch.setenv("MAXTEXT_API_KEYS", "k3y")
+  grammars = Grammars(bytes_only, BYTES)
+  grammars.compile(HONEST)
+  pids = [grammars._fork_server._process.pid, *processes(grammars)]
+  assert len(pids) == 2
+  assert not any(b"k3y" in Path(f"/proc/{pid}/environ").read_bytes() for pid in pids)
+
+
+def test_a_compilation_that_nobody_wants_ends(bytes_only):
+  grammars = Grammars(bytes_only, BYTES, GrammarLimits(compile_seconds=60, memory=2048 * MIB))
+  grammars.compile(HONEST)
+
+  async def leave():
+    compiling = asyncio.ensure_future(grammars.ready(schema(REMAINDERS)))
+    while len(processes(grammars)) < 2:
+      await asyncio.sleep(0.01)
+    compiling.cancel()
+    await asyncio.wait([compiling])
+
+  asyncio.run(leave())
+  eventually(lambda: len(processes(grammars)) == 1)
+  assert walk(grammars.compile(HONEST).begin(), 10) == "stop"
+
+
+def test_the_fork_server_is_started_again(bytes_only):
+  grammars = Grammars(bytes_only, BYTES)
+  path = grammars.compile(HONEST).begin()
+  letters, held = allowed(path), processes(grammars)
+  os.kill(grammars._fork_server._process.pid, signal.SIGKILL)
+  eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in held))
+  assert advance({path: letters[0]}) == {path: "misfit"}
+  assert walk(grammars.compile(HONEST).begin(), 10) == "stop"
+  server = grammars._fork_server._process.pid
+  threading.Timer(0.3, os.kill, [server, signal.SIGKILL]).start()
+  with pytest.raises(ConfigError, match="it takes more than the 256 MiB or 3 seconds"):
+    grammars.compile(schema(REMAINDERS))  # by the second server, once the first was lost
+  assert grammars._fork_server._process.pid != server
+
+
+def test_processes_end_with_the_server(bytes_only):
+  """Which was killed, while one of them computes; a Ctrl-C of its terminal would not have reached them."""
+  command = [sys.executable, "-c", KILLED, str(folder_of(bytes_only))]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    pids = [int(pid) for pid in server.stdout.readline().split()]
+    assert len(pids) == 3
+    assert {os.getsid(pid) for pid in pids} == {pids[0]} != {os.getsid(0)}
+    server.kill()
+  eventually(lambda: not any(_runs(pid) for pid in pids))
+
+
+def _runs(pid):
+  try:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+  except OSError:
+    return False
+
+
+def test_compiling_is_part_of_the_time_of_a_request(tmp_path):
+  """A client that leaves, and one that the server gives no more time, while honest ones are answered."""
+  loaded = random_model(tmp_path, max_target_length=400, per_device_batch_size=2)
+  loaded.__dict__["grammars"] = Grammars(
+    loaded.tokenizer, loaded.engine.vocab, GrammarLimits(compile_seconds=60, memory=2048 * MIB)
+  )
+  loaded.grammars.compile(HONEST)
+  body = {"model": "tiny", "prompt": "a"}
+  hostile = body | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": REMAINDERS}}}
+  honest = body | {"structured_outputs": {"regex": HONEST.text}, "max_tokens": 9}
+  with answering(loaded) as (worker, patient):
+    hasty = make_app("tiny", worker, Limits(seconds=0.5))
+    left = asyncio.run(ask(patient, "/v1/completions", hostile, leaves=lambda: asyncio.sleep(0.5)))
+    late = asyncio.run(ask(hasty, "/v1/completions", hostile))
+    answered = asyncio.run(ask(patient, "/v1/completions", honest))
+  assert left[0] == 499
+  assert late[0] == 408
+  assert "response_format.json_schema.schema: compiling it took longer" in late[1]
+  assert answered[0] == 200
+  eventually(lambda: len(processes(loaded.grammars)) == 1)
+
+
+HOSTILE = {
+  "remainders": schema({"type": "integer", "multipleOf": 9973}),
+  "subsets": GROWING,
+  "middles": Form("r", "regex", ".*a.{25}b.*c.{25}d.*"),
+  "classes": Form("r", "regex", r"(\p{L}|\d){3}" * 1200),
+  "words": Form("r", "regex", "|".join(f"{number * 7919:06x}.*" for number in range(1800))),
+  "nested": schema({"type": "array", "items": {"anyOf": [{"$ref": "#"}, {"type": "array"}] * 100}}),
+  "ambiguous": schema({"anyOf": [{"type": "array", "items": {"type": "string", "maxLength": n}} for n in range(300)]}),
+  "long": schema({"type": "string", "minLength": 1_000_000}),
+  "objects": schema({"type": "object", "additionalProperties": {"type": ["object", "array"]}, "maxProperties": 9999}),
+}  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", HOSTILE)
+def test_matching_stays_within_the_limit(bytes_only, name):
+  """Thousands of tokens in eight answers at once: what the process has to itself, as the kernel counts it."""
+  limits = GrammarLimits()
+  grammars = Grammars(bytes_only, BYTES, limits)
+  grammar = grammars.compile(HOSTILE[name])
+  (pid,) = processes(grammars)
+  paths, draw, most, slowest, taken = [grammar.begin() for _ in range(8)], random.Random(0), 0, 0.0, 0
+  for step in range(4000):
+    rows = np.unpackbits(masks(dict(enumerate(paths)), len(paths), BYTES).view(np.uint8), axis=1, bitorder="little")
+    choices = [np.flatnonzero(row[2:BYTES]) + 2 for row in rows]
+    tokens = {path: int(draw.choice(c)) for path, c in zip(paths, choices, strict=True) if len(c)}
+    start = time.monotonic()
+    ends = advance(tokens)
+    slowest, taken = max(slowest, time.monotonic() - start), taken + len(tokens)
+    paths = [path for path in tokens if ends[path] is None]
+    if step % 50 == 0 and grammar.alive:
+      rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+      most = max(most, sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Private")) * 1024)
+    if not grammar.alive:
+      break
+    paths += [grammar.begin() for _ in range(8 - len(paths))]
+  print(f"{name}: {taken} tokens, {most / MIB:.0f} MiB, slowest step {slowest * 1e3:.0f} ms, alive {grammar.alive}")
+  assert most < limits.memory + 64 * MIB, "and what it wrote of the pages that it shared"
+  assert slowest < limits.wall_seconds
