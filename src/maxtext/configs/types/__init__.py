@@ -105,12 +105,11 @@ def get_individual_scales(scale: int) -> tuple[int, int, int, int]:
   return 2 ** (each + (left > 1)), inner, inner, 2**each
 
 
-class MaxTextConfig(
-  RunInfo,
-  Checkpointing,
-  OrbaxStorage,
-  EmergencyCheckpointing,
-  ElasticTraining,
+# Pydantic compares each field with every direct base, which takes a third of a second with all sections side by side.
+class _Saving(RunInfo, Checkpointing, OrbaxStorage, EmergencyCheckpointing, ElasticTraining): ...
+
+
+class _Model(
   DataTypes,
   Quantization,
   ModelArchitecture,
@@ -124,22 +123,26 @@ class MaxTextConfig(
   Llama4Attention,
   SplashAttention,
   PagedAttention,
-  MoEGeneral,
-  MoEKernels,
-  DeepSeekMoE,
-  Qwen3Next,
+): ...
+
+
+class _Experts(MoEGeneral, MoEKernels, DeepSeekMoE, Qwen3Next): ...
+
+
+class _Placement(
   HardwareAndMesh,
   LayoutAndSharding,
   DcnParallelism,
   IciParallelism,
   PipelineParallelism,
   RematAndOffload,
-  TrainingLoop,
-  ManifoldConstrainedHyperConnections,
-  DilocoParams,
-  Optimizer,
-  AdamW,
-  Muon,
+): ...
+
+
+class _Training(TrainingLoop, ManifoldConstrainedHyperConnections, DilocoParams, Optimizer, AdamW, Muon): ...
+
+
+class _PostTraining(
   FineTuning,
   Distillation,
   RLHardware,
@@ -149,6 +152,10 @@ class MaxTextConfig(
   RLEvaluation,
   Reward,
   SpecialTokens,
+): ...
+
+
+class _Input(
   PositionalEmbedding,
   Rope,
   YarnRope,
@@ -158,12 +165,13 @@ class MaxTextConfig(
   GrainDataset,
   OlmoGrainDataset,
   Tokenizer,
-  InferenceGeneral,
-  Decoding,
-  InferenceLayout,
-  InferenceServer,
-  InferenceBenchmark,
-  PrefixCaching,
+): ...
+
+
+class _Serving(InferenceGeneral, Decoding, InferenceLayout, InferenceServer, InferenceBenchmark, PrefixCaching): ...
+
+
+class _Observation(
   AOT,
   DevelopmentAndDebugging,
   Profiling,
@@ -174,10 +182,23 @@ class MaxTextConfig(
   GcpMonitoring,
   Tensorboard,
   ManagedMLDiagnostics,
-  MultimodalGeneral,
-  VisionTower,
-  VisionProjector,
-  AudioEncoder,
+): ...
+
+
+class _Media(MultimodalGeneral, VisionTower, VisionProjector, AudioEncoder): ...
+
+
+class MaxTextConfig(
+  _Saving,
+  _Model,
+  _Experts,
+  _Placement,
+  _Training,
+  _PostTraining,
+  _Input,
+  _Serving,
+  _Observation,
+  _Media,
   DerivedValues,
 ):
   """One run: every key of every section, flat."""
@@ -194,8 +215,8 @@ class MaxTextConfig(
         )
       return super().__getattr__(name)
 
-  debug: Debug = Field(Debug(), description="Debugging switches.")
-  rl: RL = Field(RL(), description="Settings of reinforcement learning as one group.")
+  debug: Debug = Field(Debug.model_construct(), description="Debugging switches.")
+  rl: RL = Field(RL.model_construct(), description="Settings of reinforcement learning as one group.")
 
 
 __all__ = [
