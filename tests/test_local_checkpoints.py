@@ -1,6 +1,7 @@
 """The local tier: what two machines keep on disks of their own, and what is left when one of them is lost."""
 
 import dataclasses
+import errno
 import io
 import json
 import os
@@ -20,6 +21,7 @@ import pytest
 from etils import epath
 
 from maxtext import ConfigError, load_config
+from maxtext.checkpoint import storage
 from maxtext.checkpoint.files import read
 from maxtext.checkpoint.local import LocalWriter, local_folder, resume_locally
 from maxtext.checkpoint.location import locate
@@ -187,6 +189,24 @@ def test_what_is_damaged_or_of_another_mesh_is_not_taken(kept, tmp_path):
   mesh = {"ici_fsdp_parallelism": 8, "per_device_batch_size": 1, "base_num_decoder_layers": 1}
   other = program(tiny(**mesh), devices=8)
   assert resume_locally(folder, other.state, at_least=0) is None
+
+
+def test_a_disk_that_does_not_answer_ends_the_run_and_nothing_is_renamed(kept, tmp_path, monkeypatch):
+  p, _, folder = kept
+  folder, load = copied(folder, tmp_path), np.load
+
+  def fails(path, *args, **kwargs):
+    if Path(path).parent.name == "4":
+      raise OSError(errno.EIO, os.strerror(errno.EIO))
+    return load(path, *args, **kwargs)
+
+  monkeypatch.setattr(np, "load", fails)
+  monkeypatch.setattr(storage, "DELAYS", (0.01,))
+  with pytest.raises(storage.StorageError, match=r"4 cannot be read: .*Input/output error.* Nothing was changed"):
+    resume_locally(folder, p.state, at_least=0)
+  assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]
+  monkeypatch.undo()
+  assert int(resume_locally(folder, p.state, at_least=0).state.step) == 4
 
 
 def test_a_mistyped_size_is_refused_and_nothing_is_touched(kept, tmp_path):

@@ -173,7 +173,7 @@ def test_a_folder_that_is_not_a_disk(raw, config, tmp_path):
 
 def prepare_words(raw, vocabulary, to, *more):
   keys = ["tokenizer_type=huggingface", f"tokenizer_path={vocabulary}"]
-  words = ["--from", str(raw[0]), "--to", str(to), "--column", "body", "--shard-megabytes", "0.01"]
+  words = ["--from", str(raw[0]), "--to", str(to), "--column", "body", "--shard-megabytes", "0.005"]
   return [MAXTEXT, "data", "prepare", *keys, *words, *more]
 
 

@@ -136,9 +136,15 @@ def _put_together(folder: epath.Path, abstract: Any) -> Restored | None:
   wanted = named(abstract)
   holders = {name: _holders(name, struct) for name, struct in wanted.items()}
   own = jax.process_index()
-  parts = _opened(folder, [key for keys in holders.values() for key, held_by in keys.items() if own in held_by])
-  whole = {process for process, there in enumerate(_from_all(np.array(parts is not None))) if there}
+  keys = [key for keys in holders.values() for key, held_by in keys.items() if own in held_by]
+  parts, problem = _opened(folder, keys)
+  answers = _from_all(np.array([parts is not None, problem is not None]))
+  whole, silent = ({process for process, found in enumerate(answers[:, i]) if found} for i in range(2))
   lost = sorted({p for keys in holders.values() for held_by in keys.values() if not held_by & whole for p in held_by})
+  if missed := sorted(silent & set(lost)):  # what a disk cannot be asked for may be there when it can
+    raise problem or StorageError(
+      f"{folder} cannot be read by process {_listed(missed)}. Nothing was changed; start again when it can."
+    )
   if lost:
     _say(f"step {folder.name} is not whole on local disks: no other holds what process {_listed(lost)} held.")
     return None
@@ -176,8 +182,8 @@ def _array(
   )
 
 
-def _opened(folder: epath.Path, keys: Sequence[str]) -> Mapping[str, np.ndarray] | None:
-  """This process's parts, read when they are taken; None where one is missing or damaged."""
+def _opened(folder: epath.Path, keys: Sequence[str]) -> tuple[Mapping[str, np.ndarray] | None, StorageError | None]:
+  """This process's parts, read when they are taken; None where one is missing or damaged, or the disk fails."""
 
   def load() -> tuple[Any, bool]:
     parts, position = np.load(folder / _PARTS), np.load(folder / _POSITION)
@@ -187,10 +193,10 @@ def _opened(folder: epath.Path, keys: Sequence[str]) -> Mapping[str, np.ndarray]
     parts, good = retried(folder, load)
   except StorageError as error:
     print(f"maxtext: process {jax.process_index()}: {error}", flush=True)
-    return None
+    return None, error
   except (OSError, ValueError, zipfile.BadZipFile):
-    return None
-  return parts if good and set(keys) <= set(parts.files) else None
+    return None, None
+  return (parts if good and set(keys) <= set(parts.files) else None), None
 
 
 def _bytes(part: np.ndarray) -> np.ndarray:

@@ -104,6 +104,7 @@ class Writer:
     most = self._config.max_num_checkpoints_to_keep
     if most is None or self._noted is not None or "_manager" not in vars(self):
       return
+    self._fence()
     for step in sorted(self._manager.all_steps())[:-most]:
       with suppress(*failures()):
         self._manager.delete(step)

@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 
 _TELL_EVERY = 0.1  # seconds between two words about the engine
 _END_SECONDS = 5  # for the step that is under way
+_NICENESS = 5  # where cores are few, the front process, which does little, goes first
 
 
 def run(end: socket.socket, load: "Callable[[], Loaded]", name: str, limits: Limits) -> None:
   """What the process does."""
   for number in (signal.SIGINT, signal.SIGTERM):  # terminals and supervisors send them to all; the front decides
     signal.signal(number, signal.SIG_IGN)
+  os.nice(_NICENESS)
   asyncio.run(_answer(end, load, name, limits))
 
 
