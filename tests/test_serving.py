@@ -228,7 +228,7 @@ def test_keys_that_are_none_and_an_open_address(run):
     words, env=environment | {"MAXTEXT_API_KEYS": ""}, capture_output=True, text=True, timeout=200, check=False
   )
   assert (done.returncode, "MAXTEXT_API_KEYS holds no key" in done.stderr) == (2, True)
-  for host, warns in (("0.0.0.0", True), ("127.0.0.1", False)):
+  for host, warns in (("0.0.0.0", True), ("127.0.0.1", False), ("::1", False)):
     with subprocess.Popen([*words, f"--host={host}"], env=environment, stderr=subprocess.PIPE, text=True) as process:
       first = process.stderr.readline()
       process.terminate()

@@ -76,10 +76,11 @@ def serve(load: "Callable[[], Loaded]", name: str, host: str, port: int, limits:
     RunError: when the engine has failed.
   """
   try:
-    listening = socket.create_server((host, port), backlog=_LISTEN)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, port), family=family, backlog=_LISTEN)
   except OSError as error:
     raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}.") from None
-  address = f"http://{host}:{listening.getsockname()[1]}"
+  address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
   print(f"maxtext: listening on {address}; loading {name}", file=sys.stderr, flush=True)
   engine = EngineProcess(load, name, limits)
   try:
