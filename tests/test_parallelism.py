@@ -101,15 +101,16 @@ def test_like_one_device(one_device, axes, model):
 
 
 @pytest.mark.slow
-def test_four_axes_are_like_one_device(one_device):
-  """In a process of its own, which has sixteen devices."""
+@pytest.mark.parametrize("steps", [3, pytest.param(STEPS, marks=pytest.mark.nightly)])
+def test_four_axes_are_like_one_device(one_device, steps):
+  """In a process of its own, which has sixteen devices: they take turns on the cores, so that a step takes seconds."""
   environment = os.environ | flags(devices=16)
-  command = [sys.executable, "-m", "tests.test_parallelism", "curves"]
+  command = [sys.executable, "-m", "tests.test_parallelism", "curves", str(steps)]
   done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
   curves = [json.loads(line) for line in done.stdout.splitlines()]
   assert len(curves) == len(FOURS)
   for axes, found in zip(FOURS, curves, strict=True):
-    np.testing.assert_allclose(found, one_device("experts"), atol=1e-5, rtol=0, err_msg=" x ".join(axes))
+    np.testing.assert_allclose(found, one_device("experts")[:steps], atol=1e-5, rtol=0, err_msg=" x ".join(axes))
 
 
 @pytest.mark.slow
@@ -162,12 +163,13 @@ def named(axes):
   }
 
 
-def curve(model, devices, **changes):
+def curve(model, devices, steps=STEPS, **changes):
+  """Losses of the first `steps` of a run of ten."""
   rows = {"per_device_batch_size": ROWS / devices}
   run = {"steps": STEPS, "learning_rate": 3e-3, "warmup_steps_fraction": 0.1}
   p = program(tiny(**MODELS[model], **run, **rows, **changes), devices)
   state, found = p.init(), []
-  for step in range(STEPS):
+  for step in range(steps):
     state, metrics = p.step(state, jax.device_put(packed(step % 3, p.config), p.batch.inputs.sharding))
     found.append(float(metrics["loss"]))
   return np.array(found)
@@ -224,9 +226,9 @@ def test_what_cannot_be_is_refused(axes, message):
   assert message in str(error.value)
 
 
-if __name__ == "__main__" and sys.argv[1:] == ["curves"]:
+if __name__ == "__main__" and sys.argv[1:2] == ["curves"]:
   for four in FOURS:
     sizes = {"fsdp": 1} | dict.fromkeys(four, 2)
-    print(json.dumps(curve("experts", 16, **named(sizes)).tolist()), flush=True)
+    print(json.dumps(curve("experts", 16, int(sys.argv[2]), **named(sizes)).tolist()), flush=True)
 elif __name__ == "__main__":
   PAGE.write_text(re.sub("<!-- tried -->.*<!-- /tried -->", listed(), PAGE.read_text(), flags=re.DOTALL))

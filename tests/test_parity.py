@@ -32,6 +32,18 @@ every_case = pytest.mark.parametrize(
 )
 
 
+# In the gate, every kind of mixer and feed-forward layer on a mesh, and of cycles, remainders and groups unrolled.
+MESHED = ("llama", "gemma3", "gpt_oss", "mixtral", "qwen3_custom", "llama4_scout", "gemma4_moe", "deepseek3",
+          "deepseek32", "qwen3_next")  # fmt: skip
+UNROLLED = ("gemma3", "gpt_oss", "deepseek3")
+
+
+def every_case_but_nightly(*gate):
+  return pytest.mark.parametrize(
+    "case", [case if case in gate else pytest.param(case, marks=pytest.mark.nightly) for case in CASES]
+  )
+
+
 def test_every_family_has_a_tiny_model():
   assert {case["keys"]["decoder_block"] for case in CASES.values()} == {block.value for block in FAMILIES}
 
@@ -175,9 +187,14 @@ def check(config, reference, devices=1):
 
 
 @every_case
-@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_logits_and_gradients(case, references, scan):
-  check(configure(case, scan_layers=scan), references(case))
+def test_logits_and_gradients(case, references):
+  check(configure(case), references(case))
+
+
+@pytest.mark.slow
+@every_case_but_nightly(*UNROLLED)
+def test_logits_and_gradients_unrolled(case, references):
+  check(configure(case, scan_layers=False), references(case))
 
 
 @pytest.mark.slow
@@ -227,7 +244,7 @@ def test_every_tensor_is_accounted_for(references):
 
 @pytest.mark.slow
 @pytest.mark.mesh
-@every_case
+@every_case_but_nightly(*MESHED)
 def test_on_a_mesh(case, references):
   """FSDP by tensors, and by experts where there are any."""
   experts = 2 if CASES[case]["keys"].get("num_experts", 1) > 1 else 1

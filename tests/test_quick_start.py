@@ -15,6 +15,7 @@ import pytest
 
 README = Path(__file__).parents[1] / "README.md"
 HERE = Path(sys.executable).parent
+STEPS = 24
 
 
 def commands() -> list[list[str]]:
@@ -48,16 +49,16 @@ def test_from_text_to_a_falling_loss(tmp_path):
   assert (prepare[:3], train[:2]) == (["maxtext", "data", "prepare"], ["maxtext", "train"])
   said = run(prepare, tmp_path)
   assert re.search(r"^data/stdlib: \d+ documents, [\d,]+ tokens of 4,096 kinds", said, re.MULTILINE)
-  said = run([*train, "steps=40"], tmp_path)
+  said = run([*train, f"steps={STEPS}"], tmp_path)
   losses = losses_of(tmp_path / "runs" / "first")
-  assert len(losses) == 40
+  assert len(losses) == STEPS
   assert 8 < losses[0] < 9, "nothing is known at first: about ln 4096"
-  assert np.mean(losses[-5:]) < losses[0] - 2
+  assert np.mean(losses[-5:]) < losses[0] - 1
   assert said.splitlines()[-1] == "report: runs/first/report.html"
 
-  again = [*train[:-1], "run_name=again", "steps=40"]
+  again = [*train[:-1], "run_name=again", f"steps={STEPS}"]
   with subprocess.Popen(again, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.DEVNULL) as interrupted:
-    while len(losses_of(tmp_path / "runs" / "again")) < 15:
+    while len(losses_of(tmp_path / "runs" / "again")) < 8:
       assert interrupted.poll() is None
       time.sleep(0.1)
     interrupted.send_signal(signal.SIGINT)
