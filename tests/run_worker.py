@@ -1,7 +1,7 @@
 """One process of a run to which something happens at a known step, because it does it to itself.
 
 python -m tests.run_worker killed STEP FOLDERS key=value ...     is killed after STEP, once FOLDERS (a,b) are there
-python -m tests.run_worker limited STEP FOLDER key=value ...     process 1 cannot write from STEP on, after FOLDER is there
+python -m tests.run_worker limited STEP FOLDER key=value ...     process 1 cannot write STEP, after FOLDER is there
 """
 
 import os
