@@ -37,6 +37,7 @@ def test_the_commands_of_the_specification_work(tmp_path):
     "maxtext.train_compile": ["base.yml", *small, "--json"],
     "maxtext.standalone_dataloader": ["MaxText/configs/base.yml", *small, "--seconds", "0.2"],
     "maxtext.decode": ["maxtext/configs/inference.yml", "run_name=nothing"],
+    "maxtext.inference.decode": ["maxtext/configs/inference.yml", "run_name=nothing"],
   }
   assert asked.keys() == FORWARDED.keys()
   with ThreadPoolExecutor(2) as pool:
@@ -50,9 +51,9 @@ def test_the_commands_of_the_specification_work(tmp_path):
   assert done["maxtext.standalone_dataloader"].stdout.startswith("as configured: "), done
   refused = done["maxtext.train_compile"]
   assert (refused.returncode, "compile_topology" in refused.stderr) == (2, True), refused
-  untrained = done["maxtext.decode"]
-  assert (untrained.returncode, untrained.stdout) == (2, ""), untrained
-  assert len(untrained.stderr.splitlines()) == 1
+  for untrained in (done["maxtext.decode"], done["maxtext.inference.decode"]):
+    assert (untrained.returncode, untrained.stdout) == (2, ""), untrained
+    assert len(untrained.stderr.splitlines()) == 1
 
 
 def test_a_run_is_found_by_its_name(tmp_path, monkeypatch):
