@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxtext.configs import ConfigError
@@ -243,6 +243,7 @@ def test_white_space_that_tokenizers_give_up_on():
   parse(Completion, json.dumps({"model": "x", "prompt": "a" + " " * 30000 + "a"}).encode(), bounds)
 
 
+@settings(deadline=None)
 @given(
   st.recursive(st.none() | st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 )
