@@ -9,9 +9,9 @@ import pytest
 import uvicorn
 
 from maxtext import ConfigError
+from maxtext.bench.engine import bench_engine
+from maxtext.bench.load import Load
 from maxtext.cli.main import main
-from maxtext.inference.bench_engine import bench_engine
-from maxtext.inference.bench_load import Load
 from maxtext.serving.access import Access
 from maxtext.serving.limits import Limits
 from tests.answering import answering, random_model
