@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from maxtext import MaxTextConfig, load_config
-from maxtext.data.bench import speed
+from maxtext.bench.data import speed
 from maxtext.mesh.devices import make_mesh
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.loop import run_loop

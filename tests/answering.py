@@ -12,11 +12,11 @@ import jax
 from maxtext.configs.types import TokenizerType
 from maxtext.data.tokenizers import load_tokenizer, train_tokenizer
 from maxtext.inference.answer import Answer
-from maxtext.inference.limits import Limits
 from maxtext.inference.loading import Loaded, make_engine
 from maxtext.inference.sampling import Settings
-from maxtext.inference.server import make_app
-from maxtext.inference.worker import Worker
+from maxtext.serving.limits import Limits
+from maxtext.serving.server import make_app
+from maxtext.serving.worker import Worker
 from tests.support import program, tiny
 
 BYTES = 258  # tokens: every byte, a beginning and an end

@@ -9,11 +9,11 @@ import pytest
 import uvicorn
 
 from maxtext import ConfigError
+from maxtext.bench.engine import bench_engine
+from maxtext.bench.load import Load
 from maxtext.cli.main import main
-from maxtext.inference.access import Access
-from maxtext.inference.bench_engine import bench_engine
-from maxtext.inference.bench_load import Load
-from maxtext.inference.limits import Limits
+from maxtext.serving.access import Access
+from maxtext.serving.limits import Limits
 from tests.answering import answering, random_model
 
 LOAD = Load(requests=6, prompt_tokens=9, max_tokens=5, seed=0)

@@ -20,9 +20,9 @@ import pytest
 
 from maxtext.cli import serve as command
 from maxtext.configs import ConfigError
-from maxtext.inference import front
-from maxtext.inference.api_keys import is_loopback, read_keys
-from maxtext.inference.limits import Limits
+from maxtext.serving import front
+from maxtext.serving.api_keys import is_loopback, read_keys
+from maxtext.serving.limits import Limits
 from tests.flags import flags
 from tests.test_serving import wait_until
 
@@ -30,8 +30,8 @@ SERVE = """
 import sys, time
 from functools import partial
 from maxtext.configs.errors import RunError
-from maxtext.inference.front import serve
-from maxtext.inference.limits import ConnectionLimits, Limits
+from maxtext.serving.front import serve
+from maxtext.serving.limits import ConnectionLimits, Limits
 load = partial(time.sleep, 600)
 if len(sys.argv) > 1:
   from tests.answering import broken_model  # which imports JAX, as nothing else does here

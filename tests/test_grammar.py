@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from maxtext.inference.grammar import Form
-from maxtext.inference.limits import Limits
+from maxtext.serving.limits import Limits
 from tests.answering import answering, ask, finish, random_model
 
 SLOTS = 10

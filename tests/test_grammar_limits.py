@@ -18,7 +18,7 @@ from maxtext import ConfigError, MaxTextConfig
 from maxtext.data.tokenizers import load_tokenizer, train_tokenizer
 from maxtext.inference.grammar import Form, Grammars, advance, masks
 from maxtext.inference.grammar_process import MIB, GrammarLimits
-from maxtext.inference.server import Limits, make_app
+from maxtext.serving.server import Limits, make_app
 from tests.answering import BYTES, answering, ask, random_model
 
 HONEST = Form("r", "regex", "[a-f]{2}-[0-9]{3}")

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from maxtext.configs import ConfigError
 from maxtext.inference.answer import Answer
-from maxtext.inference.engine_process import _Requests
-from maxtext.inference.limits import Limits
-from maxtext.inference.protocol import Bounds, Chat, Completion, count_values, parse
 from maxtext.inference.sampling import Settings
 from maxtext.inference.scheduler import Event
-from maxtext.inference.server import make_app
-from maxtext.inference.worker import FailedError, FullError
+from maxtext.serving.engine_process import _Requests
+from maxtext.serving.limits import Limits
+from maxtext.serving.protocol import Bounds, Chat, Completion, count_values, parse
+from maxtext.serving.server import make_app
+from maxtext.serving.worker import FailedError, FullError
 from tests import hostile
 from tests.answering import answering, ask, random_model
 
@@ -65,7 +65,7 @@ def test_reading_a_request_is_part_of_its_time(served, monkeypatch):
     let_go.wait(60)
     raise ConfigError("nothing")
 
-  monkeypatch.setattr("maxtext.inference.server.parse", slow)
+  monkeypatch.setattr("maxtext.serving.server.parse", slow)
   asked = {"model": "tiny", "prompt": "a"}
 
   async def leave():

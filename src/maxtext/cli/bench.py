@@ -6,10 +6,10 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+from maxtext.bench.load import Load
 from maxtext.cli.decode import add_run_words, load_run, resolve_run
 from maxtext.cli.serve import API_KEYS
 from maxtext.configs import ConfigError
-from maxtext.inference.bench_load import Load
 
 
 def add_commands(commands: Any) -> None:
@@ -47,7 +47,7 @@ def _bench_engine(arguments: argparse.Namespace, load: Load) -> None:
   if given := [flag for flag in ("rate", "model") if getattr(arguments, flag)]:
     raise ConfigError(f"--{given[0]} is of a running server: add --url.")
   config = resolve_run(arguments.words, arguments.strict)
-  from maxtext.inference.bench_engine import bench_engine
+  from maxtext.bench.engine import bench_engine
 
   timings = bench_engine(load_run(arguments, config), load)
   if arguments.json:
@@ -61,7 +61,7 @@ def _bench_engine(arguments: argparse.Namespace, load: Load) -> None:
 def _bench_server(arguments: argparse.Namespace, load: Load) -> None:
   if given := [*arguments.words, *(f"--{flag}" for flag in ("ahead", "draft") if getattr(arguments, flag))]:
     raise ConfigError(f"{given[0]} is of a model here: leave it out, or --url.")
-  from maxtext.inference.bench_server import Server, bench_server
+  from maxtext.bench.server import Server, bench_server
 
   server = Server(arguments.url, os.environ.get(API_KEYS, "").split(",")[0])
   report = bench_server(server, arguments.model or server.model(), load, arguments.rate)

@@ -106,7 +106,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
 
 def _bench(arguments: argparse.Namespace) -> int:
   config = resolve_words(arguments.words, arguments.strict).config
-  from maxtext.data.bench import speed, stages
+  from maxtext.bench.data import speed, stages
 
   found = speed(config, arguments.seconds / 2)
   print(f"as configured: {found.tokens_per_second:,.0f} tokens/s, {found.filled:.1%} of the rows filled", flush=True)

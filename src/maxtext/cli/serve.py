@@ -9,7 +9,7 @@ from typing import Any
 
 from maxtext.cli.decode import add_run_words, folder_name, load_run, resolve_run
 from maxtext.configs import ConfigError
-from maxtext.inference.api_keys import API_KEYS, is_loopback, read_keys
+from maxtext.serving.api_keys import API_KEYS, is_loopback, read_keys
 
 
 def add_command(commands: Any) -> None:
@@ -57,8 +57,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     import uvicorn  # noqa: F401
   except ImportError as missing:
     raise ConfigError(f"serve needs {missing.name}: pip install 'maxtext[serve]'.") from None
-  from maxtext.inference.front import serve
-  from maxtext.inference.limits import ConnectionLimits, Limits
+  from maxtext.serving.front import serve
+  from maxtext.serving.limits import ConnectionLimits, Limits
 
   a = arguments
   connections = ConnectionLimits(

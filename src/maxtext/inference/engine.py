@@ -1,4 +1,6 @@
-"""The engine: prefill, insert and generate, pure functions that are compiled once each and always run the whole batch.
+"""The engine: prefill, insert and generate over slots, compiled once each and always run for the whole batch.
+
+The pure functions that it compiles are in `programs.py`.
 
 A prompt without its last token is prefilled into a row of its own, in pieces whose lengths come from a short list. The
 row is inserted into a slot of the cache. Each step then feeds the last token of every slot, so the first answer's token
@@ -21,17 +23,14 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext.checkpoint.checksum import added, checksums
 from maxtext.inference.draft import Draft
-from maxtext.inference.lookup import guesses
-from maxtext.inference.page_table import PageTable
-from maxtext.inference.sampling import Chosen, Controls, Settings, anything, choose
-from maxtext.inference.state import Caches, State, accepted, advance, empty, fill, generate, insert
-from maxtext.layers.cache import Cache
+from maxtext.inference.programs import Programs
+from maxtext.inference.sampling import Chosen, Controls, Settings, anything
+from maxtext.inference.state import Caches, insert
 from maxtext.models.model import Model, Params
 
 _SHORTEST = 16  # shorter pieces are filled up; a kernel of blocks wants more
@@ -75,82 +74,24 @@ class Engine:
     ahead: int = 0,
     draft: Draft | None = None,
   ) -> None:
-    if ahead:
-      model = Model.of(model.spec, replace(model.how, cache_ahead=ahead))
-    if draft is not None:
-      draft, params = draft.roomy(ahead), params | draft.named
-    self.ahead, own = ahead, len(model.spec.groups)  # behind its own groups a cache has those of the draft
-    paged, pages = model, model.how.cache_pages
-    if pages is None:
-      self.pages = PageTable(slots, length + ahead, slots, 1)
-    else:
-      model, most = Model.of(model.spec, replace(model.how, cache_pages=None)), pages.per_row(length)
-      self.pages, length = PageTable(pages.count, pages.size, slots, most), min(length, most * pages.size)
-    self._params, self._paged, self._spec, self.vocab = params, pages is not None, model.spec, model.spec.vocab
-    self.slots, self.length, self.longest_prompt = slots, length, longest_prompt
+    programs = Programs.of(model, slots, length, ahead, draft)
+    self._params = params if draft is None else params | draft.named
+    self.slots, self.length, self.longest_prompt, self.ahead = slots, programs.length, longest_prompt, ahead
+    self._spec, self.vocab = model.spec, model.spec.vocab
+    self._paged, self.pages = programs.pages is not None, programs.page_table()
     shortest = _SHORTEST_BLOCK if model.how.attention.kernel == "splash" else _SHORTEST
     self.sizes = _sizes(shortest, min(piece or longest_prompt, longest_prompt))
-    self._goes_on = piece is not None or keeps_rows or (pages is not None and length > self.sizes[-1])
+    self._goes_on = piece is not None or keeps_rows or (self._paged and self.length > self.sizes[-1])
 
-    def begin(params: Params, tokens: jax.Array, count: jax.Array) -> Caches:
-      row = model.bind(params).empty_cache(1, length) + ([] if draft is None else draft.empty(params, 1, length))
-      return filled(params, row, tokens, jnp.zeros((), jnp.int32), count, fresh=True)
-
-    def go_on(params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array) -> Caches:
-      return filled(params, row, tokens, start, count)
-
-    def filled(
-      params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array, fresh: bool = False
-    ) -> Caches:
-      cache = fill(model, params, row[:own], tokens, start, count, fresh)
-      return cache if draft is None else cache + draft.fill(params, row[own:], tokens, start, count, fresh)
-
-    def step(
-      params: Params, state: State, active: jax.Array, rows: jax.Array | None, allowed: jax.Array
-    ) -> tuple[State, Chosen]:
-      rows = _of_active(rows, active, self.pages.count)
-      after, chosen = generate(paged, params, state._replace(cache=state.cache[:own]), active, allowed, rows)
-      followed = [] if draft is None else draft.follow(params, state.cache[own:], state, active)
-      return after._replace(cache=after.cache + followed), chosen
-
-    def write(
-      params: Params, state: State, active: jax.Array, rows: jax.Array | None
-    ) -> tuple[State, tuple[Chosen, jax.Array]]:
-      rows = _of_active(rows, active, self.pages.count)
-      if draft is None:
-        guessed, followed = guesses(state.text, state.positions, ahead), list[list[Cache]]()
-      else:
-        guessed, followed = draft.guess(params, state.cache[own:], state, active, ahead)
-      guessed = jnp.minimum(guessed, self.vocab - 1)
-      fed = jnp.concatenate([state.tokens[:, None], guessed], axis=1)
-      logits, cache = advance(paged, params, state.cache[:own], fed, state.positions, active=active, pages=rows)
-
-      def take(
-        carry: tuple[State, jax.Array], place: tuple[jax.Array, jax.Array]
-      ) -> tuple[tuple[State, jax.Array], tuple[Chosen, jax.Array]]:
-        (state, active), (logits, guess) = carry, place
-        chosen = choose(logits, state.controls, state.history, state.positions + 1)
-        return (accepted(state, chosen.tokens, active), active & (chosen.tokens == guess)), (chosen, active)
-
-      expected = jnp.pad(guessed, ((0, 0), (0, 1)))  # nothing is taken behind the last place
-      places = logits.swapaxes(0, 1), expected.swapaxes(0, 1)
-      (state, _), written = jax.lax.scan(take, (state._replace(cache=[]), active), places)
-      return state._replace(cache=cache + followed), written
-
-    def begun(params: Params) -> State:
-      state = empty(paged, params, slots, length, length if ahead and draft is None else 0)
-      return state if draft is None else state._replace(cache=state.cache + draft.empty(params, slots, length))
-
-    self.state = jax.jit(begun)(params)
+    self.state = jax.jit(programs.begun)(self._params)
     shardings = jax.tree.map(lambda a: a.sharding, self.state)
-    everywhere = NamedSharding(model.how.mesh, PartitionSpec())
-    self._everywhere, self._anything = everywhere, jax.device_put(anything(slots, self.vocab), everywhere)
-    self._begin = jax.jit(begin)
-    self._go_on = jax.jit(go_on, donate_argnums=() if keeps_rows else 1)
-    kinds = paged.shapes.cache_slots(slots, length) + ([] if draft is None else draft.kinds(slots, length))
-    self._insert = jax.jit(partial(insert, kinds), donate_argnums=0, out_shardings=shardings)
-    self._generate = jax.jit(step, donate_argnums=1, out_shardings=(shardings, everywhere))
-    self._write = jax.jit(write, donate_argnums=1, out_shardings=(shardings, everywhere))
+    self._everywhere = NamedSharding(model.how.mesh, PartitionSpec())
+    self._anything = jax.device_put(anything(slots, self.vocab), self._everywhere)
+    self._begin = jax.jit(programs.begin)
+    self._go_on = jax.jit(programs.go_on, donate_argnums=() if keeps_rows else 1)
+    self._insert = jax.jit(partial(insert, programs.kinds()), donate_argnums=0, out_shardings=shardings)
+    self._generate = jax.jit(programs.step, donate_argnums=1, out_shardings=(shardings, self._everywhere))
+    self._write = jax.jit(programs.write, donate_argnums=1, out_shardings=(shardings, self._everywhere))
 
   @cached_property
   def row(self) -> Caches:
@@ -242,11 +183,6 @@ def dropless(model: Model) -> Model:
   if not experts.drops:
     return model
   return Model.of(model.spec, replace(model.how, experts=replace(experts, method="dropless", buffer=None)))
-
-
-def _of_active(rows: jax.Array | None, active: jax.Array, none: int) -> jax.Array | None:
-  """Pages of the slots that step; the others leave nothing in theirs."""
-  return None if rows is None else jnp.where(active[:, None], rows, none)
 
 
 def _sizes(shortest: int, longest: int) -> tuple[int, ...]:

@@ -28,10 +28,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
-from maxtext.inference.access import Access, refusal
-from maxtext.inference.channel import Channel
-from maxtext.inference.connections import Connections, LimitedProtocol, Listener, reserve_files
-from maxtext.inference.limits import Limits
+from maxtext.serving.access import Access, refusal
+from maxtext.serving.channel import Channel
+from maxtext.serving.connections import Connections, LimitedProtocol, Listener, reserve_files
+from maxtext.serving.limits import Limits
 
 Client = Hashable  # as `Access` tells them apart
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class EngineProcess:
   """
 
   def __init__(self, load: "Callable[[], Loaded]", name: str, limits: Limits) -> None:
-    from maxtext.inference import engine_process
+    from maxtext.serving import engine_process
 
     self.status, self.failure = "starting", cast("Exception | None", None)
     self._busy, self._step_age, self._heard = False, cast("float | None", None), time.monotonic()

@@ -21,14 +21,14 @@ from starlette.types import Receive, Scope, Send
 
 from maxtext.configs import ConfigError
 from maxtext.inference import scheduler
-from maxtext.inference.access import error_body, refusal
 from maxtext.inference.answer import Answer
 from maxtext.inference.grammar import Form, Grammar
-from maxtext.inference.limits import Limits
 from maxtext.inference.loading import Loaded
-from maxtext.inference.meters import Meters
-from maxtext.inference.protocol import Body, Bounds, Chat, Completion, parse
-from maxtext.inference.worker import Client, FailedError, FullError, NotReadyError, Worker
+from maxtext.serving.access import error_body, refusal
+from maxtext.serving.limits import Limits
+from maxtext.serving.meters import Meters
+from maxtext.serving.protocol import Body, Bounds, Chat, Completion, parse
+from maxtext.serving.worker import Client, FailedError, FullError, NotReadyError, Worker
 
 _FAILED = "The engine has failed; the server must be started again."
 _STARTING = "The model is being loaded: try again later."

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from maxtext.bench.load import Load
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
-from maxtext.inference.bench_load import Load
 
 _PATIENCE = 600  # seconds for one request
 

@@ -6,7 +6,7 @@ import time
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from maxtext.inference.answer import Answer
-from maxtext.inference.worker import Worker
+from maxtext.serving.worker import Worker
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 

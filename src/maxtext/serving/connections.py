@@ -17,7 +17,7 @@ import h11
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from maxtext.inference.limits import ConnectionLimits
+from maxtext.serving.limits import ConnectionLimits
 
 _SPARE_FILES = 128  # of the process, beside connections
 _MIN_READ_RATE = 1024  # bytes a second that a client must read of what waits for it

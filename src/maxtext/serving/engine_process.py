@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
-from maxtext.inference.channel import Channel
-from maxtext.inference.limits import Limits
+from maxtext.serving.channel import Channel
+from maxtext.serving.limits import Limits
 
 if TYPE_CHECKING:
   from maxtext.inference.loading import Loaded
-  from maxtext.inference.worker import Worker
+  from maxtext.serving.worker import Worker
 
 _TELL_EVERY = 0.1  # seconds between two words about the engine
 _END_SECONDS = 5  # for the step that is under way
@@ -40,12 +40,12 @@ async def _answer(end: socket.socket, load: "Callable[[], Loaded]", name: str, l
   channel, over, loop = await Channel.of(end), asyncio.Event(), asyncio.get_running_loop()
   requests = _Requests(channel)
   takes = asyncio.create_task(requests.take())
-  imports = asyncio.create_task(asyncio.to_thread(importlib.import_module, "maxtext.inference.server"))
+  imports = asyncio.create_task(asyncio.to_thread(importlib.import_module, "maxtext.serving.server"))
   await asyncio.wait((takes, imports), return_when=asyncio.FIRST_COMPLETED)
   if not imports.done():
     os._exit(0)  # the front has ended already
-  from maxtext.inference.server import make_app, prepare
-  from maxtext.inference.worker import Worker
+  from maxtext.serving.server import make_app, prepare
+  from maxtext.serving.worker import Worker
 
   worker = Worker(lambda: prepare(load(), limits), limits.waiting, limits.share)
   requests.app = make_app(name, worker, limits)

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
+from maxtext.bench.load import Load
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
-from maxtext.inference.bench_load import Load
 from maxtext.inference.decode import answers
 from maxtext.inference.engine import Engine
 from maxtext.inference.loading import Loaded

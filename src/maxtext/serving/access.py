@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from maxtext.inference.connections import network
+from maxtext.serving.connections import network
 
 OPEN_PATHS = ("/health",)
 _REFUSED = "The API key is missing or wrong: send it as 'Authorization: Bearer KEY'."

@@ -1,0 +1,1 @@
+"""Serving: requests over HTTP, by OpenAI's protocol, to an engine in a process of its own."""
