@@ -182,7 +182,7 @@ def test_show_and_explain_answer_at_once():
     "remat_policy: A policy's name; several, separated by commas, take turns over the layers.",
     "  type     str",
     "  default  'full'",
-    "  read by  models/build.py",
+    "  read by  models/execution/execution.py, models/execution/remat_policy.py",
   ]
   wrong, _ = command("config", "explain", "remat_polcy")
   assert (wrong.returncode, wrong.stderr) == (2, "maxtext: 'remat_polcy' is not a key. Did you mean 'remat_policy'?\n")

@@ -16,7 +16,7 @@ _PACKAGE = Path(__file__).parents[1]
 # Read under a computed name, as a whole section.
 _BY_SECTION = {
   "mesh/devices.py": (*IciParallelism.model_fields, *DcnParallelism.model_fields),
-  "models/build.py": tuple(RematAndOffload.model_fields),
+  "models/execution/remat_policy.py": tuple(RematAndOffload.model_fields),
 }
 # Read here, on the way to the configuration, or by `configs.derived` for the rooms above.
 _BY_CONFIGS = {
