@@ -22,8 +22,9 @@ from maxtext.configs import types
 from maxtext.configs.derived import derive
 from maxtext.configs.explain import explain, readers_of
 from maxtext.configs.loader import parse_assignments, resolve
-from maxtext.configs.refusals import REFUSALS, default_of, plain, refusals_of
+from maxtext.configs.refusals import REFUSALS, refusals_of
 from maxtext.configs.types import MaxTextConfig
+from maxtext.configs.values import default_of, plain
 from tests.support import TINY, tiny
 
 DATA = Path(__file__).parent / "data"
@@ -182,6 +183,9 @@ def test_show_and_explain_answer_at_once():
     "remat_policy: A policy's name; several, separated by commas, take turns over the layers.",
     "  type     str",
     "  default  'full'",
+    "  decides  whether these have an effect: context, decoder_layer_input, engram, key_proj, kv_wa_proj, "
+    "mlpwi, mlpwi_0, mlpwi_1, mlpwo, moe_mlpwi_0, moe_mlpwi_1, moe_mlpwo, out_proj, qkv_proj, query_proj, "
+    "query_wa_proj, value_proj",
     "  read by  models/execution/execution.py, models/execution/remat_policy.py",
   ]
   wrong, _ = command("config", "explain", "remat_polcy")

@@ -4,7 +4,6 @@ from math import ceil, prod
 from typing import Any
 
 from maxtext.configs.errors import ConfigError
-from maxtext.configs.refusals import remat_policies
 from maxtext.configs.types import (
   DcnParallelism,
   DerivedValues,
@@ -15,6 +14,7 @@ from maxtext.configs.types import (
   RematPolicy,
   get_individual_scales,
 )
+from maxtext.configs.values import in_bucket, remat_policies
 
 
 def derive(config: MaxTextConfig, devices: int, slices: int = 1) -> DerivedValues:
@@ -63,7 +63,7 @@ _FOLDERS = ("checkpoint_dir", "metrics_dir", "tensorboard_dir")
 
 def _known(config: MaxTextConfig) -> dict[str, Any]:
   """What follows from the keys alone."""
-  c, custom = config, RematPolicy.CUSTOM in remat_policies(config)
+  c, custom = config, RematPolicy.CUSTOM in remat_policies(config.remat_policy)
   values = {key.removeprefix("base_"): size for key, size in scaled_sizes(c).items()} | {
     "using_pipeline_parallelism": c.ici_pipeline_parallelism != 1 or c.dcn_pipeline_parallelism != 1,
     "tensors_on_device": tensors_placed(c, RematLocation.DEVICE) if custom else None,
@@ -73,7 +73,7 @@ def _known(config: MaxTextConfig) -> dict[str, Any]:
   }
   if not c.run_name:
     return values
-  base, stored = c.base_output_directory or "runs", "://" in c.base_output_directory
+  base, stored = c.base_output_directory or "runs", in_bucket(c.base_output_directory)
   run, here = f"{base.rstrip('/')}/{c.run_name}", f"{'runs' if stored else base.rstrip('/')}/{c.run_name}"
   folders = (f"{run}/checkpoints/", f"{run}/metrics/" if stored else f"{run}/", f"{here}/tensorboard/")
   return values | dict(zip(_FOLDERS, folders, strict=True))

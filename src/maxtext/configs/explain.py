@@ -8,8 +8,9 @@ from pathlib import Path
 from maxtext.configs.checks import RULES
 from maxtext.configs.errors import ConfigError
 from maxtext.configs.older_names import hint
-from maxtext.configs.refusals import REFUSALS, AlwaysSo, NoEffect, Refusal, default_of, plain, refusals_of
+from maxtext.configs.refusals import REFUSALS, AlwaysSo, NoEffect, Refusal, refusals_of
 from maxtext.configs.types import DcnParallelism, IciParallelism, MaxTextConfig, RematAndOffload
+from maxtext.configs.values import default_of, plain
 
 _PACKAGE = Path(__file__).parents[1]
 

@@ -7,12 +7,12 @@ a test fails if a key is neither read nor here.
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from maxtext.configs import types as t
 from maxtext.configs.secrets import shown
 from maxtext.configs.types.section import Section
+from maxtext.configs.values import MESH_AXES, default_of, in_bucket, plain, remat_policies
 
 
 @dataclass(frozen=True)
@@ -85,24 +85,9 @@ def unsupported_keys() -> dict[str, str]:
   return {key: row.reason for row in rows for key in row.keys}
 
 
-def default_of(key: str) -> Any:
-  """The value of a key that was not set."""
-  return t.MaxTextConfig.model_fields[key].get_default(call_default_factory=True)
-
-
-def plain(value: Any) -> Any:
-  """A value as the user writes it."""
-  return value.value if isinstance(value, Enum) else value
-
-
 def refusals_of(key: str) -> list[Refusal]:
   """The entries of the table that name a key."""
   return [refusal for refusal in REFUSALS if key in refusal.keys]
-
-
-def remat_policies(config: t.MaxTextConfig) -> tuple[t.RematPolicy, ...]:
-  """The policies that take turns over the layers."""
-  return tuple(t.RematPolicy(name.strip()) for name in config.remat_policy.split(","))
 
 
 def _staged(config: t.MaxTextConfig) -> bool:
@@ -119,10 +104,6 @@ _REMAT_NAMES = (
   "query_wa_proj", "kv_wa_proj",
 )  # fmt: skip
 _OFFLOADED = ("optimizer_memory_host_offload", "parameter_memory_host_offload")
-MESH_AXES = (
-  "data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence", "sequence", "context", "expert",
-  "pipeline", "diloco",
-)  # fmt: skip
 
 _UNBUILT_EXPERTS = (
   "moe_expert_input_dim", "padded_base_moe_mlp_dim", "use_gather_mosaic_kernel", "interleave_moe_layer_step",
@@ -245,7 +226,7 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   Refusal(
     ("checkpoint_todelete_subdir",), "Orbax removes old steps in a bucket for good; leave it out",
-    unless=lambda c: "://" not in c.base_output_directory,
+    unless=lambda c: not in_bucket(c.base_output_directory),
   ),
   Refusal(
     ("checkpoint_todelete_full_path",),
@@ -450,7 +431,7 @@ REFUSALS: tuple[Refusal, ...] = (
   NoEffect(
     _REMAT_NAMES,
     "it has no effect without remat_policy=custom",
-    unless=lambda c: t.RematPolicy.CUSTOM in remat_policies(c),
+    unless=lambda c: t.RematPolicy.CUSTOM in remat_policies(c.remat_policy),
   ),
   NoEffect(
     ("diloco_sync_period", "diloco_outer_lr", "diloco_outer_momentum"),
@@ -621,7 +602,7 @@ REFUSALS: tuple[Refusal, ...] = (
   NoEffect(
     _STORED,
     "it has no effect without a base_output_directory in a bucket (gs://...): other runs have these files anyway",
-    unless=lambda c: "://" in c.base_output_directory,
+    unless=lambda c: in_bucket(c.base_output_directory),
   ),
   Refusal(("profiler",), "only profiler=xplane is implemented yet", harmless=(t.ProfilerType.XPLANE,)),
   NoEffect(

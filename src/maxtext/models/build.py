@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs import types as t
 from maxtext.configs.derived import scaled_sizes
-from maxtext.configs.refusals import default_of, keys_without_effect, plain
+from maxtext.configs.refusals import keys_without_effect
 from maxtext.configs.types import DecoderBlockType
+from maxtext.configs.values import default_of, plain
 from maxtext.layers.how import How
 from maxtext.models import families
 from maxtext.models.execution.execution import how_of_model, sharding_rules
