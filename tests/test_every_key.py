@@ -19,6 +19,7 @@ from maxtext import ConfigError
 from maxtext.checkpoint.inspect import is_of_the_training
 from maxtext.cli.main import main
 from maxtext.configs import types
+from maxtext.configs.conditions import any_of, is_parallel_over, is_set, negated
 from maxtext.configs.derived import derive
 from maxtext.configs.explain import explain, readers_of
 from maxtext.configs.loader import parse_assignments, resolve
@@ -70,6 +71,16 @@ def test_every_key_is_read_or_refused():
   refused = {key for refusal in REFUSALS for key in refusal.keys}
   unread = {key for key in MaxTextConfig.model_fields if not readers_of(key)}
   assert not unread - refused, "neither read nor refused"
+
+
+def test_conditions_declare_keys_that_are_there():
+  declared = {key for refusal in REFUSALS if refusal.unless for key in refusal.unless.keys}
+  assert "remat_policy" in declared
+  assert declared <= MaxTextConfig.model_fields.keys()
+  either = any_of(is_set("moba"), negated(is_parallel_over("expert")))
+  assert either.keys == ("moba", "ici_expert_parallelism", "dcn_expert_parallelism")
+  assert either(tiny())
+  assert not either(tiny().model_copy(update={"dcn_expert_parallelism": 2}))
 
 
 def test_pages_count_unsupported_keys_as_the_command_does(capsys):

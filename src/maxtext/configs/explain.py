@@ -73,7 +73,7 @@ def checked_with(key: str) -> list[str]:
 
 def effects_of(key: str) -> list[str]:
   """Keys that are refused, or have no effect, unless this one has some value."""
-  refusals = (refusal for refusal in REFUSALS if refusal.unless and key in _keys_in(refusal.unless))
+  refusals = (refusal for refusal in REFUSALS if refusal.unless and key in refusal.unless.keys)
   return sorted({other for refusal in refusals for other in refusal.keys})
 
 
