@@ -1,7 +1,7 @@
 """What follows from the keys once the number of devices is known: pure functions, no devices."""
 
 from math import ceil, prod
-from typing import Any
+from typing import Any, Literal
 
 from maxtext.configs.errors import ConfigError
 from maxtext.configs.types import (
@@ -115,7 +115,7 @@ def mesh_axes(config: MaxTextConfig) -> list[str]:
   return (["diloco"] if config.enable_diloco and "diloco" not in config.mesh_axes else []) + config.mesh_axes
 
 
-def parallelism(config: MaxTextConfig, network: str, count: int) -> tuple[int, ...]:
+def parallelism(config: MaxTextConfig, network: Literal["ici", "dcn"], count: int) -> tuple[int, ...]:
   """The sizes of all mesh axes on one network, with -1 filled so that they multiply to `count`."""
   keys = [f"{network}_{_KEY_OF_AXIS.get(axis, axis)}_parallelism" for axis in mesh_axes(config)]
   for key in (IciParallelism if network == "ici" else DcnParallelism).model_fields:
