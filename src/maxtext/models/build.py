@@ -4,8 +4,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from types import ModuleType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
@@ -25,9 +24,18 @@ from maxtext.models.model import Model
 from maxtext.models.spec import DecoderSpec
 from maxtext.models.weight_table import Table
 
+
+class Family(Protocol):
+  """What a file in `families` has, beside `WEIGHTS` or `weights(spec)` and what it says of itself to Hugging Face."""
+
+  def spec(self, config: MaxTextConfig) -> DecoderSpec:
+    """The decoder that a configuration describes."""
+    ...
+
+
 # Every file in `families` is one; it bears the name that decoder_block gives it.
-FAMILIES: Mapping[DecoderBlockType, ModuleType] = {
-  DecoderBlockType(module.name): import_module(f"{families.__name__}.{module.name}")
+FAMILIES: Mapping[DecoderBlockType, Family] = {
+  DecoderBlockType(module.name): cast(Family, import_module(f"{families.__name__}.{module.name}"))
   for module in pkgutil.iter_modules(families.__path__)
 }
 
@@ -71,7 +79,10 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
 def weight_table(config: MaxTextConfig, spec: DecoderSpec) -> Table:
   """The names of a model's weights in Hugging Face files."""
   family = FAMILIES[config.decoder_block]
-  return family.weights(spec) if hasattr(family, "weights") else family.WEIGHTS
+  if hasattr(family, "weights"):
+    return family.weights(spec)
+  assert hasattr(family, "WEIGHTS"), "a family has one of them"
+  return family.WEIGHTS
 
 
 class _Reader:
