@@ -17,7 +17,7 @@ from maxtext.layers.make import Make
 from maxtext.layers.mlp import MLP
 from maxtext.layers.router import Router
 from maxtext.mesh.devices import make_mesh
-from maxtext.models.build import how
+from maxtext.models.execution.execution import how
 
 
 def compiled(spec, width, execution, x):

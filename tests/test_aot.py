@@ -19,8 +19,8 @@ from maxtext import load_config
 from maxtext.layers.make import Make
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
-from maxtext.models.build import how
-from maxtext.models.experts import mixture
+from maxtext.models.execution.execution import how
+from maxtext.models.mixture import mixture
 from maxtext.plan.compile import program_for
 from maxtext.plan.hlo import CompiledProgram, Transfer
 from maxtext.train.program import Program

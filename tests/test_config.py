@@ -14,11 +14,11 @@ from maxtext import ConfigError, load_config
 from maxtext.checkpoint.inspect import chosen
 from maxtext.cli.main import main
 from maxtext.configs.derived import derive
-from maxtext.configs.explain import readers_of
 from maxtext.configs.loader import model_names, parse_assignments, same_model, values_and_origins
 from maxtext.configs.older_names import OLDER_NAMES
-from maxtext.configs.refusals import default_of
+from maxtext.configs.readers import readers_of
 from maxtext.configs.types import DecoderBlockType, MaxTextConfig
+from maxtext.configs.values import default_of
 from maxtext.models.catalogue import entry
 from tests.support import TINY, program, tiny
 

@@ -19,11 +19,14 @@ from maxtext import ConfigError
 from maxtext.checkpoint.inspect import is_of_the_training
 from maxtext.cli.main import main
 from maxtext.configs import types
+from maxtext.configs.conditions import any_of, is_parallel_over, is_set, negated
 from maxtext.configs.derived import derive
-from maxtext.configs.explain import explain, readers_of
+from maxtext.configs.explain import explain
 from maxtext.configs.loader import parse_assignments, resolve
-from maxtext.configs.refusals import REFUSALS, default_of, plain, refusals_of
+from maxtext.configs.readers import readers, readers_of, reads_of
+from maxtext.configs.refusals import REFUSALS, refusals_of
 from maxtext.configs.types import MaxTextConfig
+from maxtext.configs.values import default_of, plain
 from tests.support import TINY, tiny
 
 DATA = Path(__file__).parent / "data"
@@ -68,8 +71,44 @@ def test_key_is_as_specified(section, key, written, default):
 
 def test_every_key_is_read_or_refused():
   refused = {key for refusal in REFUSALS for key in refusal.keys}
-  unread = {key for key in MaxTextConfig.model_fields if not readers_of(key)}
-  assert not unread - refused, "neither read nor refused"
+  found = readers()
+  assert not {key for key in MaxTextConfig.model_fields if not found[key]} - refused, "neither read nor refused"
+  assert {key: readers_of(key) for key in found} == found, "a file that reads a key was not parsed for it"
+
+
+READ = [
+  ("def f(config: MaxTextConfig):\n  c = config\n  return c.steps", {"steps"}),
+  ("def f(own: types.MaxTextConfig | None):\n  return own and own.steps", {"steps"}),
+  ("def f(config: Other):\n  return config.steps", set()),
+  ("def f(c: str):\n  return c.steps", set()),
+  ("class A:\n  run: MaxTextConfig\n  def f(self):\n    return self.run.steps, self._config.moba", {"steps", "moba"}),
+  ("table = {'steps': lambda c: c.moba}", {"moba"}),
+  ("a, c = 1, config.model_copy(update={'steps': 3})\nc.moba", {"moba"}),
+  ("def f(config):\n  return [getattr(config, key) for key in TABLE]\nTABLE = ('steps', 'moba')", {"steps", "moba"}),
+  ("for key, least in {'steps': 1}.items():\n  getattr(config, key, least)", {"steps"}),
+  ("def f(config, n: Literal['ici', 'dcn']):\n  getattr(config, f'{n}_fsdp_parallelism')",
+   {"ici_fsdp_parallelism", "dcn_fsdp_parallelism"}),
+  ("{getattr(config, key) for key in t.StackTrace.model_fields}",
+   {"collect_stack_trace", "stack_trace_to_cloud", "stack_trace_interval_seconds"}),
+  ("{getattr(config, key) for key in MaxTextConfig.model_fields}", set()),
+  ("raise ConfigError(f'steps={config.steps}') from None", set()),
+  ("# config.steps\n'config.steps'\nupdate(steps=config)", set()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "keys"), READ)
+def test_readers_are_found_in_the_syntax_tree(source, keys):
+  assert reads_of(source) == keys
+
+
+def test_conditions_declare_keys_that_are_there():
+  declared = {key for refusal in REFUSALS if refusal.unless for key in refusal.unless.keys}
+  assert "remat_policy" in declared
+  assert declared <= MaxTextConfig.model_fields.keys()
+  either = any_of(is_set("moba"), negated(is_parallel_over("expert")))
+  assert either.keys == ("moba", "ici_expert_parallelism", "dcn_expert_parallelism")
+  assert either(tiny())
+  assert not either(tiny().model_copy(update={"dcn_expert_parallelism": 2}))
 
 
 def test_pages_count_unsupported_keys_as_the_command_does(capsys):
@@ -183,7 +222,10 @@ def test_show_and_explain_answer_at_once():
     "remat_policy: A policy's name; several, separated by commas, take turns over the layers.",
     "  type     str",
     "  default  'full'",
-    "  read by  models/build.py",
+    "  decides  whether these have an effect: context, decoder_layer_input, engram, key_proj, kv_wa_proj, "
+    "mlpwi, mlpwi_0, mlpwi_1, mlpwo, moe_mlpwi_0, moe_mlpwi_1, moe_mlpwo, out_proj, qkv_proj, query_proj, "
+    "query_wa_proj, value_proj",
+    "  read by  configs/derived.py, models/execution/remat_policy.py",
   ]
   wrong, _ = command("config", "explain", "remat_polcy")
   assert (wrong.returncode, wrong.stderr) == (2, "maxtext: 'remat_polcy' is not a key. Did you mean 'remat_policy'?\n")

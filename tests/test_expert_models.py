@@ -18,8 +18,10 @@ from maxtext.layers.make import Buffer, Make
 from maxtext.layers.mlp import MLP
 from maxtext.layers.router import Groups, Router
 from maxtext.mesh.devices import make_mesh
-from maxtext.models.build import build_model, how
-from maxtext.models.experts import dispatch, mixture
+from maxtext.models.build import build_model
+from maxtext.models.execution.execution import how
+from maxtext.models.execution.expert_dispatch import dispatch
+from maxtext.models.mixture import mixture
 from maxtext.models.model import Model
 from maxtext.optim.optimizer import make_optimizer
 from maxtext.train.objectives.language_modeling import LanguageModeling

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from maxtext import ConfigError
-from maxtext.configs.refusals import MESH_AXES
+from maxtext.configs.values import MESH_AXES
 from maxtext.data.batch import Batch
 from tests.flags import flags
 from tests.support import program, tiny

@@ -10,9 +10,9 @@ from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.record import DamagedError, Record
 from maxtext.configs.errors import RunError
 from maxtext.configs.loader import RULE_KEYS, keys_below
-from maxtext.configs.refusals import default_of, plain
 from maxtext.configs.secrets import SECRET_KEYS
 from maxtext.configs.types import DerivedValues, MaxTextConfig
+from maxtext.configs.values import default_of, plain
 
 
 def describe(path: str) -> str:

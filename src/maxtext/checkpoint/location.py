@@ -10,7 +10,7 @@ from etils import epath
 from maxtext.checkpoint.record import ITEM
 from maxtext.checkpoint.storage import retried
 from maxtext.configs import ConfigError
-from maxtext.configs.checks import STORES
+from maxtext.configs.values import STORES
 
 FOLDER = "checkpoints"
 _UNFINISHED = ".orbax-checkpoint-tmp"

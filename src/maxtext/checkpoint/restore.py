@@ -20,9 +20,9 @@ from maxtext.checkpoint.storage import StorageError
 from maxtext.checkpoint.tree import like, named
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
-from maxtext.configs.refusals import plain
 from maxtext.configs.secrets import SECRET_KEYS
 from maxtext.configs.types import DerivedValues
+from maxtext.configs.values import plain
 from maxtext.distributed.multihost import from_first, on_any
 
 _TRIED = 50  # the latest steps that are tried

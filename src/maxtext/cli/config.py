@@ -11,8 +11,9 @@ from typing import Any
 from maxtext.configs.errors import ConfigError
 from maxtext.configs.explain import explain
 from maxtext.configs.loader import Resolved, parse_assignments, resolve, values_and_origins
-from maxtext.configs.refusals import default_of, unsupported_keys
+from maxtext.configs.refusals import unsupported_keys
 from maxtext.configs.types import DerivedValues, MaxTextConfig
+from maxtext.configs.values import default_of
 from maxtext.weights.detect import is_hugging_face
 
 

@@ -4,11 +4,10 @@ import re
 from collections.abc import Callable
 
 from maxtext.configs.errors import ConfigError, nearest
-from maxtext.configs.refusals import REFUSALS, NoEffect, default_of
+from maxtext.configs.refusals import REFUSALS, NoEffect
 from maxtext.configs.secrets import REDACTED
 from maxtext.configs.types import DatasetType, DType, KvQuantAxis, MaxTextConfig, RematPolicy, SamplingStrategy
-
-ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_flash_jax", "paged")
+from maxtext.configs.values import ATTENTION_KERNELS, STORES, default_of, in_bucket, policy_names
 
 
 def check(config: MaxTextConfig) -> None:
@@ -137,8 +136,7 @@ def _mesh_axes(c: MaxTextConfig) -> str | None:
 
 def _remat(c: MaxTextConfig) -> str | None:
   known = [p.value for p in RematPolicy]
-  names = [name.strip() for name in c.remat_policy.split(",")]
-  for name in names:
+  for name in policy_names(c.remat_policy):
     if name not in known:
       return f"remat_policy={c.remat_policy}: '{name}' must be one of {', '.join(known)}.{nearest(name, known)}"
   return None
@@ -238,7 +236,7 @@ def _checkpoints(c: MaxTextConfig) -> str | None:
 def _local_checkpoints(c: MaxTextConfig) -> str | None:
   if not c.enable_emergency_checkpoint:
     return None
-  if not c.local_checkpoint_directory or "://" in c.local_checkpoint_directory:
+  if not c.local_checkpoint_directory or in_bucket(c.local_checkpoint_directory):
     folder = c.local_checkpoint_directory or "..."
     return f"enable_emergency_checkpoint=true needs local_checkpoint_directory={folder} to be a folder on a disk."
   if c.local_checkpoint_period < 1:
@@ -281,8 +279,6 @@ def _sampling(c: MaxTextConfig) -> str | None:
       return f"{key}={getattr(c, key)} must be {words}, with decode_sampling_strategy={strategy.value}."
   return None
 
-
-STORES = ("gs",)  # that Orbax reads and writes
 
 _LEAST = {
   "base_emb_dim": 1,

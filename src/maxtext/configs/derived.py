@@ -1,10 +1,9 @@
 """What follows from the keys once the number of devices is known: pure functions, no devices."""
 
 from math import ceil, prod
-from typing import Any
+from typing import Any, Literal
 
 from maxtext.configs.errors import ConfigError
-from maxtext.configs.refusals import remat_policies
 from maxtext.configs.types import (
   DcnParallelism,
   DerivedValues,
@@ -15,6 +14,7 @@ from maxtext.configs.types import (
   RematPolicy,
   get_individual_scales,
 )
+from maxtext.configs.values import in_bucket, remat_policies
 
 
 def derive(config: MaxTextConfig, devices: int, slices: int = 1) -> DerivedValues:
@@ -63,7 +63,7 @@ _FOLDERS = ("checkpoint_dir", "metrics_dir", "tensorboard_dir")
 
 def _known(config: MaxTextConfig) -> dict[str, Any]:
   """What follows from the keys alone."""
-  c, custom = config, RematPolicy.CUSTOM in remat_policies(config)
+  c, custom = config, RematPolicy.CUSTOM in remat_policies(config.remat_policy)
   values = {key.removeprefix("base_"): size for key, size in scaled_sizes(c).items()} | {
     "using_pipeline_parallelism": c.ici_pipeline_parallelism != 1 or c.dcn_pipeline_parallelism != 1,
     "tensors_on_device": tensors_placed(c, RematLocation.DEVICE) if custom else None,
@@ -73,7 +73,7 @@ def _known(config: MaxTextConfig) -> dict[str, Any]:
   }
   if not c.run_name:
     return values
-  base, stored = c.base_output_directory or "runs", "://" in c.base_output_directory
+  base, stored = c.base_output_directory or "runs", in_bucket(c.base_output_directory)
   run, here = f"{base.rstrip('/')}/{c.run_name}", f"{'runs' if stored else base.rstrip('/')}/{c.run_name}"
   folders = (f"{run}/checkpoints/", f"{run}/metrics/" if stored else f"{run}/", f"{here}/tensorboard/")
   return values | dict(zip(_FOLDERS, folders, strict=True))
@@ -115,7 +115,7 @@ def mesh_axes(config: MaxTextConfig) -> list[str]:
   return (["diloco"] if config.enable_diloco and "diloco" not in config.mesh_axes else []) + config.mesh_axes
 
 
-def parallelism(config: MaxTextConfig, network: str, count: int) -> tuple[int, ...]:
+def parallelism(config: MaxTextConfig, network: Literal["ici", "dcn"], count: int) -> tuple[int, ...]:
   """The sizes of all mesh axes on one network, with -1 filled so that they multiply to `count`."""
   keys = [f"{network}_{_KEY_OF_AXIS.get(axis, axis)}_parallelism" for axis in mesh_axes(config)]
   for key in (IciParallelism if network == "ici" else DcnParallelism).model_fields:

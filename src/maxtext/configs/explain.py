@@ -1,40 +1,14 @@
 """What a key is, what reads it, and what it may be combined with, from the sources alone."""
 
 import re
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 
 from maxtext.configs.checks import RULES
 from maxtext.configs.errors import ConfigError
 from maxtext.configs.older_names import hint
-from maxtext.configs.refusals import REFUSALS, AlwaysSo, NoEffect, Refusal, default_of, plain, refusals_of
-from maxtext.configs.types import DcnParallelism, IciParallelism, MaxTextConfig, RematAndOffload
-
-_PACKAGE = Path(__file__).parents[1]
-
-# Read under a computed name, as a whole section.
-_BY_SECTION = {
-  "mesh/devices.py": (*IciParallelism.model_fields, *DcnParallelism.model_fields),
-  "models/build.py": tuple(RematAndOffload.model_fields),
-}
-# Read here, on the way to the configuration, or by `configs.derived` for the rooms above.
-_BY_CONFIGS = {
-  "configs/loader.py": (
-    "base_config",
-    "override_model_config",
-    "custom_mesh_and_rule",
-    "override_logical_axis_rules",
-  ),
-  "configs/checks.py": ("attention_type",),
-  "configs/derived.py": (
-    "per_device_batch_size",
-    "eval_per_device_batch_size",
-    "mesh_axes",
-    "gradient_accumulation_steps",
-    "global_parameter_scale",
-  ),
-}
+from maxtext.configs.readers import function_reads, readers_of
+from maxtext.configs.refusals import REFUSALS, AlwaysSo, NoEffect, Refusal, refusals_of
+from maxtext.configs.types import MaxTextConfig
+from maxtext.configs.values import default_of, plain
 
 
 def explain(key: str) -> str:
@@ -66,18 +40,15 @@ def _said_of(row: Refusal) -> str:
 
 def checked_with(key: str) -> list[str]:
   """Keys whose values must suit this one's."""
-  groups = (_keys_in(rule) for rule in RULES)
+  read = function_reads("configs/checks.py")
+  groups = (read[rule.__name__] for rule in RULES)
   return sorted({other for group in groups if key in group for other in group if other != key})
 
 
 def effects_of(key: str) -> list[str]:
   """Keys that are refused, or have no effect, unless this one has some value."""
-  refusals = (refusal for refusal in REFUSALS if refusal.unless and key in _keys_in(refusal.unless))
+  refusals = (refusal for refusal in REFUSALS if refusal.unless and key in refusal.unless.keys)
   return sorted({other for refusal in refusals for other in refusal.keys})
-
-
-def _keys_in(rule: Callable) -> set[str]:
-  return set(rule.__code__.co_names) & MaxTextConfig.model_fields.keys()
 
 
 def type_of(key: str) -> str:
@@ -89,17 +60,3 @@ def type_of(key: str) -> str:
   )
   bounds = " ".join(re.findall(r"\w+=[-\d.]+", " ".join(map(repr, info.metadata))))
   return re.sub(r"(typing|maxtext\.configs\.types\.\w+)\.", "", f"{name} {bounds}".strip())
-
-
-def readers_of(key: str) -> list[str]:
-  """Files that read a key; those in `configs/` count only where they act on it alone."""
-  direct = [name for name, keys in _reads().items() if key in keys]
-  return sorted({*direct, *(name for name, keys in (_BY_SECTION | _BY_CONFIGS).items() if key in keys)})
-
-
-@cache
-def _reads() -> dict[str, set[str]]:
-  files = (path for path in _PACKAGE.rglob("*.py") if path.relative_to(_PACKAGE).parts[0] != "configs")
-  pattern = re.compile(r"\b(?:config|c)\.([a-z]\w*)")
-  found = {str(path.relative_to(_PACKAGE)): set(pattern.findall(path.read_text())) for path in files}
-  return {name: keys & MaxTextConfig.model_fields.keys() for name, keys in found.items()}

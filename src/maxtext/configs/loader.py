@@ -20,10 +20,11 @@ from maxtext.configs.checks import check
 from maxtext.configs.derived import without_devices
 from maxtext.configs.errors import ConfigError, ConfigWarning, nearest
 from maxtext.configs.older_names import hint
-from maxtext.configs.refusals import plain, without_effect
+from maxtext.configs.refusals import without_effect
 from maxtext.configs.secrets import shown
 from maxtext.configs.types import DerivedValues, MaxTextConfig
 from maxtext.configs.types.run import ModelName
+from maxtext.configs.values import plain
 
 _HERE = Path(__file__).resolve().parent
 _BASE = _HERE / "base.yml"

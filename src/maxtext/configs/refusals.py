@@ -5,14 +5,28 @@ Setting one of the first two away from its default ends the run with its reason.
 a test fails if a key is neither read nor here.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from maxtext.configs import types as t
+from maxtext.configs.conditions import (
+  Condition,
+  all_of,
+  any_of,
+  is_above,
+  is_in_bucket,
+  is_none_of,
+  is_one_of,
+  is_parallel_over,
+  is_set,
+  is_unset,
+  names_remat_policy,
+  negated,
+)
 from maxtext.configs.secrets import shown
 from maxtext.configs.types.section import Section
+from maxtext.configs.values import MESH_AXES, default_of, plain
 
 
 @dataclass(frozen=True)
@@ -29,7 +43,7 @@ class Refusal:
   keys: tuple[str, ...]
   reason: str
   harmless: tuple[Any, ...] = ()
-  unless: Callable[[t.MaxTextConfig], bool] | None = None
+  unless: Condition | None = None
 
   def problem(self, config: t.MaxTextConfig) -> str | None:
     """The message for the first key that was set, if any."""
@@ -85,28 +99,9 @@ def unsupported_keys() -> dict[str, str]:
   return {key: row.reason for row in rows for key in row.keys}
 
 
-def default_of(key: str) -> Any:
-  """The value of a key that was not set."""
-  return t.MaxTextConfig.model_fields[key].get_default(call_default_factory=True)
-
-
-def plain(value: Any) -> Any:
-  """A value as the user writes it."""
-  return value.value if isinstance(value, Enum) else value
-
-
 def refusals_of(key: str) -> list[Refusal]:
   """The entries of the table that name a key."""
   return [refusal for refusal in REFUSALS if key in refusal.keys]
-
-
-def remat_policies(config: t.MaxTextConfig) -> tuple[t.RematPolicy, ...]:
-  """The policies that take turns over the layers."""
-  return tuple(t.RematPolicy(name.strip()) for name in config.remat_policy.split(","))
-
-
-def _staged(config: t.MaxTextConfig) -> bool:
-  return config.ici_pipeline_parallelism != 1 or config.dcn_pipeline_parallelism != 1
 
 
 def _section(*sections: type[Section], but: Iterable[str] = ()) -> tuple[str, ...]:
@@ -118,11 +113,8 @@ _REMAT_NAMES = (
   "out_proj", "qkv_proj", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "engram",
   "query_wa_proj", "kv_wa_proj",
 )  # fmt: skip
+_STAGED = is_parallel_over("pipeline")
 _OFFLOADED = ("optimizer_memory_host_offload", "parameter_memory_host_offload")
-MESH_AXES = (
-  "data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence", "sequence", "context", "expert",
-  "pipeline", "diloco",
-)  # fmt: skip
 
 _UNBUILT_EXPERTS = (
   "moe_expert_input_dim", "padded_base_moe_mlp_dim", "use_gather_mosaic_kernel", "interleave_moe_layer_step",
@@ -191,11 +183,11 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   NoEffect(
     ("compile_xla_flags",), "it has no effect without compile_topology: flags of a run go into the environment",
-    unless=lambda c: bool(c.compile_topology),
+    unless=is_set("compile_topology"),
   ),
   Refusal(
     ("compiled_trainstep_file",), "it holds one size of batch, which enable_rampup_batch_size=true changes",
-    unless=lambda c: not c.enable_rampup_batch_size,
+    unless=is_unset("enable_rampup_batch_size"),
   ),
   Refusal(
     _PATHWAYS, "it needs Pathways, one process that drives all hosts; here every host runs a process of its own",
@@ -214,7 +206,7 @@ REFUSALS: tuple[Refusal, ...] = (
   NoEffect(
     ("source_checkpoint_layout",),
     "it has no effect without load_parameters_path",
-    unless=lambda c: bool(c.load_parameters_path),
+    unless=is_set("load_parameters_path"),
   ),
   Refusal(
     ("lora_input_adapters_path", "load_checkpoint_only_once", "checkpoint_is_quantized", "save_quantized_params_path"),
@@ -224,28 +216,28 @@ REFUSALS: tuple[Refusal, ...] = (
   NoEffect(
     ("checkpoint_storage_target_data_file_size_bytes",),
     "it has no effect without checkpoint_storage_use_ocdbt=true",
-    unless=lambda c: c.checkpoint_storage_use_ocdbt,
+    unless=is_set("checkpoint_storage_use_ocdbt"),
   ),
   NoEffect(
     ("checkpoint_period",),
     "it has no effect beside enable_continuous_checkpointing=true",
-    unless=lambda c: not c.enable_continuous_checkpointing,
+    unless=is_unset("enable_continuous_checkpointing"),
   ),
   NoEffect(
     ("checkpoint_period", "async_checkpointing", "max_num_checkpoints_to_keep", "checkpoint_todelete_subdir",
      "save_checkpoint_on_completion", "checkpoint_storage_use_ocdbt", "checkpoint_storage_use_zarr3",
      "checkpoint_storage_target_data_file_size_bytes"),
     "it has no effect without enable_checkpointing=true",
-    unless=lambda c: c.enable_checkpointing,
+    unless=is_set("enable_checkpointing"),
   ),
   Refusal(
     ("enable_continuous_checkpointing", "enable_emergency_checkpoint"),
     "it asks for checkpoints, and enable_checkpointing=false for none",
-    unless=lambda c: c.enable_checkpointing,
+    unless=is_set("enable_checkpointing"),
   ),
   Refusal(
     ("checkpoint_todelete_subdir",), "Orbax removes old steps in a bucket for good; leave it out",
-    unless=lambda c: "://" not in c.base_output_directory,
+    unless=negated(is_in_bucket("base_output_directory")),
   ),
   Refusal(
     ("checkpoint_todelete_full_path",),
@@ -259,7 +251,7 @@ REFUSALS: tuple[Refusal, ...] = (
   NoEffect(
     _LOCAL[1:],
     "it has no effect without enable_emergency_checkpoint=true",
-    unless=lambda c: c.enable_emergency_checkpoint,
+    unless=is_set("enable_emergency_checkpoint"),
   ),
   Refusal(
     _section(t.ElasticTraining),
@@ -274,7 +266,7 @@ REFUSALS: tuple[Refusal, ...] = (
     harmless=(None, False),
   ),
   NoEffect(
-    _ROUNDED_CACHE[1:], "it has no effect without quantize_kvcache=true", unless=lambda c: c.quantize_kvcache
+    _ROUNDED_CACHE[1:], "it has no effect without quantize_kvcache=true", unless=is_set("quantize_kvcache")
   ),
   Refusal(
     ("fused_mlp",),
@@ -282,36 +274,36 @@ REFUSALS: tuple[Refusal, ...] = (
   ),
   NoEffect(
     _section(t.Engram, but=("engram_layers",)), "it has no effect without engram_layers",
-    unless=lambda c: bool(c.engram_layers),
+    unless=is_set("engram_layers"),
   ),
   Refusal(("mtp_eval_target_module",), "how often further tokens were right is not measured; leave it out"),
   NoEffect(
-    ("mtp_loss_scaling_factor",), "it has no effect without mtp_num_layers", unless=lambda c: c.mtp_num_layers > 0
+    ("mtp_loss_scaling_factor",), "it has no effect without mtp_num_layers", unless=is_above("mtp_num_layers", 0)
   ),
   NoEffect(
-    ("sinkhorn_iterations",), "it has no effect without mhc_expansion_rate", unless=lambda c: c.mhc_expansion_rate > 1
+    ("sinkhorn_iterations",), "it has no effect without mhc_expansion_rate", unless=is_above("mhc_expansion_rate", 1)
   ),
-  NoEffect(("moba_chunk_size", "moba_topk"), "it has no effect without moba=true", unless=lambda c: c.moba),
-  NoEffect(("qk_clip_threshold",), "it has no effect without use_qk_clip=true", unless=lambda c: c.use_qk_clip),
+  NoEffect(("moba_chunk_size", "moba_topk"), "it has no effect without moba=true", unless=is_set("moba")),
+  NoEffect(("qk_clip_threshold",), "it has no effect without use_qk_clip=true", unless=is_set("use_qk_clip")),
   NoEffect(
     ("rope_use_scale",),
     "it has no effect without rope_type=llama3.1",
-    unless=lambda c: c.rope_type == t.RopeType.LLAMA3_1,
+    unless=is_one_of("rope_type", t.RopeType.LLAMA3_1),
   ),
   NoEffect(
     ("beta_fast", "beta_slow", "mscale", "rope_interleave", "rope_truncate", "rope_attention_scaling"),
     "it has no effect without rope_type=yarn",
-    unless=lambda c: c.rope_type == t.RopeType.YARN,
+    unless=is_one_of("rope_type", t.RopeType.YARN),
   ),
   NoEffect(
     ("rope_linear_scaling_factor",),
     "it has no effect beside a rope_type that scales positions in another way",
-    unless=lambda c: c.rope_type == t.RopeType.DEFAULT,
+    unless=is_one_of("rope_type", t.RopeType.DEFAULT),
   ),
   NoEffect(
     ("rope_factor", "original_max_position_embeddings"),
     "it has no effect without a rope_type that scales positions, such as rope_type=llama3.1",
-    unless=lambda c: c.rope_type != t.RopeType.DEFAULT,
+    unless=is_none_of("rope_type", t.RopeType.DEFAULT),
   ),
   Refusal(
     ("attention_type",),
@@ -340,26 +332,26 @@ REFUSALS: tuple[Refusal, ...] = (
     ("use_ragged_attention",),
     "latents, pages and chosen blocks of keys are read in ways of their own: leave it out",
     harmless=(False,),
-    unless=lambda c: c.attention_type != "mla" and c.attention != "paged" and not c.moba,
+    unless=all_of(is_none_of("attention_type", "mla"), is_none_of("attention", "paged"), is_unset("moba")),
   ),
   NoEffect(
     ("ragged_block_size",),
     "it has no effect without use_ragged_attention=true",
-    unless=lambda c: c.use_ragged_attention,
+    unless=is_set("use_ragged_attention"),
   ),
   NoEffect(
-    _section(t.PagedAttention), "it has no effect without attention=paged", unless=lambda c: c.attention == "paged"
+    _section(t.PagedAttention), "it has no effect without attention=paged", unless=is_one_of("attention", "paged")
   ),
   NoEffect(
     _section(t.MoEGeneral, t.MoEKernels, t.DeepSeekMoE, but=("num_experts", "mlp_bias", *_UNBUILT_EXPERTS)),
     "it has no effect without experts: set num_experts, for a family that has them",
-    unless=lambda c: c.num_experts > 1,
+    unless=is_above("num_experts", 1),
   ),
   Refusal(
     ("use_2d_fsdp_sharding",),
     "it is how base.yml splits both widths of experts, which shard_exp_on_fsdp=true and other rules change",
     harmless=(False,),
-    unless=lambda c: not c.shard_exp_on_fsdp and not c.custom_mesh_and_rule,
+    unless=all_of(is_unset("shard_exp_on_fsdp"), is_unset("custom_mesh_and_rule")),
   ),
   Refusal(
     ("prefuse_moe_weights", "merge_gating_gmm"),
@@ -377,26 +369,26 @@ REFUSALS: tuple[Refusal, ...] = (
   NoEffect(
     ("capacity_factor",),
     "it has no effect on grouped products, which drop no token: write sparse_matmul=false",
-    unless=lambda c: not c.sparse_matmul,
+    unless=is_unset("sparse_matmul"),
   ),
   NoEffect(
     (*_SPARSE, *_TILES), "it has no effect without grouped products: write sparse_matmul=true",
-    unless=lambda c: c.sparse_matmul,
+    unless=is_set("sparse_matmul"),
   ),
   NoEffect(
     ("use_ring_of_experts",), "it has no effect without expert parallelism: set ici_expert_parallelism",
-    unless=lambda c: c.ici_expert_parallelism != 1 or c.dcn_expert_parallelism != 1,
+    unless=is_parallel_over("expert"),
   ),
-  NoEffect(_TILES, "it has no effect without megablox=true", unless=lambda c: c.megablox),
+  NoEffect(_TILES, "it has no effect without megablox=true", unless=is_set("megablox")),
   NoEffect(
-    ("topk_routing_group",), "it has no effect without n_routing_groups", unless=lambda c: c.n_routing_groups > 0
+    ("topk_routing_group",), "it has no effect without n_routing_groups", unless=is_above("n_routing_groups", 0)
   ),
   NoEffect(
-    ("routed_bias_update_rate",), "it has no effect without routed_bias=true", unless=lambda c: c.routed_bias
+    ("routed_bias_update_rate",), "it has no effect without routed_bias=true", unless=is_set("routed_bias")
   ),
   Refusal(
     ("shard_mode",), "stages leave the placement of what is in them to the compiler; write shard_mode=auto",
-    unless=lambda c: not _staged(c),
+    unless=negated(_STAGED),
   ),
   AlwaysSo(
     ("remove_size_one_mesh_axis_from_type",), "the mesh has every axis of mesh_axes, whatever its size",
@@ -405,11 +397,11 @@ REFUSALS: tuple[Refusal, ...] = (
   NoEffect(
     ("context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy"),
     "it has no effect without context parallelism: set ici_context_parallelism",
-    unless=lambda c: c.ici_context_parallelism != 1 or c.dcn_context_parallelism != 1,
+    unless=is_parallel_over("context"),
   ),
   NoEffect(
     ("context_parallel_reorder_strategy",), "it has no effect without context_parallel_load_balance=true",
-    unless=lambda c: c.context_parallel_load_balance,
+    unless=is_set("context_parallel_load_balance"),
   ),
   AlwaysSo(
     ("enable_nnx", "pure_nnx", "pure_nnx_decoder", "shardy"),
@@ -436,11 +428,11 @@ REFUSALS: tuple[Refusal, ...] = (
     ("num_layers_per_pipeline_stage", "num_pipeline_repeats", "pipeline_parallel_layers", "num_pipeline_microbatches",
      "pipeline_delay_activation_forwarding", "pipeline_fsdp_ag_once"),
     "it has no effect without stages: set ici_pipeline_parallelism or dcn_pipeline_parallelism",
-    unless=_staged,
+    unless=_STAGED,
   ),
   Refusal(
     ("use_qk_clip", "routed_bias_update_rate"), "a pipeline leaves it out: layers in it keep no running values",
-    unless=lambda c: not _staged(c),
+    unless=negated(_STAGED),
   ),
   Refusal(
     tuple(key for key in _section(t.RematAndOffload, but=("remat_policy", *_OFFLOADED, *_REMAT_NAMES))),
@@ -450,28 +442,28 @@ REFUSALS: tuple[Refusal, ...] = (
   NoEffect(
     _REMAT_NAMES,
     "it has no effect without remat_policy=custom",
-    unless=lambda c: t.RematPolicy.CUSTOM in remat_policies(c),
+    unless=names_remat_policy(t.RematPolicy.CUSTOM),
   ),
   NoEffect(
     ("diloco_sync_period", "diloco_outer_lr", "diloco_outer_momentum"),
     "it has no effect without enable_diloco=true",
-    unless=lambda c: c.enable_diloco,
+    unless=is_set("enable_diloco"),
   ),
   Refusal(
     ("ici_diloco_parallelism", "dcn_diloco_parallelism"),
     "devices of a replica that trains apart need enable_diloco=true",
-    unless=lambda c: c.enable_diloco,
+    unless=is_set("enable_diloco"),
   ),
   Refusal(
     ("shard_optimizer_over_data", "parameter_memory_host_offload", "optimizer_memory_host_offload"),
     "replicas that train apart keep their state where they are: leave it out with enable_diloco=true",
-    unless=lambda c: not c.enable_diloco,
+    unless=is_unset("enable_diloco"),
     harmless=(False,),
   ),
   NoEffect(
     (*_DOCUMENTS, *_READERS, "tokenize_train_data", "tokenize_eval_data", "use_truncation", "enable_data_shuffling"),
     "it has no effect on dataset_type=synthetic, which has no documents",
-    unless=lambda c: c.dataset_type != t.DatasetType.SYNTHETIC,
+    unless=is_none_of("dataset_type", t.DatasetType.SYNTHETIC),
   ),
   Refusal(
     ("train_image_column", "eval_image_column", "expansion_factor_real_data"),
@@ -481,32 +473,34 @@ REFUSALS: tuple[Refusal, ...] = (
   NoEffect(
     ("grain_packing_type", "max_segments_per_seq"),
     "it has no effect on rows of one document (packing=false, dataset_type=olmo_grain), and c4_mlperf always cuts",
-    unless=lambda c: c.packing and c.dataset_type not in (t.DatasetType.OLMO_GRAIN, t.DatasetType.C4MLPERF),
+    unless=all_of(
+      is_set("packing"), is_none_of("dataset_type", t.DatasetType.OLMO_GRAIN, t.DatasetType.C4MLPERF)
+    ),
   ),
   NoEffect(
     ("per_device_batch_size_start", "per_device_batch_size_increment", "global_rampup_samples"),
     "it has no effect without enable_rampup_batch_size=true",
-    unless=lambda c: c.enable_rampup_batch_size,
+    unless=is_set("enable_rampup_batch_size"),
   ),
   NoEffect(
     _section(t.TfdsDataset, but=("train_split",)),
     "it has no effect without dataset_type=tfds or dataset_type=c4_mlperf",
-    unless=lambda c: c.dataset_type in (t.DatasetType.TFDS, t.DatasetType.C4MLPERF),
+    unless=is_one_of("dataset_type", t.DatasetType.TFDS, t.DatasetType.C4MLPERF),
   ),
   NoEffect(
     ("train_split",),
     "it has no effect without dataset_type=tfds, c4_mlperf or hf",
-    unless=lambda c: c.dataset_type in (t.DatasetType.TFDS, t.DatasetType.C4MLPERF, t.DatasetType.HF),
+    unless=is_one_of("dataset_type", t.DatasetType.TFDS, t.DatasetType.C4MLPERF, t.DatasetType.HF),
   ),
   NoEffect(
     _section(t.HfDataset, but=("hf_access_token",)),
     "it has no effect without dataset_type=hf",
-    unless=lambda c: c.dataset_type == t.DatasetType.HF,
+    unless=is_one_of("dataset_type", t.DatasetType.HF),
   ),
   NoEffect(
     _section(t.GrainDataset, but=(*_READERS, "grain_shuffle_buffer_size")),
     "it has no effect without dataset_type=grain",
-    unless=lambda c: c.dataset_type == t.DatasetType.GRAIN,
+    unless=is_one_of("dataset_type", t.DatasetType.GRAIN),
   ),
   AlwaysSo(
     ("grain_use_elastic_iterator",), "a position never depends on the number of hosts; leave it out", harmless=(True,)
@@ -514,43 +508,45 @@ REFUSALS: tuple[Refusal, ...] = (
   NoEffect(
     ("grain_ram_budget_mb",),
     "it has no effect without grain_worker_count=-1 or grain_worker_count_eval=-1",
-    unless=lambda c: -1 in (c.grain_worker_count, c.grain_worker_count_eval),
+    unless=any_of(is_one_of("grain_worker_count", -1), is_one_of("grain_worker_count_eval", -1)),
   ),
   NoEffect(
     ("grain_shuffle_buffer_size",),
     "it has no effect without grain_file_type=parquet or tfrecord, or streamed data: others are shuffled more widely",
-    unless=lambda c: c.grain_file_type != "arrayrecord" or c.dataset_type == t.DatasetType.HF,
+    unless=any_of(
+      is_none_of("grain_file_type", "arrayrecord"), is_one_of("dataset_type", t.DatasetType.HF)
+    ),
   ),
   NoEffect(
     _section(t.OlmoGrainDataset),
     "it has no effect without dataset_type=olmo_grain",
-    unless=lambda c: c.dataset_type == t.DatasetType.OLMO_GRAIN,
+    unless=is_one_of("dataset_type", t.DatasetType.OLMO_GRAIN),
   ),
   NoEffect(
     _section(t.Muon),
     "it has no effect without opt_type=muon",
-    unless=lambda c: c.opt_type == t.OptimizerType.MUON,
+    unless=is_one_of("opt_type", t.OptimizerType.MUON),
   ),
   NoEffect(
     ("wsd_decay_steps_fraction", "wsd_decay_style"),
     "it has no effect without lr_schedule_type=wsd",
-    unless=lambda c: c.lr_schedule_type == t.LearningRateScheduleType.WSD,
+    unless=is_one_of("lr_schedule_type", t.LearningRateScheduleType.WSD),
   ),
   NoEffect(
     _section(t.AdamW),
     "it has no effect on opt_type=sgd",
-    unless=lambda c: c.opt_type != t.OptimizerType.SGD,
+    unless=is_none_of("opt_type", t.OptimizerType.SGD),
   ),
   NoEffect(
     ("skip_step_interval", "skip_step_scaling_factor"),
     "it has no effect without skip_step_on_spikes=true",
-    unless=lambda c: c.skip_step_on_spikes,
+    unless=is_set("skip_step_on_spikes"),
   ),
   Refusal(("use_tunix_gradient_accumulation",), "accumulation is the step's own; set gradient_accumulation_steps"),
   NoEffect(
     ("eval_steps", "target_eval_loss", "eval_per_device_batch_size"),
     "it has no effect without eval_interval",
-    unless=lambda c: c.eval_interval > 0,
+    unless=is_above("eval_interval", 0),
   ),
   Refusal(("enable_dropout", "dropout_rate"), "dropout is not implemented yet", harmless=(False,)),
   Refusal(
@@ -562,28 +558,28 @@ REFUSALS: tuple[Refusal, ...] = (
   NoEffect(
     ("decode_sampling_nucleus_p",),
     "it has no effect without decode_sampling_strategy=nucleus or composite",
-    unless=lambda c: c.decode_sampling_strategy in (t.SamplingStrategy.NUCLEUS, t.SamplingStrategy.COMPOSITE),
+    unless=is_one_of("decode_sampling_strategy", t.SamplingStrategy.NUCLEUS, t.SamplingStrategy.COMPOSITE),
   ),
   NoEffect(
     ("decode_sampling_top_k",),
     "it has no effect without decode_sampling_strategy=topk or composite",
-    unless=lambda c: c.decode_sampling_strategy in (t.SamplingStrategy.TOPK, t.SamplingStrategy.COMPOSITE),
+    unless=is_one_of("decode_sampling_strategy", t.SamplingStrategy.TOPK, t.SamplingStrategy.COMPOSITE),
   ),
   NoEffect(
     ("decode_sampling_temperature",),
     "it has no effect on decode_sampling_strategy=greedy",
-    unless=lambda c: c.decode_sampling_strategy != t.SamplingStrategy.GREEDY,
+    unless=is_none_of("decode_sampling_strategy", t.SamplingStrategy.GREEDY),
   ),
   NoEffect(
-    ("prefill_chunk_size",), "it has no effect without use_chunked_prefill=true", unless=lambda c: c.use_chunked_prefill
+    ("prefill_chunk_size",), "it has no effect without use_chunked_prefill=true", unless=is_set("use_chunked_prefill")
   ),
   NoEffect(
-    ("load_from_prefill_dir",), "it has no effect without prefill_cache_dir", unless=lambda c: c.prefill_cache_dir != ""
+    ("load_from_prefill_dir",), "it has no effect without prefill_cache_dir", unless=is_set("prefill_cache_dir")
   ),
   Refusal(
     ("prefill_cache_dir",),
     "enable_prefix_caching=true keeps beginnings of prompts in memory: leave one of them out",
-    unless=lambda c: not c.enable_prefix_caching,
+    unless=is_unset("enable_prefix_caching"),
   ),
   Refusal(
     ("model_call_mode",), "layers take what the command asks for: `maxtext train` trains, `maxtext decode` decodes"
@@ -598,7 +594,7 @@ REFUSALS: tuple[Refusal, ...] = (
   NoEffect(
     ("inference_microbenchmark_num_samples",),
     "it has no effect without multi_sampling=true",
-    unless=lambda c: c.multi_sampling,
+    unless=is_set("multi_sampling"),
   ),
   Refusal(
     ("inference_benchmark_test",), "`maxtext bench serve` is the benchmark, and no run is one", harmless=(False,)
@@ -606,7 +602,7 @@ REFUSALS: tuple[Refusal, ...] = (
   NoEffect(
     ("prefix_caching_hbm_byte", "prefix_caching_dram_byte"),
     "it has no effect without enable_prefix_caching=true",
-    unless=lambda c: c.enable_prefix_caching,
+    unless=is_set("enable_prefix_caching"),
   ),
   Refusal(
     ("constant_bound_config", "jax_debug_log_modules", "max_checkify"),
@@ -621,26 +617,26 @@ REFUSALS: tuple[Refusal, ...] = (
   NoEffect(
     _STORED,
     "it has no effect without a base_output_directory in a bucket (gs://...): other runs have these files anyway",
-    unless=lambda c: "://" in c.base_output_directory,
+    unless=is_in_bucket("base_output_directory"),
   ),
   Refusal(("profiler",), "only profiler=xplane is implemented yet", harmless=(t.ProfilerType.XPLANE,)),
   NoEffect(
     ("skip_first_n_steps_for_profiler", "profiler_steps", "profile_cleanly", "profile_periodically_period",
      "upload_all_profiler_results"),
     "it has no effect without profiler=xplane",
-    unless=lambda c: c.profiler != t.ProfilerType.NONE,
+    unless=is_none_of("profiler", t.ProfilerType.NONE),
   ),
-  NoEffect(_HLO[1:], "it has no effect without dump_hlo=true", unless=lambda c: c.dump_hlo),
-  NoEffect(_JAXPR[1:], "it has no effect without dump_jaxpr=true", unless=lambda c: c.dump_jaxpr),
+  NoEffect(_HLO[1:], "it has no effect without dump_hlo=true", unless=is_set("dump_hlo")),
+  NoEffect(_JAXPR[1:], "it has no effect without dump_jaxpr=true", unless=is_set("dump_jaxpr")),
   NoEffect(
     ("jax_profiler_port",),
     "it has no effect without enable_jax_profiler=true",
-    unless=lambda c: c.enable_jax_profiler,
+    unless=is_set("enable_jax_profiler"),
   ),
   NoEffect(
     ("stack_trace_interval_seconds",),
     "it has no effect without collect_stack_trace=true",
-    unless=lambda c: c.collect_stack_trace,
+    unless=is_set("collect_stack_trace"),
   ),
   Refusal(
     _section(t.MultimodalGeneral, t.VisionTower, t.VisionProjector, t.AudioEncoder),

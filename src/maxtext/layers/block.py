@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import jax
 from flax import nnx
@@ -13,16 +13,38 @@ from maxtext.layers.context import Context
 from maxtext.layers.engram import Engram
 from maxtext.layers.how import How
 from maxtext.layers.make import Buffer, Make
-from maxtext.layers.norm import AnyNorm
+from maxtext.layers.norm import AnyNorm, NormLayer
 from maxtext.layers.rope import Rope
-from maxtext.layers.streams import Streams, branch_input, rejoined
+from maxtext.layers.stack import LayerSpec, Report
+from maxtext.layers.streams import Streams, StreamWeights, branch_input, rejoined
 
 RESIDUAL = ("activation_batch", "activation_norm_length", "activation_embed")
+_Other = TypeVar("_Other")
 _STREAMS = ("activation_batch", "activation_norm_length", None, "activation_embed")
 
 
+class MixerLayer(Protocol):
+  """A mixer with its weights."""
+
+  def __call__(
+    self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
+  ) -> tuple[jax.Array, Cache | None]:
+    """The mixed tokens and the extended cache."""
+    ...
+
+  def cache_slots(self, batch: int, length: int) -> dict[str, Slots]: ...
+
+
+class FeedForwardLayer(Protocol):
+  """A feed-forward layer with its weights."""
+
+  def __call__(self, x: jax.Array, real: jax.Array | None = None) -> tuple[jax.Array, Report]:
+    """The output and a report; `real` says which tokens are no padding, None that all are."""
+    ...
+
+
 class Mixer(Protocol):
-  """What mixes tokens of a sequence: its layer takes (x, context, cache, repeat) to (x, cache), has `cache_slots`."""
+  """What mixes tokens of a sequence."""
 
   @property
   def ropes(self) -> tuple[Rope, ...]: ...
@@ -33,25 +55,23 @@ class Mixer(Protocol):
   @property
   def window(self) -> int | None: ...
 
-  def build(self, make: Make, width: int, how: How) -> Any: ...
+  def build(self, make: Make, width: int, how: How) -> MixerLayer: ...
 
 
 class FeedForward(Protocol):
-  """What works on each token alone: its layer takes x and which tokens are no padding (None: all) to (x, report)."""
+  """What works on each token alone."""
 
-  def build(self, make: Make, width: int, how: How) -> Any: ...
+  def build(self, make: Make, width: int, how: How) -> FeedForwardLayer: ...
 
 
-class Layer(Protocol):
-  """What a decoder is a stack of; it is built like `stack.LayerSpec`s are."""
+class Layer(LayerSpec, Protocol):
+  """What a decoder is a stack of."""
 
   @property
   def mixer(self) -> Mixer: ...
 
   @property
   def feed_forward(self) -> FeedForward: ...
-
-  def build(self, make: Make, width: int, how: How) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +108,7 @@ class DecoderBlock(nnx.Module):
   def __init__(self, make: Make, spec: Block, width: int, how: How) -> None:
     self.how = how
 
-    def norm(spec: AnyNorm | None, name: str) -> Any:
+    def norm(spec: AnyNorm | None, name: str) -> NormLayer | None:
       return None if spec is None else spec.build(make.at(name), width)
 
     self.mixer_norm = norm(spec.norm, "mixer_norm")
@@ -129,7 +149,9 @@ class DecoderBlock(nnx.Module):
       x = x * self.output_scale[...].astype(x.dtype)
     return x, report, extended
 
-  def _joined(self, streams: Any, x: jax.Array, branch: Callable[[jax.Array], tuple[jax.Array, Any]]) -> Any:
+  def _joined(
+    self, streams: StreamWeights | None, x: jax.Array, branch: Callable[[jax.Array], tuple[jax.Array, _Other]]
+  ) -> tuple[jax.Array, _Other]:
     """The residual, one stream or several, after a branch; and what else the branch returned."""
     if streams is None:
       y, other = branch(x)
@@ -144,5 +166,5 @@ class DecoderBlock(nnx.Module):
     return self.mixer.cache_slots(batch, length) | own
 
 
-def _normed(norm: Any, x: jax.Array) -> jax.Array:
+def _normed(norm: NormLayer | None, x: jax.Array) -> jax.Array:
   return x if norm is None else norm(x)

@@ -1,7 +1,7 @@
 """Norms of the last dimension: by root mean square, or by mean and variance."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,16 @@ from flax import nnx
 from maxtext.layers.make import Make
 
 
-class AnyNorm(Protocol):
-  """What a block may be normed by: its layer takes x to x."""
+class NormLayer(Protocol):
+  """A norm with its weights: x [..., width] to the same shape."""
 
-  def build(self, make: Make, width: int) -> Any: ...
+  def __call__(self, x: jax.Array) -> jax.Array: ...
+
+
+class AnyNorm(Protocol):
+  """What a block may be normed by."""
+
+  def build(self, make: Make, width: int) -> NormLayer: ...
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,22 @@ from maxtext.layers.pipeline import Pipeline, gathered, pipelined
 Report = dict[str, jax.Array]
 
 
+class DecoderLayer(Protocol):
+  """A layer with its weights, one of a `Stack`."""
+
+  def __call__(
+    self, x: jax.Array, layer_input: jax.Array | None, context: Context, cache: Cache | None, repeat: jax.Array
+  ) -> tuple[jax.Array, Report, Cache | None]:
+    """The residual, a report, and the extended cache; `repeat` is the layer's row in stacked caches."""
+    ...
+
+  def cache_slots(self, batch: int, length: int) -> dict[str, Slots]: ...
+
+
 class LayerSpec(Protocol):
   """What a stack is built from."""
 
-  def build(self, make: Make, width: int, how: How) -> Any:
-    """A layer: (x, layer_input, context, cache, repeat) to (x, report, cache), with `cache_slots`."""
-    ...
+  def build(self, make: Make, width: int, how: How) -> DecoderLayer: ...
 
 
 class _Kept(NamedTuple):

@@ -3,12 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.ahead import Ahead
 from maxtext.layers.attention import GQA
-from maxtext.layers.block import Block
+from maxtext.layers.block import Block, Layer
 from maxtext.layers.engram import Engram
 from maxtext.layers.key_blocks import KeyBlocks
 from maxtext.layers.mla import MLA
@@ -65,8 +64,8 @@ def _ahead(config: MaxTextConfig, spec: DecoderSpec) -> DecoderSpec:
   count = config.mtp_num_layers
   if count == 0:
     return spec
-  last: Any = spec.groups[-1].cycle[-1]
-  if spec.streams > 1:  # its layers take what the final norm returns, which is one stream
+  last = spec.groups[-1].cycle[-1]
+  if spec.streams > 1 and isinstance(last, Block):  # its layers take what the final norm returns, which is one stream
     last = replace(last, streams=None)
   return replace(spec, ahead=Ahead(count, last, spec.final_norm))
 
@@ -78,7 +77,7 @@ def _memory(config: MaxTextConfig, spec: DecoderSpec) -> DecoderSpec:
   taken: set[int] = set()
   tables = {number: _primes(c.engram_vocab_bases, c.engram_num_heads, taken) for number in layers}
 
-  def change(number: int, layer: Any) -> Block:
+  def change(number: int, layer: Layer) -> Block:
     if not isinstance(layer, Block):
       raise _refused(config, f"engram_layers={c.engram_layers}", "whose layers have no place for it")
     seed = c.engram_seed + 10007 * number
@@ -93,7 +92,7 @@ def _memory(config: MaxTextConfig, spec: DecoderSpec) -> DecoderSpec:
 
 
 def _with_layers(
-  groups: tuple[Group, ...], numbers: list[int], change: Callable[[int, Any], Block]
+  groups: tuple[Group, ...], numbers: list[int], change: Callable[[int, Layer], Block]
 ) -> tuple[Group, ...]:
   """The groups with some layers changed; rounds of a cycle that are left alone stay together."""
   found: list[Group] = []
@@ -126,7 +125,7 @@ def _primes(bases: list[int], heads: int, taken: set[int]) -> tuple[tuple[int, .
 
 
 def _each_block(config: MaxTextConfig, spec: DecoderSpec, what: str, change: Callable[[Block], Block]) -> DecoderSpec:
-  def changed(layer: Any) -> Block:
+  def changed(layer: Layer) -> Block:
     if not isinstance(layer, Block):
       raise _refused(config, what, "whose layers are not two branches beside a residual")
     return change(layer)

@@ -11,7 +11,7 @@ from typing import Any
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import RopeType
-from maxtext.models.experts import expert_width
+from maxtext.models.mixture import expert_width
 
 Field = str | Callable[[MaxTextConfig], Any]
 Entries = Mapping[str, Any]

@@ -7,7 +7,6 @@ from maxtext.layers.attention import QueryKeyNorm
 from maxtext.layers.block import FeedForward
 from maxtext.layers.delta_net import DeltaNet
 from maxtext.models import standard
-from maxtext.models.experts import expert_width
 from maxtext.models.hugging_face import (
   EXPERTS,
   EXPERTS_READS,
@@ -22,6 +21,7 @@ from maxtext.models.hugging_face import (
   rope,
   rope_entries,
 )
+from maxtext.models.mixture import expert_width
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Table, Weight, fused, of_layers
 

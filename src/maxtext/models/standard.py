@@ -9,7 +9,7 @@ from typing import Any
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import RopeType
 from maxtext.layers.attention import GQA, QueryKeyNorm
-from maxtext.layers.block import Block
+from maxtext.layers.block import Block, FeedForward, Mixer
 from maxtext.layers.mlp import MLP
 from maxtext.layers.norm import Norm
 from maxtext.layers.rope import Linear, LongContext, Rope, Scaling, Yarn
@@ -51,7 +51,7 @@ def dense(config: MaxTextConfig, **attention_changes: Any) -> DecoderSpec:
   return decoder(config, cycles((layer,), config.base_num_decoder_layers))
 
 
-def block(config: MaxTextConfig, mixer: Any, feed_forward: Any = None, **changes: Any) -> Block:
+def block(config: MaxTextConfig, mixer: Mixer, feed_forward: FeedForward | None = None, **changes: Any) -> Block:
   """A layer with norms where the keys ask for them."""
   own = changes.setdefault("norm", norm(config))
   post: dict[str, Any] = {

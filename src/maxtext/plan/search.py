@@ -21,10 +21,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.configs.refusals import default_of, plain
 from maxtext.configs.types import RematAndOffload, RematLocation
+from maxtext.configs.values import default_of, plain
 from maxtext.mesh.topology import Topology
-from maxtext.models.build import how
+from maxtext.models.execution.execution import how
 from maxtext.models.flops import train_flops_per_token
 from maxtext.plan.blocks import best_blocks
 from maxtext.plan.compile import program_for

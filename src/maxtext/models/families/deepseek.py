@@ -13,8 +13,8 @@ from maxtext.layers.indexer import Indexer
 from maxtext.layers.mla import MLA
 from maxtext.layers.norm import Norm
 from maxtext.models import standard
-from maxtext.models.experts import expert_width, mixture
 from maxtext.models.hugging_face import READS, STANDARD, Entries, Field, HuggingFace, absent, rope, rope_entries
+from maxtext.models.mixture import expert_width, mixture
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Table, Weight
 

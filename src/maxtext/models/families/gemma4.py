@@ -11,7 +11,6 @@ from maxtext.layers.attention import GQA, QueryKeyNorm
 from maxtext.layers.beside import Beside
 from maxtext.layers.experts import Mixture
 from maxtext.models import standard
-from maxtext.models.experts import expert_width, mixture
 from maxtext.models.hugging_face import (
   CAPPED,
   TIED_HEAD,
@@ -24,6 +23,7 @@ from maxtext.models.hugging_face import (
   rope,
   rope_entries,
 )
+from maxtext.models.mixture import expert_width, mixture
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight, fused
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard
-from maxtext.models.experts import expert_width, mixture
 from maxtext.models.hugging_face import STANDARD, Entries, HuggingFace, absent, interval_of, layer_types, rope_keys
+from maxtext.models.mixture import expert_width, mixture
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight, fused
 

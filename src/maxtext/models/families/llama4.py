@@ -12,8 +12,8 @@ from maxtext.configs.types import RopeType
 from maxtext.layers.attention import GQA, QueryKeyNorm, Temperature
 from maxtext.layers.rope import LongContext
 from maxtext.models import standard
-from maxtext.models.experts import expert_width, mixture
 from maxtext.models.hugging_face import LEFT_OUT, READS, STANDARD, Entries, HuggingFace, absent, rope
+from maxtext.models.mixture import expert_width, mixture
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight, fused
 

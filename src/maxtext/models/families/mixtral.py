@@ -2,8 +2,8 @@
 
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard
-from maxtext.models.experts import expert_width, mixture
 from maxtext.models.hugging_face import READS, STANDARD, HuggingFace
+from maxtext.models.mixture import expert_width, mixture
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight
 

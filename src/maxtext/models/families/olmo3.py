@@ -1,5 +1,7 @@
 """OLMo 3: norms on what leaves each branch and none before it; three local layers, then a global one with YaRN."""
 
+from typing import Any
+
 from maxtext.configs import MaxTextConfig
 from maxtext.layers.attention import QueryKeyNorm
 from maxtext.models import standard
@@ -16,7 +18,7 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
   near = standard.attention(c, window=c.sliding_window_size, rope=plain, qk_norm=qk_norm)
   far = standard.attention(c, qk_norm=qk_norm)
   cycle = (near,) * (c.inhomogeneous_layer_cycle_interval - 1) + (far,)
-  norms = {"norm": None, "mixer_post_norm": norm, "feed_forward_post_norm": norm}
+  norms: dict[str, Any] = {"norm": None, "mixer_post_norm": norm, "feed_forward_post_norm": norm}
   layers = tuple(standard.block(c, mixer, **norms) for mixer in cycle)
   return standard.decoder(c, cycles(layers, c.base_num_decoder_layers), final_norm=norm)
 

@@ -3,8 +3,8 @@
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.chain import Chain
 from maxtext.models import standard
-from maxtext.models.experts import mixture
 from maxtext.models.hugging_face import EXPERTS, EXPERTS_READS, READS, STANDARD, HuggingFace
+from maxtext.models.mixture import mixture
 from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Weight
 

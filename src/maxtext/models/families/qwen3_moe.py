@@ -2,7 +2,6 @@
 
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard
-from maxtext.models.experts import mixture
 from maxtext.models.hugging_face import (
   EXPERTS,
   EXPERTS_READS,
@@ -14,6 +13,7 @@ from maxtext.models.hugging_face import (
   HuggingFace,
   absent,
 )
+from maxtext.models.mixture import mixture
 from maxtext.models.spec import DecoderSpec, cycles
 
 

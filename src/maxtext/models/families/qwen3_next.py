@@ -2,8 +2,8 @@
 
 from maxtext.configs import MaxTextConfig
 from maxtext.models import hybrid
-from maxtext.models.experts import mixture
 from maxtext.models.hugging_face import HuggingFace
+from maxtext.models.mixture import mixture
 from maxtext.models.spec import DecoderSpec
 from maxtext.models.weight_table import Table, fused
 

@@ -1,4 +1,4 @@
-"""From keys to attention: which kernel runs on which devices, with which blocks, in which order of tokens."""
+"""From keys to an attention kernel: which one runs on which devices, with which blocks, in which order of tokens."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +10,6 @@ from maxtext.configs.types import ReorderStrategy, SplashAttention
 from maxtext.kernels.attention import Attention, Kernel
 from maxtext.kernels.splash import SplashBlocks
 from maxtext.kernels.token_order import TokenOrder
-from maxtext.layers.pages import Pages
 from maxtext.models.spec import DecoderSpec
 
 _PLATFORMS = ("tpu", "gpu", "cuda", "cpu")
@@ -41,19 +40,6 @@ def attention(config: MaxTextConfig, mesh: Mesh, parts: int) -> Attention:
   )
   kernel, ring = _kernel(c, mesh, blocks, parts), c.context_parallel_strategy == "ring"
   return Attention(kernel, c.matmul_precision.value, blocks, ring, _order(c, mesh, parts))
-
-
-def cache_pages(config: MaxTextConfig, mesh: Mesh) -> Pages | None:
-  """The pages that caches lie in, if they do."""
-  c = config
-  if c.attention != "paged":
-    return None
-  kernel, alignment = mesh.devices.flat[0].platform == "tpu", c.pagedattn_head_dim_alignment
-  if kernel and alignment % 128:
-    raise ConfigError(f"pagedattn_head_dim_alignment={alignment} must be a multiple of 128 on TPUs.")
-  most = None if c.pagedattn_max_pages_per_group == -1 else c.pagedattn_max_pages_per_group
-  block = c.pagedattn_pages_per_compute_block
-  return Pages(c.pagedattn_num_pages, c.pagedattn_tokens_per_page, most, alignment, kernel, block)
 
 
 def check_attention(config: MaxTextConfig, spec: DecoderSpec, kernel: Kernel) -> None:

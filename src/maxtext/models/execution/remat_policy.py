@@ -2,8 +2,8 @@
 
 from maxtext.configs import MaxTextConfig
 from maxtext.configs.derived import tensors_placed
-from maxtext.configs.refusals import remat_policies
 from maxtext.configs.types import RematLocation, RematPolicy
+from maxtext.configs.values import remat_policies
 from maxtext.layers.how import Remat
 
 _QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
@@ -25,7 +25,7 @@ _REMAT = {
 
 def remat(config: MaxTextConfig) -> tuple[Remat, ...]:
   """What the layers keep, which take turns where several policies are named."""
-  return tuple(_kept(config, policy) for policy in remat_policies(config))
+  return tuple(_kept(config, policy) for policy in remat_policies(config.remat_policy))
 
 
 def _kept(config: MaxTextConfig, policy: RematPolicy) -> Remat:

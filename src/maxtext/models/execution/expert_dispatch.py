@@ -1,8 +1,6 @@
-"""From keys to mixtures of experts: what they are, for the families that have them, and how a run executes them."""
+"""From keys to the dispatch of experts: how a run executes mixtures, with which kernels and tiles."""
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -12,40 +10,9 @@ from maxtext.kernels.grouped_matmul import GroupedMatmul, Kernel, Tiles
 from maxtext.layers.beside import Beside
 from maxtext.layers.dispatch import Dispatch
 from maxtext.layers.experts import Mixture
-from maxtext.layers.mlp import MLP
-from maxtext.layers.router import Groups, Router
 from maxtext.models.spec import DecoderSpec
 
 _KERNELS: dict[str, Kernel] = {"tpu": "megablox", "cpu": "tiled"}
-
-
-def mixture(config: MaxTextConfig, router_changes: Mapping[str, Any] | None = None, **changes: Any) -> Mixture:
-  """The mixture that the keys describe, but for what a family has otherwise."""
-  c = config
-  score: Literal["softmax", "sigmoid"] = "sigmoid" if c.routed_score_func == "sigmoid" else "softmax"
-  # A group is judged by its best expert where scores compete, and by its best two where each stands alone.
-  groups = Groups(c.n_routing_groups, c.topk_routing_group, {"softmax": 1, "sigmoid": 2}[score])
-  router = Router(
-    count=c.num_experts,
-    per_token=c.num_experts_per_tok,
-    score=score,
-    normalize=c.norm_topk_prob,
-    scale=c.routed_scaling_factor,
-    groups=groups if c.n_routing_groups > 0 else None,
-    selection_bias=c.routed_bias,
-    selection_bias_rate=c.routed_bias_update_rate,
-    balance_weight=c.load_balance_loss_weight,
-  )
-  width, activation = expert_width(c), c.mlp_activations[0]
-  values: dict[str, Any] = {
-    "router": replace(router, **(router_changes or {})),
-    "width": width,
-    "activation": activation,
-    "limit": c.mlp_activations_limit if c.mlp_activations_limit > 0 else None,
-    "bias": c.mlp_bias,
-    "shared": MLP(c.shared_experts * width, activation) if c.shared_experts else None,
-  }
-  return Mixture(**(values | changes))
 
 
 def dispatch(config: MaxTextConfig, mesh: Mesh) -> Dispatch:
@@ -88,9 +55,3 @@ def check_experts(config: MaxTextConfig, spec: DecoderSpec) -> None:
       f"num_experts={config.num_experts} has no effect on decoder_block={config.decoder_block.value}, a family without "
       f"experts: leave it out."
     )
-
-
-def expert_width(config: MaxTextConfig) -> int:
-  """Of an expert's hidden layer."""
-  dense, own = config.base_mlp_dim, config.base_moe_mlp_dim  # models name both, also where only one counts
-  return own if own > 0 else dense

@@ -1,0 +1,45 @@
+"""From keys to a mixture of experts: what it is, for the families that have one."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from maxtext.configs import MaxTextConfig
+from maxtext.layers.experts import Mixture
+from maxtext.layers.mlp import MLP
+from maxtext.layers.router import Groups, Router
+
+
+def mixture(config: MaxTextConfig, router_changes: Mapping[str, Any] | None = None, **changes: Any) -> Mixture:
+  """The mixture that the keys describe, but for what a family has otherwise."""
+  c = config
+  score: Literal["softmax", "sigmoid"] = "sigmoid" if c.routed_score_func == "sigmoid" else "softmax"
+  # A group is judged by its best expert where scores compete, and by its best two where each stands alone.
+  groups = Groups(c.n_routing_groups, c.topk_routing_group, {"softmax": 1, "sigmoid": 2}[score])
+  router = Router(
+    count=c.num_experts,
+    per_token=c.num_experts_per_tok,
+    score=score,
+    normalize=c.norm_topk_prob,
+    scale=c.routed_scaling_factor,
+    groups=groups if c.n_routing_groups > 0 else None,
+    selection_bias=c.routed_bias,
+    selection_bias_rate=c.routed_bias_update_rate,
+    balance_weight=c.load_balance_loss_weight,
+  )
+  width, activation = expert_width(c), c.mlp_activations[0]
+  values: dict[str, Any] = {
+    "router": replace(router, **(router_changes or {})),
+    "width": width,
+    "activation": activation,
+    "limit": c.mlp_activations_limit if c.mlp_activations_limit > 0 else None,
+    "bias": c.mlp_bias,
+    "shared": MLP(c.shared_experts * width, activation) if c.shared_experts else None,
+  }
+  return Mixture(**(values | changes))
+
+
+def expert_width(config: MaxTextConfig) -> int:
+  """Of an expert's hidden layer."""
+  dense, own = config.base_mlp_dim, config.base_moe_mlp_dim  # models name both, also where only one counts
+  return own if own > 0 else dense
