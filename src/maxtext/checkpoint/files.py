@@ -15,7 +15,6 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from maxtext.checkpoint.checksum import added, checksums, nonfinite
-from maxtext.checkpoint.durable import write_text
 from maxtext.checkpoint.layout import Layout
 from maxtext.checkpoint.record import (
   FILE,
@@ -33,6 +32,7 @@ from maxtext.checkpoint.tree import named, nested
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.distributed.lease import LOST, LeaseLostError
 from maxtext.distributed.multihost import problems_of_all
+from maxtext.storage.atomic import write_durably
 
 STATE = "state"
 CHUNK = 64 << 20  # bytes that are read or written together
@@ -70,9 +70,9 @@ def contents(
   record, parts = Record(step, described, stacked, keys, jax.process_count()), checksums(arrays)
 
   def write(folder: epath.Path) -> None:
-    write_text(folder / checksum_file(jax.process_index()), json.dumps(added(parts).tolist()))
+    write_durably(folder / checksum_file(jax.process_index()), json.dumps(added(parts).tolist()))
     if jax.process_index() == 0:
-      write_text(folder / FILE, json.dumps(record.to_json()))
+      write_durably(folder / FILE, json.dumps(record.to_json()))
 
   def check() -> None:
     if finite and (bad := _named_where(arrays, nonfinite(parts))):

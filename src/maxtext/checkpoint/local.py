@@ -17,7 +17,6 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from maxtext.checkpoint.checksum import nonfinite_names
-from maxtext.checkpoint.durable import sync, sync_tree
 from maxtext.checkpoint.location import steps_in
 from maxtext.checkpoint.restore import Restored, set_aside
 from maxtext.checkpoint.storage import StorageError, retried
@@ -25,8 +24,9 @@ from maxtext.checkpoint.tree import like, named
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.distributed.multihost import from_process, on_any
 from maxtext.distributed.transfer import receive_from
+from maxtext.storage.atomic import UNFINISHED, atomic_folder
 
-_PARTS, _POSITION, _UNFINISHED = "parts.npz", "position.npz", ".unfinished"
+_PARTS, _POSITION = "parts.npz", "position.npz"
 _UNUSED = "unused"  # behind the name of a step that a start did not go on from
 _KEPT = 2  # a process may have finished a step that another has not
 
@@ -95,17 +95,9 @@ class LocalWriter:
 
 def _write(folder: epath.Path, step: int, files: Mapping[str, Mapping[str, np.ndarray]]) -> None:
   """Writes a step, which appears whole or not at all, and removes the oldest, and what was not used before it."""
-  unfinished, finished = folder / f"{step}{_UNFINISHED}", folder / str(step)
-  try:
-    unfinished.mkdir()
+  with atomic_folder(folder / str(step)) as unfinished:
     for name, arrays in files.items():
       np.savez(unfinished / name, **cast(Any, arrays))
-    sync_tree(unfinished)
-    unfinished.rename(finished)
-    sync(folder)
-  except OSError:
-    unfinished.rmtree(missing_ok=True)
-    raise
   steps = steps_in(folder)
   passed = [path for path in folder.glob(f"*.{_UNUSED}*") if int(path.name.partition(".")[0]) <= steps[-_KEPT:][0]]
   for old in (*(folder / str(step) for step in steps[:-_KEPT]), *passed):
@@ -120,7 +112,7 @@ def resume_locally(folder: epath.Path, abstract: Any, at_least: int, blamed: int
   and those of another model are a mistake: nothing is lost by a wrong start.
   """
   _refuse_other(folder, named(abstract))
-  for path in folder.glob(f"*{_UNFINISHED}"):
+  for path in folder.glob(f"*{UNFINISHED}"):
     path.rmtree()
   found = None
   for step in (step for step in _steps_of_all(folder) if step >= at_least and step != blamed):

@@ -13,7 +13,6 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
-from maxtext.checkpoint.durable import sync, sync_tree
 from maxtext.checkpoint.files import contents, handlers
 from maxtext.checkpoint.location import failures, unfinished_in
 from maxtext.checkpoint.nonfinite import NonfiniteNote
@@ -24,6 +23,7 @@ from maxtext.checkpoint.tree import named
 from maxtext.configs import MaxTextConfig
 from maxtext.distributed.lease import LeaseLostError
 from maxtext.observe.sinks import say
+from maxtext.storage.atomic import sync, sync_tree
 
 _LEAST = 2  # steps that are there while a run goes on: of the latest it is not known yet whether it leads anywhere
 _LOUD = 3  # saves that failed in a row, from which on the run says more
