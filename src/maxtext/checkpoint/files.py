@@ -32,6 +32,7 @@ from maxtext.checkpoint.tree import named, nested
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.distributed.lease import LOST, LeaseLostError
 from maxtext.distributed.multihost import problems_of_all
+from maxtext.layers.parameter_paths import below
 from maxtext.storage.atomic import write_durably
 
 STATE = "state"
@@ -88,7 +89,7 @@ def _chunks(layout: Layout, name: str, array: Any) -> ocp.SaveArgs:
   """Large parameters in chunks of a layer or less, so that who reads a layer need not read, or hold, all of them."""
   if not name.startswith(PARAMETERS) or array.nbytes <= CHUNK:
     return ocp.SaveArgs()
-  layers = layout.layers(name.partition("/")[2], array.ndim)
+  layers = layout.layers(below(name), array.ndim)
   return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=() if layers is None else (layers,))
 
 
