@@ -18,10 +18,11 @@ from jax.experimental import multihost_utils
 
 from maxtext.checkpoint.checksum import nonfinite_names
 from maxtext.checkpoint.location import steps_in
+from maxtext.checkpoint.options import LocalCheckpointOptions
 from maxtext.checkpoint.restore import Restored, set_aside
 from maxtext.checkpoint.storage import StorageError, retried
 from maxtext.checkpoint.tree import like, named
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError
 from maxtext.distributed.multihost import from_process, on_any
 from maxtext.distributed.transfer import receive_from
 from maxtext.storage.atomic import UNFINISHED, atomic_folder
@@ -31,29 +32,27 @@ _UNUSED = "unused"  # behind the name of a step that a start did not go on from
 _KEPT = 2  # a process may have finished a step that another has not
 
 
-def local_folder(config: MaxTextConfig, name: str) -> epath.Path:
+def local_folder(directory: str, name: str) -> epath.Path:
   """Where this process keeps its parts of a run."""
-  folder = epath.Path(config.local_checkpoint_directory).absolute() / name / f"process-{jax.process_index()}"
+  folder = epath.Path(directory).absolute() / name / f"process-{jax.process_index()}"
   try:
     folder.mkdir(parents=True, exist_ok=True)
   except OSError as error:
-    raise ConfigError(
-      f"local_checkpoint_directory={config.local_checkpoint_directory} cannot be written: {error.strerror}."
-    ) from None
+    raise ConfigError(f"local_checkpoint_directory={directory} cannot be written: {error.strerror}.") from None
   return folder
 
 
 class LocalWriter:
-  """Saves this process's parts every `local_checkpoint_period` steps; every process calls every method."""
+  """Saves this process's parts by period; every process calls every method."""
 
-  def __init__(self, config: MaxTextConfig, folder: epath.Path) -> None:
-    self._config, self._folder = config, folder
+  def __init__(self, options: LocalCheckpointOptions, folder: epath.Path) -> None:
+    self._options, self._folder = options, folder
     self._thread = ThreadPoolExecutor(1, "local-checkpoint")
     self._saving: tuple[int, Future] | None = None
 
   def due(self, step: int) -> bool:
     """Whether this step is to be saved."""
-    return step % self._config.local_checkpoint_period == 0
+    return step % self._options.period == 0
 
   def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
     """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run goes on.
@@ -67,7 +66,7 @@ class LocalWriter:
     parts = {key: part for name, array in named(state).items() for key, part in _held(name, array)}
     files = {_PARTS: parts, _POSITION: {name: _gathered(array) for name, array in position.items()}}
     self._saving = step, self._thread.submit(_write, self._folder, step, files)
-    if not self._config.async_checkpointing:
+    if not self._options.asynchronous:
       self.wait()
 
   def poll(self) -> None:
