@@ -30,6 +30,7 @@ from maxtext.models.build import build_model
 from maxtext.models.clip import clip_queries_and_keys
 from maxtext.models.model import Model, Params
 from maxtext.optim.optimizer import make_optimizer
+from maxtext.optim.options import optimizer_options, schedule_options
 from maxtext.optim.schedules import learning_rate
 from maxtext.train import diloco
 from maxtext.train.objectives.language_modeling import LanguageModeling
@@ -57,7 +58,7 @@ class Program:
     config = with_devices(config, mesh.devices.flatten().tolist())
     if not model.params:
       raise ConfigError(f"trainable_parameters_mask={config.trainable_parameters_mask} leaves nothing to train.")
-    optimizer = make_optimizer(config, model.matrices)
+    optimizer = make_optimizer(optimizer_options(config), model.matrices)
     updated = update_shardings(model, config.shard_optimizer_over_data)
     _refuse_offload_without_memory(config, mesh)
     state = abstract_state(
@@ -67,7 +68,7 @@ class Program:
       model,
       objective or LanguageModeling(config.z_loss_multiplier, config.num_vocab_tiling, config.mtp_loss_scaling_factor),
       optimizer,
-      learning_rate(config),
+      learning_rate(schedule_options(config)),
       updated=updated,
       clip=config.gradient_clipping_threshold,
       accumulation=config.gradient_accumulation_steps,
