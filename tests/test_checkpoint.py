@@ -42,6 +42,7 @@ from maxtext.checkpoint.tree import like, named
 from maxtext.checkpoint.writer import Writer
 from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
+from maxtext.data.options import data_options, tokenizer_options
 from maxtext.data.tokenizers import load_tokenizer
 from maxtext.distributed.interrupt import Interrupt
 from maxtext.distributed.supervisor import supervise
@@ -484,11 +485,11 @@ def test_a_tokenizer_is_kept_in_a_bucket(half, bucket, tmp_path):
   """And brought from there to where libraries can read it."""
   bucket.put(f"{half[0]}/run/checkpoints", "bucket/kept/checkpoints", recursive=True)
   keys = {"tokenizer_path": str(sentence_piece(tmp_path / "source")), "vocab_size": 400, "dataset_type": "grain"}
-  assert keep_tokenizer(tiny(**keys), "gs://bucket/kept") is None
+  assert keep_tokenizer(data_options(tiny(**keys)), "", "gs://bucket/kept") is None
   assert "tokenizer_path" not in served_keys("gs://bucket/kept", {})
   for path in ("gs://bucket/kept", "gs://bucket/kept/checkpoints/4"):
-    with open_tokenizer(tiny(vocab_size=400), path) as tokenizer:
-      assert tokenizer.identity == load_tokenizer(tiny(**keys)).identity
+    with open_tokenizer(data_options(tiny(vocab_size=400)), path) as tokenizer:
+      assert tokenizer.identity == load_tokenizer(tokenizer_options(tiny(**keys))).identity
 
 
 @pytest.mark.slow

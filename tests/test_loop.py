@@ -11,6 +11,7 @@ import pytest
 
 import maxtext
 from maxtext.data.feed import make_feed
+from maxtext.data.options import data_options
 from maxtext.mesh.chips import CHIPS, chip_of
 from maxtext.models.flops import train_flops_per_token
 from maxtext.observe.sinks import TensorBoard
@@ -32,7 +33,10 @@ def test_evaluation_is_the_loss_on_other_data(tmp_path):
   assert [i + 1 for i, f in enumerate(history.figures) if "eval_loss" in f] == [3, 6]
   p = program(config, devices=8)
   batches, trained = jax.device_get(
-    ([fed.batch for fed in islice(make_feed(config, p.eval_batch, split="eval"), 2)], next(p.feed()).batch)
+    (
+      [fed.batch for fed in islice(make_feed(data_options(config), p.eval_batch, split="eval"), 2)],
+      next(p.feed()).batch,
+    )
   )
   assert (batches[0].inputs != trained.inputs).mean() > 0.3
   decoder = program(config).model.bind(jax.device_get(state.params))

@@ -20,6 +20,7 @@ from maxtext.configs.errors import RunError
 from maxtext.configs.types import DatasetType
 from maxtext.data.batch import Batch, Fed, Position
 from maxtext.data.feed import OpenData, make_feed, open_data
+from maxtext.data.options import data_options
 from maxtext.distributed.multihost import of_process
 from maxtext.layers.how import How
 from maxtext.mesh.compiler import compiler_options
@@ -140,22 +141,22 @@ class Program:
 
   @cached_property
   def _data(self) -> OpenData:
-    return open_data(self.config, self.batch)
+    return open_data(data_options(self.config), self.batch)
 
   @cached_property
   def _eval_data(self) -> OpenData:
-    return open_data(self.config, self.eval_batch, "eval")
+    return open_data(data_options(self.config), self.eval_batch, "eval")
 
   def feed(self, position: Position | None = None) -> Iterator[Fed]:
     """The data from a position on."""
-    return make_feed(self.config, self.batch, position, data=self._data)
+    return make_feed(data_options(self.config), self.batch, position, data=self._data)
 
   def evaluate(self, state: TrainState, stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
     """The objective's figures per target over `eval_steps` batches of the evaluation data, and the targets' number.
 
     None where `stop`, which is asked after every batch, ends it.
     """
-    feed = make_feed(self.config, self.eval_batch, split="eval", data=self._eval_data)
+    feed = make_feed(data_options(self.config), self.eval_batch, split="eval", data=self._eval_data)
     batches = islice(feed, None if self.config.eval_steps == -1 else self.config.eval_steps)
     found = []
     for fed in batches:
