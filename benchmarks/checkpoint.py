@@ -8,6 +8,7 @@ that of the process when it has read a state of a thousandth of the size.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -48,10 +49,12 @@ def _child(what: str, folder: str, gib: float, rounds: int) -> dict:
 def _save(folder: Path, gib: float, rounds: int) -> dict:
   from etils import epath
 
+  from maxtext.checkpoint.options import checkpoint_options
   from maxtext.checkpoint.writer import Writer
 
   config, abstract = _state(gib)
-  small = Writer(config, epath.Path(folder / "small"), {})
+  options = checkpoint_options(config)
+  small = Writer(options, epath.Path(folder / "small"), {})
   small.save(1, _filled(_state(gib / 1000)[1]), {})
   small.close()
   state = _filled(abstract)
@@ -59,9 +62,7 @@ def _save(folder: Path, gib: float, rounds: int) -> dict:
   blocked: list[float] = []
   writers = {
     background: Writer(
-      config.model_copy(update={"async_checkpointing": background, "max_num_checkpoints_to_keep": 1}),
-      epath.Path(folder / str(background)),
-      {},
+      dataclasses.replace(options, asynchronous=background, keep=1), epath.Path(folder / str(background)), {}
     )
     for background in (True, False)
   }
@@ -87,13 +88,15 @@ def _save(folder: Path, gib: float, rounds: int) -> dict:
 def _restore(folder: Path, gib: float, rounds: int) -> dict:
   from etils import epath
 
+  from maxtext.checkpoint.options import restore_options
   from maxtext.checkpoint.restore import resume
 
   config, abstract = _state(gib)
-  resume(config, epath.Path(folder / "small"), _state(gib / 1000)[1])
+  options = restore_options(config)
+  resume(options, epath.Path(folder / "small"), _state(gib / 1000)[1])
   before = _peak()
   start = time.perf_counter()
-  found = resume(config, epath.Path(folder / "False"), abstract)
+  found = resume(options, epath.Path(folder / "False"), abstract)
   assert found is not None
   return {"restore_seconds": round(time.perf_counter() - start, 3), "restore_peak_bytes": _peak() - before}
 

@@ -19,7 +19,9 @@ import jax
 import numpy as np
 
 from maxtext import MaxTextConfig, load_config
-from maxtext.bench.data import speed
+from maxtext.bench.data import abstract_batch, speed
+from maxtext.configs.derived import global_batch_size
+from maxtext.data.options import data_options
 from maxtext.mesh.devices import make_mesh
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.loop import run_loop
@@ -94,11 +96,12 @@ def main() -> None:
   with tempfile.TemporaryDirectory() as scratch:
     folder = write_corpus(Path(scratch, "corpus"), [25_000] * 4, lengths=(100, 900))
     alone = configured(folder, max_target_length=LENGTH, per_device_batch_size=ROWS, grain_worker_count=0)
+    batch = abstract_batch((global_batch_size(alone, jax.device_count()), LENGTH))
     ours, theirs = [], []
     for _ in range(arguments.rounds):
       # More reading threads than cores make Grain slower here, so it has its choice.
       theirs.append(max(grain_speed(folder, threads, arguments.seconds) for threads in (1, 16)))
-      ours.append(speed(alone, arguments.seconds).tokens_per_second)
+      ours.append(speed(data_options(alone), batch, arguments.seconds).tokens_per_second)
     found = {
       "tokens_per_second": round(statistics.median(ours)),
       "grain_tokens_per_second": round(statistics.median(theirs)),

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 
 from maxtext.configs.types import TokenizerType
+from maxtext.data.options import tokenizer_options
 from maxtext.data.tokenizers import load_tokenizer, train_tokenizer
 from maxtext.inference.answer import Answer
 from maxtext.inference.loading import Loaded, make_engine
@@ -31,7 +32,7 @@ def random_model(folder, ahead=0, seed=0, **changes):
   shardings = jax.tree.map(lambda a: a.sharding, (model.params, model.buffers))
   params, buffers = jax.jit(model.init, out_shardings=shardings)(seed)
   named = config.model_copy(update={"tokenizer_type": TokenizerType.HUGGINGFACE, "tokenizer_path": str(folder)})
-  tokenizer = replace(load_tokenizer(named), add_bos=False, add_eos=False)
+  tokenizer = replace(load_tokenizer(tokenizer_options(named)), add_bos=False, add_eos=False)
   settings = Settings(stop_tokens=(tokenizer.eos,))
   return Loaded(config, make_engine(config, model, params | buffers, ahead), tokenizer, settings)
 

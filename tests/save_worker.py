@@ -10,6 +10,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxtext.checkpoint.options import checkpoint_options
 from maxtext.checkpoint.writer import Writer
 from maxtext.distributed.multihost import join
 from tests.support import tiny
@@ -17,7 +18,7 @@ from tests.support import tiny
 config = tiny(enable_checkpointing=True, max_num_checkpoints_to_keep=1)
 join(config)
 halves = NamedSharding(Mesh(np.array(jax.devices()), "x"), PartitionSpec("x"))
-writer = Writer(config, epath.Path(sys.argv[1]), {})
+writer = Writer(checkpoint_options(config), epath.Path(sys.argv[1]), {})
 for step in (1, 2, 3):
   spoilt = step == 2 and jax.process_index() == 1
   part = np.full(4, np.nan if spoilt else step, np.float32)

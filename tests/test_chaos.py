@@ -20,6 +20,7 @@ from etils import epath
 
 from maxtext.checkpoint.files import read
 from maxtext.checkpoint.location import locate, steps_in
+from maxtext.checkpoint.options import array_storage
 from maxtext.checkpoint.record import Record
 from maxtext.distributed.supervisor import supervise
 from tests.chaos_worker import ROWS
@@ -73,7 +74,9 @@ class Run:
     folder = locate(str(self.checkpoints))
     record = Record.read(folder)
     assert record.step == STEPS
-    return read(tiny(), folder, dict.fromkeys(n for n in record.arrays if not n.startswith("data/")), record)
+    return read(
+      array_storage(tiny()), folder, dict.fromkeys(n for n in record.arrays if not n.startswith("data/")), record
+    )
 
   def batches(self) -> dict[tuple[int, int], set[tuple]]:
     """For each batch and row, everything that any process ever saw there."""
@@ -248,7 +251,7 @@ def test_a_save_that_fails_on_one_process_fails_on_all_and_the_run_goes_on(tmp_p
   )
   assert [path.name for path in steps.iterdir()] == ["2"]
   record = Record.read(epath.Path(steps / "2"))
-  assert read(tiny(), epath.Path(steps / "2"), dict.fromkeys(record.arrays), record), "it is whole"
+  assert read(array_storage(tiny()), epath.Path(steps / "2"), dict.fromkeys(record.arrays), record), "it is whole"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

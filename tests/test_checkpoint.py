@@ -33,6 +33,7 @@ from maxtext.checkpoint.files import _groups, contents, handlers, read
 from maxtext.checkpoint.inspect import served_keys
 from maxtext.checkpoint.location import steps_in
 from maxtext.checkpoint.nonfinite import NonfiniteNote
+from maxtext.checkpoint.options import array_storage, checkpoint_options, restore_options
 from maxtext.checkpoint.record import Record
 from maxtext.checkpoint.restore import load_parameters, load_state, resume, set_blamed_aside
 from maxtext.checkpoint.storage import is_storage_failure
@@ -41,6 +42,7 @@ from maxtext.checkpoint.tree import like, named
 from maxtext.checkpoint.writer import Writer
 from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
+from maxtext.data.options import data_options, tokenizer_options
 from maxtext.data.tokenizers import load_tokenizer
 from maxtext.distributed.interrupt import Interrupt
 from maxtext.distributed.supervisor import supervise
@@ -111,7 +113,7 @@ def whole(split):
 def drive(folder, state, *callbacks, steps=range(4), **changes):
   """The callback that saves, as the loop calls it, with a state that stays the same; the others may ask its writer."""
   config = tiny(**SPLIT | {"enable_checkpointing": True} | changes)
-  writer, guard = Writer(config, epath.Path(folder), {}), LossGuard(on_nan=True, on_inf=True)
+  writer, guard = Writer(checkpoint_options(config), epath.Path(folder), {}), LossGuard(on_nan=True, on_inf=True)
   save = Save(writer, Interrupt(), guard, config.save_checkpoint_on_completion)
   for callback in callbacks:
     callback.writer = writer
@@ -182,7 +184,7 @@ def test_another_mesh_goes_on_from_the_same_state(whole, half, mesh):
   changes, devices = MESHES[mesh]
   config = tiny(**(SPLIT | changes))
   p, history = program(config, devices), History()
-  found = resume(config, epath.Path(half[0] / "run" / "checkpoints"), p.state)
+  found = resume(restore_options(config), epath.Path(half[0] / "run" / "checkpoints"), p.state)
   assert equal(found.state, half[1])
   for name, leaf in named(found.state).items():
     assert leaf.sharding == named(p.state)[name].sharding
@@ -242,7 +244,7 @@ def test_whatever_is_damaged_nothing_wrong_comes_back(half, tmp_path, capsys, ev
       (folder / file).write_bytes(content[: len(content) // 2] if how == "truncated" else content)
       if how == "deleted":
         (folder / file).unlink()
-      found = resume(config, epath.Path(folder), abstract)
+      found = resume(restore_options(config), epath.Path(folder), abstract)
       said = capsys.readouterr().out
       if found.folder.name == "4":
         assert equal(found.state, half[1]), (file, how)
@@ -292,13 +294,14 @@ STARTS = """
 import sys
 from etils import epath
 from maxtext.checkpoint import storage
+from maxtext.checkpoint.options import restore_options
 from maxtext.checkpoint.restore import resume
 from tests.support import program, tiny
 
 storage.DELAYS = (0.01, 0.02)
 config = tiny(per_device_batch_size=8, steps=14)
 try:
-  found = resume(config, epath.Path(sys.argv[1]), program(config).state)
+  found = resume(restore_options(config), epath.Path(sys.argv[1]), program(config).state)
 except storage.StorageError as error:
   sys.exit(f"maxtext: {error}")
 print(f"goes on from {found.folder.name}")
@@ -351,10 +354,10 @@ def test_files_that_cannot_be_read_for_a_while(copy, split, monkeypatch, capsys,
   for name in ("open", "listdir"):
     monkeypatch.setattr(backend, name, failing(getattr(backend, name)))
   if times == 1:
-    assert resume(tiny(**SPLIT), checkpoints, split.state).folder.name == "4"
+    assert resume(restore_options(tiny(**SPLIT)), checkpoints, split.state).folder.name == "4"
   else:
     with pytest.raises(RunError, match=r"cannot be read: .*Connection timed out.* Nothing was changed; start again"):
-      resume(tiny(**SPLIT), checkpoints, split.state)
+      resume(restore_options(tiny(**SPLIT)), checkpoints, split.state)
   assert "Connection timed out" in said(capsys)
   monkeypatch.undo()
   assert sorted(path.name for path in checkpoints.iterdir()) == ["2", "4"]
@@ -383,7 +386,7 @@ def test_where_no_step_is_good_nothing_is_touched(half, copy, split):
   for step in ("2", "4"):
     (checkpoints / step / "record" / "record.json").unlink()
   with pytest.raises(RunError, match=r"none of the 2 checkpoints .* 4 is damaged: record/record.json is missing"):
-    resume(tiny(**SPLIT), epath.Path(checkpoints), split.state)
+    resume(restore_options(tiny(**SPLIT)), epath.Path(checkpoints), split.state)
   assert steps_in(epath.Path(checkpoints)) == [2, 4]
 
 
@@ -393,7 +396,9 @@ def test_arrays_are_read_in_groups_of_a_size():
 
 def test_one_bit_changes_a_checksum(half):
   record = Record.read(epath.Path(half[0] / "run" / "checkpoints" / "4"))
-  arrays = read(tiny(), epath.Path(half[0] / "run" / "checkpoints" / "4"), dict.fromkeys(record.arrays), record)
+  arrays = read(
+    array_storage(tiny()), epath.Path(half[0] / "run" / "checkpoints" / "4"), dict.fromkeys(record.arrays), record
+  )
   before = added(checksums(arrays))
   for place, name in enumerate(sorted(arrays)):
     spoilt = arrays[name].copy()
@@ -422,7 +427,7 @@ def test_parameters_alone(half, tmp_path, keys, capsys):
   )
   assert all(name.startswith("params/") for name in record.arrays)
   p = program(tiny(**SPLIT), 8)
-  found = load_parameters(tiny(), "load_parameters_path", str(tmp_path / "out"), p.state.params)
+  found = load_parameters(restore_options(tiny()), "load_parameters_path", str(tmp_path / "out"), p.state.params)
   assert equal(found, half[1].params)
   assert all(found[n].sharding == p.state.params[n].sharding for n in found)
   capsys.readouterr()
@@ -467,24 +472,24 @@ def bucket(tmp_path_factory):
 
 def test_a_run_starts_from_a_bucket(half, split, bucket, capsys):
   bucket.put(f"{half[0]}/run/checkpoints", "bucket/run/checkpoints", recursive=True)
-  found = load_state(tiny(), "load_full_state_path", "gs://bucket/run", split.state)
+  found = load_state(restore_options(tiny()), "load_full_state_path", "gs://bucket/run", split.state)
   assert equal(found.state, half[1])
   assert load_config(**TINY, load_full_state_path="gs://bucket/run")
   assert main(["checkpoint", "inspect", "gs://bucket/run"]) == 0
   assert "step 4, schema" in capsys.readouterr().out
   with pytest.raises(ConfigError, match="gs://bucket/other is no checkpoint"):
-    load_state(tiny(), "load_full_state_path", "gs://bucket/other", split.state)
+    load_state(restore_options(tiny()), "load_full_state_path", "gs://bucket/other", split.state)
 
 
 def test_a_tokenizer_is_kept_in_a_bucket(half, bucket, tmp_path):
   """And brought from there to where libraries can read it."""
   bucket.put(f"{half[0]}/run/checkpoints", "bucket/kept/checkpoints", recursive=True)
   keys = {"tokenizer_path": str(sentence_piece(tmp_path / "source")), "vocab_size": 400, "dataset_type": "grain"}
-  assert keep_tokenizer(tiny(**keys), "gs://bucket/kept") is None
+  assert keep_tokenizer(data_options(tiny(**keys)), "", "gs://bucket/kept") is None
   assert "tokenizer_path" not in served_keys("gs://bucket/kept", {})
   for path in ("gs://bucket/kept", "gs://bucket/kept/checkpoints/4"):
-    with open_tokenizer(tiny(vocab_size=400), path) as tokenizer:
-      assert tokenizer.identity == load_tokenizer(tiny(**keys)).identity
+    with open_tokenizer(data_options(tiny(vocab_size=400)), path) as tokenizer:
+      assert tokenizer.identity == load_tokenizer(tokenizer_options(tiny(**keys))).identity
 
 
 @pytest.mark.slow
@@ -561,7 +566,7 @@ def test_keys_of_what_is_kept(half, tmp_path, keys, steps, pattern, least, most)
   assert steps_in(epath.Path(tmp_path)) == steps
   assert least <= len(list(tmp_path.glob(pattern))) <= most
   config = tiny(**SPLIT | {"enable_checkpointing": True} | keys)
-  assert equal(resume(config, epath.Path(tmp_path), half[1]).state, half[1])
+  assert equal(resume(restore_options(config), epath.Path(tmp_path), half[1]).state, half[1])
 
 
 def test_continuous_saves_follow_each_other(half, tmp_path):
@@ -678,7 +683,7 @@ def test_a_full_disk_keeps_the_last_good_step(half, tmp_path, capsys):
     said = capsys.readouterr().out
     assert re.search(r"the checkpoint of step 4 failed: .*RESOURCE_EXHAUSTED.* is step 2", said)
     assert [p.name for p in tmp_path.iterdir() if p.name != "rubbish"] == ["2"], "a failed save leaves nothing behind"
-    assert equal(resume(tiny(), epath.Path(tmp_path), half[1]).state, half[1])
+    assert equal(resume(restore_options(tiny()), epath.Path(tmp_path), half[1]).state, half[1])
     (tmp_path / "rubbish").unlink()
     drive(tmp_path, half[1], steps=range(2, 4), **keys)
     assert steps_in(epath.Path(tmp_path)) == [4]
@@ -741,7 +746,7 @@ def spoilt(state, value=np.nan):
 @pytest.mark.parametrize("in_background", [True, False])
 def test_a_state_that_is_not_finite_is_never_a_step(half, tmp_path, capsys, in_background):
   config = tiny(**SPLIT, enable_checkpointing=True, max_num_checkpoints_to_keep=1, async_checkpointing=in_background)
-  writer = Writer(config, epath.Path(tmp_path), {})
+  writer = Writer(checkpoint_options(config), epath.Path(tmp_path), {})
   for step, state in enumerate((half[1], spoilt(half[1]), spoilt(half[1], -np.inf)), 1):
     writer.save(step, state, {})
   writer.wait()
@@ -775,12 +780,12 @@ def test_what_is_not_finite_on_one_process_is_kept_by_none(tmp_path):
 def test_an_older_step_that_is_not_finite_is_set_aside(half, copy, split, capsys):
   """As older releases saved it."""
   checkpoints = epath.Path(copy / "run" / "checkpoints")
-  with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers(tiny()))) as writer:
-    writer.save(checkpoints / "6", args=contents(tiny(), named(spoilt(half[1])), 6, 0, {}))
-  assert resume(tiny(**SPLIT), checkpoints, split.state).folder.name == "4"
+  with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers(array_storage(tiny())))) as writer:
+    writer.save(checkpoints / "6", args=contents(array_storage(tiny()), named(spoilt(half[1])), 6, 0, {}))
+  assert resume(restore_options(tiny(**SPLIT)), checkpoints, split.state).folder.name == "4"
   assert re.search(r"6 is nonfinite: opt_state/\S+ is not finite\. It is now 6\.nonfinite\.", said(capsys))
   with pytest.raises(RunError, match=r"load_full_state_path=.* holds no state to go on from: opt_state"):
-    load_state(tiny(**SPLIT), "load_full_state_path", str(checkpoints / "6.nonfinite"), split.state)
+    load_state(restore_options(tiny(**SPLIT)), "load_full_state_path", str(checkpoints / "6.nonfinite"), split.state)
 
 
 def test_the_only_step_that_a_run_went_on_from_is_not_given_up(copy, capsys):

@@ -17,6 +17,7 @@ from etils import epath
 
 from maxtext.checkpoint import files, stream
 from maxtext.checkpoint.inspect import served_keys
+from maxtext.checkpoint.options import checkpoint_options, restore_options
 from maxtext.checkpoint.restore import load_parameters
 from maxtext.checkpoint.stream import StreamReader
 from maxtext.checkpoint.writer import Writer
@@ -199,7 +200,9 @@ def test_what_the_other_class_cannot_be_is_not_written(case, changes, message):
 
 def test_a_model_that_cannot_be_written_leaves_nothing_behind(tmp_path, capsys):
   config = configure("llama", mlp_activations=["silu"])
-  with closing(Writer(config, epath.Path(tmp_path / "r" / "checkpoints"), values_and_origins(config, {}))) as writer:
+  with closing(
+    Writer(checkpoint_options(config), epath.Path(tmp_path / "r" / "checkpoints"), values_and_origins(config, {}))
+  ) as writer:
     writer.save(1, program(config).init(), {})
   assert main(["convert", "to-hf", str(tmp_path / "r"), str(tmp_path / "hf")]) == 2
   assert "LlamaForCausalLM is another model than decoder_block=llama2" in capsys.readouterr().err
@@ -215,7 +218,7 @@ def test_a_run_starts_from_what_was_converted(references, tiny, tmp_path):
   assert main(["convert", "from-hf", str(tiny), str(tmp_path / "params"), *words("llama")]) == 0
   config = configure("llama", ici_fsdp_parallelism=2, ici_tensor_parallelism=2)
   model = program(config, 4).model
-  found = load_parameters(config, "load_parameters_path", str(tmp_path / "params"), model.params)
+  found = load_parameters(restore_options(config), "load_parameters_path", str(tmp_path / "params"), model.params)
   straight = load_in(config, model, str(tiny))
   assert found.keys() == straight.keys()
   for name, value in found.items():
@@ -244,7 +247,9 @@ def test_a_run_that_began_in_a_folder_answers_from_its_own(tmp_path):
   config = configure("llama", load_parameters_path="elsewhere", source_checkpoint_layout="safetensors")
   started, run = program(config), tmp_path / "r"
   state = started.init()
-  with closing(Writer(config, epath.Path(run / "checkpoints"), values_and_origins(config, {}))) as writer:
+  with closing(
+    Writer(checkpoint_options(config), epath.Path(run / "checkpoints"), values_and_origins(config, {}))
+  ) as writer:
     writer.save(1, state, {})
   own = served_keys(str(run), {})
   named = served_keys(str(run), {"custom_mesh_and_rule": "fsdp"})
@@ -261,7 +266,9 @@ def test_a_checkpoint_of_a_run_goes_out(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 2000)  # bytes, for so small a model
   config = configure("llama", checkpoint_storage_use_ocdbt=False)
   state, run = program(config).init(), tmp_path / "r"
-  with closing(Writer(config, epath.Path(run / "checkpoints"), values_and_origins(config, {}))) as writer:
+  with closing(
+    Writer(checkpoint_options(config), epath.Path(run / "checkpoints"), values_and_origins(config, {}))
+  ) as writer:
     writer.save(1, state, {})
   for name, array in state.params.items():
     about = run / "checkpoints" / "1" / "state" / f"params.{name.replace('/', '.')}" / "zarr.json"

@@ -111,6 +111,13 @@ def test_conditions_declare_keys_that_are_there():
   assert not either(tiny().model_copy(update={"dcn_expert_parallelism": 2}))
 
 
+@pytest.mark.parametrize("room", ["checkpoint", "data", "optim"])
+def test_a_room_reads_keys_in_its_options_alone(room):
+  """All else there takes what it needs."""
+  files = (Path(types.__file__).parents[2] / room).rglob("*.py")
+  assert [path.name for path in files if "MaxTextConfig" in path.read_text()] == ["options.py"]
+
+
 def test_pages_count_unsupported_keys_as_the_command_does(capsys):
   """Those that no other key makes supported, by the table."""
   assert main(["config", "unsupported", "--count"]) == 0

@@ -24,6 +24,7 @@ from maxtext.models.execution.expert_dispatch import dispatch
 from maxtext.models.mixture import mixture
 from maxtext.models.model import Model
 from maxtext.optim.optimizer import make_optimizer
+from maxtext.optim.options import optimizer_options
 from maxtext.train.objectives.language_modeling import LanguageModeling
 from maxtext.train.state import initial_state
 from maxtext.train.step import gradients, make_train_step
@@ -272,7 +273,7 @@ BIAS = "groups/0/layers/0/feed_forward/router/selection_bias"
 
 def moved(model, batch, accumulation=1, **keys):
   """The bias [R,X] after one update, in steps of its rate, and the figures."""
-  optimizer = make_optimizer(tiny(**keys), model.matrices)
+  optimizer = make_optimizer(optimizer_options(tiny(**keys)), model.matrices)
   step = make_train_step(model, LanguageModeling(), optimizer, lambda step: 0.0, accumulation=accumulation)
   state = jax.jit(lambda: initial_state(model, optimizer, 0))()
   after, metrics = jax.jit(step)(state, batch)

@@ -19,8 +19,8 @@ from maxtext import ConfigError
 from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
 from maxtext.data.feed import make_feed
+from maxtext.data.options import data_options
 from maxtext.data.prepared import Prepared
-from maxtext.data.splits import split_of
 from maxtext.data.workers import choose_workers
 from maxtext.train.loop import run_loop
 from tests.corpora import write_corpus
@@ -161,9 +161,9 @@ def test_reader_processes_are_chosen_by_cores_and_memory(config, monkeypatch):
   chosen = {}
   for megabytes in (1, 1024, 9999):
     c = config(grain_worker_count=-1, grain_ram_budget_mb=megabytes)
-    chosen[megabytes] = choose_workers(c, split_of(c, "train"))
+    chosen[megabytes] = choose_workers(data_options(c).train, data_options(c).worker_megabytes)
   assert chosen == {1: 1, 1024: 4, 9999: 8}
-  assert choose_workers(config(grain_worker_count=3), split_of(config(grain_worker_count=3), "train")) == 3
+  assert choose_workers(data_options(config(grain_worker_count=3)).train, 1024) == 3
 
 
 def test_a_corpus_that_fills_no_batch_is_refused(tmp_path):
@@ -280,7 +280,10 @@ def test_evaluation_reads_its_own_keys(config, tmp_path):
   other = str(write_corpus(tmp_path, (40,), seed=1))
   keys = {"grain_eval_files": other, "grain_worker_count_eval": 0, "generate_padding_batch_eval": True}
   p = program(config(**keys, gradient_accumulation_steps=3))
-  rounds = [[np.asarray(fed.batch.inputs) for fed in make_feed(p.config, p.eval_batch, split="eval")] for _ in range(2)]
+  rounds = [
+    [np.asarray(fed.batch.inputs) for fed in make_feed(data_options(p.config), p.eval_batch, split="eval")]
+    for _ in range(2)
+  ]
   assert len(rounds[0]) > 2
   assert all(map(np.array_equal, *rounds))
   assert rounds[0][0][0, 1] == 0, "the first document comes first"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from etils import epath
 
+from maxtext.checkpoint.options import checkpoint_options, restore_options
 from maxtext.checkpoint.record import SCHEMA, Record
 from maxtext.checkpoint.restore import load_parameters, resume
 from maxtext.checkpoint.tree import named
@@ -37,11 +38,13 @@ def golden_state():
 def test_an_old_layout_is_restored(schema, tmp_path):
   shutil.copytree(FOLDER / schema, tmp_path / schema)
   expected = golden_state()
-  found = resume(tiny(**KEYS), epath.Path(tmp_path / schema), expected)
+  found = resume(restore_options(tiny(**KEYS)), epath.Path(tmp_path / schema), expected)
   for name, leaf in named(expected).items():
     np.testing.assert_array_equal(np.asarray(named(found.state)[name]), np.asarray(leaf), err_msg=name)
   assert {name: array.tolist() for name, array in found.position.items()} == {"batches": 3}
-  params = load_parameters(tiny(**KEYS), "load_parameters_path", str(tmp_path / schema), expected.params)
+  params = load_parameters(
+    restore_options(tiny(**KEYS)), "load_parameters_path", str(tmp_path / schema), expected.params
+  )
   assert all(np.array_equal(params[name], expected.params[name]) for name in params)
 
 
@@ -53,6 +56,6 @@ def test_every_schema_has_one():
 if __name__ == "__main__":
   target = FOLDER / f"schema-{SCHEMA}"
   assert not target.exists(), f"{target} is there, and must stay as it is"
-  writer = Writer(tiny(**KEYS, async_checkpointing=False), epath.Path(target), {})
+  writer = Writer(checkpoint_options(tiny(**KEYS, async_checkpointing=False)), epath.Path(target), {})
   writer.save(3, golden_state(), {"batches": np.array(3, np.int32)})
   writer.close()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from maxtext import ConfigError, MaxTextConfig
+from maxtext.data.options import tokenizer_options
 from maxtext.data.tokenizers import load_tokenizer, train_tokenizer
 from maxtext.inference.grammar import Form, Grammars, advance, masks
 from maxtext.inference.grammar_process import MIB, GrammarLimits
@@ -30,10 +31,11 @@ SERVER = f"""
 import json, resource, sys, threading, time
 from pathlib import Path
 from maxtext import ConfigError, MaxTextConfig
+from maxtext.data.options import tokenizer_options
 from maxtext.data.tokenizers import load_tokenizer
 from maxtext.inference.grammar import Form, Grammars
-grammars = Grammars(load_tokenizer(MaxTextConfig(
-  tokenizer_type="huggingface", tokenizer_path=sys.argv[1], vocab_size=258)), 258)
+config = MaxTextConfig(tokenizer_type="huggingface", tokenizer_path=sys.argv[1], vocab_size=258)
+grammars = Grammars(load_tokenizer(tokenizer_options(config)), 258)
 remainders = Form("schema", "json", {json.dumps(REMAINDERS)!r})
 honest = Form("regex", "regex", "[a-f]{{2}}-[0-9]{{3}}")
 """
@@ -78,7 +80,8 @@ def bytes_only(tmp_path_factory):
   """A tokenizer."""
   folder = tmp_path_factory.mktemp("bytes")
   train_tokenizer([], BYTES, 0, folder)
-  return load_tokenizer(MaxTextConfig(tokenizer_type="huggingface", tokenizer_path=str(folder), vocab_size=BYTES))
+  config = MaxTextConfig(tokenizer_type="huggingface", tokenizer_path=str(folder), vocab_size=BYTES)
+  return load_tokenizer(tokenizer_options(config))
 
 
 def folder_of(tokenizer):

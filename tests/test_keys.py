@@ -13,6 +13,7 @@ from maxtext import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.models.flops import train_flops_per_token
 from maxtext.optim.optimizer import make_optimizer
+from maxtext.optim.options import optimizer_options, schedule_options
 from maxtext.optim.schedules import learning_rate
 from tests.support import History, losses, program, random_batch, tiny
 
@@ -101,11 +102,11 @@ def test_synthetic_data_is_a_function_of_seed_step_and_row():
 
 def test_schedule_is_a_rise_and_half_a_cosine():
   config = tiny(steps=100, learning_rate=0.5, warmup_steps_fraction=0.2, learning_rate_final_fraction=0.1)
-  rate = learning_rate(config)
+  rate = learning_rate(schedule_options(config))
   steps = np.arange(130)
   cosine = 0.05 + 0.45 * 0.5 * (1 + np.cos(np.pi * np.clip((steps - 20) / 80, 0, 1)))
   np.testing.assert_allclose([rate(s) for s in steps], np.where(steps < 20, 0.5 * steps / 20, cosine), rtol=1e-5)
-  shorter = learning_rate(tiny(steps=100, learning_rate_schedule_steps=10, learning_rate=0.5))
+  shorter = learning_rate(schedule_options(tiny(steps=100, learning_rate_schedule_steps=10, learning_rate=0.5)))
   assert float(shorter(10)) == pytest.approx(0.05)
 
 
@@ -114,7 +115,7 @@ def test_wsd_is_a_rise_a_plateau_and_a_fall():
   steps = np.arange(120)
   fallen = np.clip((steps - 80) / 20, 0, 1)
   for style, fall in (("linear", 1 - 0.9 * fallen), ("cosine", 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * fallen)))):
-    rate = learning_rate(tiny(**keys, wsd_decay_steps_fraction=0.2, wsd_decay_style=style))
+    rate = learning_rate(schedule_options(tiny(**keys, wsd_decay_steps_fraction=0.2, wsd_decay_style=style)))
     expected = 0.5 * np.where(steps < 10, steps / 10, fall)
     np.testing.assert_allclose([rate(s) for s in steps], expected, rtol=1e-5)
 
@@ -125,7 +126,7 @@ def test_optimizers_by_hand(kind):
   adam = {"adam_b1": 0.8, "adam_b2": 0.9, "adam_eps": 1e-3, "adam_eps_root": 1e-4, "adam_weight_decay": 0.2}
   keys = {"steps": 60, "learning_rate": 0.05, "warmup_steps_fraction": 0, "opt_type": kind}
   config = tiny(**keys, **({} if kind == "sgd" else adam | {"adamw_mask": ["bias$"]}))
-  optimizer, rate = make_optimizer(config, {}), learning_rate(config)
+  optimizer, rate = make_optimizer(optimizer_options(config), {}), learning_rate(schedule_options(config))
   start = np.array([1.0, -2.0, 3.0])
   expected = {"weight": start, "bias": start + 1}
   params = {n: jnp.asarray(p) for n, p in expected.items()}
@@ -156,14 +157,17 @@ def test_muon_orthogonalises_each_layer_on_its_own():
   assert p.model.matrices[name] == ((1,), (2, 3))
   assert p.model.matrices["groups/0/layers/0/mixer/out/weight"] == ((1, 2), (3,))
   assert "head/weight" not in p.model.matrices
-  optimizer, plain = make_optimizer(config, p.model.matrices), muon(learning_rate(config), beta=0.9, weight_decay=0.1)
+  optimizer, plain = (
+    make_optimizer(optimizer_options(config), p.model.matrices),
+    muon(learning_rate(schedule_options(config)), beta=0.9, weight_decay=0.1),
+  )
   grads = {n: jnp.sin(7 * x + 1) for n, x in state.params.items()}
   updates, _ = optimizer.update(grads, state.opt_state, state.params)
   for layer in range(2):
     flat = [{"w": tree[name][layer].reshape(48, 32)} for tree in (state.params, grads)]
     expected, _ = plain.update(flat[1], plain.init(flat[0]), flat[0])
     np.testing.assert_allclose(updates[name][layer].reshape(48, 32), expected["w"], atol=1e-6)
-  adamw = optax.adamw(learning_rate(config), 0.9, 0.95, weight_decay=0.1, nesterov=True)
+  adamw = optax.adamw(learning_rate(schedule_options(config)), 0.9, 0.95, weight_decay=0.1, nesterov=True)
   exact, _ = adamw.update(grads, adamw.init(state.params), state.params)
   np.testing.assert_allclose(updates["head/weight"], exact["head/weight"], rtol=1e-4)
   curve = losses(tiny(opt_type="muon", learning_rate=0.01, steps=12))

@@ -25,6 +25,7 @@ from maxtext.checkpoint import storage
 from maxtext.checkpoint.files import read
 from maxtext.checkpoint.local import LocalWriter, local_folder, resume_locally
 from maxtext.checkpoint.location import locate
+from maxtext.checkpoint.options import array_storage, local_checkpoint_options
 from maxtext.checkpoint.record import Record
 from maxtext.distributed.multihost import INIT_FILE, join
 from maxtext.distributed.supervisor import supervise
@@ -80,7 +81,7 @@ class Machines:
     folder = locate(str(self.folder / "shared" / "run"))
     record = Record.read(folder)
     assert record.step == KEYS["steps"]
-    return read(tiny(), folder, dict.fromkeys(record.arrays), record)
+    return read(array_storage(tiny()), folder, dict.fromkeys(record.arrays), record)
 
   def copy(self, name: str) -> "Machines":
     shutil.copytree(self.folder, self.folder.with_name(name))
@@ -130,8 +131,8 @@ def kept(tmp_path_factory):
   """A program, and a folder in which one process has kept steps 2 and 4 of three."""
   config = load_config(**KEYS, **REPLICAS, local_checkpoint_directory=str(tmp_path_factory.mktemp("disk")))
   p = program(config, devices=4)
-  folder = local_folder(config, "run")
-  writer = LocalWriter(config, folder)
+  folder = local_folder(config.local_checkpoint_directory, "run")
+  writer = LocalWriter(local_checkpoint_options(config), folder)
   state, position = p.init(), {"rows": jax.device_put(np.arange(8).reshape(4, 2), p.batch.inputs.sharding)}
   for step in (0, 2, 4):
     assert writer.due(step)
@@ -159,7 +160,7 @@ def test_the_last_two_steps_are_kept_bit_for_bit(kept, tmp_path):
   assert sorted(path.name for path in folder.iterdir()) == ["2", "4"]
   assert resume_locally(folder, p.state, at_least=5) is None, "the run's own checkpoints are later"
   assert sorted(path.name for path in folder.iterdir()) == ["2.unused", "4.unused"], "renamed, not removed"
-  writer = LocalWriter(p.config, folder)
+  writer = LocalWriter(local_checkpoint_options(p.config), folder)
   for step in (3, 6, 8):
     writer.save(step, state, {})
   writer.close()
@@ -169,7 +170,7 @@ def test_the_last_two_steps_are_kept_bit_for_bit(kept, tmp_path):
 def test_a_state_that_is_not_finite_or_leads_nowhere_is_not_taken(kept, tmp_path, capsys):
   p, state, folder = kept
   folder = copied(folder, tmp_path)
-  writer = LocalWriter(p.config, folder)
+  writer = LocalWriter(local_checkpoint_options(p.config), folder)
   bad = {name: array.at[(0,) * array.ndim].set(jnp.inf) for name, array in state.params.items()}
   writer.save(6, dataclasses.replace(state, params=bad), {})
   writer.close()
@@ -228,7 +229,7 @@ def test_local_parts_are_on_the_disk_before_they_count(kept, tmp_path, monkeypat
     fsync(descriptor)
 
   monkeypatch.setattr(os, "fsync", noted)
-  writer = LocalWriter(p.config, epath.Path(tmp_path))
+  writer = LocalWriter(local_checkpoint_options(p.config), epath.Path(tmp_path))
   writer.save(2, state, {"rows": np.arange(2)})
   writer.close()
   assert sorted(synced[:2]) == ["/2.unfinished/parts.npz", "/2.unfinished/position.npz"]
@@ -253,7 +254,7 @@ def test_parts_are_sent_in_chunks_to_those_that_lack_them(size, chunk):
 def test_a_save_that_fails_is_reported_and_the_run_goes_on(kept, tmp_path, capsys):
   p, state, folder = kept
   folder = copied(folder, tmp_path)
-  writer = LocalWriter(p.config, folder)
+  writer = LocalWriter(local_checkpoint_options(p.config), folder)
   (folder / "6.unfinished").write_text("in the way")
   writer.save(6, state, {})
   writer.close()

@@ -11,9 +11,11 @@ import pytest
 
 import maxtext
 from maxtext.data.feed import make_feed
+from maxtext.data.options import data_options
 from maxtext.mesh.chips import CHIPS, chip_of
 from maxtext.models.flops import train_flops_per_token
 from maxtext.observe.sinks import TensorBoard
+from maxtext.optim.options import schedule_options
 from maxtext.optim.schedules import learning_rate
 from maxtext.optim.spikes import skip_spikes
 from maxtext.train.callbacks.base import Callback
@@ -31,7 +33,10 @@ def test_evaluation_is_the_loss_on_other_data(tmp_path):
   assert [i + 1 for i, f in enumerate(history.figures) if "eval_loss" in f] == [3, 6]
   p = program(config, devices=8)
   batches, trained = jax.device_get(
-    ([fed.batch for fed in islice(make_feed(config, p.eval_batch, split="eval"), 2)], next(p.feed()).batch)
+    (
+      [fed.batch for fed in islice(make_feed(data_options(config), p.eval_batch, split="eval"), 2)],
+      next(p.feed()).batch,
+    )
   )
   assert (batches[0].inputs != trained.inputs).mean() > 0.3
   decoder = program(config).model.bind(jax.device_get(state.params))
@@ -128,7 +133,7 @@ def test_spikes_are_counted_in_the_figures():
   p = program(tiny(steps=12, skip_step_on_spikes=True, skip_step_interval=4, skip_step_scaling_factor=-1e9))
   state = run_loop(p.step, p.init(), p.feed(), range(12), [history])
   assert [f["skipped_steps"] for f in history.figures] == [0, 0, *range(1, 11)]
-  rate = learning_rate(p.config)
+  rate = learning_rate(schedule_options(p.config))
   (applied,) = {int(count) for _, count in optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")}
   assert applied == 2
   np.testing.assert_allclose(

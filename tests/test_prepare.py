@@ -17,6 +17,7 @@ import pytest
 
 from maxtext import ConfigError, load_config
 from maxtext.cli.main import main
+from maxtext.data.options import tokenizer_options
 from maxtext.data.prepare import in_beam, in_processes, prepare
 from maxtext.data.raw_text import File, find_files, standard_library
 from maxtext.data.tokenizers import load_tokenizer
@@ -88,10 +89,12 @@ def records(folder: Path, manifest) -> list[list[np.ndarray]]:
 def test_the_folder_says_what_it_holds(raw, config, tmp_path):
   folder, texts = raw
   to = tmp_path / "out"
-  manifest = prepare(config, find_files([str(folder)]), str(to), here, column="body", shard_size=40_000)
+  manifest = prepare(
+    tokenizer_options(config), find_files([str(folder)]), str(to), here, column="body", shard_size=40_000
+  )
   assert json.loads((to / "manifest.json").read_text()) == manifest
   shards = records(to, manifest)
-  tokenizer = load_tokenizer(config)
+  tokenizer = load_tokenizer(tokenizer_options(config))
   found = [tokens for shard in shards for tokens in shard]
   assert len(found) == len(texts) == manifest["documents"]
   for tokens, expected in zip(found, texts, strict=True):
@@ -110,7 +113,7 @@ def test_the_folder_says_what_it_holds(raw, config, tmp_path):
       "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
     }
     assert sum(len(tokenizer.decode(tokens)) for tokens in shard) <= 40_000
-  alone = load_tokenizer(config.model_copy(update={"tokenizer_path": str(to)}))
+  alone = load_tokenizer(tokenizer_options(config.model_copy(update={"tokenizer_path": str(to)})))
   assert alone.identity == tokenizer.identity
   assert alone.render([{"role": "user", "content": "x"}])
   names = {*(s["file"] for s in manifest["shards"]), "manifest.json", "tokenizer.json", "tokenizer_config.json"}
@@ -119,7 +122,7 @@ def test_the_folder_says_what_it_holds(raw, config, tmp_path):
 
 def test_a_shard_has_at_most_ten_thousand_records(config, tmp_path):
   (tmp_path / "many.jsonl").write_text("".join(f'{{"text": "{n}"}}\n' for n in range(10_001)))
-  manifest = prepare(config, find_files([str(tmp_path / "many.jsonl")]), str(tmp_path / "out"), here)
+  manifest = prepare(tokenizer_options(config), find_files([str(tmp_path / "many.jsonl")]), str(tmp_path / "out"), here)
   assert [shard["documents"] for shard in manifest["shards"]] == [10_000, 1]
 
 
@@ -132,7 +135,12 @@ def test_large_vocabularies_need_four_bytes(config, tmp_path):
   bpe.save(str(tmp_path / "large" / "tokenizer.json"))
   (tmp_path / "one.txt").write_text("word65535 the")
   keys = {"tokenizer_path": str(tmp_path / "large"), "vocab_size": 66_000, "add_bos": False, "add_eos": False}
-  manifest = prepare(config.model_copy(update=keys), find_files([str(tmp_path / "one.txt")]), str(tmp_path / "o"), here)
+  manifest = prepare(
+    tokenizer_options(config.model_copy(update=keys)),
+    find_files([str(tmp_path / "one.txt")]),
+    str(tmp_path / "o"),
+    here,
+  )
   assert manifest["dtype"] == "uint32"
   assert records(tmp_path / "o", manifest)[0][0][0] >= 1 << 16
 
@@ -142,7 +150,14 @@ def test_the_same_bytes_from_any_number_of_workers(raw, config, tmp_path):
   files = find_files([str(raw[0])])
   found = []
   for workers in (1, 3):
-    prepare(config, files, str(tmp_path / str(workers)), in_processes(workers), column="body", shard_size=60_000)
+    prepare(
+      tokenizer_options(config),
+      files,
+      str(tmp_path / str(workers)),
+      in_processes(workers),
+      column="body",
+      shard_size=60_000,
+    )
     found.append(content(tmp_path / str(workers)))
   assert found[0] == found[1]
   assert len(found[0]) > 5
@@ -154,7 +169,7 @@ def test_the_same_bytes_from_beam(raw, config, tmp_path):
   files = find_files([str(raw[0])])
   options = ["direct_num_workers=2", "direct_running_mode=multi_processing"]
   for name, execute in {"beam": in_beam("DirectRunner", options), "here": here}.items():
-    prepare(config, files, str(tmp_path / name), execute, column="body", shard_size=60_000)
+    prepare(tokenizer_options(config), files, str(tmp_path / name), execute, column="body", shard_size=60_000)
   assert content(tmp_path / "beam") == content(tmp_path / "here")
 
 
@@ -166,7 +181,7 @@ def test_a_folder_that_is_not_a_disk(raw, config, tmp_path):
   fs.put(str(raw[0] / "b.jsonl"), "/raw/b.jsonl")
   kinds = {"memory://raw": "memory://out", str(raw[0] / "b.jsonl"): str(tmp_path / "out")}
   for source, to in kinds.items():
-    prepare(config, find_files([source]), to, here, column="body", shard_size=20_000)
+    prepare(tokenizer_options(config), find_files([source]), to, here, column="body", shard_size=20_000)
   fs.get("/out", str(tmp_path / "copy"), recursive=True)
   assert content(tmp_path / "copy") == content(tmp_path / "out")
 
@@ -328,7 +343,7 @@ def test_bad_records_are_skipped_up_to_a_number_and_counted(bad, vocabulary, tmp
   assert second == f"{tmp_path}/out: without 9 records that could not be read"
   manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
   assert (manifest["documents"], manifest["skipped"], len(manifest["shards"]) > 3) == (60, 9, True)
-  encode = load_tokenizer(load_config(dataset_type="grain", **keys)).encode
+  encode = load_tokenizer(tokenizer_options(load_config(dataset_type="grain", **keys))).encode
   found = [tokens for shard in records(tmp_path / "out", manifest) for tokens in shard]
   assert all(np.array_equal(tokens, encode(text(n))) for n, tokens in enumerate(found))
 
@@ -336,7 +351,9 @@ def test_bad_records_are_skipped_up_to_a_number_and_counted(bad, vocabulary, tmp
 def test_bad_records_do_not_keep_a_tokenizer_from_being_trained(bad, config, tmp_path):
   keys = {"tokenizer_path": None, "vocab_size": 290}
   files, to = find_files([str(bad)]), str(tmp_path / "out")
-  manifest = prepare(config.model_copy(update=keys), files, to, here, column="body", train=True, skip_bad=100)
+  manifest = prepare(
+    tokenizer_options(config.model_copy(update=keys)), files, to, here, column="body", train=True, skip_bad=100
+  )
   assert (manifest["documents"], manifest["skipped"]) == (60, 9)
 
 
@@ -345,18 +362,24 @@ def test_a_compressed_file_that_breaks_off_is_named(config, tmp_path):
   for number, broken in enumerate((content[:-50], content[:900] + b"\xff" * 9 + content[909:], b"no gzip")):
     (tmp_path / "x.jsonl.gz").write_bytes(broken)
     with pytest.raises(ConfigError, match=r"x.jsonl.gz is damaged, or not compressed as its name says"):
-      prepare(config, find_files([str(tmp_path / "x.jsonl.gz")]), str(tmp_path / f"out{number}"), here, skip_bad=9)
+      prepare(
+        tokenizer_options(config),
+        find_files([str(tmp_path / "x.jsonl.gz")]),
+        str(tmp_path / f"out{number}"),
+        here,
+        skip_bad=9,
+      )
 
 
 def test_a_corrected_mistake_may_use_the_same_folder_but_other_text_may_not(raw, config, tmp_path):
   lines, to = find_files([str(raw[0] / "b.jsonl")]), str(tmp_path / "out")
   with pytest.raises(ConfigError, match="no text under 'text'"):
-    prepare(config, lines, to, here)
-  prepare(config, lines, to, here, column="body")
+    prepare(tokenizer_options(config), lines, to, here)
+  prepare(tokenizer_options(config), lines, to, here, column="body")
   with pytest.raises(ConfigError, match="holds shards of other text, another tokenizer or other flags"):
-    prepare(config, find_files([str(raw[0] / "a")]), to, here)
+    prepare(tokenizer_options(config), find_files([str(raw[0] / "a")]), to, here)
   with pytest.raises(ConfigError, match="holds shards of other text"):
-    prepare(config.model_copy(update={"add_bos": False}), lines, to, here, column="body")
+    prepare(tokenizer_options(config.model_copy(update={"add_bos": False})), lines, to, here, column="body")
 
 
 def test_a_tokenizer_of_ones_own(config, tmp_path):
@@ -367,15 +390,21 @@ def test_a_tokenizer_of_ones_own(config, tmp_path):
   found = {}
   for name, characters in (("all", 10_000), ("again", 10_000), ("first", 1_600)):
     keys = {"tokenizer_path": None, "vocab_size": 290, "max_corpus_chars": characters}
-    prepare(config.model_copy(update=keys), find_files([str(tmp_path / "raw")]), str(tmp_path / name), here, train=True)
-    found[name] = load_tokenizer(config.model_copy(update={"tokenizer_path": str(tmp_path / name)}))
+    prepare(
+      tokenizer_options(config.model_copy(update=keys)),
+      find_files([str(tmp_path / "raw")]),
+      str(tmp_path / name),
+      here,
+      train=True,
+    )
+    found[name] = load_tokenizer(tokenizer_options(config.model_copy(update={"tokenizer_path": str(tmp_path / name)})))
   assert content(tmp_path / "all") == content(tmp_path / "again")
   lengths = {name: [len(t.encode(word)) - 2 for word in ("the fox", " zebra")] for name, t in found.items()}
   assert lengths["all"] == [2, 1]
   assert lengths["first"] == [2, 6]
   small = config.model_copy(update={"tokenizer_path": None, "vocab_size": 257})
   with pytest.raises(ConfigError, match="vocab_size=257 is too small to train a tokenizer: it takes 258"):
-    prepare(small, find_files([str(tmp_path / "raw")]), str(tmp_path / "x"), here, train=True)
+    prepare(tokenizer_options(small), find_files([str(tmp_path / "raw")]), str(tmp_path / "x"), here, train=True)
 
 
 @pytest.mark.slow

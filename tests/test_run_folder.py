@@ -13,6 +13,7 @@ from maxtext.checkpoint.tokenizer import copy_tokenizer, find_tokenizer, keep_to
 from maxtext.cli.main import main
 from maxtext.configs import ConfigError
 from maxtext.configs.types import MaxTextConfig, TokenizerType
+from maxtext.data.options import data_options, tokenizer_options
 from maxtext.data.tokenizers import load_tokenizer
 from maxtext.weights.tokenizer_files import write_tokenizer
 from tests import vocabularies
@@ -58,15 +59,15 @@ def test_a_copy_makes_the_same_tokens_and_so_does_transformers(kind, tmp_path):
   """What is kept is found by its content; what goes out is read by AutoTokenizer, with the run's first token."""
   transformers = pytest.importorskip("transformers", reason="extra hf")
   config = keys(MADE[kind], kind, tmp_path / "source")
-  tokenizer = replace(load_tokenizer(config), add_eos=False)
-  assert keep_tokenizer(config, str(tmp_path / "run")) is None
+  tokenizer = replace(load_tokenizer(tokenizer_options(config)), add_eos=False)
+  assert keep_tokenizer(data_options(config), config.load_parameters_path, str(tmp_path / "run")) is None
   kept, out = tmp_path / "run" / "tokenizer", tmp_path / "out"
   assert kind_of(find_tokenizer(str(kept))) is config.tokenizer_type
   out.mkdir()
   write_tokenizer(tokenizer, out)
   (out / "config.json").write_text(json.dumps({"model_type": "llama"}))  # whose class would split text its own way
   shutil.rmtree(tmp_path / "source")
-  with open_tokenizer(MaxTextConfig(add_eos=False), str(kept)) as copy:
+  with open_tokenizer(data_options(MaxTextConfig(add_eos=False)), str(kept)) as copy:
     assert copy.identity == tokenizer.identity
   theirs = transformers.AutoTokenizer.from_pretrained(out)
   for text in TEXTS:
@@ -83,9 +84,9 @@ def test_a_template_in_a_file_is_kept(tmp_path):
   template.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
   changes = {"chat_template_path": str(template), "use_chat_template": True}
   config = keys(vocabularies.sentence_piece, "sentencepiece", tmp_path / "source", **changes)
-  assert keep_tokenizer(config, str(tmp_path / "run")) is None
+  assert keep_tokenizer(data_options(config), config.load_parameters_path, str(tmp_path / "run")) is None
   template.unlink()
-  with open_tokenizer(MaxTextConfig(), str(tmp_path / "run" / "tokenizer")) as copy:
+  with open_tokenizer(data_options(MaxTextConfig()), str(tmp_path / "run" / "tokenizer")) as copy:
     assert copy.render([{"role": "user", "content": "hello"}]) == "[hello]"
 
 
@@ -96,7 +97,10 @@ def test_links_out_of_a_folder_are_not_followed(name, tmp_path):
   secret.write_text("secret")
   (folder / name).unlink(missing_ok=True)
   (folder / name).symlink_to(secret)
-  with pytest.raises(ConfigError, match=f"'{name}', which leads out"), open_tokenizer(MaxTextConfig(), str(folder)):
+  with (
+    pytest.raises(ConfigError, match=f"'{name}', which leads out"),
+    open_tokenizer(data_options(MaxTextConfig()), str(folder)),
+  ):
     pass
   with pytest.raises(ConfigError, match=f"'{name}', which leads out"):
     copy_tokenizer(str(folder), epath.Path(tmp_path))
@@ -105,11 +109,13 @@ def test_links_out_of_a_folder_are_not_followed(name, tmp_path):
 
 def test_a_tokenizer_that_training_does_not_read_ends_no_run(tmp_path):
   config = MaxTextConfig(dataset_type="grain", grain_train_files="elsewhere", tokenizer_path="nowhere")
-  assert "tokenizer_path=nowhere is no file and no folder" in keep_tokenizer(config, str(tmp_path / "run"))
+  assert "tokenizer_path=nowhere is no file and no folder" in keep_tokenizer(
+    data_options(config), config.load_parameters_path, str(tmp_path / "run")
+  )
   config = keys(vocabularies.sentence_piece, "sentencepiece", tmp_path / "source")
   (tmp_path / "run").write_text("no folder can be made under a file")
-  assert "run" in keep_tokenizer(config, str(tmp_path / "run"))
-  assert keep_tokenizer(MaxTextConfig(dataset_type="synthetic"), str(tmp_path / "run")) is None
+  assert "run" in keep_tokenizer(data_options(config), config.load_parameters_path, str(tmp_path / "run"))
+  assert keep_tokenizer(data_options(MaxTextConfig(dataset_type="synthetic")), "", str(tmp_path / "run")) is None
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +167,7 @@ def test_a_moved_run_goes_out_with_its_tokenizer(moved, nowhere):
   from transformers import AutoTokenizer
 
   expected = vocabularies.sentence_piece(Path("again"))
-  ours = load_tokenizer(MaxTextConfig(tokenizer_path=str(expected), add_eos=False))
+  ours = load_tokenizer(tokenizer_options(MaxTextConfig(tokenizer_path=str(expected), add_eos=False)))
   assert main(["checkpoint", "export-params", str(moved), "params"]) == 0
   for source in (moved, moved / "checkpoints" / "2", Path("params")):
     out = Path(f"hf-{source.name}")

@@ -18,6 +18,7 @@ from maxtext import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.data.batch import Batch
 from maxtext.data.feed import make_feed
+from maxtext.data.options import data_options, tokenizer_options
 from maxtext.data.prepared import Prepared
 from maxtext.data.sources.olmo import repeats
 from maxtext.data.sources.tf_example import _example
@@ -153,7 +154,9 @@ def feed(config, position=None, split="train"):
   kinds = (jnp.int32, jnp.int32, jnp.int32, jnp.int32, jnp.float32)
   sharding = NamedSharding(mesh, PartitionSpec("data", None))
   shape = ROWS, config.max_target_length
-  return make_feed(config, Batch(*(jax.ShapeDtypeStruct(shape, k, sharding=sharding) for k in kinds)), position, split)
+  return make_feed(
+    data_options(config), Batch(*(jax.ShapeDtypeStruct(shape, k, sharding=sharding) for k in kinds)), position, split
+  )
 
 
 def arrays(fed):
@@ -176,7 +179,7 @@ def documents(batches):
 def test_every_document_is_fed_once_an_epoch(place, source):
   config = configured(place, source, num_epoch=2)
   batches = [arrays(fed) for fed in feed(config)]
-  encode = load_tokenizer(config).encode
+  encode = load_tokenizer(tokenizer_options(config)).encode
   expected = [encode(text)[: LENGTH + 1].tolist() for text in TEXTS]
   if source == "c4_mlperf":  # it cuts documents, so only tokens can be counted
     pieces = documents(batches).elements()
@@ -225,14 +228,14 @@ def test_long_texts_are_cut_or_split(place):
   for cut in (True, False):
     config = configured(place, "json", use_truncation=cut)
     tokens[cut] = sum(int(arrays(fed)[4].sum()) for fed in feed(config))
-  encode = load_tokenizer(config).encode
+  encode = load_tokenizer(tokenizer_options(config)).encode
   assert tokens[True] == sum(min(len(encode(text)) - 1, LENGTH) for text in TEXTS)
   assert tokens[False] == sum(len(encode(text)) - 1 for text in TEXTS) > tokens[True]
 
 
 def test_columns_are_lines_of_one_document(place):
   config = configured(place, "parquet", train_data_columns=["text", "text"], enable_data_shuffling=False)
-  first = load_tokenizer(config).encode(f"{TEXTS[0]}\n{TEXTS[0]}")
+  first = load_tokenizer(tokenizer_options(config)).encode(f"{TEXTS[0]}\n{TEXTS[0]}")
   assert arrays(next(feed(config)))[0][0, : len(first) - 1].tolist() == first[:-1].tolist()
 
 
@@ -247,10 +250,9 @@ def test_reader_processes_read_text_too(place, source):
 def test_a_window_of_a_format_read_in_order_touches_few_row_groups(place):
   from maxtext.data.order import Order
   from maxtext.data.sources import open_sources
-  from maxtext.data.splits import split_of
 
   config = configured(place, "parquet")
-  (source,) = open_sources(config, split_of(config, "train"))
+  (source,) = open_sources(data_options(config), data_options(config).train)
   assert source.documents.sizes == [7] * 8 + [4]
   order = Order(source.documents.sizes, source.documents.window, (0,))
   groups = {order.document(i) // 7 for i in range(14)}

@@ -18,6 +18,7 @@ import tokenizers
 
 from maxtext import ConfigError, MaxTextConfig, load_config
 from maxtext.data import chat_template, names
+from maxtext.data.options import tokenizer_options
 from maxtext.data.tokenizers import Tokenizer, load_tokenizer, tiktoken_special
 from maxtext.inference.grammar import Form, Grammars
 from maxtext.inference.grammar_process import open_tokens
@@ -40,7 +41,7 @@ def made(tmp_path_factory):
 def open_kind(made, kind, **changes) -> Tokenizer:
   """`MaxTextConfig` itself, so that keys of features that runs do not have yet can be tried."""
   values = {"tokenizer_type": kind, "tokenizer_path": str(made[kind]), "vocab_size": 600}
-  return load_tokenizer(MaxTextConfig(**(values | changes)))
+  return load_tokenizer(tokenizer_options(MaxTextConfig(**(values | changes))))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -450,8 +451,9 @@ def test_a_vocabulary_by_name_with_its_token(made, tmp_path):
 
   script = (
     "from maxtext import MaxTextConfig; from maxtext.data.tokenizers import load_tokenizer; import sys\n"
-    "try: print(load_tokenizer(MaxTextConfig(tokenizer_type='huggingface', tokenizer_path='some/name',"
-    " hf_access_token=sys.argv[1] or None)).identity['sha256'])\n"
+    "from maxtext.data.options import tokenizer_options\n"
+    "try: print(load_tokenizer(tokenizer_options(MaxTextConfig(tokenizer_type='huggingface',"
+    " tokenizer_path='some/name', hf_access_token=sys.argv[1] or None))).identity['sha256'])\n"
     "except ValueError as error: print(error)"
   )
   with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:

@@ -10,17 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxtext.configs import MaxTextConfig
-from maxtext.configs.derived import global_batch_size
 from maxtext.configs.types import DatasetType
 from maxtext.data.batch import Batch
 from maxtext.data.documents import Documents, Source
 from maxtext.data.feed import is_streamed, make_feed, packing_of
 from maxtext.data.mixture import Mixture
+from maxtext.data.options import DataOptions
 from maxtext.data.placing import Held, place_rows
 from maxtext.data.sources import open_sources
 from maxtext.data.spans import cut_long_documents
-from maxtext.data.splits import split_of
 from maxtext.data.streams import Streams
 
 
@@ -31,10 +29,9 @@ class Speed(NamedTuple):
   filled: float
 
 
-def abstract_batch(config: MaxTextConfig) -> Batch:
-  """The batch of a run on all devices, split by rows."""
+def abstract_batch(shape: tuple[int, int]) -> Batch:
+  """A batch of so many rows of a length on all devices, split by rows."""
   mesh = Mesh(np.array(jax.devices()), ("rows",))
-  shape = global_batch_size(config, mesh.size), config.max_target_length
   sharding = NamedSharding(mesh, PartitionSpec("rows" if shape[0] % mesh.size == 0 else None))
 
   def array(dtype: Any) -> jax.ShapeDtypeStruct:
@@ -44,9 +41,9 @@ def abstract_batch(config: MaxTextConfig) -> Batch:
   return Batch(whole, whole, whole, whole, array(jnp.float32))
 
 
-def speed(config: MaxTextConfig, seconds: float) -> Speed:
-  """Of the feed as it is configured, with its processes and threads, after the first batch."""
-  feed = make_feed(config, abstract_batch(config))
+def speed(options: DataOptions, batch: Batch, seconds: float) -> Speed:
+  """Of the feed of such batches, with its processes and threads, after the first batch."""
+  feed = make_feed(options, batch)
   jax.block_until_ready(next(feed).batch)
   start, tokens, cells = time.perf_counter(), 0, 0
   for fed in feed:
@@ -57,16 +54,16 @@ def speed(config: MaxTextConfig, seconds: float) -> Speed:
   return Speed(tokens / (time.perf_counter() - start), tokens / max(cells, 1))
 
 
-def stages(config: MaxTextConfig, seconds: float) -> dict[str, float]:
+def stages(options: DataOptions, batch: Batch, seconds: float) -> dict[str, float]:
   """The shares of time that one process alone, without threads, spends in each stage; of random access only."""
-  split, clock, batch = split_of(config, "train"), _Clock(), abstract_batch(config)
-  if config.dataset_type == DatasetType.SYNTHETIC or is_streamed(config, split):
+  split, clock = options.train, _Clock()
+  if options.kind == DatasetType.SYNTHETIC or is_streamed(options, split):
     return {}
   rows, length = batch.inputs.shape
-  sources = cut_long_documents(open_sources(config, split), rows, length)
+  sources = cut_long_documents(open_sources(options, split), rows, length)
   watched = [Source(_Timed(source.documents, clock), source.weight, source.spans) for source in sources]
-  mixture = Mixture(watched, rows, config.data_shuffle_seed, split.shuffle, vocab_size=config.vocab_size)
-  streams = Streams(mixture, packing_of(config, length), range(rows), read_ahead=-(-split.read_ahead // rows))
+  mixture = Mixture(watched, rows, options.seed, split.shuffle, vocab_size=options.vocab_size)
+  streams = Streams(mixture, packing_of(options, length), range(rows), read_ahead=-(-split.read_ahead // rows))
   held = Held.of(batch.inputs.sharding, rows, length)
   while sum(clock.spent.values()) < seconds:
     with clock.during("pack"):

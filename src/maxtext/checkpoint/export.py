@@ -6,16 +6,17 @@ from etils import epath
 from maxtext.checkpoint.files import contents, handlers, read
 from maxtext.checkpoint.layout import Layout
 from maxtext.checkpoint.location import absolute, locate
+from maxtext.checkpoint.options import ArrayStorage
 from maxtext.checkpoint.record import DamagedError, Record
 from maxtext.checkpoint.tokenizer import copy_tokenizer
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 
 
-def export_parameters(config: MaxTextConfig, source: str, target: str) -> epath.Path:
+def export_parameters(storage: ArrayStorage, source: str, target: str, stacked: int | None) -> epath.Path:
   """Writes `params/...` of a checkpoint (buffers among them) to a folder that does not exist yet; returns it.
 
-  `force_unroll` writes each layer apart; otherwise `param_scan_axis` is the dimension of stacked weights over layers.
+  `stacked` is the dimension of stacked weights over layers; None writes each layer apart.
   It takes as much memory as the parameters do.
   """
   folder, out = locate(source), absolute(target)
@@ -24,14 +25,14 @@ def export_parameters(config: MaxTextConfig, source: str, target: str) -> epath.
   try:
     record = Record.read(folder)
     names = record.parameters
-    arrays = read(config, folder, dict.fromkeys(names.values()), record)
+    arrays = read(storage, folder, dict.fromkeys(names.values()), record)
   except DamagedError as damage:
     raise RunError(f"{folder} is damaged: {damage}.") from None
   if record.stacked != 0:
     raise ConfigError(f"{folder} holds exported parameters already; export from a checkpoint of a run.")
-  layout = Layout(None if config.force_unroll else config.param_scan_axis)
+  layout = Layout(stacked)
   stored = {f"params/{n}": a for path, name in names.items() for n, a in layout.store(path, arrays[name]).items()}
-  with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers(config))) as writer:
-    writer.save(out, args=contents(config, stored, record.step, layout.stacked, record.config))
+  with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers(storage))) as writer:
+    writer.save(out, args=contents(storage, stored, record.step, layout.stacked, record.config))
   copy_tokenizer(source, out)
   return out

@@ -15,8 +15,8 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from maxtext.checkpoint.checksum import added, checksums, nonfinite
-from maxtext.checkpoint.durable import write_text
 from maxtext.checkpoint.layout import Layout
+from maxtext.checkpoint.options import ArrayStorage
 from maxtext.checkpoint.record import (
   FILE,
   ITEM,
@@ -30,9 +30,11 @@ from maxtext.checkpoint.record import (
 )
 from maxtext.checkpoint.storage import StorageError, reason, retried
 from maxtext.checkpoint.tree import named, nested
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError
 from maxtext.distributed.lease import LOST, LeaseLostError
 from maxtext.distributed.multihost import problems_of_all
+from maxtext.layers.parameter_paths import below
+from maxtext.storage.atomic import write_durably
 
 STATE = "state"
 CHUNK = 64 << 20  # bytes that are read or written together
@@ -43,19 +45,19 @@ _BAD: tuple[type[DamagedError] | type[StorageError], ...] = (DamagedError, Stora
 _IN_FLIGHT = 0.05  # of a process's share, while it is read: it is held twice until it is placed
 
 
-def handlers(config: MaxTextConfig, fence: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def handlers(storage: ArrayStorage, fence: Callable[[], None] = lambda: None) -> dict[str, Any]:
   """Orbax's handlers of the items of a checkpoint that is written; `fence` raises where it must not count."""
   arrays = _AgreedArrays(
     fence,
-    use_ocdbt=config.checkpoint_storage_use_ocdbt,
-    use_zarr3=config.checkpoint_storage_use_zarr3,
-    save_concurrent_bytes=config.checkpoint_storage_concurrent_gb * 10**9,
+    use_ocdbt=storage.use_ocdbt,
+    use_zarr3=storage.use_zarr3,
+    save_concurrent_bytes=storage.concurrent_bytes,
   )
   return {STATE: ocp.PyTreeCheckpointHandler(handler_impl=arrays), ITEM: RecordHandler(arrays, fence)}
 
 
 def contents(
-  config: MaxTextConfig,
+  storage: ArrayStorage,
   arrays: Mapping[str, Any],
   step: int,
   stacked: int | None,
@@ -70,15 +72,15 @@ def contents(
   record, parts = Record(step, described, stacked, keys, jax.process_count()), checksums(arrays)
 
   def write(folder: epath.Path) -> None:
-    write_text(folder / checksum_file(jax.process_index()), json.dumps(added(parts).tolist()))
+    write_durably(folder / checksum_file(jax.process_index()), json.dumps(added(parts).tolist()))
     if jax.process_index() == 0:
-      write_text(folder / FILE, json.dumps(record.to_json()))
+      write_durably(folder / FILE, json.dumps(record.to_json()))
 
   def check() -> None:
     if finite and (bad := _named_where(arrays, nonfinite(parts))):
       raise NotFiniteError.of(bad)
 
-  size = config.checkpoint_storage_target_data_file_size_bytes if config.checkpoint_storage_use_ocdbt else None
+  size = storage.data_file_bytes if storage.use_ocdbt else None
   chunks = nested({name: _chunks(Layout(stacked), name, array) for name, array in arrays.items()})
   state = ocp.args.PyTreeSave(nested(arrays), save_args=chunks, ocdbt_target_data_file_size=size)
   return ocp.args.Composite(**{STATE: state, ITEM: RecordSave(write, check)})
@@ -88,7 +90,7 @@ def _chunks(layout: Layout, name: str, array: Any) -> ocp.SaveArgs:
   """Large parameters in chunks of a layer or less, so that who reads a layer need not read, or hold, all of them."""
   if not name.startswith(PARAMETERS) or array.nbytes <= CHUNK:
     return ocp.SaveArgs()
-  layers = layout.layers(name.partition("/")[2], array.ndim)
+  layers = layout.layers(below(name), array.ndim)
   return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=() if layers is None else (layers,))
 
 
@@ -180,7 +182,7 @@ class RecordSave(ocp.args.CheckpointArgs):
 
 
 def read(
-  config: MaxTextConfig,
+  storage: ArrayStorage,
   folder: epath.Path,
   wanted: Mapping[str, jax.ShapeDtypeStruct | None],
   record: Record,
@@ -194,7 +196,7 @@ def read(
   arrays: dict[str, Any] = {}
   found, problem = np.zeros(2 * len(wanted), np.uint32), cast("DamagedError | StorageError | None", None)
   try:
-    arrays = _read(config, folder, wanted, record)
+    arrays = _read(storage, folder, wanted, record)
     found = np.concatenate(_compared(folder, arrays, record))
   except (DamagedError, StorageError) as error:
     problem = error
@@ -217,12 +219,12 @@ def _named_where(arrays: Mapping[str, Any], so: np.ndarray) -> list[str]:
 
 
 def _read(
-  config: MaxTextConfig, folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct | None], record: Record
+  storage: ArrayStorage, folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct | None], record: Record
 ) -> dict[str, Any]:
-  mesh = next((s.sharding.mesh for s in wanted.values() if s is not None), None) if _single_replica(config) else None
+  mesh = next((s.sharding.mesh for s in wanted.values() if s is not None), None) if _single_replica(storage) else None
   handler = ocp.PyTreeCheckpointHandler(**({} if mesh is None else {"type_handler_registry": _one_replica_reads(mesh)}))
   sizes = {name: _local_bytes(struct, record.arrays[name]) for name, struct in wanted.items()}
-  most = min(config.checkpoint_storage_concurrent_gb * 1e9, _IN_FLIGHT * sum(sizes.values()))
+  most = min(storage.concurrent_bytes, _IN_FLIGHT * sum(sizes.values()))
   arrays: dict[str, Any] = {}
   for names in _groups(sizes, most):
     restore = nested({name: _restore_args(wanted[name], mesh is not None) for name in names})
@@ -292,8 +294,8 @@ def _local_bytes(struct: jax.ShapeDtypeStruct | None, array: Array) -> int:
   return int(len(parts) * shard * struct.dtype.itemsize)
 
 
-def _single_replica(config: MaxTextConfig) -> bool:
-  return config.enable_single_replica_ckpt_restoring and jax.process_count() > 1
+def _single_replica(storage: ArrayStorage) -> bool:
+  return storage.single_replica_reads and jax.process_count() > 1
 
 
 def _one_replica_reads(mesh: jax.sharding.Mesh) -> Any:

@@ -11,7 +11,7 @@ from maxtext.checkpoint.record import DamagedError, Record
 from maxtext.configs.errors import RunError
 from maxtext.configs.loader import RULE_KEYS, keys_below
 from maxtext.configs.secrets import SECRET_KEYS
-from maxtext.configs.types import DerivedValues, MaxTextConfig
+from maxtext.configs.types import DerivedValues
 from maxtext.configs.values import default_of, plain
 
 
@@ -46,7 +46,7 @@ def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
   The name of its rules is not among them, since the rules are: a run outlives their file. Neither are secrets, which
   are not written down, and what follows from other keys.
   """
-  defaults = {key: json.loads(json.dumps(plain(default_of(key)), default=str)) for key in MaxTextConfig.model_fields}
+  defaults = {key: json.loads(json.dumps(plain(default_of(key)), default=str)) for key in values}
   below = keys_below(values)
   left_out = {"custom_mesh_and_rule", *SECRET_KEYS, *DerivedValues.model_fields}
   kept = {key for key, value in values.items() if value != defaults[key] or key in below}

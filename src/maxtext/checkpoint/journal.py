@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxtext.checkpoint.durable import sync, sync_tree
 from maxtext.configs import ConfigError
+from maxtext.storage.atomic import UNFINISHED, commit_folder
 
 _FILE = "journal"
 
@@ -24,7 +24,7 @@ class Journal:
   def __init__(self, target: Path, request: Any) -> None:
     begin = {"request": hashlib.sha256(json.dumps(request, default=str, sort_keys=True).encode()).hexdigest()}
     self.target = target.expanduser().absolute()
-    self.folder = self.target.with_name(f"{self.target.name}.unfinished")
+    self.folder = self.target.with_name(f"{self.target.name}{UNFINISHED}")
     if self.target.exists():
       raise ConfigError(f"{target} is there already; name a folder that is not.")
     self.folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,5 @@ class Journal:
     """Gives the folder its name."""
     self._file.close()
     (self.folder / _FILE).unlink()
-    sync_tree(self.folder)
-    self.folder.rename(self.target)
-    sync(self.target.parent)
+    commit_folder(self.folder, self.target)
     return self.target

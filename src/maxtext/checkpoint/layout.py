@@ -5,7 +5,6 @@ layer apart (`force_unroll`): `groups/0/layers/0/...` then becomes `groups/0/lay
 the fourth. The change is made here, at the border, and nowhere else.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-_STACK = re.compile(r"^(groups/[^/]+/layers/\d+)/(.*)$")
+from maxtext.layers.parameter_paths import LayerPath
 
 
 @dataclass(frozen=True)
@@ -26,20 +25,20 @@ class Layout:
 
   def stored(self, name: str, struct: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays that hold a parameter, with where this run wants them."""
-    found = _STACK.match(name)
+    found = LayerPath.parse(name)
     if not found or self.stacked == 0:
       return {name: struct}
     parts = _parts(struct)
     if self.stacked is None:
       piece = _struct(struct, struct.shape[1:], parts[1:])
-      return {f"{found[1]}.{i}/{found[2]}": piece for i in range(struct.shape[0])}
+      return {found.unstacked(i): piece for i in range(struct.shape[0])}
     to = self._dimension(len(struct.shape))
     return {name: _struct(struct, _moved(struct.shape, to), _moved(parts, to))}
 
   def load(self, name: str, struct: jax.ShapeDtypeStruct, arrays: Mapping[str, jax.Array]) -> jax.Array:
     """The parameter as the run holds it, from the arrays that hold it."""
     stored = list(self.stored(name, struct))
-    if self.stacked == 0 or not _STACK.match(name):
+    if self.stacked == 0 or not LayerPath.parse(name):
       return arrays[name]
     if self.stacked is None:
       return jax.jit(lambda *pieces: jnp.stack(pieces), out_shardings=struct.sharding)(*(arrays[n] for n in stored))
@@ -48,26 +47,26 @@ class Layout:
 
   def store(self, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
     """The arrays that hold a parameter, from the parameter."""
-    found = _STACK.match(name)
+    found = LayerPath.parse(name)
     if not found or self.stacked == 0:
       return {name: array}
     if self.stacked is None:
-      return {f"{found[1]}.{i}/{found[2]}": layer for i, layer in enumerate(array)}
+      return {found.unstacked(i): layer for i, layer in enumerate(array)}
     return {name: np.ascontiguousarray(np.moveaxis(array, 0, self._dimension(array.ndim)))}
 
   def place(self, name: str, index: tuple[int, ...], dims: int) -> tuple[str, tuple[int | slice, ...]]:
     """Where a part of a parameter of that many dimensions is: the array that holds it, and the place in that."""
-    found = _STACK.match(name)
+    found = LayerPath.parse(name)
     where = index + (slice(None),) * (dims - len(index))
     if not found or self.stacked == 0:
       return name, where
     if self.stacked is None:
-      return f"{found[1]}.{index[0]}/{found[2]}", where[1:]
+      return found.unstacked(index[0]), where[1:]
     return name, _moved(where, self._dimension(dims))
 
   def layers(self, name: str, dims: int) -> int | None:
     """The layers' dimension of the array of that name; None where it has none."""
-    return None if self.stacked is None or not _STACK.match(name) else self._dimension(dims)
+    return None if self.stacked is None or not LayerPath.parse(name) else self._dimension(dims)
 
   def _dimension(self, dims: int) -> int:
     """An array with fewer dimensions has its layers last."""

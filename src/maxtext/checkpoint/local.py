@@ -17,43 +17,42 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from maxtext.checkpoint.checksum import nonfinite_names
-from maxtext.checkpoint.durable import sync, sync_tree
 from maxtext.checkpoint.location import steps_in
+from maxtext.checkpoint.options import LocalCheckpointOptions
 from maxtext.checkpoint.restore import Restored, set_aside
 from maxtext.checkpoint.storage import StorageError, retried
 from maxtext.checkpoint.tree import like, named
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError
 from maxtext.distributed.multihost import from_process, on_any
 from maxtext.distributed.transfer import receive_from
+from maxtext.storage.atomic import UNFINISHED, atomic_folder
 
-_PARTS, _POSITION, _UNFINISHED = "parts.npz", "position.npz", ".unfinished"
+_PARTS, _POSITION = "parts.npz", "position.npz"
 _UNUSED = "unused"  # behind the name of a step that a start did not go on from
 _KEPT = 2  # a process may have finished a step that another has not
 
 
-def local_folder(config: MaxTextConfig, name: str) -> epath.Path:
+def local_folder(directory: str, name: str) -> epath.Path:
   """Where this process keeps its parts of a run."""
-  folder = epath.Path(config.local_checkpoint_directory).absolute() / name / f"process-{jax.process_index()}"
+  folder = epath.Path(directory).absolute() / name / f"process-{jax.process_index()}"
   try:
     folder.mkdir(parents=True, exist_ok=True)
   except OSError as error:
-    raise ConfigError(
-      f"local_checkpoint_directory={config.local_checkpoint_directory} cannot be written: {error.strerror}."
-    ) from None
+    raise ConfigError(f"local_checkpoint_directory={directory} cannot be written: {error.strerror}.") from None
   return folder
 
 
 class LocalWriter:
-  """Saves this process's parts every `local_checkpoint_period` steps; every process calls every method."""
+  """Saves this process's parts by period; every process calls every method."""
 
-  def __init__(self, config: MaxTextConfig, folder: epath.Path) -> None:
-    self._config, self._folder = config, folder
+  def __init__(self, options: LocalCheckpointOptions, folder: epath.Path) -> None:
+    self._options, self._folder = options, folder
     self._thread = ThreadPoolExecutor(1, "local-checkpoint")
     self._saving: tuple[int, Future] | None = None
 
   def due(self, step: int) -> bool:
     """Whether this step is to be saved."""
-    return step % self._config.local_checkpoint_period == 0
+    return step % self._options.period == 0
 
   def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
     """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run goes on.
@@ -67,7 +66,7 @@ class LocalWriter:
     parts = {key: part for name, array in named(state).items() for key, part in _held(name, array)}
     files = {_PARTS: parts, _POSITION: {name: _gathered(array) for name, array in position.items()}}
     self._saving = step, self._thread.submit(_write, self._folder, step, files)
-    if not self._config.async_checkpointing:
+    if not self._options.asynchronous:
       self.wait()
 
   def poll(self) -> None:
@@ -95,17 +94,9 @@ class LocalWriter:
 
 def _write(folder: epath.Path, step: int, files: Mapping[str, Mapping[str, np.ndarray]]) -> None:
   """Writes a step, which appears whole or not at all, and removes the oldest, and what was not used before it."""
-  unfinished, finished = folder / f"{step}{_UNFINISHED}", folder / str(step)
-  try:
-    unfinished.mkdir()
+  with atomic_folder(folder / str(step)) as unfinished:
     for name, arrays in files.items():
       np.savez(unfinished / name, **cast(Any, arrays))
-    sync_tree(unfinished)
-    unfinished.rename(finished)
-    sync(folder)
-  except OSError:
-    unfinished.rmtree(missing_ok=True)
-    raise
   steps = steps_in(folder)
   passed = [path for path in folder.glob(f"*.{_UNUSED}*") if int(path.name.partition(".")[0]) <= steps[-_KEPT:][0]]
   for old in (*(folder / str(step) for step in steps[:-_KEPT]), *passed):
@@ -120,7 +111,7 @@ def resume_locally(folder: epath.Path, abstract: Any, at_least: int, blamed: int
   and those of another model are a mistake: nothing is lost by a wrong start.
   """
   _refuse_other(folder, named(abstract))
-  for path in folder.glob(f"*{_UNFINISHED}"):
+  for path in folder.glob(f"*{UNFINISHED}"):
     path.rmtree()
   found = None
   for step in (step for step in _steps_of_all(folder) if step >= at_least and step != blamed):

@@ -12,6 +12,7 @@ from etils import epath
 
 from maxtext.checkpoint.storage import retried
 from maxtext.configs.secrets import shown_entries
+from maxtext.layers.parameter_paths import below
 
 SCHEMA = 1  # raised when an older release could no longer read what is written; see docs/checkpoints.md
 ITEM, FILE = "record", "record.json"
@@ -70,7 +71,7 @@ class Record:
   @property
   def parameters(self) -> dict[str, str]:
     """The arrays that belong to the model, by their paths in it, with their names here."""
-    return {name.partition("/")[2]: name for name in self.arrays if name.startswith(PARAMETERS)}
+    return {below(name): name for name in self.arrays if name.startswith(PARAMETERS)}
 
   def to_json(self) -> dict[str, Any]:
     """Everything, with a digest that tells a damaged file."""

@@ -15,14 +15,14 @@ from maxtext.checkpoint.files import read
 from maxtext.checkpoint.layout import Layout
 from maxtext.checkpoint.location import locate, steps_in, unfinished_in
 from maxtext.checkpoint.nonfinite import NonfiniteNote
+from maxtext.checkpoint.options import RestoreOptions
 from maxtext.checkpoint.record import SCHEMA, Array, DamagedError, NotFiniteError, Record
 from maxtext.checkpoint.storage import StorageError
 from maxtext.checkpoint.tree import like, named
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.configs.secrets import SECRET_KEYS
 from maxtext.configs.types import DerivedValues
-from maxtext.configs.values import plain
 from maxtext.distributed.multihost import from_first, on_any
 
 _TRIED = 50  # the latest steps that are tried
@@ -38,7 +38,7 @@ class Restored(NamedTuple):
   folder: epath.Path
 
 
-def resume(config: MaxTextConfig, folder: epath.Path, abstract: Any) -> Restored | None:
+def resume(options: RestoreOptions, folder: epath.Path, abstract: Any) -> Restored | None:
   """The latest good step under a run's folder of checkpoints, or None where there is no step.
 
   Process 0 names what was never finished, and renames what is damaged or not finite, so that nothing is lost that a
@@ -52,7 +52,7 @@ def resume(config: MaxTextConfig, folder: epath.Path, abstract: Any) -> Restored
   for step in _agreed(steps_in(folder)[::-1]):
     path = folder / str(step)
     try:
-      found = _state(config, path, abstract)
+      found = _state(options, path, abstract)
     except (DamagedError, NotFiniteError) as problem:
       kind = "damaged" if isinstance(problem, DamagedError) else _NONFINITE
       bad[path] = kind, f"is {kind}: {problem}"
@@ -96,35 +96,35 @@ def set_blamed_aside(folder: epath.Path) -> int | None:
   return int(number) if number else None
 
 
-def load_state(config: MaxTextConfig, key: str, path: str, abstract: Any) -> Restored:
+def load_state(options: RestoreOptions, key: str, path: str, abstract: Any) -> Restored:
   """The whole state of a checkpoint that a key of the configuration names."""
-  return _named_by(key, path, lambda: _state(config, locate(path), abstract))
+  return _named_by(key, path, lambda: _state(options, locate(path), abstract))
 
 
 def load_parameters(
-  config: MaxTextConfig, key: str, path: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
+  options: RestoreOptions, key: str, path: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
   """Parameters and buffers alone, of a whole state or of exported parameters in any layout."""
-  return _named_by(key, path, lambda: _parameters(config, locate(path), wanted))
+  return _named_by(key, path, lambda: _parameters(options, locate(path), wanted))
 
 
-def _state(config: MaxTextConfig, folder: epath.Path, abstract: Any) -> Restored:
+def _state(options: RestoreOptions, folder: epath.Path, abstract: Any) -> Restored:
   record = readable(folder)
   wanted = named(abstract)
-  _refuse_other(config, folder, record, wanted)
+  _refuse_other(options.values, folder, record, wanted)
   position = [name for name in record.arrays if name.startswith(_DATA)]
-  arrays = read(config, folder, wanted | dict.fromkeys(position), record, finite=True)
+  arrays = read(options.storage, folder, wanted | dict.fromkeys(position), record, finite=True)
   return Restored(like(abstract, arrays), {n.removeprefix(_DATA): arrays[n] for n in position}, folder)
 
 
 def _parameters(
-  config: MaxTextConfig, folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
+  options: RestoreOptions, folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
   record = readable(folder)
   layout, where = Layout(record.stacked), record.parameters
   stored = {n: s for name, struct in wanted.items() for n, s in layout.stored(name, struct).items()}
-  _refuse_other(config, folder, record, {where.get(n, f"params/{n}"): s for n, s in stored.items()})
-  arrays = read(config, folder, {where[n]: s for n, s in stored.items()}, record)
+  _refuse_other(options.values, folder, record, {where.get(n, f"params/{n}"): s for n, s in stored.items()})
+  arrays = read(options.storage, folder, {where[n]: s for n, s in stored.items()}, record)
   own = {n: arrays[where[n]] for n in stored}
   return {name: layout.load(name, struct, own) for name, struct in wanted.items()}
 
@@ -147,7 +147,7 @@ def readable(folder: epath.Path) -> Record:
 
 
 def _refuse_other(
-  config: MaxTextConfig, folder: epath.Path, record: Record, wanted: Mapping[str, jax.ShapeDtypeStruct]
+  values: Mapping[str, Any], folder: epath.Path, record: Record, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> None:
   """A checkpoint of something else is the user's mistake, not damage."""
   for name, struct in wanted.items():
@@ -155,10 +155,10 @@ def _refuse_other(
     if has is None or (has.shape, has.dtype) != (wants.shape, wants.dtype):
       there = "has none" if has is None else f"has {has.dtype}{list(has.shape)}"
       here = f"this run wants {wants.dtype}{list(wants.shape)}"
-      raise ConfigError(f"{folder} {there} for {name}, and {here}.{_differences(config, record)}")
+      raise ConfigError(f"{folder} {there} for {name}, and {here}.{_differences(values, record)}")
 
 
-def _differences(config: MaxTextConfig, record: Record) -> str:
+def _differences(values: Mapping[str, Any], record: Record) -> str:
   """Keys that changed since, as the end of a message; those that cannot change a shape would only distract."""
   names = (
     "run_name",
@@ -174,7 +174,7 @@ def _differences(config: MaxTextConfig, record: Record) -> str:
   changed = [
     f"{key}={entry['value']} there, {value} here"
     for key, entry in record.config.items()
-    if not key.startswith(names) and str(value := plain(getattr(config, key, None))) != str(entry["value"])
+    if not key.startswith(names) and str(value := values.get(key)) != str(entry["value"])
   ]
   return f" Keys that differ: {'; '.join(changed[:5])}." if changed else ""
 

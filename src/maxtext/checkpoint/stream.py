@@ -24,11 +24,11 @@ from maxtext.checkpoint.checksum import checksum_of_part
 from maxtext.checkpoint.files import CHUNK, STATE, saved_checksums
 from maxtext.checkpoint.journal import Journal
 from maxtext.checkpoint.layout import Layout
+from maxtext.checkpoint.options import ArrayStorage
 from maxtext.checkpoint.record import FILE, ITEM, Array, DamagedError, Record, checksum_file
 from maxtext.checkpoint.restore import readable
 from maxtext.checkpoint.storage import StorageError, reason, retried
 from maxtext.checkpoint.tree import nested
-from maxtext.configs import MaxTextConfig
 
 _IN_FLIGHT = 2 * CHUNK  # bytes that are written together
 
@@ -41,7 +41,7 @@ class StreamWriter:
   A piece of a parameter is what stands at an index into its first dimensions.
 
   Args:
-    config: the form of the files.
+    storage: the form of the files.
     target: the folder to make; until it is whole, it has `.unfinished` behind its name.
     arrays: every parameter's shape and number format.
     request: tells where it comes from; a folder that was begun from elsewhere is not continued.
@@ -50,11 +50,11 @@ class StreamWriter:
     folder: where it grows; other files may be put there.
   """
 
-  def __init__(self, config: MaxTextConfig, target: Path, arrays: Mapping[str, Array], request: Any) -> None:
-    self._config, self._arrays = config, {f"params/{n}": a for n, a in arrays.items()}
+  def __init__(self, storage: ArrayStorage, target: Path, arrays: Mapping[str, Array], request: Any) -> None:
+    self._storage, self._arrays = storage, {f"params/{n}": a for n, a in arrays.items()}
     self._journal = Journal(target, (self._arrays, request))
     self.folder = self._journal.folder
-    self._context = type_handlers.get_ts_context(use_ocdbt=config.checkpoint_storage_use_ocdbt)
+    self._context = type_handlers.get_ts_context(use_ocdbt=storage.use_ocdbt)
     self._sums = dict.fromkeys(self._arrays, 0)
     self._done: set[tuple[str, Index]] = set()
     self._open: tuple[str, Any] = "", None
@@ -92,8 +92,8 @@ class StreamWriter:
     """Has Orbax describe what is there, adds the record and gives the folder its name."""
     self._wait()
     handler = ocp.PyTreeCheckpointHandler(
-      use_ocdbt=self._config.checkpoint_storage_use_ocdbt,
-      use_zarr3=self._config.checkpoint_storage_use_zarr3,
+      use_ocdbt=self._storage.use_ocdbt,
+      use_zarr3=self._storage.use_zarr3,
       type_handler_registry=type_handlers.create_type_handler_registry(
         (jax.Array, type_handlers.ArrayHandler()),
         (np.ndarray, type_handlers.NumpyHandler()),
@@ -125,15 +125,15 @@ class StreamWriter:
   def _store(self, name: str, chunk: tuple[int, ...]) -> Any:
     """The array, made if it is not there."""
     if self._open[0] != name:
-      about, c = self._arrays[name], self._config
-      info = _info(epath.Path(self.folder / STATE), name, c.checkpoint_storage_use_zarr3, self._context)
+      about, storage = self._arrays[name], self._storage
+      info = _info(epath.Path(self.folder / STATE), name, storage.use_zarr3, self._context)
       spec = type_handlers.get_json_tspec_write(
         info,
-        use_ocdbt=c.checkpoint_storage_use_ocdbt,
+        use_ocdbt=storage.use_ocdbt,
         global_shape=about.shape,
         local_shape=chunk,
         dtype=np.dtype(about.dtype),
-        process_index=0 if c.checkpoint_storage_use_ocdbt else None,
+        process_index=0 if storage.use_ocdbt else None,
       )
       self._open = name, ts.open(spec, create=True, open=True, context=self._context).result()
     return self._open[1]

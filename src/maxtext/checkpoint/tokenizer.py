@@ -5,16 +5,18 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from etils import epath
 
 from maxtext.checkpoint.location import FOLDER as CHECKPOINTS
 from maxtext.checkpoint.location import absolute, failures, locate
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError
 from maxtext.configs.types import DatasetType, TokenizerType
 from maxtext.data.folder import UNFINISHED, Folder
 from maxtext.data.inside import inside
+from maxtext.data.options import DataOptions, TokenizerOptions
 from maxtext.data.prepared import MANIFEST, read_manifest
 from maxtext.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -24,16 +26,21 @@ KEPT_KEYS = ("tokenizer_path", "chat_template_path")  # what the copy stands for
 TEMPLATE = "chat_template.jinja"
 
 
-def keep_tokenizer(config: MaxTextConfig, folder: str) -> str | None:
+def keep_tokenizer(data: DataOptions, parameters: str, folder: str) -> str | None:
   """Copies the tokenizer that a run is trained with into its folder, here or in a store.
+
+  Args:
+    data: what it is trained on.
+    parameters: the path of those that it starts with, whose tokenizer is the next choice; empty where it has none.
+    folder: the run's.
 
   Returns:
     Why there is no copy: the run names a tokenizer that its training does not need and that cannot be opened, or the
     folder cannot be written.
   """
   try:
-    named = None if config.dataset_type == DatasetType.SYNTHETIC else _of_corpus(config) or _named(config)
-    with _opened(named, config, config.load_parameters_path) as tokenizer:
+    named = None if data.kind == DatasetType.SYNTHETIC else _of_corpus(data) or _named(data)
+    with _opened(named, data.tokenizer, parameters) as tokenizer:
       if tokenizer is None:
         return None
       content = {name: file.read_bytes() for name, file in tokenizer.vocabulary.files.items()}
@@ -83,55 +90,53 @@ def kind_of(folder: epath.Path | Path) -> TokenizerType | None:
 
 
 @contextmanager
-def open_tokenizer(config: MaxTextConfig, path: str) -> Iterator[Tokenizer | None]:
+def open_tokenizer(data: DataOptions, path: str) -> Iterator[Tokenizer | None]:
   """The tokenizer of a model that answers: the one that is named, the one that is kept at `path`, or the corpus's.
 
   Its files may be gone when the context ends.
   """
-  other = None if path and find_tokenizer(path) else _of_corpus(config)
-  with _opened(_named(config) or other, config, path) as tokenizer:
+  other = None if path and find_tokenizer(path) else _of_corpus(data)
+  with _opened(_named(data) or other, data.tokenizer, path) as tokenizer:
     yield tokenizer
 
 
 @contextmanager
-def _opened(named: MaxTextConfig | None, config: MaxTextConfig, path: str) -> Iterator[Tokenizer | None]:
+def _opened(named: TokenizerOptions | None, own: TokenizerOptions, path: str) -> Iterator[Tokenizer | None]:
   """The one that is named, else the one that is kept at `path`, if any."""
   kept = find_tokenizer(path) if path and named is None else None
   with tempfile.TemporaryDirectory() as scratch:
-    chosen = _in_folder(config, _brought(kept, Path(scratch))) if kept else named
+    chosen = _in_folder(own, _brought(kept, Path(scratch))) if kept else named
     yield None if chosen is None else load_tokenizer(chosen)
 
 
-def _named(config: MaxTextConfig) -> MaxTextConfig | None:
-  return config if config.tokenizer_path else None
+def _named(data: DataOptions) -> TokenizerOptions | None:
+  return data.tokenizer if data.tokenizer.path else None
 
 
-def _of_corpus(config: MaxTextConfig) -> MaxTextConfig | None:
+def _of_corpus(data: DataOptions) -> TokenizerOptions | None:
   """Of the first prepared corpus that a run is trained on."""
-  if config.dataset_type != DatasetType.GRAIN:
+  if data.kind != DatasetType.GRAIN:
     return None
-  from maxtext.data.sources.grain import train_places
+  from maxtext.data.sources.grain import places
 
   try:
-    places = train_places(config)
+    found = places(data.train)
   except ConfigError:  # a list of sources that was left behind
     return None
-  for place in places:
+  for place in found:
     folder = Path(place).expanduser()
     kind = read_manifest(folder)["tokenizer"].get("kind") if (folder / MANIFEST).exists() else None
     if kind is not None:  # a corpus of token ids says of none
-      return config.model_copy(update={"tokenizer_path": str(folder), "tokenizer_type": TokenizerType(kind)})
+      return replace(data.tokenizer, path=str(folder), kind=TokenizerType(kind))
   return None
 
 
-def _in_folder(config: MaxTextConfig, folder: Path) -> MaxTextConfig:
-  template, own = (
-    inside(folder, TEMPLATE),
-    {"tokenizer_path": str(folder), "tokenizer_type": kind_of(epath.Path(folder))},
-  )
-  if template.exists() and not (config.chat_template or config.chat_template_path):
-    own["chat_template_path"] = str(template)
-  return config.model_copy(update=own)
+def _in_folder(own: TokenizerOptions, folder: Path) -> TokenizerOptions:
+  template, kind = inside(folder, TEMPLATE), kind_of(epath.Path(folder))
+  assert kind is not None, "the folder was found by its vocabulary"
+  if template.exists() and not (own.chat_template or own.chat_template_path):
+    own = replace(own, chat_template_path=str(template))
+  return replace(own, path=str(folder), kind=kind)
 
 
 def _own(file: epath.Path) -> epath.Path:

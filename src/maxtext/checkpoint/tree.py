@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 
+from maxtext.layers.parameter_paths import join, split
+
 
 def named(tree: Any) -> dict[str, Any]:
   """Every leaf under its name."""
-  found = {"/".join(map(_word, path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+  found = {join(*map(_word, path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
   assert len(found) == len(jax.tree.leaves(tree)), "two leaves have one name"
   return found
 
@@ -26,7 +28,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
   """The dictionaries of dictionaries that the names describe."""
   root: dict[str, Any] = {}
   for name, leaf in leaves.items():
-    *folders, last = name.split("/")
+    *folders, last = split(name)
     inner = root
     for folder in folders:
       inner = inner.setdefault(folder, {})

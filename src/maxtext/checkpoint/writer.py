@@ -13,17 +13,17 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
-from maxtext.checkpoint.durable import sync, sync_tree
 from maxtext.checkpoint.files import contents, handlers
 from maxtext.checkpoint.location import failures, unfinished_in
 from maxtext.checkpoint.nonfinite import NonfiniteNote
+from maxtext.checkpoint.options import CheckpointOptions
 from maxtext.checkpoint.quiet import quiet_failed_saves
 from maxtext.checkpoint.record import NotFiniteError
 from maxtext.checkpoint.storage import reason
 from maxtext.checkpoint.tree import named
-from maxtext.configs import MaxTextConfig
 from maxtext.distributed.lease import LeaseLostError
 from maxtext.observe.sinks import say
+from maxtext.storage.atomic import sync, sync_tree
 
 _LEAST = 2  # steps that are there while a run goes on: of the latest it is not known yet whether it leads anywhere
 _LOUD = 3  # saves that failed in a row, from which on the run says more
@@ -35,7 +35,7 @@ class Writer:
   A state that is not finite is never committed: that is a save that failed.
 
   Args:
-    config: the run.
+    options: when it saves, and what it keeps.
     folder: its folder of checkpoints.
     keys: every key with its value and origin.
     began: the step that the run goes on from; 0 is a new one.
@@ -44,13 +44,13 @@ class Writer:
 
   def __init__(
     self,
-    config: MaxTextConfig,
+    options: CheckpointOptions,
     folder: epath.Path,
     keys: Mapping[str, Any],
     began: int = 0,
     fence: Callable[[], None] = lambda: None,
   ) -> None:
-    self._config, self._folder, self._keys, self._began, self._fence = config, folder, keys, began, fence
+    self._options, self._folder, self._keys, self._began, self._fence = options, folder, keys, began, fence
     self._saving: int | None = None
     self._failures = 0  # since the last save that succeeded
     self._noted: int | None = None  # the first step of which something was not finite
@@ -59,21 +59,23 @@ class Writer:
 
   def due(self, step: int) -> bool:
     """Whether this step is to be saved, by period or because the last save has ended."""
-    if self._config.enable_continuous_checkpointing:
+    if self._options.continuous:
       return self._manager.should_save(step)
-    return step % self._config.checkpoint_period == 0
+    return step % self._options.period == 0
 
   def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
     """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run goes on."""
     self.wait()
     arrays = named({**named(state), "data": dict(position)})
     try:
-      self._manager.save(step, args=contents(self._config, arrays, step, 0, self._keys, finite=True), force=True)
+      self._manager.save(
+        step, args=contents(self._options.storage, arrays, step, 0, self._keys, finite=True), force=True
+      )
     except failures() as error:
       self._failed(step, error)
       return
     self._saving = step
-    if not self._config.async_checkpointing:
+    if not self._options.asynchronous:
       self.wait()
 
   def poll(self) -> None:
@@ -99,9 +101,9 @@ class Writer:
     self._note(step, what, blamed=step - 1)
 
   def trim(self) -> None:
-    """Waits, and removes what is more than `max_num_checkpoints_to_keep`, when a run has come to a good end."""
+    """Waits, and removes what is more than the run keeps, when a run has come to a good end."""
     self.wait()
-    most = self._config.max_num_checkpoints_to_keep
+    most = self._options.keep
     if most is None or self._noted is not None or "_manager" not in vars(self):
       return
     self._fence()
@@ -117,16 +119,15 @@ class Writer:
 
   @cached_property
   def _manager(self) -> ocp.CheckpointManager:
-    c = self._config
-    most = c.max_num_checkpoints_to_keep
+    own, most = self._options, self._options.keep
     options = ocp.CheckpointManagerOptions(
       save_decision_policy=policies.ContinuousCheckpointingPolicy(),  # asked only by `due`
       preservation_policy=policies.LatestN(most and max(most, _LEAST)),
-      enable_async_checkpointing=c.async_checkpointing,
-      todelete_subdir=c.checkpoint_todelete_subdir,
+      enable_async_checkpointing=own.asynchronous,
+      todelete_subdir=own.todelete_subdir,
       temporary_path_class=None if "://" in str(self._folder) else _DurableRename,
     )
-    found = handlers(c, self._fence)
+    found = handlers(own.storage, self._fence)
     return _Manager(self._folder, options=options, item_names=tuple(found), item_handlers=found)
 
   def _succeeded(self, step: int) -> None:

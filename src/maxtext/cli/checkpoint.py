@@ -41,6 +41,7 @@ def _export(arguments: argparse.Namespace) -> int:
   keys = chosen_keys(arguments.path, given)
   config = resolve_keys(keys, arguments.strict, recorded=keys.keys() - given.keys()).config
   from maxtext.checkpoint.export import export_parameters
+  from maxtext.checkpoint.options import array_storage, exported_dimension
 
-  print(export_parameters(config, arguments.path, arguments.out))
+  print(export_parameters(array_storage(config), arguments.path, arguments.out, exported_dimension(config)))
   return 0

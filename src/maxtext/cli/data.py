@@ -61,6 +61,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
+  from maxtext.data.options import tokenizer_options
   from maxtext.data.prepare import in_beam, in_processes, prepare
   from maxtext.data.raw_text import find_files, standard_library
 
@@ -72,7 +73,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
   start = time.perf_counter()
   with closing(open_display("shard")) as display:
     manifest = prepare(
-      config,
+      tokenizer_options(config),
       files,
       arguments.to,
       runner,
@@ -106,11 +107,17 @@ def _refuse(arguments: argparse.Namespace) -> None:
 
 def _bench(arguments: argparse.Namespace) -> int:
   config = resolve_words(arguments.words, arguments.strict).config
-  from maxtext.bench.data import speed, stages
+  import jax
 
-  found = speed(config, arguments.seconds / 2)
+  from maxtext.bench.data import abstract_batch, speed, stages
+  from maxtext.configs.derived import global_batch_size
+  from maxtext.data.options import data_options
+
+  options = data_options(config)
+  batch = abstract_batch((global_batch_size(config, jax.device_count()), config.max_target_length))
+  found = speed(options, batch, arguments.seconds / 2)
   print(f"as configured: {found.tokens_per_second:,.0f} tokens/s, {found.filled:.1%} of the rows filled", flush=True)
-  if shares := stages(config, arguments.seconds / 2):
+  if shares := stages(options, batch, arguments.seconds / 2):
     print("one process:   " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
     print(f"bound by:      {max(shares, key=lambda name: shares[name])}")
   return 0

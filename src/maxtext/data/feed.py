@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError
 from maxtext.configs.errors import several
 from maxtext.configs.types import DatasetType
 from maxtext.data import fingerprint, streaming
@@ -19,6 +19,7 @@ from maxtext.data.ahead import Ahead
 from maxtext.data.batch import Batch, Fed, Position
 from maxtext.data.documents import Documents, Source
 from maxtext.data.mixture import Mixture
+from maxtext.data.options import DataOptions
 from maxtext.data.packing import LOOK_AHEAD, Packing
 from maxtext.data.placing import Held, place_rows
 from maxtext.data.ramp import BatchSizes, batch_sizes
@@ -26,7 +27,7 @@ from maxtext.data.share import Share
 from maxtext.data.sources import open_sources
 from maxtext.data.sources.hf import is_remote
 from maxtext.data.spans import count_tokens, cut_long_documents
-from maxtext.data.splits import Name, Split, split_of
+from maxtext.data.splits import Name, Split
 from maxtext.data.streams import Rows
 from maxtext.data.synthetic import synthetic_batches
 from maxtext.data.workers import choose_workers, rows_from_processes
@@ -36,34 +37,34 @@ class OpenData(NamedTuple):
   """Data that is there and can be read.
 
   Attributes:
-    config: the run.
+    options: which.
     batch: an abstract one.
     split: training or evaluation.
     sources: with long documents cut; none where data is made up or streamed.
   """
 
-  config: MaxTextConfig
+  options: DataOptions
   batch: Batch
   split: Name
   sources: tuple[Source, ...]
 
 
-def open_data(config: MaxTextConfig, batch: Batch, split: Name = "train") -> OpenData:
+def open_data(options: DataOptions, batch: Batch, split: Name = "train") -> OpenData:
   """Finds the data and reads a document for each row that this process makes; a mistake in it is raised here.
 
   No device is touched, so that it can be done before anything costly is.
   """
-  keys = split_of(config, split)
-  if config.dataset_type == DatasetType.SYNTHETIC:
-    return OpenData(config, batch, split, ())
-  if is_streamed(config, keys):
-    streaming.check(config, keys)
-    return OpenData(config, batch, split, ())
-  (rows, length), sizes = batch.inputs.shape, _sizes(config, batch, split)
+  keys = options.split(split)
+  if options.kind == DatasetType.SYNTHETIC:
+    return OpenData(options, batch, split, ())
+  if is_streamed(options, keys):
+    streaming.check(options, keys)
+    return OpenData(options, batch, split, ())
+  (rows, length), sizes = batch.inputs.shape, _sizes(options, batch, split)
   held = Held.of(batch.inputs.sharding, rows, length)
-  sources = cut_long_documents(open_sources(config, keys), sizes.streams, length)
-  opened = OpenData(config, batch, split, tuple(sources))
-  mixture = Mixture(sources, sizes.streams, config.data_shuffle_seed, keys.shuffle, keys.epochs, config.vocab_size)
+  sources = cut_long_documents(open_sources(options, keys), sizes.streams, length)
+  opened = OpenData(options, batch, split, tuple(sources))
+  mixture = Mixture(sources, sizes.streams, options.seed, keys.shuffle, keys.epochs, options.vocab_size)
   last = sizes.streams - sizes.streams // sizes.of(0)  # of those that the first batch takes
   *_, found = mixture.read([(int(stream), 0) for stream in (*held.numbers(sizes.streams), last)])
   if found is None and not keys.pad:
@@ -72,7 +73,7 @@ def open_data(config: MaxTextConfig, batch: Batch, split: Name = "train") -> Ope
 
 
 def make_feed(
-  config: MaxTextConfig,
+  options: DataOptions,
   batch: Batch,
   position: Position | None = None,
   split: Name = "train",
@@ -83,30 +84,30 @@ def make_feed(
   It ends where the data ends, on all processes with the same batch. Drop it, or `close()` it, to end its threads and
   processes. `data` is what `open_data` found for the same arguments, where it was called already.
   """
-  opened = data or open_data(config, batch, split)
-  feed = _FEEDS.get(config.dataset_type, _from_documents)(opened, position)
-  if config.reuse_example_batch and split == "train":
+  opened = data or open_data(options, batch, split)
+  feed = _FEEDS.get(options.kind, _from_documents)(opened, position)
+  if options.reuse_batch and split == "train":
     return itertools.repeat(next(feed))
   return feed
 
 
-def packing_of(config: MaxTextConfig, length: int) -> Packing:
-  """How the keys ask for rows to be filled."""
-  if config.dataset_type == DatasetType.OLMO_GRAIN or not config.packing:
+def packing_of(options: DataOptions, length: int) -> Packing:
+  """How rows are filled."""
+  if options.kind == DatasetType.OLMO_GRAIN or not options.pack:
     return Packing(length, "first_fit", max_segments=1, look_ahead=1)
-  kind = "concat_then_split" if config.dataset_type == DatasetType.C4MLPERF else config.grain_packing_type
-  return Packing(length, kind, max(config.max_segments_per_seq, 0), 1 if kind == "concat_then_split" else LOOK_AHEAD)
+  kind = "concat_then_split" if options.kind == DatasetType.C4MLPERF else options.packing_kind
+  return Packing(length, kind, max(options.max_segments, 0), 1 if kind == "concat_then_split" else LOOK_AHEAD)
 
 
-def is_streamed(config: MaxTextConfig, split: Split) -> bool:
+def is_streamed(options: DataOptions, split: Split) -> bool:
   """Whether the data is read in order, from afar."""
-  return config.dataset_type == DatasetType.HF and is_remote(config, split)
+  return options.kind == DatasetType.HF and is_remote(options.hub, split)
 
 
 def _synthetic(data: OpenData, position: Position | None) -> Iterator[Fed]:
-  config, (rows, length) = data.config, data.batch.inputs.shape
-  seed = config.data_shuffle_seed if data.split == "train" else ~config.data_shuffle_seed & 0xFFFFFFFF
-  return synthetic_batches(config.vocab_size, rows, length, seed, data.batch.inputs.sharding, position)
+  options, (rows, length) = data.options, data.batch.inputs.shape
+  seed = options.seed if data.split == "train" else ~options.seed & 0xFFFFFFFF
+  return synthetic_batches(options.vocab_size, rows, length, seed, data.batch.inputs.sharding, position)
 
 
 _FEEDS: dict[DatasetType, Callable[[OpenData, Position | None], Iterator[Fed]]] = {
@@ -115,22 +116,22 @@ _FEEDS: dict[DatasetType, Callable[[OpenData, Position | None], Iterator[Fed]]] 
 
 
 def _from_documents(data: OpenData, position: Position | None) -> Iterator[Fed]:
-  config, split, (rows, length) = data.config, split_of(data.config, data.split), data.batch.inputs.shape
-  sizes = _sizes(config, data.batch, data.split)
-  packing, held = packing_of(config, length), Held.of(data.batch.inputs.sharding, rows, length)
-  _refuse_uneven(config, sizes, held)
+  options, split, (rows, length) = data.options, data.options.split(data.split), data.batch.inputs.shape
+  sizes = _sizes(options, data.batch, data.split)
+  packing, held = packing_of(options, length), Held.of(data.batch.inputs.sharding, rows, length)
+  _refuse_uneven(options, sizes, held)
   if data.sources:
     made, about, total, first = _random_access(data, packing, sizes, held, position)
   else:
-    made, about, total, first = _streamed(config, split, packing, sizes, held, position)
+    made, about, total, first = _streamed(options, split, packing, sizes, held, position)
   place = partial(place_rows, held=held, total=total, about=fingerprint.to_array(about))
   ahead = Ahead((place(number, rows) for number, rows in enumerate(made, first + 1)), split.buffer)
   return _until_the_end(ahead, data, split, held, first)
 
 
-def _sizes(config: MaxTextConfig, batch: Batch, split: Name) -> BatchSizes:
+def _sizes(options: DataOptions, batch: Batch, split: Name) -> BatchSizes:
   rows = batch.inputs.shape[0]
-  return batch_sizes(config, rows) if split == "train" else BatchSizes((0,), (rows,))
+  return batch_sizes(options.ramp, rows) if split == "train" else BatchSizes((0,), (rows,))
 
 
 class _Making(NamedTuple):
@@ -143,39 +144,39 @@ class _Making(NamedTuple):
 def _random_access(
   data: OpenData, packing: Packing, sizes: BatchSizes, held: Held, position: Position | None
 ) -> _Making:
-  config, split, sources, total = data.config, split_of(data.config, data.split), data.sources, sizes.streams
+  options, split, sources, total = data.options, data.options.split(data.split), data.sources, sizes.streams
   about = {
     "sources": [source.documents.identity for source in sources],
     "weights": [source.weight for source in sources],
-    **_about(config, split, total, packing),
+    **_about(options, split, total, packing),
   }
   spans = tuple(source.spans for source in sources)
   if any(cut.long for cut in spans):
     about[fingerprint.SPANS] = [{"tokens": cut.inputs, "documents": len(cut.long)} for cut in spans]
   state, first = _start(position, about, (total, 3))
   streams = held.numbers(total)
-  share = Share(config, split.name, packing, sizes, tuple(streams.tolist()), state[streams], first, spans)
-  workers = choose_workers(config, split)
+  share = Share(options, split.name, packing, sizes, tuple(streams.tolist()), state[streams], first, spans)
+  workers = choose_workers(split, options.worker_megabytes)
   made = rows_from_processes(share.cut(workers), split.buffer) if workers else share.rows(sources)
   return _Making(made, about, total, first)
 
 
 def _streamed(
-  config: MaxTextConfig, split: Split, packing: Packing, sizes: BatchSizes, held: Held, position: Position | None
+  options: DataOptions, split: Split, packing: Packing, sizes: BatchSizes, held: Held, position: Position | None
 ) -> _Making:
-  group = held.group
+  hub, group = options.hub, held.group
   if held.shared:
     raise ConfigError(
-      f"hf_path={config.hf_path} is streamed, and hosts have some of their rows in common: choose a mesh in which they "
+      f"hf_path={hub.path} is streamed, and hosts have some of their rows in common: choose a mesh in which they "
       f"have all or none, or read files on disk."
     )
   if split.name == "train" and not jax.process_index():
-    print(f"data: {config.hf_path} is streamed; the run can be resumed only on {group[1]} hosts.", flush=True)
-  source = [config.hf_path, config.hf_name, config.hf_data_dir, split.hf_files, split.hf_split]
-  about = {"streamed": source, "hosts": group[1], **_about(config, split, held.blocks, packing)}
+    print(f"data: {hub.path} is streamed; the run can be resumed only on {group[1]} hosts.", flush=True)
+  source = [hub.path, hub.name, hub.data_dir, split.hf_files, split.hf_split]
+  about = {"streamed": source, "hosts": group[1], **_about(options, split, held.blocks, packing)}
   state, first = _start(position, about, (held.blocks, streaming.WIDTH))
   share = len(held.mine), held.blocks
-  made = streaming.streamed_rows(config, split, packing, sizes, state[held.mine[0]], first, group, share)
+  made = streaming.streamed_rows(options, split, packing, sizes, state[held.mine[0]], first, group, share)
   return _Making(made, about, held.blocks, first)
 
 
@@ -187,24 +188,24 @@ def _start(position: Position | None, about: dict[str, Any], shape: tuple[int, i
   return np.asarray(position["streams"]), int(position["batches"])
 
 
-def _about(config: MaxTextConfig, split: Split, streams: int, packing: Packing) -> dict[str, Any]:
+def _about(options: DataOptions, split: Split, streams: int, packing: Packing) -> dict[str, Any]:
   return {
     "streams": streams,
     "length": packing.length,
     "packing": {"kind": packing.kind, "max_segments": packing.max_segments, "look_ahead": packing.look_ahead},
-    "seed": config.data_shuffle_seed,
+    "seed": options.seed,
     "shuffle": split.shuffle,
   }
 
 
-def _refuse_uneven(config: MaxTextConfig, sizes: BatchSizes, held: Held) -> None:
+def _refuse_uneven(options: DataOptions, sizes: BatchSizes, held: Held) -> None:
   """The last size is that of the abstract batch, which is known to fit."""
-  unit = held.blocks * config.gradient_accumulation_steps
+  unit = held.blocks * options.accumulation
   for rows in sizes.rows[:-1]:
-    if rows % unit:
+    if options.ramp is not None and rows % unit:
       raise ConfigError(
-        f"per_device_batch_size_start={config.per_device_batch_size_start:g} and per_device_batch_size_increment="
-        f"{config.per_device_batch_size_increment:g} make a batch of {rows} rows, which cannot be split in {unit}."
+        f"per_device_batch_size_start={options.ramp.start:g} and per_device_batch_size_increment="
+        f"{options.ramp.increment:g} make a batch of {rows} rows, which cannot be split in {unit}."
       )
 
 
@@ -247,12 +248,13 @@ def _too_little(data: OpenData) -> ConfigError:
   rows, length = data.batch.inputs.shape
   training = data.split == "train"
   key = "per_device_batch_size" if training else "eval_per_device_batch_size"
+  size = data.options.split(data.split).rows_per_device
   padded = "" if training else ", or write generate_padding_batch_eval=true, which leaves the rest of a batch empty"
   there = "; ".join(_amount(source.documents, length) for source in data.sources)
   return ConfigError(
     f"The {'data' if training else 'evaluation data'} does not fill a single batch"
     + (f": {there}; a batch takes {rows} rows" if there else "")
-    + f". Take more data, a smaller {key} (it is {getattr(data.config, key):g}) or a shorter max_target_length{padded}."
+    + f". Take more data, a smaller {key} (it is {size:g}) or a shorter max_target_length{padded}."
   )
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from maxtext.storage.atomic import commit_file
+
 UNFINISHED = ".unfinished"
 """What is not yet whole, and notes about it, lie here."""
 
@@ -57,9 +59,7 @@ class Folder:
     target = f"{self._root}/{name}"
     if self._local:
       os.makedirs(os.path.dirname(target), exist_ok=True)
-      _sync(file)
-      os.replace(file, target)
-      _sync(os.path.dirname(target))
+      commit_file(file, target)
     else:
       self._fs.put_file(str(file), target)
 
@@ -76,11 +76,3 @@ class Folder:
       os.makedirs(near, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=near) as scratch:
       yield scratch
-
-
-def _sync(path: str | Path) -> None:
-  handle = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(handle)
-  finally:
-    os.close(handle)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
@@ -24,10 +24,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.configs.types import TokenizerType
 from maxtext.data.folder import UNFINISHED, Folder
+from maxtext.data.options import TokenizerOptions
 from maxtext.data.prepared import MANIFEST, SCHEMA, listed_above
 from maxtext.data.raw_text import File, Most, OnBad, Span, cut, documents, must_be_read, refuse
 from maxtext.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
@@ -69,7 +70,7 @@ class Display(Protocol):
 
 
 def prepare(
-  config: MaxTextConfig,
+  tokenizer: TokenizerOptions,
   files: Sequence[File],
   to: str,
   execute: Execute,
@@ -83,7 +84,7 @@ def prepare(
   """Makes the shards that are not there yet, and returns the manifest.
 
   Args:
-    config: the tokenizer's keys.
+    tokenizer: which; where one is trained, what is to come out.
     files: text files, JSON lines and Parquet, whose order is the order of the documents.
     to: the folder to make.
     execute: where the work is done, such as `in_processes(2)`.
@@ -95,16 +96,16 @@ def prepare(
     display: is told now and then.
   """
   folder, most = Folder(to), Most(MOST_DOCUMENTS, shard_size)
-  if train and config.tokenizer_path is not None:
-    raise ConfigError(f"tokenizer_path={config.tokenizer_path} names a tokenizer, and --train-tokenizer makes another.")
+  if train and tokenizer.path is not None:
+    raise ConfigError(f"tokenizer_path={tokenizer.path} names a tokenizer, and --train-tokenizer makes another.")
   if not any(file.size for file in files):
     raise ConfigError("There is no text in what was given.")
-  request = _request(config, files, column, train, most)
+  request = _request(tokenizer, files, column, train, most)
   if (done := _begin(folder, to, request)) is not None:
     return done
   pieces = _plan(folder, to, files, column, most, skip_bad, execute)
-  names = _install_tokenizer(config, folder, pieces, column, train, skip_bad, display)
-  job = _Job(to, len(pieces), column, request, names, _tokenizer_keys(config, train), skip_bad)
+  names = _install_tokenizer(tokenizer, folder, pieces, column, train, skip_bad, display)
+  job = _Job(to, len(pieces), column, request, names, _copied(tokenizer, train), skip_bad)
   with _shown(folder, job, pieces, display) if display else nullcontext():
     execute(partial(make_shard, job), [piece for piece in pieces if _record(folder, job, piece) is None])
   manifest = _gather(folder, job, pieces)
@@ -129,7 +130,7 @@ class _Job:
   column: str
   request: str
   tokenizer_files: tuple[str, ...]
-  tokenizer_keys: tuple[tuple[str, Any], ...]
+  tokenizer: TokenizerOptions
   skip_bad: int
 
   def name(self, piece: Piece) -> str:
@@ -234,12 +235,13 @@ def in_beam(runner: str, options: Sequence[str]) -> Execute:
   return execute
 
 
-def _request(config: MaxTextConfig, files: Sequence[File], column: str, train: bool, most: Most) -> str:
+def _request(tokenizer: TokenizerOptions, files: Sequence[File], column: str, train: bool, most: Most) -> str:
   """A hash of all that decides the shards, but for the folders where files are."""
-  trained = {"vocab_size": config.vocab_size, "characters": config.max_corpus_chars}
-  tokenizer = {**trained, "bos": config.add_bos, "eos": config.add_eos} if train else load_tokenizer(config).identity
+  trained = {"vocab_size": tokenizer.vocab_size, "characters": tokenizer.training_characters}
+  marks = {"bos": tokenizer.add_bos, "eos": tokenizer.add_eos}
+  identity = {**trained, **marks} if train else load_tokenizer(tokenizer).identity
   names = [(file.path.rsplit("/", 1)[-1], file.size) for file in files]
-  return hashlib.sha256(_json([names, column, most, tokenizer])).hexdigest()
+  return hashlib.sha256(_json([names, column, most, identity])).hexdigest()
 
 
 def _begin(folder: Folder, to: str, request: str) -> dict[str, Any] | None:
@@ -291,7 +293,7 @@ def _spans_of(number: int) -> str:
 
 
 def _install_tokenizer(
-  config: MaxTextConfig,
+  tokenizer: TokenizerOptions,
   folder: Folder,
   pieces: Sequence[Piece],
   column: str,
@@ -304,27 +306,22 @@ def _install_tokenizer(
     with folder.scratch() as scratch:
       if train:
         if display:
-          display.say(f"training a tokenizer of {config.vocab_size:,} tokens")
+          display.say(f"training a tokenizer of {tokenizer.vocab_size:,} tokens")
         on_bad = _unless_skipped(skip_bad)
         whole = chain.from_iterable(documents(span, column, on_bad) for piece in pieces for span in piece.spans)
-        files = train_tokenizer(whole, config.vocab_size, config.max_corpus_chars, Path(scratch))
+        files = train_tokenizer(whole, tokenizer.vocab_size, tokenizer.training_characters, Path(scratch))
       else:
-        files = load_tokenizer(config).vocabulary.files
+        files = load_tokenizer(tokenizer).vocabulary.files
       for name, file in files.items():
         folder.write(name, file.read_bytes())
     folder.write(_INSTALLED, names := _json(list(files)))
   return tuple(json.loads(names))
 
 
-def _tokenizer_keys(config: MaxTextConfig, train: bool) -> tuple[tuple[str, Any], ...]:
-  """The keys that open the tokenizer in the folder."""
-  kind = TokenizerType.HUGGINGFACE if train else config.tokenizer_type
-  return (
-    ("tokenizer_type", kind),
-    ("add_bos", config.add_bos),
-    ("add_eos", config.add_eos),
-    ("vocab_size", config.vocab_size),
-  )
+def _copied(tokenizer: TokenizerOptions, trained: bool) -> TokenizerOptions:
+  """What opens the tokenizer in the folder, once its path is known; it goes to other machines without secrets."""
+  kind = TokenizerType.HUGGINGFACE if trained else tokenizer.kind
+  return replace(tokenizer, path=None, kind=kind, chat_template="", chat_template_path="", access_token=None)
 
 
 @lru_cache(maxsize=1)
@@ -336,7 +333,7 @@ def _tokenizer(job: _Job) -> Tokenizer:
       content = folder.read(name)
       assert content is not None, "the tokenizer is there before the shards"
       Path(here, name).write_bytes(content)
-    return load_tokenizer(MaxTextConfig(tokenizer_path=here, **dict(job.tokenizer_keys)))
+    return load_tokenizer(replace(job.tokenizer, path=here))
 
 
 def _record(folder: Folder, job: _Job, piece: Piece) -> dict[str, Any] | None:

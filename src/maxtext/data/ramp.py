@@ -4,7 +4,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from math import ceil, lcm
 
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError
+from maxtext.data.options import RampOptions
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,11 @@ class BatchSizes:
     return lcm(*self.rows)
 
 
-def batch_sizes(config: MaxTextConfig, rows: int) -> BatchSizes:
-  """The sizes that the `rampup` keys ask for, up to `rows`; each stage but the last has its share of the samples."""
-  if not config.enable_rampup_batch_size:
+def batch_sizes(ramp: RampOptions | None, rows: int) -> BatchSizes:
+  """The sizes up to `rows`, or that alone without a ramp; each stage but the last has its share of the samples."""
+  if ramp is None:
     return BatchSizes((0,), (rows,))
-  first, step, last = (
-    config.per_device_batch_size_start, config.per_device_batch_size_increment, config.per_device_batch_size,
-  )  # fmt: skip
+  first, step, last = ramp.start, ramp.increment, ramp.last
   stages = ceil((last - first) / step)
   sizes = [rows * (first + i * step) / last for i in range(stages)]
   if wrong := [size for size in sizes if size != int(size)]:
@@ -40,5 +39,5 @@ def batch_sizes(config: MaxTextConfig, rows: int) -> BatchSizes:
     )
   starts = [0]
   for size in sizes:
-    starts.append(starts[-1] + ceil(config.global_rampup_samples / stages / size))
+    starts.append(starts[-1] + ceil(ramp.samples / stages / size))
   return BatchSizes(tuple(starts), (*(int(size) for size in sizes), rows))

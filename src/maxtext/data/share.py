@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from maxtext.configs import MaxTextConfig
 from maxtext.data.documents import DocumentSpans, Source
 from maxtext.data.mixture import Mixture
+from maxtext.data.options import DataOptions
 from maxtext.data.packing import Packing
 from maxtext.data.ramp import BatchSizes
 from maxtext.data.sources import open_sources
-from maxtext.data.splits import Name, split_of
+from maxtext.data.splits import Name
 from maxtext.data.streams import Rows, Streams
 
 
@@ -21,7 +21,7 @@ class Share:
   """Some of a run's streams, from some batch on.
 
   Attributes:
-    config: the run.
+    options: the data.
     split: training or evaluation.
     packing: how rows are filled.
     sizes: rows of each batch of the whole run.
@@ -31,7 +31,7 @@ class Share:
     spans: how the long documents of each source are cut.
   """
 
-  config: MaxTextConfig
+  options: DataOptions
   split: Name
   packing: Packing
   sizes: BatchSizes
@@ -46,9 +46,9 @@ class Share:
     A row of a batch belongs to as many neighbouring streams as there are streams for each row, and takes turns among
     them, so that whoever holds the row keeps its streams when the batch grows.
     """
-    c, split, total = self.config, split_of(self.config, self.split), self.sizes.streams
-    opened = [replace(s, spans=cut) for s, cut in zip(sources or open_sources(c, split), self.spans, strict=True)]
-    mixture = Mixture(opened, total, c.data_shuffle_seed, split.shuffle, split.epochs, c.vocab_size)
+    options, split, total = self.options, self.options.split(self.split), self.sizes.streams
+    opened = [replace(s, spans=cut) for s, cut in zip(sources or open_sources(options, split), self.spans, strict=True)]
+    mixture = Mixture(opened, total, options.seed, split.shuffle, split.epochs, options.vocab_size)
     read_ahead = max(-(-split.read_ahead // len(self.streams)), 4)
     streams = Streams(mixture, self.packing, self.streams, self.state, read_ahead)
     for batch in itertools.count(self.batch):

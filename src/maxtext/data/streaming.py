@@ -1,7 +1,7 @@
 """Data that can only be read in order: a separate path, because its position belongs to a number of hosts.
 
 Every group of processes that holds the same rows reads its own part of the data, as the `datasets` library deals it,
-and fills its rows one after the other. It is shuffled within windows of `grain_shuffle_buffer_size` documents. The
+and fills its rows one after the other. It is shuffled within windows of `shuffle_buffer` documents. The
 position is that of a stream (see `packing`) and, as bytes, where the library stood when the stream's window began.
 """
 
@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
+from maxtext.data.options import DataOptions
 from maxtext.data.order import permutation
 from maxtext.data.packing import Packing
 from maxtext.data.ramp import BatchSizes
@@ -29,7 +30,7 @@ WIDTH = 3 + _CURSOR_BYTES // 4
 
 
 def streamed_rows(
-  config: MaxTextConfig,
+  options: DataOptions,
   split: Split,
   packing: Packing,
   sizes: BatchSizes,
@@ -45,7 +46,7 @@ def streamed_rows(
     group: its number, and how many groups there are.
     share: blocks of rows that it holds, and how many there are.
   """
-  documents = _Windows(config, split, group, state)
+  documents = _Windows(options, split, group, state)
   stream = Streams(documents, packing, [0], state[None, :3])
   for number in itertools.count(batch):
     rows = stream.rows([0] * (sizes.of(number) * share[0] // share[1]))
@@ -53,22 +54,22 @@ def streamed_rows(
     yield rows._replace(after=np.tile(after, (share[0], 1)))
 
 
-def check(config: MaxTextConfig, split: Split) -> None:
+def check(options: DataOptions, split: Split) -> None:
   """Raises where the data is not there; reads none of it."""
-  Encoding.of(config, split)
-  load(config, split, streaming=True)
+  Encoding.of(options, split)
+  load(options.hub, split, streaming=True)
 
 
 class _Windows:
   """The documents of one group, shuffled within windows that are read one after the other."""
 
-  def __init__(self, config: MaxTextConfig, split: Split, group: tuple[int, int], state: np.ndarray) -> None:
+  def __init__(self, options: DataOptions, split: Split, group: tuple[int, int], state: np.ndarray) -> None:
     from datasets.distributed import split_dataset_by_node
 
-    self._data = split_dataset_by_node(load(config, split, streaming=True), *group)
-    self._encoding, self._epochs = Encoding.of(config, split), split.epochs
-    self._size = config.grain_shuffle_buffer_size if split.shuffle else 1
-    self._seed, self._vocab_size, self._group = config.data_shuffle_seed, config.vocab_size, group[0]
+    self._data = split_dataset_by_node(load(options.hub, split, streaming=True), *group)
+    self._encoding, self._epochs = Encoding.of(options, split), split.epochs
+    self._size = options.shuffle_buffer if split.shuffle else 1
+    self._seed, self._vocab_size, self._group = options.seed, options.vocab_size, group[0]
     cursor = bytes(state[3:].tobytes()).rstrip(b"\0")
     self._epoch: int = 0
     if cursor:

@@ -16,40 +16,41 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError
 from maxtext.configs.secrets import redacted_text
 from maxtext.configs.types import TokenizerType
 from maxtext.data.chat_template import BREAK, DELETE, GUARDED, Guard, render_template, without_marks
 from maxtext.data.inside import inside, json_inside, text_inside
 from maxtext.data.names import Names
+from maxtext.data.options import TokenizerOptions
 
 Message = Mapping[str, Any]
 """One turn of a conversation: at least "role" and "content"."""
 
 
-def load_tokenizer(config: MaxTextConfig) -> "Tokenizer":
+def load_tokenizer(options: TokenizerOptions) -> "Tokenizer":
   """The tokenizer that `tokenizer_type` and `tokenizer_path` name; refused where the model has too few embeddings."""
-  if config.tokenizer_path is None:
+  if options.path is None:
     raise ConfigError("tokenizer_path is not set: write the path of a vocabulary, or its name on Hugging Face.")
-  vocabulary = _OPEN[config.tokenizer_type](config)
-  refuse_larger_vocabulary(config, vocabulary.size, f"tokenizer_path={config.tokenizer_path}")
+  vocabulary = _OPEN[options.kind](options)
+  refuse_larger_vocabulary(options.vocab_size, vocabulary.size, f"tokenizer_path={options.path}")
   for key, asked, token, what in (
-    ("add_bos", config.add_bos, vocabulary.bos, "beginning"),
-    ("add_eos", config.add_eos, vocabulary.eos, "end"),
+    ("add_bos", options.add_bos, vocabulary.bos, "beginning"),
+    ("add_eos", options.add_eos, vocabulary.eos, "end"),
   ):
     if asked and token is None:
-      raise ConfigError(f"tokenizer_path={config.tokenizer_path} has no {what}-of-sequence token: write {key}=false.")
+      raise ConfigError(f"tokenizer_path={options.path} has no {what}-of-sequence token: write {key}=false.")
   content = hashlib.sha256(next(iter(vocabulary.files.values())).read_bytes()).hexdigest()
   return Tokenizer(
-    config.tokenizer_type.value, content, vocabulary, config.add_bos, config.add_eos, _chat_template(config, vocabulary)
+    options.kind.value, content, vocabulary, options.add_bos, options.add_eos, _chat_template(options, vocabulary)
   )
 
 
-def refuse_larger_vocabulary(config: MaxTextConfig, size: int, whose: str) -> None:
+def refuse_larger_vocabulary(vocab_size: int, size: int, whose: str) -> None:
   """Raises where tokens would have no embedding; embeddings without a token are harmless."""
-  if size > config.vocab_size:
+  if size > vocab_size:
     raise ConfigError(
-      f"{whose} has {size} tokens, {size - config.vocab_size} more than vocab_size={config.vocab_size}: "
+      f"{whose} has {size} tokens, {size - vocab_size} more than vocab_size={vocab_size}: "
       f"write vocab_size={size}, or a larger number that divides better."
     )
 
@@ -208,14 +209,14 @@ class Tokenizer:
 class _SentencePiece(Vocabulary):
   """A `.model` file of SentencePiece."""
 
-  def __init__(self, config: MaxTextConfig) -> None:
+  def __init__(self, options: TokenizerOptions) -> None:
     from sentencepiece import SentencePieceProcessor
 
-    file = _find(config, "tokenizer.model", "*.model")
+    file = _find(options, "tokenizer.model", "*.model")
     try:
       self._processor = SentencePieceProcessor(model_file=str(file))
     except (OSError, RuntimeError):
-      raise _unreadable(config, "a SentencePiece model") from None
+      raise _unreadable(options, "a SentencePiece model") from None
     ids = (self._processor.bos_id(), self._processor.eos_id(), self._processor.pad_id())
     self.bos, self.eos, self.pad = (None if token < 0 else token for token in ids)
     self.size, self.files = self._processor.get_piece_size(), {"tokenizer.model": file}
@@ -284,14 +285,14 @@ class _HuggingFace(Vocabulary):
   _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
   _LONG = 2**13  # characters from which on other threads must not wait: only of a list is the lock given up
 
-  def __init__(self, config: MaxTextConfig) -> None:
+  def __init__(self, options: TokenizerOptions) -> None:
     import tokenizers
 
-    file = _find(config, "tokenizer.json", beside=self._BESIDE)
+    file = _find(options, "tokenizer.json", beside=self._BESIDE)
     try:
       self._documents = tokenizers.Tokenizer.from_file(str(file))
     except Exception:  # the library raises Exception itself
-      raise _unreadable(config, "a tokenizer.json of Hugging Face") from None
+      raise _unreadable(options, "a tokenizer.json of Hugging Face") from None
     self._documents.no_truncation()
     self._documents.no_padding()
     self._documents.encode_special_tokens = True
@@ -378,15 +379,15 @@ def tiktoken_special(first: int) -> dict[str, int]:
 class _Tiktoken(Vocabulary):
   """A file of byte sequences and their ranks, in the layout of Meta's: their way to split, and 256 special tokens."""
 
-  def __init__(self, config: MaxTextConfig) -> None:
+  def __init__(self, options: TokenizerOptions) -> None:
     import tiktoken
     import tiktoken.load
 
-    file = _find(config, "tokenizer.model", "original/tokenizer.model", "*.tiktoken")
+    file = _find(options, "tokenizer.model", "original/tokenizer.model", "*.tiktoken")
     try:
       ranks = tiktoken.load.load_tiktoken_bpe(str(file))
     except ValueError:
-      raise _unreadable(config, "a tiktoken file of base64 words and ranks") from None
+      raise _unreadable(options, "a tiktoken file of base64 words and ranks") from None
     special = tiktoken_special(len(ranks))
     self._made_of = (file.name, TIKTOKEN_SPLIT, ranks, special)
     self._encoding = tiktoken.Encoding(file.name, pat_str=TIKTOKEN_SPLIT, mergeable_ranks=ranks, special_tokens=special)
@@ -413,7 +414,7 @@ class _Tiktoken(Vocabulary):
     return "tiktoken", (*self._made_of, self.eos)
 
 
-_OPEN: dict[TokenizerType, Callable[[MaxTextConfig], Vocabulary]] = {
+_OPEN: dict[TokenizerType, Callable[[TokenizerOptions], Vocabulary]] = {
   TokenizerType.SENTENCEPIECE: _SentencePiece,
   TokenizerType.HUGGINGFACE: _HuggingFace,
   TokenizerType.TIKTOKEN: _Tiktoken,
@@ -437,32 +438,31 @@ def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
     characters -= len(text)
 
 
-def _find(config: MaxTextConfig, *patterns: str, beside: Sequence[str] = ()) -> Path:
+def _find(options: TokenizerOptions, *patterns: str, beside: Sequence[str] = ()) -> Path:
   """The vocabulary's file: `tokenizer_path` itself, or the first match in that folder, here or on Hugging Face."""
-  path = Path(str(config.tokenizer_path)).expanduser()
+  path = Path(str(options.path)).expanduser()
   if path.is_file():
     return path
-  folder = path if path.is_dir() else _download(config, [*patterns, *beside])
+  folder = path if path.is_dir() else _download(options, [*patterns, *beside])
   for pattern in patterns:
     if found := sorted(folder.glob(pattern)):
       return inside(folder, str(found[0].relative_to(folder)))
   raise ConfigError(
-    f"tokenizer_path={config.tokenizer_path} holds no {' or '.join(patterns)}, which "
-    f"tokenizer_type={config.tokenizer_type.value} reads."
+    f"tokenizer_path={options.path} holds no {' or '.join(patterns)}, which tokenizer_type={options.kind.value} reads."
   )
 
 
-def _download(config: MaxTextConfig, patterns: list[str]) -> Path:
-  name = str(config.tokenizer_path)
+def _download(options: TokenizerOptions, patterns: list[str]) -> Path:
+  name = str(options.path)
   if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
     raise ConfigError(f"tokenizer_path={name} is no file and no folder.")
   from huggingface_hub import snapshot_download
   from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
   try:
-    return Path(snapshot_download(name, allow_patterns=patterns, token=config.hf_access_token))
+    return Path(snapshot_download(name, allow_patterns=patterns, token=options.access_token))
   except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-    reason = redacted_text(str(error).strip().splitlines()[0], config.hf_access_token)
+    reason = redacted_text(str(error).strip().splitlines()[0], options.access_token)
     raise ConfigError(
       f"tokenizer_path={name} is no file or folder here, and Hugging Face does not give it: {reason} "
       f"A gated name needs a token: set HF_TOKEN in the environment."
@@ -484,22 +484,22 @@ def _default(folder: Path, said: Mapping[str, Any]) -> str | None:
   return template
 
 
-def _unreadable(config: MaxTextConfig, form: str) -> ConfigError:
+def _unreadable(options: TokenizerOptions, form: str) -> ConfigError:
   kinds = ", ".join(kind.value for kind in TokenizerType)
   return ConfigError(
-    f"tokenizer_path={config.tokenizer_path} is not {form}: change it, or tokenizer_type to what it is ({kinds})."
+    f"tokenizer_path={options.path} is not {form}: change it, or tokenizer_type to what it is ({kinds})."
   )
 
 
-def _chat_template(config: MaxTextConfig, vocabulary: Vocabulary) -> str | None:
+def _chat_template(options: TokenizerOptions, vocabulary: Vocabulary) -> str | None:
   """The one that was written, the one in the file that was named, or the vocabulary's own."""
-  if config.chat_template and config.chat_template_path:
+  if options.chat_template and options.chat_template_path:
     raise ConfigError("chat_template and chat_template_path say the same thing twice: leave one out.")
-  if config.chat_template_path:
+  if options.chat_template_path:
     try:
-      return Path(config.chat_template_path).expanduser().read_text(encoding="utf-8")
+      return Path(options.chat_template_path).expanduser().read_text(encoding="utf-8")
     except OSError as error:
-      raise ConfigError(f"chat_template_path={config.chat_template_path} cannot be read: {error.strerror}.") from None
+      raise ConfigError(f"chat_template_path={options.chat_template_path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
-      raise ConfigError(f"chat_template_path={config.chat_template_path} is not text in UTF-8.") from None
-  return config.chat_template or vocabulary.chat_template
+      raise ConfigError(f"chat_template_path={options.chat_template_path} is not text in UTF-8.") from None
+  return options.chat_template or vocabulary.chat_template

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, Pipe
 
 import numpy as np
 
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.data.ahead import Ahead
 from maxtext.data.share import Share
@@ -27,11 +27,11 @@ PROCESS_MEGABYTES = 256
 """What one takes, with its libraries and some open shards."""
 
 
-def choose_workers(config: MaxTextConfig, split: Split) -> int:
-  """Reader processes; where the key leaves it open, one per core but the run's own, within the memory allowed."""
+def choose_workers(split: Split, megabytes: int) -> int:
+  """Reader processes; where the key leaves it open, one per core but the run's own, within so many megabytes."""
   if split.workers >= 0:
     return split.workers
-  return max(1, min((os.cpu_count() or 1) - 1, config.grain_ram_budget_mb // PROCESS_MEGABYTES))
+  return max(1, min((os.cpu_count() or 1) - 1, megabytes // PROCESS_MEGABYTES))
 
 
 def rows_from_processes(shares: Sequence[Share], buffer: int) -> Iterator[Rows]:

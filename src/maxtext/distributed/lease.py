@@ -23,6 +23,7 @@ from etils import epath
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.distributed.multihost import once, problems_of_all
+from maxtext.storage.atomic import create_atomically, write_atomically
 
 FILE = "lease.json"
 LOST = "this run has lost its lease: "  # how a `LeaseLostError` begins, on any process
@@ -197,34 +198,12 @@ class Lease:
 
   def _write(self, claim: _Claim, exclusive: bool = False) -> bool:
     """Writes the file whole; `exclusive` leaves one alone that has appeared. A bucket's files are always whole."""
-    text = json.dumps(asdict(claim), indent=1) + "\n"
-    if "://" in str(self._file):
-      self._file.write_text(text)
-      return True
-    path = Path(self._file)
-    part = path.with_name(f".{FILE}-{claim.holder}")
-    part.write_text(text)
-    try:
-      if exclusive:
-        _link_or_create(part, path)
-      else:
-        part.replace(path)
-    except FileExistsError:
-      return False
-    finally:
-      part.unlink(missing_ok=True)
+    content = (json.dumps(asdict(claim), indent=1) + "\n").encode()
+    unfinished = Path(self._file).with_name(f".{FILE}-{claim.holder}")
+    if exclusive and "://" not in str(self._file):
+      return create_atomically(Path(self._file), content, unfinished)
+    write_atomically(self._file, content, durable=False, unfinished=unfinished)
     return True
-
-
-def _link_or_create(part: Path, path: Path) -> None:
-  """Raises `FileExistsError` where there is a file. Without links, as on mounted buckets, it is not whole at once."""
-  try:
-    os.link(part, path)
-  except FileExistsError:
-    raise
-  except OSError:
-    with open(path, "x") as file:
-      file.write(part.read_text())
 
 
 def _start_time(pid: int) -> str | None:

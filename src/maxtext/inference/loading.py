@@ -14,6 +14,7 @@ from maxtext.checkpoint.tokenizer import open_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import global_batch_size
 from maxtext.configs.types import ShardMode
+from maxtext.data.options import data_options, tokenizer_options
 from maxtext.data.tokenizers import Tokenizer, load_tokenizer
 from maxtext.inference.draft import Draft
 from maxtext.inference.engine import Engine, dropless
@@ -164,5 +165,5 @@ def parameters(config: MaxTextConfig, model: Model) -> Params:
 
 def run_tokenizer(config: MaxTextConfig) -> Tokenizer:
   """The one that is named, the run's own copy, or that of its prepared corpus; prompts do not end by themselves."""
-  with open_tokenizer(config, config.load_parameters_path) as tokenizer:
-    return replace(tokenizer or load_tokenizer(config), add_eos=False)
+  with open_tokenizer(data_options(config), config.load_parameters_path) as tokenizer:
+    return replace(tokenizer or load_tokenizer(tokenizer_options(config)), add_eos=False)

@@ -20,11 +20,11 @@ import numpy as np
 
 from maxtext.configs import ConfigError
 from maxtext.inference.state import Caches
+from maxtext.storage.atomic import UNFINISHED, atomic_file
 
 MOST_BYTES = 64 * 2**30
 """Of a folder."""
 
-_UNFINISHED = ".unfinished"
 _STALE = 3600.0  # seconds after which an unfinished file is that of a process which was killed
 _DAMAGED = (zipfile.BadZipFile, ValueError, KeyError, EOFError, NotImplementedError)
 
@@ -82,20 +82,14 @@ class PromptFiles:
     if size > self._most:
       return
     file = self._file(prompt[:count])
-    unfinished = file.with_name(f"{file.name}.{secrets.token_hex(4)}{_UNFINISHED}")
+    unfinished = file.with_name(f"{file.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
       self._folder.mkdir(parents=True, exist_ok=True)
       self._make_room(size)
-      with unfinished.open("wb") as target:
+      with atomic_file(file, unfinished=unfinished) as target:
         np.savez(target, allow_pickle=False, **{f"{i}": a for i, a in enumerate(leaves)})
-        target.flush()
-        os.fsync(target.fileno())
-      unfinished.rename(file)
-      _sync_folder(self._folder)
     except OSError as error:
       _say(f"{file} cannot be written ({error.strerror}), so its prompt will be computed again.")
-      with suppress(OSError):
-        unfinished.unlink()
 
   def _make_room(self, size: int) -> None:
     """Removes what was not used for longest until so many bytes more fit, and what killed processes have left."""
@@ -103,7 +97,7 @@ class PromptFiles:
     for file in self._folder.iterdir():
       with suppress(OSError):  # another process removes, too
         about = file.stat()
-        if file.name.endswith(_UNFINISHED) and about.st_mtime < time.time() - _STALE:
+        if file.name.endswith(UNFINISHED) and about.st_mtime < time.time() - _STALE:
           file.unlink()
         elif file.suffix == ".npz":
           found.append((about.st_mtime_ns, about.st_size, file))
@@ -119,15 +113,6 @@ class PromptFiles:
     shapes = [(s.shape, str(s.dtype)) for s in jax.tree.leaves(self._like)]
     about = repr((self._model, shapes, list(map(int, tokens))))
     return self._folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.npz"
-
-
-def _sync_folder(folder: Path) -> None:
-  """Has the names in a folder on the disk, not only its files."""
-  handle = os.open(folder, os.O_RDONLY)
-  try:
-    os.fsync(handle)
-  finally:
-    os.close(handle)
 
 
 def _say(what: str) -> None:

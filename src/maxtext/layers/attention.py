@@ -21,6 +21,7 @@ from maxtext.layers.key_blocks import KeyBlocks
 from maxtext.layers.linear import Linear
 from maxtext.layers.make import Make
 from maxtext.layers.norm import Norm, RMSNorm
+from maxtext.layers.parameter_paths import split
 from maxtext.layers.rope import Rope, rotate
 
 _KV = ("activation_batch", "activation_length", "activation_kv_heads", "activation_head_dim")
@@ -127,7 +128,7 @@ class GQA:
     groups = gamma.reshape(*gamma.shape[:-1], self.kv_heads, -1)
     key = jnp.sqrt(groups.min(-1))
     factors = {"key": key, "query": (groups / key[..., None]).reshape(gamma.shape)}
-    return {n: per_head(w, factors[n.split("/")[0]]) for n, w in weights.items() if n.split("/")[0] in factors}
+    return {n: per_head(w, factors[split(n)[0]]) for n, w in weights.items() if split(n)[0] in factors}
 
   def build(self, make: Make, width: int, how: How) -> "GroupedQueryAttention":
     """The layer."""

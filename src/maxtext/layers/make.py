@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxtext.layers.parameter_paths import join
+
 
 class Buffer(nnx.Variable):
   """What the step carries but no gradient touches: router biases, statistics of quantization."""
@@ -40,7 +42,7 @@ class Make:
 
   def at(self, name: str | int, **copies: int) -> "Make":
     """The factory of a child module, or of copies of it: at("experts", expert=8)."""
-    return dataclasses.replace(self, path=f"{self.path}/{name}", stack=(*self.stack, *copies.items()))
+    return dataclasses.replace(self, path=join(self.path, name), stack=(*self.stack, *copies.items()))
 
   def __call__(
     self,
@@ -65,7 +67,7 @@ class Make:
     else:
       value = jnp.full(shape, fill, dtype)
       if std:
-        stream = jnp.asarray(self.seed, jnp.uint32) ^ jnp.uint32(zlib.crc32(f"{self.path}/{name}".encode()))
+        stream = jnp.asarray(self.seed, jnp.uint32) ^ jnp.uint32(zlib.crc32(join(self.path, name).encode()))
         value += (std * _normal(stream, shape)).astype(dtype)
     return kind(value, axes=axes, contracted=contracted, stacked=len(self.stack))
 

@@ -10,6 +10,18 @@ from flax import nnx
 from maxtext.layers.make import Make
 
 
+def unit_rms(x: jax.Array, epsilon: float, axis: int | tuple[int, ...] = -1) -> jax.Array:
+  """x over its root mean square along those dimensions, computed and returned in float32.
+
+  Args:
+    x: in any number format.
+    epsilon: added to the mean square, so that zeros stay zeros.
+    axis: what the mean is over.
+  """
+  x = x.astype(jnp.float32)
+  return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=axis, keepdims=True) + epsilon)
+
+
 class NormLayer(Protocol):
   """A norm with its weights: x [..., width] to the same shape."""
 
@@ -61,8 +73,7 @@ class RMSNorm(nnx.Module):
     self.scale = make("scale", (width,), ("norm",), fill=1.0 - spec.offset) if spec.scaled else None
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.spec.epsilon)
+    y = unit_rms(x, self.spec.epsilon)
     if self.scale is None:
       return y.astype(x.dtype)
     if self.spec.offset or self.spec.scale_in_float32:
@@ -81,5 +92,5 @@ class LayerNorm(nnx.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
+    y = unit_rms(y, self.epsilon)
     return (y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)

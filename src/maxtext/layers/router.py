@@ -14,6 +14,7 @@ from maxtext.layers.dispatch import Routing
 from maxtext.layers.how import How
 from maxtext.layers.linear import Linear
 from maxtext.layers.make import Buffer, Make, Statistic
+from maxtext.layers.norm import unit_rms
 from maxtext.mesh.explicit import by_compiler
 
 
@@ -128,9 +129,7 @@ class TopKRouter(nnx.Module):
   def _logits(self, x: jax.Array) -> jax.Array:
     epsilon = self.spec.input_norm
     if epsilon is not None and self.input_scale is not None:
-      y = x.astype(jnp.float32)
-      y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
-      x = y.astype(x.dtype) * (self.input_scale[...] * x.shape[-1] ** -0.5).astype(x.dtype)
+      x = unit_rms(x, epsilon).astype(x.dtype) * (self.input_scale[...] * x.shape[-1] ** -0.5).astype(x.dtype)
     exact = self.spec.float32 or self.how.experts.float32_logits
     logits = self.logits(x, dtype=jnp.float32 if exact else None).astype(jnp.float32)
     if self.how.experts.random:

@@ -15,6 +15,7 @@ from flax import nnx
 from maxtext.layers.how import How
 from maxtext.layers.linear import Linear
 from maxtext.layers.make import Make
+from maxtext.layers.norm import unit_rms
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,7 @@ class StreamWeights(nnx.Module):
   def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Weights of reading [B,S,N], of writing [B,S,N], and of mixing [B,S,N,N], in float32."""
     n = self.spec.count
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=(-2, -1), keepdims=True) + self.spec.epsilon)
-    y = y * self.scale[...].astype(jnp.float32)
+    y = unit_rms(x, self.spec.epsilon, axis=(-2, -1)) * self.scale[...].astype(jnp.float32)
     found = jnp.split(self.product(y, dtype=jnp.float32), [n, 2 * n], axis=-1)
     gains = jnp.unstack(self.gain[...].astype(jnp.float32))
     read, write, mix = (gain * part for gain, part in zip(gains, found, strict=True))

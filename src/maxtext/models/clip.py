@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from maxtext.layers.parameter_paths import LayerPath, prediction_layer
 from maxtext.models.model import Model, Params
 
 
@@ -25,7 +26,7 @@ def _mixers(model: Model) -> Iterator[tuple[str, Any]]:
   spec = model.spec
   for g, group in enumerate(spec.groups):
     for place, layer in enumerate(group.cycle):
-      yield f"groups/{g}/layers/{place}/mixer", layer.mixer
+      yield str(LayerPath(g, place, "mixer")), layer.mixer
   if spec.ahead is not None:
     for i in range(spec.ahead.count):
-      yield f"ahead/{i}/stack/layers/0/mixer", spec.ahead.layer.mixer
+      yield prediction_layer(i, "mixer"), spec.ahead.layer.mixer

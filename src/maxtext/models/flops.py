@@ -1,11 +1,11 @@
 """How much arithmetic a model asks for, by the usual count."""
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
+from maxtext.layers.parameter_paths import LayerPath
 from maxtext.layers.router import Router
 from maxtext.models.model import Model
 
@@ -33,8 +33,8 @@ def active_share(model: Model, path: str) -> Fraction:
   """The share of a parameter that one token meets: of experts, those that it goes to."""
   if "expert" not in model.named_dimensions[path]:
     return Fraction(1)
-  found = re.match(r"groups/(\d+)/layers/(\d+)/", path)
-  where = model.spec.groups[int(found[1])].cycle[int(found[2])] if found else model.spec
+  found = LayerPath.parse(path)
+  where = model.spec.groups[found.group].cycle[found.place] if found else model.spec
   router = next(_routers(where))
   return Fraction(router.per_token, router.count)
 

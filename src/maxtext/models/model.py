@@ -14,6 +14,7 @@ from flax import nnx
 
 from maxtext.layers.how import How
 from maxtext.layers.make import Buffer, Statistic
+from maxtext.layers.parameter_paths import join, one_layer
 from maxtext.models.decoder import Decoder
 from maxtext.models.spec import DecoderSpec
 
@@ -47,7 +48,7 @@ class Model:
     buffers: dict[str, jax.ShapeDtypeStruct] = {}
     statistics: dict[str, jax.ShapeDtypeStruct] = {}
     for path, variable in nnx.to_flat_state(state):
-      name, value = _name(path), variable.get_value()
+      name, value = join(*path), variable.get_value()
       variables.append((name, path, type(variable), variable.get_metadata()))
       sharding = how.rules.sharding(how.mesh, variable.axes, value.shape)
       struct = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
@@ -116,7 +117,7 @@ class Model:
       name, value = params.popitem()
       shared_out = any(self.struct(name).sharding.spec[:1])
       whole = self.how.scan or dimensions[name][:1] != ("layers",) or shared_out
-      found |= {name: value} if whole else {_of_layer(name, i): value[i] for i in range(value.shape[0])}
+      found |= {name: value} if whole else {one_layer(name, i): value[i] for i in range(value.shape[0])}
     return found
 
   def _whole(self, params: Params, name: str) -> jax.Array:
@@ -124,7 +125,7 @@ class Model:
       return params[name]
     if (statistic := self.statistics.get(name)) is not None:
       return jnp.zeros(statistic.shape, statistic.dtype)
-    return jnp.stack([params[_of_layer(name, i)] for i in range(self.struct(name).shape[0])])
+    return jnp.stack([params[one_layer(name, i)] for i in range(self.struct(name).shape[0])])
 
   def _bound(self, values: Mapping[str, Any]) -> Decoder:
     state = [(path, kind(values[name], **metadata)) for name, path, kind, metadata in self._variables]
@@ -152,12 +153,4 @@ class Model:
 
 
 def _values(state: Any) -> Params:
-  return {_name(path): variable.get_value() for path, variable in nnx.to_flat_state(state)}
-
-
-def _of_layer(name: str, layer: int) -> str:
-  return f"{name}[{layer}]"
-
-
-def _name(path: tuple) -> str:
-  return "/".join(map(str, path))
+  return {join(*path): variable.get_value() for path, variable in nnx.to_flat_state(state)}

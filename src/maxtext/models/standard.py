@@ -12,6 +12,7 @@ from maxtext.layers.attention import GQA, QueryKeyNorm
 from maxtext.layers.block import Block, FeedForward, Mixer
 from maxtext.layers.mlp import MLP
 from maxtext.layers.norm import Norm
+from maxtext.layers.parameter_paths import ANY_LAYER
 from maxtext.layers.rope import Linear, LongContext, Rope, Scaling, Yarn
 from maxtext.models.spec import DecoderSpec, Group, cycles
 from maxtext.models.weight_table import Weight
@@ -134,7 +135,7 @@ def scaling(config: MaxTextConfig) -> Scaling | None:
   return Linear(c.rope_linear_scaling_factor) if c.rope_linear_scaling_factor != 1.0 else None
 
 
-LAYER = "groups/*/layers/*"
+LAYER = ANY_LAYER
 _HF_LAYER = "model.layers.{layer}"
 
 WEIGHTS = {

@@ -3,12 +3,12 @@
 A table maps patterns of parameter paths, in which `*` stands for a number, to `Weight`s; the first that fits counts.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from maxtext.layers.block import Layer
+from maxtext.layers.parameter_paths import LayerPath, fits, prediction_number
 from maxtext.models.spec import DecoderSpec
 
 
@@ -45,7 +45,7 @@ def fused(module: str, parts: Sequence[str], name: str, leaf: str = "weight", **
 def find(table: Table, path: str) -> Weight | None:
   """The entry of a parameter."""
   for pattern, weight in table.items():
-    if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), path):
+    if fits(pattern, path):
       return weight
   return None
 
@@ -53,7 +53,7 @@ def find(table: Table, path: str) -> Weight | None:
 def of_layers(spec: DecoderSpec, own: Callable[[Layer], Table]) -> dict[str, Weight]:
   """Entries for every layer, by what it is; their paths start at the layer."""
   return {
-    f"groups/{g}/layers/{place}/{path}": weight
+    str(LayerPath(g, place, path)): weight
     for g, group in enumerate(spec.groups)
     for place, layer in enumerate(group.cycle)
     for path, weight in own(layer).items()
@@ -66,12 +66,11 @@ def layer_numbers(spec: DecoderSpec, path: str) -> list[int]:
   Layers that predict further tokens are counted after the last one.
   """
   layers = [len(group.cycle) * group.repeats for group in spec.groups]
-  if found := re.match(r"ahead/(\d+)/", path):
-    return [sum(layers) + int(found[1])]
-  found = re.match(r"groups/(\d+)/layers/(\d+)/", path)
+  if (number := prediction_number(path)) is not None:
+    return [sum(layers) + number]
+  found = LayerPath.parse(path)
   if found is None:
     return []
-  group, place = map(int, found.groups())
-  first = sum(layers[:group])
-  own = spec.groups[group]
-  return [first + repeat * len(own.cycle) + place for repeat in range(own.repeats)]
+  first = sum(layers[: found.group])
+  own = spec.groups[found.group]
+  return [first + repeat * len(own.cycle) + found.place for repeat in range(own.repeats)]

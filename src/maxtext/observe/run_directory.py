@@ -20,6 +20,7 @@ from maxtext.configs.secrets import redacted_words
 from maxtext.configs.types import DerivedValues
 from maxtext.observe.growing_file import is_mistake
 from maxtext.observe.report import write_report
+from maxtext.storage.atomic import write_atomically
 
 _LIBRARIES = ("maxtext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "libtpu")
 
@@ -141,14 +142,7 @@ def _short(value: Any) -> str:
 
 def _replace(path: Path, text: str) -> None:
   """Writes a file in the place of another, which stays whole where the disk is full."""
-  new = path.with_name(f".{path.name}.new")
-  try:
-    new.write_text(text)
-    new.replace(path)
-  except OSError:
-    with suppress(OSError):
-      new.unlink()
-    raise
+  write_atomically(path, text.encode(), durable=False, unfinished=path.with_name(f".{path.name}.new"))
 
 
 def _json(value: Mapping[str, Any]) -> str:

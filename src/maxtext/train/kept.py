@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from maxtext.checkpoint.location import folder_of, is_there, steps_in
+from maxtext.checkpoint.options import checkpoint_options, local_checkpoint_options, restore_options
 from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import Fed
 from maxtext.distributed.interrupt import Interrupt
@@ -65,7 +66,7 @@ class Kept:
     elif c.load_full_state_path:
       from maxtext.checkpoint.restore import load_state
 
-      found = load_state(c, "load_full_state_path", c.load_full_state_path, program.state)
+      found = load_state(restore_options(c), "load_full_state_path", c.load_full_state_path, program.state)
     if found:
       _say(f"goes on from {found.folder}")
       return found.state, program.feed(found.position)
@@ -93,12 +94,13 @@ class Kept:
 
     if jax.process_count() > 1:  # JAX keeps a notice that comes while the step compiles; alone, that ends at once
       self._interrupt.listen(signal.SIGTERM)
-    writer = Writer(c, self._folder, self._record, self._began, self._lease.check)
+    writer = Writer(checkpoint_options(c), self._folder, self._record, self._began, self._lease.check)
     saves: list[Callback] = [Save(writer, self._interrupt, guard, c.save_checkpoint_on_completion)]
     if c.enable_emergency_checkpoint:
       from maxtext.checkpoint.local import LocalWriter, local_folder
 
-      saves.append(SaveLocally(LocalWriter(c, local_folder(c, self._name)), guard))
+      options = local_checkpoint_options(c)
+      saves.append(SaveLocally(LocalWriter(options, local_folder(options.directory, self._name)), guard))
     return saves
 
   def _own(self, program: Program) -> "Restored | None":
@@ -114,9 +116,9 @@ class Kept:
       from maxtext.checkpoint.local import local_folder, resume_locally
 
       latest = int(from_first(str(max(steps_in(self._folder), default=0))))
-      if found := resume_locally(local_folder(c, self._name), program.state, latest, blamed):
+      if found := resume_locally(local_folder(c.local_checkpoint_directory, self._name), program.state, latest, blamed):
         return found
-    return resume(c, self._folder, program.state) if there else None
+    return resume(restore_options(c), self._folder, program.state) if there else None
 
   def _with_parameters(self, program: Program, state: TrainState) -> TrainState:
     from maxtext.weights.incoming import load_named

@@ -20,6 +20,7 @@ from maxtext.configs.errors import RunError
 from maxtext.configs.types import DatasetType
 from maxtext.data.batch import Batch, Fed, Position
 from maxtext.data.feed import OpenData, make_feed, open_data
+from maxtext.data.options import data_options
 from maxtext.distributed.multihost import of_process
 from maxtext.layers.how import How
 from maxtext.mesh.compiler import compiler_options
@@ -30,6 +31,7 @@ from maxtext.models.build import build_model
 from maxtext.models.clip import clip_queries_and_keys
 from maxtext.models.model import Model, Params
 from maxtext.optim.optimizer import make_optimizer
+from maxtext.optim.options import optimizer_options, schedule_options
 from maxtext.optim.schedules import learning_rate
 from maxtext.train import diloco
 from maxtext.train.objectives.language_modeling import LanguageModeling
@@ -57,7 +59,7 @@ class Program:
     config = with_devices(config, mesh.devices.flatten().tolist())
     if not model.params:
       raise ConfigError(f"trainable_parameters_mask={config.trainable_parameters_mask} leaves nothing to train.")
-    optimizer = make_optimizer(config, model.matrices)
+    optimizer = make_optimizer(optimizer_options(config), model.matrices)
     updated = update_shardings(model, config.shard_optimizer_over_data)
     _refuse_offload_without_memory(config, mesh)
     state = abstract_state(
@@ -67,7 +69,7 @@ class Program:
       model,
       objective or LanguageModeling(config.z_loss_multiplier, config.num_vocab_tiling, config.mtp_loss_scaling_factor),
       optimizer,
-      learning_rate(config),
+      learning_rate(schedule_options(config)),
       updated=updated,
       clip=config.gradient_clipping_threshold,
       accumulation=config.gradient_accumulation_steps,
@@ -139,22 +141,22 @@ class Program:
 
   @cached_property
   def _data(self) -> OpenData:
-    return open_data(self.config, self.batch)
+    return open_data(data_options(self.config), self.batch)
 
   @cached_property
   def _eval_data(self) -> OpenData:
-    return open_data(self.config, self.eval_batch, "eval")
+    return open_data(data_options(self.config), self.eval_batch, "eval")
 
   def feed(self, position: Position | None = None) -> Iterator[Fed]:
     """The data from a position on."""
-    return make_feed(self.config, self.batch, position, data=self._data)
+    return make_feed(data_options(self.config), self.batch, position, data=self._data)
 
   def evaluate(self, state: TrainState, stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
     """The objective's figures per target over `eval_steps` batches of the evaluation data, and the targets' number.
 
     None where `stop`, which is asked after every batch, ends it.
     """
-    feed = make_feed(self.config, self.eval_batch, split="eval", data=self._eval_data)
+    feed = make_feed(data_options(self.config), self.eval_batch, split="eval", data=self._eval_data)
     batches = islice(feed, None if self.config.eval_steps == -1 else self.config.eval_steps)
     found = []
     for fed in batches:

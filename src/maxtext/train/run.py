@@ -15,6 +15,7 @@ from maxtext.checkpoint.tokenizer import keep_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.loader import values_and_origins
 from maxtext.configs.types import ProfilerType
+from maxtext.data.options import data_options
 from maxtext.distributed.multihost import from_first, join, of_process, once, problems_of_all, refuse_unjoined
 from maxtext.mesh.chips import chip_of
 from maxtext.mesh.devices import make_mesh
@@ -81,7 +82,7 @@ def train(
       run.begin(record if config.log_config else None)
       if config.save_config_to_gcs and run.store:
         run.store_config(record)
-      if why := keep_tokenizer(config, str(run.store or run.path)):
+      if why := keep_tokenizer(data_options(config), config.load_parameters_path, str(run.store or run.path)):
         print(f"maxtext: the run's folder has no tokenizer: {why}", flush=True)
     steps = range(int(state.step), config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
     callbacks = [

@@ -8,6 +8,7 @@ from math import prod
 import numpy as np
 
 from maxtext.configs import ConfigError
+from maxtext.layers.parameter_paths import module_of, sibling
 from maxtext.models.model import Model
 from maxtext.models.weight_table import Table, Weight, find, layer_numbers
 
@@ -37,7 +38,7 @@ class Tensor:
   def put_in_order(self) -> None:
     """Sorts the slots as the tensor's parts stand."""
     if parts := self.weight.parts:
-      self.slots.sort(key=lambda slot: parts.index(slot.path.split("/")[-2]))
+      self.slots.sort(key=lambda slot: parts.index(module_of(slot.path)))
       assert len(self.slots) == len(parts), (self, "a part is missing")
 
   @property
@@ -179,8 +180,7 @@ def _blocks(model: Model, path: str, weight: Weight) -> int:
   """How often the parts of a fused tensor alternate."""
   if not weight.blocks:
     return 1
-  module, _, leaf = path.rsplit("/", 2)
-  other = f"{module}/{weight.blocks if weight.blocks != 'each' else weight.parts[0]}/{leaf}"
+  other = sibling(path, weight.blocks if weight.blocks != "each" else weight.parts[0])
   outputs = model.struct(other).shape[sum(model.contracted[other]) :]
   return prod(outputs) if weight.blocks == "each" else outputs[0]
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxtext.checkpoint.options import array_storage, restore_options
 from maxtext.checkpoint.record import Array
 from maxtext.checkpoint.restore import load_parameters
 from maxtext.checkpoint.stream import StreamWriter
@@ -39,7 +40,7 @@ def convert_in(
   weights, beside = Incoming.of(config, model, folder), side_files(folder)
   arrays = {path: Array(model.struct(path).shape, str(model.struct(path).dtype)) for path in weights.parts}
   files = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in folder.files()]
-  writer = StreamWriter(config, target, arrays, files)
+  writer = StreamWriter(array_storage(config), target, arrays, files)
   pieces = [(path, name, number) for path, parts in weights.parts.items() for name, number in parts]
   sizes = [prod(weights.tensors[n].slots[number].shape) * model.struct(p).dtype.itemsize for p, n, number in pieces]
   done, total = 0, sum(sizes)
@@ -59,7 +60,7 @@ def load_named(config: MaxTextConfig, model: Model, wanted: Mapping[str, jax.Sha
   path = config.load_parameters_path
   if config.source_checkpoint_layout == "safetensors":
     return load_in(config, model, path)
-  return load_parameters(config, "load_parameters_path", path, wanted)
+  return load_parameters(restore_options(config), "load_parameters_path", path, wanted)
 
 
 def load_in(config: MaxTextConfig, model: Model, path: str) -> dict[str, jax.Array]:

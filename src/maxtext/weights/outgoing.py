@@ -18,6 +18,7 @@ from maxtext.checkpoint.stream import StreamReader
 from maxtext.checkpoint.tokenizer import SIDE_FOLDER, kind_of, open_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
+from maxtext.data.options import data_options
 from maxtext.models.build import weight_table
 from maxtext.models.model import Model
 from maxtext.weights.description import TOKENS, entries
@@ -119,7 +120,7 @@ class _Outgoing:
       copy_files(side_files(Folder(came)), folder)
     tokens = {name: Folder(folder).config.get(name) for name in TOKENS}
     if self._config.tokenizer_path or kind_of(came) is None:
-      with open_tokenizer(self._config, str(self._reader.folder)) as tokenizer:
+      with open_tokenizer(data_options(self._config), str(self._reader.folder)) as tokenizer:
         if tokenizer is not None:
           write_tokenizer(tokenizer, folder)
           tokens = dict(zip(TOKENS, (tokenizer.bos, tokenizer.eos, tokenizer.vocabulary.pad), strict=True))

@@ -6,7 +6,6 @@ few lines that it takes are here. Nothing else is ever read: no pickle.
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from maxtext.configs.errors import RunError
+from maxtext.storage.atomic import atomic_file
 
 _NAMES = {
   "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
@@ -89,22 +89,9 @@ def header(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
 
 def write_whole(file: Path, content: Iterable[bytes | memoryview]) -> None:
   """Writes a file that is either there with all its bytes or not there at all."""
-  unfinished = file.with_name(f"{file.name}.unfinished")
-  with open(unfinished, "wb") as f:
+  with atomic_file(file) as f:
     for part in content:
       f.write(part)
-    f.flush()
-    os.fsync(f.fileno())
-  unfinished.replace(file)
-  _sync_folder(file.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-  descriptor = os.open(folder, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)
 
 
 def _stored(file: Path, start: int, about: Mapping) -> Stored:

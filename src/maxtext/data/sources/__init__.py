@@ -1,10 +1,10 @@
-"""Where documents come from. Each source is opened by a function of the configuration; libraries are imported there."""
+"""Where documents come from. Each source is opened by a function of the options; libraries are imported there."""
 
 from collections.abc import Callable
 
-from maxtext.configs import MaxTextConfig
 from maxtext.configs.types import DatasetType
 from maxtext.data.documents import Source
+from maxtext.data.options import DataOptions
 from maxtext.data.sources.grain import open_grain
 from maxtext.data.sources.hf import open_hf
 from maxtext.data.sources.olmo import open_olmo
@@ -12,12 +12,12 @@ from maxtext.data.sources.tfds import open_tfds
 from maxtext.data.splits import Split
 
 
-def open_sources(config: MaxTextConfig, split: Split) -> list[Source]:
+def open_sources(options: DataOptions, split: Split) -> list[Source]:
   """The sources of training or evaluation, with their weights."""
-  return _OPEN[config.dataset_type](config, split)
+  return _OPEN[options.kind](options, split)
 
 
-_OPEN: dict[DatasetType, Callable[[MaxTextConfig, Split], list[Source]]] = {
+_OPEN: dict[DatasetType, Callable[[DataOptions, Split], list[Source]]] = {
   DatasetType.GRAIN: open_grain,
   DatasetType.HF: open_hf,
   DatasetType.TFDS: open_tfds,

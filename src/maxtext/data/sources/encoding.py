@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError
+from maxtext.data.options import DataOptions
 from maxtext.data.splits import Split
 from maxtext.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -26,13 +27,13 @@ class Encoding:
   most: int | None
 
   @staticmethod
-  def of(config: MaxTextConfig, split: Split) -> "Encoding":
+  def of(options: DataOptions, split: Split) -> "Encoding":
     """As the keys of the split say."""
     if not split.tokenize:
       return Encoding(tuple(split.columns), None, None)
     # A row of inputs has one more token, the last one's target.
-    most = config.max_target_length + 1 if config.use_truncation else None
-    return Encoding(tuple(split.columns), load_tokenizer(config), most)
+    most = options.length + 1 if options.truncate else None
+    return Encoding(tuple(split.columns), load_tokenizer(options.tokenizer), most)
 
   @property
   def identity(self) -> dict[str, Any]:

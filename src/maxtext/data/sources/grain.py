@@ -7,42 +7,43 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError
 from maxtext.data.documents import Documents, Source
+from maxtext.data.options import DataOptions
 from maxtext.data.prepared import MANIFEST, Prepared
 from maxtext.data.sources.encoding import Encoding
 from maxtext.data.sources.files import FORMATS, open_files
-from maxtext.data.splits import Split, split_of
+from maxtext.data.splits import Split
 from maxtext.data.tokenizers import refuse_larger_vocabulary
 
 Part = tuple[str, float]  # a folder or glob, and its weight
 
 
-def open_grain(config: MaxTextConfig, split: Split) -> list[Source]:
+def open_grain(options: DataOptions, split: Split) -> list[Source]:
   """Opens all parts, several at a time."""
   parts = _parts(split)
-  encoding = cache(partial(Encoding.of, config, split))  # only where something is not tokenised yet, and once
-  with ThreadPoolExecutor(max(1, config.grain_data_source_max_workers)) as pool:
-    opened = pool.map(lambda part: _open(config, split, encoding, part[0]), parts)
+  encoding = cache(partial(Encoding.of, options, split))  # only where something is not tokenised yet, and once
+  with ThreadPoolExecutor(max(1, options.open_threads)) as pool:
+    opened = pool.map(lambda part: _open(options, split, encoding, part[0]), parts)
     return [Source(documents, weight) for documents, (_, weight) in zip(opened, parts, strict=True)]
 
 
-def train_places(config: MaxTextConfig) -> list[str]:
-  """The folders and globs that a run is trained on."""
-  return [place for place, _ in _parts(split_of(config, "train"))]
+def places(split: Split) -> list[str]:
+  """The folders and globs that are read."""
+  return [place for place, _ in _parts(split)]
 
 
 def _parts(split: Split) -> Sequence[Part]:
   return _mixture_parts(split.mixture) if split.mixture else _file_parts(*split.grain_files)
 
 
-def _open(config: MaxTextConfig, split: Split, encoding: Callable[[], Encoding], place: str) -> Documents:
+def _open(options: DataOptions, split: Split, encoding: Callable[[], Encoding], place: str) -> Documents:
   folder = Path(place).expanduser()
   if (folder / MANIFEST).exists():
     prepared = Prepared(folder, split.threads)
-    refuse_larger_vocabulary(config, prepared.vocab_size, f"{split.grain_files[0]}: {place}")
+    refuse_larger_vocabulary(options.vocab_size, prepared.vocab_size, f"{split.grain_files[0]}: {place}")
     return prepared
-  kind, key = config.grain_file_type, split.grain_files[0]
+  kind, key = options.file_type, split.grain_files[0]
   if kind not in FORMATS:
     raise ConfigError(f"grain_file_type={kind} must be one of {', '.join(FORMATS)}.")
   paths = sorted(glob.glob(str(folder)))
@@ -51,7 +52,7 @@ def _open(config: MaxTextConfig, split: Split, encoding: Callable[[], Encoding],
       f"{key}: {place} is neither the folder of a prepared corpus, with its {MANIFEST}, nor a glob of files. "
       f"`maxtext data prepare` makes such a folder."
     )
-  documents = open_files(paths, kind, encoding(), config.grain_shuffle_buffer_size, split.threads)
+  documents = open_files(paths, kind, encoding(), options.shuffle_buffer, split.threads)
   if not sum(documents.sizes):
     raise ConfigError(f"{key}: {place} holds no records.")
   return documents

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError
 from maxtext.data.documents import Source, TokenCounts
+from maxtext.data.options import DataOptions, OlmoOptions
 from maxtext.data.order import FEW_SHARDS
 from maxtext.data.records import Records, Shard
 from maxtext.data.splits import Split
@@ -21,18 +22,19 @@ from maxtext.data.splits import Split
 LONGEST_PERIOD, MOST_REPEATS = 13, 32
 
 
-def open_olmo(config: MaxTextConfig, split: Split) -> list[Source]:
+def open_olmo(options: DataOptions, split: Split) -> list[Source]:
   """The sequences of an index."""
-  if not config.olmo_index_path:
+  olmo = options.olmo
+  if not olmo.index_path:
     raise ConfigError("dataset_type=olmo_grain needs olmo_index_path: write the JSON index of the token files.")
   if split.name == "eval":
     raise ConfigError("dataset_type=olmo_grain has no evaluation data: leave eval_interval out.")
-  length, dtype, paths = _index(config)
-  if length not in (config.max_target_length, config.max_target_length + 1):
+  length, dtype, paths = _index(olmo)
+  if length not in (options.length, options.length + 1):
     raise ConfigError(
-      f"olmo_index_path={config.olmo_index_path} has sequences of {length} tokens: write max_target_length={length}."
+      f"olmo_index_path={olmo.index_path} has sequences of {length} tokens: write max_target_length={length}."
     )
-  return [Source(_Sequences(paths, length, dtype, config.olmo_apply_ngram_filter, split.threads))]
+  return [Source(_Sequences(paths, length, dtype, olmo.ngram_filter, split.threads))]
 
 
 def repeats(tokens: np.ndarray) -> bool:
@@ -85,15 +87,15 @@ class _Reader:
     return list(self._sequences[places])
 
 
-def _index(config: MaxTextConfig) -> tuple[int, np.dtype, list[Path]]:
-  path = Path(config.olmo_index_path).expanduser()
+def _index(olmo: OlmoOptions) -> tuple[int, np.dtype, list[Path]]:
+  path = Path(olmo.index_path).expanduser()
   try:
     index: dict[str, Any] = json.loads(path.read_text())
     listed = [file if isinstance(file, str) else file["path"] for file in index["files"]]
     length, dtype = int(index["sequence_length"]), np.dtype(index.get("dtype", "int32"))
   except (OSError, ValueError, TypeError, KeyError) as error:
     raise ConfigError(f"olmo_index_path={path} is not an index of token files: {error!r}.") from None
-  before, after = config.olmo_path_remap_from, config.olmo_path_remap_to
+  before, after = olmo.remap_from, olmo.remap_to
   moved = [Path(after + file.removeprefix(before) if before and file.startswith(before) else file) for file in listed]
   if missing := [str(file) for file in moved if not file.exists()]:
     raise ConfigError(f"{missing[0]}, listed in {path}, is not there: see olmo_path_remap_from and olmo_path_remap_to.")

@@ -3,24 +3,25 @@
 `c4_mlperf` differs in packing alone: documents are joined and cut, as that benchmark has it.
 """
 
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import ConfigError
 from maxtext.data.documents import Source
+from maxtext.data.options import DataOptions
 from maxtext.data.sources.columns import ColumnDocuments
 from maxtext.data.sources.encoding import Encoding
 from maxtext.data.splits import Split
 
 
-def open_tfds(config: MaxTextConfig, split: Split) -> list[Source]:
+def open_tfds(options: DataOptions, split: Split) -> list[Source]:
   """A split of a data set that lies in `dataset_path`; nothing is downloaded."""
   try:
     import tensorflow_datasets as tfds
   except ImportError:
-    kind = config.dataset_type.value
+    kind = options.kind.value
     raise ConfigError(f"dataset_type={kind} needs the extra: pip install 'maxtext[tfds]'.") from None
   key = "dataset_name" if split.name == "train" else "eval_dataset_name"
-  what = f"{key}={split.tfds_name} in dataset_path={config.dataset_path or tfds.core.constants.DATA_DIR}"
+  what = f"{key}={split.tfds_name} in dataset_path={options.tfds_folder or tfds.core.constants.DATA_DIR}"
   try:
-    data = tfds.builder(split.tfds_name, data_dir=config.dataset_path or None).as_data_source(split=split.tfds_split)
+    data = tfds.builder(split.tfds_name, data_dir=options.tfds_folder or None).as_data_source(split=split.tfds_split)
   except (
     ValueError,
     NotImplementedError,
@@ -33,7 +34,7 @@ def open_tfds(config: MaxTextConfig, split: Split) -> list[Source]:
     raise ConfigError(
       f"{what} cannot be read: {reason} It must be prepared, with file_format='array_record', for random access."
     ) from None
-  encoding = Encoding.of(config, split)
+  encoding = Encoding.of(options, split)
   if missing := set(encoding.columns) - set(data[0]):
     raise ConfigError(f"{what} has no {', '.join(sorted(missing))}; it has {', '.join(sorted(data[0]))}.")
   documents = ColumnDocuments(

@@ -12,6 +12,7 @@ from maxtext.configs.types import RopeType
 from maxtext.layers.indexer import Indexer
 from maxtext.layers.mla import MLA
 from maxtext.layers.norm import Norm
+from maxtext.layers.parameter_paths import ANY_PREDICTION
 from maxtext.models import standard
 from maxtext.models.hugging_face import READS, STANDARD, Entries, Field, HuggingFace, absent, rope, rope_entries
 from maxtext.models.mixture import expert_width, mixture
@@ -77,7 +78,7 @@ _VECTORS = {
 
 
 # Layers that predict further tokens join what was known with the next token; they share embedding and head.
-_FURTHER = "ahead/*/stack/layers/*"
+_FURTHER = f"{ANY_PREDICTION}/stack/layers/*"
 _JOIN = {
   "token_norm/scale": Weight(f"{_THEIRS}.enorm.weight"),
   "hidden_norm/scale": Weight(f"{_THEIRS}.hnorm.weight"),
@@ -100,7 +101,7 @@ def weights(spec: DecoderSpec) -> Table:
     | standard.shared_expert("mlp.shared_experts")
   )
   further = {path.replace(_OURS, _FURTHER): weight for path, weight in own.items() if path.startswith(_OURS)}
-  return own | further | {f"ahead/*/{path}": weight for path, weight in _JOIN.items()}
+  return own | further | {f"{ANY_PREDICTION}/{path}": weight for path, weight in _JOIN.items()}
 
 
 def hugging_face(config: MaxTextConfig) -> HuggingFace:

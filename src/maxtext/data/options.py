@@ -1,0 +1,211 @@
+"""What data and tokenizers need of a run's configuration. This module alone reads its keys for them."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from maxtext.configs import MaxTextConfig
+from maxtext.configs.types import DatasetType, TokenizerType
+from maxtext.data.splits import Name, Split
+
+
+@dataclass(frozen=True)
+class TokenizerOptions:
+  """Which tokenizer, and what it adds to a text.
+
+  Attributes:
+    path: of a vocabulary, or its name on Hugging Face; None where none is named.
+    kind: what the vocabulary is.
+    vocab_size: of the model, which must have an embedding for each token.
+    add_bos: a document begins with the token for that.
+    add_eos: a document ends with the token for that.
+    chat_template: as a Jinja text; empty takes the file's, or the tokenizer's own.
+    chat_template_path: a file of one.
+    access_token: for Hugging Face.
+    training_characters: of text, at most, that a tokenizer is trained on.
+  """
+
+  path: str | None
+  kind: TokenizerType
+  vocab_size: int
+  add_bos: bool
+  add_eos: bool
+  chat_template: str
+  chat_template_path: str
+  access_token: str | None = field(repr=False)
+  training_characters: int
+
+
+@dataclass(frozen=True)
+class HubOptions:
+  """A data set that the `datasets` library reads: its name or form, its subset and folder, and who reads it."""
+
+  path: str
+  name: str | None
+  data_dir: str | None
+  access_token: str | None = field(repr=False)
+
+
+@dataclass(frozen=True)
+class OlmoOptions:
+  """An index of token files, how the folders in it have moved, and whether repetitive sequences are left out."""
+
+  index_path: str
+  remap_from: str
+  remap_to: str
+  ngram_filter: bool
+
+
+@dataclass(frozen=True)
+class RampOptions:
+  """A batch that grows: rows per device at first, what each stage adds, and at last; and samples until then."""
+
+  start: float
+  increment: float
+  last: float
+  samples: int
+
+
+@dataclass(frozen=True)
+class DataOptions:
+  """What a run is fed with.
+
+  Attributes:
+    kind: where documents come from.
+    train: what is read, and how, for training.
+    evaluation: the same for evaluation.
+    tokenizer: of text.
+    truncate: text is cut after a row's tokens.
+    vocab_size: tokens must be below it.
+    length: of a row.
+    seed: of the order of documents.
+    pack: rows hold several documents.
+    packing_kind: how they are chosen.
+    max_segments: documents in a row, at most; -1 is no limit.
+    accumulation: micro-batches of a batch.
+    ramp: how the batch grows at first; None where it does not.
+    reuse_batch: every batch is the first one.
+    shuffle_buffer: documents that are shuffled together where data is best read in order.
+    open_threads: sources that are opened at a time.
+    worker_megabytes: for reader processes, where their number is left open.
+    file_type: of globs of files.
+    hub: of `hf`.
+    tfds_folder: of `tfds`; empty is its own.
+    olmo: of `olmo_grain`.
+  """
+
+  kind: DatasetType
+  train: Split
+  evaluation: Split
+  tokenizer: TokenizerOptions
+  truncate: bool
+  vocab_size: int
+  length: int
+  seed: int
+  pack: bool
+  packing_kind: Literal["first_fit", "best_fit", "concat_then_split"]
+  max_segments: int
+  accumulation: int
+  ramp: RampOptions | None
+  reuse_batch: bool
+  shuffle_buffer: int
+  open_threads: int
+  worker_megabytes: int
+  file_type: str
+  hub: HubOptions
+  tfds_folder: str
+  olmo: OlmoOptions
+
+  def split(self, name: Name) -> Split:
+    """Of training or of evaluation."""
+    return self.train if name == "train" else self.evaluation
+
+
+def tokenizer_options(config: MaxTextConfig) -> TokenizerOptions:
+  """From a run's keys."""
+  return TokenizerOptions(
+    path=config.tokenizer_path,
+    kind=config.tokenizer_type,
+    vocab_size=config.vocab_size,
+    add_bos=config.add_bos,
+    add_eos=config.add_eos,
+    chat_template=config.chat_template,
+    chat_template_path=config.chat_template_path,
+    access_token=config.hf_access_token,
+    training_characters=config.max_corpus_chars,
+  )
+
+
+def data_options(config: MaxTextConfig) -> DataOptions:
+  """From a run's keys."""
+  c = config
+  ramp = RampOptions(
+    c.per_device_batch_size_start, c.per_device_batch_size_increment, c.per_device_batch_size, c.global_rampup_samples
+  )
+  return DataOptions(
+    kind=c.dataset_type,
+    train=_train(c),
+    evaluation=_evaluation(c),
+    tokenizer=tokenizer_options(c),
+    truncate=c.use_truncation,
+    vocab_size=c.vocab_size,
+    length=c.max_target_length,
+    seed=c.data_shuffle_seed,
+    pack=c.packing,
+    packing_kind=c.grain_packing_type,
+    max_segments=c.max_segments_per_seq,
+    accumulation=c.gradient_accumulation_steps,
+    ramp=ramp if c.enable_rampup_batch_size else None,
+    reuse_batch=bool(c.reuse_example_batch),
+    shuffle_buffer=c.grain_shuffle_buffer_size,
+    open_threads=c.grain_data_source_max_workers,
+    worker_megabytes=c.grain_ram_budget_mb,
+    file_type=c.grain_file_type,
+    hub=HubOptions(c.hf_path, c.hf_name, c.hf_data_dir, c.hf_access_token),
+    tfds_folder=c.dataset_path,
+    olmo=OlmoOptions(c.olmo_index_path, c.olmo_path_remap_from, c.olmo_path_remap_to, c.olmo_apply_ngram_filter),
+  )
+
+
+def _train(config: MaxTextConfig) -> Split:
+  return Split(
+    name="train",
+    columns=config.train_data_columns,
+    tokenize=config.tokenize_train_data,
+    epochs=config.num_epoch,
+    shuffle=config.enable_data_shuffling,
+    rows_per_device=config.per_device_batch_size,
+    pad=config.generate_padding_batch_train,
+    workers=config.grain_worker_count,
+    buffer=config.grain_per_worker_buffer_size,
+    threads=config.grain_num_threads,
+    read_ahead=config.grain_prefetch_buffer_size,
+    grain_files=("grain_train_files", config.grain_train_files),
+    mixture=config.grain_train_mixture_config_path,
+    hf_files=config.hf_train_files,
+    hf_split=config.train_split,
+    tfds_name=config.dataset_name,
+    tfds_split=config.train_split,
+  )
+
+
+def _evaluation(config: MaxTextConfig) -> Split:
+  """Evaluation goes once through the data, as it stands."""
+  return Split(
+    name="eval",
+    columns=config.eval_data_columns,
+    tokenize=config.tokenize_eval_data,
+    epochs=1,
+    shuffle=False,
+    rows_per_device=config.eval_per_device_batch_size,
+    pad=config.generate_padding_batch_eval,
+    workers=config.grain_worker_count_eval,
+    buffer=config.grain_per_worker_buffer_size_eval,
+    threads=config.grain_num_threads_eval,
+    read_ahead=config.grain_prefetch_buffer_size_eval,
+    grain_files=("grain_eval_files", config.grain_eval_files),
+    mixture="",
+    hf_files=config.hf_eval_files,
+    hf_split=config.hf_eval_split,
+    tfds_name=config.eval_dataset_name,
+    tfds_split=config.eval_split,
+  )

@@ -1,0 +1,92 @@
+"""The grammar of parameter paths, as `groups/0/layers/1/mixer/query/weight`.
+
+A path is names joined by `/`: of modules, from the decoder down, and of the variable in the last. A group is a stack of
+repeated cycles of layers, and `layers/<place>` is a place in the cycle: its repeats are one array, stacked on
+dimension 0. Layers that predict further tokens are at `ahead/<number>/stack/layers/0`, one of each.
+"""
+
+import re
+from typing import NamedTuple
+
+ANY_LAYER = "groups/*/layers/*"
+"""A pattern (see `fits`) of the layers of groups."""
+
+ANY_PREDICTION = "ahead/*"
+"""A pattern of the modules that predict further tokens."""
+
+_LAYER = re.compile(r"groups/(\d+)/layers/(\d+)/(.*)", re.DOTALL)
+_PREDICTION = re.compile(r"ahead/(\d+)/")
+
+
+class LayerPath(NamedTuple):
+  """The path of a variable in a stack of layers.
+
+  Attributes:
+    group: its number in the decoder.
+    place: the layer's number in the group's cycle.
+    rest: the path from the layer down.
+  """
+
+  group: int
+  place: int
+  rest: str
+
+  @staticmethod
+  def parse(path: str) -> "LayerPath | None":
+    """None where a path is of no layer of a group."""
+    found = _LAYER.match(path)
+    return None if found is None else LayerPath(int(found[1]), int(found[2]), found[3])
+
+  def __str__(self) -> str:
+    return join("groups", self.group, "layers", self.place, self.rest)
+
+  def unstacked(self, repeat: int) -> str:
+    """The path of one repeat, in checkpoints that keep each layer apart: `groups/0/layers/1.3/...` is the fourth."""
+    return join("groups", self.group, "layers", f"{self.place}.{repeat}", self.rest)
+
+
+def join(*names: str | int) -> str:
+  """The path of names or of paths, one below the other."""
+  return "/".join(map(str, names))
+
+
+def split(path: str) -> list[str]:
+  """The names of a path."""
+  return path.split("/")
+
+
+def below(path: str) -> str:
+  """A path without its first name: as of a checkpoint's `params/...`, the parameter's own."""
+  return path.partition("/")[2]
+
+
+def prediction_layer(number: int, rest: str) -> str:
+  """The path of a variable or module in the layer of a module that predicts further tokens."""
+  return join("ahead", number, "stack/layers/0", rest)
+
+
+def prediction_number(path: str) -> int | None:
+  """Which of the modules that predict further tokens a path is of; None where it is of none."""
+  found = _PREDICTION.match(path)
+  return None if found is None else int(found[1])
+
+
+def one_layer(path: str, repeat: int) -> str:
+  """The name of one repeat of a stacked parameter, where a program takes layers as arrays of their own."""
+  return f"{path}[{repeat}]"
+
+
+def fits(pattern: str, path: str) -> bool:
+  """Whether a path is one that a pattern describes, in which `*` stands for a number."""
+  return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), path) is not None
+
+
+def sibling(path: str, module: str) -> str:
+  """The same variable of another module beside its own."""
+  parent, _, leaf = path.rsplit("/", 2)
+  return join(parent, module, leaf)
+
+
+def module_of(path: str) -> str:
+  """The name of the module that a variable is in."""
+  return split(path)[-2]
