@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import jax
 import numpy as np
@@ -153,7 +153,7 @@ class LLM:
     Raises:
       ConfigError: (a ValueError) a prompt is empty or too long, or holds what is no token. Nothing was answered then.
     """
-    several = [prompts] if _is_one(prompts) else list(prompts)
+    several = [prompts] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
     return self._answer([self._encode(prompt) for prompt in several], sampling_params, on_text)
 
   def chat(
@@ -166,8 +166,8 @@ class LLM:
 
     A message is a dict with `role` and `content`. Names of special tokens in it are text like any other.
     """
-    several = [messages] if _is_conversation(messages) else messages
-    tokens = [self.tokenizer.chat(one, answer=True).tolist() for one in several]  # type: ignore[arg-type]
+    several = [messages] if _is_conversation(messages) else cast(Sequence[Sequence[Message]], messages)
+    tokens = [self.tokenizer.chat(one, answer=True).tolist() for one in several]
     return self._answer(tokens, sampling_params, on_text)
 
   def score(self, token_ids: Sequence[int]) -> np.ndarray:
