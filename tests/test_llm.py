@@ -270,7 +270,13 @@ def test_another_tree_is_refused_by_path(llm):
   assert llm.version == 0
   elsewhere = params | {path: jax.device_put(np.asarray(array), jax.devices()[0])}  # the same, in other words
   checked = checked_params(llm.engine._structs, elsewhere)
-  assert checked[path].sharding == llm.engine._structs[path].sharding
+  assert elsewhere[path].sharding != checked[path].sharding == llm.engine._structs[path].sharding
+  assert checked[path].unsafe_buffer_pointer() == elsewhere[path].unsafe_buffer_pointer(), "nothing was copied"
+  llm.generate(["on"] * 3, GREEDY)
+  llm.engine.update_params(elsewhere, 0)
+  sizes = [program._cache_size() for program in programs(llm.engine)]
+  assert len(llm.generate("on", GREEDY)[0].token_ids) == 8
+  assert [program._cache_size() for program in programs(llm.engine)] == sizes
 
 
 @pytest.mark.slow

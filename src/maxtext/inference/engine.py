@@ -281,8 +281,11 @@ def _same(path: str, struct: jax.ShapeDtypeStruct, array: jax.Array) -> jax.Arra
   assert struct.sharding is not None
   if not array.sharding.is_equivalent_to(struct.sharding, array.ndim):
     raise ValueError(f"update_params: {path} is placed as {array.sharding}, and the model has it as {struct.sharding}.")
-  # One object of many that say the same: programs are found by it. Nothing moves.
-  return array if array.sharding == struct.sharding and array.committed else jax.device_put(array, struct.sharding)
+  if array.sharding == struct.sharding and array.committed:
+    return array
+  # The same placement in other words, by which a compiled program would not be found. The buffers stay the same.
+  shards = [shard.data for shard in array.addressable_shards]
+  return jax.make_array_from_single_device_arrays(array.shape, struct.sharding, shards)
 
 
 def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -92,7 +92,9 @@ class LLM:
     strict: bool = False,
     **keys: Any,
   ) -> None:
-    if draft_model is not None and num_speculative_tokens < 1:
+    if num_speculative_tokens < 0:
+      raise ConfigError(f"num_speculative_tokens={num_speculative_tokens}: at least 0.")
+    if draft_model is not None and not num_speculative_tokens:
       raise ConfigError("draft_model: say with num_speculative_tokens how many tokens it guesses.")
     config = resolve_model(os.fspath(model), keys, strict)
     draft = None if draft_model is None else resolve_draft(os.fspath(draft_model), "draft_model")
@@ -214,7 +216,7 @@ class LLM:
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     on_text: OnText | None,
   ) -> list[RequestOutput]:
-    one = sampling_params or self.sampling_params
+    one = self.sampling_params if sampling_params is None else sampling_params
     each = [one] * len(prompts) if isinstance(one, SamplingParams) else list(one)
     if len(each) != len(prompts):
       raise ConfigError(f"{len(each)} sampling parameters for {len(prompts)} prompts: give one, or one for each.")
