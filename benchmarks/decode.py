@@ -27,7 +27,7 @@ from benchmarks import bare, bare_decode
 from benchmarks.figures import show
 from maxtext import load_config
 from maxtext.inference.loading import Loaded
-from maxtext.inference.sampling import Settings
+from maxtext.inference.sampling import SamplingParams
 
 PROMPT = "w1 w2 w3"
 
@@ -84,7 +84,7 @@ def ours(values: dict, size: bare.Size) -> Decode:
   def start() -> Step:
     for slot in range(size.rows):
       prompt = [slot + 1]
-      engine.insert(engine.prefilled(prompt), slot, prompt, Settings(temperature=0.0))
+      engine.insert(engine.prefilled(prompt), slot, prompt, SamplingParams(temperature=0.0))
     active = [True] * size.rows
     return lambda: engine.generate(active).tokens
 

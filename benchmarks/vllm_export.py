@@ -21,7 +21,7 @@ import maxtext
 from maxtext.cli.main import main as command
 from maxtext.inference.engine import dropless
 from maxtext.inference.loading import make_engine, parameters
-from maxtext.inference.sampling import Settings
+from maxtext.inference.sampling import SamplingParams
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
 
@@ -84,7 +84,7 @@ def answered(name: str, work: Path) -> tuple[list[tuple[int, float]], list[int]]
   model = dropless(build_model(config, make_mesh(config)))
   engine = make_engine(config, model, parameters(config, model))
   prompt = np.random.default_rng(0).integers(3, config.vocab_size, PROMPT).tolist()
-  engine.insert(engine.prefilled(prompt), 0, prompt, Settings(temperature=0.0))
+  engine.insert(engine.prefilled(prompt), 0, prompt, SamplingParams(temperature=0.0))
   active = [slot == 0 for slot in range(engine.slots)]
   steps = [engine.generate(active) for _ in range(TOKENS)]
   return [(int(step.tokens[0]), float(step.log_probs[0])) for step in steps], prompt

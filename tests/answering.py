@@ -14,7 +14,7 @@ from maxtext.data.options import tokenizer_options
 from maxtext.data.tokenizers import load_tokenizer, train_tokenizer
 from maxtext.inference.answer import Answer
 from maxtext.inference.loading import Loaded, make_engine
-from maxtext.inference.sampling import Settings
+from maxtext.inference.sampling import SamplingParams
 from maxtext.serving.limits import Limits
 from maxtext.serving.server import make_app
 from maxtext.serving.worker import Worker
@@ -33,7 +33,7 @@ def random_model(folder, ahead=0, seed=0, **changes):
   params, buffers = jax.jit(model.init, out_shardings=shardings)(seed)
   named = config.model_copy(update={"tokenizer_type": TokenizerType.HUGGINGFACE, "tokenizer_path": str(folder)})
   tokenizer = replace(load_tokenizer(tokenizer_options(named)), add_bos=False, add_eos=False)
-  settings = Settings(stop_tokens=(tokenizer.eos,))
+  settings = SamplingParams(stop_token_ids=(tokenizer.eos,))
   return Loaded(config, make_engine(config, model, params | buffers, ahead), tokenizer, settings)
 
 

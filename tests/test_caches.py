@@ -18,7 +18,7 @@ import pytest
 from maxtext import ConfigError, load_config
 from maxtext.inference.engine import Engine, Piece, dropless
 from maxtext.inference.prefixes import Prefixes
-from maxtext.inference.sampling import Settings
+from maxtext.inference.sampling import SamplingParams
 from maxtext.inference.scheduler import Request, Scheduler
 from maxtext.inference.state import advance
 from maxtext.kernels import step as step_kernel
@@ -221,7 +221,7 @@ def test_a_rounded_cache_serves_pieces_and_shared_beginnings():
   scheduler = Scheduler(engine, Prefixes(10**9, 0))
 
   def write(prompt, scheduler):
-    scheduler.submit(Request(prompt, Settings(temperature=0.0, max_tokens=4)))
+    scheduler.submit(Request(prompt, SamplingParams(temperature=0.0, max_tokens=4)))
     return [(event.token, event.log_prob) for event in scheduler.run()]
 
   cold = write(TEXT[:36], Scheduler(engine))

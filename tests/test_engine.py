@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxtext.inference.engine import Engine
-from maxtext.inference.sampling import Settings
+from maxtext.inference.sampling import SamplingParams
 from tests.support import program, tiny
 from tests.test_parity import CASES, configure, loaded, references  # noqa: F401 (a fixture)
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.parity
 
 QUICK = ("gemma2",)  # with windows
 PROMPT, WRITTEN, SLOT = 20, 64, 1
-SETTINGS = Settings(temperature=0.0, alternatives=20)
+SETTINGS = SamplingParams(temperature=0.0, logprobs=20)
 
 every_case = pytest.mark.parametrize(
   "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]

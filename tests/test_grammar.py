@@ -74,7 +74,7 @@ schemas = nested | nested.map(
 def answers(loaded, asked):
   """Answers to (form, seed), all at once."""
   requests = [
-    loaded.request([65], replace(loaded.settings, seed=seed), loaded.grammars.compile(form) if form else None)
+    loaded.request([65], replace(loaded.sampling_params, seed=seed), loaded.grammars.compile(form) if form else None)
     for form, seed in asked
   ]
   return finish(loaded, requests)

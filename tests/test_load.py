@@ -30,7 +30,7 @@ from maxtext.cli.decode import resolve_run
 from maxtext.inference.engine import dropless
 from maxtext.inference.grammar import Form
 from maxtext.inference.loading import Loaded, make_engine, parameters, run_tokenizer
-from maxtext.inference.sampling import Settings
+from maxtext.inference.sampling import SamplingParams
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
 from tests import health_probe, hostile
@@ -177,11 +177,11 @@ def offline(run, asked):  # noqa: F811
   config = resolve_run([str(run), *WORDS])
   model, tokenizer = dropless(build_model(config, make_mesh(config, jax.devices()[:1]))), run_tokenizer(config)
   engine = make_engine(config, model, parameters(config, model))
-  loaded = Loaded(config, engine, tokenizer, Settings(temperature=HOT, stop_tokens=(tokenizer.eos,)))
+  loaded = Loaded(config, engine, tokenizer, SamplingParams(temperature=HOT, stop_token_ids=(tokenizer.eos,)))
   requests = [
     loaded.request(
       tokenizer.encode(prompt).tolist(),
-      replace(loaded.settings, seed=seed, max_tokens=most),
+      replace(loaded.sampling_params, seed=seed, max_tokens=most),
       loaded.grammars.compile(Form("regex", "regex", regex)) if regex else None,
     )
     for prompt, seed, most, regex in asked

@@ -10,7 +10,7 @@ from maxtext import ConfigError
 from maxtext.inference import loading
 from maxtext.inference.draft import Draft
 from maxtext.inference.lookup import guesses
-from maxtext.inference.sampling import Settings
+from maxtext.inference.sampling import SamplingParams
 from maxtext.inference.scheduler import Request, Scheduler
 from tests.support import program, tiny
 from tests.test_features import ENGRAM
@@ -34,7 +34,10 @@ def write(engine, asked):
 @pytest.mark.parametrize("keys", [KEYS, pytest.param({"quantize_kvcache": True}, marks=pytest.mark.slow)])
 def test_the_text_is_the_same(keys):
   """Greedy and drawn, with penalties and stops; in a window that is shorter than the text, and in a rounded cache."""
-  asked = [*requests(10), *(Request(REPEATED, Settings(temperature=0.0, repetition_penalty=0.7)) for _ in range(4))]
+  asked = [
+    *requests(10),
+    *(Request(REPEATED, SamplingParams(temperature=0.0, repetition_penalty=0.7)) for _ in range(4)),
+  ]
   model = program(tiny(**keys)).model
   plain, steps = write(make_engine(model), asked)
   ahead, fewer = write(make_engine(model, ahead=AHEAD), asked)

@@ -20,7 +20,7 @@ from maxtext.inference import loading
 from maxtext.inference.draft import Draft
 from maxtext.inference.page_table import PageTable
 from maxtext.inference.prefixes import Prefixes
-from maxtext.inference.sampling import Settings
+from maxtext.inference.sampling import SamplingParams
 from maxtext.inference.scheduler import Request, Scheduler
 from maxtext.inference.state import advance
 from maxtext.kernels.attention import reference
@@ -57,8 +57,8 @@ def engine():
 
 def everyone():
   """Random requests, and some whose answers depend on what they have answered already."""
-  counting = Settings(
-    temperature=0.7, frequency_penalty=1.5, presence_penalty=0.5, min_tokens=25, stop_tokens=(1, 2, 3)
+  counting = SamplingParams(
+    temperature=0.7, frequency_penalty=1.5, presence_penalty=0.5, min_tokens=25, stop_token_ids=(1, 2, 3)
   )
   return [*requests(32), *(Request([n] * 9, replace(counting, seed=n)) for n in range(4))]
 
@@ -104,7 +104,7 @@ def test_too_few_pages_change_no_answer(whole, engine):
 @pytest.mark.parametrize("drafted", [False, True])
 def test_guesses_have_pages_too(whole, drafted):
   """And whoever gave its pages back may find the beginning of its text."""
-  asked = [*everyone(), *(Request([5, 9, 70, 3] * 6, Settings(temperature=0.0)) for _ in range(4))]
+  asked = [*everyone(), *(Request([5, 9, 70, 3] * 6, SamplingParams(temperature=0.0)) for _ in range(4))]
   model = program(tiny(**PAGED)).model
   draft = Draft(model, operator.or_(*jax.jit(model.init)(1))) if drafted else None
   guessing = make_engine(model, ahead=3, keeps_rows=True, draft=draft)
@@ -126,7 +126,7 @@ def test_a_mesh_changes_nothing(engine):
 def test_who_gave_pages_back_can_leave(engine):
   """Whoever was let in last waits first; cancelled, it is gone, and its pages were free before."""
   scheduler = Scheduler(engine)
-  patient = [Request([n] * 12, Settings(temperature=0.0)) for n in range(SLOTS)]
+  patient = [Request([n] * 12, SamplingParams(temperature=0.0)) for n in range(SLOTS)]
   for request in patient:
     scheduler.submit(request)
   found = {}

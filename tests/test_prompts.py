@@ -36,7 +36,7 @@ def pieces(monkeypatch):
 
 def write(loaded, *prompts):
   """The tokens of answers, each drawn with a seed of its own."""
-  settings = replace(loaded.settings, temperature=1.0, max_tokens=6)
+  settings = replace(loaded.sampling_params, temperature=1.0, max_tokens=6)
   asked = [loaded.request(prompt, replace(settings, seed=seed)) for seed, prompt in enumerate(prompts)]
   return [answer.tokens for answer in finish(loaded, asked)]
 
@@ -108,7 +108,7 @@ def test_the_folder_of_prompts_is_bounded(tmp_path):
   row = [[{"keys": np.arange(1000, dtype=np.float32)}]]
   like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), row)
   folder = tmp_path / "kept"
-  files = PromptFiles(folder, "model", like, reads=True, most=14_000)  # three of them
+  files = PromptFiles(folder, lambda: "model", like, reads=True, most=14_000)  # three of them
   prompts = [[number, 1, 2] for number in range(5)]
   for number, prompt in enumerate(prompts[:3]):
     files.keep(prompt, 2, row)
@@ -124,7 +124,7 @@ def test_the_folder_of_prompts_is_bounded(tmp_path):
   assert not stale.exists()
   assert fresh.exists()
   np.testing.assert_array_equal(files.find(prompts[3])[1][0][0]["keys"], row[0][0]["keys"])
-  PromptFiles(folder, "model", like, reads=True, most=1000).keep(prompts[4], 2, row)
+  PromptFiles(folder, lambda: "model", like, reads=True, most=1000).keep(prompts[4], 2, row)
   assert len(list(folder.glob("*.npz"))) == 3, "a row that never fits displaces nothing"
 
 

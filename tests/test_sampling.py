@@ -7,20 +7,20 @@ import pytest
 
 from maxtext import ConfigError
 from maxtext.inference import sampling
-from maxtext.inference.sampling import Controls, History, Settings, narrowed, penalised
+from maxtext.inference.sampling import Controls, History, SamplingParams, narrowed, penalised
 from tests.support import tiny
 
 V = 32
 ROWS = [
-  Settings(temperature=0.0),
-  Settings(temperature=0.7, seed=3),
-  Settings(temperature=1.0, top_k=5, seed=3),
-  Settings(temperature=1.3, top_p=0.6, seed=4),
-  Settings(temperature=0.9, top_k=7, top_p=0.5, seed=5),
-  Settings(temperature=1.0, repetition_penalty=1.7, seed=6),
-  Settings(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25, seed=7),
-  Settings(temperature=0.0, min_tokens=4, stop_tokens=(3, 9), alternatives=2),
-  Settings(temperature=1.0, top_p=1e-9, seed=8),
+  SamplingParams(temperature=0.0),
+  SamplingParams(temperature=0.7, seed=3),
+  SamplingParams(temperature=1.0, top_k=5, seed=3),
+  SamplingParams(temperature=1.3, top_p=0.6, seed=4),
+  SamplingParams(temperature=0.9, top_k=7, top_p=0.5, seed=5),
+  SamplingParams(temperature=1.0, repetition_penalty=1.7, seed=6),
+  SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25, seed=7),
+  SamplingParams(temperature=0.0, min_tokens=4, stop_token_ids=(3, 9), logprobs=2),
+  SamplingParams(temperature=1.0, top_p=1e-9, seed=8),
 ]
 PROMPT = [1, 2, 2, 5]
 GENERATED = [5, 7, 7]
@@ -51,14 +51,14 @@ def history():
 
 
 def plain_logits(logits, s):
-  """What is drawn from, by the words of `Settings`."""
+  """What is drawn from, by the words of `SamplingParams`."""
   logits = logits.astype(np.float64)
   for token in set(PROMPT + GENERATED):
     logits[token] = logits[token] / s.repetition_penalty if logits[token] > 0 else logits[token] * s.repetition_penalty
   for token in set(GENERATED):
     logits[token] -= s.presence_penalty + s.frequency_penalty * GENERATED.count(token)
   if len(GENERATED) < s.min_tokens:
-    logits[list(s.stop_tokens)] = -np.inf
+    logits[list(s.stop_token_ids)] = -np.inf
   return logits
 
 
@@ -119,18 +119,18 @@ def test_a_row_does_not_depend_on_the_others(logits, controls, history):
 @pytest.mark.parametrize(
   ("keys", "settings"),
   [
-    ({}, Settings(temperature=0.0)),
-    ({"decode_sampling_strategy": "weighted", "decode_sampling_temperature": 0.5}, Settings(temperature=0.5)),
-    ({"decode_sampling_strategy": "nucleus", "decode_sampling_nucleus_p": 0.9}, Settings(top_p=0.9)),
-    ({"decode_sampling_strategy": "topk", "decode_sampling_top_k": 4}, Settings(top_k=4)),
+    ({}, SamplingParams(temperature=0.0)),
+    ({"decode_sampling_strategy": "weighted", "decode_sampling_temperature": 0.5}, SamplingParams(temperature=0.5)),
+    ({"decode_sampling_strategy": "nucleus", "decode_sampling_nucleus_p": 0.9}, SamplingParams(top_p=0.9)),
+    ({"decode_sampling_strategy": "topk", "decode_sampling_top_k": 4}, SamplingParams(top_k=4)),
     (
       {"decode_sampling_strategy": "composite", "decode_sampling_top_k": 4, "decode_sampling_nucleus_p": 0.9},
-      Settings(top_k=4, top_p=0.9),
+      SamplingParams(top_k=4, top_p=0.9),
     ),
   ],
 )
 def test_the_keys_say_what_requests_leave_out(keys, settings):
-  assert Settings.of(tiny(**keys)) == settings
+  assert SamplingParams.of(tiny(**keys)) == settings
 
 
 @pytest.mark.parametrize(

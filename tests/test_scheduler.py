@@ -7,7 +7,7 @@ import pytest
 
 from maxtext.inference.engine import Engine
 from maxtext.inference.prefixes import Prefixes
-from maxtext.inference.sampling import Settings
+from maxtext.inference.sampling import SamplingParams
 from maxtext.inference.scheduler import Request, Scheduler
 from tests.support import program, tiny
 
@@ -41,14 +41,14 @@ def requests(count):
   return [
     Request(
       [draw.randrange(128) for _ in range(draw.randint(1, 40))],
-      Settings(
+      SamplingParams(
         temperature=draw.choice([0.0, 0.8, 1.5]),
         top_k=draw.choice([0, 20]),
         seed=draw.randrange(2**31),
         repetition_penalty=draw.choice([1.0, 1.3]),
         max_tokens=draw.choice([None, 1, 5, 30]),
-        stop_tokens=draw.choice([(), (3, 4)]),
-        alternatives=draw.choice([0, 2]),
+        stop_token_ids=draw.choice([(), (3, 4)]),
+        logprobs=draw.choice([0, 2]),
       ),
     )
     for _ in range(count)
@@ -76,11 +76,11 @@ def test_alone_and_among_others(engine):
     alone.submit(request)
     assert collect(alone.run(), {})[request] == found[request]
     last = found[request][-1]
-    count, most = len(found[request]), request.settings.max_tokens or 48
+    count, most = len(found[request]), request.sampling_params.max_tokens or 48
     assert count <= min(most, 48 - len(request.prompt))
-    assert last.finish == ("stop" if last.token in request.settings.stop_tokens else "length")
+    assert last.finish == ("stop" if last.token in request.sampling_params.stop_token_ids else "length")
     assert all(event.finish is None for event in found[request][:-1])
-    assert all(len(event.others) == request.settings.alternatives for event in found[request])
+    assert all(len(event.others) == request.sampling_params.logprobs for event in found[request])
 
 
 def test_first_come_first_served(engine):
@@ -92,7 +92,7 @@ def test_first_come_first_served(engine):
 
 def test_cancelled_requests_leave_at_once(engine):
   scheduler = Scheduler(engine)
-  patient = [Request([1] * 20, Settings(temperature=0.0)) for _ in range(SLOTS + 2)]
+  patient = [Request([1] * 20, SamplingParams(temperature=0.0)) for _ in range(SLOTS + 2)]
   for request in patient:
     scheduler.submit(request)
   while scheduler.active < SLOTS:
@@ -129,7 +129,7 @@ def test_shared_beginnings_are_prefilled_once(host_bytes):
 
   def write(prompt, scheduler=scheduler):
     engine.lengths = []
-    scheduler.submit(Request(prompt, Settings(temperature=0.0, max_tokens=4)))
+    scheduler.submit(Request(prompt, SamplingParams(temperature=0.0, max_tokens=4)))
     return [(event.token, round(event.log_prob, 4)) for event in scheduler.run()], engine.lengths
 
   cold = {tuple(p): write(p, Scheduler(engine))[0] for p in (first, other, [*first[:32], 1, 2, 3])}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from maxtext.configs import ConfigError
 from maxtext.inference.answer import Answer
-from maxtext.inference.sampling import Settings
+from maxtext.inference.sampling import SamplingParams
 from maxtext.inference.scheduler import Event
 from maxtext.serving.engine_process import _Requests
 from maxtext.serving.limits import Limits
@@ -89,7 +89,7 @@ def test_stop_texts_are_searched_where_they_may_begin():
     def decode(self, tokens):
       return "".join(map(chr, tokens))
 
-  request = SimpleNamespace(settings=Settings(stop_texts=("bcd", "e")))
+  request = SimpleNamespace(sampling_params=SamplingParams(stop=("bcd", "e")))
   for text, shown in (("abcbcde", "abc"), ("abce", "abc"), ("xxbc", "xx")):
     answer = Answer(request, Letters())
     for letter in text:
@@ -140,7 +140,7 @@ def test_a_panic_is_seen(served):
   """The one who meets it is told, as are those who wait, and whoever comes later."""
   loaded, worker, _ = served
   ended: queue.Queue = queue.Queue()
-  requests = [loaded.request([1], loaded.settings, grammar) for grammar in (None, Panics(), None)]
+  requests = [loaded.request([1], loaded.sampling_params, grammar) for grammar in (None, Panics(), None)]
   worker.submit(requests, lambda event: event.finish and ended.put(event.finish))
   assert "failed" in [ended.get(timeout=60) for _ in requests]
   assert (worker.status, type(worker.failure)) == ("failed", Panic)
@@ -151,7 +151,7 @@ def test_a_panic_is_seen(served):
 def test_clients_take_turns(served):
   """One has all the places that one may have; another comes later, and does not wait for all of them."""
   loaded, worker, _ = served
-  settings = replace(loaded.settings, max_tokens=20, temperature=0.0)
+  settings = replace(loaded.sampling_params, max_tokens=20, temperature=0.0)
   order, done = [], threading.Semaphore(0)
 
   def ask(client, count):

@@ -1,17 +1,53 @@
-"""MaxText: train large language models in pure Python and JAX.
+"""MaxText: train large language models in pure Python and JAX, and let them write.
 
-`load_config` builds a run's configuration, `maxtext.train(config)` trains it.
+`load_config` builds a run's configuration, `maxtext.train(config)` trains it, `LLM` answers with what came of it.
+Importing this package imports no JAX; the names that need it are found when they are first used.
 """
 
 import importlib
-from typing import Any
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
 
 from maxtext.configs import ConfigError, MaxTextConfig, load_config
 
-__all__ = ["ConfigError", "MaxTextConfig", "load_config", "train"]
+if TYPE_CHECKING:
+  from maxtext import train
+  from maxtext.inference.llm import LLM, RequestOutput
+  from maxtext.inference.sampling import SamplingParams
+  from maxtext.train.callbacks.base import Callback
+
+  __version__: str
+
+__all__ = [
+  "LLM",
+  "Callback",
+  "ConfigError",
+  "MaxTextConfig",
+  "RequestOutput",
+  "SamplingParams",
+  "__version__",
+  "load_config",
+  "train",
+]
+
+_LAZY = {
+  "LLM": "maxtext.inference.llm",
+  "RequestOutput": "maxtext.inference.llm",
+  "SamplingParams": "maxtext.inference.sampling",
+  "Callback": "maxtext.train.callbacks.base",
+}
 
 
 def __getattr__(name: str) -> Any:
-  if name == "train":  # importing it costs JAX, which configuration does not need
+  if name == "train":
     return importlib.import_module("maxtext.train")
-  raise AttributeError(f"module 'maxtext' has no attribute '{name}'")
+  if name == "__version__":
+    return importlib.metadata.version("maxtext")
+  if name not in _LAZY:
+    raise AttributeError(f"module 'maxtext' has no attribute '{name}'")
+  value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+  return value
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

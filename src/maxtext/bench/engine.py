@@ -13,10 +13,10 @@ import jax
 from maxtext.bench.load import Load
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
-from maxtext.inference.decode import answers
 from maxtext.inference.engine import Engine
+from maxtext.inference.llm import LLM
 from maxtext.inference.loading import Loaded
-from maxtext.inference.sampling import Settings
+from maxtext.inference.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _samples(config: MaxTextConfig, engine: Engine, length: int) -> list[Timing]
   def once(count: int) -> None:
     row = engine.prefilled(prompt)
     for slot in range(count):
-      engine.insert(row, slot, prompt, Settings())
+      engine.insert(row, slot, prompt, SamplingParams())
     jax.block_until_ready(engine.state)
 
   named = {f"{count} answers to {length} tokens": count for count in counts}
@@ -102,9 +102,10 @@ def _timing(what: str, config: MaxTextConfig, once: Callable[[], Any], tokens: i
 
 def _offline(loaded: Loaded, load: Load) -> Timing:
   """All requests at once; every answer has all its tokens."""
-  settings = replace(loaded.settings, min_tokens=load.max_tokens, max_tokens=load.max_tokens)
+  sampling_params = replace(loaded.sampling_params, min_tokens=load.max_tokens, max_tokens=load.max_tokens)
+  llm = LLM.of(loaded)
   start = time.perf_counter()
-  written = sum(len(answer.tokens) for answer in answers(loaded, load.prompts(), settings))
+  written = sum(len(output.token_ids) for output in llm.generate(load.prompts(), sampling_params))
   seconds = time.perf_counter() - start
   return Timing(f"{load.requests} requests at once", seconds * 1e3, written / seconds)
 

@@ -3,8 +3,9 @@
 import argparse
 from typing import Any
 
-from maxtext.cli.config import add_strict, resolve_keys
+from maxtext.cli.config import add_strict
 from maxtext.configs.loader import parse_assignments
+from maxtext.weights.resolve import resolve_keys
 
 
 def add_commands(commands: Any) -> None:

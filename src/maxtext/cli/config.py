@@ -2,19 +2,15 @@
 
 import argparse
 import json
-import os
-import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
-from maxtext.configs.errors import ConfigError
 from maxtext.configs.explain import explain
-from maxtext.configs.loader import Resolved, parse_assignments, resolve, values_and_origins
+from maxtext.configs.loader import Resolved, parse_assignments, values_and_origins
 from maxtext.configs.refusals import unsupported_keys
 from maxtext.configs.types import DerivedValues, MaxTextConfig
 from maxtext.configs.values import default_of
-from maxtext.weights.detect import is_hugging_face
+from maxtext.weights.resolve import resolve_source
 
 
 def add_commands(commands: Any) -> None:
@@ -53,45 +49,7 @@ def add_strict(parser: argparse.ArgumentParser) -> None:
 def resolve_words(words: Sequence[str], strict: bool = False) -> Resolved:
   """The configuration that those words and the environment describe."""
   source = words[0] if words and "=" not in words[0] else None
-  values = parse_assignments(words[1:] if source else words)
-  if source and is_hugging_face(source):
-    source, values = None, {"load_parameters_path": source} | values
-  first = resolve(source, os.environ, values)
-  path = first.config.load_parameters_path
-  if not path or not is_hugging_face(path):
-    return _warned(first, strict)
-  own = _keys_of_folder(path, first)
-  again = resolve_keys(own | values, strict, source, recorded=own.keys())
-  return replace(again, origins={**again.origins, **dict.fromkeys(own, os.path.join(path, "config.json"))})
-
-
-def resolve_keys(
-  keys: Mapping[str, Any], strict: bool = False, source: str | None = None, recorded: Collection[str] = ()
-) -> Resolved:
-  """The configuration of those keys, of which some were `recorded` by a run or a folder of weights; warns of the others
-  that have no effect."""
-  return _warned(resolve(source, os.environ, keys, recorded=recorded), strict)
-
-
-def _warned(resolved: Resolved, strict: bool) -> Resolved:
-  if resolved.warning and strict:
-    raise ConfigError(resolved.warning)
-  if resolved.warning and os.environ.get("JAX_PROCESS_ID", "0") == "0":  # once, where `launch` starts several
-    print(f"maxtext: warning: {resolved.warning} (An error with --strict.)", file=sys.stderr)
-  return resolved
-
-
-def _keys_of_folder(path: str, resolved: Resolved) -> dict[str, Any]:
-  """What a folder of weights says of its model, less what the user says, in whichever file."""
-  ours = ("base.yml", "model ", "custom_mesh_and_rule=")
-  given = {key for key, origin in resolved.origins.items() if not origin.startswith(ours)}
-  own: dict[str, Any] = {"source_checkpoint_layout": "safetensors"}
-  if not given & {"model_name", "decoder_block"}:
-    from maxtext.weights.description import folder_keys
-    from maxtext.weights.folder import Folder
-
-    own |= folder_keys(Folder(path))
-  return {key: value for key, value in own.items() if key not in given}
+  return resolve_source(source, parse_assignments(words[1:] if source else words), strict)
 
 
 def _show(arguments: argparse.Namespace) -> int:

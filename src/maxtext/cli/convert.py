@@ -6,9 +6,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from maxtext.cli.config import add_strict, resolve_keys
+from maxtext.cli.config import add_strict
 from maxtext.cli.display import open_display
 from maxtext.configs.loader import parse_assignments, values_and_origins
+from maxtext.weights.resolve import resolve_keys
 
 
 def add_commands(commands: Any) -> None:

@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext.cli.config import add_strict, resolve_keys, resolve_words
+from maxtext.cli.config import add_strict
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.loader import parse_assignments
+from maxtext.inference.source import resolve_draft, resolve_model
 from maxtext.weights.detect import is_hugging_face
 
 if TYPE_CHECKING:
@@ -68,20 +69,14 @@ def load_run(arguments: argparse.Namespace, config: MaxTextConfig) -> "Loaded":
     raise ConfigError(f"--ahead {arguments.ahead}: at least 0.")
   if arguments.draft and not arguments.ahead:
     raise ConfigError(f"--draft {arguments.draft}: say with --ahead N how many tokens it guesses, such as --ahead 4.")
-  return Loaded.of(config, arguments.ahead, _draft(arguments.draft) if arguments.draft else None)
+  return Loaded.of(config, arguments.ahead, resolve_draft(arguments.draft, "--draft") if arguments.draft else None)
 
 
 def resolve_run(words: Sequence[str], strict: bool = False) -> MaxTextConfig:
   """The configuration of a trained model that those words and the environment describe."""
   words = _with_folder(words)
-  folder = bool(words) and "=" not in words[0] and ("://" in words[0] or Path(words[0]).expanduser().is_dir())
-  if not folder or is_hugging_face(words[0]):
-    return resolve_words(words, strict).config
-  from maxtext.checkpoint.inspect import served_keys
-
-  given = parse_assignments(words[1:])
-  keys = served_keys(words[0], given)
-  return resolve_keys(keys, strict, recorded=keys.keys() - given.keys()).config
+  source = words[0] if words and "=" not in words[0] else None
+  return resolve_model(source, parse_assignments(words[1:] if source else words), strict)
 
 
 def _with_folder(words: Sequence[str]) -> Sequence[str]:
@@ -103,28 +98,23 @@ def folder_name(config: MaxTextConfig) -> str:
   return Path(config.load_parameters_path).expanduser().resolve().name if nameless else ""
 
 
-def _draft(run: str) -> MaxTextConfig:
-  if "://" not in run and not Path(run).expanduser().is_dir():
-    raise ConfigError(f"--draft {run}: there is no such folder of a run or checkpoint.")
-  return resolve_run([run])
-
-
 def _decode(arguments: argparse.Namespace) -> int:
   if arguments.max_tokens is not None and arguments.max_tokens < 1:
     raise ConfigError(f"--max-tokens {arguments.max_tokens}: at least 1.")
   config = resolve_run(arguments.words, arguments.strict)
   from maxtext.inference.decode import chat, decode, decode_file
+  from maxtext.inference.llm import LLM
 
-  loaded = load_run(arguments, config)
-  settings = replace(
-    loaded.settings, max_tokens=arguments.max_tokens, seed=arguments.seed, stop_texts=tuple(arguments.stop)
+  llm = LLM.of(load_run(arguments, config))
+  sampling_params = replace(
+    llm.sampling_params, max_tokens=arguments.max_tokens, seed=arguments.seed, stop=tuple(arguments.stop)
   )
   if arguments.prompts:
-    decode_file(loaded, arguments.prompts, settings, _show)
+    decode_file(llm, arguments.prompts, sampling_params, _show)
   elif arguments.chat:
-    chat(loaded, _lines(), settings, _show)
+    chat(llm, _lines(), sampling_params, _show)
   else:
-    decode(loaded, settings, _show)
+    decode(llm, sampling_params, _show)
   return 0
 
 

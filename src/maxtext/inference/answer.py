@@ -1,5 +1,6 @@
 """An answer's text as it grows: tokens to whole characters, up to the first stop text."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from maxtext.data.tokenizers import Tokenizer
@@ -33,15 +34,15 @@ class Answer:
     if self.finish is not None:
       return ""
     self.events.append(event)
-    if event.token is not None and event.token not in self.request.settings.stop_tokens:
+    if event.token is not None and event.token not in self.request.sampling_params.stop_token_ids:
       self.tokens.append(event.token)
     self.finish = event.finish
     text = self._read(whole=event.finish is not None)
-    for stop in self.request.settings.stop_texts:
+    for stop in self.request.sampling_params.stop:
       # Shown text holds none, and what was held back may begin one, so the search starts where the last one ended.
       if (end := text.find(stop, max(0, len(self.text) - len(stop) + 1))) >= 0:
         text, self.finish = text[:end], "stop"
-    shown = text if self.finish else text[: len(text) - _overlap(text, self.request.settings.stop_texts)]
+    shown = text if self.finish else text[: len(text) - _overlap(text, self.request.sampling_params.stop)]
     new, self.text = shown[len(self.text) :], shown
     return new
 
@@ -59,7 +60,7 @@ class Answer:
 _CONTEXT = 4
 
 
-def _overlap(text: str, stops: tuple[str, ...]) -> int:
+def _overlap(text: str, stops: Sequence[str]) -> int:
   """Characters at the end of a text that may be the beginning of a stop text."""
   return max((_begun(text[-len(stop) + 1 :] if len(stop) > 1 else "", stop) for stop in stops), default=0)
 

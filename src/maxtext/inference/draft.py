@@ -1,8 +1,8 @@
 """Guesses of what comes next by a small model, which reads and writes along with the one it guesses for.
 
 Its cache stands behind the other's, in rows and slots, so that prefill, insert and kept beginnings know of no draft. It
-chooses tokens as the other does, by the request's settings and the same draws, since what is likely to both is then
-likely to be the same. A guess is only ever checked.
+chooses tokens as the other does, by the request's sampling parameters and the same draws, since what is likely to both
+is then likely to be the same. A guess is only ever checked.
 
 Shapes: B slots, W guesses.
 """

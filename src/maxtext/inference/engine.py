@@ -14,10 +14,15 @@ draw depends on the seed and the position alone.
 A row always has a cache of its own. Where that of the slots lies in pages, `insert` cuts the row into them, and each
 step is told which pages a slot has; who gets pages is the scheduler's.
 
+The model's parameters are an argument of every program, so `update_params` swaps them without compiling anything. What
+is in the slots stays: requests that run go on with the keys and values that older parameters have left in their cache.
+
 Shapes: B slots, S tokens of a piece, T longest sequence, M most pages of a slot, W guesses, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -29,7 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxtext.checkpoint.checksum import added, checksums
 from maxtext.inference.draft import Draft
 from maxtext.inference.programs import Programs
-from maxtext.inference.sampling import Chosen, Controls, Settings, anything
+from maxtext.inference.sampling import Chosen, Controls, SamplingParams, anything
 from maxtext.inference.state import Caches, insert
 from maxtext.models.model import Model, Params
 
@@ -60,6 +65,8 @@ class Engine:
 
   Attributes:
     pages: those of the slots; without pages a slot has one that holds all of a text.
+    version: of the parameters, as `update_params` was told; 0 at first.
+    updates: how often parameters were swapped; it tells two parameter trees apart whatever their versions are.
   """
 
   def __init__(
@@ -75,7 +82,11 @@ class Engine:
     draft: Draft | None = None,
   ) -> None:
     programs = Programs.of(model, slots, length, ahead, draft)
-    self._params = params if draft is None else params | draft.named
+    self.model, self._draft_params = model, {} if draft is None else draft.named
+    self._structs = {path: _struct(array) for path, array in params.items()}
+    self._params, self.version, self.updates = params | self._draft_params, 0, 0
+    self._swap, self._stepping, self._next = threading.Lock(), False, _NO_UPDATE
+    self._fingerprint = (-1, "")
     self.slots, self.length, self.longest_prompt, self.ahead = slots, programs.length, longest_prompt, ahead
     self._spec, self.vocab = model.spec, model.spec.vocab
     self._paged, self.pages = programs.pages is not None, programs.page_table()
@@ -91,6 +102,7 @@ class Engine:
     self._go_on = jax.jit(programs.go_on, donate_argnums=() if keeps_rows else 1)
     self._insert = jax.jit(partial(insert, programs.kinds()), donate_argnums=0, out_shardings=shardings)
     self._generate = jax.jit(programs.step, donate_argnums=1, out_shardings=(shardings, self._everywhere))
+    self._score = jax.jit(programs.score)
     self._write = jax.jit(programs.write, donate_argnums=1, out_shardings=(shardings, self._everywhere))
 
   @cached_property
@@ -98,10 +110,62 @@ class Engine:
     """Shapes of what `prefill` returns."""
     return self._begin.eval_shape(self._params, np.zeros((1, self.sizes[0]), np.int32), np.ones(1, np.int32))
 
-  @cached_property
+  @property
   def fingerprint(self) -> str:
-    """Tells this model and its parameters from all others."""
-    return repr((self._spec, added(checksums(self._params)).tolist()))
+    """Tells this model and its parameters, the draft's too, from all others; computed once for each `update_params`."""
+    with self._swap:
+      params, updates = self._params, self.updates
+    if self._fingerprint[0] != updates:
+      self._fingerprint = updates, repr((self._spec, added(checksums(params)).tolist()))
+    return self._fingerprint[1]
+
+  def update_params(self, params: Mapping[str, jax.Array], version: int) -> None:
+    """Swaps the model's parameters and buffers; nothing is compiled. Any thread may call it.
+
+    They take effect at once, or after the step that is under way (`stepping`). Nothing is copied, and of the old ones
+    no reference is kept. So the engine reads the arrays that it is given: whoever donates or deletes them, such as a
+    train step that takes its state over, hands a copy in. A draft keeps its own parameters; it guesses worse at most.
+
+    Args:
+      params: by path, as the engine was made with (of the model as `Model.apart` leaves it).
+      version: what tokens that they write are reported with; any number that says something to the caller.
+
+    Raises:
+      ValueError: a path is missing or unknown, or an array has another shape, dtype or sharding; the message names it.
+    """
+    update = _Update(checked_params(self._structs, params) | self._draft_params, version)
+    with self._swap:
+      if self._stepping:
+        self._next = update
+      else:
+        self._use(update)
+
+  @contextmanager
+  def stepping(self) -> Iterator[None]:
+    """Inside, parameters and `version` stay as they are; what `update_params` brings meanwhile is used afterwards."""
+    with self._swap:
+      self._stepping = True
+    try:
+      yield
+    finally:
+      with self._swap:
+        self._stepping = False
+        if self._next is not _NO_UPDATE:
+          self._use(self._next)
+
+  def _use(self, update: "_Update") -> None:
+    self._params, self.version = update
+    self.updates, self._next = self.updates + 1, _NO_UPDATE
+
+  def score(self, tokens: Sequence[int]) -> np.ndarray:
+    """Log-probabilities, float32, of every token but the first, each after those before it.
+
+    It is the forward pass of training: all tokens at once, without a cache (experts drop no token). A program is
+    compiled for each power of two of tokens.
+    """
+    size = next(size for size in _doubling(self.sizes[0]) if size >= len(tokens))
+    scores = self._score(self._params, _filled(tokens, size, 0)[None])
+    return np.asarray(scores)[0, : len(tokens) - 1]
 
   def pieces(self, prompt: Sequence[int], start: int = 0) -> Iterator[Piece]:
     """What must be prefilled before `insert`: from `start` on everything but the last token.
@@ -130,10 +194,10 @@ class Engine:
     return row
 
   def insert(
-    self, row: Caches, slot: int, prompt: Sequence[int], settings: Settings, answered: Sequence[int] = ()
+    self, row: Caches, slot: int, prompt: Sequence[int], sampling_params: SamplingParams, answered: Sequence[int] = ()
   ) -> None:
     """Puts a prefilled prompt, and what it was answered so far, into a slot; the row is still there afterwards."""
-    controls = Controls.of(settings, len(prompt), self.vocab)
+    controls = Controls.of(sampling_params, len(prompt), self.vocab)
     text, pages = [*prompt, *answered], self.pages.rows[slot].copy()
     counts = np.array([len(prompt), len(text)], np.int32)
     tokens = _filled(text, self.length, self.vocab)
@@ -172,9 +236,60 @@ class Engine:
       row = self.prefill(Piece(0, [0] * size))
       if self._goes_on:
         row = self.prefill(Piece(size, [0] * size), row)
-    self.insert(row, 0, [0], Settings())
+    self.insert(row, 0, [0], SamplingParams())
     for step in (self.generate, self.write):
       step([False] * self.slots)
+
+
+class _Update(NamedTuple):
+  """Parameters that the engine takes over when no step runs."""
+
+  params: Params
+  version: int
+
+
+_NO_UPDATE = _Update({}, 0)
+
+
+def checked_params(structs: Mapping[str, jax.ShapeDtypeStruct], params: Mapping[str, jax.Array]) -> Params:
+  """The arrays, none of them copied, with exactly the shardings of `structs`, so that nothing is compiled for them.
+
+  Raises:
+    ValueError: they are not of the same paths, shapes, dtypes and placement; the message names the first such path.
+  """
+  if missing := sorted(structs.keys() - params.keys()):
+    raise ValueError(f"update_params: {missing[0]} is missing ({len(missing)} of {len(structs)} paths are).")
+  if unknown := sorted(params.keys() - structs.keys()):
+    raise ValueError(f"update_params: {unknown[0]} is no parameter of this model.")
+  return {path: _same(path, struct, params[path]) for path, struct in structs.items()}
+
+
+def _same(path: str, struct: jax.ShapeDtypeStruct, array: jax.Array) -> jax.Array:
+  if not isinstance(array, jax.Array):
+    raise ValueError(
+      f"update_params: {path} is a {type(array).__name__}; place it as a jax.Array on {struct.sharding}."
+    )
+  if array.is_deleted():
+    raise ValueError(f"update_params: {path} was deleted or donated.")
+  expected, found = (f"{x.dtype}{list(x.shape)}" for x in (struct, array))
+  if found != expected:
+    raise ValueError(f"update_params: {path} is {found}, and the model has {expected}.")
+  if array.weak_type:
+    raise ValueError(
+      f"update_params: {path} is weakly typed, which would compile anew: make it with dtype={array.dtype}."
+    )
+  assert struct.sharding is not None
+  if not array.sharding.is_equivalent_to(struct.sharding, array.ndim):
+    raise ValueError(f"update_params: {path} is placed as {array.sharding}, and the model has it as {struct.sharding}.")
+  if array.sharding == struct.sharding and array.committed:
+    return array
+  # The same placement in other words, by which a compiled program would not be found. The buffers stay the same.
+  shards = [shard.data for shard in array.addressable_shards]
+  return jax.make_array_from_single_device_arrays(array.shape, struct.sharding, shards)
+
+
+def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def dropless(model: Model) -> Model:
@@ -187,10 +302,18 @@ def dropless(model: Model) -> Model:
 
 def _sizes(shortest: int, longest: int) -> tuple[int, ...]:
   """Doubling from the shortest to the longest, so that few programs serve all prompts and little is filled up."""
-  sizes = [shortest]
+  doubling = _doubling(shortest)
+  sizes = [next(doubling)]
   while sizes[-1] < longest:
-    sizes.append(sizes[-1] * 2)
+    sizes.append(next(doubling))
   return tuple(sizes)
+
+
+def _doubling(first: int) -> Iterator[int]:
+  """Without an end."""
+  while True:
+    yield first
+    first *= 2
 
 
 def _filled(tokens: Sequence[int], size: int, value: int) -> np.ndarray:

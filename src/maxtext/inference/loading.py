@@ -20,7 +20,7 @@ from maxtext.inference.draft import Draft
 from maxtext.inference.engine import Engine, dropless
 from maxtext.inference.prefixes import Prefixes
 from maxtext.inference.prompt_files import PromptFiles
-from maxtext.inference.sampling import STOPS, Settings
+from maxtext.inference.sampling import STOPS, SamplingParams
 from maxtext.inference.scheduler import Request, Scheduler
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
@@ -36,13 +36,13 @@ class Loaded:
   """What `maxtext decode` and `maxtext serve` run.
 
   Attributes:
-    settings: how requests are answered that say nothing; the tokenizer's end of a document ends them.
+    sampling_params: how requests are answered that say nothing; the tokenizer's end of a document ends them.
   """
 
   config: MaxTextConfig
   engine: Engine
   tokenizer: Tokenizer
-  settings: Settings
+  sampling_params: SamplingParams
 
   @staticmethod
   def of(config: MaxTextConfig, ahead: int = 0, draft: MaxTextConfig | None = None) -> "Loaded":
@@ -58,9 +58,9 @@ class Loaded:
     model = dropless(build_model(config, mesh))
     guesser = None if draft is None else load_draft(draft, mesh)
     ends = () if tokenizer.eos is None else (tokenizer.eos,)
-    settings = replace(Settings.of(config), stop_tokens=ends)
+    sampling_params = replace(SamplingParams.of(config), stop_token_ids=ends)
     engine = make_engine(config, model, parameters(config, model), ahead, guesser)
-    return Loaded(config, engine, tokenizer, settings)
+    return Loaded(config, engine, tokenizer, sampling_params)
 
   def scheduler(self) -> Scheduler:
     """Of this engine; it has one at a time."""
@@ -75,7 +75,7 @@ class Loaded:
     if not c.prefill_cache_dir:
       return None
     folder = Path(c.prefill_cache_dir).expanduser()
-    return PromptFiles(folder, self.engine.fingerprint, self.engine.row, c.load_from_prefill_dir)
+    return PromptFiles(folder, lambda: self.engine.fingerprint, self.engine.row, c.load_from_prefill_dir)
 
   @cached_property
   def grammars(self) -> "Grammars":
@@ -84,19 +84,21 @@ class Loaded:
 
     return Grammars(self.tokenizer, self.engine.vocab)
 
-  def request(self, prompt: Sequence[int], settings: Settings, grammar: "Grammar | None" = None) -> Request:
+  def request(
+    self, prompt: Sequence[int], sampling_params: SamplingParams, grammar: "Grammar | None" = None
+  ) -> Request:
     """A request that fits; what does not is refused in words."""
     longest = self.engine.longest_prompt
     if not 0 < len(prompt) <= longest:
       what = f"has {len(prompt)} tokens, more than max_prefill_predict_length={longest}" if prompt else "is empty"
       raise ConfigError(f"The prompt {what}.")
-    if wrong := [token for token in (*prompt, *settings.stop_tokens) if not 0 <= token < self.engine.vocab]:
+    if wrong := [token for token in (*prompt, *sampling_params.stop_token_ids) if not 0 <= token < self.engine.vocab]:
       raise ConfigError(f"{wrong[0]} is no token; they go from 0 to {self.engine.vocab - 1}.")
-    if len(settings.stop_tokens) > STOPS:
-      raise ConfigError(f"{len(settings.stop_tokens)} stop tokens are more than {STOPS}.")
+    if len(sampling_params.stop_token_ids) > STOPS:
+      raise ConfigError(f"{len(sampling_params.stop_token_ids)} stop tokens are more than {STOPS}.")
     if self.prompt_files:
       self.prompt_files.check(prompt)
-    return Request(prompt, settings, grammar)
+    return Request(prompt, sampling_params, grammar)
 
 
 def make_engine(

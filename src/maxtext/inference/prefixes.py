@@ -32,6 +32,12 @@ class Prefixes:
     """Remembers the row of the first `count` tokens of a prompt; what it displaces goes on to the host."""
     self._remember(tuple(prompt[:count]), row)
 
+  def clear(self) -> None:
+    """Forgets all rows; they are of no use to other parameters."""
+    for tier in (self._device, self._host):
+      for key in list(tier.rows):
+        tier.forget(key)
+
   def _remember(self, key: _Key, row: Caches) -> None:
     self._host.forget(key)
     for displaced, its_row in self._device.keep(key, row):

@@ -89,6 +89,14 @@ class Programs:
     """A row after `count` [1] more tokens of [1,S], from position `start` on."""
     return self._fill(params, row, tokens, start, count, fresh=False)
 
+  def score(self, params: Params, tokens: jax.Array) -> jax.Array:
+    """Float32 log-probabilities [B,S-1] of the tokens [B,S] but the first, by the forward pass of training."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    decoder = self.row_model.bind(params)
+    hidden, _, _ = decoder.hidden(tokens, positions)
+    log_probs = jax.nn.log_softmax(decoder.logits(hidden).astype(jnp.float32), axis=-1)
+    return jnp.take_along_axis(log_probs[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+
   def step(
     self, params: Params, state: State, active: jax.Array, rows: jax.Array | None, allowed: jax.Array
   ) -> tuple[State, Chosen]:

@@ -11,7 +11,7 @@ import secrets
 import sys
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,13 +34,13 @@ class PromptFiles:
 
   Args:
     folder: of the files; made when the first is written.
-    model: what tells it and its parameters from all others.
+    model: says what tells it and its parameters, as they are now, from all others.
     like: shapes of a row.
     reads: files are read; otherwise they are only written.
     most: bytes of the folder's files.
   """
 
-  def __init__(self, folder: Path, model: str, like: Caches, reads: bool, most: int = MOST_BYTES) -> None:
+  def __init__(self, folder: Path, model: Callable[[], str], like: Caches, reads: bool, most: int = MOST_BYTES) -> None:
     self._folder, self._model, self._like, self._reads, self._most = folder, model, like, reads, most
 
   def check(self, prompt: Sequence[int]) -> None:
@@ -91,6 +91,9 @@ class PromptFiles:
     except OSError as error:
       _say(f"{file} cannot be written ({error.strerror}), so its prompt will be computed again.")
 
+  def clear(self) -> None:
+    """Nothing is removed when parameters change: a file of others has another name, and they may come back."""
+
   def _make_room(self, size: int) -> None:
     """Removes what was not used for longest until so many bytes more fit, and what killed processes have left."""
     found = []
@@ -111,7 +114,7 @@ class PromptFiles:
 
   def _file(self, tokens: Sequence[int]) -> Path:
     shapes = [(s.shape, str(s.dtype)) for s in jax.tree.leaves(self._like)]
-    about = repr((self._model, shapes, list(map(int, tokens))))
+    about = repr((self._model(), shapes, list(map(int, tokens))))
     return self._folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.npz"
 
 

@@ -1,4 +1,4 @@
-"""How the next token is chosen: for each row of a batch by the row's own settings, whatever else is in the batch.
+"""How the next token is chosen: for each row of a batch by its own `SamplingParams`, whatever else is in the batch.
 
 The order is: penalties, tokens that may not come (stop tokens too early, what a grammar forbids), temperature, the most
 likely `top_k`, the most likely tokens that together have the probability `top_p`, and a draw that is a function of the
@@ -7,6 +7,7 @@ request's seed and the position alone.
 Shapes: B rows, V vocabulary, W words of 32 bits for it, K stop tokens, A alternatives.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext.configs import MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import SamplingStrategy
 
 STOPS = 8  # most stop tokens of a request
@@ -22,19 +23,26 @@ ALTERNATIVES = 20  # most alternatives that are reported with a token
 
 
 @dataclass(frozen=True)
-class Settings:
-  """How one request is answered.
+class SamplingParams:
+  """How one request is answered. The names are vLLM's.
 
   Attributes:
     temperature: divides logits; 0 always takes the most likely token.
     top_k: most likely tokens that are drawn from; 0 is all.
     top_p: probability that the tokens drawn from have together, at least.
+    seed: of what is drawn. A draw is a function of the seed and the position, so the same prompt with the same seed
+      gets the same answer: several answers to one prompt need seeds of their own.
     repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that were there already.
-    presence_penalty: taken from logits of tokens that were generated already; `frequency_penalty`: for each time.
+    presence_penalty: subtracted from logits of tokens that were generated already; `frequency_penalty`: for each time.
     min_tokens: before which no stop token comes.
     max_tokens: after which the answer ends; None is all that has room.
-    stop_tokens: end the answer, and are no part of its text; `stop_texts`: the same for pieces of text.
-    alternatives: most likely tokens that are reported beside each token.
+    stop_token_ids: end the answer, and are no part of its text; `stop`: the same for texts. One text may be given as it
+      is; both are tuples afterwards.
+    logprobs: most likely tokens that are reported with each token; None reports no log-probabilities in a
+      `RequestOutput`, 0 those of the tokens alone.
+
+  Raises:
+    ConfigError: (a ValueError) a value is outside of its range.
   """
 
   temperature: float = 1.0
@@ -46,19 +54,36 @@ class Settings:
   frequency_penalty: float = 0.0
   min_tokens: int = 0
   max_tokens: int | None = None
-  stop_tokens: tuple[int, ...] = ()
-  stop_texts: tuple[str, ...] = ()
-  alternatives: int = 0
+  stop_token_ids: Sequence[int] = ()
+  stop: Sequence[str] = ()
+  logprobs: int | None = None
+
+  def __post_init__(self) -> None:
+    object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+    object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+    for name, allowed, range_in_words in (
+      ("temperature", self.temperature >= 0, "at least 0"),
+      ("top_k", self.top_k >= 0, "at least 0, which is all tokens"),
+      ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
+      ("repetition_penalty", self.repetition_penalty > 0, "more than 0"),
+      ("min_tokens", self.min_tokens >= 0, "at least 0"),
+      ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
+      ("logprobs", self.logprobs is None or 0 <= self.logprobs <= ALTERNATIVES, f"0 to {ALTERNATIVES}, or None"),
+    ):
+      if not allowed:
+        raise ConfigError(f"{name}={getattr(self, name)}: it must be {range_in_words}.")
+    if "" in self.stop:
+      raise ConfigError("stop: an empty text would end every answer.")
 
   @staticmethod
-  def of(config: MaxTextConfig) -> "Settings":
+  def of(config: MaxTextConfig) -> "SamplingParams":
     """What the keys say, for requests that say nothing."""
     c, strategy = config, config.decode_sampling_strategy
     if strategy == SamplingStrategy.GREEDY:
-      return Settings(temperature=0.0)
+      return SamplingParams(temperature=0.0)
     nucleus = strategy in (SamplingStrategy.NUCLEUS, SamplingStrategy.COMPOSITE)
     limited = strategy in (SamplingStrategy.TOPK, SamplingStrategy.COMPOSITE)
-    return Settings(
+    return SamplingParams(
       temperature=c.decode_sampling_temperature,
       top_k=c.decode_sampling_top_k if limited else 0,
       top_p=c.decode_sampling_nucleus_p if nucleus else 1.0,
@@ -66,7 +91,7 @@ class Settings:
 
 
 class Controls(NamedTuple):
-  """The settings of every row, as arrays [B]; stops are [B,K], and a vocabulary's size stands for none."""
+  """The sampling parameters of every row, as arrays [B]; stops are [B,K], and a vocabulary's size stands for none."""
 
   temperature: jax.Array
   top_k: jax.Array
@@ -80,11 +105,11 @@ class Controls(NamedTuple):
   alternatives: jax.Array
 
   @staticmethod
-  def of(settings: Settings, prompt_length: int, vocab: int) -> "Controls":
+  def of(params: SamplingParams, prompt_length: int, vocab: int) -> "Controls":
     """Of one row."""
-    s = settings
+    s = params
     stops = np.full(STOPS, vocab, np.int32)
-    stops[: len(s.stop_tokens)] = s.stop_tokens
+    stops[: len(s.stop_token_ids)] = s.stop_token_ids
     return Controls(
       jnp.float32(s.temperature),
       jnp.int32(s.top_k),
@@ -95,13 +120,13 @@ class Controls(NamedTuple):
       jnp.float32(s.frequency_penalty),
       jnp.asarray(stops),
       jnp.int32(prompt_length + s.min_tokens),
-      jnp.int32(s.alternatives),
+      jnp.int32(s.logprobs or 0),
     )
 
   @staticmethod
   def empty(rows: int, vocab: int) -> "Controls":
     """Of rows that have no request."""
-    return Controls(*(jnp.broadcast_to(x, (rows, *x.shape)) for x in Controls.of(Settings(), 0, vocab)))
+    return Controls(*(jnp.broadcast_to(x, (rows, *x.shape)) for x in Controls.of(SamplingParams(), 0, vocab)))
 
 
 class History(NamedTuple):

@@ -6,6 +6,10 @@ are being answered never wait longer than for one piece. One thread drives it; o
 A request is let in when there are pages for its text, and gets more as it grows. Where they run out, whoever was let in
 last gives all of its pages back and is the first to wait; its text is prefilled again, prompt and answer, when there is
 room. So the first always goes on, and nobody waits for one who came later.
+
+The engine's parameters may be swapped between two steps (`Engine.update_params`). Requests that have begun go on with
+the cache that they have, also half-way through their prompt; one that is prefilled again is so by the new parameters.
+Rows that older parameters made, in part or as a whole, are not handed to requests that begin later.
 """
 
 import threading
@@ -19,7 +23,7 @@ import numpy as np
 from maxtext.inference.engine import Engine, Piece
 from maxtext.inference.prefixes import Prefixes
 from maxtext.inference.prompt_files import PromptFiles
-from maxtext.inference.sampling import Chosen, Settings
+from maxtext.inference.sampling import Chosen, SamplingParams
 from maxtext.inference.state import Caches
 
 if TYPE_CHECKING:
@@ -33,7 +37,7 @@ class Request:
   """A prompt and how to answer it. Each is itself: two of the same content are two."""
 
   prompt: Sequence[int]
-  settings: Settings = field(default_factory=Settings)
+  sampling_params: SamplingParams = field(default_factory=SamplingParams)
   grammar: "Grammar | None" = None
 
 
@@ -46,6 +50,7 @@ class Event:
     log_prob: of the token, as the model has it.
     others: the likeliest tokens in its place with their log-probabilities, as many as were asked for.
     finish: why the answer ends here; None goes on. A "misfit" could not keep to its grammar.
+    version: of the parameters that wrote the token (`Engine.update_params`).
   """
 
   request: Request
@@ -53,6 +58,7 @@ class Event:
   log_prob: float = 0.0
   others: tuple[tuple[int, float], ...] = ()
   finish: Finish | None = None
+  version: int = 0
 
 
 @dataclass
@@ -72,6 +78,7 @@ class _Filling:
   answering: _Answering
   slot: int
   pieces: deque[Piece]
+  updates: int  # of the engine's parameters, when it began
   row: Caches | None = None
 
 
@@ -96,7 +103,7 @@ class Scheduler:
 
   def __init__(self, engine: Engine, prefixes: Prefixes | PromptFiles | None = None, samples: bool = False) -> None:
     self._engine, self._prefixes, self._lock = engine, prefixes, threading.Lock()
-    self._samples, self._filled = samples, _Filled([], None)
+    self._samples, self._filled, self._updates = samples, _Filled([], None), engine.updates
     self._waiting: deque[_Answering] = deque()
     self._cancelled: set[Request] = set()
     self._filling: _Filling | None = None
@@ -131,7 +138,7 @@ class Scheduler:
 
   def submit(self, request: Request) -> None:
     """Puts a request at the end of those that wait; there must be room for it."""
-    room, most = self.room(len(request.prompt)), request.settings.max_tokens
+    room, most = self.room(len(request.prompt)), request.sampling_params.max_tokens
     assert room > 0
     with self._lock:
       self._waiting.append(_Answering(request, room if most is None else min(room, most)))
@@ -143,9 +150,11 @@ class Scheduler:
 
   def step(self) -> list[Event]:
     """Does one round: ends what was cancelled, prefills a piece, and generates a token in every slot."""
-    events = self._end_cancelled()
-    self._prefill()
-    return [*events, *self._generate()] if self.active else events
+    with self._engine.stepping():
+      events = self._end_cancelled()
+      self._forget_older()
+      self._prefill()
+      return [*events, *self._generate()] if self.active else events
 
   def run(self) -> Iterator[Event]:
     """Everything that happens until nobody is left."""
@@ -162,6 +171,14 @@ class Scheduler:
         ended.append(self._leave(slot))
     return [Event(answering.request, finish="cancelled") for answering in ended]
 
+  def _forget_older(self) -> None:
+    """Drops the rows that are kept for later requests, once the parameters that made them are no longer in use."""
+    if self._updates == self._engine.updates:
+      return
+    self._updates, self._filled = self._engine.updates, _Filled([], None)
+    if self._prefixes:
+      self._prefixes.clear()
+
   def _prefill(self) -> None:
     if self._filling is None:
       free = [slot for slot, answering in enumerate(self._slots) if answering is None]
@@ -171,23 +188,24 @@ class Scheduler:
         answering = self._waiting.popleft()
       text = answering.text
       if self._samples and self._filled.text == text:
-        self._filling = _Filling(answering, free[0], deque(), self._filled.row)
+        self._filling = _Filling(answering, free[0], deque(), self._updates, self._filled.row)
       else:
         start, row = self._prefixes.find(text) if self._prefixes else (0, None)
-        self._filling = _Filling(answering, free[0], deque(self._engine.pieces(text, start)), row)
+        pieces = deque(self._engine.pieces(text, start))
+        self._filling = _Filling(answering, free[0], pieces, self._updates, row)
     filling = self._filling
-    answering, slot = filling.answering, filling.slot
+    answering, slot, current = filling.answering, filling.slot, filling.updates == self._updates
     if filling.pieces:
       piece = filling.pieces.popleft()
       filling.row = self._engine.prefill(piece, filling.row)
-      if self._prefixes and piece.tokens and not answering.answered:
+      if self._prefixes and current and piece.tokens and not answering.answered:
         self._prefixes.keep(answering.request.prompt, piece.start + len(piece.tokens), filling.row)
     if filling.pieces:
       return
     assert filling.row is not None
     request = answering.request
-    self._engine.insert(filling.row, slot, request.prompt, request.settings, answering.answered)
-    if self._samples:
+    self._engine.insert(filling.row, slot, request.prompt, request.sampling_params, answering.answered)
+    if self._samples and current:
       self._filled = _Filled(answering.text, filling.row)
     if request.grammar and not answering.answered:
       answering.path = request.grammar.begin()
@@ -242,13 +260,14 @@ class Scheduler:
       answering.left -= 1
       answering.answered.append(token)
       finish: Finish | None = ends.get(answering.path) if answering.path else None
-      if finish is None and token in request.settings.stop_tokens:
+      if finish is None and token in request.sampling_params.stop_token_ids:
         finish = "stop"
       if finish is None and answering.left == 0:
         finish = "length"
-      count = request.settings.alternatives
+      count = request.sampling_params.logprobs or 0
       others = zip(chosen.others[slot, :count].tolist(), chosen.others_log_probs[slot, :count].tolist(), strict=True)
-      events.append(Event(request, token, float(chosen.log_probs[slot]), tuple(others), finish))
+      log_prob, version = float(chosen.log_probs[slot]), self._engine.version
+      events.append(Event(request, token, log_prob, tuple(others), finish, version))
       if finish:
         self._leave(slot)
     return events

@@ -18,7 +18,7 @@ from maxtext.configs import ConfigError
 from maxtext.data.tokenizers import Tokenizer
 from maxtext.inference.answer import Answer
 from maxtext.inference.grammar import Form
-from maxtext.inference.sampling import ALTERNATIVES, STOPS, Settings
+from maxtext.inference.sampling import ALTERNATIVES, STOPS, SamplingParams
 from maxtext.inference.scheduler import Event
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 128
@@ -216,14 +216,12 @@ class Asked(BaseModel):
       raise ConfigError(f"min_tokens: an answer ends where {form.field} says.")
     return form
 
-  def settings(self, default: Settings, place: int) -> Settings:
+  def sampling_params(self, default: SamplingParams, place: int) -> SamplingParams:
     """How the answer at a place, of `n`, is made; what was left out is as the server has it."""
 
     def given(value: Any, otherwise: Any) -> Any:
       return otherwise if value is None else value
 
-    if "" in self.stop:
-      raise ConfigError("stop: an empty text would end every answer.")
     return replace(
       default,
       temperature=given(self.temperature, default.temperature),
@@ -235,9 +233,9 @@ class Asked(BaseModel):
       frequency_penalty=self.frequency_penalty,
       min_tokens=self.min_tokens,
       max_tokens=self.most_tokens,
-      stop_tokens=(*default.stop_tokens, *self.stop_token_ids),
-      stop_texts=tuple(self.stop),
-      alternatives=self.alternatives,
+      stop_token_ids=(*default.stop_token_ids, *self.stop_token_ids),
+      stop=tuple(self.stop),
+      logprobs=self.alternatives,
     )
 
 

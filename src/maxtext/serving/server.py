@@ -133,7 +133,10 @@ class _Desk:
     if form:
       grammar = await self._in_time(loaded.grammars.ready(form), http, start, f"{form.field}: compiling it")
     making = self._in_thread(
-      lambda: [loaded.request(prompt, asked.settings(loaded.settings, place), grammar) for prompt, place in places]
+      lambda: [
+        loaded.request(prompt, asked.sampling_params(loaded.sampling_params, place), grammar)
+        for prompt, place in places
+      ]
     )
     requests = await self._in_time(making, http, start, "Reading the request")
     going = _Going(loaded, requests, self._worker, self._meters, start)
