@@ -221,6 +221,26 @@ def test_control_c_stops_a_compilation(tmp_path):
   assert took < 5
 
 
+def test_control_c_does_not_wait_for_other_threads():
+  """Python would, at its end, for a compiler that works in one of them."""
+  script = """if True:
+    import sys, threading, time
+    from maxtext.cli.interrupt import prompt_interrupt
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    try:
+      with prompt_interrupt():
+        print("ready", flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+      print("stopped", flush=True)
+  """
+  with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30)[0] == "stopped\n"
+  assert process.returncode == 130
+
+
 def test_libtpu_is_not_asked_where_there_is_no_tpu(tmp_path):
   """It would look for one at length, and print lines of errors."""
   pytest.importorskip("libtpu", reason="extra tpu")

@@ -15,7 +15,8 @@ from pathlib import Path
 def prompt_interrupt(grace: float = 1.0) -> Iterator[None]:
   """Within it, a Ctrl-C that has not ended the work after `grace` seconds ends the process, and those it started.
 
-  The signal's number is written to a pipe at once, whatever the main thread does, and a thread reads it there.
+  The signal's number is written to a pipe at once, whatever the main thread does, and a thread reads it there. It goes
+  on where the main thread has heard of the signal: Python's own end waits for a compiler that works in another thread.
   """
   if threading.current_thread() is not threading.main_thread():
     yield
@@ -23,20 +24,25 @@ def prompt_interrupt(grace: float = 1.0) -> Iterator[None]:
   reader, writer = os.pipe()
   os.set_blocking(writer, False)
   before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-  threading.Thread(target=_watch, args=(reader, grace), daemon=True).start()
+  heard = threading.Event()
+  threading.Thread(target=_watch, args=(reader, grace, heard), daemon=True).start()
   try:
     yield
+  except KeyboardInterrupt:
+    heard.set()
+    raise
   finally:
     signal.set_wakeup_fd(before)
-    os.close(writer)  # which ends the thread
+    if not heard.is_set():
+      os.close(writer)  # which ends the thread
 
 
-def _watch(reader: int, grace: float) -> None:
+def _watch(reader: int, grace: float, heard: threading.Event) -> None:
   deadline = None
   while True:
     left = None if deadline is None else max(0.0, deadline - time.monotonic())
     if not select.select([reader], [], [], left)[0]:
-      _end()
+      _end(silently=heard.is_set())
     read = os.read(reader, 1)
     if not read:
       os.close(reader)
@@ -45,12 +51,13 @@ def _watch(reader: int, grace: float) -> None:
       deadline = time.monotonic() + grace
 
 
-def _end() -> None:
+def _end(silently: bool) -> None:
   for pid in _children():
     with suppress(OSError):
       os.kill(pid, signal.SIGTERM)
-  with suppress(OSError):
-    os.write(sys.stderr.fileno(), b"maxtext: stopped.\n")
+  if not silently:  # who has heard of it says so
+    with suppress(OSError):
+      os.write(sys.stderr.fileno(), b"maxtext: stopped.\n")
   os._exit(128 + signal.SIGINT)
 
 
