@@ -14,6 +14,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from maxtext import LLM, SamplingParams
 from maxtext.cli.main import main
 from tests.flags import flags
 from tests.support import TINY
@@ -71,6 +72,18 @@ def test_decode_one_prompt(run):
   assert done.stdout == "the cat sat\n", "it ends before the stop text"
   assert "decoding gave 'the cat sat', and autoregressive_decode_assert='a dog'" in done.stderr
   assert "say with --ahead N how many tokens it guesses" in decode(run, f"--draft={run}", code=2).stderr
+
+
+@pytest.mark.slow
+def test_from_python(run):
+  """The folder of a run, on the eight devices that tests have: the same text as `maxtext decode`."""
+  llm = LLM(run, max_prefill_predict_length=24, jax_cache_dir="", chat_template=TEMPLATE)
+  params = SamplingParams(temperature=0, max_tokens=5, logprobs=0)
+  (output,) = llm.generate("the cat", params)
+  assert (output.text, output.finish_reason) == (" sat on the mat.", "length")
+  assert llm.chat([{"role": "user", "content": "the cat"}], params)[0].text == output.text
+  scores = llm.score([*output.prompt_token_ids, *output.token_ids])[len(output.prompt_token_ids) - 1 :]
+  assert scores == pytest.approx(output.logprobs, abs=1e-4)
 
 
 @pytest.mark.slow
