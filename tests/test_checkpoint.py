@@ -224,7 +224,7 @@ def largest(folder):
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_whatever_is_damaged_nothing_wrong_comes_back(half, tmp_path, capsys, everything):
   """Files of the latest step, truncated, deleted or with flipped bits: it is as saved, or the step before is."""
   config = tiny(**SPLIT)

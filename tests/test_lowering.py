@@ -22,11 +22,11 @@ USABLE = 50e9  # of a chip's memory, for the state
 
 
 def largest_of_each_kind():
-  """Of the models whose files set the same keys for the same block: others differ from them by sizes alone."""
+  """Of the models of one block, with and without experts: others differ from them by sizes, and are placed like them."""
   kinds = {}
   for name in sorted(PARAMETERS, key=lambda name: PARAMETERS[name]["total"]):
     keys = yaml.safe_load((MODELS / f"{name}.yml").read_text()) or {}
-    kinds[keys.get("decoder_block"), frozenset(keys)] = name
+    kinds[keys.get("decoder_block"), "num_experts" in keys] = name
   return set(kinds.values())
 
 

@@ -149,9 +149,9 @@ def test_loss_curve_with_every_head_split():
   ("processes", "devices", "axes"),
   [
     pytest.param(2, 4, {"fsdp": 4, "tensor": 2}, id="2 x 4"),
-    pytest.param(4, 2, {"fsdp": 4, "tensor": 2}, id="4 x 2"),
+    pytest.param(4, 2, {"fsdp": 4, "tensor": 2}, id="4 x 2", marks=pytest.mark.nightly),
     pytest.param(2, 4, {"fsdp": 1, "context": 8}, id="2 x 4, rows shared"),
-    pytest.param(2, 4, {"fsdp": 4, "pipeline": 2}, id="2 x 4, layers shared"),
+    pytest.param(2, 4, {"fsdp": 4, "pipeline": 2}, id="2 x 4, layers shared", marks=pytest.mark.nightly),
   ],
 )
 def test_several_processes(one_device, tmp_path, processes, devices, axes):
