@@ -39,6 +39,8 @@ from tests.test_parity import CASES, RUN, configure, every_case, every_case_but_
 __all__ = ["references"]  # a fixture
 
 pytestmark = pytest.mark.parity
+# A folder of each layout; the tables of all families are compared in test_parity.
+LAYOUTS = ("llama", "gpt_oss", "gemma4_moe", "deepseek3", "qwen3_next", "qwen3_omni_thinker", "llama4_scout")
 
 
 def words(case, **changes):
@@ -88,7 +90,6 @@ def write_folder(folder, tensors, config=None):
   (folder / "config.json").write_text(json.dumps(config or {}))
 
 
-# The tables of all families are compared in test_parity; here, one folder of each layout.
 @every_case_but_nightly(
   "llama", "gpt_oss", "gemma4_moe", "deepseek3", "qwen3_next", "qwen3_omni_thinker", "llama4_scout"
 )
