@@ -22,7 +22,7 @@ USABLE = 50e9  # of a chip's memory, for the state
 
 
 def largest_of_each_kind():
-  """Of the models of one block, with and without experts: others differ from them by sizes, and are placed like them."""
+  """Of the models of one block, with and without experts: others differ from them by sizes alone."""
   kinds = {}
   for name in sorted(PARAMETERS, key=lambda name: PARAMETERS[name]["total"]):
     keys = yaml.safe_load((MODELS / f"{name}.yml").read_text()) or {}
