@@ -69,7 +69,8 @@ def llama_70b() -> Compiled:
   return compiled("llama2-70b-v5p-128", "v5p-128")
 
 
-@pytest.fixture(params=["llama_7b", "llama_70b"])
+# What holds for one should hold for the other: the gate compiles the smaller, minutes of which are XLA's.
+@pytest.fixture(params=["llama_7b", pytest.param("llama_70b", marks=pytest.mark.nightly)])
 def llama(request) -> Compiled:
   return request.getfixturevalue(request.param)
 
@@ -122,6 +123,7 @@ def test_7b_costs_less_than_it_did_elsewhere(llama_7b):
   assert llama_7b.program.cycles < 0.92 * 5.11e9, "a public implementation's, at 63.8 GB"
 
 
+@pytest.mark.nightly
 def test_70b_costs_what_it_should(llama_70b):
   assert llama_70b.memory.peak_memory_in_bytes == pytest.approx(58.1e9 + 10.7e9, rel=0.05), "and attention's output"
   assert llama_70b.program.cycles == pytest.approx(1.96e10, rel=0.05)
