@@ -180,6 +180,14 @@ def test_a_reader_that_has_enough():
   assert (len(done.stdout.splitlines()), done.stderr) == (1, "")
 
 
+@pytest.fixture
+def hears_control_c():
+  """What a shell starts in the background ignores SIGINT, and so does all that it starts."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
 def test_control_c_stops_quietly(tmp_path):
   command = [MAXTEXT, "train", "small-llama", "steps=100000", "jax_cache_dir=", f"base_output_directory={tmp_path}"]
@@ -201,7 +209,7 @@ def test_control_c_stops_quietly(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.aot
-def test_control_c_stops_a_compilation(tmp_path):
+def test_control_c_stops_a_compilation(tmp_path, hears_control_c):
   """The compiler is at work for minutes, and nothing in Python hears of a signal."""
   pytest.importorskip("libtpu", reason="extra tpu")
   command = [MAXTEXT, "plan", "llama2-7b", "compile_topology=v5p-128", "per_device_batch_size=2"]
@@ -221,7 +229,7 @@ def test_control_c_stops_a_compilation(tmp_path):
   assert took < 5
 
 
-def test_control_c_does_not_wait_for_other_threads():
+def test_control_c_does_not_wait_for_other_threads(hears_control_c):
   """Python would, at its end, for a compiler that works in one of them."""
   script = """if True:
     import sys, threading, time
