@@ -13,7 +13,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   """Leaves out what is marked `nightly`, unless the marker expression names it."""
   if "nightly" in config.option.markexpr:
     return
-  kept = [item for item in items if item.get_closest_marker("nightly") is None]
-  if len(kept) < len(items):
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+  nightly = [item for item in items if item.get_closest_marker("nightly")]
+  if nightly:
+    config.hook.pytest_deselected(items=nightly)
+    items[:] = [item for item in items if item.get_closest_marker("nightly") is None]

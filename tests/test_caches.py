@@ -25,6 +25,7 @@ from maxtext.kernels import step as step_kernel
 from maxtext.layers.cache import Rounding
 from maxtext.layers.pages import Pages, insert_row
 from maxtext.models.model import Model
+from tests.cases import cases
 from tests.support import program, tiny
 
 TINY_MODELS = json.loads((Path(__file__).parent / "data" / "tiny_models.json").read_text())
@@ -39,13 +40,7 @@ PAGES = np.array([[6, 2, 8, 0, 3]])  # of the text
 
 # Every kind of cache. A wrong one of another family changes what test_engine compares with its reference.
 GATE = ("gemma2", "gpt_oss", "llama4_scout", "deepseek3", "deepseek32", "qwen3_next")
-every_family = pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow if name in GATE else pytest.mark.nightly)
-    for name in FAMILIES
-  ],
-)
+every_family = pytest.mark.parametrize("name", cases(FAMILIES, QUICK, GATE))
 
 
 def kinds(name):

@@ -9,6 +9,7 @@ import pytest
 
 from maxtext.inference.engine import Engine
 from maxtext.inference.sampling import SamplingParams
+from tests.cases import cases
 from tests.support import program, tiny
 from tests.test_parity import CASES, configure, loaded, references  # noqa: F401 (a fixture)
 
@@ -20,9 +21,7 @@ QUICK = ("gemma2",)  # with windows
 PROMPT, WRITTEN, SLOT = 20, 64, 1
 SETTINGS = SamplingParams(temperature=0.0, logprobs=20)
 
-every_case = pytest.mark.parametrize(
-  "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+every_case = pytest.mark.parametrize("case", cases(CASES, QUICK))
 
 
 def put(engine, prompt, slot):

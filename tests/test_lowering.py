@@ -10,6 +10,7 @@ import yaml
 import maxtext.configs
 from maxtext import load_config
 from maxtext.plan.compile import program_for
+from tests.cases import cases
 
 pytest.importorskip("libtpu")
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
@@ -22,15 +23,12 @@ USABLE = 50e9  # of a chip's memory, for the state
 
 
 def largest_of_each_kind():
-  """Of the models of one block, with and without experts: others differ from them by sizes alone."""
+  """Of the models whose files set the same keys for the same block: others differ from them by values alone."""
   kinds = {}
   for name in sorted(PARAMETERS, key=lambda name: PARAMETERS[name]["total"]):
     keys = yaml.safe_load((MODELS / f"{name}.yml").read_text()) or {}
-    kinds[keys.get("decoder_block"), "num_experts" in keys] = name
+    kinds[keys.get("decoder_block"), frozenset(keys)] = name
   return set(kinds.values())
-
-
-KINDS = largest_of_each_kind()
 
 
 def program_of(name):
@@ -46,10 +44,7 @@ def test_nothing_large_is_held_whole(name):
   assert local < USABLE
 
 
-@pytest.mark.parametrize(
-  "name",
-  [pytest.param(name, marks=[] if name in KINDS else pytest.mark.nightly) for name in PARAMETERS],
-)
+@pytest.mark.parametrize("name", cases(PARAMETERS, gate=largest_of_each_kind()))
 def test_the_step_lowers(name):
   program = program_of(name)
   assert f"num_partitions = {program.model.how.mesh.size}" in program.lower().as_text()

@@ -16,6 +16,7 @@ from maxtext import load_config
 from maxtext.models.build import FAMILIES, weight_table
 from maxtext.train.objectives.language_modeling import LanguageModeling
 from maxtext.weights.hugging_face import from_tensors, to_tensors
+from tests.cases import cases
 from tests.support import program, random_batch
 
 torch = pytest.importorskip("torch")
@@ -27,21 +28,17 @@ LENGTH = 24  # longer than the windows and chunks of the tiny models
 RUN = {"max_target_length": LENGTH, "per_device_batch_size": 1, "dataset_type": "synthetic", "jax_cache_dir": ""}
 
 QUICK = ("llama", "deepseek3")  # the quick run takes these; `-k` finds any other
-every_case = pytest.mark.parametrize(
-  "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
-
+every_case = pytest.mark.parametrize("case", cases(CASES, QUICK))
 
 # What the gate takes where families differ by their blocks alone; `-m nightly` takes the others.
-MESHED = ("gpt_oss", "gemma4_moe", "deepseek3", "qwen3_next")  # the layers' own meshes are in test_experts, test_meshes
 UNROLLED = ("gemma3", "deepseek3")  # a cycle with a remainder, and two groups
-LOW = ("llama", "gemma3", "gpt_oss", "gemma4_moe", "deepseek3", "qwen3_next")  # every kind of mixer, norm and experts
+# Every kind of mixer, experts and, in bfloat16, norm. Dense attention on meshes is in test_meshes and test_parallelism.
+MESHED = ("gpt_oss", "qwen3_custom", "llama4_scout", "gemma4_moe", "deepseek3", "deepseek32", "qwen3_next")
+LOW = ("llama", "gemma3", "gpt2_as_gpt3", *MESHED)
 
 
 def every_case_but_nightly(*gate):
-  return pytest.mark.parametrize(
-    "case", [case if case in gate else pytest.param(case, marks=pytest.mark.nightly) for case in CASES]
-  )
+  return pytest.mark.parametrize("case", cases(CASES, gate=gate))
 
 
 def test_every_family_has_a_tiny_model():
