@@ -14,7 +14,6 @@ from maxtext.train.callbacks.base import Callback
 from maxtext.train.loop import run_loop
 from maxtext.train.program import Program
 
-
 TINY: dict[str, Any] = {
   "vocab_size": 128,
   "base_emb_dim": 48,
