@@ -23,9 +23,9 @@ from maxtext.bench.data import abstract_batch, speed
 from maxtext.configs.derived import global_batch_size
 from maxtext.data.options import data_options
 from maxtext.mesh.devices import make_mesh
-from maxtext.train.callbacks.base import Callback
-from maxtext.train.loop import run_loop
-from maxtext.train.program import Program
+from maxtext.training.callbacks.base import Callback
+from maxtext.training.loop import run_loop
+from maxtext.training.program import Program
 from tests.corpora import write_corpus
 
 LENGTH, ROWS = 2048, 64

@@ -21,8 +21,8 @@ from benchmarks import bare
 from benchmarks.figures import show
 from maxtext import MaxTextConfig, load_config
 from maxtext.mesh.devices import make_mesh
-from maxtext.train.loop import run_loop
-from maxtext.train.program import Program
+from maxtext.training.loop import run_loop
+from maxtext.training.program import Program
 
 
 def values_of(size: bare.Size, dtype: str) -> dict:

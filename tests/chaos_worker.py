@@ -27,7 +27,7 @@ def launch(processes: int, devices: int, *words: str) -> int:
 def train(folder: str, corpus: str, steps: str) -> None:
   import maxtext
   from maxtext import load_config
-  from maxtext.train import program
+  from maxtext.training import program
 
   made = program.make_feed
   program.make_feed = lambda *args, **kwargs: written_down(made(*args, **kwargs), Path(folder))

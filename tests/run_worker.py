@@ -15,7 +15,7 @@ import jax
 
 import maxtext
 from maxtext.configs.loader import parse_assignments, resolve
-from maxtext.train.callbacks.base import Callback
+from maxtext.training.callbacks.base import Callback
 
 
 def wait_for(folders: str) -> None:
@@ -50,4 +50,4 @@ class Limited(Callback):
 if __name__ == "__main__":
   kind, step, folders, *words = sys.argv[1:]
   callback = {"killed": Killed, "limited": Limited}[kind](int(step), folders)
-  maxtext.train(resolve(None, os.environ, parse_assignments(words)).config, [callback])
+  maxtext.train(resolve(None, os.environ, parse_assignments(words)).config, callbacks=[callback])

@@ -10,9 +10,9 @@ import numpy as np
 from maxtext import MaxTextConfig, load_config
 from maxtext.data.batch import Batch
 from maxtext.mesh.devices import make_mesh
-from maxtext.train.callbacks.base import Callback
-from maxtext.train.loop import run_loop
-from maxtext.train.program import Program
+from maxtext.training.callbacks.base import Callback
+from maxtext.training.loop import run_loop
+from maxtext.training.program import Program
 
 TINY: dict[str, Any] = {
   "vocab_size": 128,

@@ -23,7 +23,7 @@ from maxtext.models.execution.execution import how
 from maxtext.models.mixture import mixture
 from maxtext.plan.compile import program_for
 from maxtext.plan.hlo import CompiledProgram, Transfer
-from maxtext.train.program import Program
+from maxtext.training.program import Program
 
 pytest.importorskip("libtpu")
 pytestmark = [pytest.mark.aot, pytest.mark.slow]

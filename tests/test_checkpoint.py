@@ -46,11 +46,11 @@ from maxtext.data.options import data_options, tokenizer_options
 from maxtext.data.tokenizers import load_tokenizer
 from maxtext.distributed.interrupt import Interrupt
 from maxtext.distributed.supervisor import supervise
-from maxtext.train.callbacks.base import Callback
-from maxtext.train.callbacks.guard import LossGuard
-from maxtext.train.callbacks.save import Save
-from maxtext.train.kept import Kept
-from maxtext.train.loop import run_loop
+from maxtext.training.callbacks.base import Callback
+from maxtext.training.callbacks.guard import LossGuard
+from maxtext.training.callbacks.save import Save
+from maxtext.training.kept import Kept
+from maxtext.training.loop import run_loop
 from tests.flags import flags
 from tests.support import TINY, History, program, tiny
 from tests.vocabularies import sentence_piece
@@ -84,7 +84,7 @@ class EndAfter(Callback):
 def run_in(folder, *callbacks, **changes):
   history = History()
   keys = {"enable_checkpointing": True, "base_output_directory": str(folder), "run_name": "run"}
-  state = maxtext.train(tiny(**(SPLIT | keys | changes)), [history, *callbacks])
+  state = maxtext.train(tiny(**(SPLIT | keys | changes)), callbacks=[history, *callbacks])
   return state, history.losses
 
 

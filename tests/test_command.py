@@ -163,7 +163,7 @@ def test_a_trace_and_the_stacks_of_a_run(tmp_path):
   assert len(traces) == 1
   assert b"train_step" in traces[0].read_bytes()
   assert "Thread MainThread:" in done.stderr
-  assert "train/loop.py" in done.stderr
+  assert "training/loop.py" in done.stderr
 
 
 def test_keys_may_follow_flags():
@@ -279,9 +279,9 @@ def test_libtpu_is_not_asked_where_there_is_no_tpu(tmp_path):
 @pytest.mark.slow
 def test_from_python():
   history = History()
-  state = maxtext.train(tiny(steps=3, ici_fsdp_parallelism=8, per_device_batch_size=1), [history])
+  state = maxtext.train(tiny(steps=3, ici_fsdp_parallelism=8, per_device_batch_size=1), callbacks=[history])
   again = History()
-  maxtext.train(tiny(steps=3, ici_fsdp_parallelism=8, per_device_batch_size=1), [again])
+  maxtext.train(tiny(steps=3, ici_fsdp_parallelism=8, per_device_batch_size=1), callbacks=[again])
   assert int(state.step) == 3
   assert len(history.losses) == 3
   np.testing.assert_array_equal(history.losses, again.losses)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from maxtext import ConfigError, train
-from maxtext.train import compiled
+from maxtext.training import compiled
 from tests.support import History, program, tiny
 
 

@@ -15,9 +15,9 @@ from maxtext.layers.context import Context
 from maxtext.layers.make import Buffer, Make
 from maxtext.layers.stack import Stack
 from maxtext.models.model import Model
-from maxtext.train.objectives.language_modeling import LanguageModeling
-from maxtext.train.state import initial_state
-from maxtext.train.step import make_train_step
+from maxtext.training.objectives.language_modeling import LanguageModeling
+from maxtext.training.state import initial_state
+from maxtext.training.step import make_train_step
 from tests.support import program, random_batch, tiny
 
 

@@ -27,7 +27,7 @@ from maxtext.configs import ConfigError
 from maxtext.configs.loader import load_config, model_names, values_and_origins
 from maxtext.inference import loading
 from maxtext.models.build import FAMILIES, abstract_model, model_spec, weight_table
-from maxtext.train.kept import Kept
+from maxtext.training.kept import Kept
 from maxtext.weights.description import description, entries, folder_keys, spec_differences
 from maxtext.weights.folder import Folder
 from maxtext.weights.hugging_face import layout

@@ -25,9 +25,9 @@ from maxtext.models.mixture import mixture
 from maxtext.models.model import Model
 from maxtext.optim.optimizer import make_optimizer
 from maxtext.optim.options import optimizer_options
-from maxtext.train.objectives.language_modeling import LanguageModeling
-from maxtext.train.state import initial_state
-from maxtext.train.step import gradients, make_train_step
+from maxtext.training.objectives.language_modeling import LanguageModeling
+from maxtext.training.state import initial_state
+from maxtext.training.step import gradients, make_train_step
 from tests.support import program, random_batch, tiny
 
 EXPERTS = {

@@ -11,9 +11,9 @@ from maxtext.data.batch import Batch
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
 from maxtext.models.clip import clip_queries_and_keys
-from maxtext.train.objectives.language_modeling import LanguageModeling
-from maxtext.train.state import initial_state
-from maxtext.train.step import make_train_step
+from maxtext.training.objectives.language_modeling import LanguageModeling
+from maxtext.training.state import initial_state
+from maxtext.training.step import make_train_step
 from tests import plain_decoder
 from tests.support import losses, program, random_batch, tiny
 

@@ -22,7 +22,7 @@ from maxtext.data.feed import make_feed
 from maxtext.data.options import data_options
 from maxtext.data.prepared import Prepared
 from maxtext.data.workers import choose_workers
-from maxtext.train.loop import run_loop
+from maxtext.training.loop import run_loop
 from tests.corpora import write_corpus
 from tests.flags import flags
 from tests.support import History, program, tiny
@@ -372,7 +372,7 @@ from pathlib import Path
 import jax, numpy as np
 jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
 from maxtext.mesh.devices import make_mesh
-from maxtext.train.program import Program
+from maxtext.training.program import Program
 from tests.support import tiny
 
 def rows_held(array):

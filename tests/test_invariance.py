@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from maxtext.configs.types import RematPolicy
-from maxtext.train.objectives.language_modeling import LanguageModeling
-from maxtext.train.step import gradients
+from maxtext.training.objectives.language_modeling import LanguageModeling
+from maxtext.training.step import gradients
 from tests.support import program, random_batch, tiny
 
 QUICK, SLOW = (

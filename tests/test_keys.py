@@ -203,7 +203,7 @@ def test_gradients_that_are_no_number_end_the_run(tmp_path):
   assert f"at step {records[-1]['step']};" in str(error.value)
   assert len(records) < 9
   history = History()
-  maxtext.train(tiny(**keys, abort_on_nan_loss=False), [history])
+  maxtext.train(tiny(**keys, abort_on_nan_loss=False), callbacks=[history])
   assert len(history.losses) == 9
 
 

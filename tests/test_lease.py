@@ -16,7 +16,7 @@ from maxtext.checkpoint.location import steps_in
 from maxtext.configs.errors import RunError
 from maxtext.distributed import lease as leases
 from maxtext.distributed.lease import FILE, Lease, LeaseLostError
-from maxtext.train.callbacks.base import Callback
+from maxtext.training.callbacks.base import Callback
 from tests.flags import flags
 from tests.support import TINY, tiny
 
@@ -173,7 +173,7 @@ def test_a_save_of_a_run_that_lost_its_lease_does_not_count(folder, background):
   keys = TINY_RUN | {"steps": 9, "checkpoint_period": 2, "async_checkpointing": background}
   config = tiny(**keys, base_output_directory=str(folder.parent))
   with pytest.raises(RunError, match=r"this run has lost its lease: .* What it saves from now on does not count"):
-    maxtext.train(config, [Taken(folder, 3)])
+    maxtext.train(config, callbacks=[Taken(folder, 3)])
   assert steps_in(folder / "checkpoints") == [2]
   assert contents(folder)["host"] == "far", "it is left to whoever holds it"
 

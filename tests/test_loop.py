@@ -18,9 +18,9 @@ from maxtext.observe.sinks import TensorBoard
 from maxtext.optim.options import schedule_options
 from maxtext.optim.schedules import learning_rate
 from maxtext.optim.spikes import skip_spikes
-from maxtext.train.callbacks.base import Callback
-from maxtext.train.callbacks.evaluate import Evaluate
-from maxtext.train.loop import run_loop
+from maxtext.training.callbacks.base import Callback
+from maxtext.training.callbacks.evaluate import Evaluate
+from maxtext.training.loop import run_loop
 from tests.support import History, losses, program, tiny
 
 
@@ -29,7 +29,7 @@ def test_evaluation_is_the_loss_on_other_data(tmp_path):
   history = History()
   config = tiny(steps=6, eval_interval=3, eval_steps=2, learning_rate=1e-3, z_loss_multiplier=0.1, run_name="evaluated",
                 base_output_directory=str(tmp_path))  # fmt: skip
-  state = maxtext.train(config, [history])
+  state = maxtext.train(config, callbacks=[history])
   assert [i + 1 for i, f in enumerate(history.figures) if "eval_loss" in f] == [3, 6]
   p = program(config, devices=8)
   batches, trained = jax.device_get(
@@ -54,7 +54,7 @@ def test_evaluation_is_the_loss_on_other_data(tmp_path):
 def test_a_run_ends_at_its_target(capsys):
   history = History()
   config = tiny(steps=50, eval_interval=2, eval_steps=1, target_eval_loss=4.8, learning_rate=1e-2)
-  state = maxtext.train(config, [history])
+  state = maxtext.train(config, callbacks=[history])
   found = [f["eval_loss"] for f in history.figures if "eval_loss" in f]
   assert found[-1] <= 4.8 < found[-2]
   assert int(state.step) == len(history.figures) < 50

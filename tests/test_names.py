@@ -79,6 +79,26 @@ def test_every_forwarding_module_is_in_the_table():
   assert [name for name in FORWARDED if f"`python -m {name}" not in page] == []
 
 
+def test_train_is_a_function_and_not_a_module(tmp_path):
+  """Importing the package imports no JAX, and nothing can put the module of `python -m maxtext.train` in its place."""
+  code = """
+import sys, maxtext
+assert "jax" not in sys.modules
+from maxtext import train
+assert train is maxtext.train and type(train).__name__ == "function", train
+try:
+  import maxtext.train
+except ImportError as error:
+  assert "maxtext.train(config)" in str(error), error
+else:
+  sys.exit("the submodule was imported")
+import maxtext.training.run
+assert maxtext.train is maxtext.training.run.train
+"""
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+  assert done.returncode == 0, done.stderr
+
+
 def test_individual_scales():
   assert [get_individual_scales(2**i) for i in range(5)] == [
     (1, 1, 1, 1), (1, 2, 2, 1), (2, 2, 2, 1), (2, 2, 2, 2), (2, 4, 4, 2),

@@ -13,8 +13,8 @@ from etils import epath
 import maxtext
 from maxtext.checkpoint.location import steps_in
 from maxtext.distributed import interrupt
-from maxtext.train.callbacks import save
-from maxtext.train.callbacks.base import Callback
+from maxtext.training.callbacks import save
+from maxtext.training.callbacks.base import Callback
 from tests.flags import flags
 from tests.support import TINY, tiny
 
@@ -36,7 +36,7 @@ class Notice(Callback):
 def train_until_told(folder, notice, **keys):
   config = tiny(**KEYS | {"enable_checkpointing": True, "steps": 10**6} | keys, base_output_directory=str(folder))
   with pytest.raises(SystemExit) as ended:
-    maxtext.train(config, [notice])
+    maxtext.train(config, callbacks=[notice])
   assert ended.value.code == 143
   (step,) = steps_in(epath.Path(folder / "run" / "checkpoints"))
   return step

@@ -20,7 +20,7 @@ import maxtext
 from maxtext import ConfigError
 from maxtext.observe.report import write_report
 from maxtext.observe.sinks import Console, Guarded, JsonLines, Prometheus, StoredLines
-from maxtext.train.callbacks.base import Callback
+from maxtext.training.callbacks.base import Callback
 from tests.flags import flags
 from tests.support import TINY, tiny
 
@@ -85,7 +85,7 @@ def events_in(folder):
 def test_a_full_disk_delays_figures_and_nothing_else(small_disk, capsys):
   """Full for 40 steps, and then all figures are there, in order; full again, a run of the same name starts and ends."""
   keys = {"run_name": "run", "base_output_directory": str(small_disk), "per_device_batch_size": 1}
-  state = maxtext.train(tiny(**keys, steps=60), [Full(small_disk, range(10, 50))])
+  state = maxtext.train(tiny(**keys, steps=60), callbacks=[Full(small_disk, range(10, 50))])
   assert int(state.step) == 60
   run = small_disk / "run"
   assert steps_in(run / "metrics.jsonl") == list(range(1, 61))

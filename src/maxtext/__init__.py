@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from maxtext.configs import ConfigError, MaxTextConfig, load_config
 
 if TYPE_CHECKING:
-  from maxtext import train
   from maxtext.inference.llm import LLM, RequestOutput
   from maxtext.inference.sampling import SamplingParams
-  from maxtext.train.callbacks.base import Callback
+  from maxtext.training.callbacks.base import Callback
+  from maxtext.training.run import train
 
   __version__: str
 
@@ -34,13 +34,12 @@ _LAZY = {
   "LLM": "maxtext.inference.llm",
   "RequestOutput": "maxtext.inference.llm",
   "SamplingParams": "maxtext.inference.sampling",
-  "Callback": "maxtext.train.callbacks.base",
+  "Callback": "maxtext.training.callbacks.base",
+  "train": "maxtext.training.run",
 }
 
 
 def __getattr__(name: str) -> Any:
-  if name == "train":
-    return importlib.import_module("maxtext.train")
   if name == "__version__":
     return importlib.metadata.version("maxtext")
   if name not in _LAZY:

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(arguments: argparse.Namespace) -> int:
   resolved = config.resolve_words(arguments.words, arguments.strict)
-  from maxtext.train.run import train
+  from maxtext.training.run import train
 
   train(resolved.config, origins=resolved.origins)
   return 0

@@ -29,7 +29,7 @@ from maxtext.layers.mla import MLA
 from maxtext.mesh.compiler import compiler_options
 from maxtext.mesh.topology import Topology
 from maxtext.plan.schedule import Schedule
-from maxtext.train.program import Program
+from maxtext.training.program import Program
 
 # Queries, keys, and keys per product.
 SIZES = (

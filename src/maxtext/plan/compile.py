@@ -3,7 +3,7 @@
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
-from maxtext.train.program import Program
+from maxtext.training.program import Program
 
 
 def program_for(config: MaxTextConfig) -> tuple[Program, Topology]:

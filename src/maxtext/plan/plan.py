@@ -23,8 +23,8 @@ from maxtext.plan.compile import program_for
 from maxtext.plan.estimate import Estimate, Operation, estimate
 from maxtext.plan.hlo import CompiledProgram
 from maxtext.plan.work import forward_work, kept_bytes
-from maxtext.train.compiled import save
-from maxtext.train.program import Program
+from maxtext.training.compiled import save
+from maxtext.training.program import Program
 
 
 @dataclass(frozen=True)

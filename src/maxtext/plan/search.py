@@ -29,7 +29,7 @@ from maxtext.models.flops import train_flops_per_token
 from maxtext.plan.blocks import best_blocks
 from maxtext.plan.compile import program_for
 from maxtext.plan.work import forward_work, kept_bytes
-from maxtext.train.program import Program
+from maxtext.training.program import Program
 
 Keys = dict[str, Any]
 

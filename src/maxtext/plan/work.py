@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 
 from maxtext.layers.how import Remat
-from maxtext.train.program import Program
+from maxtext.training.program import Program
 
 
 @dataclass(frozen=True)

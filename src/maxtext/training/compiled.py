@@ -16,7 +16,7 @@ import jaxlib
 from jax.experimental import serialize_executable
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.train.program import Program
+from maxtext.training.program import Program
 
 # Where a run is, and what it is called; no step depends on it.
 _ELSEWHERE = ("compiled_trainstep_file", "compile_topology", "compile_topology_num_slices", "run_name")

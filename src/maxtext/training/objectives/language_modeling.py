@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from maxtext.data.batch import Batch
 from maxtext.kernels.cross_entropy import tiled_cross_entropy
 from maxtext.models.decoder import Decoder
-from maxtext.train.objectives.reports import gathered
+from maxtext.training.objectives.reports import gathered
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from maxtext.data.batch import Batch, Fed
-from maxtext.train.callbacks.base import Callback
-from maxtext.train.state import TrainState
+from maxtext.training.callbacks.base import Callback
+from maxtext.training.state import TrainState
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from maxtext.configs.errors import RunError
-from maxtext.train.callbacks.base import Callback
+from maxtext.training.callbacks.base import Callback
 
 _WATCHED = {"loss": "the loss", "grad_norm": "the gradient norm"}
 

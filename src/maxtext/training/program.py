@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax._src.core import ShardingTypeError  # JAX has no other name for it
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -33,10 +34,10 @@ from maxtext.models.model import Model, Params
 from maxtext.optim.optimizer import make_optimizer
 from maxtext.optim.options import optimizer_options, schedule_options
 from maxtext.optim.schedules import learning_rate
-from maxtext.train import diloco
-from maxtext.train.objectives.language_modeling import LanguageModeling
-from maxtext.train.state import TrainState, abstract_state, initial_state, on_devices, update_shardings
-from maxtext.train.step import Metrics, Objective, evaluation_sums, make_train_step
+from maxtext.training import diloco
+from maxtext.training.objectives.language_modeling import LanguageModeling
+from maxtext.training.state import TrainState, abstract_state, initial_state, on_devices, update_shardings
+from maxtext.training.step import Metrics, Objective, evaluation_sums, make_train_step
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +54,20 @@ class Program:
   _eval_sums: Any
 
   @staticmethod
-  def of(config: MaxTextConfig, mesh: Mesh, objective: Objective | None = None) -> "Program":
-    """Builds everything that needs no array. Without an objective the run pre-trains."""
+  def of(
+    config: MaxTextConfig,
+    mesh: Mesh,
+    objective: Objective | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+  ) -> "Program":
+    """Builds everything that needs no array. Without an objective the run pre-trains; without an optimizer it takes
+    the configured one and reports its learning rate."""
     model = build_model(config, mesh)
     config = with_devices(config, mesh.devices.flatten().tolist())
     if not model.params:
       raise ConfigError(f"trainable_parameters_mask={config.trainable_parameters_mask} leaves nothing to train.")
-    optimizer = make_optimizer(optimizer_options(config), model.matrices)
+    schedule = learning_rate(schedule_options(config)) if optimizer is None else None
+    optimizer = optimizer or make_optimizer(optimizer_options(config), model.matrices)
     updated = update_shardings(model, config.shard_optimizer_over_data)
     _refuse_offload_without_memory(config, mesh)
     state = abstract_state(
@@ -69,7 +77,7 @@ class Program:
       model,
       objective or LanguageModeling(config.z_loss_multiplier, config.num_vocab_tiling, config.mtp_loss_scaling_factor),
       optimizer,
-      learning_rate(schedule_options(config)),
+      schedule,
       updated=updated,
       clip=config.gradient_clipping_threshold,
       accumulation=config.gradient_accumulation_steps,

@@ -14,7 +14,7 @@ from maxtext.configs.types import DerivedValues
 from maxtext.data.batch import Fed
 from maxtext.distributed.agreement import agree
 from maxtext.observe.run_directory import library_versions
-from maxtext.train.program import Program
+from maxtext.training.program import Program
 
 # Keys that each host may have to itself, and why. None of them reaches the step or the data: a test looks.
 MAY_DIFFER = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from etils import epath
 
-from maxtext.train.callbacks.base import Callback
+from maxtext.training.callbacks.base import Callback
 
 
 class Dump(Callback):

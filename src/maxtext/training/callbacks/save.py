@@ -11,9 +11,9 @@ from maxtext.configs.errors import RunError
 from maxtext.data.batch import Position
 from maxtext.distributed.interrupt import NOTICE_SECONDS, Interrupt
 from maxtext.distributed.progress import tell_progress
-from maxtext.train.callbacks.base import Callback
-from maxtext.train.callbacks.guard import LossGuard, nonfinite_figure
-from maxtext.train.state import TrainState
+from maxtext.training.callbacks.base import Callback
+from maxtext.training.callbacks.guard import LossGuard, nonfinite_figure
+from maxtext.training.state import TrainState
 
 
 class SaveLocally(Callback):

@@ -14,10 +14,10 @@ from maxtext.distributed.interrupt import Interrupt
 from maxtext.distributed.lease import Lease
 from maxtext.distributed.multihost import from_first
 from maxtext.distributed.shared_folder import refuse_unshared
-from maxtext.train.callbacks.base import Callback
-from maxtext.train.callbacks.guard import LossGuard
-from maxtext.train.program import Program
-from maxtext.train.state import TrainState
+from maxtext.training.callbacks.base import Callback
+from maxtext.training.callbacks.guard import LossGuard
+from maxtext.training.program import Program
+from maxtext.training.state import TrainState
 
 if TYPE_CHECKING:
   from maxtext.checkpoint.restore import Restored
@@ -90,7 +90,7 @@ class Kept:
     if not c.enable_checkpointing:
       return []
     from maxtext.checkpoint.writer import Writer
-    from maxtext.train.callbacks.save import Save, SaveLocally
+    from maxtext.training.callbacks.save import Save, SaveLocally
 
     if jax.process_count() > 1:  # JAX keeps a notice that comes while the step compiles; alone, that ends at once
       self._interrupt.listen(signal.SIGTERM)

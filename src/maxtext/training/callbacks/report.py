@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from maxtext.observe.sinks import Sink
-from maxtext.train.callbacks.base import Callback
+from maxtext.training.callbacks.base import Callback
 
 
 class Report(Callback):

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext.data.batch import Batch
-from maxtext.train.state import TrainState
+from maxtext.training.state import TrainState
 
 AXIS = "diloco"
 

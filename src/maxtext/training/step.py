@@ -11,7 +11,7 @@ from maxtext.data.batch import Batch
 from maxtext.mesh.explicit import is_explicit
 from maxtext.models.decoder import Decoder
 from maxtext.models.model import Model, Params
-from maxtext.train.state import Shardings, TrainState, update_shardings
+from maxtext.training.state import Shardings, TrainState, update_shardings
 
 Metrics = dict[str, jax.Array]
 
@@ -41,7 +41,7 @@ def make_train_step(
   model: Model,
   objective: Objective,
   optimizer: optax.GradientTransformation,
-  schedule: optax.Schedule,
+  schedule: optax.Schedule | None,
   *,
   updated: Shardings | None = None,
   clip: float = 0.0,
@@ -52,6 +52,7 @@ def make_train_step(
   """Builds step(state, batch) to (state, metrics).
 
   Args:
+    schedule: learning rate by step, for the metric of that name; None reports none.
     updated: where each parameter's gradient is summed and its update computed; None is where it lives.
     clip: largest gradient norm; 0 is no limit. Apart from the optimizer, so that its state does not depend on it.
     accumulation: micro-batches that a batch holds.
@@ -81,7 +82,7 @@ def make_train_step(
     metrics = found.metrics | {
       "loss": found.loss,
       "grad_norm": norm,
-      "learning_rate": jnp.asarray(schedule(state.step if before is None else state.step - before)),
+      **_learning_rate(schedule, state.step if before is None else state.step - before),
       "tokens": objective.weight(batch),
     }
     params, buffers = optax.apply_updates(params, updates), found.buffers
@@ -142,6 +143,10 @@ def evaluation_sums(model: Model, objective: Objective, params: Params, buffers:
   """The objective's sums over a batch, with `loss` and the `weight` they are divided by."""
   loss, metrics = objective(model.bind(params | buffers), batch)
   return metrics | {"loss": loss, "weight": objective.weight(batch)}
+
+
+def _learning_rate(schedule: optax.Schedule | None, step: jax.Array) -> Metrics:
+  return {} if schedule is None else {"learning_rate": jnp.asarray(schedule(step))}
 
 
 def _zeros(structs: dict[str, jax.ShapeDtypeStruct]) -> Params:

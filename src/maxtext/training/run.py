@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 from etils import epath
 from jax.sharding import Mesh
 
@@ -24,37 +25,45 @@ from maxtext.models.placement import placements, table
 from maxtext.observe.run_directory import RunDirectory, config_changes, readable_name
 from maxtext.observe.sinks import Console, Guarded, JsonLines, Prometheus, Sink, StoredLines, TensorBoard
 from maxtext.observe.stack_traces import StackTraces
-from maxtext.train import compiled
-from maxtext.train.alike import agree_on_start, agree_on_step
-from maxtext.train.callbacks.base import Callback
-from maxtext.train.callbacks.dump import Dump
-from maxtext.train.callbacks.evaluate import Evaluate
-from maxtext.train.callbacks.guard import LossGuard
-from maxtext.train.callbacks.profile import Profile
-from maxtext.train.callbacks.report import Report
-from maxtext.train.kept import Kept
-from maxtext.train.loop import run_loop
-from maxtext.train.program import Program, hlo_folder
-from maxtext.train.state import TrainState
+from maxtext.training import compiled
+from maxtext.training.alike import agree_on_start, agree_on_step
+from maxtext.training.callbacks.base import Callback
+from maxtext.training.callbacks.dump import Dump
+from maxtext.training.callbacks.evaluate import Evaluate
+from maxtext.training.callbacks.guard import LossGuard
+from maxtext.training.callbacks.profile import Profile
+from maxtext.training.callbacks.report import Report
+from maxtext.training.kept import Kept
+from maxtext.training.loop import run_loop
+from maxtext.training.program import Program, hlo_folder
+from maxtext.training.state import TrainState
+from maxtext.training.step import Objective
 
 _PATIENCE = 600  # seconds for the slowest process to open its data
 
 
 def train(
-  config: MaxTextConfig, callbacks: Sequence[Callback] = (), origins: Mapping[str, str] | None = None
+  config: MaxTextConfig,
+  *,
+  objective: Objective | None = None,
+  optimizer: optax.GradientTransformation | None = None,
+  callbacks: Sequence[Callback] = (),
+  origins: Mapping[str, str] | None = None,
 ) -> TrainState:
   """Trains as configured, on all devices that JAX finds, and returns the last state.
 
   Args:
     config: the run.
-    callbacks: what else hangs on the loop.
+    objective: the loss; None is language modelling, as configured.
+    optimizer: replaces the configured one, with its learning rate.
+    callbacks: called by the loop, after the run's own.
     origins: where each value of the configuration came from, for the record.
   """
   with ExitStack() as closing:
     _start(config)
     if config.collect_stack_trace:
       closing.callback(StackTraces(config.stack_trace_interval_seconds).close)
-    program = Program.of(config, make_mesh(config))
+    program = Program.of(config, make_mesh(config), objective, optimizer)
     if config.debug_sharding and not jax.process_index():
       print(table(program.model), flush=True)
     _refuse_unsharded(program)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from maxtext.data.batch import Position
-from maxtext.train.state import TrainState
+from maxtext.training.state import TrainState
 
 
 class Callback:

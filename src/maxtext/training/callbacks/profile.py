@@ -6,8 +6,8 @@ from pathlib import Path
 import jax
 
 from maxtext.data.batch import Position
-from maxtext.train.callbacks.base import Callback
-from maxtext.train.state import TrainState
+from maxtext.training.callbacks.base import Callback
+from maxtext.training.state import TrainState
 
 
 class Profile(Callback):

@@ -1,0 +1,1 @@
+"""Training: the step, the loop, what it starts from and saves, objectives and callbacks."""
