@@ -1,6 +1,7 @@
 """What a run is fed with, on its devices, and where the data stands after each batch."""
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -31,6 +32,8 @@ from maxtext.data.splits import Name, Split
 from maxtext.data.streams import Rows
 from maxtext.data.synthetic import synthetic_batches
 from maxtext.data.workers import choose_workers, rows_from_processes
+
+_LOG = logging.getLogger(__name__)
 
 
 class OpenData(NamedTuple):
@@ -171,7 +174,7 @@ def _streamed(
       f"have all or none, or read files on disk."
     )
   if split.name == "train" and not jax.process_index():
-    print(f"data: {hub.path} is streamed; the run can be resumed only on {group[1]} hosts.", flush=True)
+    _LOG.info(f"data: {hub.path} is streamed; the run can be resumed only on {group[1]} hosts.")
   source = [hub.path, hub.name, hub.data_dir, split.hf_files, split.hf_split]
   about = {"streamed": source, "hosts": group[1], **_about(options, split, held.blocks, packing)}
   state, first = _start(position, about, (held.blocks, streaming.WIDTH))
@@ -240,7 +243,7 @@ def _say_the_end(batches: int, data: OpenData, split: Split) -> None:
     known = [_amount(source.documents, length) for source in data.sources if source.documents.counts.total is not None]
     there = f" ({'; '.join(known)})" if known else ""
     again = f"num_epoch={split.epochs} says how often it is read."
-    print(f"data: ended after {several(batches, 'batch')}{there}; {again}", flush=True)
+    _LOG.info(f"data: ended after {several(batches, 'batch')}{there}; {again}")
 
 
 def _too_little(data: OpenData) -> ConfigError:
