@@ -1,5 +1,6 @@
 """What a run starts from and what it keeps: the restore order of its checkpoints, and the callback that saves them."""
 
+import logging
 import signal
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from maxtext.train.callbacks.base import Callback
 from maxtext.train.callbacks.guard import LossGuard
 from maxtext.train.program import Program
 from maxtext.train.state import TrainState
+
+_LOG = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
   from maxtext.checkpoint.restore import Restored
@@ -135,4 +138,4 @@ def _taken(found: Mapping[str, jax.Array], there: Mapping[str, jax.Array]) -> di
 
 def _say(what: str) -> None:
   if jax.process_index() == 0:
-    print(f"maxtext: {what}", flush=True)
+    _LOG.info(f"maxtext: {what}")

@@ -1,5 +1,6 @@
 """Measuring the loss on data that is not trained on."""
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -8,6 +9,8 @@ import jax
 from maxtext.data.batch import Position
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.state import TrainState
+
+_LOG = logging.getLogger(__name__)
 
 
 class Evaluate(Callback):
@@ -34,5 +37,5 @@ class Evaluate(Callback):
     figures["eval_seconds"] = time.perf_counter() - start
     reached = found["loss"] <= self._target
     if reached and not jax.process_index():
-      print(f"target_eval_loss={self._target} is reached at step {step}: ending.", flush=True)
+      _LOG.info(f"target_eval_loss={self._target} is reached at step {step}: ending.")
     return reached

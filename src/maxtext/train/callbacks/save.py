@@ -1,5 +1,6 @@
 """Keeping the state of a run: by period, when it ends, and when it is told to end."""
 
+import logging
 import signal
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ from maxtext.distributed.progress import tell_progress
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.callbacks.guard import LossGuard, nonfinite_figure
 from maxtext.train.state import TrainState
+
+_LOG = logging.getLogger(__name__)
 
 
 class SaveLocally(Callback):
@@ -82,7 +85,7 @@ class Save(Callback):
       self._writer.trim()
     self._tell()
     if asked is not None and not jax.process_index():
-      print(f"maxtext: step {step} was saved {self._interrupt.seconds:.1f} s after {asked.name}.", flush=True)
+      _LOG.info(f"maxtext: step {step} was saved {self._interrupt.seconds:.1f} s after {asked.name}.")
     if asked == signal.SIGINT:
       raise KeyboardInterrupt
     if asked is not None:
@@ -102,8 +105,7 @@ class Save(Callback):
     """A preempted machine goes about now."""
     kept = "none was saved by this process" if self._writer.last is None else f"step {self._writer.last} is safe"
     who = f" on process {jax.process_index()}" if jax.process_count() > 1 else ""
-    print(
+    _LOG.warning(
       f"maxtext: {NOTICE_SECONDS:g} s after the signal{who} step {self._step} is not saved yet, and {kept}: whoever "
       f"ends this machine must wait longer (Kubernetes: terminationGracePeriodSeconds).",
-      flush=True,
     )
