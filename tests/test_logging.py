@@ -72,7 +72,7 @@ def test_a_library_user_captures_records_and_keeps_the_console(monkeypatch, caps
   logger, kept = logging.getLogger("maxtext"), io.StringIO()
   monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(kept)])
   setup_logging()
-  logging.getLogger("maxtext.data.feed").warning("data: ended")
+  logging.getLogger("maxtext.data.dataloader").warning("data: ended")
   assert kept.getvalue() == "data: ended\n"
   assert capsys.readouterr() == ("", "")
 

@@ -10,7 +10,7 @@ import jax
 from maxtext.checkpoint.location import folder_of, is_there, steps_in
 from maxtext.checkpoint.options import checkpoint_options, local_checkpoint_options, restore_options
 from maxtext.configs import MaxTextConfig
-from maxtext.data.batch import Fed
+from maxtext.data.batch import BatchWithState
 from maxtext.distributed.interrupt import Interrupt
 from maxtext.distributed.lease import Lease
 from maxtext.distributed.multihost import from_first
@@ -58,7 +58,7 @@ class Kept:
     """Whether all processes are to end now, with a checkpoint; all of them ask at the same time."""
     return self._config.enable_checkpointing and self._interrupt.agreed()
 
-  def start(self, program: Program) -> tuple[TrainState, Iterator[Fed]]:
+  def start(self, program: Program) -> tuple[TrainState, Iterator[BatchWithState]]:
     """The first state and its data: of this run's latest good step, of a named state, of named parameters, or new.
 
     Local disks come first where they hold a step that is as late.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 
-from maxtext.data.batch import Position
+from maxtext.data.batch import IteratorState
 from maxtext.train.callbacks.base import Callback
 from maxtext.train.state import TrainState
 
@@ -27,7 +27,7 @@ class Evaluate(Callback):
     return step % self._interval == 0
 
   def on_update(
-    self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
+    self, step: int, state: TrainState, position: Callable[[], IteratorState], figures: dict[str, float]
   ) -> bool:
     start = time.perf_counter()
     found = self._evaluate(state)

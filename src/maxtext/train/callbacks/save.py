@@ -9,7 +9,7 @@ import jax
 from maxtext.checkpoint.local import LocalWriter
 from maxtext.checkpoint.writer import Writer
 from maxtext.configs.errors import RunError
-from maxtext.data.batch import Position
+from maxtext.data.batch import IteratorState
 from maxtext.distributed.interrupt import NOTICE_SECONDS, Interrupt
 from maxtext.distributed.progress import tell_progress
 from maxtext.train.callbacks.base import Callback
@@ -30,7 +30,7 @@ class SaveLocally(Callback):
     return self._writer.due(step)
 
   def on_update(
-    self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
+    self, step: int, state: TrainState, position: Callable[[], IteratorState], figures: dict[str, float]
   ) -> bool:
     if not self._guard.ends(figures):
       self._writer.save(step, state, position())
@@ -61,7 +61,7 @@ class Save(Callback):
     return self._saves or self._ends
 
   def on_update(
-    self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
+    self, step: int, state: TrainState, position: Callable[[], IteratorState], figures: dict[str, float]
   ) -> bool:
     self.on_step(step, figures)
     if self._saves and not self._guard.ends(figures):
@@ -73,7 +73,7 @@ class Save(Callback):
     if name and "skipped_steps" not in figures:
       self._writer.blame(step, f"{name} {figures[name]}")
 
-  def on_end(self, step: int, state: TrainState, position: Callable[[], Position]) -> None:
+  def on_end(self, step: int, state: TrainState, position: Callable[[], IteratorState]) -> None:
     asked = self._interrupt.signal if self._interrupt.agreed() else None  # the same on all processes
     self._writer.wait()
     if (self._on_completion or asked) and self._writer.last != step:
