@@ -29,8 +29,8 @@ def train(folder: str, corpus: str, steps: str) -> None:
   from maxtext import load_config
   from maxtext.training import program
 
-  made = program.make_feed
-  program.make_feed = lambda *args, **kwargs: written_down(made(*args, **kwargs), Path(folder))
+  made = program.make_dataloader
+  program.make_dataloader = lambda *args, **kwargs: written_down(made(*args, **kwargs), Path(folder))
   config = load_config(
     vocab_size=1024, base_emb_dim=16, base_mlp_dim=32, base_num_decoder_layers=1, base_num_query_heads=2,
     base_num_kv_heads=2, head_dim=8, max_target_length=32, per_device_batch_size=ROWS // 4, dtype="float32",
@@ -47,7 +47,7 @@ def written_down(feed, folder: Path):
   folder.mkdir(parents=True, exist_ok=True)
   with open(folder / f"batches-{os.getpid()}.jsonl", "w", buffering=1) as file:
     for fed in feed:
-      number = int(fed.position()["batches"])
+      number = int(fed.iterator_state()["batches"])
       for row in rows_of(fed.batch):
         file.write(json.dumps({"batch": number, **row}) + "\n")
       yield fed

@@ -4,9 +4,11 @@ import os
 
 import pytest
 
+from maxtext.logs import setup_logging
 from tests.flags import flags
 
 os.environ |= {"JAX_PLATFORMS": "cpu"} | flags(devices=8)
+setup_logging()  # tests read what a run writes to the console
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -200,7 +200,7 @@ def test_another_run_starts_from_a_state_and_never_touches_it(half, split, copy)
   before = len(list(path.rglob("*")))
   state, feed = start(path)
   assert equal(state, half[1])
-  assert int(next(feed).position()["batches"]) == 5
+  assert int(next(feed).iterator_state()["batches"]) == 5
   largest(path / "checkpoints" / "4").unlink()
   with pytest.raises(RunError, match=r"load_full_state_path=.* is damaged"):
     start(path)
@@ -440,7 +440,7 @@ def test_a_run_starts_with_other_parameters(half, split):
   state, feed = Kept(config, "other", {}).start(split)
   assert equal(state.params, half[1].params)
   assert equal(state.opt_state, split.init().opt_state)
-  assert int(state.step) == int(next(feed).position()["batches"]) - 1 == 0
+  assert int(state.step) == int(next(feed).iterator_state()["batches"]) - 1 == 0
 
 
 @pytest.fixture(scope="module")

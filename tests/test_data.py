@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from maxtext.configs.errors import RunError
 from maxtext.data import records
-from maxtext.data.ahead import Ahead
-from maxtext.data.documents import Source
-from maxtext.data.mixture import Mixture
-from maxtext.data.order import FEW_SHARDS, Order, Window
+from maxtext.data.documents import DataSource
+from maxtext.data.mixture import SourceMixture
+from maxtext.data.order import FEW_SHARDS, DocumentOrder, ShuffleWindow
 from maxtext.data.packing import Packing
-from maxtext.data.prepared import Prepared
+from maxtext.data.prefetch import Prefetcher
+from maxtext.data.prepared_corpus import PreparedCorpus
 from maxtext.data.spans import cut_long_documents
-from maxtext.data.streams import Streams
+from maxtext.data.streams import PackedStreams
 from tests.corpora import write_corpus
 
 PACKINGS = {
@@ -43,12 +43,12 @@ def folder(tmp_path_factory):
 def sources(folder, tmp_path_factory):
   other = write_corpus(tmp_path_factory.mktemp("corpus") / "b", (30, 30), seed=1)
   book = write_corpus(tmp_path_factory.mktemp("corpus") / "c", (1, 5, 2), seed=2, long={0: 9_000, 4: 400, 7: 30_000})
-  several = [Source(Prepared(folder), 0.7), Source(Prepared(other), 0.3)]
+  several = [DataSource(PreparedCorpus(folder), 0.7), DataSource(PreparedCorpus(other), 0.3)]
   return {
-    "one": [Source(Prepared(folder))],
+    "one": [DataSource(PreparedCorpus(folder))],
     "mixture": several,
-    "cut": cut_long_documents([Source(Prepared(book))], 8, 64),
-    "cut mixture": cut_long_documents([*several, Source(Prepared(book), 0.02)], 8, 64),
+    "cut": cut_long_documents([DataSource(PreparedCorpus(book))], 8, 64),
+    "cut mixture": cut_long_documents([*several, DataSource(PreparedCorpus(book), 0.02)], 8, 64),
   }
 
 
@@ -79,13 +79,13 @@ def documents_in(rows):
 def test_stopped_anywhere_and_resumed_on_other_hosts_the_rows_are_the_same(
   sources, mixture, packing, epochs, shuffle, stops, read_ahead
 ):
-  corpus = Mixture(sources[mixture], 8, seed=3, shuffle=shuffle, epochs=epochs)
-  whole = Streams(corpus, PACKINGS[packing], range(8))
+  corpus = SourceMixture(sources[mixture], 8, seed=3, shuffle=shuffle, epochs=epochs)
+  whole = PackedStreams(corpus, PACKINGS[packing], range(8))
   state, numbers = np.zeros((8, 3), np.int32), itertools.count()
   for batches, hosts, per_row in stops:
     share = 8 // hosts
     parts = [
-      Streams(corpus, PACKINGS[packing], range(a, a + share), state[a : a + share], read_ahead)
+      PackedStreams(corpus, PACKINGS[packing], range(a, a + share), state[a : a + share], read_ahead)
       for a in range(0, 8, share)
     ]
     for number in itertools.islice(numbers, batches):
@@ -98,8 +98,8 @@ def test_stopped_anywhere_and_resumed_on_other_hosts_the_rows_are_the_same(
 
 @pytest.mark.parametrize("packing", sorted(PACKINGS))
 def test_every_document_is_used_wholly_and_once_an_epoch(folder, packing):
-  source = Prepared(folder)
-  streams = Streams(Mixture([Source(source)], 8, seed=5, epochs=2), PACKINGS[packing], range(8))
+  source = PreparedCorpus(folder)
+  streams = PackedStreams(SourceMixture([DataSource(source)], 8, seed=5, epochs=2), PACKINGS[packing], range(8))
   pairs, begun = [], []
   while (rows := streams.rows(range(8))).segments.any():
     real = rows.segments > 0
@@ -134,9 +134,11 @@ def test_cut_documents_are_used_wholly_once_and_by_all_streams_alike(
   tmp_path_factory, lengths, streams, length, packing
 ):
   folder = write_corpus(tmp_path_factory.mktemp("cut"), (len(lengths),), long=dict(enumerate(lengths)))
-  source = Prepared(folder)
-  (cut,) = cut_long_documents([Source(source)], streams, length)
-  made = Streams(Mixture([cut], streams, seed=5, epochs=2), Packing(length, packing, look_ahead=1), range(streams))
+  source = PreparedCorpus(folder)
+  (cut,) = cut_long_documents([DataSource(source)], streams, length)
+  made = PackedStreams(
+    SourceMixture([cut], streams, seed=5, epochs=2), Packing(length, packing, look_ahead=1), range(streams)
+  )
   pairs, filled = [], np.zeros(streams, int)
   while (rows := made.rows(range(streams))).segments.any():
     real = rows.segments > 0
@@ -151,10 +153,10 @@ def test_cut_documents_are_used_wholly_once_and_by_all_streams_alike(
 
 def test_one_document_fills_all_rows_to_the_end(tmp_path):
   folder = write_corpus(tmp_path, (1,), long={0: 289_333})
-  (source,) = cut_long_documents([Source(Prepared(folder))], 8, 256)
+  (source,) = cut_long_documents([DataSource(PreparedCorpus(folder))], 8, 256)
   assert source.spans.inputs == 2 * 256
   for packing in ("concat_then_split", "first_fit"):
-    streams = Streams(Mixture([source], 8, seed=0, epochs=1), Packing(256, packing), range(8))
+    streams = PackedStreams(SourceMixture([source], 8, seed=0, epochs=1), Packing(256, packing), range(8))
     batches = list(
       itertools.takewhile(lambda rows: rows.segments.any(axis=1).all(), map(streams.rows, [range(8)] * 999))
     )
@@ -165,11 +167,11 @@ def test_one_document_fills_all_rows_to_the_end(tmp_path):
 
 def test_a_stream_reads_a_long_document_once_and_holds_only_its_spans(tmp_path):
   folder = write_corpus(tmp_path, (1,), long={0: 289_333})
-  source = Prepared(folder)
-  (cut,) = cut_long_documents([Source(source)], 8, 256)
+  source = PreparedCorpus(folder)
+  (cut,) = cut_long_documents([DataSource(source)], 8, 256)
   asked = []
   read, source.read = source.read, lambda numbers: asked.extend(numbers) or read(numbers)
-  streams = Streams(Mixture([cut], 8, seed=0, epochs=1), Packing(256, "first_fit"), range(8))
+  streams = PackedStreams(SourceMixture([cut], 8, seed=0, epochs=1), Packing(256, "first_fit"), range(8))
   while streams.rows(range(8)).segments.any():
     held = [d for stream in streams._held for d in stream.values() if d is not None]
     assert all(d.base is None and len(d) <= 513 for d in held)
@@ -178,9 +180,9 @@ def test_a_stream_reads_a_long_document_once_and_holds_only_its_spans(tmp_path):
 
 def test_where_no_document_is_long_the_order_is_what_it_always_was(tmp_path):
   """Positions in checkpoints of earlier versions stay what they were; the digest is of a version without spans."""
-  source = Source(Prepared(write_corpus(tmp_path, (37, 1, 50, 12), lengths=(1, 60))))
+  source = DataSource(PreparedCorpus(write_corpus(tmp_path, (37, 1, 50, 12), lengths=(1, 60))))
   assert cut_long_documents([source], 8, 64) == [source]
-  streams, digest = Streams(Mixture([source], 8, seed=3), PACKINGS["first_fit"], range(8)), hashlib.sha256()
+  streams, digest = PackedStreams(SourceMixture([source], 8, seed=3), PACKINGS["first_fit"], range(8)), hashlib.sha256()
   for _ in range(9):
     for array in streams.rows(range(8)):
       digest.update(array.tobytes())
@@ -193,12 +195,12 @@ def test_documents_are_read_to_be_measured_only_where_no_list_says_enough(tmp_pa
     older: write_corpus(tmp_path / str(older), (30, 30), lengths=(50, 150), long=long, older=older)
     for older in (False, True)
   }
-  cut = [cut_long_documents([Source(Prepared(folder))], 16, 64)[0].spans for folder in folders.values()]
+  cut = [cut_long_documents([DataSource(PreparedCorpus(folder))], 16, 64)[0].spans for folder in folders.values()]
   assert cut[0] == cut[1], "a list or not, the cut is the same"
   for folder in folders.values():
     for shard in folder.glob("*.array_record"):
       shard.unlink()
-  listed, older = (Source(Prepared(folder)) for folder in folders.values())
+  listed, older = (DataSource(PreparedCorpus(folder)) for folder in folders.values())
   assert cut_long_documents([listed], 1, 64)[0].spans.long == tuple(long.items())
   assert cut_long_documents([older], 15, 64) == [older], "too many to read them for this alone"
   for source, streams, length in ((listed, 8, 16), (older, 16, 64)):  # spans of 208, and a shard lists those above 414
@@ -209,25 +211,25 @@ def test_documents_are_read_to_be_measured_only_where_no_list_says_enough(tmp_pa
 def test_weights_of_a_mixture_count_documents_that_are_cut_as_one(tmp_path):
   book = write_corpus(tmp_path / "book", (1,), long={0: 50_000})
   short = write_corpus(tmp_path / "short", (500,), lengths=(10, 60), seed=1)
-  sources = cut_long_documents([Source(Prepared(book), 0.01), Source(Prepared(short), 0.99)], 4, 64)
+  sources = cut_long_documents([DataSource(PreparedCorpus(book), 0.01), DataSource(PreparedCorpus(short), 0.99)], 4, 64)
   spans = -(-49_999 // sources[0].spans.inputs)
-  corpus = Mixture(sources, 4, seed=0)
+  corpus = SourceMixture(sources, 4, seed=0)
   found = np.bincount([corpus._locate(s, k)[0] for s in range(4) for k in range(40_000)])
   assert spans > 100
   assert found[0] / spans / found[1] == pytest.approx(0.01 / 0.99, rel=0.02)
 
 
 def test_each_epoch_has_every_document_once_in_its_own_order():
-  order = Order([5, 1, 9, 30, 2, 3], Window(shards=2), (0,))
+  order = DocumentOrder([5, 1, 9, 30, 2, 3], ShuffleWindow(shards=2), (0,))
   epochs = [[order.document(50 * e + i) for i in range(50)] for e in range(4)]
   assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
   assert len({tuple(epoch) for epoch in epochs}) == 4
-  assert epochs[1] != [Order([50], FEW_SHARDS, (1,)).document(i) for i in range(50)], "a seed is not an epoch"
-  assert [Order([5, 5], FEW_SHARDS, (0,), shuffle=False).document(i) for i in range(12)] == [*range(10), 0, 1]
+  assert epochs[1] != [DocumentOrder([50], FEW_SHARDS, (1,)).document(i) for i in range(50)], "a seed is not an epoch"
+  assert [DocumentOrder([5, 5], FEW_SHARDS, (0,), shuffle=False).document(i) for i in range(12)] == [*range(10), 0, 1]
 
 
 def test_a_window_touches_few_shards():
-  order, edges = Order([10] * 100, Window(shards=4), (7,)), np.arange(0, 1000, 10)
+  order, edges = DocumentOrder([10] * 100, ShuffleWindow(shards=4), (7,)), np.arange(0, 1000, 10)
   for window in range(25):
     numbers = [order.document(i) for i in range(40 * window, 40 * window + 40)]
     assert len(set(np.searchsorted(edges, numbers, side="right"))) == 4
@@ -267,8 +269,8 @@ def one_bin(dataset, lengths):
   ids=["concat_then_split", "first_fit"],
 )
 def test_rows_are_those_of_grain_on_the_same_documents(tmp_path, packing, pack, lengths):
-  corpus = Mixture([Source(Prepared(write_corpus(tmp_path, (100, 80), lengths=lengths)))], 4, seed=1)
-  streams = Streams(corpus, packing, range(4))
+  corpus = SourceMixture([DataSource(PreparedCorpus(write_corpus(tmp_path, (100, 80), lengths=lengths)))], 4, seed=1)
+  streams = PackedStreams(corpus, packing, range(4))
   oracles = [grain_rows(corpus, stream, pack) for stream in range(4)]
   for _ in range(10):
     rows = streams.rows(range(4))
@@ -282,10 +284,12 @@ def test_rows_are_those_of_grain_on_the_same_documents(tmp_path, packing, pack, 
 
 
 def test_looking_ahead_leaves_less_padding_and_keeps_documents_whole(tmp_path):
-  corpus = Mixture([Source(Prepared(write_corpus(tmp_path, (600,), lengths=(1, 60))))], 2, seed=0, epochs=1)
+  corpus = SourceMixture(
+    [DataSource(PreparedCorpus(write_corpus(tmp_path, (600,), lengths=(1, 60))))], 2, seed=0, epochs=1
+  )
   padding = {}
   for name, ahead in (("first_fit", 1), ("first_fit", 31), ("best_fit", 31)):
-    streams = Streams(corpus, Packing(64, name, look_ahead=ahead), range(2))
+    streams = PackedStreams(corpus, Packing(64, name, look_ahead=ahead), range(2))
     made = [streams.rows(range(2)) for _ in range(100)]
     padding[name, ahead] = np.mean([rows.segments == 0 for rows in made])
     begun = np.concatenate([documents_in(rows) for rows in made])
@@ -295,8 +299,10 @@ def test_looking_ahead_leaves_less_padding_and_keeps_documents_whole(tmp_path):
 
 def test_mixtures_give_every_row_every_source_in_its_share(tmp_path):
   weights = (0.62, 0.3, 0.08)
-  sources = [Source(Prepared(write_corpus(tmp_path / str(i), (40,), seed=i)), w) for i, w in enumerate(weights)]
-  corpus = Mixture(sources, streams=16, seed=0)
+  sources = [
+    DataSource(PreparedCorpus(write_corpus(tmp_path / str(i), (40,), seed=i)), w) for i, w in enumerate(weights)
+  ]
+  corpus = SourceMixture(sources, streams=16, seed=0)
   for stream in (0, 5, 15):
     found = [corpus._locate(stream, k) for k in range(5000)]
     shares = np.bincount([source for source, _ in found]) / 5000
@@ -310,8 +316,8 @@ def test_mixtures_give_every_row_every_source_in_its_share(tmp_path):
 def test_a_thousand_shards_need_few_open_files_and_little_memory(tmp_path, monkeypatch):
   monkeypatch.setattr(records, "MOST_OPEN", 32)
   folder = write_corpus(tmp_path, [12] * 1000, lengths=(1, 60))
-  source = Prepared(folder)
-  streams = Streams(Mixture([Source(source)], 16, seed=0, epochs=1), PACKINGS["first_fit"], range(16))
+  source = PreparedCorpus(folder)
+  streams = PackedStreams(SourceMixture([DataSource(source)], 16, seed=0, epochs=1), PACKINGS["first_fit"], range(16))
   before, open_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(os.listdir("/proc/self/fd"))
   most = begun = 0
   while (rows := streams.rows(range(16))).segments.any():
@@ -324,14 +330,16 @@ def test_a_thousand_shards_need_few_open_files_and_little_memory(tmp_path, monke
 
 
 def test_restoring_256_streams_takes_under_a_second(tmp_path):
-  source = Source(Prepared(write_corpus(tmp_path, [5000] * 4, lengths=(1, 60))))
-  streams = Streams(Mixture([source], 256, seed=0), PACKINGS["first_fit"], range(256))
+  source = DataSource(PreparedCorpus(write_corpus(tmp_path, [5000] * 4, lengths=(1, 60))))
+  streams = PackedStreams(SourceMixture([source], 256, seed=0), PACKINGS["first_fit"], range(256))
   for _ in range(3):
     state = streams.rows(range(256)).after
   following, seconds = streams.rows(range(256)), []
   for _ in range(3):  # other work on the machine may hold one of them up
     start = time.perf_counter()
-    again = Streams(Mixture([Source(Prepared(tmp_path))], 256, seed=0), PACKINGS["first_fit"], range(256), state)
+    again = PackedStreams(
+      SourceMixture([DataSource(PreparedCorpus(tmp_path))], 256, seed=0), PACKINGS["first_fit"], range(256), state
+    )
     assert equal(again.rows(range(256)), following)
     seconds.append(time.perf_counter() - start)
   assert min(seconds) < 1
@@ -351,8 +359,8 @@ class Asked:
 def test_reading_ahead_makes_fewer_and_larger_reads(folder):
   calls = {}
   for read_ahead in (0, 40):
-    asked = Asked(Mixture([Source(Prepared(folder))], 4, seed=0))
-    streams = Streams(asked, PACKINGS["concat_then_split"], range(4), read_ahead=read_ahead)
+    asked = Asked(SourceMixture([DataSource(PreparedCorpus(folder))], 4, seed=0))
+    streams = PackedStreams(asked, PACKINGS["concat_then_split"], range(4), read_ahead=read_ahead)
     for _ in range(20):
       streams.rows(range(4))
     calls[read_ahead] = asked.calls
@@ -385,7 +393,7 @@ def test_things_are_made_ahead_so_far_and_no_further():
     finally:
       closed.set()
 
-  ahead = Ahead(make(), depth=2)
+  ahead = Prefetcher(make(), depth=2)
   deadline = time.monotonic() + 20
   while len(made) < 3 and time.monotonic() < deadline:
     time.sleep(0.01)
@@ -396,7 +404,7 @@ def test_things_are_made_ahead_so_far_and_no_further():
     with pytest.raises(RuntimeError, match="broken"):
       next(ahead)
   assert closed.wait(20)
-  unread = Ahead(make(), depth=1)
+  unread = Prefetcher(make(), depth=1)
   closed.clear()
   unread.close()
   assert closed.is_set()

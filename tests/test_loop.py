@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import maxtext
-from maxtext.data.feed import make_feed
+from maxtext.data.dataloader import make_dataloader
 from maxtext.data.options import data_options
 from maxtext.mesh.chips import CHIPS, chip_of
 from maxtext.models.flops import train_flops_per_token
@@ -34,7 +34,7 @@ def test_evaluation_is_the_loss_on_other_data(tmp_path):
   p = program(config, devices=8)
   batches, trained = jax.device_get(
     (
-      [fed.batch for fed in islice(make_feed(data_options(config), p.eval_batch, split="eval"), 2)],
+      [fed.batch for fed in islice(make_dataloader(data_options(config), p.eval_batch, split="eval"), 2)],
       next(p.feed()).batch,
     )
   )

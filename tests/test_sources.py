@@ -17,10 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtext import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.data.batch import Batch
-from maxtext.data.feed import make_feed
+from maxtext.data.dataloader import make_dataloader
 from maxtext.data.options import data_options, tokenizer_options
-from maxtext.data.prepared import Prepared
-from maxtext.data.sources.olmo import repeats
+from maxtext.data.prepared_corpus import PreparedCorpus
+from maxtext.data.sources.olmo import is_repetitive
 from maxtext.data.sources.tf_example import _example
 from maxtext.data.tokenizers import load_tokenizer
 from tests import vocabularies
@@ -154,7 +154,7 @@ def feed(config, position=None, split="train"):
   kinds = (jnp.int32, jnp.int32, jnp.int32, jnp.int32, jnp.float32)
   sharding = NamedSharding(mesh, PartitionSpec("data", None))
   shape = ROWS, config.max_target_length
-  return make_feed(
+  return make_dataloader(
     data_options(config), Batch(*(jax.ShapeDtypeStruct(shape, k, sharding=sharding) for k in kinds)), position, split
   )
 
@@ -209,7 +209,7 @@ def test_stopped_after_any_batch_and_resumed_the_batches_are_the_same(place, sou
     for _ in range(stop):
       made.append(next(resumed))
       assert all(map(np.array_equal, arrays(made[-1]), arrays(next(whole))))
-    position = {name: np.asarray(array) for name, array in made[-1].position().items()}
+    position = {name: np.asarray(array) for name, array in made[-1].iterator_state().items()}
     resumed.close()
   whole.close()
 
@@ -248,13 +248,13 @@ def test_reader_processes_read_text_too(place, source):
 
 
 def test_a_window_of_a_format_read_in_order_touches_few_row_groups(place):
-  from maxtext.data.order import Order
+  from maxtext.data.order import DocumentOrder
   from maxtext.data.sources import open_sources
 
   config = configured(place, "parquet")
   (source,) = open_sources(data_options(config), data_options(config).train)
   assert source.documents.sizes == [7] * 8 + [4]
-  order = Order(source.documents.sizes, source.documents.window, (0,))
+  order = DocumentOrder(source.documents.sizes, source.documents.window, (0,))
   groups = {order.document(i) // 7 for i in range(14)}
   assert len(groups) == 2, "at least ten documents, in whole row groups"
 
@@ -316,7 +316,7 @@ def test_sequences_of_one_length_without_those_that_repeat(tmp_path):
     expected = [s for i, s in enumerate(sequences) if not filtered or i != 6]
     assert found == Counter((tuple(s[:-1]), tuple(s[1:])) for s in expected)
     assert found.total() == kept
-  position = next(feed(config)).position()
+  position = next(feed(config)).iterator_state()
   assert all(map(np.array_equal, arrays(next(feed(config, position))), arrays(list(feed(config))[1])))
   with pytest.raises(ConfigError, match=r"npy, record \d: token \d+ at place \d+ is outside of vocab_size=90"):
     list(feed(tiny(**keys, vocab_size=90)))
@@ -332,8 +332,8 @@ def test_sequences_of_one_length_without_those_that_repeat(tmp_path):
 def test_what_counts_as_repeating(period, times, found):
   rng = np.random.default_rng(0)
   repeated = np.tile(1000 + rng.permutation(period), times)
-  assert repeats(np.concatenate([rng.permutation(900), repeated, rng.permutation(900)])) is found
-  assert repeats(repeated) is found
+  assert is_repetitive(np.concatenate([rng.permutation(900), repeated, rng.permutation(900)])) is found
+  assert is_repetitive(repeated) is found
 
 
 def test_mistakes_are_named(place, tmp_path):
@@ -431,7 +431,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_record(place, tmp_path
 
 
 def test_a_token_outside_the_vocabulary_of_prepared_data_is_named(tmp_path):
-  source = Prepared(write_corpus(tmp_path, (3, 50), lengths=(18, 19)))
+  source = PreparedCorpus(write_corpus(tmp_path, (3, 50), lengths=(18, 19)))
   largest = [int(source.tokens(record).max()) for record in source.read(range(53))]
   vocab_size = max(largest)
   number = largest.index(vocab_size) - 3
@@ -462,7 +462,7 @@ def test_columns_that_hold_something_else_are_named(place, tmp_path):
 def test_streamed_data_says_so_and_keeps_its_hosts(place, capsys):
   fed = next(feed(configured(place, "streamed")))
   assert "json is streamed; the run can be resumed only on 1 hosts" in capsys.readouterr().out
-  position = {name: np.asarray(array) for name, array in fed.position().items()}
+  position = {name: np.asarray(array) for name, array in fed.iterator_state().items()}
   about = json.loads(position["about"].tobytes())
   position["about"] = np.frombuffer(json.dumps(about | {"hosts": 2}).encode(), np.uint8)
   with pytest.raises(ConfigError, match="hosts was 2 and is 1"):

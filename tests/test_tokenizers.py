@@ -17,9 +17,9 @@ import pytest
 import tokenizers
 
 from maxtext import ConfigError, MaxTextConfig, load_config
-from maxtext.data import chat_template, names
+from maxtext.data import chat_template, special_tokens
 from maxtext.data.options import tokenizer_options
-from maxtext.data.tokenizers import Tokenizer, load_tokenizer, tiktoken_special
+from maxtext.data.tokenizers import TextTokenizer, load_tokenizer, tiktoken_special
 from maxtext.inference.grammar import Form, Grammars
 from maxtext.inference.grammar_process import open_tokens
 from tests import vocabularies
@@ -38,7 +38,7 @@ def made(tmp_path_factory):
   return {kind: make(tmp_path_factory.mktemp(kind)) for kind, make in KINDS.items()}
 
 
-def open_kind(made, kind, **changes) -> Tokenizer:
+def open_kind(made, kind, **changes) -> TextTokenizer:
   """`MaxTextConfig` itself, so that keys of features that runs do not have yet can be tried."""
   values = {"tokenizer_type": kind, "tokenizer_path": str(made[kind]), "vocab_size": 600}
   return load_tokenizer(tokenizer_options(MaxTextConfig(**(values | changes))))
@@ -106,12 +106,12 @@ def test_long_guarded_text_takes_linear_time_and_leaves_the_lock(made, monkeypat
 def test_names_are_found_as_by_their_alternation(ignore_case, monkeypatch):
   random, nested = Random(0), ["a" * n for n in range(1, 400)]
   known = [*CONTROL, "<|im_start|>x", "<|IM_END|>", "<|\u017ft|>", "aba", "abab", "bab"]
-  monkeypatch.setattr(names, "_SLICE", 16)
+  monkeypatch.setattr(special_tokens, "_SLICE", 16)
   for chosen in (known, tiktoken_special(0), nested, [], [""]):
     flags = re.IGNORECASE if ignore_case else 0
     longest_first = sorted(filter(None, chosen), key=len, reverse=True)
     plain = re.compile("|".join(map(re.escape, longest_first)) or "(?!)", flags)
-    found = names.Names(chosen, ignore_case=ignore_case)
+    found = special_tokens.SpecialTokenFinder(chosen, ignore_case=ignore_case)
     for _ in range(10):
       words = random.choices([*longest_first[-300:], "x"], k=20)
       parts = (word[random.randrange(2) * random.randrange(len(word)) :] for word in words)
@@ -119,7 +119,7 @@ def test_names_are_found_as_by_their_alternation(ignore_case, monkeypatch):
       assert list(found.spans(text)) == [match.span() for match in plain.finditer(text)], text
   monkeypatch.undo()
   started = time.process_time()
-  assert not list(names.Names(tiktoken_special(0), ignore_case=ignore_case).spans("<|" * 2**17))
+  assert not list(special_tokens.SpecialTokenFinder(tiktoken_special(0), ignore_case=ignore_case).spans("<|" * 2**17))
   assert time.process_time() - started < 0.5
 
 

@@ -12,14 +12,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.configs.types import DatasetType
 from maxtext.data.batch import Batch
-from maxtext.data.documents import Documents, Source
-from maxtext.data.feed import is_streamed, make_feed, packing_of
-from maxtext.data.mixture import Mixture
+from maxtext.data.dataloader import is_streamed, make_dataloader, make_packing
+from maxtext.data.documents import DataSource, Documents
+from maxtext.data.local_rows import LocalRows, place_rows
+from maxtext.data.mixture import SourceMixture
 from maxtext.data.options import DataOptions
-from maxtext.data.placing import Held, place_rows
 from maxtext.data.sources import open_sources
 from maxtext.data.spans import cut_long_documents
-from maxtext.data.streams import Streams
+from maxtext.data.streams import PackedStreams
 
 
 class Speed(NamedTuple):
@@ -43,7 +43,7 @@ def abstract_batch(shape: tuple[int, int]) -> Batch:
 
 def speed(options: DataOptions, batch: Batch, seconds: float) -> Speed:
   """Of the feed of such batches, with its processes and threads, after the first batch."""
-  feed = make_feed(options, batch)
+  feed = make_dataloader(options, batch)
   jax.block_until_ready(next(feed).batch)
   start, tokens, cells = time.perf_counter(), 0, 0
   for fed in feed:
@@ -61,15 +61,15 @@ def stages(options: DataOptions, batch: Batch, seconds: float) -> dict[str, floa
     return {}
   rows, length = batch.inputs.shape
   sources = cut_long_documents(open_sources(options, split), rows, length)
-  watched = [Source(_Timed(source.documents, clock), source.weight, source.spans) for source in sources]
-  mixture = Mixture(watched, rows, options.seed, split.shuffle, vocab_size=options.vocab_size)
-  streams = Streams(mixture, packing_of(options, length), range(rows), read_ahead=-(-split.read_ahead // rows))
-  held = Held.of(batch.inputs.sharding, rows, length)
+  watched = [DataSource(_Timed(source.documents, clock), source.weight, source.spans) for source in sources]
+  mixture = SourceMixture(watched, rows, options.seed, split.shuffle, vocab_size=options.vocab_size)
+  streams = PackedStreams(mixture, make_packing(options, length), range(rows), read_ahead=-(-split.read_ahead // rows))
+  local_rows = LocalRows.of(batch.inputs.sharding, rows, length)
   while sum(clock.spent.values()) < seconds:
     with clock.during("pack"):
       made = streams.rows(range(rows))
     with clock.during("place"):
-      fed, _ = place_rows(0, made, held=held, total=rows, about=np.zeros(0, np.uint8))
+      fed, _ = place_rows(0, made, local_rows=local_rows, total=rows, about=np.zeros(0, np.uint8))
       jax.block_until_ready(fed.batch)
   whole = sum(clock.spent.values())
   return {name: spent / whole for name, spent in clock.spent.items()}

@@ -5,6 +5,7 @@ Parts fit only the same mesh on the same processes; the run's own checkpoints (`
 """
 
 import io
+import logging
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,8 @@ from maxtext.configs import ConfigError
 from maxtext.distributed.multihost import from_process, on_any
 from maxtext.distributed.transfer import receive_from
 from maxtext.storage.atomic import UNFINISHED, atomic_folder
+
+_LOG = logging.getLogger(__name__)
 
 _PARTS, _POSITION = "parts.npz", "position.npz"
 _UNUSED = "unused"  # behind the name of a step that a start did not go on from
@@ -84,7 +87,7 @@ class LocalWriter:
     except OSError as error:
       kept = f"it keeps {', '.join(map(str, steps_in(self._folder))) or 'none'}"
       who = f"process {jax.process_index()}"
-      print(f"maxtext: the local checkpoint of step {step} failed on {who}: {error.strerror}; {kept}.", flush=True)
+      _LOG.warning(f"maxtext: the local checkpoint of step {step} failed on {who}: {error.strerror}; {kept}.")
 
   def close(self) -> None:
     """Waits, and lets go of everything."""
@@ -183,7 +186,7 @@ def _opened(folder: epath.Path, keys: Sequence[str]) -> tuple[Mapping[str, np.nd
   try:
     parts, good = retried(folder, load)
   except StorageError as error:
-    print(f"maxtext: process {jax.process_index()}: {error}", flush=True)
+    _LOG.warning(f"maxtext: process {jax.process_index()}: {error}")
     return None, error
   except (OSError, ValueError, zipfile.BadZipFile):
     return None, None
@@ -270,4 +273,4 @@ def _listed(processes: Sequence[int]) -> str:
 
 def _say(what: str) -> None:
   if jax.process_index() == 0:
-    print(f"maxtext: {what}", flush=True)
+    _LOG.info(f"maxtext: {what}")

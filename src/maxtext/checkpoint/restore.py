@@ -4,6 +4,7 @@
 run's, which they never touch.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from maxtext.configs.errors import RunError
 from maxtext.configs.secrets import SECRET_KEYS
 from maxtext.configs.types import DerivedValues
 from maxtext.distributed.multihost import from_first, on_any
+
+_LOG = logging.getLogger(__name__)
 
 _TRIED = 50  # the latest steps that are tried
 _DATA = "data/"
@@ -46,7 +49,7 @@ def resume(options: RestoreOptions, folder: epath.Path, abstract: Any) -> Restor
   """
   if jax.process_index() == 0:
     for path in unfinished_in(folder):
-      print(f"maxtext: {path} was never finished; it is skipped and removed.", flush=True)
+      _LOG.warning(f"maxtext: {path} was never finished; it is skipped and removed.")
       path.rmtree(missing_ok=True)
   bad: dict[epath.Path, tuple[str, str]] = {}
   for step in _agreed(steps_in(folder)[::-1]):
@@ -59,7 +62,7 @@ def resume(options: RestoreOptions, folder: epath.Path, abstract: Any) -> Restor
       continue
     if jax.process_index() == 0:
       for other, (kind, why) in bad.items():
-        print(f"maxtext: {other} {why}. It is now {set_aside(other, kind).name}.", flush=True)
+        _LOG.warning(f"maxtext: {other} {why}. It is now {set_aside(other, kind).name}.")
     return found
   if bad:
     latest, (_, why) = next(iter(bad.items()))
@@ -80,11 +83,11 @@ def set_blamed_aside(folder: epath.Path) -> int | None:
     blamed = note.blamed if not steps or steps[-1] <= (note.blamed or 0) else None
     said = f"maxtext: step {note.step} was not finite ({note.what})"
     if not steps or steps[-1] != blamed:
-      print(f"{said}; what is kept is from before it.", flush=True)
+      _LOG.warning(f"{said}; what is kept is from before it.")
     elif len(steps) > 1 or note.began == 0:
       name = set_aside(folder / str(blamed), _NONFINITE).name
       rest = f"the last good checkpoint is step {steps[-2]}" if len(steps) > 1 else "there is no other checkpoint"
-      print(f"{said}, and step {blamed} led to it: it is now {name}; {rest}.", flush=True)
+      _LOG.warning(f"{said}, and step {blamed} led to it: it is now {name}; {rest}.")
     else:
       error = (
         f"step {note.step} was not finite ({note.what}), and {folder / str(blamed)}, which led to it, is the only "

@@ -5,6 +5,7 @@ reason says nothing about the file: it is tried again, and then ends the run, wh
 """
 
 import errno
+import logging
 import re
 import sys
 import time
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from maxtext.configs.errors import RunError
+
+_LOG = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -43,7 +46,7 @@ def retried(what: object, read: Callable[[], _T]) -> _T:
       why = reason(error)
       if delay is None or _will_not_get_better(error):
         raise StorageError(f"{what} cannot be read: {why}. Nothing was changed; start again when it can.") from error
-      print(f"maxtext: {what} cannot be read: {why}; trying again in {delay:g} s.", flush=True)
+      _LOG.warning(f"maxtext: {what} cannot be read: {why}; trying again in {delay:g} s.")
       time.sleep(delay)
   raise AssertionError("the last attempt returns or raises")
 

@@ -14,11 +14,11 @@ from maxtext.checkpoint.location import FOLDER as CHECKPOINTS
 from maxtext.checkpoint.location import absolute, failures, locate
 from maxtext.configs import ConfigError
 from maxtext.configs.types import DatasetType, TokenizerType
-from maxtext.data.folder import UNFINISHED, Folder
-from maxtext.data.inside import inside
 from maxtext.data.options import DataOptions, TokenizerOptions
-from maxtext.data.prepared import MANIFEST, read_manifest
-from maxtext.data.tokenizers import Tokenizer, load_tokenizer
+from maxtext.data.output_folder import UNFINISHED, OutputFolder
+from maxtext.data.prepared_corpus import MANIFEST, read_manifest
+from maxtext.data.safe_paths import resolve_inside
+from maxtext.data.tokenizers import TextTokenizer, load_tokenizer
 
 FOLDER = "tokenizer"  # of a run, or of exported parameters
 SIDE_FOLDER = "hugging_face"  # of parameters that came from there: what stood beside the weights
@@ -46,7 +46,7 @@ def keep_tokenizer(data: DataOptions, parameters: str, folder: str) -> str | Non
       content = {name: file.read_bytes() for name, file in tokenizer.vocabulary.files.items()}
     if tokenizer.chat_template not in (None, tokenizer.vocabulary.chat_template):
       content[TEMPLATE] = tokenizer.chat_template.encode()
-    target = Folder(f"{folder}/{FOLDER}")
+    target = OutputFolder(f"{folder}/{FOLDER}")
     for name, text in content.items():
       if target.read(name) != text:
         target.write(name, text)
@@ -90,7 +90,7 @@ def kind_of(folder: epath.Path | Path) -> TokenizerType | None:
 
 
 @contextmanager
-def open_tokenizer(data: DataOptions, path: str) -> Iterator[Tokenizer | None]:
+def open_tokenizer(data: DataOptions, path: str) -> Iterator[TextTokenizer | None]:
   """The tokenizer of a model that answers: the one that is named, the one that is kept at `path`, or the corpus's.
 
   Its files may be gone when the context ends.
@@ -101,7 +101,7 @@ def open_tokenizer(data: DataOptions, path: str) -> Iterator[Tokenizer | None]:
 
 
 @contextmanager
-def _opened(named: TokenizerOptions | None, own: TokenizerOptions, path: str) -> Iterator[Tokenizer | None]:
+def _opened(named: TokenizerOptions | None, own: TokenizerOptions, path: str) -> Iterator[TextTokenizer | None]:
   """The one that is named, else the one that is kept at `path`, if any."""
   kept = find_tokenizer(path) if path and named is None else None
   with tempfile.TemporaryDirectory() as scratch:
@@ -117,10 +117,10 @@ def _of_corpus(data: DataOptions) -> TokenizerOptions | None:
   """Of the first prepared corpus that a run is trained on."""
   if data.kind != DatasetType.GRAIN:
     return None
-  from maxtext.data.sources.grain import places
+  from maxtext.data.sources.grain import source_paths
 
   try:
-    found = places(data.train)
+    found = source_paths(data.train)
   except ConfigError:  # a list of sources that was left behind
     return None
   for place in found:
@@ -132,7 +132,7 @@ def _of_corpus(data: DataOptions) -> TokenizerOptions | None:
 
 
 def _in_folder(own: TokenizerOptions, folder: Path) -> TokenizerOptions:
-  template, kind = inside(folder, TEMPLATE), kind_of(epath.Path(folder))
+  template, kind = resolve_inside(folder, TEMPLATE), kind_of(epath.Path(folder))
   assert kind is not None, "the folder was found by its vocabulary"
   if template.exists() and not (own.chat_template or own.chat_template_path):
     own = replace(own, chat_template_path=str(template))
@@ -142,7 +142,7 @@ def _in_folder(own: TokenizerOptions, folder: Path) -> TokenizerOptions:
 def _own(file: epath.Path) -> epath.Path:
   """A file that is in its folder, which may be a stranger's; stores have no links."""
   if "://" not in str(file):
-    inside(Path(file.parent), file.name)
+    resolve_inside(Path(file.parent), file.name)
   return file
 
 

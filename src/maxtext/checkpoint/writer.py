@@ -1,7 +1,6 @@
 """Saving a run's steps with Orbax's manager: when one is due, in the background, and what happens when one fails."""
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,7 +21,7 @@ from maxtext.checkpoint.record import NotFiniteError
 from maxtext.checkpoint.storage import reason
 from maxtext.checkpoint.tree import named
 from maxtext.distributed.lease import LeaseLostError
-from maxtext.observe.sinks import say
+from maxtext.observe.sinks import warn
 from maxtext.storage.atomic import sync, sync_tree
 
 _LEAST = 2  # steps that are there while a run goes on: of the latest it is not known yet whether it leads anywhere
@@ -148,7 +147,7 @@ class Writer:
         self._fence()
         NonfiniteNote(step, what, blamed, self._began).write(self._folder)
       except failures() as error:
-        say(f"{self._folder} cannot be written: {reason(error)}.")
+        warn(f"{self._folder} cannot be written: {reason(error)}.")
 
   def _failed(self, step: int, error: BaseException) -> None:
     """Says so, frees what the half-written step holds, and forgets what Orbax had planned to remove for it."""
@@ -157,13 +156,13 @@ class Writer:
     kept = f"the last good one is step {self.last}" if self.last is not None else "there is none yet from this process"
     self._failures += 1
     if jax.process_index() == 0:
-      say(f"the checkpoint of step {step} failed: {reason(error)}; {kept}.")
+      warn(f"the checkpoint of step {step} failed: {reason(error)}; {kept}.")
       if self._failures >= _LOUD:
         since = self._began if self.last is None else self.last
-        say(
+        warn(
           f"WARNING: {self._failures} checkpoints in a row have failed. Whatever ends this run now costs "
           f"{step - since} steps; see to {self._folder}.",
-          sys.stderr,
+          on_stderr=True,
         )
       self._free(step)
     self._manager.reload()

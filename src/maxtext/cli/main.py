@@ -11,11 +11,13 @@ from maxtext.cli.platform import leave_out_absent_tpu
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.configs.secrets import redacted_text, redacted_words
+from maxtext.logs import setup_logging
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs a command and returns its exit code: 2 for a user's mistake, 1 for a run that ended itself, 130 for Ctrl-C."""
   arguments = _parse(argv)
+  setup_logging()
   leave_out_absent_tpu(os.environ)
   try:
     return arguments.run(arguments)

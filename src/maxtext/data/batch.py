@@ -28,13 +28,13 @@ class Batch:
   weights: Any
 
 
-Position = dict[str, jax.Array | np.ndarray]
+IteratorState = dict[str, jax.Array | np.ndarray]
 """Where the data stands: small arrays that know no hosts. Saved, each process holds at least its own rows' part;
 restored, each has the whole."""
 
 
-class Fed(NamedTuple):
+class BatchWithState(NamedTuple):
   """A batch, and where the data stands after it: what a checkpoint of the step that used it keeps."""
 
   batch: Batch
-  position: Callable[[], Position]  # called only when it is kept
+  iterator_state: Callable[[], IteratorState]  # called only when it is kept

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from maxtext.configs import ConfigError
-from maxtext.data.names import Names
+from maxtext.data.special_tokens import SpecialTokenFinder
 
 BREAK, DELETE = "\x7f1", "\x7f0"  # text seldom has a DEL, and it is no white space that a template would trim
 """Marks: nothing at all, and the character that marks begin with."""
@@ -49,7 +49,7 @@ class Guard:
   """
 
   def __init__(self, names: Collection[str]) -> None:
-    self._names = Names(names, ignore_case=True)
+    self._names = SpecialTokenFinder(names, ignore_case=True)
     # A name may be put together from the end of one text and the beginning of the next.
     self._beginnings = tuple({name[:n] for name in names for n in range(1, len(name))})
     self._ends = tuple({name[n:] for name in names for n in range(1, len(name))})
@@ -87,7 +87,7 @@ class Guard:
     return "".join([*parts, text[done:]])
 
 
-def without_marks(text: str) -> str:
+def remove_marks(text: str) -> str:
   """What was guarded, as it was."""
   return text.replace(BREAK, "").replace(DELETE, DELETE[0])
 

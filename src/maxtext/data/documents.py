@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from maxtext.data.order import Window
+from maxtext.data.order import ShuffleWindow
 
 
 class TokenCounts(NamedTuple):
@@ -32,7 +32,7 @@ class Documents(Protocol):
     ...
 
   @property
-  def window(self) -> Window:
+  def window(self) -> ShuffleWindow:
     """How much of it is shuffled together."""
     ...
 
@@ -73,7 +73,7 @@ class DocumentSpans:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
   """A part of a corpus, and how many of the documents it gives, relative to the others."""
 
   documents: Documents

@@ -21,7 +21,7 @@ def to_array(about: dict[str, Any]) -> np.ndarray:
   return np.frombuffer(json.dumps(about, sort_keys=True).encode(), np.uint8)
 
 
-def refuse_other(saved: np.ndarray, about: dict[str, Any]) -> None:
+def check_same_data(saved: np.ndarray, about: dict[str, Any]) -> None:
   """Raises `ConfigError` with what differs."""
   then, now = json.loads(saved.tobytes()), json.loads(json.dumps(about))
   if differences := list(_differences("", then, now)):

@@ -5,12 +5,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from maxtext.data.documents import Source
-from maxtext.data.order import Order
+from maxtext.data.documents import DataSource
+from maxtext.data.order import DocumentOrder
 from maxtext.data.spans import Items
 
 
-class Mixture:
+class SourceMixture:
   """The k-th item of any of S streams: a document, or a span of one that is long.
 
   Every stream takes its items from the sources in a fixed cycle that has each in its share, and every source has an
@@ -19,7 +19,7 @@ class Mixture:
 
   def __init__(
     self,
-    sources: Sequence[Source],
+    sources: Sequence[DataSource],
     streams: int,
     seed: int,
     shuffle: bool = True,
@@ -33,11 +33,11 @@ class Mixture:
     self._streams, self._epochs = streams, epochs
     self._items = items = [Items(source, vocab_size) for source in sources]
     self._orders = [
-      Order(item.sizes, source.documents.window, (seed, i), shuffle)
+      DocumentOrder(item.sizes, source.documents.window, (seed, i), shuffle)
       for i, (source, item) in enumerate(zip(sources, items, strict=True))
     ]
     # Weights count documents, so one that is cut brings all of its spans.
-    self._cycle, self._earlier, self._shares = _cycle(
+    self._cycle, self._earlier, self._shares = _source_cycle(
       [s.weight * item.count / max(sum(s.documents.sizes), 1) for s, item in zip(sources, items, strict=True)]
     )
     self._before = lru_cache(maxsize=None)(self._count_before)
@@ -74,7 +74,7 @@ class Mixture:
     return np.bincount(self._cycle[: self._start(stream)], minlength=len(self._items)).tolist()
 
 
-def _cycle(weights: Sequence[float]) -> tuple[list[int], list[int], list[int]]:
+def _source_cycle(weights: Sequence[float]) -> tuple[list[int], list[int], list[int]]:
   """Which source comes where, how many of the same came earlier in the cycle, and how many of each there are.
 
   The rarest comes a hundred times, so that rounding moves no share by more than a hundredth; the length is bounded.

@@ -5,7 +5,7 @@ from typing import Literal
 
 from maxtext.configs import MaxTextConfig
 from maxtext.configs.types import DatasetType, TokenizerType
-from maxtext.data.splits import Name, Split
+from maxtext.data.splits import Split, SplitName
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class OlmoOptions:
 
 
 @dataclass(frozen=True)
-class RampOptions:
+class RampupOptions:
   """A batch that grows: rows per device at first, what each stage adds, and at last; and samples until then."""
 
   start: float
@@ -82,7 +82,7 @@ class DataOptions:
     packing_kind: how they are chosen.
     max_segments: documents in a row, at most; -1 is no limit.
     accumulation: micro-batches of a batch.
-    ramp: how the batch grows at first; None where it does not.
+    rampup: how the batch grows at first; None where it does not.
     reuse_batch: every batch is the first one.
     shuffle_buffer: documents that are shuffled together where data is best read in order.
     open_threads: sources that are opened at a time.
@@ -105,7 +105,7 @@ class DataOptions:
   packing_kind: Literal["first_fit", "best_fit", "concat_then_split"]
   max_segments: int
   accumulation: int
-  ramp: RampOptions | None
+  rampup: RampupOptions | None
   reuse_batch: bool
   shuffle_buffer: int
   open_threads: int
@@ -115,7 +115,7 @@ class DataOptions:
   tfds_folder: str
   olmo: OlmoOptions
 
-  def split(self, name: Name) -> Split:
+  def split(self, name: SplitName) -> Split:
     """Of training or of evaluation."""
     return self.train if name == "train" else self.evaluation
 
@@ -138,7 +138,7 @@ def tokenizer_options(config: MaxTextConfig) -> TokenizerOptions:
 def data_options(config: MaxTextConfig) -> DataOptions:
   """From a run's keys."""
   c = config
-  ramp = RampOptions(
+  rampup = RampupOptions(
     c.per_device_batch_size_start, c.per_device_batch_size_increment, c.per_device_batch_size, c.global_rampup_samples
   )
   return DataOptions(
@@ -154,7 +154,7 @@ def data_options(config: MaxTextConfig) -> DataOptions:
     packing_kind=c.grain_packing_type,
     max_segments=c.max_segments_per_seq,
     accumulation=c.gradient_accumulation_steps,
-    ramp=ramp if c.enable_rampup_batch_size else None,
+    rampup=rampup if c.enable_rampup_batch_size else None,
     reuse_batch=bool(c.reuse_example_batch),
     shuffle_buffer=c.grain_shuffle_buffer_size,
     open_threads=c.grain_data_source_max_workers,

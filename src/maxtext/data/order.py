@@ -15,21 +15,21 @@ import numpy as np
 from maxtext.data.hashing import splitmix64
 
 
-class Window(NamedTuple):
+class ShuffleWindow(NamedTuple):
   """A window is closed as soon as it holds this many shards or this many documents."""
 
   shards: int
   documents: int = 1 << 62
 
 
-FEW_SHARDS = Window(128)
+FEW_SHARDS = ShuffleWindow(128)
 """Few enough to keep their readers open."""
 
 
-class Order:
+class DocumentOrder:
   """Which document comes i-th, for any i."""
 
-  def __init__(self, sizes: Sequence[int], window: Window, seed: tuple[int, ...], shuffle: bool = True) -> None:
+  def __init__(self, sizes: Sequence[int], window: ShuffleWindow, seed: tuple[int, ...], shuffle: bool = True) -> None:
     """`sizes` are the documents of each shard. Unshuffled, every epoch is the documents as they stand."""
     self._sizes, self._seed, self._shuffle, self._window = np.asarray(sizes, np.int64), seed, shuffle, window
     self.documents = int(self._sizes.sum())
@@ -51,7 +51,7 @@ def permutation(count: int, *seed: int) -> np.ndarray:
 class _Epoch:
   """One permutation. Streams stand in different epochs at a time, so a few of these are kept."""
 
-  def __init__(self, sizes: np.ndarray, seed: tuple[int, ...], window: Window) -> None:
+  def __init__(self, sizes: np.ndarray, seed: tuple[int, ...], window: ShuffleWindow) -> None:
     self._seed = seed
     self._sizes, self._limit = sizes, window
     self._first = (np.cumsum(sizes) - sizes).tolist()

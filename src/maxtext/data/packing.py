@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 LOOK_AHEAD = 31  # as many as an int32 has bits that are not its sign
 
 
-class Piece(NamedTuple):
+class TokenSpan(NamedTuple):
   """A stretch of a document."""
 
   document: int
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
   size: int
 
 
-Place = tuple[int, int, int]
+StreamState = tuple[int, int, int]
 Sizes = Mapping[int, int]  # of the stream's k-th document; negative after the last
 
 
@@ -46,10 +46,10 @@ class Packing:
   def __post_init__(self) -> None:
     assert 1 <= self.look_ahead <= LOOK_AHEAD
 
-  def row(self, place: Place, sizes: Sizes) -> tuple[list[Piece], Place]:
+  def row(self, place: StreamState, sizes: Sizes) -> tuple[list[TokenSpan], StreamState]:
     """The pieces of the next row, and the place after it. No pieces: the documents have ended."""
     (first, offset, taken), room, k = place, self.length, place[0]
-    pieces: list[Piece] = []
+    pieces: list[TokenSpan] = []
     while room and (len(pieces) < self.max_segments or not self.max_segments):
       # The oldest document always opens a row, so none waits for ever.
       opening = not pieces or self.kind == "concat_then_split"
@@ -59,7 +59,7 @@ class Packing:
         break
       n = min(left, room)
       if n:
-        pieces.append(Piece(k, offset if k == first else 0, n))
+        pieces.append(TokenSpan(k, offset if k == first else 0, n))
         room -= n
       if n < left:
         offset += n

@@ -27,25 +27,34 @@ import numpy as np
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.configs.types import TokenizerType
-from maxtext.data.folder import UNFINISHED, Folder
 from maxtext.data.options import TokenizerOptions
-from maxtext.data.prepared import MANIFEST, SCHEMA, listed_above
-from maxtext.data.raw_text import File, Most, OnBad, Span, cut, documents, must_be_read, refuse
-from maxtext.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
+from maxtext.data.output_folder import UNFINISHED, OutputFolder
+from maxtext.data.prepared_corpus import MANIFEST, SCHEMA, long_document_threshold
+from maxtext.data.raw_text import (
+  File,
+  OnBadRecord,
+  SpanLimits,
+  TextSpan,
+  documents,
+  needs_scan,
+  raise_bad_record,
+  split_file,
+)
+from maxtext.data.tokenizers import TextTokenizer, load_tokenizer, train_tokenizer
 
 MOST_DOCUMENTS = 10_000  # to find one record takes a reader time in proportion to the records of its shard
 _REQUEST, _INSTALLED = f"{UNFINISHED}/request.json", f"{UNFINISHED}/tokenizer.json"
 _PLAN = f"{UNFINISHED}/plan"
-_KEPT = "Finished shards are kept: run the same command again."
-_LOOK_EVERY = 0.5  # seconds
+_RESUME_HINT = "Finished shards are kept: run the same command again."
+_POLL_SECONDS = 0.5  # seconds
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPlan:
   """What becomes one shard."""
 
   number: int
-  spans: tuple[Span, ...]
+  spans: tuple[TextSpan, ...]
 
   @property
   def size(self) -> int:
@@ -95,30 +104,30 @@ def prepare(
       raises it goes on where it ended.
     display: is told now and then.
   """
-  folder, most = Folder(to), Most(MOST_DOCUMENTS, shard_size)
+  folder, most = OutputFolder(to), SpanLimits(MOST_DOCUMENTS, shard_size)
   if train and tokenizer.path is not None:
     raise ConfigError(f"tokenizer_path={tokenizer.path} names a tokenizer, and --train-tokenizer makes another.")
   if not any(file.size for file in files):
     raise ConfigError("There is no text in what was given.")
   request = _request(tokenizer, files, column, train, most)
-  if (done := _begin(folder, to, request)) is not None:
+  if (done := _claim_folder(folder, to, request)) is not None:
     return done
   pieces = _plan(folder, to, files, column, most, skip_bad, execute)
   names = _install_tokenizer(tokenizer, folder, pieces, column, train, skip_bad, display)
-  job = _Job(to, len(pieces), column, request, names, _copied(tokenizer, train), skip_bad)
-  with _shown(folder, job, pieces, display) if display else nullcontext():
-    execute(partial(make_shard, job), [piece for piece in pieces if _record(folder, job, piece) is None])
-  manifest = _gather(folder, job, pieces)
+  job = _Job(to, len(pieces), column, request, names, _installed_options(tokenizer, train), skip_bad)
+  with _show_progress(folder, job, pieces, display) if display else nullcontext():
+    execute(partial(make_shard, job), [piece for piece in pieces if _read_record(folder, job, piece) is None])
+  manifest = _build_manifest(folder, job, pieces)
   folder.write(MANIFEST, _json(manifest))
   folder.remove(UNFINISHED)
   return manifest
 
 
-def cut_file(to: str, column: str, most: Most, skip_bad: int, numbered: tuple[int, File]) -> None:
+def split_one_file(to: str, column: str, most: SpanLimits, skip_bad: int, numbered: tuple[int, File]) -> None:
   """Cuts one file into spans, and notes them where the plan is made."""
   number, file = numbered
-  spans = [asdict(span) for span in cut(file, column, most, _unless_skipped(skip_bad))]
-  Folder(to).write(_spans_of(number), _json(spans))
+  spans = [asdict(span) for span in split_file(file, column, most, _ignore_or_raise(skip_bad))]
+  OutputFolder(to).write(_spans_file(number), _json(spans))
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,7 @@ class _Job:
   tokenizer: TokenizerOptions
   skip_bad: int
 
-  def name(self, piece: Piece) -> str:
+  def name(self, piece: ShardPlan) -> str:
     """Of the shard."""
     return f"tokens-{piece.number:05}-of-{self.pieces:05}.array_record"
 
@@ -158,11 +167,11 @@ class _Skipped:
       raise ConfigError(f"More than --skip-bad {self.most} records cannot be read. The first: {self.first}")
 
 
-def make_shard(job: _Job, piece: Piece) -> None:
+def make_shard(job: _Job, piece: ShardPlan) -> None:
   """Writes one shard and the record of it. A document without text is left out."""
   from array_record.python.array_record_module import ArrayRecordWriter
 
-  tokenizer, folder, name = _tokenizer(job), Folder(job.to), job.name(piece)
+  tokenizer, folder, name = _tokenizer(job), OutputFolder(job.to), job.name(piece)
   dtype = _dtype(tokenizer.vocab_size).newbyteorder("<")
   lengths: list[int] = []
   skipped = _Skipped(job.skip_bad)
@@ -176,7 +185,7 @@ def make_shard(job: _Job, piece: Piece) -> None:
         lengths.append(len(document))
     writer.close()
     content = hashlib.sha256(file.read_bytes()).hexdigest()
-    above = listed_above(tokens := sum(lengths))
+    above = long_document_threshold(tokens := sum(lengths))
     long = [number for place, length in enumerate(lengths) if length > above for number in (place, length)]
     counts = {"documents": len(lengths), "tokens": tokens, "long": long}
     entry = {"file": name, **counts, "bytes": file.stat().st_size, "sha256": content}
@@ -195,12 +204,12 @@ def in_processes(workers: int) -> Execute:
         make(item)
       return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(items)), context, initializer=_follow_parent) as pool:
+    with ProcessPoolExecutor(min(workers, len(items)), context, initializer=_exit_with_parent) as pool:
       try:
         for _ in pool.map(make, items):
           pass
       except BrokenProcessPool:
-        raise RunError(f"A worker was killed. {_KEPT}") from None
+        raise RunError(f"A worker was killed. {_RESUME_HINT}") from None
       finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -230,12 +239,12 @@ def in_beam(runner: str, options: Sequence[str]) -> Execute:
         _ = pipeline | beam.Create(items) | beam.Reshuffle() | "work" >> beam.Map(make)
     except Exception as error:  # what a worker raised arrives in as many forms as there are runners
       reason = str(error).strip().splitlines()[-1]
-      raise RunError(f"--runner {runner} failed: {reason} {_KEPT}") from None
+      raise RunError(f"--runner {runner} failed: {reason} {_RESUME_HINT}") from None
 
   return execute
 
 
-def _request(tokenizer: TokenizerOptions, files: Sequence[File], column: str, train: bool, most: Most) -> str:
+def _request(tokenizer: TokenizerOptions, files: Sequence[File], column: str, train: bool, most: SpanLimits) -> str:
   """A hash of all that decides the shards, but for the folders where files are."""
   trained = {"vocab_size": tokenizer.vocab_size, "characters": tokenizer.training_characters}
   marks = {"bos": tokenizer.add_bos, "eos": tokenizer.add_eos}
@@ -244,7 +253,7 @@ def _request(tokenizer: TokenizerOptions, files: Sequence[File], column: str, tr
   return hashlib.sha256(_json([names, column, most, identity])).hexdigest()
 
 
-def _begin(folder: Folder, to: str, request: str) -> dict[str, Any] | None:
+def _claim_folder(folder: OutputFolder, to: str, request: str) -> dict[str, Any] | None:
   """Marks the folder as this request's; returns the manifest where it has been fulfilled already."""
   manifest, begun, names = folder.read(MANIFEST), folder.read(_REQUEST), folder.names()
   if manifest is None and begun is None and names not in ([], [UNFINISHED]):
@@ -264,38 +273,38 @@ def _begin(folder: Folder, to: str, request: str) -> dict[str, Any] | None:
 
 
 def _plan(
-  folder: Folder, to: str, files: Sequence[File], column: str, most: Most, skip_bad: int, execute: Execute
-) -> list[Piece]:
+  folder: OutputFolder, to: str, files: Sequence[File], column: str, most: SpanLimits, skip_bad: int, execute: Execute
+) -> list[ShardPlan]:
   """The spans of all files, in order, joined while a shard has room."""
   known = set(folder.names(_PLAN))
-  unread = [(n, f) for n, f in enumerate(files) if must_be_read(f) and _spans_of(n).rsplit("/", 1)[-1] not in known]
-  execute(partial(cut_file, to, column, most, skip_bad), unread)
-  pieces: list[list[Span]] = []
+  unread = [(n, f) for n, f in enumerate(files) if needs_scan(f) and _spans_file(n).rsplit("/", 1)[-1] not in known]
+  execute(partial(split_one_file, to, column, most, skip_bad), unread)
+  pieces: list[list[TextSpan]] = []
   count = size = 0
   for number, file in enumerate(files):
-    noted = folder.read(_spans_of(number)) if must_be_read(file) else None
-    for span in [Span(**values) for values in json.loads(noted)] if noted else cut(file, column, most):
+    noted = folder.read(_spans_file(number)) if needs_scan(file) else None
+    for span in [TextSpan(**values) for values in json.loads(noted)] if noted else split_file(file, column, most):
       if not pieces or count + span.documents > most.documents or size + span.size > most.size:
         pieces.append([])
         count = size = 0
       pieces[-1].append(span)
       count, size = count + span.documents, size + span.size
-  return [Piece(number, tuple(spans)) for number, spans in enumerate(pieces)]
+  return [ShardPlan(number, tuple(spans)) for number, spans in enumerate(pieces)]
 
 
-def _unless_skipped(skip_bad: int) -> OnBad:
+def _ignore_or_raise(skip_bad: int) -> OnBadRecord:
   """For those who look at records without counting them."""
-  return (lambda bad: None) if skip_bad else refuse
+  return (lambda bad: None) if skip_bad else raise_bad_record
 
 
-def _spans_of(number: int) -> str:
+def _spans_file(number: int) -> str:
   return f"{_PLAN}/{number:07}.json"
 
 
 def _install_tokenizer(
   tokenizer: TokenizerOptions,
-  folder: Folder,
-  pieces: Sequence[Piece],
+  folder: OutputFolder,
+  pieces: Sequence[ShardPlan],
   column: str,
   train: bool,
   skip_bad: int,
@@ -307,7 +316,7 @@ def _install_tokenizer(
       if train:
         if display:
           display.say(f"training a tokenizer of {tokenizer.vocab_size:,} tokens")
-        on_bad = _unless_skipped(skip_bad)
+        on_bad = _ignore_or_raise(skip_bad)
         whole = chain.from_iterable(documents(span, column, on_bad) for piece in pieces for span in piece.spans)
         files = train_tokenizer(whole, tokenizer.vocab_size, tokenizer.training_characters, Path(scratch))
       else:
@@ -318,16 +327,16 @@ def _install_tokenizer(
   return tuple(json.loads(names))
 
 
-def _copied(tokenizer: TokenizerOptions, trained: bool) -> TokenizerOptions:
+def _installed_options(tokenizer: TokenizerOptions, trained: bool) -> TokenizerOptions:
   """What opens the tokenizer in the folder, once its path is known; it goes to other machines without secrets."""
   kind = TokenizerType.HUGGINGFACE if trained else tokenizer.kind
   return replace(tokenizer, path=None, kind=kind, chat_template="", chat_template_path="", access_token=None)
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(job: _Job) -> Tokenizer:
+def _tokenizer(job: _Job) -> TextTokenizer:
   """The tokenizer in the folder, which may not be on this machine."""
-  folder = Folder(job.to)
+  folder = OutputFolder(job.to)
   with tempfile.TemporaryDirectory() as here:
     for name in job.tokenizer_files:
       content = folder.read(name)
@@ -336,16 +345,16 @@ def _tokenizer(job: _Job) -> Tokenizer:
     return load_tokenizer(replace(job.tokenizer, path=here))
 
 
-def _record(folder: Folder, job: _Job, piece: Piece) -> dict[str, Any] | None:
+def _read_record(folder: OutputFolder, job: _Job, piece: ShardPlan) -> dict[str, Any] | None:
   """What is known of a finished shard: its entry of the manifest, and what was skipped."""
   content = folder.read(f"{UNFINISHED}/{job.name(piece)}.json")
   entry = (note := json.loads(content)).get("entry") if content else None  # a note of an older version has none
   return note if entry and (not entry["documents"] or folder.size(entry["file"]) == entry["bytes"]) else None
 
 
-def _gather(folder: Folder, job: _Job, pieces: Sequence[Piece]) -> dict[str, Any]:
+def _build_manifest(folder: OutputFolder, job: _Job, pieces: Sequence[ShardPlan]) -> dict[str, Any]:
   """The manifest: the same for the same request, whoever did the work."""
-  notes, skipped = [_record(folder, job, piece) for piece in pieces], _Skipped(job.skip_bad)
+  notes, skipped = [_read_record(folder, job, piece) for piece in pieces], _Skipped(job.skip_bad)
   assert None not in notes, "a shard was not made"
   for note in filter(None, notes):
     skipped.add(note["skipped"], note["first"])
@@ -366,7 +375,7 @@ def _gather(folder: Folder, job: _Job, pieces: Sequence[Piece]) -> dict[str, Any
 
 
 @contextmanager
-def _shown(folder: Folder, job: _Job, pieces: Sequence[Piece], display: Display) -> Iterator[None]:
+def _show_progress(folder: OutputFolder, job: _Job, pieces: Sequence[ShardPlan], display: Display) -> Iterator[None]:
   """Reports what the folder says is finished, since workers may be anywhere."""
   over = threading.Event()
 
@@ -376,7 +385,7 @@ def _shown(folder: Folder, job: _Job, pieces: Sequence[Piece], display: Display)
     display.progress(len(finished), len(pieces), *(sum(p.size for p in group) for group in (finished, pieces)))
 
   def watch() -> None:
-    while not over.wait(_LOOK_EVERY):
+    while not over.wait(_POLL_SECONDS):
       report()
 
   watcher = threading.Thread(target=watch, daemon=True)
@@ -389,7 +398,7 @@ def _shown(folder: Folder, job: _Job, pieces: Sequence[Piece], display: Display)
   report()
 
 
-def _follow_parent() -> None:
+def _exit_with_parent() -> None:
   """A worker leaves Ctrl-C to its parent, and does not outlive it."""
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   parent = multiprocessing.parent_process()

@@ -28,7 +28,7 @@ class File(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Span:
+class TextSpan:
   """Documents that lie together in one file."""
 
   path: str
@@ -38,11 +38,11 @@ class Span:
   size: int  # bytes of text, roughly
 
 
-OnBad = Callable[[ConfigError], None]
+OnBadRecord = Callable[[ConfigError], None]
 """Is called with what is wrong with a record, and where it is; if it returns, the record is left out."""
 
 
-class Most(NamedTuple):
+class SpanLimits(NamedTuple):
   """What one span may hold; a document that is larger by itself stays whole."""
 
   documents: int
@@ -66,7 +66,7 @@ def find_files(sources: Sequence[str], suffixes: Sequence[str] = ()) -> list[Fil
       raise ConfigError(f"--from {source}: no such file or folder.")
     scheme = "" if "file" in fs.protocol else source.split("://")[0] + "://"
     for path, facts in sorted(there.items()):
-      below = _below(path, root)
+      below = _relative_parts(path, root)
       if path == root or (not any(part.startswith(".") for part in below) and path.endswith(tuple(suffixes) or "")):
         found.append(File(scheme + path, facts["size"]))
   return found
@@ -75,27 +75,27 @@ def find_files(sources: Sequence[str], suffixes: Sequence[str] = ()) -> list[Fil
 def standard_library() -> list[File]:
   """The source files of this Python's own library, without its tests: real text that is on every machine."""
   root = sysconfig.get_paths()["stdlib"]
-  return [file for file in find_files([root], [".py"]) if not _NOT_LIBRARY & set(_below(file.path, root))]
+  return [file for file in find_files([root], [".py"]) if not _NOT_LIBRARY & set(_relative_parts(file.path, root))]
 
 
-def must_be_read(file: File) -> bool:
+def needs_scan(file: File) -> bool:
   """Whether cutting this file means to read it once."""
-  return _format(file.path).read_to_cut
+  return _format(file.path).needs_scan
 
 
-def refuse(bad: ConfigError) -> None:
+def raise_bad_record(bad: ConfigError) -> None:
   """What is done about a record that cannot be read, unless the caller knows better."""
   raise bad
 
 
-def cut(file: File, column: str, most: Most, on_bad: OnBad = refuse) -> Iterator[Span]:
+def split_file(file: File, column: str, most: SpanLimits, on_bad: OnBadRecord = raise_bad_record) -> Iterator[TextSpan]:
   """The spans of a file, in order; an empty one has none. A wrong column shows here, before any work is done."""
   if file.size:
     with _undamaged(file.path):
-      yield from _format(file.path).cut(file, column, most, on_bad)
+      yield from _format(file.path).split(file, column, most, on_bad)
 
 
-def documents(span: Span, column: str, on_bad: OnBad = refuse) -> Iterator[str]:
+def documents(span: TextSpan, column: str, on_bad: OnBadRecord = raise_bad_record) -> Iterator[str]:
   """The texts of a span, in order, without those of bad records, of which `on_bad` is told."""
   with _undamaged(span.path):
     yield from _format(span.path).read(span, column, on_bad)
@@ -110,19 +110,19 @@ def _undamaged(path: str) -> Iterator[None]:
     raise ConfigError(f"{path} is damaged, or not compressed as its name says: {error}.") from None
 
 
-def _below(path: str, root: str) -> list[str]:
+def _relative_parts(path: str, root: str) -> list[str]:
   return path.removeprefix(root).strip("/").split("/")
 
 
-def _cut_text(file: File, column: str, most: Most, on_bad: OnBad) -> Iterator[Span]:
+def _split_text(file: File, column: str, most: SpanLimits, on_bad: OnBadRecord) -> Iterator[TextSpan]:
   if file.size > _LARGEST_TEXT:
     raise ConfigError(
       f"{file.path} is one text of {file.size} bytes, and a file is one document: make it several, or JSON lines."
     )
-  yield Span(file.path, 0, file.size, 1, file.size)
+  yield TextSpan(file.path, 0, file.size, 1, file.size)
 
 
-def _read_text(span: Span, column: str, on_bad: OnBad) -> Iterator[str]:
+def _read_text(span: TextSpan, column: str, on_bad: OnBadRecord) -> Iterator[str]:
   with _open(span.path) as file:
     content = file.read()
   try:
@@ -134,31 +134,31 @@ def _read_text(span: Span, column: str, on_bad: OnBad) -> Iterator[str]:
     yield text
 
 
-def _cut_lines(file: File, column: str, most: Most, on_bad: OnBad) -> Iterator[Span]:
+def _split_lines(file: File, column: str, most: SpanLimits, on_bad: OnBadRecord) -> Iterator[TextSpan]:
   path = file.path
   begin = end = count = 0
   with _open(path) as lines:
     for line in lines:
       if count and (count == most.documents or end + len(line) - begin > most.size):
-        yield Span(path, begin, end, count, end - begin)
+        yield TextSpan(path, begin, end, count, end - begin)
         begin, count = end, 0
       if line.strip():
         if not count and not begin:
-          _told(on_bad, _text_of, line, column, path, end)
+          _read_or_skip(on_bad, _text_of, line, column, path, end)
         count += 1
       end += len(line)
   if count:
-    yield Span(path, begin, end, count, end - begin)
+    yield TextSpan(path, begin, end, count, end - begin)
 
 
-def _read_lines(span: Span, column: str, on_bad: OnBad) -> Iterator[str]:
+def _read_lines(span: TextSpan, column: str, on_bad: OnBadRecord) -> Iterator[str]:
   with _open(span.path) as file:
     file.seek(place := span.begin)
     while place < span.end:
       line = file.readline()
       if not line:
         raise ConfigError(f"{span.path} became shorter while it was read.")
-      if line.strip() and (text := _told(on_bad, _text_of, line, column, span.path, place)) is not None:
+      if line.strip() and (text := _read_or_skip(on_bad, _text_of, line, column, span.path, place)) is not None:
         yield text
       place += len(line)
 
@@ -177,7 +177,7 @@ def _text_of(line: bytes, column: str, path: str, place: int) -> str:
   return row[column]
 
 
-def _told(on_bad: OnBad, read: Callable[..., str], *record: Any) -> str | None:
+def _read_or_skip(on_bad: OnBadRecord, read: Callable[..., str], *record: Any) -> str | None:
   """A record's text; None where it is bad and may be left out."""
   try:
     return read(*record)
@@ -195,7 +195,7 @@ def _is_text(found: str) -> bool:
   return True
 
 
-def _cut_rows(file: File, column: str, most: Most, on_bad: OnBad) -> Iterator[Span]:
+def _split_rows(file: File, column: str, most: SpanLimits, on_bad: OnBadRecord) -> Iterator[TextSpan]:
   path = file.path
   with _open(path) as content:
     table = _parquet(content, path)
@@ -210,10 +210,10 @@ def _cut_rows(file: File, column: str, most: Most, on_bad: OnBad) -> Iterator[Sp
   step = max(1, min(most.documents, most.size // size))
   for begin in range(0, rows, step):
     count = min(step, rows - begin)
-    yield Span(path, begin, begin + count, count, count * size)
+    yield TextSpan(path, begin, begin + count, count, count * size)
 
 
-def _read_rows(span: Span, column: str, on_bad: OnBad) -> Iterator[str]:
+def _read_rows(span: TextSpan, column: str, on_bad: OnBadRecord) -> Iterator[str]:
   with _open(span.path) as file:
     table = _parquet(file, span.path)
     row = 0
@@ -224,7 +224,7 @@ def _read_rows(span: Span, column: str, on_bad: OnBad) -> Iterator[str]:
       row += rows
 
 
-def _rows(table: Any, group: int, column: str, span: Span, row: int, on_bad: OnBad) -> Iterator[str]:
+def _rows(table: Any, group: int, column: str, span: TextSpan, row: int, on_bad: OnBadRecord) -> Iterator[str]:
   """Those of one row group that lie in the span; in batches, since groups can be large."""
   for batch in table.iter_batches(1024, row_groups=[group], columns=[column]):
     if row >= span.end:
@@ -258,16 +258,16 @@ def _open(path: str) -> BinaryIO:
 
 class _Format(NamedTuple):
   suffixes: tuple[str, ...]
-  read_to_cut: bool
-  cut: Callable[[File, str, Most, OnBad], Iterator[Span]]
-  read: Callable[[Span, str, OnBad], Iterator[str]]
+  needs_scan: bool
+  split: Callable[[File, str, SpanLimits, OnBadRecord], Iterator[TextSpan]]
+  read: Callable[[TextSpan, str, OnBadRecord], Iterator[str]]
 
 
 _FORMATS = (
-  _Format((".jsonl", ".ndjson", ".jsonl.gz", ".json.gz"), True, _cut_lines, _read_lines),
-  _Format((".parquet",), False, _cut_rows, _read_rows),
+  _Format((".jsonl", ".ndjson", ".jsonl.gz", ".json.gz"), True, _split_lines, _read_lines),
+  _Format((".parquet",), False, _split_rows, _read_rows),
 )
-_TEXT = _Format((), False, _cut_text, _read_text)
+_TEXT = _Format((), False, _split_text, _read_text)
 
 
 def _format(path: str) -> _Format:

@@ -16,7 +16,7 @@ import numpy as np
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
-from maxtext.data.documents import Documents, DocumentSpans, Source
+from maxtext.data.documents import DataSource, Documents, DocumentSpans
 
 SPANS_PER_STREAM = 64
 """Streams end at most one span apart, a 64th of an epoch."""
@@ -26,7 +26,7 @@ _CACHE_BYTES = 64 << 20
 _READ_AT_ONCE = 1024
 
 
-def cut_long_documents(sources: Sequence[Source], streams: int, length: int) -> list[Source]:
+def cut_long_documents(sources: Sequence[DataSource], streams: int, length: int) -> list[DataSource]:
   """The sources with the spans that so many streams of rows of this length take."""
   return [replace(source, spans=_spans(source.documents, streams, length)) for source in sources]
 
@@ -37,7 +37,7 @@ def count_tokens(documents: Documents) -> int:
   return sum(tokens for _, tokens in _measure(documents, range(len(documents.sizes)))) if total is None else total
 
 
-def refuse_unknown_tokens(tokens: np.ndarray, vocab_size: int) -> None:
+def check_token_ids(tokens: np.ndarray, vocab_size: int) -> None:
   """A lookup in the embedding would take the nearest row, silently."""
   if not tokens.size or (int(tokens.max()) < vocab_size and (tokens.dtype.kind == "u" or int(tokens.min()) >= 0)):
     return
@@ -51,7 +51,7 @@ def refuse_unknown_tokens(tokens: np.ndarray, vocab_size: int) -> None:
 class Items:
   """What streams are dealt of a source, numbered in the order of its documents."""
 
-  def __init__(self, source: Source, vocab_size: int | None = None) -> None:
+  def __init__(self, source: DataSource, vocab_size: int | None = None) -> None:
     """With `vocab_size`, a record with any other token is refused."""
     self._documents, self._spans, self._vocab_size = source.documents, source.spans, vocab_size
     numbers = np.array([number for number, _ in source.spans.long], np.int64)
@@ -95,7 +95,7 @@ class Items:
     try:
       tokens = self._documents.tokens(record)
       if self._vocab_size is not None:
-        refuse_unknown_tokens(tokens, self._vocab_size)
+        check_token_ids(tokens, self._vocab_size)
       return tokens
     except (ConfigError, RunError) as error:
       raise type(error)(f"{self._documents.where(document)}: {error}") from None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Name = Literal["train", "eval"]
+SplitName = Literal["train", "eval"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Split:
     tfds_split: its split.
   """
 
-  name: Name
+  name: SplitName
   columns: Sequence[str]
   tokenize: bool
   epochs: int

@@ -14,15 +14,15 @@ import numpy as np
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
+from maxtext.data.batch_size_rampup import BatchSizeSchedule
 from maxtext.data.options import DataOptions
 from maxtext.data.order import permutation
 from maxtext.data.packing import Packing
-from maxtext.data.ramp import BatchSizes
 from maxtext.data.sources.encoding import Encoding
 from maxtext.data.sources.hf import load
-from maxtext.data.spans import refuse_unknown_tokens
+from maxtext.data.spans import check_token_ids
 from maxtext.data.splits import Split
-from maxtext.data.streams import Rows, Streams
+from maxtext.data.streams import PackedStreams, Rows
 
 _CURSOR_BYTES = 4096
 WIDTH = 3 + _CURSOR_BYTES // 4
@@ -33,7 +33,7 @@ def streamed_rows(
   options: DataOptions,
   split: Split,
   packing: Packing,
-  sizes: BatchSizes,
+  sizes: BatchSizeSchedule,
   state: np.ndarray,
   batch: int,
   group: tuple[int, int],
@@ -47,7 +47,7 @@ def streamed_rows(
     share: blocks of rows that it holds, and how many there are.
   """
   documents = _Windows(options, split, group, state)
-  stream = Streams(documents, packing, [0], state[None, :3])
+  stream = PackedStreams(documents, packing, [0], state[None, :3])
   for number in itertools.count(batch):
     rows = stream.rows([0] * (sizes.of(number) * share[0] // share[1]))
     after = np.concatenate([rows.after[0], documents.cursor(int(rows.after[0, 0]))])
@@ -111,7 +111,7 @@ class _Windows:
   def _tokens(self, number: int, values: list[Any]) -> np.ndarray:
     try:
       tokens = self._encoding(values)
-      refuse_unknown_tokens(tokens, self._vocab_size)
+      check_token_ids(tokens, self._vocab_size)
       return tokens
     except ConfigError as error:
       raise ConfigError(f"Document {number} of the stream of group {self._group}: {error}") from None

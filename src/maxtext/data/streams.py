@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from maxtext.data.packing import Packing, Piece
+from maxtext.data.packing import Packing, TokenSpan
 
 
 class StreamDocuments(Protocol):
@@ -34,7 +34,7 @@ class Rows(NamedTuple):
   after: np.ndarray
 
 
-class Streams:
+class PackedStreams:
   """Makes the rows of some of the streams."""
 
   def __init__(
@@ -77,7 +77,7 @@ class Streams:
       self._forget(stream)
     return Rows(inputs, targets, positions, segments, self._state.copy())
 
-  def _advance(self, stream: int) -> list[Piece]:
+  def _advance(self, stream: int) -> list[TokenSpan]:
     first, offset, taken = self._state[stream].tolist()
     pieces, self._state[stream] = self._packing.row((first, offset, taken), self._sizes[stream])
     return pieces

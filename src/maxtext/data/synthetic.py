@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from maxtext.data.batch import Batch, Fed, Position
+from maxtext.data.batch import Batch, BatchWithState, IteratorState
 from maxtext.data.hashing import splitmix64
 
 
 def synthetic_batches(
-  vocab: int, rows: int, length: int, seed: int, sharding: Sharding, position: Position | None = None
-) -> Iterator[Fed]:
+  vocab: int, rows: int, length: int, seed: int, sharding: Sharding, position: IteratorState | None = None
+) -> Iterator[BatchWithState]:
   """Endless batches; each process makes only the rows that its devices hold."""
 
   def array(cell: Callable[[np.ndarray, np.ndarray], np.ndarray], dtype: type) -> jax.Array:
@@ -30,10 +30,10 @@ def synthetic_batches(
   for step in itertools.count(0 if position is None else int(position["batches"])):
     inputs = array(partial(_token, vocab, seed, step, 0), np.int32)
     targets = array(partial(_token, vocab, seed, step, 1), np.int32)
-    yield Fed(Batch(inputs, targets, positions, None, weights), partial(_after, step))
+    yield BatchWithState(Batch(inputs, targets, positions, None, weights), partial(_after, step))
 
 
-def _after(step: int) -> Position:
+def _after(step: int) -> IteratorState:
   return {"batches": np.array(step + 1, np.int32)}
 
 

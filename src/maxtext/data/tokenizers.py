@@ -19,21 +19,21 @@ import numpy as np
 from maxtext.configs import ConfigError
 from maxtext.configs.secrets import redacted_text
 from maxtext.configs.types import TokenizerType
-from maxtext.data.chat_template import BREAK, DELETE, GUARDED, Guard, render_template, without_marks
-from maxtext.data.inside import inside, json_inside, text_inside
-from maxtext.data.names import Names
+from maxtext.data.chat_template import BREAK, DELETE, GUARDED, Guard, remove_marks, render_template
 from maxtext.data.options import TokenizerOptions
+from maxtext.data.safe_paths import read_json_inside, read_text_inside, resolve_inside
+from maxtext.data.special_tokens import SpecialTokenFinder
 
 Message = Mapping[str, Any]
 """One turn of a conversation: at least "role" and "content"."""
 
 
-def load_tokenizer(options: TokenizerOptions) -> "Tokenizer":
+def load_tokenizer(options: TokenizerOptions) -> "TextTokenizer":
   """The tokenizer that `tokenizer_type` and `tokenizer_path` name; refused where the model has too few embeddings."""
   if options.path is None:
     raise ConfigError("tokenizer_path is not set: write the path of a vocabulary, or its name on Hugging Face.")
   vocabulary = _OPEN[options.kind](options)
-  refuse_larger_vocabulary(options.vocab_size, vocabulary.size, f"tokenizer_path={options.path}")
+  check_vocab_size(options.vocab_size, vocabulary.size, f"tokenizer_path={options.path}")
   for key, asked, token, what in (
     ("add_bos", options.add_bos, vocabulary.bos, "beginning"),
     ("add_eos", options.add_eos, vocabulary.eos, "end"),
@@ -41,12 +41,12 @@ def load_tokenizer(options: TokenizerOptions) -> "Tokenizer":
     if asked and token is None:
       raise ConfigError(f"tokenizer_path={options.path} has no {what}-of-sequence token: write {key}=false.")
   content = hashlib.sha256(next(iter(vocabulary.files.values())).read_bytes()).hexdigest()
-  return Tokenizer(
+  return TextTokenizer(
     options.kind.value, content, vocabulary, options.add_bos, options.add_eos, _chat_template(options, vocabulary)
   )
 
 
-def refuse_larger_vocabulary(vocab_size: int, size: int, whose: str) -> None:
+def check_vocab_size(vocab_size: int, size: int, whose: str) -> None:
   """Raises where tokens would have no embedding; embeddings without a token are harmless."""
   if size > vocab_size:
     raise ConfigError(
@@ -64,7 +64,7 @@ def train_tokenizer(texts: Iterable[str], size: int, characters: int, folder: Pa
     characters: where reading ends.
     folder: for the files.
   """
-  from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+  from tokenizers import TextTokenizer, decoders, models, pre_tokenizers, trainers
 
   special = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
   alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -73,10 +73,10 @@ def train_tokenizer(texts: Iterable[str], size: int, characters: int, folder: Pa
   trainer = trainers.BpeTrainer(
     vocab_size=size, special_tokens=list(special.values()), initial_alphabet=alphabet, show_progress=False
   )
-  bpe = Tokenizer(models.BPE())
+  bpe = TextTokenizer(models.BPE())
   bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   bpe.decoder = decoders.ByteLevel()
-  bpe.train_from_iterator(_first(texts, characters), trainer)
+  bpe.train_from_iterator(_first_characters(texts, characters), trainer)
   files = {name: folder / name for name in ("tokenizer.json", "tokenizer_config.json")}
   bpe.save(str(files["tokenizer.json"]))
   files["tokenizer_config.json"].write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
@@ -119,7 +119,7 @@ class Vocabulary(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Tokenizer:
+class TextTokenizer:
   """A vocabulary, and what is added to each document."""
 
   kind: str
@@ -216,7 +216,7 @@ class _SentencePiece(Vocabulary):
     try:
       self._processor = SentencePieceProcessor(model_file=str(file))
     except (OSError, RuntimeError):
-      raise _unreadable(options, "a SentencePiece model") from None
+      raise _unreadable_error(options, "a SentencePiece model") from None
     ids = (self._processor.bos_id(), self._processor.eos_id(), self._processor.pad_id())
     self.bos, self.eos, self.pad = (None if token < 0 else token for token in ids)
     self.size, self.files = self._processor.get_piece_size(), {"tokenizer.model": file}
@@ -250,7 +250,7 @@ class _SentencePiece(Vocabulary):
     chunks: list[list[str]] = [[]]
     most = max(map(len, self._symbols), default=2) - 1
     end = ""  # of the last chunk: all that can begin a symbol. The chunk itself is put together once, in linear time
-    for part in (without_marks(part) for part in text.split(BREAK)):
+    for part in (remove_marks(part) for part in text.split(BREAK)):
       if self._symbols and self._joins(end, part[:most]):
         chunks.append([])
         end = ""
@@ -292,18 +292,18 @@ class _HuggingFace(Vocabulary):
     try:
       self._documents = tokenizers.Tokenizer.from_file(str(file))
     except Exception:  # the library raises Exception itself
-      raise _unreadable(options, "a tokenizer.json of Hugging Face") from None
+      raise _unreadable_error(options, "a tokenizer.json of Hugging Face") from None
     self._documents.no_truncation()
     self._documents.no_padding()
     self._documents.encode_special_tokens = True
     folder = file.parent
-    beside = {name: path for name in self._BESIDE if (path := inside(folder, name)).exists()}
+    beside = {name: path for name in self._BESIDE if (path := resolve_inside(folder, name)).exists()}
     self.files = {"tokenizer.json": file, **beside}
-    said = json_inside(folder, "special_tokens_map.json") | json_inside(folder, "tokenizer_config.json")
+    said = read_json_inside(folder, "special_tokens_map.json") | read_json_inside(folder, "tokenizer_config.json")
     self.bos, self.eos, self.pad = (self._token(folder, said, f"{which}_token") for which in ("bos", "eos", "pad"))
     self.size = max(self._documents.get_vocab().values()) + 1
-    template = text_inside(folder, "chat_template.jinja")
-    self.chat_template = _default(folder, said) if template is None else template
+    template = read_text_inside(folder, "chat_template.jinja")
+    self.chat_template = _default_template(folder, said) if template is None else template
 
   def encode(self, text: str, special: bool) -> Sequence[int]:
     return self._encode(self._conversations if special else self._documents, text)
@@ -387,7 +387,7 @@ class _Tiktoken(Vocabulary):
     try:
       ranks = tiktoken.load.load_tiktoken_bpe(str(file))
     except ValueError:
-      raise _unreadable(options, "a tiktoken file of base64 words and ranks") from None
+      raise _unreadable_error(options, "a tiktoken file of base64 words and ranks") from None
     special = tiktoken_special(len(ranks))
     self._made_of = (file.name, TIKTOKEN_SPLIT, ranks, special)
     self._encoding = tiktoken.Encoding(file.name, pat_str=TIKTOKEN_SPLIT, mergeable_ranks=ranks, special_tokens=special)
@@ -399,7 +399,7 @@ class _Tiktoken(Vocabulary):
 
   def encode_guarded(self, text: str) -> Sequence[int]:
     special = self.special_names("")
-    return [t for p in _split(text, special) for t in self.encode(without_marks(p), special=p in special)]
+    return [t for p in _split(text, special) for t in self.encode(remove_marks(p), special=p in special)]
 
   def special_names(self, template: str) -> Collection[str]:
     return self._encoding.special_tokens_set
@@ -427,10 +427,10 @@ def _split(text: str, names: Collection[str]) -> list[str]:
   return [text[a:b] for a, b in pairwise([0, *edges, len(text)]) if a < b]
 
 
-_names = lru_cache(maxsize=8)(Names)
+_names = lru_cache(maxsize=8)(SpecialTokenFinder)
 
 
-def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
+def _first_characters(texts: Iterable[str], characters: int) -> Iterator[str]:
   for text in texts:
     if characters <= 0:
       return
@@ -446,7 +446,7 @@ def _find(options: TokenizerOptions, *patterns: str, beside: Sequence[str] = ())
   folder = path if path.is_dir() else _download(options, [*patterns, *beside])
   for pattern in patterns:
     if found := sorted(folder.glob(pattern)):
-      return inside(folder, str(found[0].relative_to(folder)))
+      return resolve_inside(folder, str(found[0].relative_to(folder)))
   raise ConfigError(
     f"tokenizer_path={options.path} holds no {' or '.join(patterns)}, which tokenizer_type={options.kind.value} reads."
   )
@@ -469,7 +469,7 @@ def _download(options: TokenizerOptions, patterns: list[str]) -> Path:
     ) from None
 
 
-def _default(folder: Path, said: Mapping[str, Any]) -> str | None:
+def _default_template(folder: Path, said: Mapping[str, Any]) -> str | None:
   """The chat template in `tokenizer_config.json`: one, or several by name."""
   template = said.get("chat_template")
   try:
@@ -484,7 +484,7 @@ def _default(folder: Path, said: Mapping[str, Any]) -> str | None:
   return template
 
 
-def _unreadable(options: TokenizerOptions, form: str) -> ConfigError:
+def _unreadable_error(options: TokenizerOptions, form: str) -> ConfigError:
   kinds = ", ".join(kind.value for kind in TokenizerType)
   return ConfigError(
     f"tokenizer_path={options.path} is not {form}: change it, or tokenizer_type to what it is ({kinds})."

@@ -18,10 +18,10 @@ import numpy as np
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
-from maxtext.data.ahead import Ahead
-from maxtext.data.share import Share
+from maxtext.data.prefetch import Prefetcher
 from maxtext.data.splits import Split
 from maxtext.data.streams import Rows
+from maxtext.data.worker_shard import WorkerShard
 
 PROCESS_MEGABYTES = 256
 """What one takes, with its libraries and some open shards."""
@@ -34,11 +34,11 @@ def choose_workers(split: Split, megabytes: int) -> int:
   return max(1, min((os.cpu_count() or 1) - 1, megabytes // PROCESS_MEGABYTES))
 
 
-def rows_from_processes(shares: Sequence[Share], buffer: int) -> Iterator[Rows]:
-  """The rows of several shares, side by side, each made by its own process, which keeps `buffer` batches ready."""
+def rows_from_processes(shards: Sequence[WorkerShard], buffer: int) -> Iterator[Rows]:
+  """The rows of several shards, side by side, each made by its own process, which keeps `buffer` batches ready."""
   workers: list[_Worker] = []
   try:
-    workers += [_Worker.start(share, buffer) for share in shares]
+    workers += [_Worker.start(shard, buffer) for shard in shards]
     while True:
       parts = [worker.receive() for worker in workers]
       yield Rows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
@@ -53,7 +53,7 @@ class _Worker:
   pipe: Connection
 
   @staticmethod
-  def start(share: Share, buffer: int) -> "_Worker":
+  def start(shard: WorkerShard, buffer: int) -> "_Worker":
     here, there = Pipe()
     # Not `multiprocessing`, which would import the caller's main module again: no JAX, and no surprises.
     process = subprocess.Popen(
@@ -62,7 +62,7 @@ class _Worker:
       stdin=subprocess.DEVNULL,
     )
     there.close()
-    here.send((share, buffer))
+    here.send((shard, buffer))
     return _Worker(process, here)
 
   def receive(self) -> Rows:
@@ -87,16 +87,16 @@ class _Worker:
 
 
 def _serve(pipe: Connection) -> None:
-  share, buffer = pipe.recv()
-  ahead = Ahead(_made(share), buffer)
+  shard, buffer = pipe.recv()
+  prefetcher = Prefetcher(_batches(shard), buffer)
   while True:
-    pipe.send_bytes(next(ahead))
+    pipe.send_bytes(next(prefetcher))
 
 
-def _made(share: Share) -> Generator[bytes]:
+def _batches(shard: WorkerShard) -> Generator[bytes]:
   """Batches ready to be sent; an error is the last of them."""
   try:
-    for rows in share.rows():
+    for rows in shard.rows():
       yield pickle.dumps(rows, protocol=5)
   except (ConfigError, RunError) as error:
     yield pickle.dumps(error)

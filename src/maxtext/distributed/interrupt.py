@@ -2,9 +2,9 @@
 
 import ctypes
 import itertools
+import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +15,9 @@ import jax
 from jax.experimental import multihost_utils
 
 from maxtext.distributed.multihost import once, problems_of_all
+from maxtext.logs import ON_STDERR
+
+_LOG = logging.getLogger(__name__)
 
 # What a preempted machine of the large clouds has between notice and end, and Kubernetes' default between SIGTERM and
 # SIGKILL.
@@ -87,12 +90,11 @@ class Interrupt:
 
   def _received(self, number: int, frame: FrameType | None) -> None:
     if self.signal is not None and number == signal.SIGINT:
-      print("maxtext: stopped at once.", file=sys.stderr, flush=True)
+      _LOG.warning("maxtext: stopped at once.", extra=ON_STDERR)
       os._exit(128 + number)
     if self.signal is None:
       if jax.process_index() == 0:
-        says = "maxtext: ending after this step, with a checkpoint; once more ends at once."
-        print(says, file=sys.stderr, flush=True)
+        _LOG.warning("maxtext: ending after this step, with a checkpoint; once more ends at once.", extra=ON_STDERR)
       self._noticed = time.monotonic()
       self._told.set()
     self.signal = self.signal or signal.Signals(number)

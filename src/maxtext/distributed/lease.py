@@ -7,6 +7,7 @@ only stopped for a while, or cut off, cannot commit a step any more.
 
 import errno
 import json
+import logging
 import os
 import socket
 import sys
@@ -23,7 +24,10 @@ from etils import epath
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.distributed.multihost import once, problems_of_all
+from maxtext.logs import ON_STDERR
 from maxtext.storage.atomic import create_atomically, write_atomically
+
+_LOG = logging.getLogger(__name__)
 
 FILE = "lease.json"
 LOST = "this run has lost its lease: "  # how a `LeaseLostError` begins, on any process
@@ -145,7 +149,7 @@ class Lease:
     if time.time() - found.time > _FORGOTTEN_SECONDS:
       return
     now: _Claim | None = found
-    print(f"maxtext: {self._sentence(found)} Looking for {self._stale_seconds:g} s whether it is there.", flush=True)
+    _LOG.info(f"maxtext: {self._sentence(found)} Looking for {self._stale_seconds:g} s whether it is there.")
     while time.monotonic() - start < self._stale_seconds:
       time.sleep(min(0.5, self._beat_seconds))
       now, before = self._read(), now
@@ -165,7 +169,7 @@ class Lease:
           self._write(own)
           self._own = own
         except LeaseLostError as error:
-          print(f"maxtext: {error}", file=sys.stderr, flush=True)
+          _LOG.error(f"maxtext: {error}", extra=ON_STDERR)
           return
         except Exception:  # a bucket's client has many: storage may be back at the next beat
           continue

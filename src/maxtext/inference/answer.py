@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from maxtext.data.tokenizers import Tokenizer
+from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.scheduler import Event, Finish, Request
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -21,7 +21,7 @@ class Answer:
   """
 
   request: Request
-  tokenizer: Tokenizer
+  tokenizer: TextTokenizer
   text: str = ""
   finish: Finish | None = None
   tokens: list[int] = field(default_factory=list)

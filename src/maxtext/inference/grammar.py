@@ -35,7 +35,7 @@ import numpy as np
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
-from maxtext.data.tokenizers import Tokenizer
+from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference import grammar_process
 from maxtext.inference.grammar_process import (
   ACT,
@@ -147,7 +147,7 @@ class Grammars:
     limits: of memory and time.
   """
 
-  def __init__(self, tokenizer: Tokenizer, vocab: int, limits: GrammarLimits | None = None) -> None:
+  def __init__(self, tokenizer: TextTokenizer, vocab: int, limits: GrammarLimits | None = None) -> None:
     self._tokenizer, self._vocab, self._limits = tokenizer, vocab, limits or GrammarLimits()
     self._fork_server: _ForkServer | None = None
     self._starting, self._lock = threading.Lock(), threading.Lock()
@@ -317,7 +317,7 @@ class _LostError(Exception):
 class _ForkServer:
   """The process that forks those of grammars."""
 
-  def __init__(self, tokenizer: Tokenizer, vocab: int, limits: GrammarLimits) -> None:
+  def __init__(self, tokenizer: TextTokenizer, vocab: int, limits: GrammarLimits) -> None:
     message = pickle.dumps((tokenizer.for_grammars(), vocab, astuple(limits)))
     self._control, theirs = socket.socketpair()
     with theirs:

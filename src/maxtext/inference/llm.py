@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.data.tokenizers import Message, Tokenizer
+from maxtext.data.tokenizers import Message, TextTokenizer
 from maxtext.inference.answer import Answer
 from maxtext.inference.engine import Engine, checked_params
 from maxtext.inference.loading import Loaded
@@ -116,7 +116,7 @@ class LLM:
     return self._loaded.config
 
   @property
-  def tokenizer(self) -> Tokenizer:
+  def tokenizer(self) -> TextTokenizer:
     """The model's own."""
     return self._loaded.tokenizer
 

@@ -15,7 +15,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import global_batch_size
 from maxtext.configs.types import ShardMode
 from maxtext.data.options import data_options, tokenizer_options
-from maxtext.data.tokenizers import Tokenizer, load_tokenizer
+from maxtext.data.tokenizers import TextTokenizer, load_tokenizer
 from maxtext.inference.draft import Draft
 from maxtext.inference.engine import Engine, dropless
 from maxtext.inference.prefixes import Prefixes
@@ -41,7 +41,7 @@ class Loaded:
 
   config: MaxTextConfig
   engine: Engine
-  tokenizer: Tokenizer
+  tokenizer: TextTokenizer
   sampling_params: SamplingParams
 
   @staticmethod
@@ -165,7 +165,7 @@ def parameters(config: MaxTextConfig, model: Model) -> Params:
   return model.apart(load_named(config, model, model.params | model.buffers))
 
 
-def run_tokenizer(config: MaxTextConfig) -> Tokenizer:
+def run_tokenizer(config: MaxTextConfig) -> TextTokenizer:
   """The one that is named, the run's own copy, or that of its prepared corpus; prompts do not end by themselves."""
   with open_tokenizer(data_options(config), config.load_parameters_path) as tokenizer:
     return replace(tokenizer or load_tokenizer(tokenizer_options(config)), add_eos=False)

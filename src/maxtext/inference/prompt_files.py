@@ -6,9 +6,9 @@ were not used for longest make room. Several processes may share it.
 """
 
 import hashlib
+import logging
 import os
 import secrets
-import sys
 import time
 import zipfile
 from collections.abc import Callable, Sequence
@@ -20,7 +20,10 @@ import numpy as np
 
 from maxtext.configs import ConfigError
 from maxtext.inference.state import Caches
+from maxtext.logs import ON_STDERR
 from maxtext.storage.atomic import UNFINISHED, atomic_file
+
+_LOG = logging.getLogger(__name__)
 
 MOST_BYTES = 64 * 2**30
 """Of a folder."""
@@ -119,4 +122,4 @@ class PromptFiles:
 
 
 def _say(what: str) -> None:
-  print(f"maxtext: {what}", file=sys.stderr, flush=True)
+  _LOG.warning(f"maxtext: {what}", extra=ON_STDERR)

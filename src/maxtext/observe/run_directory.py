@@ -3,6 +3,7 @@
 import errno
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import sys
@@ -21,6 +22,8 @@ from maxtext.configs.types import DerivedValues
 from maxtext.observe.growing_file import is_mistake
 from maxtext.observe.report import write_report
 from maxtext.storage.atomic import write_atomically
+
+_LOG = logging.getLogger(__name__)
 
 _LIBRARIES = ("maxtext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "libtpu")
 
@@ -103,7 +106,7 @@ class RunDirectory:
   def _not_written(self, error: OSError) -> None:
     if is_mistake(error):
       raise ConfigError(f"base_output_directory={self.path.parent} cannot be written: {error.strerror}.") from None
-    print(f"maxtext: what this run is cannot be written to {self.path}: {error.strerror}.", flush=True)
+    _LOG.warning(f"maxtext: what this run is cannot be written to {self.path}: {error.strerror}.")
 
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

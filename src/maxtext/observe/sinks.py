@@ -1,6 +1,7 @@
 """Where the figures of a step go."""
 
 import json
+import logging
 import os
 import socket
 import struct
@@ -15,8 +16,11 @@ from typing import Any, Protocol, TextIO
 from etils import epath
 
 from maxtext.configs import ConfigError
+from maxtext.logs import ON_STDERR
 from maxtext.observe.figure_lines import cut_after, format_line, lines_until
 from maxtext.observe.growing_file import GrowingFile, is_mistake
+
+_LOG = logging.getLogger(__name__)
 
 Figures = Mapping[str, float]
 
@@ -89,13 +93,13 @@ class Guarded:
     except Exception as error:  # of disks, sockets and object stores: figures are not worth a run
       if not self._said:
         self._said = True
-        say(f"{self._name} cannot be written: {reason(error)}. The run goes on, and every step tries again.")
+        warn(f"{self._name} cannot be written: {reason(error)}. The run goes on, and every step tries again.")
 
   def close(self) -> None:
     try:
       self._sink.close()
     except Exception as error:
-      say(f"{self._name} misses the last figures: {reason(error)}.")
+      warn(f"{self._name} misses the last figures: {reason(error)}.")
 
 
 class JsonLines:
@@ -263,10 +267,10 @@ def _on_one_machine() -> bool:
   return jax.process_count() == 1 or os.environ.get("JAX_COORDINATOR_ADDRESS", "").startswith(("127.", "localhost:"))
 
 
-def say(what: str, out: TextIO | None = None) -> None:
-  """A line of the run's own; the console may be a file on a full disk, and ends nothing by that."""
+def warn(message: str, *, on_stderr: bool = False) -> None:
+  """Logs a warning. A console that cannot be written, such as a closed pipe, does not end the run."""
   with suppress(OSError):
-    print(f"maxtext: {what}", file=out, flush=True)
+    _LOG.warning(f"maxtext: {message}", extra=ON_STDERR if on_stderr else None)
 
 
 def _load_tensorboard() -> None:

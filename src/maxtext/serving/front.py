@@ -10,10 +10,10 @@ SIGTERM ends the server after the requests that it has accepted; an engine that 
 
 import asyncio
 import itertools
+import logging
 import multiprocessing
 import signal
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
@@ -28,10 +28,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
+from maxtext.logs import ON_STDERR
 from maxtext.serving.access import Access, refusal
 from maxtext.serving.channel import Channel
 from maxtext.serving.connections import Connections, LimitedProtocol, Listener, reserve_files
 from maxtext.serving.limits import Limits
+
+_LOG = logging.getLogger(__name__)
 
 Client = Hashable  # as `Access` tells them apart
 if TYPE_CHECKING:
@@ -81,7 +84,7 @@ def serve(load: "Callable[[], Loaded]", name: str, host: str, port: int, limits:
   except OSError as error:
     raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}.") from None
   address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
-  print(f"maxtext: listening on {address}; loading {name}", file=sys.stderr, flush=True)
+  _LOG.info(f"maxtext: listening on {address}; loading {name}", extra=ON_STDERR)
   engine = EngineProcess(load, name, limits)
   try:
     asyncio.run(_run(engine, listening, f"serving {name} on {address}", limits))
@@ -105,7 +108,7 @@ async def _run(engine: "EngineProcess", listening: socket.socket, ready: str, li
     lifespan="off",
   )
   server = _Server(settings, connections)
-  listens = asyncio.create_task(engine.listen(lambda: print(ready, flush=True), server.fail))
+  listens = asyncio.create_task(engine.listen(lambda: _LOG.info(ready), server.fail))
   await server.serve(sockets=[listening])
   listens.cancel()
 
@@ -334,5 +337,5 @@ class _Server(uvicorn.Server):
   def _end(self) -> None:
     if self.should_exit:
       self.force_exit = True
-    print("maxtext: ending after the requests that are there; once more ends at once.", file=sys.stderr, flush=True)
+    _LOG.warning("maxtext: ending after the requests that are there; once more ends at once.", extra=ON_STDERR)
     self.should_exit = True

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fail
 from pydantic_core import from_json
 
 from maxtext.configs import ConfigError
-from maxtext.data.tokenizers import Tokenizer
+from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.answer import Answer
 from maxtext.inference.grammar import Form
 from maxtext.inference.sampling import ALTERNATIVES, STOPS, SamplingParams
@@ -82,7 +82,7 @@ class Bounds:
   answer_tokens: int
 
   @staticmethod
-  def of(tokenizer: Tokenizer, prompt_tokens: int, answers: int, answer_tokens: int) -> "Bounds":
+  def of(tokenizer: TextTokenizer, prompt_tokens: int, answers: int, answer_tokens: int) -> "Bounds":
     """By the longest token of a vocabulary."""
     return Bounds(answers, prompt_tokens, prompt_tokens * _longest_token(tokenizer), answer_tokens)
 
@@ -262,7 +262,7 @@ class Completion(Asked):
       if isinstance(prompt, str):
         _check_blank(prompt)
 
-  def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
+  def prompts(self, tokenizer: TextTokenizer) -> list[list[int]]:
     """Tokens of every prompt."""
     return [self._tokens(one, tokenizer) for one in self._prompts]
 
@@ -272,7 +272,7 @@ class Completion(Asked):
     return self.prompt if several else [self.prompt]  # type: ignore[return-value]
 
   @staticmethod
-  def _tokens(prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
+  def _tokens(prompt: str | list[int], tokenizer: TextTokenizer) -> list[int]:
     if isinstance(prompt, str):
       return tokenizer.encode(prompt).tolist()
     return prompt
@@ -313,7 +313,7 @@ class Chat(Asked):
     for turn in self.messages:
       _check_blank(turn.content)
 
-  def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
+  def prompts(self, tokenizer: TextTokenizer) -> list[list[int]]:
     """Tokens of the conversation, up to where the answer begins."""
     return [tokenizer.chat([turn.model_dump(exclude_none=True) for turn in self.messages], answer=True).tolist()]
 
@@ -369,7 +369,7 @@ def count_values(raw: bytes) -> int:
 class Body:
   """What is sent for one request, whole or piece by piece."""
 
-  def __init__(self, asked: Completion | Chat, tokenizer: Tokenizer) -> None:
+  def __init__(self, asked: Completion | Chat, tokenizer: TextTokenizer) -> None:
     self._asked, self._tokenizer = asked, tokenizer
     self._chat = isinstance(asked, Chat)
     kind = "chat.completion" if self._chat else "text_completion"
@@ -444,5 +444,5 @@ def _check_blank(text: str) -> None:
 
 
 @cache
-def _longest_token(tokenizer: Tokenizer) -> int:
+def _longest_token(tokenizer: TextTokenizer) -> int:
   return max(1, *(len(tokenizer.decode([token])) for token in range(tokenizer.vocab_size)))

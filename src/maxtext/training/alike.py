@@ -11,7 +11,7 @@ import numpy as np
 
 from maxtext.configs import MaxTextConfig
 from maxtext.configs.types import DerivedValues
-from maxtext.data.batch import Fed
+from maxtext.data.batch import BatchWithState
 from maxtext.distributed.agreement import agree
 from maxtext.observe.run_directory import library_versions
 from maxtext.training.program import Program
@@ -39,7 +39,7 @@ def agree_on_start(config: MaxTextConfig) -> None:
   agree("start", configuration_values(config) | library_versions(), config.jax_distributed_initialization_timeout)
 
 
-def agree_on_step(program: Program, feed: Iterator[Fed]) -> Iterator[Fed]:
+def agree_on_step(program: Program, feed: Iterator[BatchWithState]) -> Iterator[BatchWithState]:
   """Compares the step as it was lowered, which the first call uses, and the data's description; returns the feed."""
   if jax.process_count() == 1:
     return feed
@@ -59,9 +59,9 @@ def step_values(program: Program) -> dict[str, str]:
   return {"the lowered step": hashlib.sha256(program.lower().as_text().encode()).hexdigest()[:16]}
 
 
-def data_values(fed: Fed | None) -> dict[str, str]:
+def data_values(fed: BatchWithState | None) -> dict[str, str]:
   """What the data says of itself, by its names; synthetic data is described by its keys alone."""
-  about = None if fed is None else fed.position().get("about")
+  about = None if fed is None else fed.iterator_state().get("about")
   return {} if about is None else dict(_flat("data", json.loads(np.asarray(about).tobytes())))
 
 

@@ -1,5 +1,6 @@
 """What a run starts from and what it keeps: the restore order of its checkpoints, and the callback that saves them."""
 
+import logging
 import signal
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ import jax
 from maxtext.checkpoint.location import folder_of, is_there, steps_in
 from maxtext.checkpoint.options import checkpoint_options, local_checkpoint_options, restore_options
 from maxtext.configs import MaxTextConfig
-from maxtext.data.batch import Fed
+from maxtext.data.batch import BatchWithState
 from maxtext.distributed.interrupt import Interrupt
 from maxtext.distributed.lease import Lease
 from maxtext.distributed.multihost import from_first
@@ -18,6 +19,8 @@ from maxtext.training.callbacks.base import Callback
 from maxtext.training.callbacks.guard import LossGuard
 from maxtext.training.program import Program
 from maxtext.training.state import TrainState
+
+_LOG = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
   from maxtext.checkpoint.restore import Restored
@@ -55,7 +58,7 @@ class Kept:
     """Whether all processes are to end now, with a checkpoint; all of them ask at the same time."""
     return self._config.enable_checkpointing and self._interrupt.agreed()
 
-  def start(self, program: Program) -> tuple[TrainState, Iterator[Fed]]:
+  def start(self, program: Program) -> tuple[TrainState, Iterator[BatchWithState]]:
     """The first state and its data: of this run's latest good step, of a named state, of named parameters, or new.
 
     Local disks come first where they hold a step that is as late.
@@ -135,4 +138,4 @@ def _taken(found: Mapping[str, jax.Array], there: Mapping[str, jax.Array]) -> di
 
 def _say(what: str) -> None:
   if jax.process_index() == 0:
-    print(f"maxtext: {what}", flush=True)
+    _LOG.info(f"maxtext: {what}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from maxtext.data.batch import Batch, Fed
+from maxtext.data.batch import Batch, BatchWithState
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.state import TrainState
 
@@ -16,7 +16,7 @@ Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 def run_loop(
   step_fn: Step,
   state: TrainState,
-  feed: Iterator[Fed],
+  feed: Iterator[BatchWithState],
   steps: range,
   callbacks: Sequence[Callback] = (),
   flops_per_token: float = 0.0,
@@ -40,7 +40,7 @@ def run_loop(
   fed, waited = _timed(feed)
   while fed is not None and step < steps.stop:
     state, metrics = step_fn(state, fed.batch)
-    step, position, used = step + 1, fed.position, waited
+    step, position, used = step + 1, fed.iterator_state, waited
     if step < steps.stop:
       fed, waited = _timed(feed)
     report()
@@ -91,6 +91,6 @@ def _tell(callbacks: Sequence[Callback], step: int, figures: dict[str, float]) -
     callback.on_step(step, figures)
 
 
-def _timed(feed: Iterator[Fed]) -> tuple[Fed | None, float]:
+def _timed(feed: Iterator[BatchWithState]) -> tuple[BatchWithState | None, float]:
   start = time.perf_counter()
   return next(feed, None), time.perf_counter() - start

@@ -19,8 +19,8 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import eval_batch_size, global_batch_size
 from maxtext.configs.errors import RunError
 from maxtext.configs.types import DatasetType
-from maxtext.data.batch import Batch, Fed, Position
-from maxtext.data.feed import OpenData, make_feed, open_data
+from maxtext.data.batch import Batch, BatchWithState, IteratorState
+from maxtext.data.dataloader import OpenedData, make_dataloader, open_data
 from maxtext.data.options import data_options
 from maxtext.distributed.multihost import of_process
 from maxtext.layers.how import How
@@ -148,23 +148,23 @@ class Program:
       _ = self._eval_data
 
   @cached_property
-  def _data(self) -> OpenData:
+  def _data(self) -> OpenedData:
     return open_data(data_options(self.config), self.batch)
 
   @cached_property
-  def _eval_data(self) -> OpenData:
+  def _eval_data(self) -> OpenedData:
     return open_data(data_options(self.config), self.eval_batch, "eval")
 
-  def feed(self, position: Position | None = None) -> Iterator[Fed]:
+  def feed(self, position: IteratorState | None = None) -> Iterator[BatchWithState]:
     """The data from a position on."""
-    return make_feed(data_options(self.config), self.batch, position, data=self._data)
+    return make_dataloader(data_options(self.config), self.batch, position, data=self._data)
 
   def evaluate(self, state: TrainState, stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
     """The objective's figures per target over `eval_steps` batches of the evaluation data, and the targets' number.
 
     None where `stop`, which is asked after every batch, ends it.
     """
-    feed = make_feed(data_options(self.config), self.eval_batch, split="eval", data=self._eval_data)
+    feed = make_dataloader(data_options(self.config), self.eval_batch, split="eval", data=self._eval_data)
     batches = islice(feed, None if self.config.eval_steps == -1 else self.config.eval_steps)
     found = []
     for fed in batches:

@@ -1,5 +1,6 @@
 """From a configuration to a trained state."""
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from maxtext.configs.loader import values_and_origins
 from maxtext.configs.types import ProfilerType
 from maxtext.data.options import data_options
 from maxtext.distributed.multihost import from_first, join, of_process, once, problems_of_all, refuse_unjoined
+from maxtext.logs import setup_logging
 from maxtext.mesh.chips import chip_of
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.flops import train_flops_per_token
@@ -39,6 +41,8 @@ from maxtext.training.program import Program, hlo_folder
 from maxtext.training.state import TrainState
 from maxtext.training.step import Objective
 
+_LOG = logging.getLogger(__name__)
+
 _PATIENCE = 600  # seconds for the slowest process to open its data
 
 
@@ -59,13 +63,14 @@ def train(
     callbacks: called by the loop, after the run's own.
     origins: where each value of the configuration came from, for the record.
   """
+  setup_logging()
   with ExitStack() as closing:
     _start(config)
     if config.collect_stack_trace:
       closing.callback(StackTraces(config.stack_trace_interval_seconds).close)
     program = Program.of(config, make_mesh(config), objective, optimizer)
     if config.debug_sharding and not jax.process_index():
-      print(table(program.model), flush=True)
+      _LOG.info(table(program.model))
     _refuse_unsharded(program)
     _check_data(program)
     file = config.compiled_trainstep_file
@@ -92,7 +97,7 @@ def train(
       if config.save_config_to_gcs and run.store:
         run.store_config(record)
       if why := keep_tokenizer(data_options(config), config.load_parameters_path, str(run.store or run.path)):
-        print(f"maxtext: the run's folder has no tokenizer: {why}", flush=True)
+        _LOG.warning(f"maxtext: the run's folder has no tokenizer: {why}")
     steps = range(int(state.step), config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
     callbacks = [
       *_evaluations(program, kept),
@@ -120,14 +125,14 @@ def _finish(run: RunDirectory) -> None:
   """The report; a run that did what it should does not fail for want of a page."""
   try:
     if run.metrics.exists() and run.metrics.stat().st_size:
-      print(f"report: {run.finish()}", flush=True)
+      _LOG.info(f"report: {run.finish()}")
   except OSError as error:
-    print(f"maxtext: the report cannot be written: {error.strerror}.", flush=True)
+    _LOG.warning(f"maxtext: the report cannot be written: {error.strerror}.")
 
 
 def _tell_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
   if changes := config_changes(before, now):
-    print(f"maxtext: goes on with other values than it was saved with: {', '.join(changes)}", flush=True)
+    _LOG.info(f"maxtext: goes on with other values than it was saved with: {', '.join(changes)}")
 
 
 def _start(config: MaxTextConfig) -> None:
@@ -218,10 +223,9 @@ def _introduce(program: Program, run: RunDirectory) -> None:
   model, mesh = program.model, program.model.how.mesh
   axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1) or "one device"
   rows, length = program.batch.inputs.shape
-  print(
+  _LOG.info(
     f"{program.config.model_name}: {model.size:,} parameters on {mesh.size} {mesh.devices.flat[0].platform} "
     f"({axes}), {rows} x {length} tokens a step, in {run.path}",
-    flush=True,
   )
 
 

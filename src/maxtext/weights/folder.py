@@ -8,7 +8,7 @@ from typing import Any
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
-from maxtext.data.inside import inside
+from maxtext.data.safe_paths import resolve_inside
 from maxtext.weights.quantized import Source, unpacked
 from maxtext.weights.tensor_files import Stored, read_header
 
@@ -47,7 +47,7 @@ class Folder:
 
   def json(self, name: str) -> dict[str, Any]:
     """A file of JSON in it; {} where there is none."""
-    file = self.inside(name)
+    file = self.resolve_inside(name)
     try:
       content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -58,9 +58,9 @@ class Folder:
       raise RunError(f"{self.path / name} is not an object of JSON.")
     return content
 
-  def inside(self, name: str) -> Path:
+  def resolve_inside(self, name: str) -> Path:
     """A file of the folder; one that is elsewhere, by its name or by a link, is refused."""
-    return inside(self.path, name)
+    return resolve_inside(self.path, name)
 
   @property
   def _block(self) -> tuple[int, int]:
@@ -79,7 +79,7 @@ class Folder:
     if index and not (isinstance(index, dict) and all(isinstance(name, str) for name in index.values())):
       raise RunError(f"{self.path / INDEX} has a weight_map that is no table of names.")
     names = sorted(set(index.values())) if index else [SINGLE]
-    if absent := [name for name in names if not self.inside(name).is_file()]:
+    if absent := [name for name in names if not self.resolve_inside(name).is_file()]:
       raise ConfigError(f"{self.path} has no {absent[0]}.{self._other_formats()}")
     found = {n: tensor for name in names for n, tensor in read_header(self.path / name).items()}
     if index and (differ := sorted(index.keys() ^ found.keys())):

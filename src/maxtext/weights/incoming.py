@@ -72,7 +72,7 @@ def load_in(config: MaxTextConfig, model: Model, path: str) -> dict[str, jax.Arr
 def side_files(folder: Folder) -> list[Path]:
   """Tokenizer, generation and model descriptions."""
   names = sorted({file.name for pattern in _SIDE_FILES for file in folder.path.glob(pattern)})
-  return [file for name in names if (file := folder.inside(name)).is_file()]
+  return [file for name in names if (file := folder.resolve_inside(name)).is_file()]
 
 
 def copy_files(files: Iterable[Path], target: Path) -> None:

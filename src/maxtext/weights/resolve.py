@@ -3,15 +3,18 @@
 Imports no JAX.
 """
 
+import logging
 import os
-import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from maxtext.configs.errors import ConfigError
 from maxtext.configs.loader import Resolved, resolve
+from maxtext.logs import ON_STDERR
 from maxtext.weights.detect import is_hugging_face
+
+_LOG = logging.getLogger(__name__)
 
 
 def resolve_source(source: str | None, values: Mapping[str, Any], strict: bool = False) -> Resolved:
@@ -42,7 +45,7 @@ def _warned(resolved: Resolved, strict: bool) -> Resolved:
   if resolved.warning and strict:
     raise ConfigError(resolved.warning)
   if resolved.warning and os.environ.get("JAX_PROCESS_ID", "0") == "0":  # once, where `launch` starts several
-    print(f"maxtext: warning: {resolved.warning} (An error with --strict.)", file=sys.stderr)
+    _LOG.warning(f"maxtext: warning: {resolved.warning} (An error with --strict.)", extra=ON_STDERR)
   return resolved
 
 

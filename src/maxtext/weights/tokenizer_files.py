@@ -9,13 +9,13 @@ from typing import Any
 
 from maxtext.checkpoint.tokenizer import TEMPLATE
 from maxtext.configs.types import TokenizerType
-from maxtext.data.tokenizers import Tokenizer
+from maxtext.data.tokenizers import TextTokenizer
 from maxtext.weights.tensor_files import write_whole
 
 _CONFIG, _VOCABULARY = "tokenizer_config.json", "tokenizer.json"
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+def write_tokenizer(tokenizer: TextTokenizer, folder: Path) -> None:
   """Writes files with which `AutoTokenizer` makes the tokens of a prompt as the run does.
 
   A vocabulary of another library is written as `tokenizer.json` too, beside its own file.

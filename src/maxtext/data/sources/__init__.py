@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from maxtext.configs.types import DatasetType
-from maxtext.data.documents import Source
+from maxtext.data.documents import DataSource
 from maxtext.data.options import DataOptions
 from maxtext.data.sources.grain import open_grain
 from maxtext.data.sources.hf import open_hf
@@ -12,12 +12,12 @@ from maxtext.data.sources.tfds import open_tfds
 from maxtext.data.splits import Split
 
 
-def open_sources(options: DataOptions, split: Split) -> list[Source]:
+def open_sources(options: DataOptions, split: Split) -> list[DataSource]:
   """The sources of training or evaluation, with their weights."""
   return _OPEN[options.kind](options, split)
 
 
-_OPEN: dict[DatasetType, Callable[[DataOptions, Split], list[Source]]] = {
+_OPEN: dict[DatasetType, Callable[[DataOptions, Split], list[DataSource]]] = {
   DatasetType.GRAIN: open_grain,
   DatasetType.HF: open_hf,
   DatasetType.TFDS: open_tfds,

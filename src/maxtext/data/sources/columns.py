@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.data.documents import TokenCounts
-from maxtext.data.order import FEW_SHARDS, Window
+from maxtext.data.order import FEW_SHARDS, ShuffleWindow
 from maxtext.data.sources.encoding import Encoding
 
 Read = Callable[[Sequence[int]], Sequence[Any]]
@@ -31,7 +31,7 @@ class ColumnDocuments:
     sizes: Sequence[int],
     about: dict[str, Any],
     where: Callable[[int], str],
-    window: Window = FEW_SHARDS,
+    window: ShuffleWindow = FEW_SHARDS,
     values: Callable[[Any], Sequence[Any]] = list,
   ) -> None:
     """`about` says which data it is, wherever it is; `values` gives the values of a row's columns."""

@@ -9,7 +9,7 @@ import numpy as np
 from maxtext.configs import ConfigError
 from maxtext.data.options import DataOptions
 from maxtext.data.splits import Split
-from maxtext.data.tokenizers import Tokenizer, load_tokenizer
+from maxtext.data.tokenizers import TextTokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Encoding:
   """
 
   columns: tuple[str, ...]
-  tokenizer: Tokenizer | None
+  tokenizer: TextTokenizer | None
   most: int | None
 
   @staticmethod

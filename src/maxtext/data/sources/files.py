@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from maxtext.configs import ConfigError
 from maxtext.data.order import FEW_SHARDS
-from maxtext.data.prepared import INDEX_BYTES, open_array_record
+from maxtext.data.prepared_corpus import INDEX_BYTES, open_array_record
 from maxtext.data.records import Reader, Records, Shard
 from maxtext.data.sources.columns import ColumnDocuments
 from maxtext.data.sources.encoding import Encoding

@@ -8,27 +8,27 @@ from functools import cache, partial
 from pathlib import Path
 
 from maxtext.configs import ConfigError
-from maxtext.data.documents import Documents, Source
+from maxtext.data.documents import DataSource, Documents
 from maxtext.data.options import DataOptions
-from maxtext.data.prepared import MANIFEST, Prepared
+from maxtext.data.prepared_corpus import MANIFEST, PreparedCorpus
 from maxtext.data.sources.encoding import Encoding
 from maxtext.data.sources.files import FORMATS, open_files
 from maxtext.data.splits import Split
-from maxtext.data.tokenizers import refuse_larger_vocabulary
+from maxtext.data.tokenizers import check_vocab_size
 
 Part = tuple[str, float]  # a folder or glob, and its weight
 
 
-def open_grain(options: DataOptions, split: Split) -> list[Source]:
+def open_grain(options: DataOptions, split: Split) -> list[DataSource]:
   """Opens all parts, several at a time."""
   parts = _parts(split)
   encoding = cache(partial(Encoding.of, options, split))  # only where something is not tokenised yet, and once
   with ThreadPoolExecutor(max(1, options.open_threads)) as pool:
     opened = pool.map(lambda part: _open(options, split, encoding, part[0]), parts)
-    return [Source(documents, weight) for documents, (_, weight) in zip(opened, parts, strict=True)]
+    return [DataSource(documents, weight) for documents, (_, weight) in zip(opened, parts, strict=True)]
 
 
-def places(split: Split) -> list[str]:
+def source_paths(split: Split) -> list[str]:
   """The folders and globs that are read."""
   return [place for place, _ in _parts(split)]
 
@@ -40,8 +40,8 @@ def _parts(split: Split) -> Sequence[Part]:
 def _open(options: DataOptions, split: Split, encoding: Callable[[], Encoding], place: str) -> Documents:
   folder = Path(place).expanduser()
   if (folder / MANIFEST).exists():
-    prepared = Prepared(folder, split.threads)
-    refuse_larger_vocabulary(options.vocab_size, prepared.vocab_size, f"{split.grain_files[0]}: {place}")
+    prepared = PreparedCorpus(folder, split.threads)
+    check_vocab_size(options.vocab_size, prepared.vocab_size, f"{split.grain_files[0]}: {place}")
     return prepared
   kind, key = options.file_type, split.grain_files[0]
   if kind not in FORMATS:

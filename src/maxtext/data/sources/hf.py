@@ -5,14 +5,14 @@ from typing import Any
 
 from maxtext.configs import ConfigError
 from maxtext.configs.secrets import redacted_text
-from maxtext.data.documents import Source
+from maxtext.data.documents import DataSource
 from maxtext.data.options import DataOptions, HubOptions
 from maxtext.data.sources.columns import ColumnDocuments
 from maxtext.data.sources.encoding import Encoding
 from maxtext.data.splits import Split
 
 
-def open_hf(options: DataOptions, split: Split) -> list[Source]:
+def open_hf(options: DataOptions, split: Split) -> list[DataSource]:
   """A split that is, or is made, a table on this machine's disk."""
   hub = options.hub
   data, encoding = load(hub, split, streaming=False), Encoding.of(options, split)
@@ -27,7 +27,7 @@ def open_hf(options: DataOptions, split: Split) -> list[Source]:
     return [list(row) for row in zip(*(found[column] for column in encoding.columns), strict=True)]
 
   about = {"hf": [hub.path, hub.name, hub.data_dir, split.hf_split], "bytes": data.info.dataset_size}
-  return [Source(ColumnDocuments(read, encoding, [len(data)], about, lambda n: f"{_what(hub, split)}, row {n}"))]
+  return [DataSource(ColumnDocuments(read, encoding, [len(data)], about, lambda n: f"{_what(hub, split)}, row {n}"))]
 
 
 def is_remote(hub: HubOptions, split: Split) -> bool:

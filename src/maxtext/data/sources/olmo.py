@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.configs import ConfigError
-from maxtext.data.documents import Source, TokenCounts
+from maxtext.data.documents import DataSource, TokenCounts
 from maxtext.data.options import DataOptions, OlmoOptions
 from maxtext.data.order import FEW_SHARDS
 from maxtext.data.records import Records, Shard
@@ -22,7 +22,7 @@ from maxtext.data.splits import Split
 LONGEST_PERIOD, MOST_REPEATS = 13, 32
 
 
-def open_olmo(options: DataOptions, split: Split) -> list[Source]:
+def open_olmo(options: DataOptions, split: Split) -> list[DataSource]:
   """The sequences of an index."""
   olmo = options.olmo
   if not olmo.index_path:
@@ -34,10 +34,10 @@ def open_olmo(options: DataOptions, split: Split) -> list[Source]:
     raise ConfigError(
       f"olmo_index_path={olmo.index_path} has sequences of {length} tokens: write max_target_length={length}."
     )
-  return [Source(_Sequences(paths, length, dtype, olmo.ngram_filter, split.threads))]
+  return [DataSource(_Sequences(paths, length, dtype, olmo.ngram_filter, split.threads))]
 
 
-def repeats(tokens: np.ndarray) -> bool:
+def is_repetitive(tokens: np.ndarray) -> bool:
   """Whether some tokens come again and again: `MOST_REPEATS` times in a row, with a period up to `LONGEST_PERIOD`."""
   for period in range(1, LONGEST_PERIOD + 1):
     differ = np.flatnonzero(tokens[period:] != tokens[:-period])
@@ -57,7 +57,7 @@ class _Sequences:
     self.sizes = [shard.records for shard in shards]
     self.counts = TokenCounts(sum(self.sizes) * length, [length] * len(paths))
     self._leave_repeats = leave_repeats
-    self._records = Records(shards, lambda shard: _Reader(_array(Path(shard.path), dtype), length), threads)
+    self._records = Records(shards, lambda shard: _SequenceReader(_array(Path(shard.path), dtype), length), threads)
     self.identity = {
       "documents": sum(self.sizes),
       "files": [[path.name, size] for path, size in zip(paths, self.sizes, strict=True)],
@@ -71,14 +71,14 @@ class _Sequences:
 
   def tokens(self, record: np.ndarray) -> np.ndarray:
     """A sequence, or nothing."""
-    return record[:0] if self._leave_repeats and repeats(record) else record
+    return record[:0] if self._leave_repeats and is_repetitive(record) else record
 
   def where(self, number: int) -> str:
     """A file and a sequence of it."""
     return self._records.where(number)
 
 
-class _Reader:
+class _SequenceReader:
   def __init__(self, tokens: np.ndarray, length: int) -> None:
     self._sequences = tokens[: len(tokens) // length * length].reshape(-1, length)
 

@@ -4,14 +4,14 @@
 """
 
 from maxtext.configs import ConfigError
-from maxtext.data.documents import Source
+from maxtext.data.documents import DataSource
 from maxtext.data.options import DataOptions
 from maxtext.data.sources.columns import ColumnDocuments
 from maxtext.data.sources.encoding import Encoding
 from maxtext.data.splits import Split
 
 
-def open_tfds(options: DataOptions, split: Split) -> list[Source]:
+def open_tfds(options: DataOptions, split: Split) -> list[DataSource]:
   """A split of a data set that lies in `dataset_path`; nothing is downloaded."""
   try:
     import tensorflow_datasets as tfds
@@ -44,4 +44,4 @@ def open_tfds(options: DataOptions, split: Split) -> list[Source]:
     {"tfds": split.tfds_name, "split": split.tfds_split},
     lambda number: f"{what}, row {number}",
   )
-  return [Source(documents)]
+  return [DataSource(documents)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from maxtext.data.batch import Position
+from maxtext.data.batch import IteratorState
 from maxtext.training.state import TrainState
 
 
@@ -14,7 +14,7 @@ class Callback:
     return False
 
   def on_update(
-    self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
+    self, step: int, state: TrainState, position: Callable[[], IteratorState], figures: dict[str, float]
   ) -> bool:
     """A step that was due has finished with this state and these figures, which may be added to; `position()` is where
     the data stands after it.
@@ -27,7 +27,7 @@ class Callback:
   def on_step(self, step: int, figures: dict[str, float]) -> None:
     """A step has finished, and these are its figures."""
 
-  def on_end(self, step: int, state: TrainState, position: Callable[[], Position]) -> None:
+  def on_end(self, step: int, state: TrainState, position: Callable[[], IteratorState]) -> None:
     """The run has come to its end after this step."""
 
   def close(self) -> None:

@@ -1,13 +1,16 @@
 """Measuring the loss on data that is not trained on."""
 
+import logging
 import time
 from collections.abc import Callable
 
 import jax
 
-from maxtext.data.batch import Position
+from maxtext.data.batch import IteratorState
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.state import TrainState
+
+_LOG = logging.getLogger(__name__)
 
 
 class Evaluate(Callback):
@@ -24,7 +27,7 @@ class Evaluate(Callback):
     return step % self._interval == 0
 
   def on_update(
-    self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
+    self, step: int, state: TrainState, position: Callable[[], IteratorState], figures: dict[str, float]
   ) -> bool:
     start = time.perf_counter()
     found = self._evaluate(state)
@@ -34,5 +37,5 @@ class Evaluate(Callback):
     figures["eval_seconds"] = time.perf_counter() - start
     reached = found["loss"] <= self._target
     if reached and not jax.process_index():
-      print(f"target_eval_loss={self._target} is reached at step {step}: ending.", flush=True)
+      _LOG.info(f"target_eval_loss={self._target} is reached at step {step}: ending.")
     return reached

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from maxtext.data.batch import Position
+from maxtext.data.batch import IteratorState
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.state import TrainState
 
@@ -25,7 +25,7 @@ class Profile(Callback):
     return self._cleanly and (self._begins(step) or self._begins(step - self._steps))
 
   def on_update(
-    self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
+    self, step: int, state: TrainState, position: Callable[[], IteratorState], figures: dict[str, float]
   ) -> bool:
     self._turn(step)
     return False

@@ -1,5 +1,6 @@
 """Keeping the state of a run: by period, when it ends, and when it is told to end."""
 
+import logging
 import signal
 from collections.abc import Callable
 
@@ -8,12 +9,14 @@ import jax
 from maxtext.checkpoint.local import LocalWriter
 from maxtext.checkpoint.writer import Writer
 from maxtext.configs.errors import RunError
-from maxtext.data.batch import Position
+from maxtext.data.batch import IteratorState
 from maxtext.distributed.interrupt import NOTICE_SECONDS, Interrupt
 from maxtext.distributed.progress import tell_progress
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.callbacks.guard import LossGuard, nonfinite_figure
 from maxtext.training.state import TrainState
+
+_LOG = logging.getLogger(__name__)
 
 
 class SaveLocally(Callback):
@@ -27,7 +30,7 @@ class SaveLocally(Callback):
     return self._writer.due(step)
 
   def on_update(
-    self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
+    self, step: int, state: TrainState, position: Callable[[], IteratorState], figures: dict[str, float]
   ) -> bool:
     if not self._guard.ends(figures):
       self._writer.save(step, state, position())
@@ -58,7 +61,7 @@ class Save(Callback):
     return self._saves or self._ends
 
   def on_update(
-    self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
+    self, step: int, state: TrainState, position: Callable[[], IteratorState], figures: dict[str, float]
   ) -> bool:
     self.on_step(step, figures)
     if self._saves and not self._guard.ends(figures):
@@ -70,7 +73,7 @@ class Save(Callback):
     if name and "skipped_steps" not in figures:
       self._writer.blame(step, f"{name} {figures[name]}")
 
-  def on_end(self, step: int, state: TrainState, position: Callable[[], Position]) -> None:
+  def on_end(self, step: int, state: TrainState, position: Callable[[], IteratorState]) -> None:
     asked = self._interrupt.signal if self._interrupt.agreed() else None  # the same on all processes
     self._writer.wait()
     if (self._on_completion or asked) and self._writer.last != step:
@@ -82,7 +85,7 @@ class Save(Callback):
       self._writer.trim()
     self._tell()
     if asked is not None and not jax.process_index():
-      print(f"maxtext: step {step} was saved {self._interrupt.seconds:.1f} s after {asked.name}.", flush=True)
+      _LOG.info(f"maxtext: step {step} was saved {self._interrupt.seconds:.1f} s after {asked.name}.")
     if asked == signal.SIGINT:
       raise KeyboardInterrupt
     if asked is not None:
@@ -102,8 +105,7 @@ class Save(Callback):
     """A preempted machine goes about now."""
     kept = "none was saved by this process" if self._writer.last is None else f"step {self._writer.last} is safe"
     who = f" on process {jax.process_index()}" if jax.process_count() > 1 else ""
-    print(
+    _LOG.warning(
       f"maxtext: {NOTICE_SECONDS:g} s after the signal{who} step {self._step} is not saved yet, and {kept}: whoever "
       f"ends this machine must wait longer (Kubernetes: terminationGracePeriodSeconds).",
-      flush=True,
     )

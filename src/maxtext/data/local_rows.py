@@ -7,44 +7,44 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from maxtext.data.batch import Batch, Fed, Position
+from maxtext.data.batch import Batch, BatchWithState, IteratorState
 from maxtext.data.streams import Rows
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalRows:
   """Which blocks of rows the devices of this process hold; a block is what one device has, whatever the batch."""
 
   sharding: Sharding
   blocks: int
-  mine: tuple[int, ...]
+  local_blocks: tuple[int, ...]
   group: tuple[int, int]  # processes that hold the same blocks are a group: the number of this one, and how many
   shared: bool  # whether groups have blocks in common
 
   @staticmethod
-  def of(sharding: Sharding, rows: int, length: int) -> "Held":
-    held = {d: index[0].indices(rows)[0] for d, index in sharding.devices_indices_map((rows, length)).items()}
-    starts = sorted(set(held.values()))
+  def of(sharding: Sharding, rows: int, length: int) -> "LocalRows":
+    local_rows = {d: index[0].indices(rows)[0] for d, index in sharding.devices_indices_map((rows, length)).items()}
+    starts = sorted(set(local_rows.values()))
     blocks: dict[int, set[int]] = {}
     device: Any
-    for device, start in held.items():
+    for device, start in local_rows.items():
       blocks.setdefault(device.process_index, set()).add(starts.index(start))
     mine = tuple(sorted(blocks[jax.process_index()]))
     groups = sorted({tuple(sorted(block)) for block in blocks.values()})
     shared = sum(map(len, groups)) > len(starts)
-    return Held(sharding, len(starts), mine, (groups.index(mine), len(groups)), shared)
+    return LocalRows(sharding, len(starts), mine, (groups.index(mine), len(groups)), shared)
 
   def numbers(self, total: int) -> np.ndarray:
     """The rows of this process, among `total` of the run."""
     size = total // self.blocks
-    return np.concatenate([np.arange(block * size, (block + 1) * size) for block in self.mine])
+    return np.concatenate([np.arange(block * size, (block + 1) * size) for block in self.local_blocks])
 
   def array(self, local: np.ndarray, total: int, sharding: Sharding | None = None) -> jax.Array:
     """An array of the whole run, from the rows of this process."""
     size = total // self.blocks
 
     def piece(index: Any) -> np.ndarray:
-      start = self.mine.index(index[0].indices(total)[0] // size) * size
+      start = self.local_blocks.index(index[0].indices(total)[0] // size) * size
       return local[(slice(start, start + size), *index[1:])]
 
     return jax.make_array_from_callback((total, *local.shape[1:]), sharding or self.sharding, piece)
@@ -56,14 +56,16 @@ class Held:
     return NamedSharding(self.sharding.mesh, PartitionSpec(self.sharding.spec[0]))
 
 
-def place_rows(number: int, rows: Rows, *, held: Held, total: int, about: np.ndarray) -> tuple[Fed, np.ndarray]:
+def place_rows(
+  number: int, rows: Rows, *, local_rows: LocalRows, total: int, about: np.ndarray
+) -> tuple[BatchWithState, np.ndarray]:
   """Puts the rows of this process on its devices. `number` batches have been made with this one."""
-  count = len(rows.inputs) * held.blocks // len(held.mine)
+  count = len(rows.inputs) * local_rows.blocks // len(local_rows.local_blocks)
   real: np.ndarray = rows.segments > 0
   arrays = (rows.inputs, rows.targets, rows.positions, rows.segments, real.astype(np.float32))
 
-  def position() -> Position:
-    streams = held.array(rows.after, total, held.by_rows)
+  def position() -> IteratorState:
+    streams = local_rows.array(rows.after, total, local_rows.by_rows)
     return {"streams": streams, "batches": np.array(number, np.int32), "about": about}
 
-  return Fed(Batch(*(held.array(array, count) for array in arrays)), position), np.any(real, axis=1)
+  return BatchWithState(Batch(*(local_rows.array(array, count) for array in arrays)), position), np.any(real, axis=1)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 _SLICE = 2**13  # characters that are searched at once: the interpreter's lock is kept meanwhile
 
 
-class Names:
+class SpecialTokenFinder:
   """Finds names: the leftmost first, and the longest of those that begin there.
 
   Args:

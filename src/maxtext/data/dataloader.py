@@ -1,6 +1,7 @@
 """What a run is fed with, on its devices, and where the data stands after each batch."""
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -15,25 +16,27 @@ from maxtext.configs import ConfigError
 from maxtext.configs.errors import several
 from maxtext.configs.types import DatasetType
 from maxtext.data import fingerprint, streaming
-from maxtext.data.ahead import Ahead
-from maxtext.data.batch import Batch, Fed, Position
-from maxtext.data.documents import Documents, Source
-from maxtext.data.mixture import Mixture
+from maxtext.data.batch import Batch, BatchWithState, IteratorState
+from maxtext.data.batch_size_rampup import BatchSizeSchedule, batch_size_schedule
+from maxtext.data.documents import DataSource, Documents
+from maxtext.data.local_rows import LocalRows, place_rows
+from maxtext.data.mixture import SourceMixture
 from maxtext.data.options import DataOptions
 from maxtext.data.packing import LOOK_AHEAD, Packing
-from maxtext.data.placing import Held, place_rows
-from maxtext.data.ramp import BatchSizes, batch_sizes
-from maxtext.data.share import Share
+from maxtext.data.prefetch import Prefetcher
 from maxtext.data.sources import open_sources
 from maxtext.data.sources.hf import is_remote
 from maxtext.data.spans import count_tokens, cut_long_documents
-from maxtext.data.splits import Name, Split
+from maxtext.data.splits import Split, SplitName
 from maxtext.data.streams import Rows
 from maxtext.data.synthetic import synthetic_batches
+from maxtext.data.worker_shard import WorkerShard
 from maxtext.data.workers import choose_workers, rows_from_processes
 
+_LOG = logging.getLogger(__name__)
 
-class OpenData(NamedTuple):
+
+class OpenedData(NamedTuple):
   """Data that is there and can be read.
 
   Attributes:
@@ -45,53 +48,53 @@ class OpenData(NamedTuple):
 
   options: DataOptions
   batch: Batch
-  split: Name
-  sources: tuple[Source, ...]
+  split: SplitName
+  sources: tuple[DataSource, ...]
 
 
-def open_data(options: DataOptions, batch: Batch, split: Name = "train") -> OpenData:
+def open_data(options: DataOptions, batch: Batch, split: SplitName = "train") -> OpenedData:
   """Finds the data and reads a document for each row that this process makes; a mistake in it is raised here.
 
   No device is touched, so that it can be done before anything costly is.
   """
   keys = options.split(split)
   if options.kind == DatasetType.SYNTHETIC:
-    return OpenData(options, batch, split, ())
+    return OpenedData(options, batch, split, ())
   if is_streamed(options, keys):
     streaming.check(options, keys)
-    return OpenData(options, batch, split, ())
-  (rows, length), sizes = batch.inputs.shape, _sizes(options, batch, split)
-  held = Held.of(batch.inputs.sharding, rows, length)
+    return OpenedData(options, batch, split, ())
+  (rows, length), sizes = batch.inputs.shape, _schedule(options, batch, split)
+  local_rows = LocalRows.of(batch.inputs.sharding, rows, length)
   sources = cut_long_documents(open_sources(options, keys), sizes.streams, length)
-  opened = OpenData(options, batch, split, tuple(sources))
-  mixture = Mixture(sources, sizes.streams, options.seed, keys.shuffle, keys.epochs, options.vocab_size)
+  opened = OpenedData(options, batch, split, tuple(sources))
+  mixture = SourceMixture(sources, sizes.streams, options.seed, keys.shuffle, keys.epochs, options.vocab_size)
   last = sizes.streams - sizes.streams // sizes.of(0)  # of those that the first batch takes
-  *_, found = mixture.read([(int(stream), 0) for stream in (*held.numbers(sizes.streams), last)])
+  *_, found = mixture.read([(int(stream), 0) for stream in (*local_rows.numbers(sizes.streams), last)])
   if found is None and not keys.pad:
-    raise _too_little(opened)
+    raise _too_little_data(opened)
   return opened
 
 
-def make_feed(
+def make_dataloader(
   options: DataOptions,
   batch: Batch,
-  position: Position | None = None,
-  split: Name = "train",
-  data: OpenData | None = None,
-) -> Iterator[Fed]:
+  position: IteratorState | None = None,
+  split: SplitName = "train",
+  data: OpenedData | None = None,
+) -> Iterator[BatchWithState]:
   """Batches like an abstract one, from a position on. Each process makes only the rows that its devices hold.
 
   It ends where the data ends, on all processes with the same batch. Drop it, or `close()` it, to end its threads and
   processes. `data` is what `open_data` found for the same arguments, where it was called already.
   """
   opened = data or open_data(options, batch, split)
-  feed = _FEEDS.get(options.kind, _from_documents)(opened, position)
+  feed = _LOADERS.get(options.kind, _document_batches)(opened, position)
   if options.reuse_batch and split == "train":
     return itertools.repeat(next(feed))
   return feed
 
 
-def packing_of(options: DataOptions, length: int) -> Packing:
+def make_packing(options: DataOptions, length: int) -> Packing:
   """How rows are filled."""
   if options.kind == DatasetType.OLMO_GRAIN or not options.pack:
     return Packing(length, "first_fit", max_segments=1, look_ahead=1)
@@ -104,37 +107,37 @@ def is_streamed(options: DataOptions, split: Split) -> bool:
   return options.kind == DatasetType.HF and is_remote(options.hub, split)
 
 
-def _synthetic(data: OpenData, position: Position | None) -> Iterator[Fed]:
+def _synthetic_batches(data: OpenedData, position: IteratorState | None) -> Iterator[BatchWithState]:
   options, (rows, length) = data.options, data.batch.inputs.shape
   seed = options.seed if data.split == "train" else ~options.seed & 0xFFFFFFFF
   return synthetic_batches(options.vocab_size, rows, length, seed, data.batch.inputs.sharding, position)
 
 
-_FEEDS: dict[DatasetType, Callable[[OpenData, Position | None], Iterator[Fed]]] = {
-  DatasetType.SYNTHETIC: _synthetic,
+_LOADERS: dict[DatasetType, Callable[[OpenedData, IteratorState | None], Iterator[BatchWithState]]] = {
+  DatasetType.SYNTHETIC: _synthetic_batches,
 }
 
 
-def _from_documents(data: OpenData, position: Position | None) -> Iterator[Fed]:
+def _document_batches(data: OpenedData, position: IteratorState | None) -> Iterator[BatchWithState]:
   options, split, (rows, length) = data.options, data.options.split(data.split), data.batch.inputs.shape
-  sizes = _sizes(options, data.batch, data.split)
-  packing, held = packing_of(options, length), Held.of(data.batch.inputs.sharding, rows, length)
-  _refuse_uneven(options, sizes, held)
+  sizes = _schedule(options, data.batch, data.split)
+  packing, local_rows = make_packing(options, length), LocalRows.of(data.batch.inputs.sharding, rows, length)
+  _check_divisible(options, sizes, local_rows)
   if data.sources:
-    made, about, total, first = _random_access(data, packing, sizes, held, position)
+    made, about, total, first = _random_access(data, packing, sizes, local_rows, position)
   else:
-    made, about, total, first = _streamed(options, split, packing, sizes, held, position)
-  place = partial(place_rows, held=held, total=total, about=fingerprint.to_array(about))
-  ahead = Ahead((place(number, rows) for number, rows in enumerate(made, first + 1)), split.buffer)
-  return _until_the_end(ahead, data, split, held, first)
+    made, about, total, first = _streamed(options, split, packing, sizes, local_rows, position)
+  place = partial(place_rows, local_rows=local_rows, total=total, about=fingerprint.to_array(about))
+  prefetcher = Prefetcher((place(number, rows) for number, rows in enumerate(made, first + 1)), split.buffer)
+  return _until_exhausted(prefetcher, data, split, local_rows, first)
 
 
-def _sizes(options: DataOptions, batch: Batch, split: Name) -> BatchSizes:
+def _schedule(options: DataOptions, batch: Batch, split: SplitName) -> BatchSizeSchedule:
   rows = batch.inputs.shape[0]
-  return batch_sizes(options.ramp, rows) if split == "train" else BatchSizes((0,), (rows,))
+  return batch_size_schedule(options.rampup, rows) if split == "train" else BatchSizeSchedule((0,), (rows,))
 
 
-class _Making(NamedTuple):
+class _RowIterator(NamedTuple):
   made: Iterator[Rows]
   about: dict[str, Any]
   total: int  # streams
@@ -142,53 +145,59 @@ class _Making(NamedTuple):
 
 
 def _random_access(
-  data: OpenData, packing: Packing, sizes: BatchSizes, held: Held, position: Position | None
-) -> _Making:
+  data: OpenedData, packing: Packing, sizes: BatchSizeSchedule, local_rows: LocalRows, position: IteratorState | None
+) -> _RowIterator:
   options, split, sources, total = data.options, data.options.split(data.split), data.sources, sizes.streams
   about = {
     "sources": [source.documents.identity for source in sources],
     "weights": [source.weight for source in sources],
-    **_about(options, split, total, packing),
+    **_describe(options, split, total, packing),
   }
   spans = tuple(source.spans for source in sources)
   if any(cut.long for cut in spans):
     about[fingerprint.SPANS] = [{"tokens": cut.inputs, "documents": len(cut.long)} for cut in spans]
   state, first = _start(position, about, (total, 3))
-  streams = held.numbers(total)
-  share = Share(options, split.name, packing, sizes, tuple(streams.tolist()), state[streams], first, spans)
+  streams = local_rows.numbers(total)
+  shard = WorkerShard(options, split.name, packing, sizes, tuple(streams.tolist()), state[streams], first, spans)
   workers = choose_workers(split, options.worker_megabytes)
-  made = rows_from_processes(share.cut(workers), split.buffer) if workers else share.rows(sources)
-  return _Making(made, about, total, first)
+  made = rows_from_processes(shard.divide(workers), split.buffer) if workers else shard.rows(sources)
+  return _RowIterator(made, about, total, first)
 
 
 def _streamed(
-  options: DataOptions, split: Split, packing: Packing, sizes: BatchSizes, held: Held, position: Position | None
-) -> _Making:
-  hub, group = options.hub, held.group
-  if held.shared:
+  options: DataOptions,
+  split: Split,
+  packing: Packing,
+  sizes: BatchSizeSchedule,
+  local_rows: LocalRows,
+  position: IteratorState | None,
+) -> _RowIterator:
+  hub, group = options.hub, local_rows.group
+  if local_rows.shared:
     raise ConfigError(
       f"hf_path={hub.path} is streamed, and hosts have some of their rows in common: choose a mesh in which they "
       f"have all or none, or read files on disk."
     )
   if split.name == "train" and not jax.process_index():
-    print(f"data: {hub.path} is streamed; the run can be resumed only on {group[1]} hosts.", flush=True)
+    _LOG.info(f"data: {hub.path} is streamed; the run can be resumed only on {group[1]} hosts.")
   source = [hub.path, hub.name, hub.data_dir, split.hf_files, split.hf_split]
-  about = {"streamed": source, "hosts": group[1], **_about(options, split, held.blocks, packing)}
-  state, first = _start(position, about, (held.blocks, streaming.WIDTH))
-  share = len(held.mine), held.blocks
-  made = streaming.streamed_rows(options, split, packing, sizes, state[held.mine[0]], first, group, share)
-  return _Making(made, about, held.blocks, first)
+  about = {"streamed": source, "hosts": group[1], **_describe(options, split, local_rows.blocks, packing)}
+  state, first = _start(position, about, (local_rows.blocks, streaming.WIDTH))
+  shard = len(local_rows.local_blocks), local_rows.blocks
+  own = state[local_rows.local_blocks[0]]
+  made = streaming.streamed_rows(options, split, packing, sizes, own, first, group, shard)
+  return _RowIterator(made, about, local_rows.blocks, first)
 
 
-def _start(position: Position | None, about: dict[str, Any], shape: tuple[int, int]) -> tuple[np.ndarray, int]:
+def _start(position: IteratorState | None, about: dict[str, Any], shape: tuple[int, int]) -> tuple[np.ndarray, int]:
   """The state of all streams, and the number of the next batch."""
   if position is None:
     return np.zeros(shape, np.int32), 0
-  fingerprint.refuse_other(np.asarray(position["about"]), about)
+  fingerprint.check_same_data(np.asarray(position["about"]), about)
   return np.asarray(position["streams"]), int(position["batches"])
 
 
-def _about(options: DataOptions, split: Split, streams: int, packing: Packing) -> dict[str, Any]:
+def _describe(options: DataOptions, split: Split, streams: int, packing: Packing) -> dict[str, Any]:
   return {
     "streams": streams,
     "length": packing.length,
@@ -198,59 +207,65 @@ def _about(options: DataOptions, split: Split, streams: int, packing: Packing) -
   }
 
 
-def _refuse_uneven(options: DataOptions, sizes: BatchSizes, held: Held) -> None:
+def _check_divisible(options: DataOptions, sizes: BatchSizeSchedule, local_rows: LocalRows) -> None:
   """The last size is that of the abstract batch, which is known to fit."""
-  unit = held.blocks * options.accumulation
+  unit = local_rows.blocks * options.accumulation
   for rows in sizes.rows[:-1]:
-    if options.ramp is not None and rows % unit:
+    if options.rampup is not None and rows % unit:
       raise ConfigError(
-        f"per_device_batch_size_start={options.ramp.start:g} and per_device_batch_size_increment="
-        f"{options.ramp.increment:g} make a batch of {rows} rows, which cannot be split in {unit}."
+        f"per_device_batch_size_start={options.rampup.start:g} and per_device_batch_size_increment="
+        f"{options.rampup.increment:g} make a batch of {rows} rows, which cannot be split in {unit}."
       )
 
 
-def _until_the_end(
-  ahead: Ahead[tuple[Fed, np.ndarray]], data: OpenData, split: Split, held: Held, first: int
-) -> Generator[Fed]:
+def _until_exhausted(
+  prefetcher: Prefetcher[tuple[BatchWithState, np.ndarray]],
+  data: OpenedData,
+  split: Split,
+  local_rows: LocalRows,
+  first: int,
+) -> Generator[BatchWithState]:
   """All batches that hold what they must: something in every row, or with `pad` in any."""
   # Several processes must agree on the last batch. Each asks a few batches early, so that nobody waits for the answer.
   early = 2 if jax.process_count() > 1 else 0
-  add = jax.jit(jnp.sum, out_shardings=NamedSharding(held.by_rows.mesh, PartitionSpec()))
-  waiting: deque[tuple[Fed, Any]] = deque()
+  add = jax.jit(jnp.sum, out_shardings=NamedSharding(local_rows.by_rows.mesh, PartitionSpec()))
+  waiting: deque[tuple[BatchWithState, Any]] = deque()
   try:
     for number in itertools.count(first):
       while len(waiting) <= early:
-        fed, filled = next(ahead)
+        fed, filled = next(prefetcher)
         rows = len(fed.batch.inputs)
-        waiting.append((fed, add(held.array(filled, rows, held.by_rows)) if early else filled.sum()))
+        waiting.append((fed, add(local_rows.array(filled, rows, local_rows.by_rows)) if early else filled.sum()))
       fed, count = waiting.popleft()
       if int(count) < (1 if split.pad else len(fed.batch.inputs)):
-        _say_the_end(number, data, split)
+        _log_end(number, data, split)
         return
       yield fed
   finally:
-    ahead.close()
+    prefetcher.close()
 
 
-def _say_the_end(batches: int, data: OpenData, split: Split) -> None:
+def _log_end(batches: int, data: OpenedData, split: Split) -> None:
   if not batches:
-    raise _too_little(data)
+    raise _too_little_data(data)
   if split.name == "train" and not jax.process_index():
     length = data.batch.inputs.shape[1]
-    known = [_amount(source.documents, length) for source in data.sources if source.documents.counts.total is not None]
+    known = [
+      _describe_size(source.documents, length) for source in data.sources if source.documents.counts.total is not None
+    ]
     there = f" ({'; '.join(known)})" if known else ""
     again = f"num_epoch={split.epochs} says how often it is read."
-    print(f"data: ended after {several(batches, 'batch')}{there}; {again}", flush=True)
+    _LOG.info(f"data: ended after {several(batches, 'batch')}{there}; {again}")
 
 
-def _too_little(data: OpenData) -> ConfigError:
+def _too_little_data(data: OpenedData) -> ConfigError:
   """Says what there is and what a batch takes. Padding is no way out of it: a batch of that teaches nothing."""
   rows, length = data.batch.inputs.shape
   training = data.split == "train"
   key = "per_device_batch_size" if training else "eval_per_device_batch_size"
   size = data.options.split(data.split).rows_per_device
   padded = "" if training else ", or write generate_padding_batch_eval=true, which leaves the rest of a batch empty"
-  there = "; ".join(_amount(source.documents, length) for source in data.sources)
+  there = "; ".join(_describe_size(source.documents, length) for source in data.sources)
   return ConfigError(
     f"The {'data' if training else 'evaluation data'} does not fill a single batch"
     + (f": {there}; a batch takes {rows} rows" if there else "")
@@ -258,7 +273,7 @@ def _too_little(data: OpenData) -> ConfigError:
   )
 
 
-def _amount(documents: Documents, length: int) -> str:
+def _describe_size(documents: Documents, length: int) -> str:
   count, tokens = sum(documents.sizes), count_tokens(documents)
   rows = -(-max(tokens - count, 0) // length)
   return f"{several(count, 'document')}, {several(tokens, 'token')} = {several(rows, 'row')} of {length}"

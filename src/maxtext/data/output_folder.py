@@ -15,7 +15,7 @@ UNFINISHED = ".unfinished"
 """What is not yet whole, and notes about it, lie here."""
 
 
-class Folder:
+class OutputFolder:
   """Where shards go: a local folder, or one in an object store, where a file appears only when it is whole."""
 
   def __init__(self, url: str) -> None:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from math import ceil, lcm
 
 from maxtext.configs import ConfigError
-from maxtext.data.options import RampOptions
+from maxtext.data.options import RampupOptions
 
 
 @dataclass(frozen=True)
-class BatchSizes:
+class BatchSizeSchedule:
   """Rows of the batches from `starts[i]` on, which are counted from 0."""
 
   starts: tuple[int, ...]
@@ -25,11 +25,11 @@ class BatchSizes:
     return lcm(*self.rows)
 
 
-def batch_sizes(ramp: RampOptions | None, rows: int) -> BatchSizes:
-  """The sizes up to `rows`, or that alone without a ramp; each stage but the last has its share of the samples."""
-  if ramp is None:
-    return BatchSizes((0,), (rows,))
-  first, step, last = ramp.start, ramp.increment, ramp.last
+def batch_size_schedule(rampup: RampupOptions | None, rows: int) -> BatchSizeSchedule:
+  """The sizes up to `rows`, or that alone without a ramp-up; each stage but the last has its share of the samples."""
+  if rampup is None:
+    return BatchSizeSchedule((0,), (rows,))
+  first, step, last = rampup.start, rampup.increment, rampup.last
   stages = ceil((last - first) / step)
   sizes = [rows * (first + i * step) / last for i in range(stages)]
   if wrong := [size for size in sizes if size != int(size)]:
@@ -39,5 +39,5 @@ def batch_sizes(ramp: RampOptions | None, rows: int) -> BatchSizes:
     )
   starts = [0]
   for size in sizes:
-    starts.append(starts[-1] + ceil(ramp.samples / stages / size))
-  return BatchSizes(tuple(starts), (*(int(size) for size in sizes), rows))
+    starts.append(starts[-1] + ceil(rampup.samples / stages / size))
+  return BatchSizeSchedule(tuple(starts), (*(int(size) for size in sizes), rows))

@@ -7,7 +7,7 @@ from typing import Any
 from maxtext.configs import ConfigError
 
 
-def inside(folder: Path, name: str) -> Path:
+def resolve_inside(folder: Path, name: str) -> Path:
   """A file of the folder; one that is elsewhere, by its name or by a link, is refused.
 
   The cache of Hugging Face's hub links the files of a snapshot to the blobs of the same model, which belong to it.
@@ -23,9 +23,9 @@ def inside(folder: Path, name: str) -> Path:
   return folder / name
 
 
-def text_inside(folder: Path, name: str) -> str | None:
+def read_text_inside(folder: Path, name: str) -> str | None:
   """The text of a file of the folder; None where there is none."""
-  file = inside(folder, name)
+  file = resolve_inside(folder, name)
   try:
     return file.read_text(encoding="utf-8")
   except FileNotFoundError:
@@ -36,9 +36,9 @@ def text_inside(folder: Path, name: str) -> str | None:
     raise ConfigError(f"{file} is not text in UTF-8.") from None
 
 
-def json_inside(folder: Path, name: str) -> dict[str, Any]:
+def read_json_inside(folder: Path, name: str) -> dict[str, Any]:
   """The object in a file of the folder; {} where there is none."""
-  if (text := text_inside(folder, name)) is None:
+  if (text := read_text_inside(folder, name)) is None:
     return {}
   try:
     content = json.loads(text)

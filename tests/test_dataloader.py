@@ -18,9 +18,9 @@ import maxtext
 from maxtext import ConfigError
 from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
-from maxtext.data.feed import make_feed
+from maxtext.data.dataloader import make_dataloader
 from maxtext.data.options import data_options
-from maxtext.data.prepared import Prepared
+from maxtext.data.prepared_corpus import PreparedCorpus
 from maxtext.data.workers import choose_workers
 from maxtext.training.loop import run_loop
 from tests.corpora import write_corpus
@@ -49,7 +49,7 @@ def config(folder):
 def host(fed):
   """A batch and its position, as one process sees the whole."""
   batch = [np.asarray(array) for array in jax.tree.leaves(fed.batch)]
-  return batch, {name: np.asarray(array) for name, array in fed.position().items()}
+  return batch, {name: np.asarray(array) for name, array in fed.iterator_state().items()}
 
 
 def take(feed, count):
@@ -281,7 +281,7 @@ def test_evaluation_reads_its_own_keys(config, tmp_path):
   keys = {"grain_eval_files": other, "grain_worker_count_eval": 0, "generate_padding_batch_eval": True}
   p = program(config(**keys, gradient_accumulation_steps=3))
   rounds = [
-    [np.asarray(fed.batch.inputs) for fed in make_feed(data_options(p.config), p.eval_batch, split="eval")]
+    [np.asarray(fed.batch.inputs) for fed in make_dataloader(data_options(p.config), p.eval_batch, split="eval")]
     for _ in range(2)
   ]
   assert len(rounds[0]) > 2
@@ -300,7 +300,7 @@ def test_a_damaged_shard_and_a_dead_reader_are_named(config, tmp_path):
 def test_a_flipped_bit_in_a_shard_is_named(config, tmp_path):
   shard = next(write_corpus(tmp_path, (30,)).glob("*.array_record"))
   content = bytearray(shard.read_bytes())
-  tokens = Prepared(tmp_path).read([7])[0]
+  tokens = PreparedCorpus(tmp_path).read([7])[0]
   content[bytes(content).index(tokens) + 5] ^= 1
   shard.write_bytes(content)
   with pytest.raises(RunError, match=r"00000-of-00001\.array_record is damaged: Corrupted"):
@@ -327,7 +327,7 @@ def test_a_killed_reader_ends_the_run_in_words(config):
 RUN_WITH_READERS = """
 import sys, time
 from tests.support import program, tiny
-from tests.test_feed import GRAIN
+from tests.test_dataloader import GRAIN
 changes = {"grain_worker_count": 2, "per_device_batch_size": 4, "grain_train_files": sys.argv[1]}
 feed = program(tiny(**(GRAIN | changes))).feed()
 next(feed)
@@ -382,7 +382,7 @@ seen = {}
 for axis in ("fsdp", "tensor"):
   config = tiny(**(json.loads(sys.argv[3]) | {"ici_fsdp_parallelism": 1, f"ici_{axis}_parallelism": 4}))
   program = Program.of(config, make_mesh(config))
-  seen[axis] = [[rows_held(fed.batch.inputs), rows_held(fed.position()["streams"])] for fed in program.feed()]
+  seen[axis] = [[rows_held(fed.batch.inputs), rows_held(fed.iterator_state()["streams"])] for fed in program.feed()]
 Path(sys.argv[4], sys.argv[2]).write_text(json.dumps(seen))
 """
 

@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 INDEX_BYTES = 46  # of memory, per record of an open ArrayRecord shard
 
 
-class Prepared:
+class PreparedCorpus:
   """The documents of a prepared corpus."""
 
   window = FEW_SHARDS
@@ -68,7 +68,7 @@ class Prepared:
       for first, shard in zip(firsts, shards, strict=False)
       for place, tokens in zip(shard["long"][::2], shard["long"][1::2], strict=True)
     ]
-    return TokenCounts(total, [listed_above(shard["tokens"]) for shard in shards], listed)
+    return TokenCounts(total, [long_document_threshold(shard["tokens"]) for shard in shards], listed)
 
   def read(self, numbers: Sequence[int]) -> list[bytes]:
     """The records of these documents."""
@@ -97,7 +97,7 @@ class Prepared:
     return open_array_record(shard)
 
 
-def listed_above(tokens: int) -> int:
+def long_document_threshold(tokens: int) -> int:
   """A manifest lists the documents of a shard of so many tokens that have more than this."""
   return tokens // 128
 

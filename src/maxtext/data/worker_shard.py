@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from maxtext.data.documents import DocumentSpans, Source
-from maxtext.data.mixture import Mixture
+from maxtext.data.batch_size_rampup import BatchSizeSchedule
+from maxtext.data.documents import DataSource, DocumentSpans
+from maxtext.data.mixture import SourceMixture
 from maxtext.data.options import DataOptions
 from maxtext.data.packing import Packing
-from maxtext.data.ramp import BatchSizes
 from maxtext.data.sources import open_sources
-from maxtext.data.splits import Name
-from maxtext.data.streams import Rows, Streams
+from maxtext.data.splits import SplitName
+from maxtext.data.streams import PackedStreams, Rows
 
 
 @dataclass(frozen=True)
-class Share:
+class WorkerShard:
   """Some of a run's streams, from some batch on.
 
   Attributes:
@@ -32,15 +32,15 @@ class Share:
   """
 
   options: DataOptions
-  split: Name
+  split: SplitName
   packing: Packing
-  sizes: BatchSizes
+  sizes: BatchSizeSchedule
   streams: tuple[int, ...]
   state: np.ndarray
   batch: int
   spans: tuple[DocumentSpans, ...]
 
-  def rows(self, sources: Sequence[Source] | None = None) -> Iterator[Rows]:
+  def rows(self, sources: Sequence[DataSource] | None = None) -> Iterator[Rows]:
     """This share of every batch; empty rows without end where the data has ended. `sources` may be open already.
 
     A row of a batch belongs to as many neighbouring streams as there are streams for each row, and takes turns among
@@ -48,14 +48,14 @@ class Share:
     """
     options, split, total = self.options, self.options.split(self.split), self.sizes.streams
     opened = [replace(s, spans=cut) for s, cut in zip(sources or open_sources(options, split), self.spans, strict=True)]
-    mixture = Mixture(opened, total, options.seed, split.shuffle, split.epochs, options.vocab_size)
+    mixture = SourceMixture(opened, total, options.seed, split.shuffle, split.epochs, options.vocab_size)
     read_ahead = max(-(-split.read_ahead // len(self.streams)), 4)
-    streams = Streams(mixture, self.packing, self.streams, self.state, read_ahead)
+    streams = PackedStreams(mixture, self.packing, self.streams, self.state, read_ahead)
     for batch in itertools.count(self.batch):
       per_row = total // self.sizes.of(batch)
       yield streams.rows(range(batch % per_row, len(self.streams), per_row))
 
-  def cut(self, parts: int) -> list["Share"]:
+  def divide(self, parts: int) -> list["WorkerShard"]:
     """The share in at most so many shares, which never cut a row."""
     unit = self.sizes.streams // min(self.sizes.rows)
     rows = len(self.streams) // unit

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
   """An iterator over what a generator makes, `depth` ahead. What it raises is raised here, in its turn."""
 
   def __init__(self, made: Generator[T], depth: int) -> None:
@@ -19,7 +19,7 @@ class Ahead(Generic[T]):
     self._thread = threading.Thread(target=self._run, name="maxtext-data", daemon=True)
     self._thread.start()
 
-  def __iter__(self) -> "Ahead[T]":
+  def __iter__(self) -> "Prefetcher[T]":
     return self
 
   def __next__(self) -> T:

@@ -1,0 +1,42 @@
+"""Logging. Every module logs under the name `maxtext` (`logging.getLogger(__name__)`); this module has the set-up.
+
+Used as a library, the package adds no handler: records go wherever the program sends them, and without any set-up
+Python shows warnings on stderr. The commands and `maxtext.train()` call `setup_logging`, which adds the console.
+"""
+
+import logging
+import sys
+
+ON_STDERR = {"console": "stderr"}
+"""For `extra=` of a logging call: the console writes this record to stderr. Without it, a record goes to stdout."""
+
+
+class ConsoleHandler(logging.Handler):
+  """Writes each message as one line, without a prefix, and flushes.
+
+  The stream is looked up for each record, because progress bars replace `sys.stdout` while they are shown.
+  """
+
+  def emit(self, record: logging.LogRecord) -> None:
+    out = sys.stderr if getattr(record, "console", "stdout") == "stderr" else sys.stdout
+    try:
+      print(self.format(record), file=out, flush=True)
+    except BrokenPipeError:  # the reader of the output has closed it, which ends a command
+      raise
+    except OSError:  # such as a file on a full disk: a message is not worth a run
+      pass
+
+
+def setup_logging() -> None:
+  """Sends the records of `maxtext`, from INFO up, to this process's console.
+
+  A program that has added a handler to the logger `maxtext`, or chosen its level, keeps that. Records are not passed
+  on to the root logger: libraries add handlers there that would write every line twice.
+  """
+  logger = logging.getLogger("maxtext")
+  if logger.handlers:
+    return
+  logger.addHandler(ConsoleHandler())
+  logger.propagate = False
+  if logger.level == logging.NOTSET:
+    logger.setLevel(logging.INFO)
