@@ -12,7 +12,7 @@ import pytest
 import maxtext
 from maxtext.data.dataloader import make_dataloader
 from maxtext.data.options import data_options
-from maxtext.mesh.chips import CHIPS, chip_of
+from maxtext.mesh.chips import CHIPS, find_chip
 from maxtext.models.flops import train_flops_per_token
 from maxtext.observe.sinks import TensorBoard
 from maxtext.optim.options import schedule_options
@@ -170,7 +170,7 @@ def test_utilisation_is_the_models_arithmetic_over_the_chips_peak():
    ("NVIDIA H100 80GB HBM3", "h100"), ("cpu", None)],
 )  # fmt: skip
 def test_the_peak_of_a_device(kind, chip):
-  assert chip_of(kind) == (CHIPS[chip] if chip else None)
+  assert find_chip(kind) == (CHIPS[chip] if chip else None)
 
 
 def test_tensorboard_events(tmp_path):

@@ -1,4 +1,4 @@
-"""Meshes, the table of named dimensions, and topologies; no step is run."""
+"""Meshes, the table of logical axes, and topologies; no step is run."""
 
 import jax
 import pytest
@@ -40,10 +40,10 @@ def test_a_dimension_takes_the_axes_that_divide_it():
 
 
 REFUSED = {
-  "unknown dimension": ([*TABLE, ["hed", []]], "'hed' is not a named dimension. Did you mean 'heads'?"),
+  "unknown dimension": ([*TABLE, ["hed", []]], "'hed' is not a logical axis. Did you mean 'heads'?"),
   "unknown axis": (changed("mlp", ["tensr"]), "mlp: 'tensr' is not a mesh axis. Did you mean 'tensor'?"),
   "axis twice": (changed("mlp", ["tensor", "tensor"]), "names a mesh axis twice"),
-  "dimension twice": ([*TABLE, ["mlp", []]], "'mlp' stands twice"),
+  "dimension twice": ([*TABLE, ["mlp", []]], "'mlp' occurs twice"),
   "missing": (TABLE[1:], "lacks layers"),
   "no pair": ([*TABLE, "mlp"], "'mlp' is not a pair"),
 }
