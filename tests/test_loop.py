@@ -14,7 +14,7 @@ from maxtext.data.dataloader import make_dataloader
 from maxtext.data.options import data_options
 from maxtext.mesh.chips import CHIPS, find_chip
 from maxtext.models.flops import train_flops_per_token
-from maxtext.observe.sinks import TensorBoard
+from maxtext.observe.metric_writers import TensorBoardWriter
 from maxtext.optim.options import schedule_options
 from maxtext.optim.schedules import learning_rate
 from maxtext.optim.spikes import skip_spikes
@@ -176,7 +176,7 @@ def test_the_peak_of_a_device(kind, chip):
 def test_tensorboard_events(tmp_path):
   from tensorboardX.proto.event_pb2 import Event
 
-  sink = TensorBoard(tmp_path)
+  sink = TensorBoardWriter(tmp_path)
   for step in (1, 2):
     sink.write(step, {"loss": step / 4, "learning_rate": 0.5})
   sink.close()

@@ -125,9 +125,9 @@ class Kept:
     return resume(restore_options(c), self._folder, program.state) if there else None
 
   def _with_parameters(self, program: Program, state: TrainState) -> TrainState:
-    from maxtext.weights.incoming import load_named
+    from maxtext.weights.from_hugging_face import load_weights
 
-    found = load_named(self._config, program.model, program.state.params | program.state.buffers)
+    found = load_weights(self._config, program.model, program.state.params | program.state.buffers)
     _say(f"starts with the parameters of {self._config.load_parameters_path}")
     return program.start_from(state, _taken(found, state.params), _taken(found, state.buffers))
 

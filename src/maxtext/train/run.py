@@ -30,8 +30,16 @@ from maxtext.mesh.chips import find_chip
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.flops import train_flops_per_token
 from maxtext.models.placement import placements, table
-from maxtext.observe.run_directory import RunDirectory, config_changes, readable_name
-from maxtext.observe.sinks import Console, Guarded, JsonLines, Prometheus, Sink, StoredLines, TensorBoard
+from maxtext.observe.metric_writers import (
+  ConsoleWriter,
+  FaultTolerantWriter,
+  JsonLinesWriter,
+  MetricWriter,
+  ObjectStoreWriter,
+  PrometheusWriter,
+  TensorBoardWriter,
+)
+from maxtext.observe.run_directory import RunDirectory, config_changes, new_run_name
 from maxtext.observe.stack_traces import StackTraces
 from maxtext.train import compiled
 from maxtext.train.alike import agree_on_start, agree_on_step
@@ -116,7 +124,7 @@ def train(
 
 def _new_name(config: MaxTextConfig) -> str:
   """Process 0's is taken; the others do not look, so that no host remembers the folder as one that is not there."""
-  return "" if jax.process_index() else readable_name(config.base_output_directory, config.model_name)
+  return "" if jax.process_index() else new_run_name(config.base_output_directory, config.model_name)
 
 
 def _finish(run: RunDirectory) -> None:
@@ -228,15 +236,15 @@ def _introduce(program: Program, run: RunDirectory) -> None:
   )
 
 
-def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory) -> list[Sink]:
+def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory) -> list[MetricWriter]:
   files: list[str | Path] = [run.metrics, *([config.metrics_file] if config.metrics_file else [])]
-  sinks: dict[str, Sink] = {str(file): JsonLines(file, after=steps.start) for file in files}
+  sinks: dict[str, MetricWriter] = {str(file): JsonLinesWriter(file, after=steps.start) for file in files}
   if config.gcs_metrics and run.store:
     folder = run.store / "metrics"
-    sinks[str(folder)] = StoredLines(folder, config.log_period, after=steps.start)
+    sinks[str(folder)] = ObjectStoreWriter(folder, config.log_period, after=steps.start)
   if config.enable_tensorboard:
     folder = run.path / "tensorboard"
-    sinks[str(folder)] = TensorBoard(folder)
+    sinks[str(folder)] = TensorBoardWriter(folder)
   if config.prometheus_port:
-    sinks[f"prometheus_port={config.prometheus_port}"] = Prometheus(config.prometheus_port)
-  return [*(Guarded(sink, name) for name, sink in sinks.items()), Console(config.log_period, steps)]
+    sinks[f"prometheus_port={config.prometheus_port}"] = PrometheusWriter(config.prometheus_port)
+  return [*(FaultTolerantWriter(sink, name) for name, sink in sinks.items()), ConsoleWriter(config.log_period, steps)]
