@@ -22,10 +22,10 @@ import numpy as np
 
 from maxtext.configs.loader import load_config, parse_assignments
 from maxtext.models.build import abstract_model, weight_table
-from maxtext.weights.description import description
-from maxtext.weights.folder import Folder
-from maxtext.weights.hugging_face import layout
-from maxtext.weights.tensor_files import header, write_whole
+from maxtext.weights.config_json import hugging_face_class
+from maxtext.weights.hugging_face_folder import HuggingFaceFolder
+from maxtext.weights.tensor_files import make_header, write_file
+from maxtext.weights.tensor_layout import tensor_layouts
 
 WORDS = ["model_name=llama3.1-8b", "override_model_config=true", "weight_dtype=bfloat16"]
 LAYER, TABLE = 436_224_000, 128256 * 4096 * 2  # bytes of one
@@ -62,7 +62,7 @@ def measure(work: Path, gib: float) -> dict[str, float]:
       f"{way} resident GiB": usage.ru_maxrss / 2**20,
     }
     assert usage.ru_maxrss / 2**20 < MOST, figures
-  came, went = (Folder(work / name).tensors for name in ("hf", "back"))
+  came, went = (HuggingFaceFolder(work / name).tensors for name in ("hf", "back"))
   assert came.keys() == went.keys()
   assert all(np.array_equal(came[name].read().view(np.uint8), went[name].read().view(np.uint8)) for name in came)
   return figures
@@ -72,18 +72,18 @@ def make_folder(folder: Path, words: list[str]) -> int:
   """Weights that differ everywhere; returns their bytes."""
   config = load_config(**parse_assignments(words), dataset_type="synthetic")
   model = abstract_model(config)
-  tensors = layout(model, weight_table(config, model.spec))
+  tensors = tensor_layouts(model, weight_table(config, model.spec))
   folder.mkdir()
-  (folder / "config.json").write_text(json.dumps(description(config).config(config)))
+  (folder / "config.json").write_text(json.dumps(hugging_face_class(config).config(config)))
   rng, dtype = np.random.default_rng(0), np.dtype(ml_dtypes.bfloat16)
 
   def content():
-    yield header({name: (tensor.shape, dtype) for name, tensor in tensors.items()})
+    yield make_header({name: (tensor.shape, dtype) for name, tensor in tensors.items()})
     for tensor in tensors.values():
       for left in range(prod(tensor.shape), 0, -BLOCK):
         yield rng.standard_normal(min(left, BLOCK), np.float32).astype(dtype).view(np.uint8).data
 
-  write_whole(folder / "model.safetensors", content())
+  write_file(folder / "model.safetensors", content())
   return (folder / "model.safetensors").stat().st_size
 
 

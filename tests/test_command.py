@@ -20,7 +20,7 @@ import pytest
 import maxtext
 from maxtext.cli.main import main
 from maxtext.cli.platform import leave_out_absent_tpu
-from maxtext.observe.sinks import Prometheus
+from maxtext.observe.metric_writers import PrometheusWriter
 from tests.flags import flags
 from tests.support import History, tiny
 
@@ -102,7 +102,7 @@ def test_figures_are_shown_to_this_machine_alone(monkeypatch):
     port = probe.getsockname()[1]
   for told, others in (("", "127.0.0.3"), ("127.0.0.3", "127.0.0.1")):
     monkeypatch.setenv("MAXTEXT_PROMETHEUS_ADDRESS", told)
-    sink = Prometheus(port)
+    sink = PrometheusWriter(port)
     sink.write(3, {"loss": 2.0})
     page = urllib.request.urlopen(f"http://{told or '127.0.0.1'}:{port}/metrics", timeout=10).read().decode()
     assert "maxtext_step 3.0" in page

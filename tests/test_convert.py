@@ -28,11 +28,11 @@ from maxtext.configs.loader import load_config, model_names, values_and_origins
 from maxtext.inference import loading
 from maxtext.models.build import FAMILIES, abstract_model, model_spec, weight_table
 from maxtext.training.kept import Kept
-from maxtext.weights.description import description, entries, folder_keys, spec_differences
-from maxtext.weights.folder import Folder
-from maxtext.weights.hugging_face import layout
-from maxtext.weights.incoming import load_in
-from maxtext.weights.tensor_files import header, read_header, write_whole
+from maxtext.weights.config_json import compare_specs, config_json_entries, hugging_face_class, keys_of_folder
+from maxtext.weights.from_hugging_face import load_from_hugging_face
+from maxtext.weights.hugging_face_folder import HuggingFaceFolder
+from maxtext.weights.tensor_files import make_header, read_header, write_file
+from maxtext.weights.tensor_layout import tensor_layouts
 from tests.support import program
 from tests.test_parity import CASES, RUN, configure, every_case, every_case_but_nightly, references, torch
 
@@ -86,7 +86,7 @@ def write_folder(folder, tensors, config=None):
   """A folder as others make them."""
   folder.mkdir(exist_ok=True)
   about = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-  write_whole(folder / "model.safetensors", [header(about), *(tensor.tobytes() for tensor in tensors.values())])
+  write_file(folder / "model.safetensors", [make_header(about), *(tensor.tobytes() for tensor in tensors.values())])
   (folder / "config.json").write_text(json.dumps(config or {}))
 
 
@@ -100,7 +100,7 @@ def test_there_and_back(case, folder_of, references, tmp_path):
   assert main(["convert", "from-hf", str(folder_of(case)), str(came), *words(case)]) == 0
   assert main(["convert", "to-hf", str(came), str(went), "--shard-gigabytes", "1e-4"]) == 0
   assert len(list(went.glob("*.safetensors"))) > 1
-  tensors = Folder(went).tensors
+  tensors = HuggingFaceFolder(went).tensors
   assert tensors.keys() == reference.tensors.keys()
   for name, tensor in reference.tensors.items():
     np.testing.assert_array_equal(tensors[name].read(), tensor, err_msg=name)
@@ -128,7 +128,7 @@ def test_there_and_back(case, folder_of, references, tmp_path):
 )
 def test_a_description_says_what_the_model_has(case, changes, said):
   config = configure(case, **changes)
-  found = description(config).config(config)
+  found = hugging_face_class(config).config(config)
   assert {name: found[name] for name in said} == said
 
 
@@ -141,7 +141,7 @@ def test_a_folder_needs_no_keys(case, folder_of, references):
   assert found.config.source_checkpoint_layout == "safetensors"
   assert found.config.model_name == "default"
   assert found.origins["base_emb_dim"] == str(folder_of(case) / "config.json")
-  assert not spec_differences(model_spec(configure(case)), model_spec(found.config))
+  assert not compare_specs(model_spec(configure(case)), model_spec(found.config))
 
 
 def test_what_the_user_says_wins_over_a_folder(tiny):
@@ -199,7 +199,7 @@ def test_a_description_that_is_no_model_here_is_refused(change, message, tiny, t
 )  # fmt: skip
 def test_what_the_other_class_cannot_be_is_not_written(case, changes, message):
   with pytest.raises(ConfigError, match=re.escape(message)):
-    entries(configure(case, **changes))
+    config_json_entries(configure(case, **changes))
 
 
 def test_a_model_that_cannot_be_written_leaves_nothing_behind(tmp_path, capsys):
@@ -209,13 +209,15 @@ def test_a_model_that_cannot_be_written_leaves_nothing_behind(tmp_path, capsys):
   ) as writer:
     writer.save(1, program(config).init(), {})
   assert main(["convert", "to-hf", str(tmp_path / "r"), str(tmp_path / "hf")]) == 2
-  assert "LlamaForCausalLM is another model than decoder_block=llama2" in capsys.readouterr().err
+  assert "LlamaForCausalLM cannot express decoder_block=llama2" in capsys.readouterr().err
   assert sorted(path.name for path in tmp_path.iterdir()) == ["r"]
 
 
 def test_a_scaled_model_is_written_with_its_sizes():
   config = configure("llama", global_parameter_scale=8)
-  assert {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8}.items() <= entries(config).items()
+  assert {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8}.items() <= config_json_entries(
+    config
+  ).items()
 
 
 def test_a_run_starts_from_what_was_converted(references, tiny, tmp_path):
@@ -223,7 +225,7 @@ def test_a_run_starts_from_what_was_converted(references, tiny, tmp_path):
   config = configure("llama", ici_fsdp_parallelism=2, ici_tensor_parallelism=2)
   model = program(config, 4).model
   found = load_parameters(restore_options(config), "load_parameters_path", str(tmp_path / "params"), model.params)
-  straight = load_in(config, model, str(tiny))
+  straight = load_from_hugging_face(config, model, str(tiny))
   assert found.keys() == straight.keys()
   for name, value in found.items():
     assert straight[name].sharding == value.sharding == model.struct(name).sharding
@@ -241,7 +243,7 @@ def test_a_run_starts_from_a_folder(tiny, tmp_path):
     assert served.keys() == starts[-1].params.keys()
     for name, value in served.items():
       np.testing.assert_array_equal(value, starts[-1].params[name], err_msg=name)
-  tensors = Folder(tiny).tensors
+  tensors = HuggingFaceFolder(tiny).tensors
   np.testing.assert_array_equal(starts[0].params["embedding/table"], tensors["model.embed_tokens.weight"].read())
   for name, value in starts[0].params.items():
     np.testing.assert_array_equal(value, starts[1].params[name], err_msg=name)
@@ -290,10 +292,10 @@ def test_a_checkpoint_of_a_run_goes_out(tmp_path, monkeypatch):
     assert contents(tmp_path / f"hf {key}") == expected
   assert main(["convert", "to-hf", str(run), str(tmp_path / "low"), "weight_dtype=bfloat16"]) == 0
   table = np.asarray(state.params["embedding/table"])
-  np.testing.assert_array_equal(Folder(tmp_path / "hf").tensors["model.embed_tokens.weight"].read(), table)
-  low = Folder(tmp_path / "low").tensors["model.embed_tokens.weight"].read()
+  np.testing.assert_array_equal(HuggingFaceFolder(tmp_path / "hf").tensors["model.embed_tokens.weight"].read(), table)
+  low = HuggingFaceFolder(tmp_path / "low").tensors["model.embed_tokens.weight"].read()
   np.testing.assert_array_equal(low.view(np.uint16), table.astype(ml_dtypes.bfloat16).view(np.uint16))
-  assert Folder(tmp_path / "low").config["dtype"] == "bfloat16"
+  assert HuggingFaceFolder(tmp_path / "low").config["dtype"] == "bfloat16"
 
 
 _STOPPED = """
@@ -303,9 +305,9 @@ from etils import epath
 from maxtext.checkpoint import stream
 from maxtext.configs.loader import parse_assignments, load_config
 from maxtext.models.build import abstract_model
-from maxtext.weights.folder import Folder
-from maxtext.weights.incoming import convert_in
-from maxtext.weights.outgoing import convert_out
+from maxtext.weights.hugging_face_folder import Folder
+from maxtext.weights.from_hugging_face import convert_in
+from maxtext.weights.to_hugging_face import convert_out
 
 def progress(count, all_count, size, all_size):
   if 2 * size > all_size:
@@ -372,9 +374,9 @@ def test_a_damaged_checkpoint_does_not_go_out(tiny, tmp_path, capsys):
 
 
 def changed(tiny, folder, change):
-  tensors = {name: tensor.read() for name, tensor in Folder(tiny).tensors.items()}
+  tensors = {name: tensor.read() for name, tensor in HuggingFaceFolder(tiny).tensors.items()}
   change(tensors)
-  write_folder(folder, tensors, Folder(tiny).config)
+  write_folder(folder, tensors, HuggingFaceFolder(tiny).config)
   return folder
 
 
@@ -407,7 +409,7 @@ def test_another_model_is_refused_by_its_description(tiny, tmp_path, capsys):
 def test_a_pickle_is_never_loaded(tmp_path, capsys):
   (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
   assert main(["convert", "from-hf", str(tmp_path), str(tmp_path / "out"), *words("llama")]) == 2
-  assert "pytorch_model.bin is a pickle, which can run any program, and is never loaded" in capsys.readouterr().err
+  assert "pytorch_model.bin is a pickle, which can run any program and is never loaded" in capsys.readouterr().err
 
 
 def test_files_that_are_cut_short_or_missing_are_named(tiny, tmp_path, capsys):
@@ -416,7 +418,7 @@ def test_files_that_are_cut_short_or_missing_are_named(tiny, tmp_path, capsys):
   with open(folder / "model.safetensors", "r+b") as file:
     file.truncate(5000)
   assert main(["convert", "from-hf", str(folder), str(tmp_path / "out"), *words("llama")]) == 1
-  assert "model.safetensors is cut short" in capsys.readouterr().err
+  assert "model.safetensors is truncated" in capsys.readouterr().err
   index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
   (folder / "model.safetensors.index.json").write_text(json.dumps(index))
   assert main(["convert", "from-hf", str(folder), str(tmp_path / "out"), *words("llama")]) == 2
@@ -432,18 +434,18 @@ def tensor(begin, end, shape=(4,), dtype="F32"):
   [
     (json.dumps({"a": tensor(0, 16), "b": tensor(8, 24)}), "b and a share bytes"),
     (json.dumps({"a": tensor(0, 16), "b": tensor(0, 16)}), "b and a share bytes"),
-    (json.dumps({"a": tensor(0, 16, (-2, -2))}), "shape [-2, -2] at bytes 0 to 16 is no tensor"),
-    (json.dumps({"a": tensor(-16, 0)}), "is no tensor"),
-    (json.dumps({"a": tensor(16, 0, (-4,))}), "is no tensor"),
-    (json.dumps({"a": tensor(0, 4, (1,) * 100)}), "is no tensor"),
-    (json.dumps({"a": tensor(0, 16, (4.0,))}), "is no tensor"),
-    (json.dumps({"a": tensor(0, 16, (True, 4))}), "is no tensor"),
-    (json.dumps({"a": tensor(0, 2**70, (2**68,))}), "is cut short"),
+    (json.dumps({"a": tensor(0, 16, (-2, -2))}), "shape [-2, -2] at bytes 0 to 16 is not a tensor"),
+    (json.dumps({"a": tensor(-16, 0)}), "is not a tensor"),
+    (json.dumps({"a": tensor(16, 0, (-4,))}), "is not a tensor"),
+    (json.dumps({"a": tensor(0, 4, (1,) * 100)}), "is not a tensor"),
+    (json.dumps({"a": tensor(0, 16, (4.0,))}), "is not a tensor"),
+    (json.dumps({"a": tensor(0, 16, (True, 4))}), "is not a tensor"),
+    (json.dumps({"a": tensor(0, 2**70, (2**68,))}), "is truncated"),
     (json.dumps({"a": tensor(0, 16, dtype=["F32"])}), "unhashable"),
-    (json.dumps({"a": tensor(0, 16, dtype="x" * 100_000)}), "number format xxx"),
+    (json.dumps({"a": tensor(0, 16, dtype="x" * 100_000)}), "dtype xxx"),
     ('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", "recursion"),
     ('{"a": 1' + "0" * 5000 + "}", "cannot be read"),
-    (f'{{"a": {json.dumps(tensor(0, 16))}, "a": {json.dumps(tensor(16, 32))}}}', "a name stands twice"),
+    (f'{{"a": {json.dumps(tensor(0, 16))}, "a": {json.dumps(tensor(16, 32))}}}', "a name occurs twice"),
     ("[]", "cannot be read"),
     ('{"a": null}', "cannot be read"),
     ("\x00", "cannot be read"),
@@ -464,7 +466,7 @@ def test_an_absurd_length_of_a_header_is_a_clean_error(length, tiny, tmp_path, c
   shutil.copyfile(tiny / "config.json", tmp_path / "config.json")
   (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}" * 50)
   assert main(["convert", "from-hf", str(tmp_path), str(tmp_path / "out")]) == 1
-  assert "is no safetensors file, or it is cut short" in capsys.readouterr().err
+  assert "is not a safetensors file, or is truncated" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", ["absolute", "above", "link", "link of a folder", "circle"])
@@ -508,9 +510,12 @@ def test_a_snapshot_of_the_hub_is_read_through_its_links(tiny, tmp_path):
     whose = "../../blobs" if model.endswith("tiny") else "../../../models--us--tiny/blobs"
     for file in blobs.iterdir():
       (snapshot / file.name).symlink_to(f"{whose}/{file.name}")
-  assert Folder(tmp_path / "models--us--tiny/snapshots/0123").tensors.keys() == Folder(tiny).tensors.keys()
+  assert (
+    HuggingFaceFolder(tmp_path / "models--us--tiny/snapshots/0123").tensors.keys()
+    == HuggingFaceFolder(tiny).tensors.keys()
+  )
   with pytest.raises(ConfigError, match="leads out of the folder"):
-    Folder(tmp_path / "models--us--other/snapshots/0123").config  # noqa: B018
+    HuggingFaceFolder(tmp_path / "models--us--other/snapshots/0123").config  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -535,7 +540,7 @@ def test_scales_of_another_shape_are_a_clean_error(tiny, tmp_path, capsys):
   folder = changed(tiny, tmp_path / "hf", lambda t: t.update(scales))
   for block in ([32, 32], [0, 32], ["a", 3], [32]):
     quantized = {"quantization_config": {"weight_block_size": block}}
-    (folder / "config.json").write_text(json.dumps(Folder(tiny).config | quantized))
+    (folder / "config.json").write_text(json.dumps(HuggingFaceFolder(tiny).config | quantized))
     assert main(["convert", "from-hf", str(folder), str(tmp_path / "out")]) == 1
     assert f"{name} is [80, 48] in blocks of {block}" in capsys.readouterr().err
 
@@ -543,7 +548,7 @@ def test_scales_of_another_shape_are_a_clean_error(tiny, tmp_path, capsys):
 @pytest.mark.parametrize("said", [[1], {"weight_block_size": 32}])
 def test_a_quantization_of_another_form_is_a_clean_error(said, tiny, tmp_path, capsys):
   folder = shutil.copytree(tiny, tmp_path / "hf")
-  (folder / "config.json").write_text(json.dumps(Folder(tiny).config | {"quantization_config": said}))
+  (folder / "config.json").write_text(json.dumps(HuggingFaceFolder(tiny).config | {"quantization_config": said}))
   assert main(["convert", "from-hf", str(folder), str(tmp_path / "out")]) == 2
   assert "config.json has a " in capsys.readouterr().err
 
@@ -554,7 +559,7 @@ def test_a_vocabulary_may_be_padded_or_cut(rows, tiny, tmp_path):
   assert main(["convert", "from-hf", str(tiny), str(tmp_path / "out"), *words("llama", vocab_size=rows)]) == 0
   table, there = (
     parameters(tmp_path / "out")["embedding/table"],
-    Folder(tiny).tensors["model.embed_tokens.weight"].read(),
+    HuggingFaceFolder(tiny).tensors["model.embed_tokens.weight"].read(),
   )
   both = min(rows, len(there))
   np.testing.assert_array_equal(table[:both], there[:both])
@@ -579,21 +584,21 @@ def test_tokenizers_and_settings_go_through(tiny, tmp_path):
 def test_every_model_is_found_by_its_sizes(name, tmp_path):
   """Or another with the same sizes; and sizes that have no name are read from the same description."""
   config = load_config(name, dataset_type="synthetic")
-  ours = entries(config)
+  ours = config_json_entries(config)
   (tmp_path / "config.json").write_text(json.dumps(ours))
-  found = load_config(**folder_keys(Folder(tmp_path)), dataset_type="synthetic")
+  found = load_config(**keys_of_folder(HuggingFaceFolder(tmp_path)), dataset_type="synthetic")
   assert found.model_name != "default"
-  theirs = entries(found)
+  theirs = config_json_entries(found)
   assert found.decoder_block == config.decoder_block
   assert {key: ours[key] for key in ours if key != "max_position_embeddings"} == {
     key: theirs[key] for key in theirs if key != "max_position_embeddings"
   }
   odd = next(key for key in ("num_hidden_layers", "n_layer") if key in ours)
   changed = config.model_copy(update={"base_num_decoder_layers": ours[odd] + 12})
-  (tmp_path / "config.json").write_text(json.dumps(entries(changed)))
-  keys = folder_keys(Folder(tmp_path))
+  (tmp_path / "config.json").write_text(json.dumps(config_json_entries(changed)))
+  keys = keys_of_folder(HuggingFaceFolder(tmp_path))
   assert keys["base_num_decoder_layers"] == ours[odd] + 12
-  assert entries(load_config(**keys, dataset_type="synthetic")) == entries(changed)
+  assert config_json_entries(load_config(**keys, dataset_type="synthetic")) == config_json_entries(changed)
 
 
 def test_every_family_is_described():
@@ -604,7 +609,10 @@ def test_every_family_is_described():
 def test_four_bit_experts_are_what_transformers_makes_of_them(folder_of, tmp_path):
   from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-  rng, tensors = np.random.default_rng(0), {n: t.read() for n, t in Folder(folder_of("gpt_oss")).tensors.items()}
+  rng, tensors = (
+    np.random.default_rng(0),
+    {n: t.read() for n, t in HuggingFaceFolder(folder_of("gpt_oss")).tensors.items()},
+  )
   expected, packed = {}, {}
   for name, tensor in tensors.items():
     experts = tensor.ndim == 3
@@ -618,7 +626,7 @@ def test_four_bit_experts_are_what_transformers_makes_of_them(folder_of, tmp_pat
     both = (torch.from_numpy(packed[f"{name}_{part}"]) for part in ("blocks", "scales"))
     expected[name] = convert_moe_packed_tensors(*both).float().numpy()
   write_folder(tmp_path / "hf", packed)
-  found = Folder(tmp_path / "hf").tensors
+  found = HuggingFaceFolder(tmp_path / "hf").tensors
   assert found.keys() == tensors.keys()
   for name, tensor in expected.items():
     assert found[name].shape == tensor.shape
@@ -630,24 +638,24 @@ def test_layers_that_predict_further_tokens_go_through(folder_of, tmp_path):
   """Where they are asked for; elsewhere they are left out. Their copies of embedding and head always are."""
   config = configure("deepseek3", mtp_num_layers=1)
   model = abstract_model(config)
-  wanted, rng = layout(model, weight_table(config, model.spec)), np.random.default_rng(0)
-  there = {name: tensor.read() for name, tensor in Folder(folder_of("deepseek3")).tensors.items()}
+  wanted, rng = tensor_layouts(model, weight_table(config, model.spec)), np.random.default_rng(0)
+  there = {name: tensor.read() for name, tensor in HuggingFaceFolder(folder_of("deepseek3")).tensors.items()}
   further = {n: rng.normal(size=t.shape).astype("f4") for n, t in wanted.items() if n not in there}
   layer = "model.layers.2."
   assert all(name.startswith(layer) for name in further)
   copies = {f"{layer}{name}": there["lm_head.weight"] for name in ("embed_tokens.weight", "shared_head.head.weight")}
-  description_there = Folder(folder_of("deepseek3")).config | {"num_nextn_predict_layers": 1}
+  description_there = HuggingFaceFolder(folder_of("deepseek3")).config | {"num_nextn_predict_layers": 1}
   write_folder(tmp_path / "hf", there | further | copies, description_there)
   for count, expected in ((1, there | further), (0, there)):
     params, back = tmp_path / f"params{count}", tmp_path / f"hf{count}"
     keys = words("deepseek3", mtp_num_layers=count)
     assert main(["convert", "from-hf", str(tmp_path / "hf"), str(params), *keys]) == 0
     assert main(["convert", "to-hf", str(params), str(back)]) == 0
-    found = Folder(back).tensors
+    found = HuggingFaceFolder(back).tensors
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
       np.testing.assert_array_equal(found[name].read(), tensor, err_msg=name)
-    assert Folder(back).config["num_nextn_predict_layers"] == count
+    assert HuggingFaceFolder(back).config["num_nextn_predict_layers"] == count
   ours = parameters(tmp_path / "params1")
   for path, name in {"join/weight": "eh_proj.weight", "token_norm/scale": "enorm.weight",
                      "hidden_norm/scale": "hnorm.weight", "norm/scale": "shared_head.norm.weight"}.items():  # fmt: skip
@@ -665,7 +673,7 @@ def test_block_scaled_weights_are_multiplied_out(tiny, tmp_path):
   for i, j in np.ndindex(80, 48):
     expected[i, j] = np.float32(values[i, j]) * scales[i // 32, j // 32]
   folder = changed(tiny, tmp_path / "hf", lambda t: t.update({name: values, f"{name}_scale_inv": scales}))
-  config = Folder(tiny).config | {"quantization_config": {"weight_block_size": [32, 32]}}
+  config = HuggingFaceFolder(tiny).config | {"quantization_config": {"weight_block_size": [32, 32]}}
   (folder / "config.json").write_text(json.dumps(config))
   assert main(["convert", "from-hf", str(folder), str(tmp_path / "out"), *words("llama")]) == 0
   up = parameters(tmp_path / "out")["groups/0/layers/0/feed_forward/up/weight"][0]

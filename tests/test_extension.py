@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import maxtext
-from maxtext.weights.folder import Folder
+from maxtext.weights.hugging_face_folder import HuggingFaceFolder
 
 FAMILY = '''
 """Swan: local layers whose queries and keys are normed, global ones without positions, a norm after every branch."""
@@ -79,5 +79,5 @@ def test_a_family_is_one_file(tmp_path):
   assert losses[-1] < losses[0] - 0.3
   out, again = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("out", "again"))
   assert out == again
-  names = Folder(tmp_path / "out").tensors
+  names = HuggingFaceFolder(tmp_path / "out").tensors
   assert {"model.layers.2.self_attn.g_proj.weight", "model.layers.4.self_attn.q_norm.weight"} <= names.keys()

@@ -12,9 +12,9 @@ import pytest
 import maxtext
 from maxtext.data.dataloader import make_dataloader
 from maxtext.data.options import data_options
-from maxtext.mesh.chips import CHIPS, chip_of
+from maxtext.mesh.chips import CHIPS, find_chip
 from maxtext.models.flops import train_flops_per_token
-from maxtext.observe.sinks import TensorBoard
+from maxtext.observe.metric_writers import TensorBoardWriter
 from maxtext.optim.options import schedule_options
 from maxtext.optim.schedules import learning_rate
 from maxtext.optim.spikes import skip_spikes
@@ -170,13 +170,13 @@ def test_utilisation_is_the_models_arithmetic_over_the_chips_peak():
    ("NVIDIA H100 80GB HBM3", "h100"), ("cpu", None)],
 )  # fmt: skip
 def test_the_peak_of_a_device(kind, chip):
-  assert chip_of(kind) == (CHIPS[chip] if chip else None)
+  assert find_chip(kind) == (CHIPS[chip] if chip else None)
 
 
 def test_tensorboard_events(tmp_path):
   from tensorboardX.proto.event_pb2 import Event
 
-  sink = TensorBoard(tmp_path)
+  sink = TensorBoardWriter(tmp_path)
   for step in (1, 2):
     sink.write(step, {"loss": step / 4, "learning_rate": 0.5})
   sink.close()

@@ -1,4 +1,4 @@
-"""Meshes, the table of named dimensions, and topologies; no step is run."""
+"""Meshes, the table of logical axes, and topologies; no step is run."""
 
 import jax
 import pytest
@@ -40,10 +40,10 @@ def test_a_dimension_takes_the_axes_that_divide_it():
 
 
 REFUSED = {
-  "unknown dimension": ([*TABLE, ["hed", []]], "'hed' is not a named dimension. Did you mean 'heads'?"),
+  "unknown dimension": ([*TABLE, ["hed", []]], "'hed' is not a logical axis. Did you mean 'heads'?"),
   "unknown axis": (changed("mlp", ["tensr"]), "mlp: 'tensr' is not a mesh axis. Did you mean 'tensor'?"),
   "axis twice": (changed("mlp", ["tensor", "tensor"]), "names a mesh axis twice"),
-  "dimension twice": ([*TABLE, ["mlp", []]], "'mlp' stands twice"),
+  "dimension twice": ([*TABLE, ["mlp", []]], "'mlp' occurs twice"),
   "missing": (TABLE[1:], "lacks layers"),
   "no pair": ([*TABLE, "mlp"], "'mlp' is not a pair"),
 }
@@ -58,12 +58,12 @@ def test_tables_with_mistakes_are_refused(table, message):
 
 def test_one_axis_for_two_dimensions_of_an_array_is_refused():
   rules = Rules.parse(changed("mlp", ["fsdp"]), AXES)
-  with pytest.raises(ConfigError, match="split over mesh axis 'fsdp' twice, by 'embed' and by 'mlp'"):
+  with pytest.raises(ConfigError, match="sharded over mesh axis 'fsdp' twice, by 'embed' and by 'mlp'"):
     rules.partition(mesh(fsdp=8), ("embed", "mlp"), (48, 80))
   assert rules.partition(mesh(tensor=8), ("embed", "mlp"), (48, 80)) == P(None, None), "an axis of size one is free"
 
 
-def test_every_named_dimension_has_a_rule():
+def test_every_logical_axis_has_a_rule():
   assert {name for name, _ in Rules.parse(TABLE, AXES).pairs} == set(LOGICAL_AXES)
 
 
@@ -74,7 +74,7 @@ def test_topologies_know_their_shape_and_wrap():
   assert Topology.named("v5e-256", 199).wrap == (True, True, False)
   assert Topology.named("v6e-128").wrap == (False, True, False)
   assert Topology.named("h100-16") == Topology("h100", (16,))
-  with pytest.raises(ConfigError, match="compile_topology=h100-many: say how many, as in h100-8"):
+  with pytest.raises(ConfigError, match="compile_topology=h100-many: write the number of GPUs, as in h100-8"):
     Topology.named("h100-many")
   with pytest.raises(ConfigError, match="compile_topology=v5p-129: v5p comes in sizes 8, 16, 32"):
     Topology.named("v5p-129")

@@ -104,7 +104,7 @@ def test_a_named_table():
 WRONG_TABLES = {
   "axis of the mesh": ({"axes": ("data", "tensr")}, "", "mesh_axes: 'tensr' is not a mesh axis; they are data, stage"),
   "axis of a rule": ({"axes": ("data", "fsdp")}, "", "'tensor' is not a mesh axis. There are data, fsdp."),
-  "dimension": ({}, "- [mpl, []]\n", "logical_axis_rules: 'mpl' is not a named dimension. Did you mean 'mlp'?"),
+  "dimension": ({}, "- [mpl, []]\n", "logical_axis_rules: 'mpl' is not a logical axis. Did you mean 'mlp'?"),
   "key": ({}, "steps: 3\n", "'steps' is none of mesh_axes, logical_axis_rules"),
   "the batch": ({}, "data_sharding: [data]\n", "data_sharding=['data'] is refused: a batch is split as"),
 }
@@ -200,7 +200,7 @@ def test_who_is_missing_is_said(present):
 @pytest.mark.slow
 def test_a_killed_process_is_named_and_the_run_starts_again(tmp_path):
   file = tmp_path / "metrics.jsonl"
-  words = ["--processes", "2", "--restarts", "2", "--stalled", "120", "--", "train", "small-llama", "steps=25",
+  words = ["--processes", "2", "--restarts", "2", "--stall-timeout", "120", "--", "train", "small-llama", "steps=25",
            "per_device_batch_size=2", f"base_output_directory={tmp_path}",
            f"jax_cache_dir={tmp_path / 'cache'}", f"metrics_file={file}"]  # fmt: skip
   command = [MAXTEXT, "launch", *words]
@@ -213,12 +213,12 @@ def test_a_killed_process_is_named_and_the_run_starts_again(tmp_path):
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[1]), signal.SIGKILL)
         killed = time.monotonic()
-      if "was ended by SIGKILL" in line:
+      if "was killed by SIGKILL" in line:
         assert time.monotonic() - killed < 15
   output = "".join(seen)
   assert process.returncode == 0, output
   assert re.search(
-    r"maxtext: process 1 was ended by SIGKILL\.\nmaxtext: starting all 2 again in \S+ s \(1 of 2\)\.\n", output
+    r"maxtext: process 1 was killed by SIGKILL\.\nmaxtext: starting all 2 again in \S+ s \(1 of 2\)\.\n", output
   )
   steps = [json.loads(line)["step"] for line in file.read_text().splitlines()]
   assert steps == list(range(1, 26)), "what the lost attempt wrote is written again, and stands there once"
@@ -238,11 +238,11 @@ def test_processes_that_stand_still_show_where_and_start_again(tmp_path):
   """
   said, command = io.StringIO(), [sys.executable, "-S", "-c", script, str(tmp_path)]  # starts within a fraction of 5 s
   with ThreadPoolExecutor(1) as thread:  # the supervisor would take SIGTERM from the main one
-    assert thread.submit(supervise, command, 2, restarts=1, stalled_seconds=5, out=said).result() == 0
+    assert thread.submit(supervise, command, 2, restarts=1, stall_timeout=5, out=said).result() == 0
   for process in range(2):
     assert re.search(rf"\[{process}\]   File .* in waits_for_ever\n", said.getvalue())
   assert re.search(
-    r"maxtext: no process has said anything for 5 s; where each of them stood is above\.\n"
+    r"maxtext: no process has written anything for 5 s; their stack traces are above\.\n"
     r"maxtext: starting all 2 again in \S+ s \(1 of 1\)\.\n$",
     said.getvalue(),
   )
@@ -262,7 +262,7 @@ def test_processes_go_on_when_nobody_reads_what_they_say():
   codes = []
 
   def supervised(out):
-    codes.append(supervise([sys.executable, "-c", says], 1, restarts=1, stalled_seconds=30, out=out))
+    codes.append(supervise([sys.executable, "-c", says], 1, restarts=1, stall_timeout=30, out=out))
 
   for out in (Gone(), Ascii()):
     thread = threading.Thread(target=supervised, args=[out], daemon=True)  # one that hangs is not waited for

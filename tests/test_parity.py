@@ -15,7 +15,7 @@ import pytest
 from maxtext import load_config
 from maxtext.models.build import FAMILIES, weight_table
 from maxtext.training.objectives.language_modeling import LanguageModeling
-from maxtext.weights.hugging_face import from_tensors, to_tensors
+from maxtext.weights.tensor_layout import from_tensors, to_tensors
 from tests.cases import cases
 from tests.support import program, random_batch
 

@@ -32,7 +32,7 @@ from maxtext.checkpoint.storage import StorageError, reason, retried
 from maxtext.checkpoint.tree import named, nested
 from maxtext.configs import ConfigError
 from maxtext.distributed.lease import LOST, LeaseLostError
-from maxtext.distributed.multihost import problems_of_all
+from maxtext.distributed.multihost import gather_problems
 from maxtext.layers.parameter_paths import below
 from maxtext.storage.atomic import write_durably
 
@@ -108,7 +108,7 @@ class _Agreed:
       self._check()  # every item asks when it is written, so the last does right before all count
     except Exception as error:
       own = error
-    problems = problems_of_all(self._name, reason(own) if own else "", timeout or _PATIENCE)
+    problems = gather_problems(self._name, reason(own) if own else "", timeout or _PATIENCE)
     if own and len(problems) == 1 == jax.process_count():
       raise own
     if lost := [text for text in problems.values() if text.startswith(LOST)]:

@@ -24,7 +24,7 @@ from maxtext.checkpoint.restore import Restored, set_aside
 from maxtext.checkpoint.storage import StorageError, retried
 from maxtext.checkpoint.tree import like, named
 from maxtext.configs import ConfigError
-from maxtext.distributed.multihost import from_process, on_any
+from maxtext.distributed.multihost import any_process, broadcast_from
 from maxtext.distributed.transfer import receive_from
 from maxtext.storage.atomic import UNFINISHED, atomic_folder
 
@@ -149,7 +149,7 @@ def _put_together(folder: epath.Path, abstract: Any) -> Restored | None:
   if not _all_finite(arrays):
     _say(f"step {folder.name} on local disks is not finite.")
     return None
-  position = from_process(first, (folder / _POSITION).read_bytes() if own == first else b"")
+  position = broadcast_from(first, (folder / _POSITION).read_bytes() if own == first else b"")
   return Restored(like(abstract, arrays), dict(np.load(io.BytesIO(position))), folder)
 
 
@@ -210,7 +210,7 @@ def _refuse_other(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
         there = f"has {has[other]}" if other in has else "has none"
         here = f"wants {wants[other]}" if other in wants else "wants none"
         problem = f"{folder / str(step)} {there} for {other}, and this run {here}"
-  if on_any(bool(problem)):
+  if any_process(bool(problem)):
     problem = problem or "another process has parts of another model on its disk"
     raise ConfigError(f"{problem}. Nothing was changed: set the sizes as they were, or choose another run_name.")
 
@@ -251,7 +251,7 @@ def _gathered(array: jax.Array | np.ndarray) -> np.ndarray:
 
 def _all_finite(state: Any) -> bool:
   """Whether no process finds a NaN or an infinity in its parts."""
-  return not on_any(bool(nonfinite_names(named(state))))
+  return not any_process(bool(nonfinite_names(named(state))))
 
 
 def _steps_of_all(folder: epath.Path) -> list[int]:

@@ -24,7 +24,7 @@ from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.configs.secrets import SECRET_KEYS
 from maxtext.configs.types import DerivedValues
-from maxtext.distributed.multihost import from_first, on_any
+from maxtext.distributed.multihost import any_process, broadcast_from_first
 
 _LOG = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def set_blamed_aside(folder: epath.Path) -> int | None:
         f"step {note.step} was not finite ({note.what}), and {folder / str(blamed)}, which led to it, is the only "
         f"checkpoint. Choose another run_name to start anew, or remove {NonfiniteNote.file(folder)} to try it again."
       )
-  error, _, number = from_first(f"{error}\n{'' if blamed is None else blamed}").partition("\n")
+  error, _, number = broadcast_from_first(f"{error}\n{'' if blamed is None else blamed}").partition("\n")
   if error:
     raise RunError(error)
   return int(number) if number else None
@@ -141,7 +141,7 @@ def readable(folder: epath.Path) -> Record:
   except (DamagedError, StorageError) as error:
     problem = error
   for kind in (StorageError, DamagedError):
-    if on_any(isinstance(problem, kind)):
+    if any_process(isinstance(problem, kind)):
       raise problem if isinstance(problem, kind) else kind("another process cannot read its record")
   assert record is not None
   if record.schema > SCHEMA:
@@ -193,7 +193,7 @@ def _named_by(key: str, path: str, load: Any) -> Any:
 
 def _agreed(steps: list[int]) -> list[int]:
   """What process 0 sees: a shared folder may look different elsewhere for a moment."""
-  return [int(step) for step in from_first(" ".join(map(str, steps[:_TRIED]))).split()]
+  return [int(step) for step in broadcast_from_first(" ".join(map(str, steps[:_TRIED]))).split()]
 
 
 def set_aside(path: epath.Path, kind: str) -> epath.Path:

@@ -21,7 +21,7 @@ from maxtext.checkpoint.record import NotFiniteError
 from maxtext.checkpoint.storage import reason
 from maxtext.checkpoint.tree import named
 from maxtext.distributed.lease import LeaseLostError
-from maxtext.observe.sinks import warn
+from maxtext.observe.metric_writers import warn
 from maxtext.storage.atomic import sync, sync_tree
 
 _LEAST = 2  # steps that are there while a run goes on: of the latest it is not known yet whether it leads anywhere

@@ -43,21 +43,21 @@ def add_commands(commands: Any) -> None:
 def _from_hf(arguments: argparse.Namespace) -> int:
   os.environ["JAX_PLATFORMS"] = "cpu"  # whatever accelerator is here may be busy, and is not needed
   from maxtext.models.build import abstract_model
-  from maxtext.weights.description import folder_keys
-  from maxtext.weights.folder import Folder
-  from maxtext.weights.incoming import convert_in
+  from maxtext.weights.config_json import keys_of_folder
+  from maxtext.weights.from_hugging_face import convert_from_hugging_face
+  from maxtext.weights.hugging_face_folder import HuggingFaceFolder
 
-  folder, given, keys = Folder(arguments.folder), parse_assignments(arguments.words), dict[str, Any]()
+  folder, given, keys = HuggingFaceFolder(arguments.folder), parse_assignments(arguments.words), dict[str, Any]()
   words = {"dataset_type": "synthetic"} | given
   with closing(open_display("piece")) as display:
     if not words.keys() & {"model_name", "decoder_block"}:
-      keys = folder_keys(folder)
+      keys = keys_of_folder(folder)
       words = keys | words
       display.say(f"{folder.path} is {keys.get('model_name') or folder.config['model_type'] + ' of sizes of its own'}")
     resolved = resolve_keys(words, arguments.strict, recorded=keys.keys() - given.keys())
     record = values_and_origins(resolved.config, resolved.origins)
     model, out = abstract_model(resolved.config), Path(arguments.out)
-    path = convert_in(resolved.config, model, folder, out, record, display.progress)
+    path = convert_from_hugging_face(resolved.config, model, folder, out, record, display.progress)
   print(f"{path}: {model.size:,} parameters, for load_parameters_path")
   return 0
 
@@ -68,14 +68,14 @@ def _to_hf(arguments: argparse.Namespace) -> int:
   from maxtext.checkpoint.location import locate
   from maxtext.checkpoint.tokenizer import kind_of
   from maxtext.models.build import abstract_model
-  from maxtext.weights.outgoing import convert_out
+  from maxtext.weights.to_hugging_face import convert_to_hugging_face
 
   given = parse_assignments(arguments.words)
   keys = chosen_keys(arguments.folder, given)
   config = resolve_keys(keys, arguments.strict, recorded=keys.keys() - given.keys()).config
   model, most = abstract_model(config), int(arguments.shard_gigabytes * 10**9)
   with closing(open_display("shard")) as display:
-    path = convert_out(config, model, locate(arguments.folder), Path(arguments.out), display.progress, most)
+    path = convert_to_hugging_face(config, model, locate(arguments.folder), Path(arguments.out), display.progress, most)
   print(f"{path}: {model.size:,} parameters, for transformers")
   if kind_of(path) is None:
     print("without a tokenizer, as none is kept with them: tokenizer_path=... puts one beside the weights")

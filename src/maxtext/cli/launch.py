@@ -21,15 +21,15 @@ def add_command(commands: Any) -> None:
     type=int,
     default=0,
     metavar="K",
-    help="times to start all again when one is lost; counted anew after a step is saved",
+    help="restarts of all processes when one fails; counted anew after a step is saved",
   )
   parser.add_argument(
-    "--stalled",
+    "--stall-timeout",
     type=float,
     default=math.inf,
     metavar="SECONDS",
-    help="count all as lost, and show where they stand, when none has said anything for so long: more than compiling, "
-    "an evaluation or log_period steps take (default never)",
+    help="restart all, with stack traces, when none has written anything for so long: more than compiling, an "
+    "evaluation or log_period steps take (default never)",
   )
   parser.add_argument("--devices", type=int, metavar="D", help="CPU devices per process")
   parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="such as: -- train my.yml")
@@ -44,8 +44,10 @@ def _launch(arguments: argparse.Namespace) -> int:
     raise ConfigError("launch needs a command after --, such as: maxtext launch --processes 2 -- train my.yml")
   if arguments.processes < 1 or arguments.restarts < 0:
     raise ConfigError(f"--processes {arguments.processes} --restarts {arguments.restarts}: at least 1 and 0.")
-  if not arguments.stalled > 0:
-    raise ConfigError(f"--stalled {arguments.stalled:g}: more seconds than compiling or log_period steps take.")
+  if not arguments.stall_timeout > 0:
+    raise ConfigError(
+      f"--stall-timeout {arguments.stall_timeout:g}: more seconds than compiling or log_period steps take."
+    )
   flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={arguments.devices}"} if arguments.devices else {}
   command = [sys.executable, "-m", "maxtext.cli", *words]
-  return supervise(command, arguments.processes, arguments.restarts, arguments.stalled, flags)
+  return supervise(command, arguments.processes, arguments.restarts, arguments.stall_timeout, flags)

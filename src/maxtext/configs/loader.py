@@ -238,7 +238,7 @@ def _bundled(path: Path) -> Path | None:
 
 
 def _joined(layers: Collection[_Layer]) -> dict[str, Any]:
-  """All values, the last of each key; tables of named dimensions are joined name by name."""
+  """All values, the last of each key; tables of logical axes are joined name by name."""
   joined: dict[str, Any] = {}
   override = [layer.values[_OVERRIDE] for layer in layers if _OVERRIDE in layer.values]
   whole = bool(override) and _is_true(override[-1])
@@ -251,7 +251,7 @@ def _joined(layers: Collection[_Layer]) -> dict[str, Any]:
 
 
 def _with_rules(table: Any, rules: Any) -> Any:
-  """A table of named dimensions with some of them changed; what has no form is left to whoever reads the table."""
+  """A table of logical axes with some of them changed; what has no form is left to whoever reads the table."""
   if not isinstance(rules, list | tuple) or not all(isinstance(rule, list | tuple) and rule for rule in rules):
     return rules
   names = [name for name, *_ in table]

@@ -1,7 +1,7 @@
-"""Processes that compare what they have, before they begin something that they can only do alike.
+"""Comparison of values between processes, before they start something that needs the same values everywhere.
 
-Everything goes through the coordinator's key-value store, not the devices: processes that differ may not even run the
-same collectives.
+Values go through the coordinator's key-value store and not through the devices, because processes that differ may not
+run the same collectives.
 """
 
 import hashlib
@@ -12,25 +12,25 @@ from collections.abc import Mapping
 import jax
 
 from maxtext.configs import ConfigError
-from maxtext.distributed.multihost import coordinator, once, problems_of_all
+from maxtext.distributed.multihost import coordinator_client, gather_problems, unique_name
 
-_NAMED = 5  # differences, and processes, that a message names
+_NAMED = 5  # how many differences, and how many processes, a message names
 
 
 def agree(name: str, own: Mapping[str, str], seconds: float) -> None:
-  """Ends the run on all processes, and says what differs and where, unless all have the same values as process 0.
+  """Raises `ConfigError` on all processes, with what differs and where, unless all have the values of process 0.
 
-  Process 0 publishes its values and their digest; the others take the digest, and the values only if it is not theirs.
-  A process alone has nothing to compare.
+  Process 0 publishes its values and their digest. The others read the digest, and the values only if their own digest
+  differs. A run of one process returns at once.
 
   Args:
-    name: what is compared.
-    own: the values of this process, by the names that a message uses.
-    seconds: how long the slowest process may take.
+    name: of the comparison.
+    own: the values of this process, by the names that the message uses.
+    seconds: the time limit for the slowest process.
   """
   if jax.process_count() == 1:
     return
-  client, where = coordinator(), once(f"agreement/{name}")
+  client, where = coordinator_client(), unique_name(f"agreement/{name}")
   values, patience = json.dumps(own, sort_keys=True), int(seconds * 1000)
   problem = ""
   if jax.process_index() == 0:
@@ -39,12 +39,12 @@ def agree(name: str, own: Mapping[str, str], seconds: float) -> None:
   elif client.blocking_key_value_get(f"{where}/digest", patience) != digest(own):
     first = json.loads(client.blocking_key_value_get(f"{where}/values", patience))
     problem = json.dumps([socket.gethostname(), differences(first, own)])
-  if problems := problems_of_all(f"{where}/problems", problem, seconds):
-    raise ConfigError(_sentence({process: json.loads(text) for process, text in problems.items()}))
+  if problems := gather_problems(f"{where}/problems", problem, seconds):
+    raise ConfigError(_describe({process: json.loads(text) for process, text in problems.items()}))
 
 
 def digest(values: Mapping[str, str]) -> str:
-  """A short text that is the same where all values are."""
+  """A hash of the values."""
   return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -58,18 +58,18 @@ def differences(first: Mapping[str, str], own: Mapping[str, str]) -> list[str]:
   ]
 
 
-def _sentence(problems: Mapping[int, tuple[str, list[str]]]) -> str:
-  """Processes with the same differences are named together, which in a large run may be all but one."""
+def _describe(problems: Mapping[int, tuple[str, list[str]]]) -> str:
+  """The error message. Processes with the same differences are named together; there may be many."""
   alike: dict[tuple[str, ...], list[str]] = {}
   for process, (host, found) in sorted(problems.items()):
     alike.setdefault(tuple(found), []).append(f"{process} ({host})")
-  texts = [_some([f"{one} on process {_some(who, ', ')}" for one in found], "; ") for found, who in alike.items()]
+  texts = [_some_of([f"{one} on process {_some_of(who, ', ')}" for one in found], "; ") for found, who in alike.items()]
   return (
-    f"The processes of this run differ: {_some(texts, '; ')}. "
+    f"The processes of this run differ: {_some_of(texts, '; ')}. "
     f"Start all of them with the same command, files and installed versions."
   )
 
 
-def _some(texts: list[str], separator: str) -> str:
+def _some_of(texts: list[str], separator: str) -> str:
   more = f"{separator}and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
   return separator.join(texts[:_NAMED]) + more

@@ -1,9 +1,9 @@
-"""Becomes another command that ends when its parent does, however that ended. It imports nothing but what is here.
+"""Replaces itself by another command that is killed when its parent ends for whatever reason. Imports no other module.
 
-python die_with_parent.py PARENT PIPE COMMAND...     PIPE, whose other end only the parent has, or - on Linux
+python die_with_parent.py PARENT PIPE COMMAND...     PIPE: its other end is held by the parent alone; - on Linux
 
-Linux sends a signal when a parent dies, and a command keeps that over `exec`. Elsewhere a child that stays behind waits
-for the end of a pipe that the parent holds open.
+Linux sends a signal when a parent dies, and `exec` keeps that setting. Elsewhere a forked child waits for the end of a
+pipe that the parent holds open.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ def main(parent: int, pipe: str, command: list[str]) -> None:
   """Does not return."""
   if pipe == "-":
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before this
+    if os.getppid() != parent:  # the parent died before prctl
       os._exit(1)
   else:
     _watch(int(pipe))
@@ -35,7 +35,7 @@ def _watch(pipe: int) -> None:
   if os.fork():
     os.close(pipe)
     return
-  os.setsid()  # what a terminal sends to the command is not for this
+  os.setsid()  # signals of the terminal are for the command only
   os.closerange(0, pipe)
   while os.getppid() == worker:
     if select.select([pipe], [], [], 1.0)[0]:

@@ -1,8 +1,8 @@
-"""One run per name: whoever writes into a run's folder holds a lease there, and checks that before a save counts.
+"""One run per name: a run holds a lease on its folder, and checks it before a save is committed.
 
-The lease is a file with a heartbeat. Clocks of hosts differ, so a reader watches whether the heartbeat goes on rather
-than how old it is. Whoever takes over raises the term, and a holder that finds a higher one has lost: a run that was
-only stopped for a while, or cut off, cannot commit a step any more.
+The lease is a file with a heartbeat. Clocks of hosts differ, so a reader polls whether the heartbeat changes and does
+not compare its age. A run that takes over raises the term, and a holder that finds a higher term has lost the lease: a
+run that was suspended or disconnected for a while cannot commit a step any more.
 """
 
 import errno
@@ -23,54 +23,54 @@ from etils import epath
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
-from maxtext.distributed.multihost import once, problems_of_all
+from maxtext.distributed.multihost import gather_problems, unique_name
 from maxtext.logs import ON_STDERR
 from maxtext.storage.atomic import create_atomically, write_atomically
 
 _LOG = logging.getLogger(__name__)
 
 FILE = "lease.json"
-LOST = "this run has lost its lease: "  # how a `LeaseLostError` begins, on any process
+LOST = "this run has lost its lease: "  # prefix of a `LeaseLostError`, on any process
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0  # without a heartbeat, after which a lease is taken over
-_FORGOTTEN_SECONDS = 86400.0  # clocks do not differ by so much: it is not watched
-_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ETIMEDOUT, errno.ESTALE)  # what may get better by itself
+_FORGOTTEN_SECONDS = 86400.0  # older than any difference of clocks: taken over without polling
+_TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ETIMEDOUT, errno.ESTALE)  # may go away without a change
 _READ_DELAYS = (0.2, 1.0)  # seconds before a lease that could not be read is read again
-_ENDING_SECONDS = 3.0  # for a process that was killed to be gone
+_ENDING_SECONDS = 3.0  # for a killed process to end
 
 
 class LeaseLostError(RunError):
-  """Another run has taken over: nothing more is to be written."""
+  """Another run has taken over the lease: this run must not write any more."""
 
 
 @dataclass(frozen=True)
 class _Claim:
-  """What the file says."""
+  """The content of the lease file."""
 
   term: int
   holder: str  # a nonce
   host: str
   pid: int
-  pid_started: str  # a number may be given again to another process
-  machine: str  # where the number means a process: this boot, this namespace
+  pid_started: str  # process ids are reused
+  machine: str  # boot and namespace in which the process id is valid
   since: str
   beat: int = 0
   time: float = 0.0
 
   @property
   def order(self) -> tuple[int, str]:
-    """Of two claims the greater holds, and both sides know which that is."""
+    """Of two claims the greater one holds the lease."""
     return self.term, self.holder
 
 
 class Lease:
-  """A run's hold on its folder. Process 0 holds it for all; every process calls every method but `check`.
+  """A run's lease on its folder. Process 0 holds it for all; every process calls every method but `check`.
 
   Args:
     folder: the run's, on a disk or in a bucket.
     name: the run's.
     beat_seconds: between heartbeats.
-    stale_seconds: after which a lease whose holder's host is another, and which has no heartbeat, is taken over.
+    stale_seconds: without a heartbeat, after which a lease of another host is taken over.
   """
 
   def __init__(
@@ -87,7 +87,7 @@ class Lease:
     self._thread: threading.Thread | None = None
 
   def acquire(self) -> None:
-    """Takes the lease, or ends the run on all processes with who holds it."""
+    """Takes the lease. If another run holds it, raises `RunError` on all processes, naming the holder."""
     problem, mistake = "", None
     if jax.process_index() == 0:
       try:
@@ -97,21 +97,21 @@ class Lease:
       except Exception as error:  # a bucket's client has kinds of its own
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         problem = f"base_output_directory={self._file.parent.parent} cannot be written: {why}."
-        mistake = problem if isinstance(error, OSError) and error.errno not in _PASSING else None
-    problems = problems_of_all(once("lease"), problem, self._stale_seconds + 120)
+        mistake = problem if isinstance(error, OSError) and error.errno not in _TRANSIENT else None
+    problems = gather_problems(unique_name("lease"), problem, self._stale_seconds + 120)
     if mistake:
       raise ConfigError(mistake)
     if problems:
       raise RunError(problems[0])
 
   def check(self) -> None:
-    """Raises `LeaseLostError` if another run has taken over; called by whoever holds it before a save counts."""
+    """Raises `LeaseLostError` if another run has taken over; process 0 calls it before a save is committed."""
     with self._lock:
       if self._own is not None:
-        self._refuse_lost(self._own)
+        self._check_not_lost(self._own)
 
   def release(self) -> None:
-    """Lets go, so that the next run need not wait or look; where storage does not answer, it has to."""
+    """Removes the lease, so that the next run need not poll it. Storage errors are ignored."""
     self._closing.set()
     if self._thread is not None:
       self._thread.join()
@@ -126,7 +126,7 @@ class Lease:
     while True:
       there, found = self._file.exists(), self._read()
       if found is not None:
-        self._refuse_held(found)
+        self._wait_for_holder(found)
       own = _Claim(
         (found.term if found else 0) + 1, uuid.uuid4().hex, socket.gethostname(), os.getpid(),
         _start_time(os.getpid()) or "", _machine(), time.strftime("%Y-%m-%d %H:%M:%S %z"), time=time.time(),
@@ -134,38 +134,38 @@ class Lease:
       if self._write(own, exclusive=not there):
         break
     self._own = own
-    self._thread = threading.Thread(target=self._go_on, name="lease", daemon=True)
+    self._thread = threading.Thread(target=self._heartbeat, name="lease", daemon=True)
     self._thread.start()
 
-  def _refuse_held(self, found: _Claim) -> None:
-    """Returns when the holder is gone. On this machine its process says so, elsewhere its heartbeat."""
+  def _wait_for_holder(self, found: _Claim) -> None:
+    """Returns when the holder is gone: on this machine its process has ended, elsewhere its heartbeat has stopped."""
     start = time.monotonic()
     if found.machine == _machine():
       while _start_time(found.pid) == found.pid_started:
         if time.monotonic() - start > _ENDING_SECONDS:
-          raise RunError(self._sentence(found))
+          raise RunError(self._describe(found))
         time.sleep(0.1)
       return
     if time.time() - found.time > _FORGOTTEN_SECONDS:
       return
     now: _Claim | None = found
-    _LOG.info(f"maxtext: {self._sentence(found)} Looking for {self._stale_seconds:g} s whether it is there.")
+    _LOG.info(f"maxtext: {self._describe(found)} Polling its heartbeat for {self._stale_seconds:g} s.")
     while time.monotonic() - start < self._stale_seconds:
       time.sleep(min(0.5, self._beat_seconds))
       now, before = self._read(), now
-      if now is None and before is None:  # once may be the moment in which it is replaced
+      if now is None and before is None:  # a single miss may be the moment in which the file is replaced
         return
       if now is not None and (now.order, now.beat) != (found.order, found.beat):
-        raise RunError(self._sentence(now))
+        raise RunError(self._describe(now))
 
-  def _go_on(self) -> None:
+  def _heartbeat(self) -> None:
     while not self._closing.wait(self._beat_seconds):
       with self._lock:
         if self._own is None:
           return
         own = replace(self._own, beat=self._own.beat + 1, time=time.time())
         try:
-          self._refuse_lost(own)
+          self._check_not_lost(own)
           self._write(own)
           self._own = own
         except LeaseLostError as error:
@@ -174,19 +174,19 @@ class Lease:
         except Exception:  # a bucket's client has many: storage may be back at the next beat
           continue
 
-  def _refuse_lost(self, own: _Claim) -> None:
-    found = self._read_patiently()
+  def _check_not_lost(self, own: _Claim) -> None:
+    found = self._read_with_retries()
     if found is not None and found.order > own.order:
-      raise LeaseLostError(f"{LOST}{self._sentence(found)} What it saves from now on does not count.")
+      raise LeaseLostError(f"{LOST}{self._describe(found)} Nothing more is saved.")
 
-  def _sentence(self, found: _Claim) -> str:
+  def _describe(self, found: _Claim) -> str:
     return (
       f"run_name={self._name} is held by the run of process {found.pid} on {found.host} since {found.since}: end that "
       f"one, or choose another run_name."
     )
 
-  def _read_patiently(self) -> _Claim | None:
-    """A save must not fail for one read of a file that is replaced every few seconds."""
+  def _read_with_retries(self) -> _Claim | None:
+    """Retries: a save must not fail because of one failed read of a file that is often replaced."""
     for delay in _READ_DELAYS:
       try:
         return self._read()
@@ -197,11 +197,11 @@ class Lease:
   def _read(self) -> _Claim | None:
     try:
       return _Claim(**json.loads(self._file.read_text()))
-    except (FileNotFoundError, ValueError, TypeError):  # a file that cannot be a lease holds nobody up
+    except (FileNotFoundError, ValueError, TypeError):  # an unreadable lease blocks nobody
       return None
 
   def _write(self, claim: _Claim, exclusive: bool = False) -> bool:
-    """Writes the file whole; `exclusive` leaves one alone that has appeared. A bucket's files are always whole."""
+    """Writes the file atomically; with `exclusive`, only if there is none. Returns whether it was written."""
     content = (json.dumps(asdict(claim), indent=1) + "\n").encode()
     unfinished = Path(self._file).with_name(f".{FILE}-{claim.holder}")
     if exclusive and "://" not in str(self._file):
@@ -211,7 +211,7 @@ class Lease:
 
 
 def _start_time(pid: int) -> str | None:
-  """When a process of this machine began; None where there is none, or only what is left of one."""
+  """When a process of this machine started; None if it does not exist or is a zombie."""
   if not sys.platform.startswith("linux"):
     try:
       os.kill(pid, 0)

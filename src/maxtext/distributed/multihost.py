@@ -22,23 +22,23 @@ _USED = itertools.count()
 
 
 def join(config: MaxTextConfig) -> None:
-  """Starts `jax.distributed` where the run has several processes; alone, it does nothing.
+  """Starts `jax.distributed` for a run of several processes; does nothing for one process.
 
-  Processes that someone started by hand, or `maxtext launch`, are told by the environment where the first one listens.
-  With a local tier of checkpoints the orchestrator deals the numbers, so that a machine gets its own parts again, and
-  leaves them in a file there. Else JAX's own detection of clusters decides (`cluster.py`).
+  Processes that were started by hand or by `maxtext launch` find the address of process 0 in the environment. With
+  local checkpoints the orchestrator assigns the process indices, so that a machine gets its own shards again, and
+  writes them to a file there. Otherwise JAX's cluster detection decides (`cluster.py`).
   """
   if config.skip_jax_distributed_system or jax.distributed.is_initialized():
     return
   seconds, env = config.jax_distributed_initialization_timeout, os.environ
-  if not config.enable_checkpointing:  # it would keep SIGTERM for a save that never comes
+  if not config.enable_checkpointing:  # it would hold back SIGTERM for a save that never comes
     jax.config.update("jax_enable_preemption_service", False)
   if "JAX_COORDINATOR_ADDRESS" in env:
-    _join_by_address(env["JAX_COORDINATOR_ADDRESS"], _number("JAX_PROCESS_ID"), seconds)
+    _join_by_address(env["JAX_COORDINATOR_ADDRESS"], _read_number("JAX_PROCESS_ID"), seconds)
     return
   cluster = config.hardware == "gpu_multiprocess" or find_cluster() is not None
   if config.enable_emergency_checkpoint and (cluster or "JAX_NUM_PROCESSES" in env):
-    index, address = _told_by_file(Path(config.local_checkpoint_directory) / INIT_FILE, seconds)
+    index, address = _read_init_file(Path(config.local_checkpoint_directory) / INIT_FILE, seconds)
     if "JAX_NUM_PROCESSES" in env:
       _join_by_address(address, index, seconds)
     else:
@@ -47,8 +47,8 @@ def join(config: MaxTextConfig) -> None:
     _join_by_detection(config)
 
 
-def refuse_unjoined(config: MaxTextConfig) -> None:
-  """TPU hosts of a pod see each other's chips without `jax.distributed`, but cannot agree on anything."""
+def check_joined(config: MaxTextConfig) -> None:
+  """Raises `ConfigError` where hosts of a TPU pod see each other's chips but did not start `jax.distributed`."""
   if jax.process_count() > 1 and not jax.distributed.is_initialized():
     raise ConfigError(
       f"skip_jax_distributed_system={str(config.skip_jax_distributed_system).lower()}, and this is one of "
@@ -57,49 +57,54 @@ def refuse_unjoined(config: MaxTextConfig) -> None:
     )
 
 
-def from_first(text: str) -> str:
-  """What process 0 says, on every process."""
-  return from_process(0, text.encode()).decode()
+def broadcast_from_first(text: str) -> str:
+  """The text of process 0, on every process."""
+  return broadcast_from(0, text.encode()).decode()
 
 
-def from_process(index: int, data: bytes) -> bytes:
-  """What one process has, on every process; what the others hand over does not matter."""
+def broadcast_from(index: int, data: bytes) -> bytes:
+  """The bytes of one process, on every process; the `data` of the others is ignored."""
   source = jax.process_index() == index
   size = int(multihost_utils.broadcast_one_to_all(np.array(len(data)), is_source=source))
-  letters = np.frombuffer(data, np.uint8) if source else np.zeros(size, np.uint8)
-  return multihost_utils.broadcast_one_to_all(letters, is_source=source).tobytes()
+  array = np.frombuffer(data, np.uint8) if source else np.zeros(size, np.uint8)
+  return multihost_utils.broadcast_one_to_all(array, is_source=source).tobytes()
 
 
-def on_any(so: bool) -> bool:
-  """Whether it is so on any process; all must ask."""
-  return bool(np.any(multihost_utils.process_allgather(np.array(so)))) if jax.process_count() > 1 else so
+def any_process(value: bool) -> bool:
+  """Whether the value is true on any process; all processes must call it."""
+  return bool(np.any(multihost_utils.process_allgather(np.array(value)))) if jax.process_count() > 1 else value
 
 
-def of_process(all_of_them: bool) -> str:
-  """A folder of its own for each process, where all of them write."""
-  return f"process_{jax.process_index()}" if all_of_them else ""
+def process_folder(all_processes: bool) -> str:
+  """The name of this process's own subfolder if all processes write, else an empty string."""
+  return f"process_{jax.process_index()}" if all_processes else ""
 
 
-def coordinator() -> Any:
-  """The client of the key-value store that all processes share."""
+def coordinator_client() -> Any:
+  """The client of the coordinator's key-value store."""
   client = distributed.global_state.client
   assert client is not None
   return client
 
 
-def once(name: str) -> str:
-  """A name for the coordinator that was not used before, as it must be; every process asks in the same order."""
+def unique_name(name: str) -> str:
+  """A name that was not used with the coordinator before. All processes must call it in the same order."""
   return f"maxtext/{name}/{next(_USED)}"
 
 
-def problems_of_all(name: str, own: str, seconds: float) -> dict[int, str]:
-  """What went wrong on which process, once all have said so under a name that is used once; '' is that nothing did.
+def gather_problems(name: str, own: str, seconds: float) -> dict[int, str]:
+  """The problems of all processes, by process index; waits until every process has called it.
 
-  It goes through the coordinator and not through the devices, so threads beside the loop may ask.
+  It uses the coordinator and not the devices, so threads other than the training loop may call it.
+
+  Args:
+    name: from `unique_name`.
+    own: the problem of this process; '' is none.
+    seconds: the time limit for the slowest process.
   """
   if jax.process_count() == 1:
     return {0: own} if own else {}
-  client = coordinator()
+  client = coordinator_client()
   if own:
     client.key_value_set(f"{name}/{jax.process_index()}", own)
   client.wait_at_barrier(name, timeout_in_ms=int(seconds * 1000))
@@ -107,7 +112,7 @@ def problems_of_all(name: str, own: str, seconds: float) -> dict[int, str]:
 
 
 def _join_by_address(address: str, index: int, seconds: int) -> None:
-  count = _number("JAX_NUM_PROCESSES")
+  count = _read_number("JAX_NUM_PROCESSES")
   if missing := missing_processes(address, count, index, seconds):
     raise ConfigError(
       f"Process {index} of {count} waited {seconds} s at {address} for process {', '.join(map(str, missing))}. "
@@ -126,8 +131,8 @@ def _join_by_detection(config: MaxTextConfig) -> None:
     ) from None
 
 
-def _told_by_file(file: Path, seconds: int) -> tuple[int, str]:
-  """The number of this process and the coordinator's address, a line each, once the file is there and whole."""
+def _read_init_file(file: Path, seconds: int) -> tuple[int, str]:
+  """The process index and the coordinator's address, a line each, once the file is complete."""
   deadline, text = time.monotonic() + seconds, ""
   while True:
     with suppress(FileNotFoundError):
@@ -145,7 +150,7 @@ def _told_by_file(file: Path, seconds: int) -> tuple[int, str]:
   )
 
 
-def _number(name: str) -> int:
+def _read_number(name: str) -> int:
   text = os.environ.get(name, "")
   if not text.isdigit():
     raise ConfigError(f"{name}={text!r} in the environment must be a number, for a run of several processes.")

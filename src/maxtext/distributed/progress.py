@@ -1,4 +1,4 @@
-"""How far a run has come, told to whoever supervises it: a restart that comes no further is not worth many more."""
+"""The last saved step of a run, reported to its supervisor, which gives up on restarts that make no progress."""
 
 import os
 from contextlib import suppress
@@ -7,15 +7,15 @@ from pathlib import Path
 VARIABLE = "MAXTEXT_PROGRESS_FILE"
 
 
-def tell_progress(step: int) -> None:
-  """Notes the last step that is safely saved, where a supervisor has asked for it."""
+def report_progress(step: int) -> None:
+  """Writes the last step that is safely saved to the supervisor's file, if there is one."""
   if path := os.environ.get(VARIABLE):
     with suppress(OSError):
       Path(path).write_text(str(step))
 
 
-def told_progress(path: Path) -> int:
-  """The last step that was noted; -1 where there is none."""
+def read_progress(path: Path) -> int:
+  """The last reported step; -1 if there is none."""
   try:
     return int(path.read_text())
   except (OSError, ValueError):

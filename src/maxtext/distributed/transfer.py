@@ -1,4 +1,4 @@
-"""Bytes of one process, brought to some of the others through the devices' own network, a chunk at a time."""
+"""Copies bytes from one process to others through the network of the devices, a chunk at a time."""
 
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-CHUNK = 64 << 20  # bytes that are on the way, and held twice, at a time
+CHUNK = 64 << 20  # bytes in transfer, and held twice, at a time
 
 
 def receive_from(source: int, receivers: Iterable[int], size: int, data: np.ndarray | None = None) -> np.ndarray:
-  """The `size` bytes of a process, on that process and on the receivers; these call it in the same order.
+  """The bytes of one process, on that process and on the receivers, all of which must call it in the same order.
 
   Args:
-    source: the process that has them.
-    receivers: those that want them.
-    size: how many there are, of any number.
-    data: the bytes, on the source alone.
+    source: index of the process that has the bytes.
+    receivers: indices of the processes that need them.
+    size: the number of bytes.
+    data: the bytes; given on the source alone.
   """
   processes = sorted({source, *receivers})
   devices = tuple(next(d for d in jax.devices() if d.process_index == process) for process in processes)
@@ -40,6 +40,6 @@ def receive_from(source: int, receivers: Iterable[int], size: int, data: np.ndar
 
 @cache
 def _adder(devices: tuple[jax.Device, ...]) -> Callable[[jax.Array], jax.Array]:
-  """All rows but the source's are zero, so their sum is what it has."""
+  """A program that sums rows; all rows but the source's are zero."""
   everywhere = NamedSharding(Mesh(np.array(devices), "processes"), PartitionSpec())
   return jax.jit(lambda rows: jnp.sum(rows, axis=0, dtype=jnp.uint8), out_shardings=everywhere)

@@ -25,7 +25,7 @@ from maxtext.inference.scheduler import Request, Scheduler
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
 from maxtext.models.model import Model, Params
-from maxtext.weights.incoming import load_named
+from maxtext.weights.from_hugging_face import load_weights
 
 if TYPE_CHECKING:
   from maxtext.inference.grammar import Grammar, Grammars
@@ -162,7 +162,7 @@ def parameters(config: MaxTextConfig, model: Model) -> Params:
   """Those of `load_parameters_path`."""
   if not config.load_parameters_path:
     raise ConfigError("load_parameters_path is not set: write a run's folder, a checkpoint, or exported parameters.")
-  return model.apart(load_named(config, model, model.params | model.buffers))
+  return model.apart(load_weights(config, model, model.params | model.buffers))
 
 
 def run_tokenizer(config: MaxTextConfig) -> TextTokenizer:

@@ -21,8 +21,8 @@ from maxtext.kernels.scores import Scoring, Tokens, gathered, keys_like_queries,
 from maxtext.kernels.splash import SplashBlocks, splash
 from maxtext.kernels.sums import Sums
 from maxtext.kernels.token_order import TokenOrder
-from maxtext.mesh.explicit import by_compiler
-from maxtext.mesh.rules import axes_of, parts_of
+from maxtext.mesh.explicit import auto_axes
+from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 
 Kernel = Literal["dot_product", "chunked", "splash", "cudnn"]
 
@@ -76,7 +76,7 @@ class Attention:
       )  # fmt: skip
 
     def placed(run: Callable[..., jax.Array]) -> jax.Array:
-      return by_compiler(run, NamedSharding(mesh, q_spec), q, k, v, tokens, sinks)
+      return auto_axes(run, NamedSharding(mesh, q_spec), q, k, v, tokens, sinks)
 
     if self.kernel == "cudnn":
       assert sinks is None, "refused when the model is built"
@@ -104,13 +104,13 @@ class Attention:
     kv_spec: PartitionSpec,
   ) -> jax.Array:
     """Rows are split over devices: each has its queries, and all keys or those that come by."""
-    axes = axes_of(q_spec[1])
+    axes = mesh_axes_of(q_spec[1])
     k, v, kv_spec = keys_like_queries(q, k, v, q_spec, kv_spec)
     plain = partial(self._plain, ordered=False) if self.kernel == "chunked" else self._plain
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, sinks: jax.Array | None) -> jax.Array:
       if self.ring:
-        return ring(q, k, v, tokens, scoring, sinks, self.precision, axes=axes, parts=parts_of(mesh, axes))
+        return ring(q, k, v, tokens, scoring, sinks, self.precision, axes=axes, parts=num_shards_of(mesh, axes))
       keys, values, key_tokens = gathered((k, v, tokens), axes, None)
       return plain(q, keys, values, tokens, key_tokens, scoring, sinks)
 

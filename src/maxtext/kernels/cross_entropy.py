@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from maxtext.mesh.explicit import by_compiler
+from maxtext.mesh.explicit import auto_axes
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, z_loss: float) -> jax.Array:
@@ -20,7 +20,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, z_loss: float) -> jax.A
     gold = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return log_partition - gold + z_loss * jnp.square(log_partition)
 
-  return by_compiler(losses, jax.typeof(targets).sharding, logits, targets)
+  return auto_axes(losses, jax.typeof(targets).sharding, logits, targets)
 
 
 def tiled_cross_entropy(

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.kernels.scores import Scoring, Tokens, gathered, keys_like_queries
 from maxtext.kernels.token_order import TokenOrder
-from maxtext.mesh.rules import axes_of, parts_of
+from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ def splash(
 
   S, H = q.shape[1], q.shape[2]
   k, v, kv_spec = keys_like_queries(q, k, v, q_spec, kv_spec)
-  length_axes, parts = axes_of(q_spec[1]), parts_of(mesh, q_spec[1])
+  length_axes, parts = mesh_axes_of(q_spec[1]), num_shards_of(mesh, q_spec[1])
   segments = tokens.segments
   if scoring.chunked and segments is not None:  # chunks are those of the documents: let them be segments of their own
     assert scoring.window is not None
     segments = segments * (S // scoring.window + 1) + tokens.positions // scoring.window
     scoring = Scoring(scoring.scale, cap=scoring.cap)
   attend = kernel.make_splash_mha(
-    _mask(scoring, S, H // parts_of(mesh, q_spec[2]), order),
+    _mask(scoring, S, H // num_shards_of(mesh, q_spec[2]), order),
     block_sizes=blocks.within(S // parts, S, kernel.BlockSizes),
     attn_logits_soft_cap=scoring.cap,
     head_shards=1,

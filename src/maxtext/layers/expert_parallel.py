@@ -14,7 +14,7 @@ from maxtext.layers.dispatch import Routing
 from maxtext.layers.how import How
 from maxtext.layers.make import Buffer
 from maxtext.mesh import explicit
-from maxtext.mesh.rules import axes_of, parts_of
+from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 
 _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 
@@ -45,12 +45,12 @@ def over_mesh(
   """
   mesh = how.mesh
   *tokens, widths = how.partition((*x.shape[:2], hidden), *_HIDDEN)
-  owners, parts = axes_of(how.partition((count,), "activation_expert")[0]), axes_of(widths)
-  holders = [axes_of(part) for part in tokens]
+  owners, parts = mesh_axes_of(how.partition((count,), "activation_expert")[0]), mesh_axes_of(widths)
+  holders = [mesh_axes_of(part) for part in tokens]
   travel = [tuple(axis for axis in axes if axis in owners) for axes in holders]
   summed = (*parts, *(axis for axis in owners if axis not in travel[0] + travel[1]))
   everyone = tuple(dict.fromkeys((*holders[0], *holders[1], *owners)))
-  own = count // parts_of(mesh, owners)
+  own = count // num_shards_of(mesh, owners)
   # Devices that hold other experts and the same tokens have nothing to send to each other.
   sent = owners if how.experts.sends and set(owners) <= set(travel[0] + travel[1]) else ()
   if sent:
@@ -67,7 +67,7 @@ def over_mesh(
     for dim, axes in enumerate(travel):
       if axes:
         x, routing = jax.tree.map(lambda a, n=axes, d=dim: jax.lax.all_gather(a, n, axis=d, tiled=True), (x, routing))
-    y, dropped = run(module, x, routing, first, own, parts_of(mesh, parts), sent)
+    y, dropped = run(module, x, routing, first, own, num_shards_of(mesh, parts), sent)
     for dim, axes in enumerate(travel):
       if axes:
         y = jax.lax.psum_scatter(y, axes, scatter_dimension=dim, tiled=True)
@@ -79,8 +79,8 @@ def over_mesh(
   spec = PartitionSpec(*tokens, None)
   values = [_handed_over(how, variable) for _, variable in variables]
   if how.explicit:  # what enters is moved first, else the compiler does it
-    x, routing = jax.tree.map(lambda a: explicit.moved(a, mesh, spec), (x, routing))
-    values = [explicit.moved(value, mesh, own) for value, own in zip(values, specs, strict=True)]
+    x, routing = jax.tree.map(lambda a: explicit.reshard(a, mesh, spec), (x, routing))
+    values = [explicit.reshard(value, mesh, own) for value, own in zip(values, specs, strict=True)]
   y, dropped, buffers = jax.shard_map(
     local,
     mesh=mesh,
@@ -115,5 +115,5 @@ def _handed_over(how: How, variable: Any) -> jax.Array:
 
 def _agreed(buffer: jax.Array, spec: PartitionSpec, mesh_axes: tuple[str, ...]) -> jax.Array:
   """What hooks assigned to a buffer is a statistic, or equal everywhere: devices that share it agree on the largest."""
-  split = {axis for part in spec for axis in axes_of(part)}
+  split = {axis for part in spec for axis in mesh_axes_of(part)}
   return jax.lax.pmax(buffer, tuple(axis for axis in mesh_axes if axis not in split))

@@ -55,7 +55,7 @@ class Linear(nnx.Module):
     y = product(x, weight)
     if self.bias is not None:
       bias = self.bias[...].astype(y.dtype)
-      y = y + (explicit.beside(bias, y, self.how.mesh) if self.how.explicit else bias)
+      y = y + (explicit.match_sharding(bias, y, self.how.mesh) if self.how.explicit else bias)
     return checkpoint_name(y, self.name)
 
   def _hooked(self, product: Product) -> Product:
@@ -66,5 +66,5 @@ class Linear(nnx.Module):
   def _product(self, dtype: jax.typing.DTypeLike, x: jax.Array, weight: jax.Array) -> jax.Array:
     x, weight = x.astype(dtype), weight.astype(dtype)
     if self.how.explicit:
-      return explicit.product(x, weight, self.inputs, self.how.precision, self.how.mesh)
+      return explicit.matmul(x, weight, self.inputs, self.how.precision, self.how.mesh)
     return jnp.tensordot(x, weight, self.inputs, precision=self.how.precision)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxtext.mesh.rules import axes_of
+from maxtext.mesh.rules import mesh_axes_of
 
 AXIS = "stage"
 _FSDP = ("fsdp", "fsdp_transpose")
@@ -108,7 +108,7 @@ def pipelined(
 def gathered(mesh: Mesh, home: PartitionSpec, w: jax.Array) -> jax.Array:
   """A weight [P,N,L,...] whole over FSDP; `home` says how it is split but for P, N and L. Its gradient is split: else
   all of it would be summed, and kept, on every device."""
-  whole = (tuple(axis for axis in axes_of(part) if axis not in _FSDP) or None for part in home)
+  whole = (tuple(axis for axis in mesh_axes_of(part) if axis not in _FSDP) or None for part in home)
   return jax.lax.with_sharding_constraint(w, NamedSharding(mesh, PartitionSpec(AXIS, None, None, *whole)))
 
 

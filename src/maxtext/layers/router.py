@@ -15,7 +15,7 @@ from maxtext.layers.how import How
 from maxtext.layers.linear import Linear
 from maxtext.layers.make import Buffer, Make, Statistic
 from maxtext.layers.norm import unit_rms
-from maxtext.mesh.explicit import by_compiler
+from maxtext.mesh.explicit import auto_axes
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,7 @@ class TopKRouter(nnx.Module):
     weights = weights * spec.scale
     if self.expert_scale is not None:
       scale = self.expert_scale[...].astype(jnp.float32)
-      weights = weights * by_compiler(
-        lambda scale, experts: scale[experts], jax.typeof(experts).sharding, scale, experts
-      )
+      weights = weights * auto_axes(lambda scale, experts: scale[experts], jax.typeof(experts).sharding, scale, experts)
     counted = None if real is None else self.how.shard(real.astype(jnp.float32), *_TOKENS)
     tokens, total = _sum(jax.nn.one_hot(experts, spec.count, dtype=jnp.float32).sum(2), counted)
     load = tokens / total  # of each expert, per token

@@ -1,1 +1,1 @@
-"""Where arrays live: device meshes, named topologies, and the table from named dimensions to mesh axes."""
+"""Sharding: device meshes, named topologies, and the rules from logical axes to mesh axes."""

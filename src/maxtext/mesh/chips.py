@@ -1,6 +1,6 @@
-"""What a chip can do, from its maker's data sheet; figures are per chip, arithmetic is dense bfloat16.
+"""Peak numbers of accelerators, from their data sheets; all are per chip, FLOP/s are dense bfloat16.
 
-Links of TPUs are one direction of one cable of the torus; there are two directions for each of its dimensions.
+A link of a TPU is one direction of one cable of the torus; each dimension of the torus has two.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ class Chip:
   """An accelerator.
 
   Attributes:
-    kind: how JAX names a device of it, or how that name begins.
+    kind: JAX's `device_kind` of its devices, or a prefix of it.
     flops: operations per second.
-    hbm_bytes: memory that a program may use; of TPUs, what their compiler allows.
+    hbm_bytes: memory that a program may use; for TPUs, what their compiler allows.
     devices: devices that JAX sees in one chip.
-    cores: that share the work of a device.
+    cores: cores that share the work of one device.
     clock: cycles per second of the matrix units.
-    hbm_bandwidth: bytes per second from and to its memory.
+    hbm_bandwidth: bytes per second between the chip and its memory.
     link_bandwidth: bytes per second of one link.
   """
 
@@ -44,7 +44,7 @@ CHIPS = {
 }
 
 
-def chip_of(device_kind: str) -> Chip | None:
-  """The chip that a device of this kind belongs to; None where its peak is not known, as for a CPU."""
+def find_chip(device_kind: str) -> Chip | None:
+  """The chip of a device kind; None where its peak is not known, as for a CPU."""
   fitting = [chip for chip in CHIPS.values() if device_kind.lower().startswith(chip.kind.lower())]
   return max(fitting, key=lambda chip: len(chip.kind), default=None)

@@ -1,25 +1,25 @@
-"""What the compiler is told for each chip, beside the program, and why."""
+"""Compiler options for each chip, and why they are set."""
 
 import os
 from collections.abc import Mapping
 
 import jax
 
-from maxtext.mesh.chips import CHIPS, chip_of
+from maxtext.mesh.chips import CHIPS, find_chip
 
 Options = Mapping[str, str | bool]
 
-# Gathers of weights and reductions of gradients run beside products. Left at its defaults the compiler makes those in
-# the loop over layers synchronous, and a step waits for every byte.
+# Gathers of weights and reductions of gradients overlap with matmuls. By default the compiler makes those in the loop
+# over layers synchronous, and a step waits for every byte.
 _OVERLAPPED: Options = {
   "xla_enable_async_all_gather": True,  # a gather is split into a start and a done
-  "xla_tpu_enable_async_collective_fusion": True,  # products may stand between the two
+  "xla_tpu_enable_async_collective_fusion": True,  # matmuls may run between the two
   "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,  # also those of gathers
   "xla_tpu_enable_async_collective_fusion_multiple_steps": True,  # and a gather may last through several of them
   "xla_enable_async_all_reduce": True,  # the same for reductions
   "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
-  "xla_tpu_overlap_compute_collective_tc": True,  # the core that computes also moves what arrives
-  # Weights are not passed around in pieces: products of those want activations copied into other layouts.
+  "xla_tpu_overlap_compute_collective_tc": True,  # the core that computes also moves data that arrives
+  # No windowed einsum: matmuls of parts of weights need activations copied into other layouts.
   "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
 }
 
@@ -31,17 +31,18 @@ _OPTIONS: Mapping[str, Options] = {
   "tpu7x": _OVERLAPPED,
 }
 
-# Where users give the compiler flags of their own.
+# Environment variables in which users set compiler flags.
 _ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 def compiler_options(device: jax.Device, flags: str = "") -> dict[str, str | bool]:
-  """For programs on devices like this one.
+  """Compiler options for programs on devices like this one.
 
   Args:
-    flags: more of them, as `--name=value` separated by spaces; they win, and so do those of the environment.
+    device: a device of the program.
+    flags: more options, as `--name=value` separated by spaces. They override the table; the environment does too.
   """
-  chip = chip_of(device.device_kind)
+  chip = find_chip(device.device_kind)
   options = next((options for name, options in _OPTIONS.items() if CHIPS[name] is chip), {})
   elsewhere = {name for variable in _ENVIRONMENT for name in _flags(os.environ.get(variable, ""))}
   return {name: value for name, value in options.items() if name not in elsewhere} | _flags(flags)

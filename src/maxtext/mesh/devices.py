@@ -13,7 +13,7 @@ from maxtext.configs.types import ShardMode
 
 
 def make_mesh(config: MaxTextConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """A mesh with one axis per name in `mesh_axes`; size-one axes included, so that every rule has its axis."""
+  """A mesh with one axis for each name in `mesh_axes`. Axes of size one are kept, so that every rule has its axis."""
   devices = list(jax.devices() if devices is None else devices)
   slices = _slices(config, devices)
   ici, dcn = parallelism(config, "ici", len(devices) // slices), parallelism(config, "dcn", slices)
@@ -22,18 +22,18 @@ def make_mesh(config: MaxTextConfig, devices: Sequence[jax.Device] | None = None
 
 
 def with_devices(config: MaxTextConfig, devices: Sequence[jax.Device] | None = None) -> MaxTextConfig:
-  """The configuration with what follows from devices, by default all that JAX finds."""
+  """The configuration with the values that depend on devices; by default all devices that JAX finds."""
   found = list(jax.devices() if devices is None else devices)
   return derived.with_devices(config, len(found), _slices(config, found))
 
 
 def _slices(config: MaxTextConfig, devices: list[jax.Device]) -> int:
-  """What the hardware says; devices that know no slices may be told to form some, in their order."""
+  """The number of slices, from the hardware. Devices without a slice index are divided as `num_slices` says."""
   found = len({getattr(d, "slice_index", 0) for d in devices})
-  asked = found if config.num_slices == -1 else config.num_slices
-  if asked < 1 or len(devices) % asked or (found > 1 and asked != found):
+  wanted = found if config.num_slices == -1 else config.num_slices
+  if wanted < 1 or len(devices) % wanted or (found > 1 and wanted != found):
     raise ConfigError(f"num_slices={config.num_slices} does not fit {len(devices)} devices in {found} slices.")
-  return asked
+  return wanted
 
 
 def _arrange(
@@ -49,17 +49,17 @@ def _arrange(
   except NotImplementedError as error:
     sizes = " x ".join(f"{axis}={size}" for axis, size in zip(mesh_axes(config), ici, strict=True) if size > 1)
     raise ConfigError(
-      f"A mesh of {sizes} cannot be laid out on whole axes of the slice's torus: let them be split by "
-      "allow_split_physical_axes=true, or choose sizes that are products of them."
+      f"A mesh of {sizes} cannot be laid out on whole axes of the slice's torus: write "
+      "allow_split_physical_axes=true, or choose sizes that are products of torus axes."
     ) from error
 
 
 def _hybrid(devices: np.ndarray, ici: tuple[int, ...], dcn: tuple[int, ...]) -> np.ndarray:
-  """Devices slice by slice to a mesh in which each axis steps through its slices first, then within them."""
+  """A mesh of devices that are ordered by slice: along each axis the slice changes slowest."""
   pairs = devices.reshape(*dcn, *ici).transpose([i for axis in range(len(ici)) for i in (axis, axis + len(ici))])
   return pairs.reshape([a * b for a, b in zip(dcn, ici, strict=True)])
 
 
 def _needs_split(ici: tuple[int, ...]) -> bool:
-  """One mesh axis over the whole slice only follows the torus if physical axes may be split."""
+  """Whether one mesh axis covers the whole slice, which follows the torus only if physical axes may be split."""
   return sum(size > 1 for size in ici) <= 1

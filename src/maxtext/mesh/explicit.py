@@ -1,5 +1,5 @@
-"""Operations on a mesh whose axes are explicit: there an array's sharding is part of its type, and whatever would move
-data is said, not found by the compiler.
+"""Operations on a mesh with explicit axes. There an array's sharding is part of its type, and every movement of data is
+written in the program; the compiler adds none.
 """
 
 from collections.abc import Callable
@@ -8,48 +8,50 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from maxtext.mesh.rules import axes_of
+from maxtext.mesh.rules import mesh_axes_of
 
 
 def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
-  """Whether shardings are types here."""
+  """Whether a mesh has explicit axes, so that shardings are part of types."""
   return AxisType.Explicit in mesh.axis_types
 
 
-def moved(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-  """The same, split as said."""
+def reshard(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+  """The array with another sharding."""
   return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
-def product(x: jax.Array, weight: jax.Array, contracted: int, precision: str, mesh: Mesh) -> jax.Array:
-  """The last dimensions of x with the first of a weight.
+def matmul(x: jax.Array, weight: jax.Array, contracted: int, precision: str, mesh: Mesh) -> jax.Array:
+  """Contracts the last `contracted` dimensions of x with the first of a weight.
 
-  The weight is gathered over every axis that splits x otherwise, which is what FSDP is. Where both are split where they
-  are contracted, partial sums are added up.
+  The weight is gathered over every axis that splits other dimensions of x, which is what FSDP is. Where both are split
+  along a contracted dimension, partial sums are added up.
   """
   kept = x.ndim - contracted
-  parts = _parts(x)
-  taken = {axis for part in parts for axis in axes_of(part)}
-  outputs = [tuple(axis for axis in axes_of(part) if axis not in taken) or None for part in _parts(weight)[contracted:]]
-  weight = moved(weight, mesh, PartitionSpec(*parts[kept:], *outputs))
+  spec = _spec(x)
+  used = {axis for part in spec for axis in mesh_axes_of(part)}
+  outputs = [
+    tuple(axis for axis in mesh_axes_of(part) if axis not in used) or None for part in _spec(weight)[contracted:]
+  ]
+  weight = reshard(weight, mesh, PartitionSpec(*spec[kept:], *outputs))
   dims = (tuple(range(kept, x.ndim)), tuple(range(contracted))), ((), ())
-  spec = PartitionSpec(*parts[:kept], *outputs)
-  return jax.lax.dot_general(x, weight, dims, precision=precision, out_sharding=NamedSharding(mesh, spec))
+  out_spec = PartitionSpec(*spec[:kept], *outputs)
+  return jax.lax.dot_general(x, weight, dims, precision=precision, out_sharding=NamedSharding(mesh, out_spec))
 
 
-def beside(bias: jax.Array, y: jax.Array, mesh: Mesh) -> jax.Array:
-  """A bias, split as the last dimensions of what it is added to."""
-  return moved(bias, mesh, PartitionSpec(*_parts(y)[y.ndim - bias.ndim :]))
+def match_sharding(bias: jax.Array, y: jax.Array, mesh: Mesh) -> jax.Array:
+  """A bias with the sharding of the last dimensions of the array that it is added to."""
+  return reshard(bias, mesh, PartitionSpec(*_spec(y)[y.ndim - bias.ndim :]))
 
 
-def by_compiler(run: Callable[..., jax.Array], sharding: NamedSharding, *arguments: Any) -> jax.Array:
-  """The result of a function that says nothing of shardings: inside it the compiler finds them on any mesh, and its
-  result is as said on one whose axes are explicit."""
+def auto_axes(run: Callable[..., jax.Array], sharding: NamedSharding, *arguments: Any) -> jax.Array:
+  """Calls a function in which the compiler chooses the shardings; on explicit axes its result gets `sharding`."""
   if not is_explicit(sharding.mesh):
     return run(*arguments)
   return jax.sharding.auto_axes(run, out_sharding=sharding)(*arguments)
 
 
-def _parts(x: jax.Array) -> tuple[Any, ...]:
+def _spec(x: jax.Array) -> tuple[Any, ...]:
+  """The array's partition spec, with an entry for every dimension."""
   spec = tuple(jax.typeof(x).sharding.spec)
   return spec + (None,) * (x.ndim - len(spec))

@@ -1,7 +1,7 @@
-"""Named dimensions and the mesh axes they are split over.
+"""Logical axis rules: the mesh axes that each logical axis is sharded over.
 
-Every array in the program names its dimensions (`LogicalAxis`); one table, from the configuration, says which mesh axes
-each name is split over. Strategies (data, FSDP, tensor, ...) differ only in the mesh's shape and in this table.
+Every dimension of every array has a logical axis (`LogicalAxis`). One table in the configuration maps logical axes to
+mesh axes. Parallelism strategies (data, FSDP, tensor, ...) differ only in the shape of the mesh and in this table.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,22 +49,22 @@ LOGICAL_AXES: tuple[str, ...] = get_args(LogicalAxis)
 
 @dataclass(frozen=True)
 class Rules:
-  """The table, as hashable pairs (named dimension, mesh axes)."""
+  """The table, as hashable pairs (logical axis, mesh axes)."""
 
   pairs: tuple[tuple[str, tuple[str, ...]], ...]
 
   @staticmethod
   def parse(table: Any, mesh_axes: Sequence[str]) -> "Rules":
-    """Reads `logical_axis_rules`; unknown and doubly-used names are refused."""
+    """Parses `logical_axis_rules`; unknown and repeated names raise `ConfigError`."""
     rules: dict[str, tuple[str, ...]] = {}
     if not isinstance(table, list | tuple):
-      raise ConfigError(f"logical_axis_rules={table!r} must be a list of pairs [named dimension, mesh axes].")
+      raise ConfigError(f"logical_axis_rules={table!r} must be a list of pairs [logical axis, mesh axes].")
     for entry in table:
       name, axes = _entry(entry)
       if name not in LOGICAL_AXES:
-        raise ConfigError(f"logical_axis_rules: '{name}' is not a named dimension.{nearest(name, LOGICAL_AXES)}")
+        raise ConfigError(f"logical_axis_rules: '{name}' is not a logical axis.{nearest(name, LOGICAL_AXES)}")
       if name in rules:
-        raise ConfigError(f"logical_axis_rules: '{name}' stands twice; join its mesh axes in one entry.")
+        raise ConfigError(f"logical_axis_rules: '{name}' occurs twice; join its mesh axes in one entry.")
       for axis in axes:
         if axis not in mesh_axes:
           hint = nearest(axis, mesh_axes) or f" There are {', '.join(mesh_axes)}."
@@ -73,11 +73,11 @@ class Rules:
         raise ConfigError(f"logical_axis_rules: {name}: {list(axes)} names a mesh axis twice.")
       rules[name] = axes
     if missing := [name for name in LOGICAL_AXES if name not in rules]:
-      raise ConfigError(f"logical_axis_rules lacks {', '.join(missing)}; write [] for a dimension that is not split.")
+      raise ConfigError(f"logical_axis_rules lacks {', '.join(missing)}; write [] for an axis that is not sharded.")
     return Rules(tuple(rules.items()))
 
-  def experts_over(self, axis: str) -> "Rules":
-    """The same, but for the weights of experts, which this mesh axis splits by expert and not by width."""
+  def with_experts_over(self, axis: str) -> "Rules":
+    """Rules in which a mesh axis shards the weights of experts by expert instead of by width."""
     table = dict(self.pairs)
     if axis not in table["expert_embed"]:
       raise ConfigError(f"shard_exp_on_fsdp=true, but logical_axis_rules does not split expert_embed over '{axis}'.")
@@ -86,7 +86,7 @@ class Rules:
     return Rules(tuple(table.items()))
 
   def partition(self, mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
-    """How an array with these named dimensions is split.
+    """The partition spec of an array with these logical axes.
 
     A dimension takes the longest prefix of its mesh axes whose product divides it, so that a model with two key heads
     still runs on eight tensor-parallel devices. Axes of size one are left out.
@@ -103,30 +103,30 @@ class Rules:
       for axis in wanted:
         if axis in taken:
           raise ConfigError(
-            f"logical_axis_rules: an array with dimensions {list(axes)} would be split over mesh axis '{axis}' twice, "
-            f"by '{taken[axis]}' and by '{name}'. Take it out of one of the two."
+            f"logical_axis_rules: an array with axes {list(axes)} would be sharded over mesh axis '{axis}' twice, "
+            f"by '{taken[axis]}' and by '{name}'. Remove it from one of the two."
           )
         taken[axis] = name
       parts.append(_dividing_prefix(wanted, mesh, size) or None)
     return PartitionSpec(*parts)
 
-  def parts(self, mesh: Mesh, name: LogicalAxis) -> int:
-    """Into how many parts a named dimension is cut that all its mesh axes divide."""
+  def num_shards(self, mesh: Mesh, name: LogicalAxis) -> int:
+    """The number of shards of a logical axis whose size all its mesh axes divide."""
     return prod(mesh.shape.get(axis, 1) for axis in dict(self.pairs)[name])
 
   def sharding(self, mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-    """The same as a sharding."""
+    """The sharding of an array with these logical axes; see `partition`."""
     return NamedSharding(mesh, self.partition(mesh, axes, shape))
 
 
-def axes_of(part: Any) -> tuple[str, ...]:
-  """The mesh axes in one part of a `PartitionSpec`, however it is written."""
+def mesh_axes_of(part: Any) -> tuple[str, ...]:
+  """The mesh axes in one entry of a `PartitionSpec`, which may be None, a name or several names."""
   return (part,) if isinstance(part, str) else tuple(part or ())
 
 
-def parts_of(mesh: Mesh, part: Any) -> int:
-  """Into how many parts it cuts a dimension."""
-  return prod(mesh.shape[axis] for axis in axes_of(part))
+def num_shards_of(mesh: Mesh, part: Any) -> int:
+  """The number of shards of a dimension with this entry of a `PartitionSpec`."""
+  return prod(mesh.shape[axis] for axis in mesh_axes_of(part))
 
 
 def _entry(entry: Any) -> tuple[str, tuple[str, ...]]:
@@ -135,7 +135,7 @@ def _entry(entry: Any) -> tuple[str, tuple[str, ...]]:
       return name, (axis,)
     case [str(name), [*axes]] if all(isinstance(axis, str) for axis in axes):
       return name, tuple(axes)
-  raise ConfigError(f"logical_axis_rules: {entry!r} is not a pair [named dimension, mesh axes].")
+  raise ConfigError(f"logical_axis_rules: {entry!r} is not a pair [logical axis, mesh axes].")
 
 
 def _dividing_prefix(axes: Iterable[str], mesh: Mesh, size: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Named topologies, for compiling where there is no TPU, and for reckoning where there is no compiler either."""
+"""Named topologies, to compile for hardware that is not here, and to estimate where there is no compiler."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from maxtext.mesh.chips import CHIPS, Chip
 
 @dataclass(frozen=True)
 class _Generation:
-  """How chips of a TPU generation are joined and named."""
+  """The torus of a TPU generation, and how its topologies are named."""
 
   cores_in_name: int  # what the number in 'v5p-128' counts, per chip
   dims: int  # dimensions of its torus
@@ -22,8 +22,8 @@ class _Generation:
 
 
 @dataclass(frozen=True)
-class AbsentDevice:
-  """A device that nothing compiles for here: enough to say where arrays would be, and nothing else."""
+class DeviceDescription:
+  """A GPU that is not here: enough to lay out arrays, not to compile."""
 
   id: int
   device_kind: str
@@ -70,7 +70,7 @@ _SHAPES: dict[int, dict[int, tuple[int, ...]]] = {
 
 @dataclass(frozen=True)
 class Topology:
-  """Slices of one shape of one chip."""
+  """One or more slices of the same shape and chip."""
 
   name: str  # of the generation
   shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class Topology:
     kind, _, count = name.partition("-")
     if kind in _GPUS:
       if not count.isdigit() or int(count) < 1:
-        raise ConfigError(f"compile_topology={name}: say how many, as in {kind}-8.")
+        raise ConfigError(f"compile_topology={name}: write the number of GPUs, as in {kind}-8.")
       return Topology(kind, (int(count),), slices)
     generation = _GENERATIONS.get(kind)
     if generation is None:
@@ -95,27 +95,27 @@ class Topology:
 
   @property
   def chip(self) -> Chip:
-    """What each of its chips can do."""
+    """The chip, with its peak numbers."""
     return CHIPS[self.name]
 
   @property
   def compiles(self) -> bool:
-    """Whether there is a compiler for it without its hardware."""
+    """Whether programs can be compiled for it without its hardware."""
     return self.name in _GENERATIONS
 
   @property
   def wrap(self) -> tuple[bool, bool, bool]:
-    """Which dimensions close to a ring. Without this the compiler decomposes every all-gather."""
+    """Which dimensions are rings. Without this the compiler decomposes every all-gather."""
     if len(self.shape) == 3:
       return (min(self.shape) >= 4,) * 3
     first, second = (size == 16 for size in self.shape)
     return first, second, False
 
   def devices(self) -> Sequence[jax.Device]:
-    """Descriptions of the devices, from the TPU compiler where there is one; no device is touched."""
+    """Descriptions of the devices, for TPUs from their compiler; no device is used."""
     if not self.compiles:
       size = self.shape[0]
-      absent = [AbsentDevice(i, self.chip.kind, i // size) for i in range(size * self.slices)]
+      absent = [DeviceDescription(i, self.chip.kind, i // size) for i in range(size * self.slices)]
       return cast(list[jax.Device], absent)
     for name, value in _COMPILER_ENVIRONMENT.items():
       os.environ.setdefault(name, value)

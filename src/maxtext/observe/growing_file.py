@@ -1,4 +1,4 @@
-"""A file that only grows, on a disk that may be full for a while."""
+"""An append-only file on a disk that may be full for a while."""
 
 import errno
 from collections.abc import Callable
@@ -6,15 +6,15 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
-_MOST_WAITING = 16 * 2**20  # bytes
+_MAX_PENDING_BYTES = 16 * 2**20  # bytes
 
 
 class GrowingFile:
-  """Appends to a file. What cannot be written waits for the next call, so that nothing is torn or lost once there is
-  room again; of what comes when 16 MiB wait, nothing is kept.
+  """Appends to a file. Data that cannot be written is kept for the next call, so that nothing is torn or lost once
+  there is space again. With 16 MiB pending, further data is dropped.
 
   Args:
-    path: of the file; its folder is made.
+    path: of the file; its folder is created.
     prepare: called with the path before the file is first opened.
   """
 
@@ -22,27 +22,27 @@ class GrowingFile:
     self._path, self._prepare = path, prepare
     self._prepared = False
     self._file: FileIO | None = None
-    self._waiting = bytearray()
+    self._pending = bytearray()
 
   def append(self, data: bytes) -> None:
-    """Writes this after all that waits. An `OSError` says that it waits too."""
-    if len(self._waiting) + len(data) <= _MOST_WAITING:
-      self._waiting += data
+    """Writes pending data and then this. If it raises `OSError`, this is pending too."""
+    if len(self._pending) + len(data) <= _MAX_PENDING_BYTES:
+      self._pending += data
     try:
       file = self._open()
-      while self._waiting and (written := file.write(self._waiting)):
-        del self._waiting[:written]
+      while self._pending and (written := file.write(self._pending)):
+        del self._pending[:written]
     except OSError:
-      self._let_go()  # a handle may have gone stale with the disk
+      self._close_file()  # a handle may have gone stale with the disk
       raise
 
   def close(self) -> None:
-    """Tries once more; an `OSError` says that what waits is lost."""
+    """Writes pending data and closes. If it raises `OSError`, pending data is lost."""
     try:
-      if self._waiting:
+      if self._pending:
         self.append(b"")
     finally:
-      self._let_go()
+      self._close_file()
 
   def _open(self) -> FileIO:
     if self._file is None:
@@ -53,19 +53,19 @@ class GrowingFile:
       self._file = FileIO(self._path, "a")
     return self._file
 
-  def _let_go(self) -> None:
+  def _close_file(self) -> None:
     if self._file is not None:
       with suppress(OSError):
         self._file.close()
       self._file = None
 
 
-def is_mistake(error: OSError) -> bool:
-  """Whether a file cannot be written since its name is wrong, which waiting does not mend; a full disk may empty."""
-  return error.errno in _MISTAKES
+def is_permanent(error: OSError) -> bool:
+  """Whether an error will not go away, such as a wrong path; a full disk may get space again."""
+  return error.errno in _PERMANENT
 
 
-_MISTAKES = {
+_PERMANENT = {
   errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EPERM,
   errno.EROFS,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The frame of every page that is drawn: plain HTML with SVG inside, no script, no network."""
+"""The frame of every HTML page: plain HTML with SVG, no script, no network."""
 
 import html
 

@@ -1,4 +1,4 @@
-"""A page of pictures from the figures of one or more runs."""
+"""The HTML report: charts of the metrics of one or more runs."""
 
 import html
 import math
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxtext.configs import ConfigError
-from maxtext.observe.figure_lines import parse_line
+from maxtext.observe.metric_lines import parse_line
 from maxtext.observe.page import COLOURS, figure, page
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 560, 260, 64, 20, 34, 14
@@ -15,22 +15,22 @@ _WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 560, 260, 64, 20, 34, 14
 
 @dataclass(frozen=True)
 class Run:
-  """The figures of one run, the last of each step."""
+  """The metrics of one run; of several lines for a step, the last."""
 
   name: str
   steps: list[int]
-  figures: list[dict[str, float | None]]
+  metrics: list[dict[str, float | None]]
 
-  def points(self, figure: str) -> list[tuple[float, float]]:
-    """(step, figure), where there is a number."""
-    pairs = ((float(step), row.get(figure)) for step, row in zip(self.steps, self.figures, strict=True))
+  def points(self, metric: str) -> list[tuple[float, float]]:
+    """(step, value) of a metric, where it is a finite number."""
+    pairs = ((float(step), row.get(metric)) for step, row in zip(self.steps, self.metrics, strict=True))
     return [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
 
 
 def write_report(folders: Sequence[Path], target: Path) -> Path:
-  """Draws the runs in those folders, side by side."""
+  """Writes the report of the runs in those folders; returns its path."""
   runs = [_read(folder) for folder in folders]
-  settled = [Run(run.name, run.steps[1:], run.figures[1:]) for run in runs]  # the first step compiles
+  settled = [Run(run.name, run.steps[1:], run.metrics[1:]) for run in runs]  # the first step compiles
   charts = [
     ("Loss", _lines([(r.name, r.points("loss")) for r in runs])),
     ("Loss of evaluation", _lines([(r.name, r.points("eval_loss")) for r in runs])),

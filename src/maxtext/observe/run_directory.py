@@ -1,4 +1,4 @@
-"""A run's folder: what it was, what it did, and a page to look at."""
+"""A run's folder: its configuration, its metrics and its report."""
 
 import errno
 import importlib.metadata
@@ -19,7 +19,7 @@ from etils import epath
 from maxtext.configs import ConfigError
 from maxtext.configs.secrets import redacted_words
 from maxtext.configs.types import DerivedValues
-from maxtext.observe.growing_file import is_mistake
+from maxtext.observe.growing_file import is_permanent
 from maxtext.observe.report import write_report
 from maxtext.storage.atomic import write_atomically
 
@@ -34,8 +34,8 @@ class RunDirectory:
 
   Attributes:
     path: the folder, on a disk.
-    store: the run's folder in an object store, where the base is in one. Files there cannot grow, so what a run writes
-      is in ./runs all the same, and keys say what is brought to the store.
+    store: the run's folder in an object store, if the base is in one. Files there cannot grow, so the run writes to
+      ./runs, and keys say what is copied to the store.
   """
 
   path: Path
@@ -43,21 +43,21 @@ class RunDirectory:
 
   @staticmethod
   def of(base: str, name: str) -> "RunDirectory":
-    """Where a run is, or will be; an empty base is ./runs."""
+    """The folder of a run; an empty base is ./runs."""
     return RunDirectory(_disk(base) / name, epath.Path(base) / name if "://" in base else None)
 
   def make(self) -> None:
-    """Makes the folder, or says before anything is computed that it cannot be written."""
+    """Creates the folder. A folder that cannot be written is reported here, before anything is computed."""
     try:
       self.path.mkdir(parents=True, exist_ok=True)
       if not os.access(self.path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-      self._not_written(error)
+      self._report_not_written(error)
 
   def begin(self, config: Mapping[str, Any] | None) -> None:
-    """Writes down what the run is, once it is known that it starts: a start that fails must not replace the record of
-    the run that was there.
+    """Writes run.json and config.json, once the run has started: a start that fails must not replace the files of an
+    earlier run.
 
     Args:
       config: every key with its value and origin, or None to leave it out.
@@ -74,10 +74,10 @@ class RunDirectory:
       if config is not None:
         _replace(self.path / "config.json", _json(config))
     except OSError as error:
-      self._not_written(error)
+      self._report_not_written(error)
 
   def last_config(self) -> Mapping[str, Any]:
-    """What the last start of this run wrote; empty where there was none, or it cannot be read."""
+    """The config.json of the last start of this run; empty if there is none or it cannot be read."""
     try:
       found = json.loads((self.path / "config.json").read_text())
     except (OSError, ValueError):
@@ -91,11 +91,11 @@ class RunDirectory:
 
   @property
   def metrics(self) -> Path:
-    """Figures of every step."""
+    """The file with the metrics of every step."""
     return self.path / "metrics.jsonl"
 
   def finish(self) -> Path:
-    """Draws the report; returns where it is."""
+    """Writes the report; returns its path."""
     return write_report([self.path], self.path / "report.html")
 
   def discard_if_empty(self) -> None:
@@ -103,27 +103,27 @@ class RunDirectory:
     with suppress(OSError):
       self.path.rmdir()
 
-  def _not_written(self, error: OSError) -> None:
-    if is_mistake(error):
+  def _report_not_written(self, error: OSError) -> None:
+    if is_permanent(error):
       raise ConfigError(f"base_output_directory={self.path.parent} cannot be written: {error.strerror}.") from None
-    _LOG.warning(f"maxtext: what this run is cannot be written to {self.path}: {error.strerror}.")
+    _LOG.warning(f"maxtext: run.json and config.json cannot be written to {self.path}: {error.strerror}.")
 
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-  """What differs between two records of a configuration, as 'key old -> new'; but for where and how a run is kept."""
-  values = json.loads(_json({key: entry["value"] for key, entry in now.items() if key not in _UNTOLD}))
+  """The differences between two config.json files, as 'key old -> new', without the keys of storage and logging."""
+  values = json.loads(_json({key: entry["value"] for key, entry in now.items() if key not in _NOT_COMPARED}))
   old = {key: entry["value"] for key, entry in before.items() if isinstance(entry, dict) and "value" in entry}
   changed = {key: (old[key], value) for key, value in values.items() if key in old and old[key] != value}
   return [f"{key} {_short(was)} -> {_short(value)}" for key, (was, value) in changed.items()]
 
 
 def library_versions() -> dict[str, str]:
-  """What is installed of the libraries that decide what a run computes and keeps."""
+  """The installed versions of the libraries that decide what a run computes and saves."""
   return {library: version for library in _LIBRARIES if (version := _version(library))}
 
 
-def readable_name(base: str, model: str) -> str:
-  """A name for a run that was given none, and that no run under this base has: a run of the same name would go on."""
+def new_run_name(base: str, model: str) -> str:
+  """A new name for a run without one. No run under this base has it, since a run of the same name would be resumed."""
   name = f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
   names = (name, *(f"{name}-{i}" for i in range(2, 1000)))
   runs = (RunDirectory.of(base, name) for name in names)
@@ -134,8 +134,8 @@ def _disk(base: str) -> Path:
   return Path("runs" if "://" in base else base or "runs").expanduser()
 
 
-# Where a run is kept and how; derived values follow from other keys.
-_UNTOLD = {"run_name", "base_output_directory", "jax_cache_dir", "log_config", *DerivedValues.model_fields}
+# Keys of storage and logging; derived values follow from other keys.
+_NOT_COMPARED = {"run_name", "base_output_directory", "jax_cache_dir", "log_config", *DerivedValues.model_fields}
 
 
 def _short(value: Any) -> str:
@@ -144,7 +144,7 @@ def _short(value: Any) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-  """Writes a file in the place of another, which stays whole where the disk is full."""
+  """Replaces a file atomically; on a full disk the old file stays."""
   write_atomically(path, text.encode(), durable=False, unfinished=path.with_name(f".{path.name}.new"))
 
 

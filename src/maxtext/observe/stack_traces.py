@@ -1,4 +1,4 @@
-"""What every thread of this process is doing, from time to time: for a run that hangs."""
+"""Periodic stack traces of all threads, to debug a run that hangs."""
 
 import sys
 import threading
@@ -9,7 +9,7 @@ from typing import TextIO
 class StackTraces:
   """Writes the stacks of all threads every `seconds`, until closed.
 
-  A thread of Python's own, and not `faulthandler`: that one reads frames while they change, which can end the process.
+  A Python thread and not `faulthandler`, which reads frames while they change and can crash the process.
   """
 
   def __init__(self, seconds: float, out: TextIO = sys.stderr) -> None:

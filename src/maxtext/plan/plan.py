@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.how import How
-from maxtext.mesh.rules import axes_of, parts_of
+from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 from maxtext.mesh.topology import Topology
 from maxtext.models.flops import train_flops_per_token
 from maxtext.plan.blocks import reach
@@ -182,7 +182,7 @@ def _least_memory(program: Program, topology: Topology) -> Memory:
 
 def _filled_rows(config: MaxTextConfig, how: How) -> float:
   """The share of a device's rows of experts that hold a token if all experts get as many."""
-  owners = parts_of(how.mesh, axes_of(how.partition((config.num_experts,), "activation_expert")[0]))
+  owners = num_shards_of(how.mesh, mesh_axes_of(how.partition((config.num_experts,), "activation_expert")[0]))
   room = min(how.experts.buffer or owners, owners)  # over an even share
   return 1 / max(room, 1)
 

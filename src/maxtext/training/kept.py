@@ -13,8 +13,8 @@ from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import BatchWithState
 from maxtext.distributed.interrupt import Interrupt
 from maxtext.distributed.lease import Lease
-from maxtext.distributed.multihost import from_first
-from maxtext.distributed.shared_folder import refuse_unshared
+from maxtext.distributed.multihost import broadcast_from_first
+from maxtext.distributed.shared_folder import check_shared_folder
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.callbacks.guard import LossGuard
 from maxtext.training.program import Program
@@ -47,7 +47,7 @@ class Kept:
     """Sees that all hosts share the run's folder and that no other run is at work in it; without checkpoints nothing in
     it is worth that. `release` lets go."""
     if self._config.enable_checkpointing:
-      refuse_unshared("base_output_directory", self._folder.parent)
+      check_shared_folder("base_output_directory", self._folder.parent)
       self._lease.acquire()
 
   def release(self) -> None:
@@ -56,7 +56,7 @@ class Kept:
 
   def asked_to_end(self) -> bool:
     """Whether all processes are to end now, with a checkpoint; all of them ask at the same time."""
-    return self._config.enable_checkpointing and self._interrupt.agreed()
+    return self._config.enable_checkpointing and self._interrupt.should_stop()
 
   def start(self, program: Program) -> tuple[TrainState, Iterator[BatchWithState]]:
     """The first state and its data: of this run's latest good step, of a named state, of named parameters, or new.
@@ -111,22 +111,23 @@ class Kept:
     c = self._config
     if not c.enable_checkpointing:
       return None
-    there = from_first("there" if is_there(self._folder) else "") == "there"  # hosts remember names for a while
+    # Hosts remember names for a while, so process 0 decides.
+    there = broadcast_from_first("there" if is_there(self._folder) else "") == "there"
     from maxtext.checkpoint.restore import resume, set_blamed_aside
 
     blamed = set_blamed_aside(self._folder) if there else None
     if c.enable_emergency_checkpoint:
       from maxtext.checkpoint.local import local_folder, resume_locally
 
-      latest = int(from_first(str(max(steps_in(self._folder), default=0))))
+      latest = int(broadcast_from_first(str(max(steps_in(self._folder), default=0))))
       if found := resume_locally(local_folder(c.local_checkpoint_directory, self._name), program.state, latest, blamed):
         return found
     return resume(restore_options(c), self._folder, program.state) if there else None
 
   def _with_parameters(self, program: Program, state: TrainState) -> TrainState:
-    from maxtext.weights.incoming import load_named
+    from maxtext.weights.from_hugging_face import load_weights
 
-    found = load_named(self._config, program.model, program.state.params | program.state.buffers)
+    found = load_weights(self._config, program.model, program.state.params | program.state.buffers)
     _say(f"starts with the parameters of {self._config.load_parameters_path}")
     return program.start_from(state, _taken(found, state.params), _taken(found, state.buffers))
 

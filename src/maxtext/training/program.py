@@ -22,12 +22,12 @@ from maxtext.configs.types import DatasetType
 from maxtext.data.batch import Batch, BatchWithState, IteratorState
 from maxtext.data.dataloader import OpenedData, make_dataloader, open_data
 from maxtext.data.options import data_options
-from maxtext.distributed.multihost import of_process
+from maxtext.distributed.multihost import process_folder
 from maxtext.layers.how import How
 from maxtext.mesh.compiler import compiler_options
 from maxtext.mesh.devices import with_devices
-from maxtext.mesh.explicit import by_compiler
-from maxtext.mesh.rules import LOGICAL_AXES, axes_of, parts_of
+from maxtext.mesh.explicit import auto_axes
+from maxtext.mesh.rules import LOGICAL_AXES, mesh_axes_of, num_shards_of
 from maxtext.models.build import build_model
 from maxtext.models.clip import clip_queries_and_keys
 from maxtext.models.model import Model, Params
@@ -98,7 +98,7 @@ class Program:
       order = model.how.attention.order
       if order is None:
         return batch
-      return jax.tree.map(lambda a: by_compiler(order.apply, jax.typeof(a).sharding, a), batch)
+      return jax.tree.map(lambda a: auto_axes(order.apply, jax.typeof(a).sharding, a), batch)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
       return update(on_devices(state, shardings), dealt(batch))
@@ -198,7 +198,7 @@ _ROWS = {"per_device_batch_size": global_batch_size, "eval_per_device_batch_size
 
 def hlo_folder(config: MaxTextConfig) -> Path:
   """Where the compiler leaves its files on this machine."""
-  return Path(config.dump_hlo_local_dir) / of_process(config.dump_hlo_upload_all)
+  return Path(config.dump_hlo_local_dir) / process_folder(config.dump_hlo_upload_all)
 
 
 def _abstract_batch(config: MaxTextConfig, how: How, key: str, accumulation: int = 1) -> Batch:
@@ -211,10 +211,10 @@ def _abstract_batch(config: MaxTextConfig, how: How, key: str, accumulation: int
     )
   rows, length = how.rules.partition(mesh, axes, shape)
   replicas = (diloco.AXIS,) if diloco.AXIS in mesh.shape else ()
-  whole = NamedSharding(mesh, PartitionSpec((*replicas, *axes_of(rows)), length))
+  whole = NamedSharding(mesh, PartitionSpec((*replicas, *mesh_axes_of(rows)), length))
   micro = shape[0] // accumulation
   split = (*replicas, *dict(how.rules.pairs)[axes[0]])
-  shards = parts_of(mesh, split)
+  shards = num_shards_of(mesh, split)
   over = " x ".join(f"{a}={mesh.shape[a]}" for a in split if mesh.shape[a] > 1)
   if micro % shards:
     raise ConfigError(

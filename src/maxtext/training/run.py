@@ -18,14 +18,29 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.loader import values_and_origins
 from maxtext.configs.types import ProfilerType
 from maxtext.data.options import data_options
-from maxtext.distributed.multihost import from_first, join, of_process, once, problems_of_all, refuse_unjoined
+from maxtext.distributed.multihost import (
+  broadcast_from_first,
+  check_joined,
+  gather_problems,
+  join,
+  process_folder,
+  unique_name,
+)
 from maxtext.logs import setup_logging
-from maxtext.mesh.chips import chip_of
+from maxtext.mesh.chips import find_chip
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.flops import train_flops_per_token
 from maxtext.models.placement import placements, table
-from maxtext.observe.run_directory import RunDirectory, config_changes, readable_name
-from maxtext.observe.sinks import Console, Guarded, JsonLines, Prometheus, Sink, StoredLines, TensorBoard
+from maxtext.observe.metric_writers import (
+  ConsoleWriter,
+  FaultTolerantWriter,
+  JsonLinesWriter,
+  MetricWriter,
+  ObjectStoreWriter,
+  PrometheusWriter,
+  TensorBoardWriter,
+)
+from maxtext.observe.run_directory import RunDirectory, config_changes, new_run_name
 from maxtext.observe.stack_traces import StackTraces
 from maxtext.training import compiled
 from maxtext.training.alike import agree_on_start, agree_on_step
@@ -75,7 +90,7 @@ def train(
     _check_data(program)
     file = config.compiled_trainstep_file
     step = compiled.load(program, Path(file)) if file else program.step
-    name = from_first(config.run_name or _new_name(config))
+    name = broadcast_from_first(config.run_name or _new_name(config))
     record = values_and_origins(config, origins or {})
     kept = Kept(config, name, record)
     run, first = RunDirectory.of(config.base_output_directory, name), jax.process_index() == 0
@@ -118,7 +133,7 @@ def train(
 
 def _new_name(config: MaxTextConfig) -> str:
   """Process 0's is taken; the others do not look, so that no host remembers the folder as one that is not there."""
-  return "" if jax.process_index() else readable_name(config.base_output_directory, config.model_name)
+  return "" if jax.process_index() else new_run_name(config.base_output_directory, config.model_name)
 
 
 def _finish(run: RunDirectory) -> None:
@@ -141,7 +156,7 @@ def _start(config: MaxTextConfig) -> None:
   if config.jax_cache_dir and not config.dump_hlo:  # a program from the cache passes no compiler
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
   join(config)
-  refuse_unjoined(config)
+  check_joined(config)
   agree_on_start(config)
   if config.enable_jax_profiler:
     jax.profiler.start_server(config.jax_profiler_port)
@@ -157,7 +172,7 @@ def _check_data(program: Program) -> None:
     program.check_data()
   except ConfigError as error:
     problem = error
-  problems = problems_of_all(once("data"), str(problem or ""), _PATIENCE)
+  problems = gather_problems(unique_name("data"), str(problem or ""), _PATIENCE)
   if problem is not None:
     raise problem
   if problems:
@@ -190,7 +205,7 @@ def _profilers(config: MaxTextConfig, run: RunDirectory) -> list[Callback]:
   c = config
   if c.profiler is ProfilerType.NONE:
     return []
-  part = Path("profile") / of_process(c.upload_all_profiler_results)
+  part = Path("profile") / process_folder(c.upload_all_profiler_results)
   folder, period, clean = run.path / part, c.profile_periodically_period, c.profile_cleanly
   stored = [Dump(folder, run.store / part, "", -1, delete=False)] if run.store else []
   return [*stored, Profile(folder, c.skip_first_n_steps_for_profiler, c.profiler_steps, period, clean)]
@@ -209,13 +224,14 @@ def _jaxpr(program: Program, run: RunDirectory) -> list[Callback]:
 def _hlo(config: MaxTextConfig, run: RunDirectory) -> list[Callback]:
   """What brings the compiler's files into the run's folder, or a bucket."""
   c = config
-  target = epath.Path(c.dump_hlo_gcs_dir or (run.store or run.path) / "xla_dump") / of_process(c.dump_hlo_upload_all)
+  folder = epath.Path(c.dump_hlo_gcs_dir or (run.store or run.path) / "xla_dump")
+  target = folder / process_folder(c.dump_hlo_upload_all)
   return [Dump(hlo_folder(c), target, c.dump_hlo_module_name, c.dump_step, c.dump_hlo_delete_local_after)]
 
 
 def _peak_flops(mesh: Mesh) -> float:
   """What a device could do at best, in dense bfloat16; 0 where that is not known."""
-  chip = chip_of(mesh.devices.flat[0].device_kind)
+  chip = find_chip(mesh.devices.flat[0].device_kind)
   return chip.flops / chip.devices if chip else 0.0
 
 
@@ -229,15 +245,15 @@ def _introduce(program: Program, run: RunDirectory) -> None:
   )
 
 
-def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory) -> list[Sink]:
+def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory) -> list[MetricWriter]:
   files: list[str | Path] = [run.metrics, *([config.metrics_file] if config.metrics_file else [])]
-  sinks: dict[str, Sink] = {str(file): JsonLines(file, after=steps.start) for file in files}
+  sinks: dict[str, MetricWriter] = {str(file): JsonLinesWriter(file, after=steps.start) for file in files}
   if config.gcs_metrics and run.store:
     folder = run.store / "metrics"
-    sinks[str(folder)] = StoredLines(folder, config.log_period, after=steps.start)
+    sinks[str(folder)] = ObjectStoreWriter(folder, config.log_period, after=steps.start)
   if config.enable_tensorboard:
     folder = run.path / "tensorboard"
-    sinks[str(folder)] = TensorBoard(folder)
+    sinks[str(folder)] = TensorBoardWriter(folder)
   if config.prometheus_port:
-    sinks[f"prometheus_port={config.prometheus_port}"] = Prometheus(config.prometheus_port)
-  return [*(Guarded(sink, name) for name, sink in sinks.items()), Console(config.log_period, steps)]
+    sinks[f"prometheus_port={config.prometheus_port}"] = PrometheusWriter(config.prometheus_port)
+  return [*(FaultTolerantWriter(sink, name) for name, sink in sinks.items()), ConsoleWriter(config.log_period, steps)]

@@ -1,1 +1,1 @@
-"""Weights of other frameworks, through each family's table of names."""
+"""Weights from and to Hugging Face folders, through each family's weight table."""

@@ -1,11 +1,11 @@
-"""Whether a path is a folder of weights. It imports nothing, as every command asks."""
+"""Detects Hugging Face folders. It imports little, because every command calls it."""
 
 import json
 from pathlib import Path
 
 
 def is_hugging_face(path: str | Path) -> bool:
-  """Whether a folder of this machine has a `config.json` that names a model as Hugging Face's library does."""
+  """Whether a local folder has a `config.json` with a `model_type`."""
   try:
     content = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
   except (OSError, ValueError, RecursionError):

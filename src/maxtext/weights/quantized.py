@@ -1,4 +1,4 @@
-"""Tensors that a file holds in fewer bits, with their scales beside them, as the tensors that they stand for."""
+"""Quantized tensors of safetensors files: values and scales, dequantized on read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
   """A tensor that can be read."""
 
   @property
@@ -29,8 +29,8 @@ class Mxfp4:
   Pairs [E, out, in/32, 16] and powers [E, out, in/32] stand for [E, in, out] in bfloat16, which has all these values.
   """
 
-  blocks: Source
-  scales: Source
+  blocks: TensorSource
+  scales: TensorSource
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -61,8 +61,8 @@ _FP4 = np.array([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4,
 class BlockScaled:
   """Eight-bit floats [out, in] with a scale for each block of rows and columns."""
 
-  values: Source
-  scales: Source
+  values: TensorSource
+  scales: TensorSource
   block: tuple[int, int]
 
   @property
@@ -84,14 +84,14 @@ class BlockScaled:
     return result
 
 
-def unpacked(stored: Mapping[str, Source], block: tuple[int, int]) -> dict[str, Source]:
-  """Tensors under the names of what they stand for, plain ones as they are.
+def dequantize_tensors(stored: Mapping[str, TensorSource], block: tuple[int, int]) -> dict[str, TensorSource]:
+  """Tensors under their names without quantization; plain tensors are unchanged.
 
   Args:
-    stored: what files hold.
-    block: rows and columns that share a scale, in eight-bit tensors.
+    stored: the tensors of the files.
+    block: rows and columns that share a scale in 8-bit tensors.
   """
-  found: dict[str, Source] = {}
+  found: dict[str, TensorSource] = {}
   for name, tensor in stored.items():
     if name.endswith("_blocks") and (scales := stored.get(f"{name.removesuffix('_blocks')}_scales")):
       if len(tensor.shape) != 4 or tensor.shape[:-1] != scales.shape:
@@ -108,7 +108,7 @@ def unpacked(stored: Mapping[str, Source], block: tuple[int, int]) -> dict[str, 
   return found
 
 
-def _is_scale(name: str, stored: Mapping[str, Source]) -> bool:
+def _is_scale(name: str, stored: Mapping[str, TensorSource]) -> bool:
   return any(
     name.endswith(scale) and name.removesuffix(scale) + values in stored
     for scale, values in {"_scales": "_blocks", "_scale_inv": ""}.items()

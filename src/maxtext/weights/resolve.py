@@ -27,8 +27,8 @@ def resolve_source(source: str | None, values: Mapping[str, Any], strict: bool =
   first = resolve(source, os.environ, values)
   path = first.config.load_parameters_path
   if not path or not is_hugging_face(path):
-    return _warned(first, strict)
-  own = _keys_of_folder(path, first)
+    return _warn(first, strict)
+  own = _folder_values(path, first)
   again = resolve_keys({**own, **values}, strict, source, recorded=own.keys())
   return replace(again, origins={**again.origins, **dict.fromkeys(own, os.path.join(path, "config.json"))})
 
@@ -38,10 +38,10 @@ def resolve_keys(
 ) -> Resolved:
   """The configuration of those keys, of which some were `recorded` by a run or a folder of weights; warns of the others
   that have no effect."""
-  return _warned(resolve(source, os.environ, keys, recorded=recorded), strict)
+  return _warn(resolve(source, os.environ, keys, recorded=recorded), strict)
 
 
-def _warned(resolved: Resolved, strict: bool) -> Resolved:
+def _warn(resolved: Resolved, strict: bool) -> Resolved:
   if resolved.warning and strict:
     raise ConfigError(resolved.warning)
   if resolved.warning and os.environ.get("JAX_PROCESS_ID", "0") == "0":  # once, where `launch` starts several
@@ -49,14 +49,14 @@ def _warned(resolved: Resolved, strict: bool) -> Resolved:
   return resolved
 
 
-def _keys_of_folder(path: str, resolved: Resolved) -> dict[str, Any]:
+def _folder_values(path: str, resolved: Resolved) -> dict[str, Any]:
   """What a folder of weights says of its model, less what the user says, in whichever file."""
   ours = ("base.yml", "model ", "custom_mesh_and_rule=")
   given = {key for key, origin in resolved.origins.items() if not origin.startswith(ours)}
   own: dict[str, Any] = {"source_checkpoint_layout": "safetensors"}
   if not given & {"model_name", "decoder_block"}:
-    from maxtext.weights.description import folder_keys
-    from maxtext.weights.folder import Folder
+    from maxtext.weights.config_json import keys_of_folder
+    from maxtext.weights.hugging_face_folder import HuggingFaceFolder
 
-    own |= folder_keys(Folder(path))
+    own |= keys_of_folder(HuggingFaceFolder(path))
   return {key: value for key, value in own.items() if key not in given}

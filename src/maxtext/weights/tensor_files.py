@@ -28,14 +28,14 @@ DTYPES: Mapping[str, np.dtype] = {name: np.dtype(dtype) for name, dtype in _NAME
   "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 _TYPES = {dtype: name for name, dtype in DTYPES.items()}
-_MOST_HEADER = 100_000_000  # bytes, as the format has it
-_MOST_DIMENSIONS = 32
-_MOST_WORDS = 500  # characters of what is wrong with a header, which may quote it
+_MAX_HEADER_BYTES = 100_000_000  # bytes, as the format has it
+_MAX_DIMENSIONS = 32
+_MAX_MESSAGE = 500  # characters of what is wrong with a header, which may quote it
 
 
 @dataclass(frozen=True)
-class Stored:
-  """Where a tensor's bytes are."""
+class StoredTensor:
+  """A tensor in a file."""
 
   file: Path
   offset: int
@@ -44,38 +44,38 @@ class Stored:
 
   @property
   def bytes(self) -> int:
-    """Its size."""
+    """Size in bytes."""
     return prod(self.shape) * self.dtype.itemsize
 
   def read(self) -> np.ndarray:
-    """The tensor, mapped: only what is touched is read, and all of it is let go with the array."""
+    """The tensor, memory-mapped: only the parts that are used are read."""
     if not self.bytes:
       return np.zeros(self.shape, self.dtype)
     mapped = np.memmap(self.file, np.uint8, "r", self.offset, (self.bytes,))
     return np.asarray(mapped).view(self.dtype).reshape(self.shape)
 
 
-def read_header(file: Path) -> dict[str, Stored]:
-  """What a file holds, by name; one that is cut short or is something else is an end."""
+def read_header(file: Path) -> dict[str, StoredTensor]:
+  """The tensors of a file, by name; raises `RunError` if the file is truncated or not a safetensors file."""
   size = file.stat().st_size
   with open(file, "rb") as f:
     length = int.from_bytes(f.read(8), "little")
-    if not 0 < length <= min(size - 8, _MOST_HEADER):
-      raise RunError(f"{file} is no safetensors file, or it is cut short.")
+    if not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
+      raise RunError(f"{file} is not a safetensors file, or is truncated.")
     try:
-      entries = json.loads(f.read(length), object_pairs_hook=_each_once)
-      found = {name: _stored(file, 8 + length, about) for name, about in entries.items() if name != "__metadata__"}
-      _refuse_overlaps(found)
+      entries = json.loads(f.read(length), object_pairs_hook=_unique_names)
+      found = {name: _parse_entry(file, 8 + length, about) for name, about in entries.items() if name != "__metadata__"}
+      _check_overlaps(found)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-      raise RunError(f"{file} has a header that cannot be read: {str(error)[:_MOST_WORDS]}.") from None
+      raise RunError(f"{file} has a header that cannot be read: {str(error)[:_MAX_MESSAGE]}.") from None
   for name, tensor in found.items():
     if tensor.offset + tensor.bytes > size:
-      raise RunError(f"{file} is cut short: {name} would end at byte {tensor.offset + tensor.bytes} of {size}.")
+      raise RunError(f"{file} is truncated: {name} would end at byte {tensor.offset + tensor.bytes} of {size}.")
   return found
 
 
-def header(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
-  """The beginning of a file of those shapes and number formats; their bytes follow in that order."""
+def make_header(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
+  """The header of a file with these shapes and dtypes; the bytes of the tensors follow in that order."""
   entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # what transformers asks for
   offset = 0
   for name, (shape, dtype) in tensors.items():
@@ -87,34 +87,34 @@ def header(tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
   return len(text).to_bytes(8, "little") + text
 
 
-def write_whole(file: Path, content: Iterable[bytes | memoryview]) -> None:
-  """Writes a file that is either there with all its bytes or not there at all."""
+def write_file(file: Path, content: Iterable[bytes | memoryview]) -> None:
+  """Writes a file atomically."""
   with atomic_file(file) as f:
     for part in content:
       f.write(part)
 
 
-def _stored(file: Path, start: int, about: Mapping) -> Stored:
+def _parse_entry(file: Path, start: int, about: Mapping) -> StoredTensor:
   if about["dtype"] not in DTYPES:
-    raise ValueError(f"number format {about['dtype']} is not known")
+    raise ValueError(f"dtype {about['dtype']} is not known")
   (begin, end), shape = about["data_offsets"], about["shape"]
-  if len(shape) > _MOST_DIMENSIONS or not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
-    raise ValueError(f"shape {shape} at bytes {begin} to {end} is no tensor")
-  tensor = Stored(file, start + begin, tuple(about["shape"]), DTYPES[about["dtype"]])
+  if len(shape) > _MAX_DIMENSIONS or not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
+    raise ValueError(f"shape {shape} at bytes {begin} to {end} is not a tensor")
+  tensor = StoredTensor(file, start + begin, tuple(about["shape"]), DTYPES[about["dtype"]])
   if end - begin != tensor.bytes:
     raise ValueError(f"bytes {begin} to {end} are not {about['dtype']}{about['shape']}")
   return tensor
 
 
-def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _unique_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
   found = dict(pairs)
   if len(found) != len(pairs):
-    raise ValueError("a name stands twice")
+    raise ValueError("a name occurs twice")
   return found
 
 
-def _refuse_overlaps(tensors: Mapping[str, Stored]) -> None:
-  """Two names for the same bytes: no writer makes them, and a small file could so be read as a huge model."""
+def _check_overlaps(tensors: Mapping[str, StoredTensor]) -> None:
+  """Raises for two names of the same bytes. No writer makes them, and a small file could claim to be a huge model."""
   end, last = 0, ""
   for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
     if tensor.bytes and tensor.offset < end:

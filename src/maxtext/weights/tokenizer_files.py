@@ -10,7 +10,7 @@ from typing import Any
 from maxtext.checkpoint.tokenizer import TEMPLATE
 from maxtext.configs.types import TokenizerType
 from maxtext.data.tokenizers import TextTokenizer
-from maxtext.weights.tensor_files import write_whole
+from maxtext.weights.tensor_files import write_file
 
 _CONFIG, _VOCABULARY = "tokenizer_config.json", "tokenizer.json"
 
@@ -24,15 +24,15 @@ def write_tokenizer(tokenizer: TextTokenizer, folder: Path) -> None:
     shutil.copyfile(file, folder / name)
   theirs = _MAKE[TokenizerType(tokenizer.kind)](folder)
   if theirs.post_processor is None and tokenizer.add_bos and tokenizer.bos is not None:
-    theirs.post_processor = _begins_with(tokenizer.vocabulary.name(tokenizer.bos), tokenizer.bos)
+    theirs.post_processor = _prefix_template(tokenizer.vocabulary.name(tokenizer.bos), tokenizer.bos)
   theirs.save(str(folder / _VOCABULARY))
   said = json.loads((folder / _CONFIG).read_text(encoding="utf-8")) if (folder / _CONFIG).exists() else {}
   tokens = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.vocabulary.pad}
   names = {name: tokenizer.vocabulary.name(token) for name, token in tokens.items() if token is not None}
   plain = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-  write_whole(folder / _CONFIG, [_json(plain | names | said)])
+  write_file(folder / _CONFIG, [_json(plain | names | said)])
   if tokenizer.chat_template and tokenizer.chat_template != tokenizer.vocabulary.chat_template:
-    write_whole(folder / TEMPLATE, [tokenizer.chat_template.encode()])
+    write_file(folder / TEMPLATE, [tokenizer.chat_template.encode()])
 
 
 def _hugging_face(folder: Path) -> Any:
@@ -95,11 +95,11 @@ def _tiktoken(folder: Path) -> Any:
   from maxtext.data.tokenizers import TIKTOKEN_SPLIT, tiktoken_special
 
   ranks = load_tiktoken_bpe(str(folder / "tokenizer.model"))
-  letters = _letters()
+  letters = _byte_characters()
   vocabulary = {"".join(letters[byte] for byte in word): rank for word, rank in ranks.items()}
   merges = []
   for word in sorted(ranks, key=ranks.__getitem__):
-    parts = ["".join(letters[byte] for byte in part) for part in _joined(ranks, word)]
+    parts = ["".join(letters[byte] for byte in part) for part in _merge_parts(ranks, word)]
     if len(parts) == 2:
       merges.append((parts[0], parts[1]))
   result = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
@@ -114,7 +114,7 @@ def _tiktoken(folder: Path) -> Any:
   return result
 
 
-def _joined(ranks: Mapping[bytes, int], word: bytes) -> list[bytes]:
+def _merge_parts(ranks: Mapping[bytes, int], word: bytes) -> list[bytes]:
   """A word's parts when everything of a lower rank has been joined: for a token, the two that make it."""
   parts = [word[i : i + 1] for i in range(len(word))]
   while len(parts) > 1:
@@ -126,7 +126,7 @@ def _joined(ranks: Mapping[bytes, int], word: bytes) -> list[bytes]:
   return parts
 
 
-def _letters() -> dict[int, str]:
+def _byte_characters() -> dict[int, str]:
   """The letter that stands for each byte in byte-level vocabularies: itself where it can be seen, else one above."""
   seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
   others = [byte for byte in range(256) if byte not in seen]
@@ -139,7 +139,7 @@ def _added(names: Any) -> list[Any]:
   return [AddedToken(name, normalized=False) for name in names]
 
 
-def _begins_with(name: str, token: int) -> Any:
+def _prefix_template(name: str, token: int) -> Any:
   from tokenizers.processors import TemplateProcessing
 
   return TemplateProcessing(

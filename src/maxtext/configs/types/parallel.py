@@ -68,9 +68,9 @@ class HardwareAndMesh(Section):
 
 
 class LayoutAndSharding(Section):
-  """Which mesh axes each named dimension is split over."""
+  """Which mesh axes each logical axis is split over."""
 
-  logical_axis_rules: Any = Field([], description="Pairs [named dimension, mesh axes]; activation_* for activations.")
+  logical_axis_rules: Any = Field([], description="Pairs [logical axis, mesh axes]; activation_* for activations.")
   data_sharding: Any = Field([], description="Mesh axes that the input batch is split over.")
   context_sharding: str = Field("context", description="Mesh axis that splits the sequence: context or expert.")
   input_data_sharding_logical_axes: list[str] = Field(

@@ -32,7 +32,7 @@ class RunInfo(Section):
   )
   log_config: bool = Field(True, description="True writes the configuration into the run's folder.")
   debug_sharding: bool = Field(
-    False, description="Print every parameter's shape, named dimensions, mesh axes and bytes per device."
+    False, description="Print every parameter's shape, logical axes, mesh axes and bytes per device."
   )
   base_output_directory: str = Field("", description="Where runs are kept, also gs://...; empty means ./runs.")
   sharding_strategy: None | Literal["experimental"] = Field(

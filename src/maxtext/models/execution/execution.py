@@ -47,7 +47,7 @@ def how(config: MaxTextConfig, mesh: Mesh) -> How:
     activations_in_float32=c.activations_in_float32,
     logits_dot_in_float32=c.logits_dot_in_fp32,
     cast_logits_to_float32=c.cast_logits_to_fp32,
-    attention=attention(c, mesh, rules.parts(mesh, "activation_length")),
+    attention=attention(c, mesh, rules.num_shards(mesh, "activation_length")),
     experts=dispatch(c, mesh),
     remat=remat(c),
     scan=c.scan_layers,
@@ -61,12 +61,12 @@ def how(config: MaxTextConfig, mesh: Mesh) -> How:
 
 
 def sharding_rules(config: MaxTextConfig, mesh: Mesh) -> Rules:
-  """The table from named dimensions to mesh axes."""
+  """The table from logical axes to mesh axes."""
   rules = Rules.parse(config.logical_axis_rules, config.mesh_axes)
   if not config.shard_exp_on_fsdp:
     return rules
-  rules = rules.experts_over("fsdp")
-  if config.num_experts % (parts := rules.parts(mesh, "expert")):
+  rules = rules.with_experts_over("fsdp")
+  if config.num_experts % (parts := rules.num_shards(mesh, "expert")):
     raise ConfigError(
       f"shard_exp_on_fsdp=true splits the experts over {parts} devices, which does not divide "
       f"num_experts={config.num_experts}: choose another mesh, or leave it out."

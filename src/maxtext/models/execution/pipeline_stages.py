@@ -40,7 +40,7 @@ def _pipeline(config: MaxTextConfig, how: How, stages: int, cycle: int, repeats:
   least, micro = delay * stages, c.num_pipeline_microbatches
   count = least if micro == -1 else micro
   rows = global_batch_size(c, how.mesh.size) // c.gradient_accumulation_steps
-  groups = how.rules.parts(how.mesh, "activation_batch")
+  groups = how.rules.num_shards(how.mesh, "activation_batch")
   if count < least:
     raise ConfigError(f"num_pipeline_microbatches={count} must be at least {least}, to keep {stages} stages busy.")
   if rows % (count * groups):

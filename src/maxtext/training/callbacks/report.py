@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from maxtext.observe.sinks import Sink
+from maxtext.observe.metric_writers import MetricWriter
 from maxtext.training.callbacks.base import Callback
 
 
 class Report(Callback):
   """Hands every step's figures to every sink."""
 
-  def __init__(self, sinks: Sequence[Sink]) -> None:
+  def __init__(self, sinks: Sequence[MetricWriter]) -> None:
     self._sinks = sinks
 
   def on_step(self, step: int, figures: dict[str, float]) -> None:

@@ -11,7 +11,7 @@ from maxtext.checkpoint.writer import Writer
 from maxtext.configs.errors import RunError
 from maxtext.data.batch import IteratorState
 from maxtext.distributed.interrupt import NOTICE_SECONDS, Interrupt
-from maxtext.distributed.progress import tell_progress
+from maxtext.distributed.progress import report_progress
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.callbacks.guard import LossGuard, nonfinite_figure
 from maxtext.training.state import TrainState
@@ -50,14 +50,14 @@ class Save(Callback):
     self._writer, self._interrupt, self._guard, self._on_completion = writer, interrupt, guard, on_completion
     self._saves = self._ends = False
     self._step, self._told = 0, writer.last
-    interrupt.when_late = self._say_late
+    interrupt.on_notice_expired = self._say_late
 
   def due(self, step: int) -> bool:
     self._step = step
     self._interrupt.listen(signal.SIGINT, signal.SIGTERM)
     self._writer.poll()
     self._tell()
-    self._saves, self._ends = self._writer.due(step), self._interrupt.agreed()
+    self._saves, self._ends = self._writer.due(step), self._interrupt.should_stop()
     return self._saves or self._ends
 
   def on_update(
@@ -74,7 +74,7 @@ class Save(Callback):
       self._writer.blame(step, f"{name} {figures[name]}")
 
   def on_end(self, step: int, state: TrainState, position: Callable[[], IteratorState]) -> None:
-    asked = self._interrupt.signal if self._interrupt.agreed() else None  # the same on all processes
+    asked = self._interrupt.signal if self._interrupt.should_stop() else None  # the same on all processes
     self._writer.wait()
     if (self._on_completion or asked) and self._writer.last != step:
       self._writer.save(step, state, position())
@@ -85,7 +85,7 @@ class Save(Callback):
       self._writer.trim()
     self._tell()
     if asked is not None and not jax.process_index():
-      _LOG.info(f"maxtext: step {step} was saved {self._interrupt.seconds:.1f} s after {asked.name}.")
+      _LOG.info(f"maxtext: step {step} was saved {self._interrupt.seconds_since_signal:.1f} s after {asked.name}.")
     if asked == signal.SIGINT:
       raise KeyboardInterrupt
     if asked is not None:
@@ -99,7 +99,7 @@ class Save(Callback):
     """A supervisor counts restarts anew after every step that is safely there."""
     last, before, self._told = self._writer.last, self._told, self._writer.last
     if last is not None and last != before and not jax.process_index():
-      tell_progress(last)
+      report_progress(last)
 
   def _say_late(self) -> None:
     """A preempted machine goes about now."""

@@ -1,6 +1,7 @@
-"""The lines of a metrics file: a JSON object per step. Written by sinks, read by a resumed run and by the report.
+"""The lines of a metrics file: a JSON object per step. Metric writers write them; resumed runs and the report
+read them.
 
-Whoever reads skips what is no such object: a process may be killed, and a disk may fill up, in the middle of a line.
+Readers skip lines that are no such object: a process may be killed, or a disk fill up, in the middle of a line.
 """
 
 import json
@@ -11,14 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def format_line(step: int, figures: Mapping[str, float]) -> str:
-  """What is not a number is null."""
-  finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+def format_line(step: int, metrics: Mapping[str, float]) -> str:
+  """The line of one step; values that are not finite are null."""
+  finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
   return json.dumps({"step": step, **finite}) + "\n"
 
 
 def parse_line(line: str) -> dict[str, float | None] | None:
-  """The step and its figures, or None if this is no line of a step."""
+  """The step and its metrics, or None if the line is not that of a step."""
   try:
     row = json.loads(line)
   except (ValueError, RecursionError):
@@ -28,16 +29,16 @@ def parse_line(line: str) -> dict[str, float | None] | None:
   return {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
 
 
-def lines_until(text: str, step: int) -> str:
-  """The whole lines of steps up to that one."""
+def lines_up_to(text: str, step: int) -> str:
+  """The complete lines of steps up to `step`."""
   rows = ((line, parse_line(line)) for line in text.splitlines(keepends=True) if line.endswith("\n"))
   return "".join(line for line, row in rows if row is not None and (row["step"] or 0) <= step)
 
 
-def cut_after(path: Path, step: int) -> None:
-  """Ends a file before its first line of a later step, or before a last line that is not whole.
+def truncate_after(path: Path, step: int) -> None:
+  """Truncates a file before its first line of a later step, or before an incomplete last line.
 
-  In place: that needs no room on a full disk.
+  In place, so that it works on a full disk.
   """
   with suppress(FileNotFoundError), open(path, "rb+") as file:
     end = 0

@@ -18,8 +18,14 @@ from etils import epath
 
 import maxtext
 from maxtext import ConfigError
+from maxtext.observe.metric_writers import (
+  ConsoleWriter,
+  FaultTolerantWriter,
+  JsonLinesWriter,
+  ObjectStoreWriter,
+  PrometheusWriter,
+)
 from maxtext.observe.report import write_report
-from maxtext.observe.sinks import Console, Guarded, JsonLines, Prometheus, StoredLines
 from maxtext.training.callbacks.base import Callback
 from tests.flags import flags
 from tests.support import TINY, tiny
@@ -47,7 +53,7 @@ def fill(disk):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
 def test_a_console_on_a_full_disk_ends_nothing():
   full = open("/dev/full", "w")  # noqa: SIM115
-  Console(1, range(3), full).write(1, {"loss": 1.0})
+  ConsoleWriter(1, range(3), full).write(1, {"loss": 1.0})
   with suppress(OSError):
     full.close()
 
@@ -99,7 +105,7 @@ def test_a_full_disk_delays_figures_and_nothing_else(small_disk, capsys):
   fill(small_disk)
   state = maxtext.train(tiny(**keys, steps=70))
   assert int(state.step) == 70
-  assert "what this run is cannot be written" in capsys.readouterr().out
+  assert "run.json and config.json cannot be written" in capsys.readouterr().out
   assert (run / "config.json").read_text() == config, "what cannot be replaced stays whole"
 
 
@@ -139,20 +145,20 @@ def test_torn_lines_are_skipped(tmp_path):
   file.write_bytes("".join(lines).encode() + b"\xff\xfe: 1}")
   write_report([tmp_path], tmp_path / "report.html")
   assert "<td>5.0000</td>" in (tmp_path / "report.html").read_text()
-  sink = JsonLines(file, after=3)
+  sink = JsonLinesWriter(file, after=3)
   sink.write(4, {"loss": 4.0})
   sink.close()
   assert file.read_text() == "".join(lines[:4]) + '{"step": 4, "loss": 4.0}\n'
   file.write_text("\n\x00\x00\n")
   write_report([tmp_path], tmp_path / "report.html")
   with pytest.raises(ConfigError, match=r"metrics_file=.*/metrics.jsonl/deeper cannot be written: "):
-    JsonLines(file / "deeper")
+    JsonLinesWriter(file / "deeper")
 
 
 def test_a_port_in_use_is_waited_for(capsys):
   with socket.create_server(("127.0.0.1", 0)) as other:
     port = other.getsockname()[1]
-    sink = Guarded(Prometheus(port), f"prometheus_port={port}")
+    sink = FaultTolerantWriter(PrometheusWriter(port), f"prometheus_port={port}")
     sink.write(1, {"loss": 2.0})
     sink.write(2, {"loss": 1.5})
   said = capsys.readouterr().out
@@ -174,7 +180,7 @@ def test_a_store_that_hangs_holds_nothing_up(tmp_path, capsys):
 
   def run():
     start = time.monotonic()
-    sink = Guarded(StoredLines(epath.Path(tmp_path), 2, patience=0.5), "the store")
+    sink = FaultTolerantWriter(ObjectStoreWriter(epath.Path(tmp_path), 2, patience=0.5), "the store")
     for step in range(1, 6):
       sink.write(step, {"loss": 1.0})
     took.append(time.monotonic() - start)
@@ -186,13 +192,13 @@ def test_a_store_that_hangs_holds_nothing_up(tmp_path, capsys):
   thread.join(20)
   assert len(took) == 2, "still waiting"
   assert took[0] < 0.5 < took[1] < 5
-  assert "the store misses the last figures: the store did not answer for 0.5 seconds." in capsys.readouterr().out
+  assert "the store misses the last metrics: the store did not answer for 0.5 seconds." in capsys.readouterr().out
 
 
 def test_a_store_that_fails_gets_all_figures_later(tmp_path, capsys):
   folder = tmp_path / "metrics"
   folder.write_text("no folder")
-  sink = Guarded(StoredLines(epath.Path(folder), 2), "the store")
+  sink = FaultTolerantWriter(ObjectStoreWriter(epath.Path(folder), 2), "the store")
   for step in range(1, 5):
     sink.write(step, {"loss": 1.0})
     time.sleep(0.05)
@@ -204,7 +210,7 @@ def test_a_store_that_fails_gets_all_figures_later(tmp_path, capsys):
   assert sorted(step for steps in stored(folder).values() for step in steps) == list(range(1, 8))
   assert capsys.readouterr().out.count("the store cannot be written") == 1
   (folder / "from-step-000000005.jsonl").write_text('{"step": 5}\n{"step"\n')
-  sink = StoredLines(epath.Path(folder), 2, after=5)
+  sink = ObjectStoreWriter(epath.Path(folder), 2, after=5)
   sink.write(6, {"loss": 1.0})
   sink.close()
   assert sorted(step for steps in stored(folder).values() for step in steps)[-2:] == [5, 6]

@@ -1,4 +1,4 @@
-"""A Hugging Face folder, to read: its configuration and every tensor in it by name."""
+"""A Hugging Face folder: its `config.json` and its tensors by name."""
 
 import json
 from collections.abc import Mapping
@@ -9,23 +9,23 @@ from typing import Any
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.data.safe_paths import resolve_inside
-from maxtext.weights.quantized import Source, unpacked
-from maxtext.weights.tensor_files import Stored, read_header
+from maxtext.weights.quantized import TensorSource, dequantize_tensors
+from maxtext.weights.tensor_files import StoredTensor, read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-class Folder:
-  """Weights and configuration as `save_pretrained` leaves them, in one file or several."""
+class HuggingFaceFolder:
+  """A folder as `save_pretrained` writes it, with tensors in one file or several."""
 
   def __init__(self, path: str | Path) -> None:
     self.path = Path(path).expanduser()
     if not self.path.is_dir():
-      raise ConfigError(f"{path} is no folder.")
+      raise ConfigError(f"{path} is not a folder.")
 
   @cached_property
   def config(self) -> dict[str, Any]:
-    """`config.json`; where it describes more than text, the part about text."""
+    """`config.json`; for a multimodal model, with the text part on top."""
     content = self.json("config.json")
     for part in ("thinker_config", "text_config"):
       inner = content.get(part)
@@ -33,11 +33,11 @@ class Folder:
     return content
 
   @cached_property
-  def tensors(self) -> Mapping[str, Source]:
-    """Every tensor under its name. Files are mapped when a tensor is read."""
+  def tensors(self) -> Mapping[str, TensorSource]:
+    """Every tensor by name, dequantized on read. Files are mapped when a tensor is read."""
     stored, block = self._stored, self._block
     try:
-      return unpacked(stored, block)
+      return dequantize_tensors(stored, block)
     except ValueError as error:
       raise RunError(f"{self.path} has quantized tensors that cannot be read: {error}.") from None
 
@@ -46,7 +46,7 @@ class Folder:
     return sorted({tensor.file for tensor in self._stored.values()})
 
   def json(self, name: str) -> dict[str, Any]:
-    """A file of JSON in it; {} where there is none."""
+    """The content of a JSON file in the folder; {} if there is none."""
     file = self.resolve_inside(name)
     try:
       content = json.loads(file.read_text(encoding="utf-8"))
@@ -55,29 +55,29 @@ class Folder:
     except (ValueError, RecursionError) as error:
       raise RunError(f"{self.path / name} is not JSON: {error}.") from None
     if not isinstance(content, dict):
-      raise RunError(f"{self.path / name} is not an object of JSON.")
+      raise RunError(f"{self.path / name} is not a JSON object.")
     return content
 
   def resolve_inside(self, name: str) -> Path:
-    """A file of the folder; one that is elsewhere, by its name or by a link, is refused."""
+    """The path of a file in the folder; raises `ConfigError` if it leads outside."""
     return resolve_inside(self.path, name)
 
   @property
   def _block(self) -> tuple[int, int]:
-    """Rows and columns that share a scale, in eight-bit tensors."""
-    file, said = self.path / "config.json", self.config.get("quantization_config") or {}
-    if not isinstance(said, dict):
-      raise ConfigError(f"{file} has a quantization_config that is no object of JSON.")
-    block = said.get("weight_block_size") or [128, 128]
+    """Rows and columns that share a scale in 8-bit tensors."""
+    file, content = self.path / "config.json", self.config.get("quantization_config") or {}
+    if not isinstance(content, dict):
+      raise ConfigError(f"{file} has a quantization_config that is not a JSON object.")
+    block = content.get("weight_block_size") or [128, 128]
     if not isinstance(block, list):
-      raise ConfigError(f"{file} has a weight_block_size that is no list of two numbers.")
+      raise ConfigError(f"{file} has a weight_block_size that is not a list of two numbers.")
     return tuple(block)
 
   @cached_property
-  def _stored(self) -> dict[str, Stored]:
+  def _stored(self) -> dict[str, StoredTensor]:
     index = self.json(INDEX).get("weight_map")
     if index and not (isinstance(index, dict) and all(isinstance(name, str) for name in index.values())):
-      raise RunError(f"{self.path / INDEX} has a weight_map that is no table of names.")
+      raise RunError(f"{self.path / INDEX} has a weight_map that is not a table of names.")
     names = sorted(set(index.values())) if index else [SINGLE]
     if absent := [name for name in names if not self.resolve_inside(name).is_file()]:
       raise ConfigError(f"{self.path} has no {absent[0]}.{self._other_formats()}")
@@ -90,4 +90,4 @@ class Folder:
     others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in self.path.glob(pattern))
     if not others:
       return ""
-    return f" {others[0]} is a pickle, which can run any program, and is never loaded: take the model's safetensors."
+    return f" {others[0]} is a pickle, which can run any program and is never loaded: use the model's safetensors."

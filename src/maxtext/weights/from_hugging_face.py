@@ -1,4 +1,4 @@
-"""Parameters from a Hugging Face folder: as a checkpoint of ours, or straight onto the devices of a run."""
+"""From Hugging Face: parameters of a folder as a checkpoint, or directly on the devices of a run."""
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -19,10 +19,10 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.models.build import weight_table
 from maxtext.models.hugging_face import HuggingFace
 from maxtext.models.model import Model
-from maxtext.weights.description import SPARE_ROWS, description, differences
-from maxtext.weights.folder import Folder
-from maxtext.weights.hugging_face import Tensor, account, by_parameter, layout
-from maxtext.weights.quantized import Source
+from maxtext.weights.config_json import SPARE_ROWS, config_differences, hugging_face_class
+from maxtext.weights.hugging_face_folder import HuggingFaceFolder
+from maxtext.weights.quantized import TensorSource
+from maxtext.weights.tensor_layout import TensorLayout, check_all_used, tensor_layouts, tensors_of_parameters
 
 _SIDE_FILES = (
   "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
@@ -30,90 +30,97 @@ _SIDE_FILES = (
 )  # fmt: skip
 
 Progress = Callable[[int, int, int, int], None]
-"""Is told: pieces done, all pieces, bytes done, all bytes."""
+"""Called with: parts done, all parts, bytes done, all bytes."""
 
 
-def convert_in(
-  config: MaxTextConfig, model: Model, folder: Folder, target: Path, keys: Mapping[str, Any], progress: Progress
+def convert_from_hugging_face(
+  config: MaxTextConfig,
+  model: Model,
+  folder: HuggingFaceFolder,
+  target: Path,
+  keys: Mapping[str, Any],
+  progress: Progress,
 ) -> Path:
-  """Writes a checkpoint of parameters, piece by piece, and returns its folder. Started again, it goes on."""
-  weights, beside = Incoming.of(config, model, folder), side_files(folder)
+  """Writes a checkpoint of parameters, part by part, and returns its folder. Started again, it resumes."""
+  weights, others = HuggingFaceWeights.of(config, model, folder), side_files(folder)
   arrays = {path: Array(model.struct(path).shape, str(model.struct(path).dtype)) for path in weights.parts}
   files = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in folder.files()]
   writer = StreamWriter(array_storage(config), target, arrays, files)
   pieces = [(path, name, number) for path, parts in weights.parts.items() for name, number in parts]
-  sizes = [prod(weights.tensors[n].slots[number].shape) * model.struct(p).dtype.itemsize for p, n, number in pieces]
+  sizes = [prod(weights.tensors[n].slices[number].shape) * model.struct(p).dtype.itemsize for p, n, number in pieces]
   done, total = 0, sum(sizes)
   for count, ((path, name, number), size) in enumerate(zip(pieces, sizes, strict=True)):
     progress(count, len(pieces), done, total)
-    index = weights.tensors[name].slots[number].index
+    index = weights.tensors[name].slices[number].index
     if not writer.has(path, index):
       writer.put(path, index, weights.read(name, number))
     done += size
-  copy_files(beside, writer.folder / SIDE_FOLDER)
+  copy_files(others, writer.folder / SIDE_FOLDER)
   progress(len(pieces), len(pieces), done, total)
   return writer.finish(0, keys)
 
 
-def load_named(config: MaxTextConfig, model: Model, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def load_weights(
+  config: MaxTextConfig, model: Model, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
   """The parameters that `load_parameters_path` names, in a Hugging Face folder or a checkpoint."""
   path = config.load_parameters_path
   if config.source_checkpoint_layout == "safetensors":
-    return load_in(config, model, path)
+    return load_from_hugging_face(config, model, path)
   return load_parameters(restore_options(config), "load_parameters_path", path, wanted)
 
 
-def load_in(config: MaxTextConfig, model: Model, path: str) -> dict[str, jax.Array]:
-  """Every parameter on its devices; a process reads what its own devices hold."""
-  weights = Incoming.of(config, model, Folder(path))
+def load_from_hugging_face(config: MaxTextConfig, model: Model, path: str) -> dict[str, jax.Array]:
+  """Every parameter on its devices; a process reads only the parts that its own devices hold."""
+  weights = HuggingFaceWeights.of(config, model, HuggingFaceFolder(path))
   return {name: weights.array(name, model.struct(name)) for name in weights.parts}
 
 
-def side_files(folder: Folder) -> list[Path]:
-  """Tokenizer, generation and model descriptions."""
+def side_files(folder: HuggingFaceFolder) -> list[Path]:
+  """The files beside the weights: tokenizer, generation and model configuration."""
   names = sorted({file.name for pattern in _SIDE_FILES for file in folder.path.glob(pattern)})
   return [file for name in names if (file := folder.resolve_inside(name)).is_file()]
 
 
 def copy_files(files: Iterable[Path], target: Path) -> None:
-  """Copies them by their names."""
+  """Copies files into a folder under the same names."""
   target.mkdir(exist_ok=True)
   for file in files:
     shutil.copyfile(file, target / file.name)
 
 
 @dataclass(frozen=True)
-class Incoming:
+class HuggingFaceWeights:
   """A folder's tensors, matched with a model's parameters.
 
   Attributes:
-    tensors: what each tensor holds.
-    sources: where each is read.
-    parts: for each parameter the tensors and slots that hold it.
+    tensors: the layout of each tensor.
+    sources: what reads each tensor.
+    parts: for each parameter, the tensors and slice indices that hold it.
   """
 
-  tensors: Mapping[str, Tensor]
-  sources: Mapping[str, Source]
+  tensors: Mapping[str, TensorLayout]
+  sources: Mapping[str, TensorSource]
   parts: Mapping[str, list[tuple[str, int]]]
 
   @staticmethod
-  def of(config: MaxTextConfig, model: Model, folder: Folder) -> "Incoming":
-    """Every tensor accounted for, and of the right shape.
+  def of(config: MaxTextConfig, model: Model, folder: HuggingFaceFolder) -> "HuggingFaceWeights":
+    """Matches every tensor with parameters.
 
     Raises:
-      ConfigError: names what does not fit.
+      ConfigError: tensors are missing, unused or have another shape.
     """
-    about = description(config)
-    if contradictions := differences(config, folder.config):
+    about = hugging_face_class(config)
+    if contradictions := config_differences(config, folder.config):
       raise ConfigError(f"{folder.path / 'config.json'} describes another model: {'; '.join(contradictions)}.")
-    tensors = layout(model, weight_table(config, model.spec))
-    sources = {_renamed(name, about): source for name, source in folder.tensors.items()}
-    account(tensors, sources, (*_NEVER_WEIGHTS, *about.ignored))
-    fitting = {name: _fitting(name, tensor, sources[name], model) for name, tensor in tensors.items()}
-    return Incoming(tensors, fitting, by_parameter(tensors))
+    tensors = tensor_layouts(model, weight_table(config, model.spec))
+    sources = {_our_name(name, about): source for name, source in folder.tensors.items()}
+    check_all_used(tensors, sources, (*_NEVER_WEIGHTS, *about.ignored))
+    fitting = {name: _match_shape(name, tensor, sources[name], model) for name, tensor in tensors.items()}
+    return HuggingFaceWeights(tensors, fitting, tensors_of_parameters(tensors))
 
   def read(self, name: str, number: int) -> np.ndarray:
-    """A slot's part of a tensor, as a view of what is read."""
+    """The part of a tensor for one slice, as a view."""
     return self.tensors[name].split(self.sources[name].read())[number]
 
   def array(self, path: str, struct: jax.ShapeDtypeStruct) -> jax.Array:
@@ -123,7 +130,7 @@ class Incoming:
     regions = {_bounds(index, struct.shape) for index in held_here}
     shards = {region: np.empty([b - a for a, b in region], struct.dtype) for region in regions}
     for name, number in self.parts[path]:
-      index = self.tensors[name].slots[number].index
+      index = self.tensors[name].slices[number].index
       held = [region for region in regions if all(a <= i < b for i, (a, b) in zip(index, region, strict=False))]
       piece = self.read(name, number) if held else None
       for region in held:
@@ -136,10 +143,10 @@ class Incoming:
 
 
 @dataclass(frozen=True)
-class _Refitted:
-  """A tensor over a vocabulary that has a few rows more or less here."""
+class _ResizedVocabulary:
+  """A tensor whose vocabulary has a few rows more or fewer than the model's."""
 
-  source: Source
+  source: TensorSource
   rows: int
 
   @property
@@ -151,21 +158,21 @@ class _Refitted:
     return self.source.dtype
 
   def read(self) -> np.ndarray:
-    """Rows that are not there are zero, and those that are not wanted are left out."""
+    """The tensor; missing rows are zero, and extra rows are left out."""
     there = self.source.read()[: self.rows]
     return np.concatenate([there, np.zeros((self.rows - len(there), *there.shape[1:]), there.dtype)])
 
 
-def _fitting(name: str, tensor: Tensor, source: Source, model: Model) -> Source:
+def _match_shape(name: str, tensor: TensorLayout, source: TensorSource, model: Model) -> TensorSource:
   if source.shape == tensor.shape:
     return source
   spare = source.shape[1:] == tensor.shape[1:] and abs(source.shape[0] - tensor.shape[0]) <= SPARE_ROWS
-  if spare and "vocab" in model.named_dimensions[tensor.slots[0].path]:
-    return _Refitted(source, tensor.shape[0])
+  if spare and "vocab" in model.named_dimensions[tensor.slices[0].path]:
+    return _ResizedVocabulary(source, tensor.shape[0])
   raise ConfigError(f"{name} is {list(source.shape)} in the folder, and this model has {list(tensor.shape)}.")
 
 
-def _renamed(name: str, about: HuggingFace) -> str:
+def _our_name(name: str, about: HuggingFace) -> str:
   for theirs, ours in (about.prefixes or {}).items():
     if name.startswith(theirs):
       return ours + name.removeprefix(theirs)

@@ -1,4 +1,4 @@
-"""Where the figures of a step go."""
+"""Metric writers: console, JSON lines, object stores, TensorBoard and Prometheus."""
 
 import json
 import logging
@@ -17,21 +17,21 @@ from etils import epath
 
 from maxtext.configs import ConfigError
 from maxtext.logs import ON_STDERR
-from maxtext.observe.figure_lines import cut_after, format_line, lines_until
-from maxtext.observe.growing_file import GrowingFile, is_mistake
+from maxtext.observe.growing_file import GrowingFile, is_permanent
+from maxtext.observe.metric_lines import format_line, lines_up_to, truncate_after
 
 _LOG = logging.getLogger(__name__)
 
-Figures = Mapping[str, float]
+Metrics = Mapping[str, float]
 
-_MOST_LINES = 100_000  # that wait for an object store
+_MAX_PENDING_LINES = 100_000  # kept while an object store fails
 
 
-class Sink(Protocol):
-  """Receives the figures of every finished step; steps count from 1."""
+class MetricWriter(Protocol):
+  """Receives the metrics of every finished step; steps count from 1."""
 
-  def write(self, step: int, figures: Figures) -> None:
-    """Takes one step."""
+  def write(self, step: int, metrics: Metrics) -> None:
+    """Writes the metrics of one step."""
     ...
 
   def close(self) -> None:
@@ -50,17 +50,17 @@ _COLUMNS = {
 }
 
 
-class Console:
-  """A line per step: the first ten, then one in `period`, and the last. On a terminal, a bar with the time left."""
+class ConsoleWriter:
+  """Writes a line for the first ten steps, every `period`-th and the last. On a terminal, also a progress bar."""
 
   def __init__(self, period: int, steps: range, out: TextIO | None = None) -> None:
     self._period, self._steps, self._out = period, steps, out or sys.stdout
     self._bar = _progress_bar(steps) if self._out.isatty() else None
 
-  def write(self, step: int, figures: Figures) -> None:
+  def write(self, step: int, metrics: Metrics) -> None:
     last = self._steps.stop
-    if step <= self._steps.start + 10 or step % self._period == 0 or step == last or "eval_loss" in figures:
-      measured = [text.format(figures[name]) for name, text in _COLUMNS.items() if name in figures]
+    if step <= self._steps.start + 10 or step % self._period == 0 or step == last or "eval_loss" in metrics:
+      measured = [text.format(metrics[name]) for name, text in _COLUMNS.items() if name in metrics]
       self._line("  ".join([f"step {step:>{len(str(last))}}/{last}", *measured]))
     if self._bar is not None:
       self._bar.update(self._bar.task_ids[0], completed=step)
@@ -75,75 +75,75 @@ class Console:
     else:
       try:
         print(text, file=self._out, flush=True)
-      except BrokenPipeError:  # nobody reads any more: that ends a command
+      except BrokenPipeError:  # the reader has closed the output, which ends a command
         raise
       except OSError:  # a file on a full disk
         pass
 
 
-class Guarded:
-  """A sink whose failures do not end a run: the first is said in one line, and every step tries again."""
+class FaultTolerantWriter:
+  """A writer whose failures do not end a run. The first failure is logged, and every step tries again."""
 
-  def __init__(self, sink: Sink, name: str) -> None:
-    self._sink, self._name, self._said = sink, name, False
+  def __init__(self, writer: MetricWriter, name: str) -> None:
+    self._writer, self._name, self._warned = writer, name, False
 
-  def write(self, step: int, figures: Figures) -> None:
+  def write(self, step: int, metrics: Metrics) -> None:
     try:
-      self._sink.write(step, figures)
-    except Exception as error:  # of disks, sockets and object stores: figures are not worth a run
-      if not self._said:
-        self._said = True
-        warn(f"{self._name} cannot be written: {reason(error)}. The run goes on, and every step tries again.")
+      self._writer.write(step, metrics)
+    except Exception as error:  # of disks, sockets and object stores: a run does not fail for its metrics
+      if not self._warned:
+        self._warned = True
+        warn(f"{self._name} cannot be written: {reason(error)}. The run continues, and every step tries again.")
 
   def close(self) -> None:
     try:
-      self._sink.close()
+      self._writer.close()
     except Exception as error:
-      warn(f"{self._name} misses the last figures: {reason(error)}.")
+      warn(f"{self._name} misses the last metrics: {reason(error)}.")
 
 
-class JsonLines:
-  """One JSON object per step, appended to a file; what is not a number is null.
+class JsonLinesWriter:
+  """Appends one JSON object per step to a file; values that are not finite are null.
 
-  A run that goes on after step `after` writes the later ones again, so those that are there go.
+  A run that resumes after step `after` writes later steps again, so their old lines are removed.
   """
 
   def __init__(self, path: str | Path, after: int = 0) -> None:
-    self._file = GrowingFile(Path(path), lambda path: cut_after(path, after))
+    self._file = GrowingFile(Path(path), lambda path: truncate_after(path, after))
     try:
       self._file.append(b"")
     except OSError as error:
-      if is_mistake(error):
+      if is_permanent(error):
         raise ConfigError(f"metrics_file={path} cannot be written: {error.strerror}.") from None
 
-  def write(self, step: int, figures: Figures) -> None:
-    self._file.append(format_line(step, figures).encode())
+  def write(self, step: int, metrics: Metrics) -> None:
+    self._file.append(format_line(step, metrics).encode())
 
   def close(self) -> None:
     self._file.close()
 
 
-class StoredLines:
-  """The same lines in a folder of an object store, where files cannot grow: one for every `period` steps.
+class ObjectStoreWriter:
+  """Writes the same lines to a folder of an object store, where files cannot grow: a file for every `period` steps.
 
-  A store may take its time, so a thread of its own talks to it and the run never waits but at its end, for `patience`
-  seconds. What the store does not take goes into the next file.
+  A store may be slow, so a thread writes to it. The run waits for it only at its end, at most `patience` seconds. Lines
+  that could not be written go into the next file.
   """
 
   def __init__(self, folder: epath.Path, period: int, after: int = 0, patience: float = 30.0) -> None:
     self._folder, self._period, self._after, self._patience = folder, period, after, patience
     self._lines: list[str] = []
     self._error: Exception | None = None
-    self._due, self._closing = True, False
+    self._flush_due, self._closing = True, False
     self._changed = threading.Condition()
     self._thread = threading.Thread(target=self._serve, daemon=True)
     self._thread.start()
 
-  def write(self, step: int, figures: Figures) -> None:
+  def write(self, step: int, metrics: Metrics) -> None:
     with self._changed:
-      if len(self._lines) < _MOST_LINES:
-        self._lines.append(format_line(step, figures))
-      self._due |= step % self._period == 0
+      if len(self._lines) < _MAX_PENDING_LINES:
+        self._lines.append(format_line(step, metrics))
+      self._flush_due |= step % self._period == 0
       self._changed.notify()
       error, self._error = self._error, None
     if error is not None:
@@ -161,16 +161,16 @@ class StoredLines:
     cut = False
     while True:
       with self._changed:
-        self._changed.wait_for(lambda: self._due or self._closing)
-        self._due, last, lines = False, self._closing, list(self._lines)
+        self._changed.wait_for(lambda: self._flush_due or self._closing)
+        self._flush_due, last, lines = False, self._closing, list(self._lines)
       try:
         if not cut:
-          self._cut_after()
+          self._remove_after()
           cut = True
         if lines:
           first = json.loads(lines[0])["step"]
           (self._folder / f"from-step-{first:09}.jsonl").write_text("".join(lines))
-      except Exception as error:  # gcsfs has many
+      except Exception as error:  # gcsfs raises many kinds
         self._error = error
       else:
         with self._changed:
@@ -178,40 +178,40 @@ class StoredLines:
       if last:
         return
 
-  def _cut_after(self) -> None:
-    """Removes what a run that went back to an earlier step will write again."""
+  def _remove_after(self) -> None:
+    """Removes the lines of steps that a resumed run will write again."""
     for path in self._folder.glob("*.jsonl") if self._folder.exists() else ():
       text = path.read_bytes().decode(errors="replace")
-      kept = lines_until(text, self._after)
+      kept = lines_up_to(text, self._after)
       if not kept:
         path.unlink()
       elif kept != text:
         path.write_text(kept)
 
 
-class TensorBoard:
-  """Event files that `tensorboard --logdir` shows. The library is slow to load, so that is done beside compiling.
+class TensorBoardWriter:
+  """Writes event files for `tensorboard --logdir`. The library is slow to import, so a thread does it meanwhile.
 
-  Only its messages are taken from the library: its writer's thread dies on a full disk, and all wait for it then.
+  Only the message classes of the library are used: its own writer hangs after a full disk.
   """
 
   def __init__(self, folder: Path) -> None:
     name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-    self._file, self._begun = GrowingFile(folder / name), False
+    self._file, self._started = GrowingFile(folder / name), False
     self._loading = threading.Thread(target=_load_tensorboard, daemon=True)
     self._loading.start()
 
-  def write(self, step: int, figures: Figures) -> None:
+  def write(self, step: int, metrics: Metrics) -> None:
     self._loading.join()
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.proto.summary_pb2 import Summary
 
     data, now = b"", time.time()
-    if not self._begun:
-      data, self._begun = _record(Event(wall_time=now, file_version="brain.Event:2").SerializeToString()), True
-    values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+    if not self._started:
+      data, self._started = _framed_record(Event(wall_time=now, file_version="brain.Event:2").SerializeToString()), True
+    values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
     self._file.append(
-      data + _record(Event(wall_time=now, step=step, summary=Summary(value=values)).SerializeToString())
+      data + _framed_record(Event(wall_time=now, step=step, summary=Summary(value=values)).SerializeToString())
     )
 
   def close(self) -> None:
@@ -222,11 +222,11 @@ class TensorBoard:
 PROMETHEUS_ADDRESS = "MAXTEXT_PROMETHEUS_ADDRESS"
 
 
-class Prometheus:
-  """The last figures at http://<host>:<port>/metrics, for a monitor that comes by; once the port is free.
+class PrometheusWriter:
+  """Serves the latest metrics at http://<host>:<port>/metrics, as soon as the port is free.
 
-  It listens where `MAXTEXT_PROMETHEUS_ADDRESS` in the environment says. Else a run on one machine shows itself to that
-  machine alone, and one on several to all, since its monitor is elsewhere.
+  It listens on `MAXTEXT_PROMETHEUS_ADDRESS` from the environment. Without it, a run on one machine listens on the
+  loopback address, and a run on several machines on all addresses, since its monitor is elsewhere.
   """
 
   def __init__(self, port: int) -> None:
@@ -238,8 +238,8 @@ class Prometheus:
     self._server: Any = None
     self._registry, self._gauge, self._gauges = CollectorRegistry(), Gauge, {}  # type: ignore[var-annotated]
 
-  def write(self, step: int, figures: Figures) -> None:
-    for name, value in {"step": step, **figures}.items():
+  def write(self, step: int, metrics: Metrics) -> None:
+    for name, value in {"step": step, **metrics}.items():
       if name not in self._gauges:
         self._gauges[name] = self._gauge(f"maxtext_{name}", f"{name} of the last step", registry=self._registry)
       self._gauges[name].set(value)
@@ -255,13 +255,13 @@ class Prometheus:
 
 
 def reason(error: Exception) -> str:
-  """What an error says, in a line."""
-  said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-  return " ".join(said.split()) or type(error).__name__
+  """The message of an error, in one line."""
+  text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+  return " ".join(text.split()) or type(error).__name__
 
 
 def _on_one_machine() -> bool:
-  """Whether all processes of the run are here: there is one, or they meet at an address that nobody else reaches."""
+  """Whether all processes of the run are on this machine: there is one, or the coordinator is on a loopback address."""
   import jax
 
   return jax.process_count() == 1 or os.environ.get("JAX_COORDINATOR_ADDRESS", "").startswith(("127.", "localhost:"))
@@ -274,12 +274,12 @@ def warn(message: str, *, on_stderr: bool = False) -> None:
 
 
 def _load_tensorboard() -> None:
-  with suppress(ImportError):  # who needs it next says so
+  with suppress(ImportError):  # the next import of it raises
     import tensorboardX.proto.event_pb2  # noqa: F401
 
 
-def _record(data: bytes) -> bytes:
-  """Framed as TensorFlow's records are: length, its checksum, the data, its checksum."""
+def _framed_record(data: bytes) -> bytes:
+  """A TFRecord: length, its checksum, the data, its checksum."""
   from tensorboardX.crc32c import crc32c
 
   def checksum(part: bytes) -> bytes:

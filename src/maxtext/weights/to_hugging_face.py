@@ -1,4 +1,4 @@
-"""A Hugging Face folder from a checkpoint: shards of safetensors, an index, and the files that describe the model."""
+"""To Hugging Face: a checkpoint as a folder of safetensors shards, an index, config.json and tokenizer files."""
 
 import json
 import re
@@ -21,42 +21,42 @@ from maxtext.configs.errors import RunError
 from maxtext.data.options import data_options
 from maxtext.models.build import weight_table
 from maxtext.models.model import Model
-from maxtext.weights.description import TOKENS, entries
-from maxtext.weights.folder import INDEX, SINGLE, Folder
-from maxtext.weights.hugging_face import layout
-from maxtext.weights.incoming import Progress, copy_files, side_files
-from maxtext.weights.tensor_files import header, write_whole
+from maxtext.weights.config_json import TOKENS, config_json_entries
+from maxtext.weights.from_hugging_face import Progress, copy_files, side_files
+from maxtext.weights.hugging_face_folder import INDEX, SINGLE, HuggingFaceFolder
+from maxtext.weights.tensor_files import make_header, write_file
+from maxtext.weights.tensor_layout import tensor_layouts
 from maxtext.weights.tokenizer_files import write_tokenizer
 
-SHARD = 5 * 10**9  # bytes, as Hugging Face's library has it
+SHARD_BYTES = 5 * 10**9  # bytes, as Hugging Face's library has it
 
 
-def convert_out(
-  config: MaxTextConfig, model: Model, source: epath.Path, target: Path, progress: Progress, most: int = SHARD
+def convert_to_hugging_face(
+  config: MaxTextConfig, model: Model, source: epath.Path, target: Path, progress: Progress, most: int = SHARD_BYTES
 ) -> Path:
-  """Writes shard after shard, the index last, and returns the folder. Started again, it keeps shards that are whole.
+  """Writes shard after shard, the index last, and returns the folder. Started again, it keeps complete shards.
 
   Args:
     config: the model, and `weight_dtype`, in which the tensors are written.
-    model: the same, abstract.
+    model: the abstract model.
     source: a checkpoint of a run, or of parameters.
-    target: the folder to make.
-    progress: is told as it goes.
-    most: bytes of a shard, where no tensor is larger.
+    target: the folder to create.
+    progress: is called as it goes.
+    most: the largest size of a shard in bytes, unless a tensor is larger.
   """
   try:
-    return _Outgoing(config, model, source, target, most).write(progress)
+    return _HuggingFaceWriter(config, model, source, target, most).write(progress)
   except DamagedError as damage:
     raise RunError(f"{source} is damaged: {damage}.") from None
 
 
-class _Outgoing:
+class _HuggingFaceWriter:
   def __init__(self, config: MaxTextConfig, model: Model, source: epath.Path, target: Path, most: int) -> None:
     self._config, self._model, self._reader = config, model, StreamReader(source)
-    self._entries = entries(config)
-    tensors = layout(model, weight_table(config, model.spec))
+    self._entries = config_json_entries(config)
+    tensors = tensor_layouts(model, weight_table(config, model.spec))
     self._tensors = {name: tensors[name] for name in sorted(tensors, key=_natural)}
-    self._refuse_other()
+    self._check_shapes()
     self._shards = self._plan(most)
     record = self._reader.record.to_json()["digest"]
     self._journal = Journal(target, (str(source.absolute()), record, config.weight_dtype.value, most))
@@ -68,39 +68,39 @@ class _Outgoing:
     sums: dict[str, int] = {}
     for count, (shard, names) in enumerate(self._shards.items()):
       if shard not in finished or not (folder / shard).exists():
-        told = partial(self._tell, progress, count, done, total)
-        write_whole(folder / shard, self._content(names, told))
+        report = partial(self._report, progress, count, done, total)
+        write_file(folder / shard, self._content(names, report))
         finished[shard] = self._reader.take_sums()
         self._journal.note({"shard": shard, "sums": finished[shard]})
       for name, value in finished[shard].items():
         sums[name] = (sums.get(name, 0) + value) % 2**32
       done += sum(map(self._size, names))
     self._reader.check(sums)
-    self._describe(folder)
+    self._write_side_files(folder)
     if len(self._shards) > 1:
       weight_map = {name: shard for shard, names in self._shards.items() for name in names}
-      write_whole(folder / INDEX, [_json({"metadata": {"total_size": total}, "weight_map": weight_map})])
+      write_file(folder / INDEX, [_json({"metadata": {"total_size": total}, "weight_map": weight_map})])
     progress(len(self._shards), len(self._shards), total, total)
     return self._journal.finish()
 
-  def _tell(self, progress: Progress, count: int, before: int, total: int, written: int) -> None:
+  def _report(self, progress: Progress, count: int, before: int, total: int, written: int) -> None:
     progress(count, len(self._shards), before + written, total)
 
-  def _content(self, names: list[str], told: Callable[[int], None]) -> Iterator[bytes | memoryview]:
-    """The bytes of a shard; whoever asks is told how many of the tensors' there were."""
-    yield header({name: (self._tensors[name].shape, self._dtype(name)) for name in names})
+  def _content(self, names: list[str], report: Callable[[int], None]) -> Iterator[bytes | memoryview]:
+    """The bytes of a shard. `report` is called with the bytes of tensors so far."""
+    yield make_header({name: (self._tensors[name].shape, self._dtype(name)) for name in names})
     written = 0
     for name in names:
       tensor = self._tensors[name]
-      pieces = [self._reader.read(s.path, s.index, len(self._model.struct(s.path).shape)) for s in tensor.slots]
+      pieces = [self._reader.read(s.path, s.index, len(self._model.struct(s.path).shape)) for s in tensor.slices]
       for rows in tensor.join_in_rows(pieces, CHUNK):
         block = np.ascontiguousarray(rows, self._dtype(name)).view(np.uint8).data
         yield block
         written += block.nbytes
-        told(written)
+        report(written)
 
   def _plan(self, most: int) -> dict[str, list[str]]:
-    """Files with their tensors; one holds layers that are neighbours."""
+    """Files with their tensors, in the order of layers."""
     groups: list[list[str]] = [[]]
     size = 0
     for name in self._tensors:
@@ -113,23 +113,23 @@ class _Outgoing:
       return {SINGLE: groups[0]}
     return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups)}
 
-  def _describe(self, folder: Path) -> None:
-    """Tokenizer and generation settings as they came, or the run's own; and the configuration as it is now."""
+  def _write_side_files(self, folder: Path) -> None:
+    """Writes the tokenizer and generation settings, as imported or the run's own, and config.json."""
     came = Path(self._reader.folder / SIDE_FOLDER)
     if came.is_dir():
-      copy_files(side_files(Folder(came)), folder)
-    tokens = {name: Folder(folder).config.get(name) for name in TOKENS}
+      copy_files(side_files(HuggingFaceFolder(came)), folder)
+    tokens = {name: HuggingFaceFolder(folder).config.get(name) for name in TOKENS}
     if self._config.tokenizer_path or kind_of(came) is None:
       with open_tokenizer(data_options(self._config), str(self._reader.folder)) as tokenizer:
         if tokenizer is not None:
           write_tokenizer(tokenizer, folder)
           tokens = dict(zip(TOKENS, (tokenizer.bos, tokenizer.eos, tokenizer.vocabulary.pad), strict=True))
     content = self._entries | tokens | {"dtype": self._config.weight_dtype.value}
-    write_whole(folder / "config.json", [_json(content)])
+    write_file(folder / "config.json", [_json(content)])
     if not (folder / "generation_config.json").exists():
-      write_whole(folder / "generation_config.json", [_json(tokens)])
+      write_file(folder / "generation_config.json", [_json(tokens)])
 
-  def _refuse_other(self) -> None:
+  def _check_shapes(self) -> None:
     for path in self._model.weight_names:
       for stored, (wants, has) in self._reader.shapes(path, self._model.struct(path)).items():
         if wants != has:
@@ -137,7 +137,7 @@ class _Outgoing:
           raise ConfigError(f"{self._reader.folder} {there} for {stored}, and this model has {list(wants)}.")
 
   def _dtype(self, name: str) -> np.dtype:
-    return np.dtype(self._model.struct(self._tensors[name].slots[0].path).dtype)
+    return np.dtype(self._model.struct(self._tensors[name].slices[0].path).dtype)
 
   def _size(self, name: str) -> int:
     return prod(self._tensors[name].shape) * self._dtype(name).itemsize

@@ -1,4 +1,4 @@
-"""Hugging Face tensors to parameters and back, one tensor at a time, from the family's one table."""
+"""Which parameters each Hugging Face tensor holds, by the family's weight table, and conversion in both directions."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,11 +14,14 @@ from maxtext.models.weight_table import Table, Weight, find, layer_numbers
 
 
 @dataclass(frozen=True)
-class Slot:
-  """Where a part of a tensor belongs: an index into a stacked parameter, and the shape there.
+class ParameterSlice:
+  """The part of a parameter that a part of a tensor holds.
 
   Attributes:
-    rows: sizes of what stands before the outputs, as the file has it: experts, and inputs as one dimension.
+    path: of the parameter.
+    index: into the stacked parameter.
+    shape: of that part.
+    rows: sizes of the dimensions before the outputs, as in the file: experts, and inputs as one dimension.
   """
 
   path: str
@@ -28,55 +31,55 @@ class Slot:
 
 
 @dataclass
-class Tensor:
-  """One tensor of a Hugging Face file and the parts of parameters it holds, in order."""
+class TensorLayout:
+  """One tensor of a Hugging Face file, and the parts of parameters that it holds, in order."""
 
   weight: Weight
   blocks: int = 1
-  slots: list[Slot] = field(default_factory=list)
+  slices: list[ParameterSlice] = field(default_factory=list)
 
   def put_in_order(self) -> None:
-    """Sorts the slots as the tensor's parts stand."""
+    """Sorts the slices in the order of the tensor's parts."""
     if parts := self.weight.parts:
-      self.slots.sort(key=lambda slot: parts.index(module_of(slot.path)))
-      assert len(self.slots) == len(parts), (self, "a part is missing")
+      self.slices.sort(key=lambda slice_: parts.index(module_of(slice_.path)))
+      assert len(self.slices) == len(parts), (self, "a part is missing")
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """As the file has it."""
-    rows = self.slots[0].rows
-    outputs = sum(prod(slot.shape) for slot in self.slots) // prod(rows)
+    """The shape in the file."""
+    rows = self.slices[0].rows
+    outputs = sum(prod(slice_.shape) for slice_ in self.slices) // prod(rows)
     if self.weight.convolution:
       return outputs, 1, *rows
     return (*rows[:-1], outputs, rows[-1]) if self.weight.transposed else (*rows, outputs)
 
   def split(self, tensor: np.ndarray) -> list[np.ndarray]:
-    """The tensor's part of each slot, as a view of it."""
-    rows = self.slots[0].rows
+    """The part of the tensor for each slice, as a view."""
+    rows = self.slices[0].rows
     if self.weight.transposed or self.weight.convolution:
       tensor = tensor.reshape(*rows[:-1], -1, rows[-1]).swapaxes(-1, -2)
-    widths = [prod(slot.shape) // prod(rows) // self.blocks for slot in self.slots]
+    widths = [prod(slice_.shape) // prod(rows) // self.blocks for slice_ in self.slices]
     blocked = tensor.reshape(*rows, self.blocks, sum(widths))
     pieces = np.split(blocked, np.cumsum(widths)[:-1], axis=-1)
-    return [piece.reshape(slot.shape) for piece, slot in zip(pieces, self.slots, strict=True)]
+    return [piece.reshape(slice_.shape) for piece, slice_ in zip(pieces, self.slices, strict=True)]
 
   def join(self, pieces: list[np.ndarray]) -> np.ndarray:
-    """The tensor, from the part of each slot."""
+    """The tensor from the part of each slice."""
     return self._side_by_side(self._blocked(pieces))
 
   def join_in_rows(self, pieces: list[np.ndarray], most: int) -> Iterator[np.ndarray]:
-    """The same in parts of its first dimension, of about so many bytes, so that it need not be in memory twice."""
-    parts, rows = self._blocked(pieces), self.slots[0].rows
+    """The tensor in chunks of its first dimension, of about `most` bytes each, so that it is not in memory twice."""
+    parts, rows = self._blocked(pieces), self.slices[0].rows
     if len(rows) > (self.weight.transposed or self.weight.convolution):  # the first dimension is one of ours
-      for some in _steps(rows[0], sum(part.nbytes for part in parts), most):
+      for some in _row_chunks(rows[0], sum(part.nbytes for part in parts), most):
         yield self._side_by_side([part[some] for part in parts])
     else:
       tensor = self._side_by_side(parts)
-      for some in _steps(len(tensor), tensor.nbytes, most):
+      for some in _row_chunks(len(tensor), tensor.nbytes, most):
         yield tensor[some]
 
   def _blocked(self, pieces: list[np.ndarray]) -> list[np.ndarray]:
-    return [piece.reshape(*self.slots[0].rows, self.blocks, -1) for piece in pieces]
+    return [piece.reshape(*self.slices[0].rows, self.blocks, -1) for piece in pieces]
 
   def _side_by_side(self, parts: list[np.ndarray]) -> np.ndarray:
     blocked = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
@@ -86,22 +89,22 @@ class Tensor:
     return tensor.swapaxes(-1, -2) if self.weight.transposed else tensor
 
 
-def layout(model: Model, table: Table) -> dict[str, Tensor]:
-  """Every tensor that a model's Hugging Face file holds, by name.
+def tensor_layouts(model: Model, table: Table) -> dict[str, TensorLayout]:
+  """Every tensor of a model's Hugging Face files, by name.
 
   Raises:
-    ConfigError: names parameters that the table does not know.
+    ConfigError: the table has no name for some parameters.
   """
-  found: dict[str, Tensor] = {}
+  found: dict[str, TensorLayout] = {}
   unknown = []
   for path in model.weight_names:
     weight = find(table, path)
     if weight is None:
       unknown.append(path)
       continue
-    for name, slot in _slots(model, path, weight):
-      tensor = found.setdefault(name, Tensor(weight, _blocks(model, path, weight)))
-      tensor.slots.append(slot)
+    for name, slice_ in _slices(model, path, weight):
+      tensor = found.setdefault(name, TensorLayout(weight, _blocks(model, path, weight)))
+      tensor.slices.append(slice_)
   if unknown:
     raise ConfigError(f"Parameters that have no name in the family's table: {', '.join(unknown)}.")
   for tensor in found.values():
@@ -109,20 +112,20 @@ def layout(model: Model, table: Table) -> dict[str, Tensor]:
   return found
 
 
-def by_parameter(tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[str, int]]]:
-  """For each parameter the tensors that hold it, and which of their slots does."""
+def tensors_of_parameters(tensors: Mapping[str, TensorLayout]) -> dict[str, list[tuple[str, int]]]:
+  """For each parameter, the tensors that hold it and the index of the slice in each."""
   found: dict[str, list[tuple[str, int]]] = {}
   for name, tensor in tensors.items():
-    for number, slot in enumerate(tensor.slots):
-      found.setdefault(slot.path, []).append((name, number))
+    for number, slice_ in enumerate(tensor.slices):
+      found.setdefault(slice_.path, []).append((name, number))
   return found
 
 
-def account(wanted: Collection[str], there: Collection[str], ignored: Sequence[str] = ()) -> None:
-  """Sees that every tensor is used; those that fit one of the patterns need not be.
+def check_all_used(wanted: Collection[str], there: Collection[str], ignored: Sequence[str] = ()) -> None:
+  """Checks that every tensor is used, except those that match a pattern of `ignored`.
 
   Raises:
-    ConfigError: names what is missing or left over.
+    ConfigError: tensors are missing or unused.
   """
   if missing := sorted(set(wanted) - set(there)):
     raise ConfigError(f"Tensors that are missing: {', '.join(missing)}.")
@@ -137,27 +140,27 @@ def from_tensors(model: Model, table: Table, tensors: Mapping[str, np.ndarray]) 
   Raises:
     ConfigError: names what is missing or left over.
   """
-  wanted = layout(model, table)
-  account(wanted, tensors)
+  wanted = tensor_layouts(model, table)
+  check_all_used(wanted, tensors)
   params: dict[str, np.ndarray] = {}
   for name, tensor in wanted.items():
-    for slot, piece in zip(tensor.slots, tensor.split(tensors[name]), strict=True):
-      if slot.path not in params:
-        params[slot.path] = np.empty(model.struct(slot.path).shape, piece.dtype)
-      params[slot.path][slot.index] = piece
+    for slice_, piece in zip(tensor.slices, tensor.split(tensors[name]), strict=True):
+      if slice_.path not in params:
+        params[slice_.path] = np.empty(model.struct(slice_.path).shape, piece.dtype)
+      params[slice_.path][slice_.index] = piece
   return params
 
 
 def to_tensors(model: Model, table: Table, params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   """The named tensors of a Hugging Face file from parameters and buffers."""
   return {
-    name: tensor.join([np.asarray(params[slot.path][slot.index]) for slot in tensor.slots])
-    for name, tensor in layout(model, table).items()
+    name: tensor.join([np.asarray(params[slice_.path][slice_.index]) for slice_ in tensor.slices])
+    for name, tensor in tensor_layouts(model, table).items()
   }
 
 
-def _slots(model: Model, path: str, weight: Weight) -> list[tuple[str, Slot]]:
-  """The tensors that hold one parameter, with the place of each in it."""
+def _slices(model: Model, path: str, weight: Weight) -> list[tuple[str, ParameterSlice]]:
+  """The tensors that hold one parameter, each with its slice."""
   shape, layers, (stacked, contracted) = (
     model.struct(path).shape,
     layer_numbers(model.spec, path),
@@ -173,7 +176,7 @@ def _slots(model: Model, path: str, weight: Weight) -> list[tuple[str, Slot]]:
   contracted += weight.convolution
   inputs = (prod(rest[lead : lead + contracted]),) if contracted else ()
   rows = rest[:-1] if weight.table else (*rest[:lead], *inputs)
-  return [(weight.name.format(**numbers), Slot(path, index, rest, rows)) for index, numbers in indices]
+  return [(weight.name.format(**numbers), ParameterSlice(path, index, rest, rows)) for index, numbers in indices]
 
 
 def _blocks(model: Model, path: str, weight: Weight) -> int:
@@ -185,6 +188,6 @@ def _blocks(model: Model, path: str, weight: Weight) -> int:
   return prod(outputs) if weight.blocks == "each" else outputs[0]
 
 
-def _steps(length: int, size: int, most: int) -> Iterator[slice]:
+def _row_chunks(length: int, size: int, most: int) -> Iterator[slice]:
   step = max(1, length * most // max(size, 1))
   return (slice(i, min(i + step, length)) for i in range(0, length, step))
