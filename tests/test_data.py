@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from maxtext.data.num_speculative_tokens import Ahead
 
 from maxtext.configs.errors import RunError
 from maxtext.data import records
-from maxtext.data.ahead import Ahead
 from maxtext.data.documents import Source
 from maxtext.data.mixture import Mixture
 from maxtext.data.order import FEW_SHARDS, Order, Window
@@ -337,7 +337,7 @@ def test_restoring_256_streams_takes_under_a_second(tmp_path):
   assert min(seconds) < 1
 
 
-class Asked:
+class GenerationRequest:
   """Documents, and how many were asked for at a time."""
 
   def __init__(self, documents):
@@ -351,7 +351,7 @@ class Asked:
 def test_reading_ahead_makes_fewer_and_larger_reads(folder):
   calls = {}
   for read_ahead in (0, 40):
-    asked = Asked(Mixture([Source(Prepared(folder))], 4, seed=0))
+    asked = GenerationRequest(Mixture([Source(Prepared(folder))], 4, seed=0))
     streams = Streams(asked, PACKINGS["concat_then_split"], range(4), read_ahead=read_ahead)
     for _ in range(20):
       streams.rows(range(4))
