@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from maxtext import MaxTextConfig, load_config
-from maxtext.bench.data import abstract_batch, speed
+from maxtext.bench.dataloader import abstract_batch, measure_throughput
 from maxtext.configs.derived import global_batch_size
 from maxtext.data.options import data_options
 from maxtext.mesh.devices import make_mesh
@@ -101,7 +101,7 @@ def main() -> None:
     for _ in range(arguments.rounds):
       # More reading threads than cores make Grain slower here, so it has its choice.
       theirs.append(max(grain_speed(folder, threads, arguments.seconds) for threads in (1, 16)))
-      ours.append(speed(data_options(alone), batch, arguments.seconds).tokens_per_second)
+      ours.append(measure_throughput(data_options(alone), batch, arguments.seconds).tokens_per_second)
     found = {
       "tokens_per_second": round(statistics.median(ours)),
       "grain_tokens_per_second": round(statistics.median(theirs)),

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks import bare, bare_decode
 from benchmarks.figures import show
 from maxtext import load_config
-from maxtext.inference.loading import Loaded
+from maxtext.inference.inference_model import InferenceModel
 from maxtext.inference.sampling import SamplingParams
 
 PROMPT = "w1 w2 w3"
@@ -79,14 +79,14 @@ def values_of(folder: Path, size: bare.Size, cache: Path) -> dict:
 
 def ours(values: dict, size: bare.Size) -> Decode:
   """The engine that `maxtext serve` would run."""
-  engine = Loaded.of(load_config(**values)).engine
+  engine = InferenceModel.load(load_config(**values)).engine
 
   def start() -> Step:
     for slot in range(size.rows):
       prompt = [slot + 1]
-      engine.insert(engine.prefilled(prompt), slot, prompt, SamplingParams(temperature=0.0))
+      engine.insert(engine.prefill(prompt), slot, prompt, SamplingParams(temperature=0.0))
     active = [True] * size.rows
-    return lambda: engine.generate(active).tokens
+    return lambda: engine.decode_step(active).token_ids
 
   return start
 

@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.figures import show
 from maxtext import MaxTextConfig, load_config
+from maxtext.inference.decode_state import DecodeState, decode_step, init_decode_state
 from maxtext.inference.engine import dropless
-from maxtext.inference.sampling import anything
-from maxtext.inference.state import State, empty, generate
+from maxtext.inference.sampling import full_token_bitmask
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
 from maxtext.models.build import build_model
@@ -51,17 +51,17 @@ def compiled(config: MaxTextConfig, slots: int) -> Compiled:
   mesh = make_mesh(config, Topology.named(config.compile_topology, 1).devices())
   model = dropless(build_model(config, mesh))
   params, everywhere = model.params | model.buffers, NamedSharding(mesh, PartitionSpec())
-  begin = partial(empty, model, slots=slots, length=config.max_target_length)
+  begin = partial(init_decode_state, model, slots=slots, max_model_len=config.max_target_length)
   shardings = jax.jit(begin).lower(params).compile().output_shardings
 
   def placed(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
-  state: State = jax.tree.map(placed, jax.eval_shape(begin, params), shardings)
+  state: DecodeState = jax.tree.map(placed, jax.eval_shape(begin, params), shardings)
   active = jax.ShapeDtypeStruct((slots,), bool, sharding=everywhere)
-  allowed = placed(jax.eval_shape(partial(anything, slots, model.spec.vocab)), everywhere)
-  step = jax.jit(partial(generate, model), donate_argnums=1, out_shardings=(shardings, everywhere))
-  executable = step.lower(params, state, active, allowed).compile()
+  token_bitmask = placed(jax.eval_shape(partial(full_token_bitmask, slots, model.spec.vocab)), everywhere)
+  step = jax.jit(partial(decode_step, model), donate_argnums=1, out_shardings=(shardings, everywhere))
+  executable = step.lower(params, state, active, token_bitmask).compile()
   read = [a for name, a in params.items() if model.spec.tied or not name.startswith("embedding/")]
   return Compiled(
     CompiledProgram.parse(executable.as_text()),

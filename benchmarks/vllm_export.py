@@ -20,7 +20,7 @@ import numpy as np
 import maxtext
 from maxtext.cli.main import main as command
 from maxtext.inference.engine import dropless
-from maxtext.inference.loading import make_engine, parameters
+from maxtext.inference.inference_model import load_params, make_engine
 from maxtext.inference.sampling import SamplingParams
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
@@ -82,12 +82,12 @@ def answered(name: str, work: Path) -> tuple[list[tuple[int, float]], list[int]]
     name, **keys, load_parameters_path=str(work / "hf"), source_checkpoint_layout="safetensors"
   )
   model = dropless(build_model(config, make_mesh(config)))
-  engine = make_engine(config, model, parameters(config, model))
+  engine = make_engine(config, model, load_params(config, model))
   prompt = np.random.default_rng(0).integers(3, config.vocab_size, PROMPT).tolist()
-  engine.insert(engine.prefilled(prompt), 0, prompt, SamplingParams(temperature=0.0))
+  engine.insert(engine.prefill(prompt), 0, prompt, SamplingParams(temperature=0.0))
   active = [slot == 0 for slot in range(engine.slots)]
-  steps = [engine.generate(active) for _ in range(TOKENS)]
-  return [(int(step.tokens[0]), float(step.log_probs[0])) for step in steps], prompt
+  steps = [engine.decode_step(active) for _ in range(TOKENS)]
+  return [(int(step.token_ids[0]), float(step.logprobs[0])) for step in steps], prompt
 
 
 def by_vllm(python: str, folder: Path, dtype: str, prompt: list[int]) -> list[tuple[int, float]]:

@@ -1,4 +1,4 @@
-"""A text read in pieces, or token by token from a cache, gives the logits of training, for every kind of cache.
+"""A text read in chunks, or token by token from a cache, gives the logits of training, for every kind of cache.
 
 Families are those of `tests/data/tiny_models.json`. Rounded caches are compared with exact ones, and weighed.
 """
@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from maxtext import ConfigError, load_config
-from maxtext.inference.engine import Engine, Piece, dropless
-from maxtext.inference.prefixes import Prefixes
+from maxtext.inference.decode_state import forward_step
+from maxtext.inference.engine import Engine, PrefillChunk, dropless
+from maxtext.inference.prefix_cache import PrefixCache
 from maxtext.inference.sampling import SamplingParams
 from maxtext.inference.scheduler import Request, Scheduler
-from maxtext.inference.state import advance
 from maxtext.kernels import step as step_kernel
 from maxtext.layers.cache import Rounding
 from maxtext.layers.pages import Pages, insert_row
@@ -63,20 +63,20 @@ def parameters(name):
 
 def engine_of(name, keys=()):
   model, params = model_of(name, keys), parameters(name)
-  return Engine(model, params, slots=2, length=LENGTH, longest_prompt=36, piece=16, keeps_rows=True)
+  return Engine(model, params, slots=2, max_model_len=LENGTH, max_prompt_len=36, chunk_size=16, reuse_rows=True)
 
 
 def prefilled(engine, *ends):
-  """The row of the first tokens of the text, in pieces that end there."""
+  """The row of the first tokens of the text, in chunks that end there."""
   row, start = None, 0
   for end in ends:
-    row, start = engine.prefill(Piece(start, TEXT[start:end]), row), end
+    row, start = engine.prefill_chunk(PrefillChunk(start, TEXT[start:end]), row), end
   return row
 
 
 def reader(name, keys=()):
   """A function of the row of the first `READ` tokens: logits of the others, fed token by token. It is compiled once."""
-  step = jax.jit(partial(advance, model_of(name, keys)))
+  step = jax.jit(partial(forward_step, model_of(name, keys)))
 
   def read(row):
     found = []
@@ -92,7 +92,7 @@ def paged_reader(name, keys):
   """The same for a cache in pages, of those layers that keep the whole text; None where none does."""
   plain = model_of(name, keys)
   model = Model.of(plain.spec, replace(plain.how, cache_pages=Pages(count=9, size=8, alignment=12)))
-  decoder, step = model.bind(parameters(name)), jax.jit(partial(advance, model))
+  decoder, step = model.bind(parameters(name)), jax.jit(partial(forward_step, model))
   kinds = decoder.cache_slots(1, LENGTH)
 
   @jax.jit
@@ -133,9 +133,9 @@ def test_caches_give_the_logits_of_training(name):
     if read_pages := paged_reader(name, keys):
       np.testing.assert_allclose(read_pages(cold), logits, atol=1e-5, rtol=0)
     shared = prefilled(engine, 16)
-    for _ in range(2):  # the same pieces, from a row that others went on from
-      jax.tree.map(np.testing.assert_array_equal, engine.prefill(Piece(16, TEXT[16:READ]), shared), cold)
-    np.testing.assert_allclose(read(prefilled(engine, 7, READ)), logits, atol=1e-5, rtol=0)  # other pieces
+    for _ in range(2):  # the same chunks, from a row that others went on from
+      jax.tree.map(np.testing.assert_array_equal, engine.prefill_chunk(PrefillChunk(16, TEXT[16:READ]), shared), cold)
+    np.testing.assert_allclose(read(prefilled(engine, 7, READ)), logits, atol=1e-5, rtol=0)  # other chunks
 
 
 @pytest.mark.parametrize("keys", [(), (("quantize_kvcache", True), ("kv_quant_axis", "heads_and_dkv"))])
@@ -146,12 +146,12 @@ def test_a_step_reads_as_far_as_any_row_has_come(keys):
   row = prefilled(engine_of("gemma2", keys), 16, READ)
   rows = jax.tree.map(lambda a: jnp.concatenate([a, a], axis=1), row)
   tokens, positions, params = jnp.array([[3], [4]]), jnp.array([READ, LENGTH - 1]), parameters("gemma2")
-  step = jax.jit(partial(advance, by_blocks))
+  step = jax.jit(partial(forward_step, by_blocks))
   alone, cache = step(params, rows, tokens, positions, active=jnp.array([True, False]))
   beside, same = step(params, rows, tokens, positions, active=jnp.array([True, True]))
   np.testing.assert_array_equal(alone[0], beside[0])
   np.testing.assert_array_equal(*(jax.tree.leaves(c)[0][:, 0] for c in (cache, same)))
-  whole, _ = jax.jit(partial(advance, Model.of(model.spec, replace(model.how, cache_block=None))))(
+  whole, _ = jax.jit(partial(forward_step, Model.of(model.spec, replace(model.how, cache_block=None))))(
     params, rows, tokens, positions
   )
   np.testing.assert_allclose(beside, whole, atol=1e-5, rtol=0)
@@ -177,13 +177,13 @@ def test_the_kernel_for_one_token_reads_and_writes_a_layer_in_place(monkeypatch,
 
   def advanced(**changes):
     how = replace(model.how, attention=replace(model.how.attention, interpret=True), **changes)
-    return jax.jit(partial(advance, Model.of(model.spec, how)))(params, rows, tokens, positions)
+    return jax.jit(partial(forward_step, Model.of(model.spec, how)))(params, rows, tokens, positions)
 
   (logits, cache), (expected, written) = advanced(cache_kernel=True), advanced(cache_block=None)
   assert np.abs(expected - advanced(cache_block=16)[0]).max() < 1e-5
   np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=0)
   jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5, rtol=0), cache, written)
-  with_kernel = jax.make_jaxpr(partial(advance, Model.of(model.spec, replace(model.how, cache_kernel=True))))
+  with_kernel = jax.make_jaxpr(partial(forward_step, Model.of(model.spec, replace(model.how, cache_kernel=True))))
   assert ("pallas_call" in str(with_kernel(params, rows, tokens, positions))) == calls
 
 
@@ -213,17 +213,17 @@ def test_rounded_caches_are_small_and_near(name, kind, dtype, axis, scales):
   logits = read(prefilled(engine, 16, READ))
   distance = np.linalg.norm(logits - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
   assert 1e-4 < np.median(distance) < {8: 0.015, 4: 0.25}[bits]
-  np.testing.assert_allclose(read(prefilled(engine, 7, READ)), logits, atol=1e-5, rtol=0)  # in other pieces
+  np.testing.assert_allclose(read(prefilled(engine, 7, READ)), logits, atol=1e-5, rtol=0)  # in other chunks
   np.testing.assert_allclose(paged_reader(name, keys)(prefilled(engine, 16, READ)), logits, atol=1e-5, rtol=0)
 
 
-def test_a_rounded_cache_serves_pieces_and_shared_beginnings():
+def test_a_rounded_cache_serves_chunks_and_shared_beginnings():
   engine = engine_of("gemma2", rounded("int8", "heads_and_dkv"))
-  scheduler = Scheduler(engine, Prefixes(10**9, 0))
+  scheduler = Scheduler(engine, PrefixCache(10**9, 0))
 
   def write(prompt, scheduler):
     scheduler.submit(Request(prompt, SamplingParams(temperature=0.0, max_tokens=4)))
-    return [(event.token, event.log_prob) for event in scheduler.run()]
+    return [(event.token, event.logprob) for event in scheduler.run()]
 
   cold = write(TEXT[:36], Scheduler(engine))
   assert write(TEXT[:36], scheduler) == cold

@@ -25,7 +25,7 @@ from maxtext.cli.config import resolve_words
 from maxtext.cli.main import main
 from maxtext.configs import ConfigError
 from maxtext.configs.loader import load_config, model_names, values_and_origins
-from maxtext.inference import loading
+from maxtext.inference import inference_model
 from maxtext.models.build import FAMILIES, abstract_model, model_spec, weight_table
 from maxtext.training.kept import Kept
 from maxtext.weights.config_json import compare_specs, config_json_entries, hugging_face_class, keys_of_folder
@@ -239,7 +239,7 @@ def test_a_run_starts_from_a_folder(tiny, tmp_path):
   for path, kind in ((tiny, "safetensors"), (tmp_path / "params", "orbax")):
     config = configure("llama", load_parameters_path=str(path), source_checkpoint_layout=kind)
     starts.append(Kept(config, "r", {}).start(program(config))[0])
-    served = loading.parameters(config, program(config).model)
+    served = inference_model.load_params(config, program(config).model)
     assert served.keys() == starts[-1].params.keys()
     for name, value in served.items():
       np.testing.assert_array_equal(value, starts[-1].params[name], err_msg=name)
@@ -260,7 +260,7 @@ def test_a_run_that_began_in_a_folder_answers_from_its_own(tmp_path):
   own = served_keys(str(run), {})
   named = served_keys(str(run), {"custom_mesh_and_rule": "fsdp"})
   assert own.keys() - named.keys() == {"logical_axis_rules"}, "which would hide the rules that are named"
-  found = loading.parameters(load_config(**own), started.model)
+  found = inference_model.load_params(load_config(**own), started.model)
   for name, array in state.params.items():
     np.testing.assert_array_equal(found[name], array)
 

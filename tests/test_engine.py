@@ -19,13 +19,13 @@ pytestmark = pytest.mark.parity
 
 QUICK = ("gemma2",)  # with windows
 PROMPT, WRITTEN, SLOT = 20, 64, 1
-SETTINGS = SamplingParams(temperature=0.0, logprobs=20)
+SAMPLING = SamplingParams(temperature=0.0, logprobs=20)
 
 every_case = pytest.mark.parametrize("case", cases(CASES, QUICK))
 
 
 def put(engine, prompt, slot):
-  engine.insert(engine.prefilled(prompt), slot, prompt, SETTINGS)
+  engine.insert(engine.prefill(prompt), slot, prompt, SAMPLING)
 
 
 def greedy(reference, prompt):
@@ -40,10 +40,10 @@ def greedy(reference, prompt):
 
 
 def write(model, params, prompt):
-  engine = Engine(model, params, slots=2, length=96, longest_prompt=PROMPT, piece=16)
+  engine = Engine(model, params, slots=2, max_model_len=96, max_prompt_len=PROMPT, chunk_size=16)
   put(engine, prompt[:5].tolist(), SLOT)
   put(engine, prompt.tolist(), SLOT)
-  return [engine.generate([slot == SLOT for slot in range(2)]) for _ in range(WRITTEN)]
+  return [engine.decode_step([slot == SLOT for slot in range(2)]) for _ in range(WRITTEN)]
 
 
 @every_case
@@ -52,14 +52,14 @@ def test_written_as_by_the_reference(case, references):  # noqa: F811
   prompt = reference.inputs[1, :PROMPT]
   steps = write(*loaded(configure(case), reference), prompt)
   expected = greedy(reference, prompt)
-  assert [int(step.tokens[SLOT]) for step in steps] == expected[PROMPT:].tolist()
+  assert [int(step.token_ids[SLOT]) for step in steps] == expected[PROMPT:].tolist()
   logits = reference.model.logits(expected[None, :-1])[0, PROMPT - 1 :].detach()
   log_probs = torch.log_softmax(logits, dim=-1).numpy()
   for step, exact in zip(steps, log_probs, strict=True):
-    found = step.others_log_probs[SLOT]
-    np.testing.assert_allclose(found, exact[step.others[SLOT]], atol=1e-4, rtol=0)
+    found = step.top_logprobs[SLOT]
+    np.testing.assert_allclose(found, exact[step.top_token_ids[SLOT]], atol=1e-4, rtol=0)
     np.testing.assert_allclose(found, np.sort(exact)[::-1][:20], atol=1e-4, rtol=0)
-    np.testing.assert_allclose(step.log_probs[SLOT], exact.max(), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(step.logprobs[SLOT], exact.max(), atol=1e-4, rtol=0)
 
 
 def test_layers_that_devices_share_out_stay_in_their_stack():
@@ -82,5 +82,5 @@ def test_layers_that_are_not_looped_over_have_arrays_of_their_own(case, referenc
   assert not params, "a stack that is still held would double what the engine needs"
   assert len(apart) == len(model.params) + len(model.buffers) - len(layers) + sum(layers.values())
   for one, other in zip(write(model, apart, prompt), looped, strict=True):
-    assert one.tokens[SLOT] == other.tokens[SLOT]
-    np.testing.assert_allclose(one.others_log_probs[SLOT], other.others_log_probs[SLOT], atol=1e-5, rtol=0)
+    assert one.token_ids[SLOT] == other.token_ids[SLOT]
+    np.testing.assert_allclose(one.top_logprobs[SLOT], other.top_logprobs[SLOT], atol=1e-5, rtol=0)

@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 from hypothesis import strategies as st
 
-from maxtext.inference.grammar import Form
-from maxtext.serving.limits import Limits
-from tests.answering import answering, ask, finish, random_model
+from maxtext.inference.grammar import GrammarSpec
+from maxtext.serving.limits import ServerLimits
+from tests.inference_support import answering, ask, finish, random_model
 
 SLOTS = 10
 COLOURS = {"type": "object", "properties": {"c": {"enum": ["red", "blue"]}}, "required": ["c"]}
@@ -72,10 +72,12 @@ schemas = nested | nested.map(
 
 
 def answers(loaded, asked):
-  """Answers to (form, seed), all at once."""
+  """Answers to (spec, seed), all at once."""
   requests = [
-    loaded.request([65], replace(loaded.sampling_params, seed=seed), loaded.grammars.compile(form) if form else None)
-    for form, seed in asked
+    loaded.make_request(
+      [65], replace(loaded.sampling_params, seed=seed), loaded.grammar_compiler.compile(spec) if spec else None
+    )
+    for spec, seed in asked
   ]
   return finish(loaded, requests)
 
@@ -89,10 +91,10 @@ def test_random_schemas(loaded, many):
   @hypothesis.settings(max_examples=many, deadline=None, derandomize=True, suppress_health_check=slow)
   @hypothesis.given(st.lists(schemas, min_size=SLOTS, max_size=SLOTS))
   def check(several):
-    asked = [(Form("schema", "json", json.dumps(schema)), seed) for seed, schema in enumerate(several)]
+    asked = [(GrammarSpec("schema", "json", json.dumps(schema)), seed) for seed, schema in enumerate(several)]
     for schema, answer in zip(several, answers(loaded, asked), strict=True):
-      ends.append(answer.finish)
-      if answer.finish == "stop":
+      ends.append(answer.finish_reason)
+      if answer.finish_reason == "stop":
         validator = jsonschema.Draft202012Validator
         jsonschema.validate(json.loads(answer.text), schema, validator, format_checker=validator.FORMAT_CHECKER)
 
@@ -103,27 +105,27 @@ def test_random_schemas(loaded, many):
 
 def test_the_form_changes_nobody_else_and_repeats_by_seed(loaded):
   """Rows with a form beside rows without: each as alone, by the one program that there is."""
-  asked = [(None, 1), (Form("r", "regex", REGEX), 2), (None, 3), (Form("r", "regex", REGEX), 4)]
+  asked = [(None, 1), (GrammarSpec("r", "regex", REGEX), 2), (None, 3), (GrammarSpec("r", "regex", REGEX), 4)]
   together = answers(loaded, asked)
   alone = [answers(loaded, [one])[0] for one in asked]
-  assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
+  assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
   assert together[1].text != together[3].text
   assert all(re.fullmatch(REGEX, together[place].text) for place in (1, 3))
-  assert [event.log_prob for event in together[1].events] == [event.log_prob for event in alone[1].events]
-  assert loaded.engine._generate._cache_size() == 1, "with a form and without"
+  assert [event.logprob for event in together[1].outputs] == [event.logprob for event in alone[1].outputs]
+  assert loaded.engine._decode_step._cache_size() == 1, "with a form and without"
 
 
 @pytest.mark.slow
 def test_guesses_change_neither_form_nor_others(loaded, tmp_path):
   """A step that must keep to a form writes one token in every row, and guesses go on after it."""
-  asked = [(None, 1), (Form("r", "regex", REGEX), 2), (None, 3)]
-  guessing = random_model(tmp_path, ahead=2, max_target_length=400, per_device_batch_size=SLOTS)
-  assert [a.tokens for a in answers(guessing, asked)] == [a.tokens for a in answers(loaded, asked)]
+  asked = [(None, 1), (GrammarSpec("r", "regex", REGEX), 2), (None, 3)]
+  guessing = random_model(tmp_path, num_speculative_tokens=2, max_target_length=400, per_device_batch_size=SLOTS)
+  assert [a.token_ids for a in answers(guessing, asked)] == [a.token_ids for a in answers(loaded, asked)]
 
 
 @pytest.fixture(scope="module")
 def app(loaded):
-  with answering(loaded, Limits(waiting=18)) as (_, app):
+  with answering(loaded, ServerLimits(max_queued_requests=18)) as (_, app):
     yield app
 
 
@@ -156,14 +158,20 @@ def test_requests(app, asked, form):
     (schema({"type": "array", "uniqueItems": True}), 'schema: Unimplemented keys: ["uniqueItems"]'),
     (schema({"x-guidance": {"lenient": True}, "not": {}}), 'schema: Unimplemented keys: ["not"]'),
     (schema({"$ref": "http://127.0.0.1/x.json"}), "schema: Resource 'http://127.0.0.1/x.json' is not present"),
-    (schema({"enum": ["\ud800"]}), "The request is no JSON: "),
+    (schema({"enum": ["\ud800"]}), "The request is not valid JSON: "),
     (schema({"type": "number", "minimum": float("nan")}), "response_format.json_schema.schema: "),
-    (schema({"$ref": "#"}), "schema: no answer can be like that"),
+    (schema({"$ref": "#"}), "schema: no text matches it"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex: "),
     ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.regex: Field required"),
     ({"response_format": {"type": "yaml"}}, "response_format: Input tag 'yaml'"),
-    (schema(COLOURS) | {"min_tokens": 3}, "min_tokens: an answer ends where response_format.json_schema.schema says"),
-    (schema(COLOURS) | {"structured_outputs": {"regex": "a"}}, "response_format and structured_outputs both say"),
+    (
+      schema(COLOURS) | {"min_tokens": 3},
+      "min_tokens: response_format.json_schema.schema decides where the output ends",
+    ),
+    (
+      schema(COLOURS) | {"structured_outputs": {"regex": "a"}},
+      "response_format and structured_outputs both set a grammar",
+    ),
   ],
 )
 def test_what_is_refused(app, asked, message):
@@ -177,5 +185,5 @@ def test_a_form_without_an_end_is_found_out(app):
   asked = {"model": "tiny", "prompt": "a"} | schema({"type": "array", "items": {"$ref": "#"}, "minItems": 1})
   status, body = asyncio.run(ask(app, "/v1/completions", asked))
   assert status == 400
-  assert "cannot be kept: it has no end" in json.loads(body)["error"]["message"]
-  assert 'maxtext_requests_total{finish="misfit"} 1.0' in asyncio.run(ask(app, "/metrics"))[1]
+  assert "cannot be matched: no finite text fits" in json.loads(body)["error"]["message"]
+  assert 'maxtext_requests_total{finish_reason="grammar_error"} 1.0' in asyncio.run(ask(app, "/metrics"))[1]

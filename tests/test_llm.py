@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from maxtext import LLM, ConfigError, SamplingParams
-from maxtext.inference.engine import checked_params
-from maxtext.inference.loading import make_engine
+from maxtext.inference.engine import validate_params
+from maxtext.inference.inference_model import make_engine
 from maxtext.inference.scheduler import Request
-from tests.answering import finish, random_model
+from tests.inference_support import finish, random_model
 
 TEMPLATE = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
@@ -48,13 +48,13 @@ def live_bytes():
 def test_generate_is_what_the_engine_writes(llm):
   texts = ["the cat", "on", "a mat is where"]
   outputs = llm.generate(texts, GREEDY)
-  requests = [llm._loaded.request(llm.tokenizer.encode(text).tolist(), GREEDY) for text in texts]
-  for text, output, answer in zip(texts, outputs, finish(llm._loaded, requests), strict=True):
+  requests = [llm._model.make_request(llm.tokenizer.encode(text).tolist(), GREEDY) for text in texts]
+  for text, output, answer in zip(texts, outputs, finish(llm._model, requests), strict=True):
     assert llm.tokenizer.decode(list(output.prompt_token_ids)) == text
-    assert list(output.token_ids) == answer.tokens
+    assert list(output.token_ids) == answer.token_ids
     assert (output.text, output.finish_reason) == (answer.text, "length")
     assert output.versions == (0,) * 8
-    assert output.logprobs == tuple(event.log_prob for event in answer.events)
+    assert output.logprobs == tuple(event.logprob for event in answer.outputs)
     assert all(
       max(top.values()) == p and len(top) == 2 for p, top in zip(output.logprobs, output.top_logprobs, strict=True)
     )
@@ -86,7 +86,7 @@ def test_score_is_what_generate_reports(llm):
   np.testing.assert_allclose(scores[len(prompt) - 1 :], output.logprobs, atol=1e-4, rtol=0)
   assert llm.score([3]).shape == (0,)
   for wrong in ([], [1] * 97, [1, 258]):
-    with pytest.raises(ConfigError, match=r"can be scored|is no token"):
+    with pytest.raises(ConfigError, match=r"can be scored|is not a token id"):
       llm.score(wrong)
 
 
@@ -105,7 +105,7 @@ def test_chat(llm):
     ({"top_p": 0}, "top_p=0"),
     ({"max_tokens": 0}, "max_tokens=0"),
     ({"logprobs": 21}, "logprobs=21: it must be 0 to 20, or None"),
-    ({"stop": ["a", ""]}, "stop: an empty text"),
+    ({"stop": ["a", ""]}, "stop: an empty string"),
   ],
 )
 def test_sampling_parameters_are_checked(wrong, message):
@@ -129,7 +129,7 @@ def test_nothing_is_answered_where_one_prompt_is_wrong(llm):
 
 
 def programs(engine):
-  return [engine._begin, engine._go_on, engine._insert, engine._generate, engine._write]
+  return [engine._prefill, engine._prefill_chunk, engine._insert, engine._decode_step, engine._speculative_step]
 
 
 def test_parameters_are_swapped_a_hundred_times_under_load(tmp_path):
@@ -144,7 +144,7 @@ def test_parameters_are_swapped_a_hundred_times_under_load(tmp_path):
     expected.append({tuple(prompt): llm.generate(prompt, params)[0].token_ids for prompt in prompts})
   assert expected[0] != expected[1]
   compiled, sizes = [], [program._cache_size() for program in programs(engine)]
-  llm._scheduler._prefixes.clear()
+  llm._scheduler._prefix_cache.clear()
 
   def listen(name, seconds, **_):
     if "compile" in name or "trace" in name:
@@ -164,7 +164,7 @@ def test_parameters_are_swapped_a_hundred_times_under_load(tmp_path):
         for event in scheduler.step():
           found.setdefault(event.request, []).append(event)
           assert event.version == version
-    scheduler._prefixes.clear()
+    scheduler._prefix_cache.clear()
     assert live_bytes() == before
     assert compiled == []
     jax.jit(lambda x: x + version)(1.0)
@@ -269,7 +269,7 @@ def test_another_tree_is_refused_by_path(llm):
     llm.update_params(gone, 7)
   assert llm.version == 0
   elsewhere = params | {path: jax.device_put(np.asarray(array), jax.devices()[0])}  # the same, in other words
-  checked = checked_params(llm.engine._structs, elsewhere)
+  checked = validate_params(llm.engine._structs, elsewhere)
   assert elsewhere[path].sharding != checked[path].sharding == llm.engine._structs[path].sharding
   assert checked[path].unsafe_buffer_pointer() == elsewhere[path].unsafe_buffer_pointer(), "nothing was copied"
   llm.generate(["on"] * 3, GREEDY)
@@ -284,8 +284,8 @@ def test_layers_that_are_not_looped_over(tmp_path):
   """Parameters come as training has them, stacked; the engine has each layer's."""
   looped, apart = (LLM.of(random_model(tmp_path, scan_layers=scan)) for scan in (True, False))
   model = apart.engine.model
-  engine = make_engine(apart.config, model, model.apart(parameters(apart, 0)), ahead=2)
-  apart = LLM.of(replace(apart._loaded, engine=engine))
+  engine = make_engine(apart.config, model, model.apart(parameters(apart, 0)), num_speculative_tokens=2)
+  apart = LLM.of(replace(apart._model, engine=engine))
   for llm in (looped, apart):
     llm.update_params(parameters(llm, 3), 1)
   assert apart.generate("the cat", GREEDY)[0].token_ids == looped.generate("the cat", GREEDY)[0].token_ids

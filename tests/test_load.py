@@ -26,16 +26,16 @@ import jax
 import openai
 import pytest
 
-from maxtext.cli.decode import resolve_run
+from maxtext.cli.decode import resolve_model_config
 from maxtext.inference.engine import dropless
-from maxtext.inference.grammar import Form
-from maxtext.inference.loading import Loaded, make_engine, parameters, run_tokenizer
+from maxtext.inference.grammar import GrammarSpec
+from maxtext.inference.inference_model import InferenceModel, load_params, load_run_tokenizer, make_engine
 from maxtext.inference.sampling import SamplingParams
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
 from tests import health_probe, hostile
-from tests.answering import finish
 from tests.flags import flags
+from tests.inference_support import finish
 from tests.test_serving import KEYS, MAXTEXT, SENTENCE, gauge, run, wait_until  # noqa: F401 (a fixture)
 
 pytestmark = [pytest.mark.load, pytest.mark.slow]
@@ -53,8 +53,9 @@ HOT = 3.0  # a temperature at which a sentence learnt by heart still surprises
 @pytest.fixture
 def served(run):  # noqa: F811
   """A server's process and its address."""
-  words = ["enable_model_warmup=true", "--port=0", f"--max-waiting={WAITING}", "--max-waiting-per-client=36",
-           "--grace=60", "--body-timeout=5", "--write-timeout=5"]  # fmt: skip
+  words = ["enable_model_warmup=true", "--port=0", f"--max-queued-requests={WAITING}",
+           "--max-queued-requests-per-client=36", "--shutdown-timeout=60",
+           "--body-timeout=5", "--write-timeout=5"]  # fmt: skip
   environment = os.environ | flags() | {"MAXTEXT_API_KEYS": "honest,hostile"}
   with subprocess.Popen(
     [MAXTEXT, "serve", str(run), *WORDS, *words], stdout=subprocess.PIPE, text=True, env=environment
@@ -174,20 +175,20 @@ NONSENSE = (
 
 def offline(run, asked):  # noqa: F811
   """Answers of the engine alone, on the one device that the server has: {what was asked: (text, finish)}."""
-  config = resolve_run([str(run), *WORDS])
-  model, tokenizer = dropless(build_model(config, make_mesh(config, jax.devices()[:1]))), run_tokenizer(config)
-  engine = make_engine(config, model, parameters(config, model))
-  loaded = Loaded(config, engine, tokenizer, SamplingParams(temperature=HOT, stop_token_ids=(tokenizer.eos,)))
+  config = resolve_model_config([str(run), *WORDS])
+  model, tokenizer = dropless(build_model(config, make_mesh(config, jax.devices()[:1]))), load_run_tokenizer(config)
+  engine = make_engine(config, model, load_params(config, model))
+  loaded = InferenceModel(config, engine, tokenizer, SamplingParams(temperature=HOT, stop_token_ids=(tokenizer.eos,)))
   requests = [
-    loaded.request(
+    loaded.make_request(
       tokenizer.encode(prompt).tolist(),
       replace(loaded.sampling_params, seed=seed, max_tokens=most),
-      loaded.grammars.compile(Form("regex", "regex", regex)) if regex else None,
+      loaded.grammar_compiler.compile(GrammarSpec("regex", "regex", regex)) if regex else None,
     )
     for prompt, seed, most, regex in asked
   ]
   found = finish(loaded, requests)
-  return {one: (answer.text, answer.finish) for one, answer in zip(asked, found, strict=True)}
+  return {one: (answer.text, answer.finish_reason) for one, answer in zip(asked, found, strict=True)}
 
 
 def processes(process):
@@ -226,7 +227,10 @@ def p99(seconds):
 
 
 def idle(address):
-  return gauge(address, "maxtext_requests_active", "honest") + gauge(address, "maxtext_requests_waiting", "honest") == 0
+  return (
+    gauge(address, "maxtext_num_requests_running", "honest") + gauge(address, "maxtext_num_requests_waiting", "honest")
+    == 0
+  )
 
 
 def test_nobody_gets_a_wrong_answer_and_nothing_is_lost(served, run):  # noqa: F811
@@ -234,7 +238,7 @@ def test_nobody_gets_a_wrong_answer_and_nothing_is_lost(served, run):  # noqa: F
   page = json.loads(openai.OpenAI(base_url=address, api_key="honest").get("/openapi.json", cast_to=str))
   fields = {
     path: sorted(page["components"]["schemas"][name]["properties"])
-    for path, name in (("/v1/completions", "Completion"), ("/v1/chat/completions", "Chat"))
+    for path, name in (("/v1/completions", "CompletionRequest"), ("/v1/chat/completions", "ChatCompletionRequest"))
   }
   clients, start = Clients(address, fields), time.monotonic()
   with timed_health(address) as health:

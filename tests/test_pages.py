@@ -16,13 +16,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 
 from maxtext import ConfigError
-from maxtext.inference import loading
-from maxtext.inference.draft import Draft
-from maxtext.inference.page_table import PageTable
-from maxtext.inference.prefixes import Prefixes
+from maxtext.inference import inference_model
+from maxtext.inference.block_table import BlockTable
+from maxtext.inference.decode_state import forward_step
+from maxtext.inference.draft_model import DraftModel
+from maxtext.inference.prefix_cache import PrefixCache
 from maxtext.inference.sampling import SamplingParams
 from maxtext.inference.scheduler import Request, Scheduler
-from maxtext.inference.state import advance
 from maxtext.kernels.attention import reference
 from maxtext.kernels.paged import paged
 from maxtext.kernels.scores import Scoring, Tokens
@@ -31,7 +31,7 @@ from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
 from maxtext.models.build import build_model
 from maxtext.models.model import Model
-from tests.answering import answering, ask, random_model
+from tests.inference_support import answering, ask, random_model
 from tests.support import program, tiny
 from tests.test_scheduler import SLOTS, collect, make_engine, requests
 
@@ -65,29 +65,29 @@ def everyone():
 
 def check_pages(table):
   """Every page is free or one slot's."""
-  held = table.rows[table.rows < table.count].tolist()
-  assert len(held) == len(set(held)) == table.count - table.free
+  held = table.entries[table.entries < table.num_pages].tolist()
+  assert len(held) == len(set(held)) == table.num_pages - table.num_free_pages
 
 
 def write(engine, asked, prefixes=None):
   """Events by request, in the order in which they were first answered, and how often pages were given back."""
   scheduler, found = Scheduler(engine, prefixes), {}
-  total = scheduler.free_pages
+  total = scheduler.num_free_pages
   for request in asked:
     scheduler.submit(request)
   while scheduler.busy:
     collect(scheduler.step(), found)
-    check_pages(engine.pages)
-  assert (scheduler.active, scheduler.waiting, scheduler.free_pages) == (0, 0, total)
-  return found, scheduler.preemptions
+    check_pages(engine.block_table)
+  assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_free_pages) == (0, 0, total)
+  return found, scheduler.num_preemptions
 
 
 def check_same(found, expected):
   assert list(found) == list(expected), "first come, first served"
   for request, events in expected.items():
-    for field in ("token", "finish"):
+    for field in ("token", "finish_reason"):
       assert [getattr(event, field) for event in found[request]] == [getattr(event, field) for event in events]
-    log_probs = [[event.log_prob for event in answer] for answer in (found[request], events)]
+    log_probs = [[event.logprob for event in answer] for answer in (found[request], events)]
     np.testing.assert_allclose(*log_probs, atol=1e-4, rtol=0)
 
 
@@ -106,9 +106,9 @@ def test_guesses_have_pages_too(whole, drafted):
   """And whoever gave its pages back may find the beginning of its text."""
   asked = [*everyone(), *(Request([5, 9, 70, 3] * 6, SamplingParams(temperature=0.0)) for _ in range(4))]
   model = program(tiny(**PAGED)).model
-  draft = Draft(model, operator.or_(*jax.jit(model.init)(1))) if drafted else None
-  guessing = make_engine(model, ahead=3, keeps_rows=True, draft=draft)
-  found, preempted = write(guessing, asked, Prefixes(10**9, 0))
+  draft = DraftModel(model, operator.or_(*jax.jit(model.init)(1))) if drafted else None
+  guessing = make_engine(model, num_speculative_tokens=3, reuse_rows=True, draft_model=draft)
+  found, preempted = write(guessing, asked, PrefixCache(10**9, 0))
   assert preempted >= 10
   check_same(found, write(whole, asked)[0])
 
@@ -130,14 +130,14 @@ def test_who_gave_pages_back_can_leave(engine):
   for request in patient:
     scheduler.submit(request)
   found = {}
-  while not scheduler.preemptions:
+  while not scheduler.num_preemptions:
     collect(scheduler.step(), found)
   last = max(found, key=patient.index)
   scheduler.cancel(last)
-  assert [event.request for event in scheduler.step() if event.finish == "cancelled"] == [last]
+  assert [event.request for event in scheduler.step() if event.finish_reason == "cancelled"] == [last]
   collect(scheduler.run(), found)
-  assert all(found[request][-1].finish == "length" for request in patient if request is not last)
-  assert scheduler.free_pages == COUNT
+  assert all(found[request][-1].finish_reason == "length" for request in patient if request is not last)
+  assert scheduler.num_free_pages == COUNT
 
 
 @pytest.mark.slow
@@ -146,33 +146,33 @@ def test_a_server_says_what_its_pages_do(tmp_path):
   form = {"structured_outputs": {"regex": "[a-f]{70}"}, "n": 2, "seed": 3, "max_tokens": 80}
   asked = {"model": "tiny", "prompt": "a", **form}
   pages = {"pagedattn_tokens_per_page": 8, "pagedattn_num_pages": 13}
-  texts, figures = [], []
+  texts, metrics = [], []
   for keys in ({}, {"attention": "paged", **pages}):
     loaded = random_model(tmp_path, **keys)
     with answering(loaded) as (_, app):
       _, answer = asyncio.run(ask(app, "/v1/completions", asked))
       texts.append([choice["text"] for choice in json.loads(answer)["choices"]])
-      figures.append(asyncio.run(ask(app, "/metrics"))[1])
+      metrics.append(asyncio.run(ask(app, "/metrics"))[1])
   assert texts[0] == texts[1]
   assert all(re.fullmatch("[a-f]{70}", text) for text in texts[0])
-  assert "maxtext_preemptions 0.0" in figures[0]
-  assert "maxtext_pages_free 13.0" in figures[1]
-  assert float(re.search(r"^maxtext_preemptions (\S+)$", figures[1], re.MULTILINE)[1]) >= 1
+  assert "maxtext_num_preemptions 0.0" in metrics[0]
+  assert "maxtext_kv_cache_free_pages 13.0" in metrics[1]
+  assert float(re.search(r"^maxtext_num_preemptions (\S+)$", metrics[1], re.MULTILINE)[1]) >= 1
 
 
 def test_a_table_hands_out_every_page_once():
-  table = PageTable(count=6, size=4, slots=3, most=4)
-  assert table.take(0, 9)
-  assert table.take(2, 1)
-  assert table.take(0, 12), "they are there already"
-  assert (table.free, table.holders) == (2, [0, 2])
-  assert not table.take(1, 9)
-  assert (table.free, table.holders) == (2, [0, 2]), "all or none"
-  assert table.take(1, 8)
+  table = BlockTable(num_pages=6, page_size=4, slots=3, max_pages_per_slot=4)
+  assert table.allocate(0, 9)
+  assert table.allocate(2, 1)
+  assert table.allocate(0, 12), "they are there already"
+  assert (table.num_free_pages, table.allocated_slots) == (2, [0, 2])
+  assert not table.allocate(1, 9)
+  assert (table.num_free_pages, table.allocated_slots) == (2, [0, 2]), "all or none"
+  assert table.allocate(1, 8)
   check_pages(table)
-  table.give_back(0)
-  assert table.take(2, 99), "no more than it may have"
-  assert (table.free, table.holders) == (0, [2, 1])
+  table.free(0)
+  assert table.allocate(2, 99), "no more than it may have"
+  assert (table.num_free_pages, table.allocated_slots) == (0, [2, 1])
   check_pages(table)
 
 
@@ -180,7 +180,7 @@ def test_the_keys_say_how_pages_are(engine):
   pools = jax.tree.leaves(engine.state.cache)
   assert {pool.shape for pool in pools} == {(2, 2, COUNT, SIZE, 12)}, "heads, layers, pages, places, filled up from 8"
   short = make_engine(program(tiny(**PAGED, pagedattn_max_pages_per_group=11)).model)
-  assert Scheduler(short).room(40) == 4
+  assert Scheduler(short).max_output_len(40) == 4
 
 
 REFUSED = {
@@ -195,7 +195,7 @@ REFUSED = {
 def build(**keys):
   config = tiny(**(PAGED | {"max_prefill_predict_length": 16} | keys))
   model = program(config).model
-  return loading.make_engine(config, model, model.params | model.buffers)
+  return inference_model.make_engine(config, model, model.params | model.buffers)
 
 
 @pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED.keys())
@@ -247,13 +247,13 @@ def test_a_model_reads_pages_by_the_kernel(axes, calls):
   slots = model.bind(params).cache_slots(2, 32)
   cache = jax.tree.map(lambda kind: draw(0, *kind.shape).astype(kind.dtype), slots)
   pages, fed = np.array([[7, 2, 12, 12], [0, 11, 4, 12]]), (jnp.array([[5], [6]]), jnp.array([10, 16]))
-  plain, _ = jax.jit(partial(advance, gathers))(params, cache, *fed, pages=pages)
+  plain, _ = jax.jit(partial(forward_step, gathers))(params, cache, *fed, pages=pages)
   with pltpu.force_tpu_interpret_mode():
-    step = jax.jit(partial(advance, model)).trace(params, cache, *fed, pages=pages)
+    step = jax.jit(partial(forward_step, model)).trace(params, cache, *fed, pages=pages)
     found, _ = step.lower().compile()(params, cache, *fed, pages=pages)
   assert ("paged_attention" in str(step.jaxpr)) == calls
   np.testing.assert_allclose(found, plain, atol=0.02 * float(np.abs(plain).max()), rtol=0)
-  elsewhere, _ = jax.jit(partial(advance, gathers))(params, cache, *fed, pages=pages[::-1])
+  elsewhere, _ = jax.jit(partial(forward_step, gathers))(params, cache, *fed, pages=pages[::-1])
   assert np.abs(elsewhere - plain).max() > 0.2 * np.abs(plain).max(), "it matters which pages"
 
 
@@ -272,7 +272,7 @@ def test_a_step_on_tpus_reads_pages_where_they_lie(topology):
 
   cache = jax.tree.map(placed, model.bind(params).cache_slots(8, 256))
   *fed, pages = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 1), (8,), (8, 8)))
-  compiled = jax.jit(partial(advance, model), donate_argnums=1).lower(params, cache, *fed, pages=pages).compile()
+  compiled = jax.jit(partial(forward_step, model), donate_argnums=1).lower(params, cache, *fed, pages=pages).compile()
   assert "paged_attention" in compiled.as_text()
   pool = cache[0][0]["key"]
   part = math.prod(pool.sharding.shard_shape(pool.shape)) * pool.dtype.itemsize // pool.shape[1]

@@ -7,7 +7,7 @@ import pytest
 
 from maxtext import ConfigError
 from maxtext.inference import sampling
-from maxtext.inference.sampling import Controls, History, SamplingParams, narrowed, penalised
+from maxtext.inference.sampling import SamplingParams, SamplingState, TokenHistory, apply_penalties, apply_top_k_top_p
 from tests.support import tiny
 
 V = 32
@@ -24,7 +24,7 @@ ROWS = [
 ]
 PROMPT = [1, 2, 2, 5]
 GENERATED = [5, 7, 7]
-choose = jax.jit(sampling.choose)
+sample = jax.jit(sampling.sample)
 POSITION = len(PROMPT) + len(GENERATED)
 
 
@@ -37,8 +37,8 @@ def logits():
 
 
 @pytest.fixture(scope="module")
-def controls():
-  return jax.tree.map(lambda *rows: jnp.stack(rows), *(Controls.of(s, len(PROMPT), V) for s in ROWS))
+def state():
+  return jax.tree.map(lambda *rows: jnp.stack(rows), *(SamplingState.of(s, len(PROMPT), V) for s in ROWS))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def history():
   prompt[:, PROMPT] = True
   for token in GENERATED:
     generated[:, token] += 1
-  return History(jnp.asarray(prompt), jnp.asarray(generated))
+  return TokenHistory(jnp.asarray(prompt), jnp.asarray(generated))
 
 
 def plain_logits(logits, s):
@@ -77,47 +77,47 @@ def plain_probabilities(logits, s):
   return p / p.sum()
 
 
-def test_every_setting_against_the_reference(logits, controls, history):
+def test_every_setting_against_the_reference(logits, state, history):
   positions = jnp.full(len(ROWS), POSITION)
-  adjusted = penalised(logits, controls, history, positions)
-  probabilities = jax.nn.softmax(narrowed(adjusted, controls), axis=-1)
-  chosen = choose(logits, controls, history, positions)
-  for row, settings in enumerate(ROWS):
-    np.testing.assert_allclose(adjusted[row], plain_logits(logits[row], settings), rtol=1e-5)
-    if settings.temperature == 0:
-      assert chosen.tokens[row] == np.argmax(plain_logits(logits[row], settings))
+  adjusted = apply_penalties(logits, state, history, positions)
+  probabilities = jax.nn.softmax(apply_top_k_top_p(adjusted, state), axis=-1)
+  output = sample(logits, state, history, positions)
+  for row, params in enumerate(ROWS):
+    np.testing.assert_allclose(adjusted[row], plain_logits(logits[row], params), rtol=1e-5)
+    if params.temperature == 0:
+      assert output.token_ids[row] == np.argmax(plain_logits(logits[row], params))
     else:
-      np.testing.assert_allclose(probabilities[row], plain_probabilities(logits[row], settings), atol=1e-6)
+      np.testing.assert_allclose(probabilities[row], plain_probabilities(logits[row], params), atol=1e-6)
     plain = logits[row] - np.log(np.exp(logits[row].astype(np.float64)).sum())
-    np.testing.assert_allclose(chosen.log_probs[row], plain[chosen.tokens[row]], atol=1e-5)
-    np.testing.assert_array_equal(chosen.others[row], np.argsort(-logits[row])[:20])
-    np.testing.assert_allclose(chosen.others_log_probs[row], np.sort(plain)[::-1][:20], atol=1e-5)
+    np.testing.assert_allclose(output.logprobs[row], plain[output.token_ids[row]], atol=1e-5)
+    np.testing.assert_array_equal(output.top_token_ids[row], np.argsort(-logits[row])[:20])
+    np.testing.assert_allclose(output.top_logprobs[row], np.sort(plain)[::-1][:20], atol=1e-5)
 
 
-def test_draws_follow_the_probabilities(logits, controls, history):
+def test_draws_follow_the_probabilities(logits, state, history):
   """Over many positions of one request."""
   row, draws = 3, 4000
-  many = jax.tree.map(lambda a: jnp.broadcast_to(a[row], (draws, *a.shape[1:])), (controls, history))
+  many = jax.tree.map(lambda a: jnp.broadcast_to(a[row], (draws, *a.shape[1:])), (state, history))
   positions = jnp.arange(POSITION, POSITION + draws)
-  found = choose(jnp.broadcast_to(logits[row], (draws, V)), *many, positions).tokens
+  found = sample(jnp.broadcast_to(logits[row], (draws, V)), *many, positions).token_ids
   expected = plain_probabilities(logits[row], ROWS[row])
   frequency = np.bincount(found, minlength=V) / draws
   assert not frequency[expected == 0].any()
   np.testing.assert_allclose(frequency, expected, atol=4 * np.sqrt(0.25 / draws))
 
 
-def test_a_row_does_not_depend_on_the_others(logits, controls, history):
+def test_a_row_does_not_depend_on_the_others(logits, state, history):
   positions = jnp.arange(POSITION, POSITION + len(ROWS))
-  together = choose(logits, controls, history, positions)
+  together = sample(logits, state, history, positions)
   for row in range(len(ROWS)):
     one = slice(row, row + 1)
-    alone = choose(logits[one], *jax.tree.map(lambda a, one=one: a[one], (controls, history)), positions[one])
-    assert alone.tokens[0] == together.tokens[row]
-    assert alone.log_probs[0] == together.log_probs[row]
+    alone = sample(logits[one], *jax.tree.map(lambda a, one=one: a[one], (state, history)), positions[one])
+    assert alone.token_ids[0] == together.token_ids[row]
+    assert alone.logprobs[0] == together.logprobs[row]
 
 
 @pytest.mark.parametrize(
-  ("keys", "settings"),
+  ("keys", "params"),
   [
     ({}, SamplingParams(temperature=0.0)),
     ({"decode_sampling_strategy": "weighted", "decode_sampling_temperature": 0.5}, SamplingParams(temperature=0.5)),
@@ -129,8 +129,8 @@ def test_a_row_does_not_depend_on_the_others(logits, controls, history):
     ),
   ],
 )
-def test_the_keys_say_what_requests_leave_out(keys, settings):
-  assert SamplingParams.of(tiny(**keys)) == settings
+def test_the_keys_say_what_requests_leave_out(keys, params):
+  assert SamplingParams.of(tiny(**keys)) == params
 
 
 @pytest.mark.parametrize(

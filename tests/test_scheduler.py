@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from maxtext.inference.engine import Engine
-from maxtext.inference.prefixes import Prefixes
+from maxtext.inference.prefix_cache import PrefixCache
 from maxtext.inference.sampling import SamplingParams
 from maxtext.inference.scheduler import Request, Scheduler
 from tests.support import program, tiny
@@ -20,12 +20,12 @@ KEYS = {"attention_type": "local_sliding", "sliding_window_size": 7}
 def make_engine(model, kind=Engine, **changes):
   shardings = jax.tree.map(lambda a: a.sharding, (model.params, model.buffers))
   params, buffers = jax.jit(model.init, out_shardings=shardings)(0)
-  return kind(model, params | buffers, SLOTS, length=48, longest_prompt=40, piece=16, **changes)
+  return kind(model, params | buffers, SLOTS, max_model_len=48, max_prompt_len=40, chunk_size=16, **changes)
 
 
 @pytest.fixture(scope="module")
 def engine():
-  """A tiny model with windows, whose prompts are prefilled in pieces."""
+  """A tiny model with windows, whose prompts are prefilled in chunks."""
   return make_engine(program(tiny(**KEYS)).model)
 
 
@@ -69,7 +69,7 @@ def test_alone_and_among_others(engine):
     for _ in range(min(draw.choice([0, 0, 1, 3]), len(arrivals))):
       together.submit(arrivals.pop(0))
     collect(together.step(), found)
-  assert (together.active, together.waiting) == (0, 0)
+  assert (together.num_running, together.num_waiting) == (0, 0)
   assert found.keys() == set(everyone)
   for request in everyone:
     alone = Scheduler(engine)
@@ -78,9 +78,9 @@ def test_alone_and_among_others(engine):
     last = found[request][-1]
     count, most = len(found[request]), request.sampling_params.max_tokens or 48
     assert count <= min(most, 48 - len(request.prompt))
-    assert last.finish == ("stop" if last.token in request.sampling_params.stop_token_ids else "length")
-    assert all(event.finish is None for event in found[request][:-1])
-    assert all(len(event.others) == request.sampling_params.logprobs for event in found[request])
+    assert last.finish_reason == ("stop" if last.token in request.sampling_params.stop_token_ids else "length")
+    assert all(event.finish_reason is None for event in found[request][:-1])
+    assert all(len(event.top_logprobs) == request.sampling_params.logprobs for event in found[request])
 
 
 def test_first_come_first_served(engine):
@@ -95,34 +95,34 @@ def test_cancelled_requests_leave_at_once(engine):
   patient = [Request([1] * 20, SamplingParams(temperature=0.0)) for _ in range(SLOTS + 2)]
   for request in patient:
     scheduler.submit(request)
-  while scheduler.active < SLOTS:
+  while scheduler.num_running < SLOTS:
     scheduler.step()
   for request in (patient[0], patient[-1]):  # one has a slot, one waits
     scheduler.cancel(request)
-  ended = [event.request for event in scheduler.step() if event.finish == "cancelled"]
+  ended = [event.request for event in scheduler.step() if event.finish_reason == "cancelled"]
   assert set(ended) == {patient[0], patient[-1]}
   scheduler.step()
-  assert scheduler.active == SLOTS, "who waited has taken the slot"
+  assert scheduler.num_running == SLOTS, "who waited has taken the slot"
   scheduler.cancel(patient[0])  # again, when it is over
   rest = collect(scheduler.run(), {})
-  assert all(rest[request][-1].finish == "length" for request in patient[1:-1])
-  assert (scheduler.active, scheduler.waiting, scheduler.busy) == (0, 0, False)
+  assert all(rest[request][-1].finish_reason == "length" for request in patient[1:-1])
+  assert (scheduler.num_running, scheduler.num_waiting, scheduler.busy) == (0, 0, False)
 
 
 class Counting(Engine):
   """Notes the lengths of what was prefilled."""
 
-  def prefill(self, piece, row=None):
-    self.lengths.append(len(piece.tokens))
-    return super().prefill(piece, row)
+  def prefill_chunk(self, chunk, row=None):
+    self.lengths.append(len(chunk.tokens))
+    return super().prefill_chunk(chunk, row)
 
 
 @pytest.mark.parametrize("host_bytes", [0, 10**9])
 def test_shared_beginnings_are_prefilled_once(host_bytes):
   """A window, so that a row is not all of the past. Two rows have room on the device."""
-  engine = make_engine(program(tiny(**KEYS)).model, kind=Counting, keeps_rows=True)
+  engine = make_engine(program(tiny(**KEYS)).model, kind=Counting, reuse_rows=True)
   row = sum(array.nbytes for array in jax.tree.leaves(engine.state.cache)) // SLOTS
-  scheduler = Scheduler(engine, Prefixes(2 * row, host_bytes))
+  scheduler = Scheduler(engine, PrefixCache(2 * row, host_bytes))
   draw = random.Random(2)
   first = [draw.randrange(128) for _ in range(36)]
   other = [draw.randrange(128) for _ in range(30)]
@@ -130,7 +130,7 @@ def test_shared_beginnings_are_prefilled_once(host_bytes):
   def write(prompt, scheduler=scheduler):
     engine.lengths = []
     scheduler.submit(Request(prompt, SamplingParams(temperature=0.0, max_tokens=4)))
-    return [(event.token, round(event.log_prob, 4)) for event in scheduler.run()], engine.lengths
+    return [(event.token, round(event.logprob, 4)) for event in scheduler.run()], engine.lengths
 
   cold = {tuple(p): write(p, Scheduler(engine))[0] for p in (first, other, [*first[:32], 1, 2, 3])}
   assert write(first) == (cold[tuple(first)], [16, 16, 3])
@@ -153,4 +153,4 @@ def test_a_mesh_changes_nothing(engine, split_engine):
   keys = split_engine.state.cache[0][0]["key"]
   assert keys.shape == (2, SLOTS, 2, 7, 8)
   assert keys.addressable_shards[0].data.shape == (2, SLOTS // 2, 1, 7, 8)
-  assert split_engine._generate._cache_size() == 1, "compiled once"
+  assert split_engine._decode_step._cache_size() == 1, "compiled once"

@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxtext.configs import ConfigError
-from maxtext.inference.answer import Answer
+from maxtext.inference.detokenizer import IncrementalDetokenizer
 from maxtext.inference.sampling import SamplingParams
-from maxtext.inference.scheduler import Event
-from maxtext.serving.engine_process import _Requests
-from maxtext.serving.limits import Limits
-from maxtext.serving.protocol import Bounds, Chat, Completion, count_values, parse
+from maxtext.inference.scheduler import TokenOutput
+from maxtext.serving.engine_process import _RequestDispatcher
+from maxtext.serving.engine_thread import EngineFailedError, QueueFullError
+from maxtext.serving.limits import ServerLimits
+from maxtext.serving.protocol import ChatCompletionRequest, CompletionRequest, RequestLimits, count_values, parse
 from maxtext.serving.server import make_app
-from maxtext.serving.worker import FailedError, FullError
 from tests import hostile
-from tests.answering import answering, ask, random_model
+from tests.inference_support import answering, ask, random_model
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_who_leaves_before_a_stream_begins_keeps_no_slot(served):
         await asyncio.sleep(0.01)
     return await ask(app, "/metrics")
 
-  assert 'maxtext_requests_total{finish="left"} 2.0' in asyncio.run(leave())[1]
+  assert 'maxtext_requests_total{finish_reason="client_disconnected"} 2.0' in asyncio.run(leave())[1]
 
 
 def test_reading_a_request_is_part_of_its_time(served, monkeypatch):
@@ -72,7 +72,7 @@ def test_reading_a_request_is_part_of_its_time(served, monkeypatch):
     replies = await asyncio.gather(
       *(ask(app, "/v1/completions", asked, leaves=lambda: asyncio.sleep(0.2)) for _ in range(9))
     )
-    late = await ask(make_app("tiny", worker, Limits(seconds=0.1)), "/v1/completions", asked)
+    late = await ask(make_app("tiny", worker, ServerLimits(request_timeout=0.1)), "/v1/completions", asked)
     let_go.set()
     return [status for status, _ in replies], late
 
@@ -91,9 +91,9 @@ def test_stop_texts_are_searched_where_they_may_begin():
 
   request = SimpleNamespace(sampling_params=SamplingParams(stop=("bcd", "e")))
   for text, shown in (("abcbcde", "abc"), ("abce", "abc"), ("xxbc", "xx")):
-    answer = Answer(request, Letters())
+    answer = IncrementalDetokenizer(request, Letters())
     for letter in text:
-      answer.add(Event(request, ord(letter)))
+      answer.add(TokenOutput(request, ord(letter)))
     assert answer.text == shown
 
 
@@ -105,7 +105,7 @@ def test_a_client_that_left_stays_away():
     told.extend([(await receive())["type"] for _ in range(3)])
 
   async def call():
-    requests = _Requests(SimpleNamespace(send=lambda *message: None))
+    requests = _RequestDispatcher(SimpleNamespace(send=lambda *message: None))
     requests.app, inbox = app, asyncio.Queue()
     requests._inboxes[0] = inbox
     for kind in ("http.request", "http.disconnect"):
@@ -123,7 +123,7 @@ def test_a_failed_engine_is_said(served):
   for _ in range(2):  # the request that meets the failure, and one that comes later
     status, body = asyncio.run(ask(app, "/v1/completions", {"model": "tiny", "prompt": "a"}))
     assert status == 503
-    assert json.loads(body)["error"]["message"] == "The engine has failed; the server must be started again."
+    assert json.loads(body)["error"]["message"] == "The engine has failed: restart the server."
   assert worker.failure is not None
 
 
@@ -132,7 +132,7 @@ class Panic(BaseException):
 
 
 class Panics:
-  def begin(self):
+  def start_matcher(self):
     raise Panic
 
 
@@ -140,11 +140,11 @@ def test_a_panic_is_seen(served):
   """The one who meets it is told, as are those who wait, and whoever comes later."""
   loaded, worker, _ = served
   ended: queue.Queue = queue.Queue()
-  requests = [loaded.request([1], loaded.sampling_params, grammar) for grammar in (None, Panics(), None)]
-  worker.submit(requests, lambda event: event.finish and ended.put(event.finish))
+  requests = [loaded.make_request([1], loaded.sampling_params, grammar) for grammar in (None, Panics(), None)]
+  worker.submit(requests, lambda output: output.finish_reason and ended.put(output.finish_reason))
   assert "failed" in [ended.get(timeout=60) for _ in requests]
   assert (worker.status, type(worker.failure)) == ("failed", Panic)
-  with pytest.raises(FailedError):
+  with pytest.raises(EngineFailedError):
     worker.submit(requests[:1], ended.put)
 
 
@@ -159,14 +159,14 @@ def test_clients_take_turns(served):
       if event.request not in started:
         started.add(event.request)
         order.append(client)
-      if event.finish:
+      if event.finish_reason:
         done.release()
 
     started = set()
-    worker.submit([loaded.request([1, 2], settings) for _ in range(count)], deliver, client)
+    worker.submit([loaded.make_request([1, 2], settings) for _ in range(count)], deliver, client)
 
   ask("many", 4)
-  with pytest.raises(FullError):
+  with pytest.raises(QueueFullError):
     ask("many", 4)
   ask("one", 1)
   for _ in range(5):
@@ -203,44 +203,46 @@ def test_dear_bodies_do_not_hold_the_event_loop(app, name):
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
-    ({"prompt": ["a"] * 3, "n": 2}, "3 prompts with n=2 are more than the 4 answers"),
+    ({"prompt": ["a"] * 3, "n": 2}, "3 prompts with n=2 are more than the 4 outputs"),
     ({"stop": ["a"] * 17}, "stop: List should have at most 16 items"),
     ({"stop": "a" * 129}, "stop.0: String should have at most 128 characters"),
     ({"prompt": "a" * 1001}, "The prompt has 1001 characters, more than max_prefill_predict_length=100"),
     ({"prompt": [1] * 101}, "The prompt has 101 tokens"),
-    ({"prompt": [1, "a"]}, "prompt: Value error, it is one text or several"),
-    ({"prompt": [[1], [None]]}, "prompt: Value error, it is one text or several"),
+    ({"prompt": [1, "a"]}, "prompt: Value error, must be a text, a list of texts"),
+    ({"prompt": [[1], [None]]}, "prompt: Value error, must be a text, a list of texts"),
     ({"response_format": {f"{n}": 0 for n in range(65)}}, "an object of 65 fields, more than 64"),
     ({"prompt": [[{f"{n}": 0 for n in range(65)}]]}, "an object of 65 fields, more than 64"),
-    ({"n": 4, "max_tokens": 10**6, "logprobs": 1}, "4 answers of 1000000 tokens with 1 others"),
-    ({"max_tokens": 10**7, "logprobs": 5}, "lower n, max_tokens or the number of log probabilities"),
+    ({"n": 4, "max_tokens": 10**6, "logprobs": 1}, "4 outputs of 1000000 tokens with 1 top logprobs"),
+    ({"max_tokens": 10**7, "logprobs": 5}, "lower n, max_tokens or the number of logprobs"),
   ],
 )
 def test_what_is_too_much(fields, message):
   with pytest.raises(ConfigError, match=re.escape(message)):
-    parse(Completion, json.dumps({"model": "x", "prompt": "a"} | fields).encode(), Bounds(4, 100, 1000, 2**20))
+    parse(
+      CompletionRequest, json.dumps({"model": "x", "prompt": "a"} | fields).encode(), RequestLimits(4, 100, 1000, 2**20)
+    )
 
 
 def test_a_schema_may_have_many_fields_and_a_name_few_characters():
-  bounds = Bounds(4, 100, 1000, 100)
+  bounds = RequestLimits(4, 100, 1000, 100)
   named = {"name": "x", "schema": {"properties": {f"{n}": {} for n in range(200)}}}
   asked = {"model": "x", "prompt": "a", "response_format": {"type": "json_schema", "json_schema": named}}
-  assert parse(Completion, json.dumps(asked).encode(), bounds).form is not None
+  assert parse(CompletionRequest, json.dumps(asked).encode(), bounds).grammar_spec is not None
   turn = {"role": "user", "content": "a", "name": "a" * 65}
   with pytest.raises(ConfigError, match=r"messages\.0\.name: String should have at most 64 characters"):
-    parse(Chat, json.dumps({"model": "x", "messages": [turn]}).encode(), bounds)
+    parse(ChatCompletionRequest, json.dumps({"model": "x", "messages": [turn]}).encode(), bounds)
 
 
 def test_white_space_that_tokenizers_give_up_on():
   """1 MiB of it makes tiktoken's expression exceed its stack, whatever the model's context."""
-  bounds = Bounds(4, 2**20, 2**24, 2**20)
+  bounds = RequestLimits(4, 2**20, 2**24, 2**20)
   for kind, body in (
-    (Completion, {"prompt": " " * 2**20}),
-    (Chat, {"messages": [{"role": "user", "content": "a" + "\n" * 2**17}]}),
+    (CompletionRequest, {"prompt": " " * 2**20}),
+    (ChatCompletionRequest, {"messages": [{"role": "user", "content": "a" + "\n" * 2**17}]}),
   ):
-    with pytest.raises(ConfigError, match="white space in a row"):
+    with pytest.raises(ConfigError, match="whitespace in a row"):
       parse(kind, json.dumps({"model": "x"} | body).encode(), bounds)
-  parse(Completion, json.dumps({"model": "x", "prompt": "a" + " " * 30000 + "a"}).encode(), bounds)
+  parse(CompletionRequest, json.dumps({"model": "x", "prompt": "a" + " " * 30000 + "a"}).encode(), bounds)
 
 
 @settings(deadline=None)
@@ -264,7 +266,7 @@ def test_a_template_that_raises_is_a_refusal(served):
     ("{{ raise_exception('roles must alternate') }}", "refuses this conversation: roles must alternate"),
     ("{{ messages[0].content + 1 }}", "cannot be filled in with this conversation: TypeError"),
   ):
-    worker.loaded = replace(loaded, tokenizer=replace(loaded.tokenizer, chat_template=template))
+    worker.model = replace(loaded, tokenizer=replace(loaded.tokenizer, chat_template=template))
     asked = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
     status, body = asyncio.run(ask(app, "/v1/chat/completions", asked))
     assert (status, message in body) == (400, True), body

@@ -65,13 +65,13 @@ def test_decode_one_prompt(run):
   assert text == expected
   assert len(log_probs) == 5
   assert all(-1 < float(line.split()[0]) < 0 for line in log_probs)
-  guessing = ["--ahead=2", f"--draft={run}"]
+  guessing = ["--num_speculative_tokens=2", f"--draft-model={run}"]
   done = decode(
     run, "prompt=the cat", "--max-tokens=5", "--stop= on", *guessing, "autoregressive_decode_assert=a dog", code=1
   )
   assert done.stdout == "the cat sat\n", "it ends before the stop text"
   assert "decoding gave 'the cat sat', and autoregressive_decode_assert='a dog'" in done.stderr
-  assert "say with --ahead N how many tokens it guesses" in decode(run, f"--draft={run}", code=2).stderr
+  assert "set --num-speculative-tokens too" in decode(run, f"--draft-model={run}", code=2).stderr
 
 
 @pytest.mark.slow
@@ -89,11 +89,11 @@ def test_from_python(run):
 @pytest.mark.slow
 def test_decode_a_file_and_a_conversation(run, tmp_path):
   (tmp_path / "prompts.txt").write_text("the cat\non the\n" * 3)
-  lines = decode(run, "--prompts", str(tmp_path / "prompts.txt"), "--max-tokens=3").stdout.splitlines()
+  lines = decode(run, "--prompts-file", str(tmp_path / "prompts.txt"), "--max-tokens=3").stdout.splitlines()
   answers = [json.loads(line) for line in lines]
   assert [answer["prompt"] for answer in answers] == ["the cat", "on the"] * 3
   assert [answer["text"] for answer in answers[::2]] == [" sat on the"] * 3
-  assert answers[0]["finish"] == "length"
+  assert answers[0]["finish_reason"] == "length"
   said = decode(run, "--chat", "--max-tokens=2", input="the cat\n the mat\n").stdout
   assert said.splitlines()[0] == " sat on", "the first answer is remembered, so the second goes on from it"
   assert said.splitlines()[1].startswith(".")
@@ -104,20 +104,20 @@ def test_decode_a_file_and_a_conversation(run, tmp_path):
 @pytest.mark.slow
 def test_bench(run, capsys):
   """The engine of a run, as a table."""
-  words = ["inference_microbenchmark_prefill_lengths=16", "--requests=3", "--prompt-tokens=4", "--max-tokens=3",
+  words = ["inference_microbenchmark_prefill_lengths=16", "--num-prompts=3", "--input-len=4", "--output-len=3",
            "multi_sampling=true", "inference_microbenchmark_num_samples=[2]"]  # fmt: skip
   assert main(["bench", "serve", str(run), *KEYS, *words]) == 0
   head, *rows = capsys.readouterr().out.splitlines()
   assert head.split() == ["ms", "tokens/s"]
-  shown = ["prefill of 16 tokens", "2 answers to 16 tokens", "step of 8 slots", "3 requests at once"]
-  assert [row[:28].rstrip() for row in rows] == shown
+  shown = ["prefill 16 tokens", "prefill 16 tokens, n=2", "decode step, 8 slots", "3 requests at once"]
+  assert [row[:32].rstrip() for row in rows] == shown
 
 
 @pytest.fixture(scope="module")
 def served(run):
   """A server's process and its address: four slots, and six places to wait."""
-  words = ["per_device_batch_size=4", "enable_model_warmup=true", "--port=0", "--max-waiting=6", "--max-body=20000",
-           "--max-waiting-per-client=6"]  # fmt: skip
+  words = ["per_device_batch_size=4", "enable_model_warmup=true", "--port=0", "--max-queued-requests=6",
+           "--max-body-bytes=20000", "--max-queued-requests-per-client=6"]  # fmt: skip
   environment = flags() | {"MAXTEXT_API_KEYS": "secret,other"}
   process = subprocess.Popen(
     [MAXTEXT, "serve", str(run), *KEYS, *words],
@@ -204,14 +204,14 @@ def test_chats_and_streams(client):
 @pytest.mark.parametrize(
   ("asked", "status", "message"),
   [
-    ({"model": "dog"}, 404, "there is no 'dog' here; this is 'cat'"),
-    ({"model": "\ud800"}, 400, "The request is no JSON: "),
+    ({"model": "dog"}, 404, "'dog' is not served here; use 'cat'"),
+    ({"model": "\ud800"}, 400, "The request is not valid JSON: "),
     ({"prompt": SENTENCE * 9}, 400, "more than max_prefill_predict_length=24"),
     ({"prompt": []}, 400, "The prompt is empty"),
-    ({"prompt": [1, 400]}, 400, "400 is no token"),
+    ({"prompt": [1, 400]}, 400, "400 is not a token id"),
     ({"temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
     ({"logit_bias": {"1": 2}}, 400, "logit_bias: Extra inputs are not permitted"),
-    ({"stop": [""]}, 400, "stop: an empty text"),
+    ({"stop": [""]}, 400, "stop: an empty string"),
     ({"prompt": "x" * 30000}, 413, "more than 20000 bytes"),
   ],
 )
@@ -240,17 +240,17 @@ def test_keys_that_are_none_and_an_open_address(run):
   done = subprocess.run(
     words, env=environment | {"MAXTEXT_API_KEYS": ""}, capture_output=True, text=True, timeout=200, check=False
   )
-  assert (done.returncode, "MAXTEXT_API_KEYS holds no key" in done.stderr) == (2, True)
+  assert (done.returncode, "MAXTEXT_API_KEYS contains no key" in done.stderr) == (2, True)
   for host, warns in (("0.0.0.0", True), ("127.0.0.1", False), ("::1", False)):
     with subprocess.Popen([*words, f"--host={host}"], env=environment, stderr=subprocess.PIPE, text=True) as process:
       first = process.stderr.readline()
       process.terminate()
-    assert ("takes requests of everyone who can reach it" in first) == warns, first
+    assert ("accepts every client that can reach it" in first) == warns, first
 
 
 def test_too_many_are_turned_away(client):
   """More than may ever wait is a mistake; more than may wait now is told to come again."""
-  with pytest.raises(openai.BadRequestError, match="7 prompts with n=1 are more than the 6 answers"):
+  with pytest.raises(openai.BadRequestError, match="7 prompts with n=1 are more than the 6 outputs"):
     client.completions.create(model="cat", prompt=["the"] * 7)
 
   def ask(number):
@@ -263,7 +263,7 @@ def test_too_many_are_turned_away(client):
   with ThreadPoolExecutor(8) as pool:
     refused = [error for error in pool.map(ask, range(8)) if error]
   assert refused
-  assert all("Too many requests wait already" in str(error) for error in refused)
+  assert all("The request queue is full" in str(error) for error in refused)
   assert all(error.response.headers["retry-after"] == "1" for error in refused)
 
 
@@ -281,15 +281,17 @@ def test_who_leaves_frees_the_slot(address, client):
       client.with_options(timeout=0.01).completions.create(**asked, n=6)
 
   for leave in (leave_a_stream, leave_without_an_answer):
-    before = gauge(address, 'maxtext_requests_total{finish="left"}')
+    before = gauge(address, 'maxtext_requests_total{finish_reason="client_disconnected"}')
 
     def has_left(leave=leave, before=before):
       """A quick server may have finished before it saw anyone leave."""
       leave()
-      return gauge(address, 'maxtext_requests_total{finish="left"}') > before
+      return gauge(address, 'maxtext_requests_total{finish_reason="client_disconnected"}') > before
 
     wait_until(has_left)
-    wait_until(lambda: gauge(address, "maxtext_requests_active") + gauge(address, "maxtext_requests_waiting") == 0)
+    wait_until(
+      lambda: gauge(address, "maxtext_num_requests_running") + gauge(address, "maxtext_num_requests_waiting") == 0
+    )
 
 
 def test_told_to_end_it_finishes_what_it_has(served, client):

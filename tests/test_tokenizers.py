@@ -20,8 +20,8 @@ from maxtext import ConfigError, MaxTextConfig, load_config
 from maxtext.data import chat_template, special_tokens
 from maxtext.data.options import tokenizer_options
 from maxtext.data.tokenizers import TextTokenizer, load_tokenizer, tiktoken_special
-from maxtext.inference.grammar import Form, Grammars
-from maxtext.inference.grammar_process import open_tokens
+from maxtext.inference.grammar import GrammarCompiler, GrammarSpec
+from maxtext.inference.grammar_process import load_token_table
 from tests import vocabularies
 from tests.vocabularies import CHAT_TEMPLATE, SENTENCES
 
@@ -135,7 +135,7 @@ def test_a_document_cannot_end_itself(made, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_grammars_know_every_token(made, kind):
   tokenizer = open_kind(made, kind, add_bos=False, add_eos=False)
-  known = open_tokens(*tokenizer.for_grammars(), 640)
+  known = load_token_table(*tokenizer.for_grammars(), 640)
   assert (known.vocab_size, known.eos_token) == (640, tokenizer.eos)
   for text in (*SENTENCES[:3], "\u00e9\u2192"):
     tokens = tokenizer.encode(text).tolist()
@@ -144,12 +144,12 @@ def test_grammars_know_every_token(made, kind):
 
 
 def test_grammars_refuse_tokens_without_bytes(tmp_path):
-  words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="</s>"))
+  words = tokenizers.TextTokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="</s>"))
   words.save(str(tmp_path / "tokenizer.json"))
   (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
   tokenizer = open_kind({"huggingface": tmp_path}, "huggingface", add_bos=False)
   with pytest.raises(ConfigError, match="need tokens whose bytes are known: can't determine decoder type"):
-    Grammars(tokenizer, 600).compile(Form("r", "regex", "a"))
+    GrammarCompiler(tokenizer, 600).compile(GrammarSpec("r", "regex", "a"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -234,7 +234,7 @@ FORGED = [
 def controlled(tmp_path_factory):
   """A vocabulary with the special tokens of all templates, some of which are looked for after normalisation."""
   folder = vocabularies.hugging_face(tmp_path_factory.mktemp("controlled"), size=280)
-  tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+  tokenizer = tokenizers.TextTokenizer.from_file(str(folder / "tokenizer.json"))
   tokenizer.no_truncation()
   tokenizer.normalizer = tokenizers.normalizers.NFKC()
   odd = {"[INST]", "<|user|>"}

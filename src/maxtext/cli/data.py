@@ -109,15 +109,18 @@ def _bench(arguments: argparse.Namespace) -> int:
   config = resolve_words(arguments.words, arguments.strict).config
   import jax
 
-  from maxtext.bench.data import abstract_batch, speed, stages
+  from maxtext.bench.dataloader import abstract_batch, measure_stages, measure_throughput
   from maxtext.configs.derived import global_batch_size
   from maxtext.data.options import data_options
 
   options = data_options(config)
   batch = abstract_batch((global_batch_size(config, jax.device_count()), config.max_target_length))
-  found = speed(options, batch, arguments.seconds / 2)
-  print(f"as configured: {found.tokens_per_second:,.0f} tokens/s, {found.filled:.1%} of the rows filled", flush=True)
-  if shares := stages(options, batch, arguments.seconds / 2):
+  found = measure_throughput(options, batch, arguments.seconds / 2)
+  print(
+    f"as configured: {found.tokens_per_second:,.0f} tokens/s, {found.packing_efficiency:.1%} of the rows filled",
+    flush=True,
+  )
+  if shares := measure_stages(options, batch, arguments.seconds / 2):
     print("one process:   " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
     print(f"bound by:      {max(shares, key=lambda name: shares[name])}")
   return 0

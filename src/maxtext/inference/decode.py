@@ -1,4 +1,4 @@
-"""What `maxtext decode` does: one prompt, a file of prompts, or a conversation in the terminal."""
+"""`maxtext decode`: one prompt, a file of prompts, or a chat in the terminal."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -15,61 +15,61 @@ Show = Callable[[str], None]
 
 
 def decode(llm: LLM, sampling_params: SamplingParams, show: Show) -> None:
-  """Answers the prompt of the configuration, and shows prompt and answer as they come."""
+  """Completes the prompt of the configuration; shows the prompt and the output as it is generated."""
   c = llm.config
   show(c.prompt)
-  (output,) = llm.generate([c.prompt], _reported(llm, sampling_params), show)
+  (output,) = llm.generate([c.prompt], _with_logprobs(llm, sampling_params), show)
   show("\n")
-  for log_prob, token in zip(output.logprobs or (), output.token_ids, strict=c.return_log_prob):
-    show(f"{log_prob:9.4f}  {token}\n")
+  for logprob, token in zip(output.logprobs or (), output.token_ids, strict=c.return_log_prob):
+    show(f"{logprob:9.4f}  {token}\n")
   text = c.prompt + output.text
   if c.autoregressive_decode_assert and text != c.autoregressive_decode_assert:
     raise RunError(f"decoding gave {text!r}, and autoregressive_decode_assert={c.autoregressive_decode_assert!r}.")
 
 
 def decode_file(llm: LLM, file: str, sampling_params: SamplingParams, show: Show) -> None:
-  """Answers every line of a file, and shows a line of JSON for each, in their order."""
+  """Completes every line of a file; shows one line of JSON (`DecodeRecord`) for each, in their order."""
   try:
     prompts = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
   except (OSError, UnicodeDecodeError) as error:
-    raise ConfigError(f"--prompts {file} cannot be read: {error}.") from None
-  for prompt, output in zip(prompts, llm.generate(prompts, _reported(llm, sampling_params)), strict=True):
-    tokens = sum(token not in sampling_params.stop_token_ids for token in output.token_ids)
-    line = Line(prompt, output.text, output.finish_reason, tokens)
-    log_probs = {} if output.logprobs is None else {"log_probs": output.logprobs}
-    show(json.dumps(asdict(line) | log_probs, ensure_ascii=False) + "\n")
+    raise ConfigError(f"--prompts-file {file} cannot be read: {error}.") from None
+  for prompt, output in zip(prompts, llm.generate(prompts, _with_logprobs(llm, sampling_params)), strict=True):
+    num_tokens = sum(token not in sampling_params.stop_token_ids for token in output.token_ids)
+    record = DecodeRecord(prompt, output.text, output.finish_reason, num_tokens)
+    logprobs = {} if output.logprobs is None else {"logprobs": output.logprobs}
+    show(json.dumps(asdict(record) | logprobs, ensure_ascii=False) + "\n")
 
 
 def chat(llm: LLM, lines: Iterable[str], sampling_params: SamplingParams, show: Show) -> None:
-  """Answers line by line in the model's own format; it remembers what was said, until that has no room."""
-  said: list[Message] = []
+  """Replies to each line by the chat template. The conversation is kept until it no longer fits."""
+  messages: list[Message] = []
   for line in lines:
-    said.append({"role": "user", "content": line.rstrip("\n")})
+    messages.append({"role": "user", "content": line.rstrip("\n")})
     try:
-      (output,) = llm.chat(said, sampling_params, show)
-    except ConfigError as refused:
-      if len(said) == 1:
+      (output,) = llm.chat(messages, sampling_params, show)
+    except ConfigError as error:
+      if len(messages) == 1:
         raise
-      show(f"({refused} The conversation starts anew.)\n")
-      said.clear()
+      show(f"({error} A new conversation starts.)\n")
+      messages.clear()
       continue
-    said.append({"role": "assistant", "content": output.text})
+    messages.append({"role": "assistant", "content": output.text})
     show("\n")
 
 
-def _reported(llm: LLM, sampling_params: SamplingParams) -> SamplingParams:
-  """With log-probabilities, where the keys ask for them."""
+def _with_logprobs(llm: LLM, sampling_params: SamplingParams) -> SamplingParams:
+  """The sampling parameters, with log-probabilities if `return_log_prob` is set."""
   return replace(sampling_params, logprobs=0) if llm.config.return_log_prob else sampling_params
 
 
 @dataclass(frozen=True)
-class Line:
-  """What is said of one prompt of a file."""
+class DecodeRecord:
+  """The output line for one prompt of a file."""
 
   prompt: str
   text: str
-  finish: str
-  tokens: int
+  finish_reason: str
+  num_tokens: int
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
-"""The engine: prefill, insert and generate over slots, compiled once each and always run for the whole batch.
+"""The engine: prefill, insert and decode over slots. Each program is compiled once and always runs the whole batch.
 
-The pure functions that it compiles are in `programs.py`.
+The pure functions that the engine compiles are in `programs.py`.
 
-A prompt without its last token is prefilled into a row of its own, in pieces whose lengths come from a short list. The
-row is inserted into a slot of the cache. Each step then feeds the last token of every slot, so the first answer's token
-comes from the step that feeds the last of the prompt, and tokens are chosen in one place. What a slot computes does not
-depend on the others.
+Chunked prefill: a prompt without its last token is prefilled into a row of its own, in chunks whose sizes come from a
+short list. `insert` copies the row into a slot of the KV cache. Each step then feeds the last token of every slot, so
+the first output token comes from the step that feeds the last prompt token, and tokens are sampled in one place. The
+result of a slot does not depend on the other slots.
 
-A step may also feed guesses behind the last token. Each place chooses its token as if it had been alone there, and what
-was chosen counts as far as the guesses before it were right. So the text is the same as without, drawn tokens too: a
-draw depends on the seed and the position alone.
+Speculative decoding: a step may feed draft tokens after the last token. Every position is sampled as if it had been
+decoded alone, and the sampled tokens are committed up to the first one that differs from its draft token. So the output
+is the same as without, sampled tokens included: the random choice depends only on the seed and the position.
 
-A row always has a cache of its own. Where that of the slots lies in pages, `insert` cuts the row into them, and each
-step is told which pages a slot has; who gets pages is the scheduler's.
+Paged KV cache: a row is always contiguous. `insert` cuts it into the pages of the slot, and each step gets the block
+table. The scheduler allocates the pages.
 
-The model's parameters are an argument of every program, so `update_params` swaps them without compiling anything. What
-is in the slots stays: requests that run go on with the keys and values that older parameters have left in their cache.
+The model's parameters are an argument of every program, so `update_params` swaps them without compilation. Running
+requests keep the keys and values that the older parameters wrote.
 
-Shapes: B slots, S tokens of a piece, T longest sequence, M most pages of a slot, W guesses, V vocabulary.
+Shapes: B slots, S tokens of a chunk, T longest sequence, M most pages of a slot, W draft tokens, V vocabulary.
 """
 
 import threading
@@ -32,17 +32,17 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext.checkpoint.checksum import added, checksums
-from maxtext.inference.draft import Draft
+from maxtext.inference.decode_state import Caches, insert
+from maxtext.inference.draft_model import DraftModel
 from maxtext.inference.programs import Programs
-from maxtext.inference.sampling import Chosen, Controls, SamplingParams, anything
-from maxtext.inference.state import Caches, insert
+from maxtext.inference.sampling import SamplerOutput, SamplingParams, SamplingState, full_token_bitmask
 from maxtext.models.model import Model, Params
 
-_SHORTEST = 16  # shorter pieces are filled up; a kernel of blocks wants more
-_SHORTEST_BLOCK = 128
+_MIN_CHUNK = 16  # shorter chunks are padded
+_MIN_CHUNK_SPLASH = 128  # the splash kernel needs whole blocks
 
 
-class Piece(NamedTuple):
+class PrefillChunk(NamedTuple):
   """A part of a prompt that is prefilled at once."""
 
   start: int
@@ -50,23 +50,23 @@ class Piece(NamedTuple):
 
 
 class Engine:
-  """Compiled programs over the slots. It knows no request; who is where is the scheduler's.
+  """Compiled programs over the slots. The engine does not know requests; the scheduler assigns them to slots.
 
   Args:
-    model: the model, whose experts drop no token here.
-    params: its parameters and buffers, placed.
-    slots: sequences that are generated at once.
-    length: longest sequence, the prompt counted.
-    longest_prompt: in tokens.
-    piece: longest piece of a prompt; None prefills prompts at once.
-    keeps_rows: a row is still there after another piece went on from it.
-    ahead: tokens that `write` guesses and checks in a step; not for models with layers that keep a state.
-    draft: who guesses them, in place of what followed the same words before.
+    model: the model. Its experts must drop no token (`dropless`).
+    params: the parameters and buffers, already on the devices.
+    slots: number of sequences that are decoded at once.
+    max_model_len: longest sequence, prompt and output.
+    max_prompt_len: longest prompt.
+    chunk_size: longest prefill chunk; None prefills a prompt at once.
+    reuse_rows: whether a row stays valid after the next chunk was prefilled from it, as prefix caching needs.
+    num_speculative_tokens: draft tokens of a step; not for models with recurrent layers.
+    draft_model: proposes the draft tokens; None is prompt lookup (n-gram).
 
   Attributes:
-    pages: those of the slots; without pages a slot has one that holds all of a text.
-    version: of the parameters, as `update_params` was told; 0 at first.
-    updates: how often parameters were swapped; it tells two parameter trees apart whatever their versions are.
+    block_table: the pages of the slots; without a paged KV cache each slot has one page that holds a whole sequence.
+    version: the version of the parameters as given to `update_params`; 0 at first.
+    num_updates: how often the parameters were swapped. It identifies a parameter tree, which `version` need not do.
   """
 
   def __init__(
@@ -74,175 +74,186 @@ class Engine:
     model: Model,
     params: Params,
     slots: int,
-    length: int,
-    longest_prompt: int,
-    piece: int | None = None,
-    keeps_rows: bool = False,
-    ahead: int = 0,
-    draft: Draft | None = None,
+    max_model_len: int,
+    max_prompt_len: int,
+    chunk_size: int | None = None,
+    reuse_rows: bool = False,
+    num_speculative_tokens: int = 0,
+    draft_model: DraftModel | None = None,
   ) -> None:
-    programs = Programs.of(model, slots, length, ahead, draft)
-    self.model, self._draft_params = model, {} if draft is None else draft.named
+    programs = Programs.of(model, slots, max_model_len, num_speculative_tokens, draft_model)
+    self.model, self._draft_params = model, {} if draft_model is None else draft_model.prefixed_params
     self._structs = {path: _struct(array) for path, array in params.items()}
-    self._params, self.version, self.updates = params | self._draft_params, 0, 0
-    self._swap, self._stepping, self._next = threading.Lock(), False, _NO_UPDATE
+    self._params, self.version, self.num_updates = params | self._draft_params, 0, 0
+    self._params_lock, self._params_held, self._pending_update = threading.Lock(), False, _NO_UPDATE
     self._fingerprint = (-1, "")
-    self.slots, self.length, self.longest_prompt, self.ahead = slots, programs.length, longest_prompt, ahead
+    self.slots, self.max_model_len, self.max_prompt_len = slots, programs.max_model_len, max_prompt_len
+    self.num_speculative_tokens = num_speculative_tokens
     self._spec, self.vocab = model.spec, model.spec.vocab
-    self._paged, self.pages = programs.pages is not None, programs.page_table()
-    shortest = _SHORTEST_BLOCK if model.how.attention.kernel == "splash" else _SHORTEST
-    self.sizes = _sizes(shortest, min(piece or longest_prompt, longest_prompt))
-    self._goes_on = piece is not None or keeps_rows or (self._paged and self.length > self.sizes[-1])
+    self._paged, self.block_table = programs.pages is not None, programs.block_table()
+    min_chunk = _MIN_CHUNK_SPLASH if model.how.attention.kernel == "splash" else _MIN_CHUNK
+    self.chunk_sizes = _chunk_sizes(min_chunk, min(chunk_size or max_prompt_len, max_prompt_len))
+    # Preempted requests are prefilled with their output, which may be longer than the longest prompt.
+    resumes_long = self._paged and self.max_model_len > self.chunk_sizes[-1]
+    self._multi_chunk = chunk_size is not None or reuse_rows or resumes_long
 
-    self.state = jax.jit(programs.begun)(self._params)
+    self.state = jax.jit(programs.init_state)(self._params)
     shardings = jax.tree.map(lambda a: a.sharding, self.state)
-    self._everywhere = NamedSharding(model.how.mesh, PartitionSpec())
-    self._anything = jax.device_put(anything(slots, self.vocab), self._everywhere)
-    self._begin = jax.jit(programs.begin)
-    self._go_on = jax.jit(programs.go_on, donate_argnums=() if keeps_rows else 1)
-    self._insert = jax.jit(partial(insert, programs.kinds()), donate_argnums=0, out_shardings=shardings)
-    self._generate = jax.jit(programs.step, donate_argnums=1, out_shardings=(shardings, self._everywhere))
+    self._replicated = NamedSharding(model.how.mesh, PartitionSpec())
+    self._full_bitmask = jax.device_put(full_token_bitmask(slots, self.vocab), self._replicated)
+    self._prefill = jax.jit(programs.prefill)
+    self._prefill_chunk = jax.jit(programs.prefill_chunk, donate_argnums=() if reuse_rows else 1)
+    self._insert = jax.jit(partial(insert, programs.cache_slots()), donate_argnums=0, out_shardings=shardings)
+    out_shardings = (shardings, self._replicated)
+    self._decode_step = jax.jit(programs.decode_step, donate_argnums=1, out_shardings=out_shardings)
     self._score = jax.jit(programs.score)
-    self._write = jax.jit(programs.write, donate_argnums=1, out_shardings=(shardings, self._everywhere))
+    self._speculative_step = jax.jit(programs.speculative_step, donate_argnums=1, out_shardings=out_shardings)
 
   @cached_property
   def row(self) -> Caches:
-    """Shapes of what `prefill` returns."""
-    return self._begin.eval_shape(self._params, np.zeros((1, self.sizes[0]), np.int32), np.ones(1, np.int32))
+    """Shapes and dtypes of what `prefill` returns."""
+    return self._prefill.eval_shape(self._params, np.zeros((1, self.chunk_sizes[0]), np.int32), np.ones(1, np.int32))
 
   @property
   def fingerprint(self) -> str:
-    """Tells this model and its parameters, the draft's too, from all others; computed once for each `update_params`."""
-    with self._swap:
-      params, updates = self._params, self.updates
-    if self._fingerprint[0] != updates:
-      self._fingerprint = updates, repr((self._spec, added(checksums(params)).tolist()))
+    """A checksum of the model and all its parameters, the draft model's included; computed once per `update_params`."""
+    with self._params_lock:
+      params, num_updates = self._params, self.num_updates
+    if self._fingerprint[0] != num_updates:
+      self._fingerprint = num_updates, repr((self._spec, added(checksums(params)).tolist()))
     return self._fingerprint[1]
 
   def update_params(self, params: Mapping[str, jax.Array], version: int) -> None:
-    """Swaps the model's parameters and buffers; nothing is compiled. Any thread may call it.
+    """Swaps the parameters and buffers without compilation. Any thread may call it.
 
-    They take effect at once, or after the step that is under way (`stepping`). Nothing is copied, and of the old ones
-    no reference is kept. So the engine reads the arrays that it is given: whoever donates or deletes them, such as a
-    train step that takes its state over, hands a copy in. A draft keeps its own parameters; it guesses worse at most.
+    The swap happens at once, or after the step that is running (`hold_params`). Nothing is copied and no reference to
+    the old arrays is kept. The caller must not donate or delete the arrays while the engine uses them. A draft model
+    keeps its own parameters; at worst fewer of its tokens are accepted.
 
     Args:
-      params: by path, as the engine was made with (of the model as `Model.apart` leaves it).
-      version: what tokens that they write are reported with; any number that says something to the caller.
+      params: arrays by path, as the engine was made with (after `Model.apart`).
+      version: reported with every token that these parameters generate; any number.
 
     Raises:
       ValueError: a path is missing or unknown, or an array has another shape, dtype or sharding; the message names it.
     """
-    update = _Update(checked_params(self._structs, params) | self._draft_params, version)
-    with self._swap:
-      if self._stepping:
-        self._next = update
+    update = _Update(validate_params(self._structs, params) | self._draft_params, version)
+    with self._params_lock:
+      if self._params_held:
+        self._pending_update = update
       else:
-        self._use(update)
+        self._apply_update(update)
 
   @contextmanager
-  def stepping(self) -> Iterator[None]:
-    """Inside, parameters and `version` stay as they are; what `update_params` brings meanwhile is used afterwards."""
-    with self._swap:
-      self._stepping = True
+  def hold_params(self) -> Iterator[None]:
+    """Inside this context the parameters and `version` do not change; a pending update is applied at its end."""
+    with self._params_lock:
+      self._params_held = True
     try:
       yield
     finally:
-      with self._swap:
-        self._stepping = False
-        if self._next is not _NO_UPDATE:
-          self._use(self._next)
+      with self._params_lock:
+        self._params_held = False
+        if self._pending_update is not _NO_UPDATE:
+          self._apply_update(self._pending_update)
 
-  def _use(self, update: "_Update") -> None:
+  def _apply_update(self, update: "_Update") -> None:
     self._params, self.version = update
-    self.updates, self._next = self.updates + 1, _NO_UPDATE
+    self.num_updates, self._pending_update = self.num_updates + 1, _NO_UPDATE
 
   def score(self, tokens: Sequence[int]) -> np.ndarray:
-    """Log-probabilities, float32, of every token but the first, each after those before it.
+    """Float32 log-probabilities of every token but the first, given the tokens before it.
 
-    It is the forward pass of training: all tokens at once, without a cache (experts drop no token). A program is
+    This is the forward pass of training: all tokens at once, without a cache (experts drop no token). One program is
     compiled for each power of two of tokens.
     """
-    size = next(size for size in _doubling(self.sizes[0]) if size >= len(tokens))
-    scores = self._score(self._params, _filled(tokens, size, 0)[None])
+    size = next(size for size in _doubling_sizes(self.chunk_sizes[0]) if size >= len(tokens))
+    scores = self._score(self._params, _pad(tokens, size, 0)[None])
     return np.asarray(scores)[0, : len(tokens) - 1]
 
-  def pieces(self, prompt: Sequence[int], start: int = 0) -> Iterator[Piece]:
-    """What must be prefilled before `insert`: from `start` on everything but the last token.
+  def prefill_chunks(self, prompt: Sequence[int], start: int = 0) -> Iterator[PrefillChunk]:
+    """The chunks to prefill before `insert`: the tokens from `start` on without the last one.
 
-    A prompt of one token has an empty piece, which makes its row.
+    A prompt of one token has one empty chunk, which creates its row.
     """
-    most, end = self.sizes[-1], len(prompt) - 1
+    most, end = self.chunk_sizes[-1], len(prompt) - 1
     for first in range(start, max(end, 1), most):
-      yield Piece(first, prompt[first : min(first + most, end)])
+      yield PrefillChunk(first, prompt[first : min(first + most, end)])
 
-  def prefill(self, piece: Piece, row: Caches | None = None) -> Caches:
-    """The cache of a row after a piece; pieces come in order, each with the row that the last one left."""
-    size = next(size for size in self.sizes if size >= len(piece.tokens))
-    tokens, count = _filled(piece.tokens, size, 0)[None], np.full(1, len(piece.tokens), np.int32)
+  def prefill_chunk(self, chunk: PrefillChunk, row: Caches | None = None) -> Caches:
+    """The cache of a row after a chunk. Chunks come in order, each with the row of the one before."""
+    size = next(size for size in self.chunk_sizes if size >= len(chunk.tokens))
+    tokens, count = _pad(chunk.tokens, size, 0)[None], np.full(1, len(chunk.tokens), np.int32)
     if row is None:
-      assert piece.start == 0
-      return self._begin(self._params, tokens, count)
-    return self._go_on(self._params, row, tokens, np.int32(piece.start), count)
+      assert chunk.start == 0
+      return self._prefill(self._params, tokens, count)
+    return self._prefill_chunk(self._params, row, tokens, np.int32(chunk.start), count)
 
-  def prefilled(self, prompt: Sequence[int]) -> Caches:
+  def prefill(self, prompt: Sequence[int]) -> Caches:
     """The cache of a whole prompt, ready for `insert`."""
     row = None
-    for piece in self.pieces(prompt):
-      row = self.prefill(piece, row)
-    assert row is not None, "a prompt has a piece at least"
+    for chunk in self.prefill_chunks(prompt):
+      row = self.prefill_chunk(chunk, row)
+    assert row is not None, "a prompt has at least one chunk"
     return row
 
   def insert(
-    self, row: Caches, slot: int, prompt: Sequence[int], sampling_params: SamplingParams, answered: Sequence[int] = ()
+    self, row: Caches, slot: int, prompt: Sequence[int], sampling_params: SamplingParams, output: Sequence[int] = ()
   ) -> None:
-    """Puts a prefilled prompt, and what it was answered so far, into a slot; the row is still there afterwards."""
-    controls = Controls.of(sampling_params, len(prompt), self.vocab)
-    text, pages = [*prompt, *answered], self.pages.rows[slot].copy()
-    counts = np.array([len(prompt), len(text)], np.int32)
-    tokens = _filled(text, self.length, self.vocab)
-    self.state = self._insert(self.state, row, np.int32(slot), pages, tokens, counts, controls)
+    """Puts a prefilled prompt, and its output so far, into a slot. The row stays valid."""
+    sampling = SamplingState.of(sampling_params, len(prompt), self.vocab)
+    sequence, pages = [*prompt, *output], self.block_table.entries[slot].copy()
+    counts = np.array([len(prompt), len(sequence)], np.int32)
+    tokens = _pad(sequence, self.max_model_len, self.vocab)
+    self.state = self._insert(self.state, row, np.int32(slot), pages, tokens, counts, sampling)
 
-  def generate(self, active: Sequence[bool], allowed: np.ndarray | None = None) -> Chosen:
-    """One step of all slots; those that are not active stay as they are, and what is chosen for them is nothing.
+  def decode_step(self, active: Sequence[bool], token_bitmask: np.ndarray | None = None) -> SamplerOutput:
+    """One step of all slots. Inactive slots do not change, and their output is undefined.
 
     Args:
       active: the slots that have a request.
-      allowed: bits of the tokens that may come next in each slot; None allows all, and costs no transfer.
+      token_bitmask: the tokens that may be sampled in each slot; None allows all and needs no transfer.
     """
-    bits = self._anything if allowed is None else jax.device_put(allowed, self._everywhere)
-    self.state, chosen = self._generate(self._params, self.state, np.array(active, bool), self._rows, bits)
-    return jax.device_get(chosen)
+    bitmask = self._full_bitmask if token_bitmask is None else jax.device_put(token_bitmask, self._replicated)
+    self.state, output = self._decode_step(
+      self._params, self.state, np.array(active, bool), self._device_block_table, bitmask
+    )
+    return jax.device_get(output)
 
-  def write(self, active: Sequence[bool], allowed: np.ndarray | None = None) -> list[tuple[Chosen, np.ndarray]]:
-    """One step of all slots that may write several tokens: one after the other, each with the slots that it is for.
+  def speculative_step(
+    self, active: Sequence[bool], token_bitmask: np.ndarray | None = None
+  ) -> list[tuple[SamplerOutput, np.ndarray]]:
+    """One step that may commit several tokens: one output for each position, with the slots that commit it.
 
-    What is allowed is known of the next token alone, so there it writes only that.
+    It is a `decode_step` where `num_speculative_tokens` is 0, and where a bitmask is given: bitmasks are known for the
+    next token only.
     """
-    if not self.ahead or allowed is not None:
-      return [(self.generate(active, allowed), np.array(active, bool))]
-    self.state, written = self._write(self._params, self.state, np.array(active, bool), self._rows)
-    chosen, there = jax.device_get(written)
-    return [(Chosen(*arrays), slots) for *arrays, slots in zip(*chosen, there, strict=True)]
+    if not self.num_speculative_tokens or token_bitmask is not None:
+      return [(self.decode_step(active, token_bitmask), np.array(active, bool))]
+    self.state, outputs = self._speculative_step(
+      self._params, self.state, np.array(active, bool), self._device_block_table
+    )
+    sampled, committed = jax.device_get(outputs)
+    return [(SamplerOutput(*arrays), slots) for *arrays, slots in zip(*sampled, committed, strict=True)]
 
   @property
-  def _rows(self) -> np.ndarray | None:
-    """The pages that a step is told of; a copy, since steps run on while the table changes."""
-    return self.pages.rows.copy() if self._paged else None
+  def _device_block_table(self) -> np.ndarray | None:
+    """A copy of the block table, since a step may still run while the scheduler changes it."""
+    return self.block_table.entries.copy() if self._paged else None
 
   def warm_up(self) -> None:
     """Compiles every program."""
-    for size in self.sizes:
-      row = self.prefill(Piece(0, [0] * size))
-      if self._goes_on:
-        row = self.prefill(Piece(size, [0] * size), row)
+    for size in self.chunk_sizes:
+      row = self.prefill_chunk(PrefillChunk(0, [0] * size))
+      if self._multi_chunk:
+        row = self.prefill_chunk(PrefillChunk(size, [0] * size), row)
     self.insert(row, 0, [0], SamplingParams())
-    for step in (self.generate, self.write):
+    for step in (self.decode_step, self.speculative_step):
       step([False] * self.slots)
 
 
 class _Update(NamedTuple):
-  """Parameters that the engine takes over when no step runs."""
+  """Parameters that the engine uses from the next step on."""
 
   params: Params
   version: int
@@ -251,20 +262,20 @@ class _Update(NamedTuple):
 _NO_UPDATE = _Update({}, 0)
 
 
-def checked_params(structs: Mapping[str, jax.ShapeDtypeStruct], params: Mapping[str, jax.Array]) -> Params:
-  """The arrays, none of them copied, with exactly the shardings of `structs`, so that nothing is compiled for them.
+def validate_params(structs: Mapping[str, jax.ShapeDtypeStruct], params: Mapping[str, jax.Array]) -> Params:
+  """The arrays, not copied, with exactly the shardings of `structs`, so that no program is compiled again.
 
   Raises:
-    ValueError: they are not of the same paths, shapes, dtypes and placement; the message names the first such path.
+    ValueError: a path, shape, dtype or sharding differs; the message names the first such path.
   """
   if missing := sorted(structs.keys() - params.keys()):
     raise ValueError(f"update_params: {missing[0]} is missing ({len(missing)} of {len(structs)} paths are).")
   if unknown := sorted(params.keys() - structs.keys()):
     raise ValueError(f"update_params: {unknown[0]} is no parameter of this model.")
-  return {path: _same(path, struct, params[path]) for path, struct in structs.items()}
+  return {path: _validate_array(path, struct, params[path]) for path, struct in structs.items()}
 
 
-def _same(path: str, struct: jax.ShapeDtypeStruct, array: jax.Array) -> jax.Array:
+def _validate_array(path: str, struct: jax.ShapeDtypeStruct, array: jax.Array) -> jax.Array:
   if not isinstance(array, jax.Array):
     raise ValueError(
       f"update_params: {path} is a {type(array).__name__}; place it as a jax.Array on {struct.sharding}."
@@ -283,7 +294,7 @@ def _same(path: str, struct: jax.ShapeDtypeStruct, array: jax.Array) -> jax.Arra
     raise ValueError(f"update_params: {path} is placed as {array.sharding}, and the model has it as {struct.sharding}.")
   if array.sharding == struct.sharding and array.committed:
     return array
-  # The same placement in other words, by which a compiled program would not be found. The buffers stay the same.
+  # An equivalent sharding that is another object would miss the compiled program. The buffers stay the same.
   shards = [shard.data for shard in array.addressable_shards]
   return jax.make_array_from_single_device_arrays(array.shape, struct.sharding, shards)
 
@@ -293,30 +304,30 @@ def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def dropless(model: Model) -> Model:
-  """The model with experts that drop no token: which are dropped would depend on the rest of the batch."""
+  """The model with experts that drop no token: which tokens are dropped would depend on the rest of the batch."""
   experts = model.how.experts
   if not experts.drops:
     return model
   return Model.of(model.spec, replace(model.how, experts=replace(experts, method="dropless", buffer=None)))
 
 
-def _sizes(shortest: int, longest: int) -> tuple[int, ...]:
-  """Doubling from the shortest to the longest, so that few programs serve all prompts and little is filled up."""
-  doubling = _doubling(shortest)
+def _chunk_sizes(shortest: int, longest: int) -> tuple[int, ...]:
+  """Sizes that double from the shortest to the longest: few programs, and little padding."""
+  doubling = _doubling_sizes(shortest)
   sizes = [next(doubling)]
   while sizes[-1] < longest:
     sizes.append(next(doubling))
   return tuple(sizes)
 
 
-def _doubling(first: int) -> Iterator[int]:
-  """Without an end."""
+def _doubling_sizes(first: int) -> Iterator[int]:
+  """An endless sequence that doubles."""
   while True:
     yield first
     first *= 2
 
 
-def _filled(tokens: Sequence[int], size: int, value: int) -> np.ndarray:
-  filled = np.full(size, value, np.int32)
-  filled[: len(tokens)] = tokens
-  return filled
+def _pad(tokens: Sequence[int], size: int, value: int) -> np.ndarray:
+  padded = np.full(size, value, np.int32)
+  padded[: len(tokens)] = tokens
+  return padded

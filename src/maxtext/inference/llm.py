@@ -1,6 +1,7 @@
-"""`LLM`: a trained model as a Python object. `maxtext decode` is written on it; `maxtext serve` on what it stands on.
+"""`LLM`: offline inference from Python. `maxtext decode` uses it.
 
-Both make requests with `Loaded.request` and read what a `Scheduler` over one `Engine` says of them with `Answer`.
+`LLM` and the server both create requests with `InferenceModel.make_request`, run them in a `Scheduler`, and collect the
+token outputs in an `IncrementalDetokenizer`.
 """
 
 import os
@@ -14,12 +15,12 @@ import numpy as np
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.data.tokenizers import Message, TextTokenizer
-from maxtext.inference.answer import Answer
-from maxtext.inference.engine import Engine, checked_params
-from maxtext.inference.loading import Loaded
+from maxtext.inference.detokenizer import IncrementalDetokenizer
+from maxtext.inference.engine import Engine, validate_params
+from maxtext.inference.inference_model import InferenceModel
+from maxtext.inference.resolve import resolve_draft_model, resolve_model
 from maxtext.inference.sampling import SamplingParams
-from maxtext.inference.scheduler import Finish, Request
-from maxtext.inference.source import resolve_draft, resolve_model
+from maxtext.inference.scheduler import FinishReason, Request
 
 Prompt = str | Sequence[int]
 OnText = Callable[[str], None]
@@ -27,60 +28,60 @@ OnText = Callable[[str], None]
 
 @dataclass(frozen=True)
 class RequestOutput:
-  """The answer to one prompt.
+  """The output for one prompt.
 
   Attributes:
-    prompt_token_ids: what was answered.
-    text: without the stop text or stop token that ended it.
-    token_ids: all that were written; a stop token, or the tokens of a stop text, are among them.
-    finish_reason: "stop", or "length" where there was no room or `max_tokens` were written.
-    versions: for each token, the version of the parameters that wrote it (`LLM.update_params`).
-    logprobs: for each token, its log-probability as the model has it, before temperature, penalties and the like; None
-      unless `SamplingParams.logprobs` is a number.
-    top_logprobs: for each token, so many of the most likely tokens in its place; None likewise.
+    prompt_token_ids: the tokens of the prompt.
+    text: the generated text without the stop string or stop token that ended it.
+    token_ids: all generated tokens, including a stop token or the tokens of a stop string.
+    finish_reason: "stop", or "length" if `max_tokens` or the longest sequence was reached.
+    versions: for each token, the version of the parameters that generated it (`LLM.update_params`).
+    logprobs: for each token, the model's log-probability before temperature, penalties and masks; None unless
+      `SamplingParams.logprobs` is a number.
+    top_logprobs: for each token, the `SamplingParams.logprobs` most likely tokens at its position; None likewise.
   """
 
   prompt_token_ids: tuple[int, ...]
   text: str
   token_ids: tuple[int, ...]
-  finish_reason: Finish
+  finish_reason: FinishReason
   versions: tuple[int, ...]
   logprobs: tuple[float, ...] | None = None
   top_logprobs: tuple[dict[int, float], ...] | None = None
 
   @staticmethod
-  def of(answer: Answer) -> "RequestOutput":
-    """Of an answer that has ended."""
-    assert answer.finish is not None
-    written = [(event.token, event) for event in answer.events if event.token is not None]
-    reports = answer.request.sampling_params.logprobs is not None
+  def of(detokenizer: IncrementalDetokenizer) -> "RequestOutput":
+    """The output of a finished request."""
+    assert detokenizer.finish_reason is not None
+    generated = [(output.token, output) for output in detokenizer.outputs if output.token is not None]
+    with_logprobs = detokenizer.request.sampling_params.logprobs is not None
     return RequestOutput(
-      tuple(answer.request.prompt),
-      answer.text,
-      tuple(token for token, _ in written),
-      answer.finish,
-      tuple(event.version for _, event in written),
-      tuple(event.log_prob for _, event in written) if reports else None,
-      tuple(dict(event.others) for _, event in written) if reports else None,
+      tuple(detokenizer.request.prompt),
+      detokenizer.text,
+      tuple(token for token, _ in generated),
+      detokenizer.finish_reason,
+      tuple(output.version for _, output in generated),
+      tuple(output.logprob for _, output in generated) if with_logprobs else None,
+      tuple(dict(output.top_logprobs) for _, output in generated) if with_logprobs else None,
     )
 
 
 class LLM:
-  """A trained model that answers prompts, on all devices that JAX finds.
+  """Offline inference with a trained model, on all devices that JAX finds.
 
-  One thread at a time generates, and others wait for it; `update_params` may come from any thread meanwhile.
+  One thread at a time generates; other threads wait. `update_params` may be called from any thread at any time.
 
   Args:
-    model: a run's folder or checkpoint, a folder of safetensors as Hugging Face has them, or where a configuration
-      starts from (a model's name, a YAML file), which needs `load_parameters_path`.
-    num_speculative_tokens: tokens that are guessed in each step; the text stays the same.
-    draft_model: the folder of a run that guesses them, instead of a look at the text.
-    strict: refuses keys that have no effect, instead of a warning.
-    **keys: as `key=value` of `maxtext decode`, such as `max_target_length=2048`, or `per_device_batch_size=32`, which
-      is how many prompts are answered at once on each device.
+    model: a run folder or checkpoint, a Hugging Face folder of safetensors, or a model name or YAML file, which need
+      `load_parameters_path`.
+    num_speculative_tokens: draft tokens of each step (speculative decoding); the output stays the same.
+    draft_model: the run folder of a draft model that proposes them; None is prompt lookup (n-gram).
+    strict: makes keys without an effect an error instead of a warning.
+    **keys: configuration keys as in `maxtext decode`, such as `max_target_length=2048`, or `per_device_batch_size=32`,
+      which is the number of sequences decoded at once on each device.
 
   Raises:
-    ConfigError: (a ValueError) the keys, or the folder, describe nothing that can answer.
+    ConfigError: (a ValueError) the folder or the keys are invalid.
   """
 
   def __init__(
@@ -95,45 +96,45 @@ class LLM:
     if num_speculative_tokens < 0:
       raise ConfigError(f"num_speculative_tokens={num_speculative_tokens}: at least 0.")
     if draft_model is not None and not num_speculative_tokens:
-      raise ConfigError("draft_model: say with num_speculative_tokens how many tokens it guesses.")
+      raise ConfigError("draft_model: set num_speculative_tokens too, such as num_speculative_tokens=4.")
     config = resolve_model(os.fspath(model), keys, strict)
-    draft = None if draft_model is None else resolve_draft(os.fspath(draft_model), "draft_model")
-    self._begin(Loaded.of(config, num_speculative_tokens, draft))
+    draft_config = None if draft_model is None else resolve_draft_model(os.fspath(draft_model), "draft_model")
+    self._init(InferenceModel.load(config, num_speculative_tokens, draft_config))
 
   @classmethod
-  def of(cls, loaded: Loaded) -> "LLM":
-    """Of what is loaded already."""
+  def of(cls, model: InferenceModel) -> "LLM":
+    """An `LLM` of a model that is already loaded."""
     llm = cls.__new__(cls)
-    llm._begin(loaded)
+    llm._init(model)
     return llm
 
-  def _begin(self, loaded: Loaded) -> None:
-    self._loaded, self._scheduler, self._generating = loaded, loaded.scheduler(), threading.Lock()
+  def _init(self, model: InferenceModel) -> None:
+    self._model, self._scheduler, self._generate_lock = model, model.make_scheduler(), threading.Lock()
 
   @property
   def config(self) -> MaxTextConfig:
-    """What the keys, the folder and the environment came to."""
-    return self._loaded.config
+    """The resolved configuration."""
+    return self._model.config
 
   @property
   def tokenizer(self) -> TextTokenizer:
-    """The model's own."""
-    return self._loaded.tokenizer
+    """The model's tokenizer."""
+    return self._model.tokenizer
 
   @property
   def engine(self) -> Engine:
-    """What runs the model; `engine.model` says the path, shape, dtype and sharding of every parameter."""
-    return self._loaded.engine
+    """The engine; `engine.model` has the path, shape, dtype and sharding of every parameter."""
+    return self._model.engine
 
   @property
   def version(self) -> int:
-    """Of the parameters; 0 before the first `update_params`."""
+    """The version of the parameters; 0 before the first `update_params`."""
     return self.engine.version
 
   @property
   def sampling_params(self) -> SamplingParams:
-    """How prompts are answered without any: as `decode_sampling_strategy` and its keys say, greedily by default."""
-    return self._loaded.sampling_params
+    """The default sampling parameters, from `decode_sampling_strategy` and its keys; greedy unless set."""
+    return self._model.sampling_params
 
   def generate(
     self,
@@ -141,22 +142,23 @@ class LLM:
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     on_text: OnText | None = None,
   ) -> list[RequestOutput]:
-    """Continues texts, as many at once as the engine has slots.
+    """Generates text for prompts, as many at once as the engine has slots.
 
     Args:
-      prompts: one or many, each a text or its tokens. With `use_chat_template`, a text is the first turn of a chat.
-      sampling_params: for all, or one for each; None is `self.sampling_params`. The tokenizer's end-of-sequence token
-        ends every answer, besides `stop_token_ids`.
-      on_text: gets all text as it comes, that of several prompts mixed.
+      prompts: one or many, each a text or a list of token ids. With `use_chat_template`, a text is the first message
+        of a chat.
+      sampling_params: for all prompts, or one for each; None is `self.sampling_params`. The tokenizer's end-of-sequence
+        token ends every output, besides `stop_token_ids`.
+      on_text: called with new text as it is generated; texts of several prompts are interleaved.
 
     Returns:
-      The answers, in the order of the prompts.
+      The outputs, in the order of the prompts.
 
     Raises:
-      ConfigError: (a ValueError) a prompt is empty or too long, or holds what is no token. Nothing was answered then.
+      ConfigError: (a ValueError) a prompt is empty, too long, or has an invalid token id. Nothing is generated then.
     """
-    several = [prompts] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
-    return self._answer([self._encode(prompt) for prompt in several], sampling_params, on_text)
+    prompt_list = [prompts] if _is_single_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
+    return self._generate([self._encode(prompt) for prompt in prompt_list], sampling_params, on_text)
 
   def chat(
     self,
@@ -164,44 +166,46 @@ class LLM:
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     on_text: OnText | None = None,
   ) -> list[RequestOutput]:
-    """The assistant's next turn of one conversation, or of each of several, by the tokenizer's chat template.
+    """Generates the next assistant message of one conversation, or of each of several, by the chat template.
 
-    A message is a dict with `role` and `content`. Names of special tokens in it are text like any other.
+    A message is a dict with `role` and `content`. Names of special tokens in the content are encoded as plain text.
     """
-    several = [messages] if _is_conversation(messages) else cast(Sequence[Sequence[Message]], messages)
-    tokens = [self.tokenizer.chat(one, answer=True).tolist() for one in several]
-    return self._answer(tokens, sampling_params, on_text)
+    conversations = [messages] if _is_conversation(messages) else cast(Sequence[Sequence[Message]], messages)
+    tokens = [self.tokenizer.chat(conversation, answer=True).tolist() for conversation in conversations]
+    return self._generate(tokens, sampling_params, on_text)
 
   def score(self, token_ids: Sequence[int]) -> np.ndarray:
-    """Log-probabilities of tokens, each after those before it, by the forward pass of training.
+    """Log-probabilities of tokens, each given the tokens before it, by the forward pass of training.
 
     Returns:
-      float32, one fewer than there are tokens, since the first has nothing before it: of a prompt of n tokens and its
-      answer, `score([*prompt, *answer])[n - 1 :]` is what `generate` reports as `logprobs`, to about five digits.
+      A float32 array with one value fewer than tokens, since the first token has no context. For a prompt of n tokens
+      and its output, `score([*prompt, *output])[n - 1 :]` equals the `logprobs` of `generate` to about five digits.
     """
     tokens, vocab = [int(token) for token in token_ids], self.engine.vocab
-    if not 0 < len(tokens) <= self.engine.length:
-      raise ConfigError(f"score: {len(tokens)} tokens; from 1 to max_target_length={self.engine.length} can be scored.")
-    if wrong := [token for token in tokens if not 0 <= token < vocab]:
-      raise ConfigError(f"{wrong[0]} is no token; they go from 0 to {vocab - 1}.")
+    if not 0 < len(tokens) <= self.engine.max_model_len:
+      raise ConfigError(
+        f"score: {len(tokens)} tokens; 1 to max_target_length={self.engine.max_model_len} can be scored."
+      )
+    if invalid := [token for token in tokens if not 0 <= token < vocab]:
+      raise ConfigError(f"{invalid[0]} is not a token id: token ids are 0 to {vocab - 1}.")
     return self.engine.score(tokens)
 
   def update_params(self, params: Mapping[str, jax.Array], version: int) -> None:
-    """Swaps the model's parameters without compiling anything, between two steps where some thread generates.
+    """Swaps the model's parameters without compilation; while a thread generates, between two of its steps.
 
-    Requests that have begun go on with their cache, which older parameters made; what later requests could share (the
-    prefix cache, and files of `prefill_cache_dir`) is kept apart. See `Engine.update_params`; the arrays are not
-    copied, so do not donate or delete them while they are in use.
+    Running requests keep the KV cache that older parameters computed. The prefix cache is cleared, and the files of
+    `prefill_cache_dir` are stored by parameters. The arrays are not copied, so do not donate or delete them while they
+    are in use. See `Engine.update_params`.
 
     Args:
-      params: all parameters and buffers by path, as a `TrainState` and `engine.model` have them, placed as there.
-      version: what `RequestOutput.versions` says of the tokens that they write.
+      params: all parameters and buffers by path, as in a `TrainState` and `engine.model`, with the same shardings.
+      version: reported in `RequestOutput.versions` for the tokens that these parameters generate.
 
     Raises:
-      ValueError: a path, shape, dtype or sharding is another; the message names the path, and nothing has changed.
+      ValueError: a path, shape, dtype or sharding differs; the message names the path, and nothing is changed.
     """
     model = self.engine.model
-    self.engine.update_params(model.apart(checked_params(model.params | model.buffers, params)), version)
+    self.engine.update_params(model.apart(validate_params(model.params | model.buffers, params)), version)
 
   def _encode(self, prompt: Prompt) -> list[int]:
     if not isinstance(prompt, str):
@@ -210,46 +214,46 @@ class LLM:
       return self.tokenizer.chat([{"role": "user", "content": prompt}], answer=True).tolist()
     return self.tokenizer.encode(prompt).tolist()
 
-  def _answer(
+  def _generate(
     self,
     prompts: list[list[int]],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     on_text: OnText | None,
   ) -> list[RequestOutput]:
-    one = self.sampling_params if sampling_params is None else sampling_params
-    each = [one] * len(prompts) if isinstance(one, SamplingParams) else list(one)
+    default = self.sampling_params if sampling_params is None else sampling_params
+    each = [default] * len(prompts) if isinstance(default, SamplingParams) else list(default)
     if len(each) != len(prompts):
       raise ConfigError(f"{len(each)} sampling parameters for {len(prompts)} prompts: give one, or one for each.")
     requests = [
-      self._loaded.request(prompt, self._ending(params)) for prompt, params in zip(prompts, each, strict=True)
+      self._model.make_request(prompt, self._with_eos(params)) for prompt, params in zip(prompts, each, strict=True)
     ]
-    with self._generating:
+    with self._generate_lock:
       try:
-        return [RequestOutput.of(answer) for answer in self._run(requests, on_text)]
-      except BaseException:  # an interrupt, too: what is under way must not come back in the next call
-        self._scheduler = self._loaded.scheduler()
+        return [RequestOutput.of(detokenizer) for detokenizer in self._run(requests, on_text)]
+      except BaseException:  # including an interrupt: running requests must not continue in the next call
+        self._scheduler = self._model.make_scheduler()
         raise
 
-  def _ending(self, params: SamplingParams) -> SamplingParams:
-    """With the tokenizer's end of a document among the stop tokens."""
+  def _with_eos(self, params: SamplingParams) -> SamplingParams:
+    """The sampling parameters with the tokenizer's end-of-sequence token among the stop tokens."""
     stops = dict.fromkeys((*self.sampling_params.stop_token_ids, *params.stop_token_ids))
     return replace(params, stop_token_ids=tuple(stops))
 
-  def _run(self, requests: list[Request], on_text: OnText | None) -> list[Answer]:
-    found = {request: Answer(request, self.tokenizer) for request in requests}
+  def _run(self, requests: list[Request], on_text: OnText | None) -> list[IncrementalDetokenizer]:
+    detokenizers = {request: IncrementalDetokenizer(request, self.tokenizer) for request in requests}
     for request in requests:
       self._scheduler.submit(request)
-    for event in self._scheduler.run():
-      answer = found[event.request]
-      text = answer.add(event)
-      if answer.finish and not event.finish:  # by a stop text
-        self._scheduler.cancel(event.request)
+    for output in self._scheduler.run():
+      detokenizer = detokenizers[output.request]
+      text = detokenizer.add(output)
+      if detokenizer.finish_reason and not output.finish_reason:  # ended by a stop string
+        self._scheduler.cancel(output.request)
       if on_text and text:
         on_text(text)
-    return list(found.values())
+    return list(detokenizers.values())
 
 
-def _is_one(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
+def _is_single_prompt(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:
   return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
 
 

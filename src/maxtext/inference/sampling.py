@@ -1,10 +1,9 @@
-"""How the next token is chosen: for each row of a batch by its own `SamplingParams`, whatever else is in the batch.
+"""Sampling of the next token: each row of a batch by its own `SamplingParams`, independent of the other rows.
 
-The order is: penalties, tokens that may not come (stop tokens too early, what a grammar forbids), temperature, the most
-likely `top_k`, the most likely tokens that together have the probability `top_p`, and a draw that is a function of the
-request's seed and the position alone.
+The order is: penalties, token bitmask (early stop tokens and what a grammar forbids), temperature, top-k, top-p, and a
+random choice that is a function of the request's seed and the position only.
 
-Shapes: B rows, V vocabulary, W words of 32 bits for it, K stop tokens, A alternatives.
+Shapes: B rows, V vocabulary, W words of 32 bits for it, K stop tokens, L log-probabilities per token.
 """
 
 from collections.abc import Sequence
@@ -18,31 +17,32 @@ import numpy as np
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import SamplingStrategy
 
-STOPS = 8  # most stop tokens of a request
-ALTERNATIVES = 20  # most alternatives that are reported with a token
+MAX_STOP_TOKENS = 8  # stop tokens of a request
+MAX_LOGPROBS = 20  # most likely tokens that are reported with a token
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-  """How one request is answered. The names are vLLM's.
+  """Sampling parameters of one request, with vLLM's names.
 
   Attributes:
-    temperature: divides logits; 0 always takes the most likely token.
-    top_k: most likely tokens that are drawn from; 0 is all.
-    top_p: probability that the tokens drawn from have together, at least.
-    seed: of what is drawn. A draw is a function of the seed and the position, so the same prompt with the same seed
-      gets the same answer: several answers to one prompt need seeds of their own.
-    repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that were there already.
-    presence_penalty: subtracted from logits of tokens that were generated already; `frequency_penalty`: for each time.
-    min_tokens: before which no stop token comes.
-    max_tokens: after which the answer ends; None is all that has room.
-    stop_token_ids: end the answer, and are no part of its text; `stop`: the same for texts. One text may be given as it
-      is; both are tuples afterwards.
-    logprobs: most likely tokens that are reported with each token; None reports no log-probabilities in a
-      `RequestOutput`, 0 those of the tokens alone.
+    temperature: divides the logits; 0 is greedy sampling.
+    top_k: samples from the k most likely tokens; 0 is all.
+    top_p: samples from the smallest set of most likely tokens whose probabilities sum to at least this.
+    seed: seed of the random choice, which is a function of the seed and the position: the same prompt with the same
+      seed gets the same output. Several outputs for one prompt need different seeds.
+    repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the prompt or the output.
+    presence_penalty: subtracted from the logits of tokens in the output.
+    frequency_penalty: subtracted from the logits of tokens in the output, once per occurrence.
+    min_tokens: stop tokens are not sampled before this many tokens.
+    max_tokens: most tokens of the output; None is as many as fit.
+    stop_token_ids: tokens that end the output and are not part of its text.
+    stop: strings that end the output and are not part of it. A single string is converted to a tuple.
+    logprobs: number of most likely tokens reported with each token; 0 reports the log-probabilities of the sampled
+      tokens only, None reports none in a `RequestOutput`.
 
   Raises:
-    ConfigError: (a ValueError) a value is outside of its range.
+    ConfigError: (a ValueError) a value is out of range.
   """
 
   temperature: float = 1.0
@@ -61,23 +61,23 @@ class SamplingParams:
   def __post_init__(self) -> None:
     object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
     object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-    for name, allowed, range_in_words in (
+    for name, allowed, valid_range in (
       ("temperature", self.temperature >= 0, "at least 0"),
       ("top_k", self.top_k >= 0, "at least 0, which is all tokens"),
       ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
       ("repetition_penalty", self.repetition_penalty > 0, "more than 0"),
       ("min_tokens", self.min_tokens >= 0, "at least 0"),
       ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
-      ("logprobs", self.logprobs is None or 0 <= self.logprobs <= ALTERNATIVES, f"0 to {ALTERNATIVES}, or None"),
+      ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or None"),
     ):
       if not allowed:
-        raise ConfigError(f"{name}={getattr(self, name)}: it must be {range_in_words}.")
+        raise ConfigError(f"{name}={getattr(self, name)}: it must be {valid_range}.")
     if "" in self.stop:
-      raise ConfigError("stop: an empty text would end every answer.")
+      raise ConfigError("stop: an empty string would end every output at once.")
 
   @staticmethod
   def of(config: MaxTextConfig) -> "SamplingParams":
-    """What the keys say, for requests that say nothing."""
+    """The defaults of a server or an `LLM`, from `decode_sampling_strategy` and its keys."""
     c, strategy = config, config.decode_sampling_strategy
     if strategy == SamplingStrategy.GREEDY:
       return SamplingParams(temperature=0.0)
@@ -90,27 +90,27 @@ class SamplingParams:
     )
 
 
-class Controls(NamedTuple):
-  """The sampling parameters of every row, as arrays [B]; stops are [B,K], and a vocabulary's size stands for none."""
+class SamplingState(NamedTuple):
+  """The sampling parameters of every row as arrays [B]; `stop_token_ids` is [B,K], padded with the vocabulary size."""
 
   temperature: jax.Array
   top_k: jax.Array
   top_p: jax.Array
   seed: jax.Array
-  repetition: jax.Array
-  presence: jax.Array
-  frequency: jax.Array
-  stops: jax.Array
-  stops_from: jax.Array  # the position from which on they may come
-  alternatives: jax.Array
+  repetition_penalty: jax.Array
+  presence_penalty: jax.Array
+  frequency_penalty: jax.Array
+  stop_token_ids: jax.Array
+  min_stop_position: jax.Array  # the first position at which a stop token may be sampled
+  num_logprobs: jax.Array
 
   @staticmethod
-  def of(params: SamplingParams, prompt_length: int, vocab: int) -> "Controls":
-    """Of one row."""
+  def of(params: SamplingParams, prompt_length: int, vocab: int) -> "SamplingState":
+    """The state of one row."""
     s = params
-    stops = np.full(STOPS, vocab, np.int32)
-    stops[: len(s.stop_token_ids)] = s.stop_token_ids
-    return Controls(
+    stop_token_ids = np.full(MAX_STOP_TOKENS, vocab, np.int32)
+    stop_token_ids[: len(s.stop_token_ids)] = s.stop_token_ids
+    return SamplingState(
       jnp.float32(s.temperature),
       jnp.int32(s.top_k),
       jnp.float32(s.top_p),
@@ -118,101 +118,114 @@ class Controls(NamedTuple):
       jnp.float32(s.repetition_penalty),
       jnp.float32(s.presence_penalty),
       jnp.float32(s.frequency_penalty),
-      jnp.asarray(stops),
+      jnp.asarray(stop_token_ids),
       jnp.int32(prompt_length + s.min_tokens),
       jnp.int32(s.logprobs or 0),
     )
 
   @staticmethod
-  def empty(rows: int, vocab: int) -> "Controls":
-    """Of rows that have no request."""
-    return Controls(*(jnp.broadcast_to(x, (rows, *x.shape)) for x in Controls.of(SamplingParams(), 0, vocab)))
+  def empty(rows: int, vocab: int) -> "SamplingState":
+    """The state of rows without a request."""
+    return SamplingState(*(jnp.broadcast_to(x, (rows, *x.shape)) for x in SamplingState.of(SamplingParams(), 0, vocab)))
 
 
-class History(NamedTuple):
-  """What was there: whether each token is in the prompt, and how often it was generated, both [B,V]."""
+class TokenHistory(NamedTuple):
+  """The tokens that occurred, for penalties: whether each is in the prompt and its count in the output, both [B,V]."""
 
   prompt: jax.Array
-  generated: jax.Array
+  output: jax.Array
 
 
-class Chosen(NamedTuple):
-  """The next tokens [B] and their log-probabilities, as the model has them; with alternatives, [B,A]."""
+class SamplerOutput(NamedTuple):
+  """The sampled tokens [B] with the model's log-probabilities, and the most likely tokens [B,L] with theirs."""
 
-  tokens: jax.Array
-  log_probs: jax.Array
-  others: jax.Array
-  others_log_probs: jax.Array
+  token_ids: jax.Array
+  logprobs: jax.Array
+  top_token_ids: jax.Array
+  top_logprobs: jax.Array
 
 
-def choose(
-  logits: jax.Array, controls: Controls, history: History, positions: jax.Array, allowed: jax.Array | None = None
-) -> Chosen:
-  """Logits [B,V] to the tokens at `positions` [B], of those whose bits are set in `allowed` [B,W], if it is given."""
-  adjusted = penalised(logits, controls, history, positions)
-  if allowed is not None:
-    adjusted = permitted(adjusted, allowed)
-  greedy = _likeliest(adjusted)
-  drawn = controls.temperature > 0
-  tokens = jax.lax.cond(
-    jnp.any(drawn),
-    lambda: jnp.where(drawn, _draw(narrowed(adjusted, controls), controls.seed, positions), greedy),
+def sample(
+  logits: jax.Array,
+  state: SamplingState,
+  history: TokenHistory,
+  positions: jax.Array,
+  token_bitmask: jax.Array | None = None,
+) -> SamplerOutput:
+  """Samples the tokens at `positions` [B] from logits [B,V].
+
+  `token_bitmask` [B,W] restricts the choice to tokens whose bit is set; None allows all.
+  """
+  adjusted = apply_penalties(logits, state, history, positions)
+  if token_bitmask is not None:
+    adjusted = apply_token_bitmask(adjusted, token_bitmask)
+  greedy = _argmax(adjusted)
+  random = state.temperature > 0
+  token_ids = jax.lax.cond(
+    jnp.any(random),
+    lambda: jnp.where(random, _gumbel_sample(apply_top_k_top_p(adjusted, state), state.seed, positions), greedy),
     lambda: greedy,
   ).astype(jnp.int32)
-  log_probs = jax.nn.log_softmax(logits, axis=-1)
-  shape = (logits.shape[0], min(ALTERNATIVES, logits.shape[1]))
-  others = jax.lax.cond(
-    jnp.any(controls.alternatives > 0),
-    lambda: tuple(jax.lax.top_k(log_probs, shape[1])),
-    lambda: (jnp.zeros(shape, log_probs.dtype), jnp.zeros(shape, jnp.int32)),
-  )
-  return Chosen(tokens, jnp.take_along_axis(log_probs, tokens[:, None], axis=1)[:, 0], others[1], others[0])
+  logprobs = jax.nn.log_softmax(logits, axis=-1)
+  top_logprobs, top_token_ids = _top_logprobs(logprobs, state)
+  token_logprobs = jnp.take_along_axis(logprobs, token_ids[:, None], axis=1)[:, 0]
+  return SamplerOutput(token_ids, token_logprobs, top_token_ids, top_logprobs)
 
 
-def penalised(logits: jax.Array, controls: Controls, history: History, positions: jax.Array) -> jax.Array:
-  """Logits after penalties, without stop tokens that may not come yet."""
-  times, repetition = history.generated, controls.repetition[:, None]
-  weakened = jnp.where(logits > 0, logits / repetition, logits * repetition)
-  logits = jnp.where(history.prompt | (times > 0), weakened, logits)
-  logits = logits - controls.presence[:, None] * (times > 0) - controls.frequency[:, None] * times
+def apply_penalties(logits: jax.Array, state: SamplingState, history: TokenHistory, positions: jax.Array) -> jax.Array:
+  """Logits after the penalties; stop tokens before `min_tokens` get minus infinity."""
+  counts, repetition = history.output, state.repetition_penalty[:, None]
+  penalized = jnp.where(logits > 0, logits / repetition, logits * repetition)
+  logits = jnp.where(history.prompt | (counts > 0), penalized, logits)
+  logits = logits - state.presence_penalty[:, None] * (counts > 0) - state.frequency_penalty[:, None] * counts
   rows = jnp.arange(logits.shape[0])[:, None]
-  early = jnp.where((positions < controls.stops_from)[:, None], controls.stops, logits.shape[1])
+  early = jnp.where((positions < state.min_stop_position)[:, None], state.stop_token_ids, logits.shape[1])
   return logits.at[rows, early].set(-jnp.inf, mode="drop")
 
 
-def anything(rows: int, vocab: int) -> np.ndarray:
-  """The bits of all tokens, [B,W]."""
+def full_token_bitmask(rows: int, vocab: int) -> np.ndarray:
+  """A token bitmask [B,W] that allows all tokens."""
   return np.full((rows, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
 
 
-def permitted(logits: jax.Array, allowed: jax.Array) -> jax.Array:
-  """Logits of the tokens whose bits are set, the first token's being the lowest of the first word."""
-  bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+def apply_token_bitmask(logits: jax.Array, token_bitmask: jax.Array) -> jax.Array:
+  """Logits with minus infinity where a token's bit is 0. Token 0 is the lowest bit of the first word."""
+  bits = (token_bitmask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
   return jnp.where(bits.reshape(len(bits), -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
 
 
-def narrowed(logits: jax.Array, controls: Controls) -> jax.Array:
-  """Logits over temperature, of the tokens that are drawn from; equal ones stay or go together."""
-  scaled = logits / jnp.maximum(controls.temperature, 1e-6)[:, None]
+def apply_top_k_top_p(logits: jax.Array, state: SamplingState) -> jax.Array:
+  """Logits over temperature, with minus infinity outside of top-k and top-p. Equal logits are kept or cut together."""
+  scaled = logits / jnp.maximum(state.temperature, 1e-6)[:, None]
   ranked = jnp.sort(scaled, axis=-1, descending=True)
   vocab = logits.shape[1]
-  count = jnp.where(controls.top_k > 0, jnp.minimum(controls.top_k, vocab), vocab)[:, None]
+  count = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, vocab), vocab)[:, None]
   ranked = jnp.where(jnp.arange(vocab) < count, ranked, -jnp.inf)
   before = jnp.cumsum(jax.nn.softmax(ranked, axis=-1), axis=-1) - jax.nn.softmax(ranked, axis=-1)
-  inside = (before < controls.top_p[:, None]) & (ranked > -jnp.inf)
+  inside = (before < state.top_p[:, None]) & (ranked > -jnp.inf)
   least = jnp.min(jnp.where(inside, ranked, jnp.inf), axis=-1, keepdims=True)
   return jnp.where(scaled >= least, scaled, -jnp.inf)
 
 
-def _draw(logits: jax.Array, seeds: jax.Array, positions: jax.Array) -> jax.Array:
+def _top_logprobs(logprobs: jax.Array, state: SamplingState) -> tuple[jax.Array, jax.Array]:
+  """The largest log-probabilities [B,L] and their tokens; zeros where no row asks for any, which is cheaper."""
+  shape = (logprobs.shape[0], min(MAX_LOGPROBS, logprobs.shape[1]))
+  return jax.lax.cond(
+    jnp.any(state.num_logprobs > 0),
+    lambda: tuple(jax.lax.top_k(logprobs, shape[1])),
+    lambda: (jnp.zeros(shape, logprobs.dtype), jnp.zeros(shape, jnp.int32)),
+  )
+
+
+def _gumbel_sample(logits: jax.Array, seeds: jax.Array, positions: jax.Array) -> jax.Array:
   def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
     return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), logits.shape[1:], logits.dtype)
 
-  return _likeliest(logits + jax.vmap(noise)(seeds, positions))
+  return _argmax(logits + jax.vmap(noise)(seeds, positions))
 
 
-def _likeliest(logits: jax.Array) -> jax.Array:
-  """The first of the largest; two plain reductions are faster than the pair that `argmax` reduces, on a CPU twice."""
+def _argmax(logits: jax.Array) -> jax.Array:
+  """The index of the first maximum. Two plain reductions are twice as fast on a CPU as the pair that `argmax` uses."""
   vocab = logits.shape[-1]
   largest = logits == logits.max(axis=-1, keepdims=True)
   return jnp.min(jnp.where(largest, jnp.arange(vocab), vocab - 1), axis=-1)

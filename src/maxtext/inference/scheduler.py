@@ -1,15 +1,17 @@
-"""Continuous batching: requests come and go, each in a slot of its own while the engine steps.
+"""Continuous batching: requests join and leave the batch between steps, each in a slot of its own.
 
-Whoever comes first is served first. Between two steps at most one piece of a prompt is prefilled, so that those who
-are being answered never wait longer than for one piece. One thread drives it; others may `submit` and `cancel`.
+Requests are served first come, first served. Between two steps at most one chunk of a prompt is prefilled (chunked
+prefill), so running requests never wait longer than for one chunk. One thread drives the scheduler; other threads may
+call `submit` and `cancel`.
 
-A request is let in when there are pages for its text, and gets more as it grows. Where they run out, whoever was let in
-last gives all of its pages back and is the first to wait; its text is prefilled again, prompt and answer, when there is
-room. So the first always goes on, and nobody waits for one who came later.
+Paged KV cache: a request is admitted when there are pages for its tokens, and gets more pages as it grows. When pages
+run out, the request that was admitted last is preempted: its pages are freed, it becomes the first of the queue, and
+its prompt and output are prefilled again when there is room. So the oldest request always makes progress, and no
+request waits for one that came later.
 
-The engine's parameters may be swapped between two steps (`Engine.update_params`). Requests that have begun go on with
-the cache that they have, also half-way through their prompt; one that is prefilled again is so by the new parameters.
-Rows that older parameters made, in part or as a whole, are not handed to requests that begin later.
+The engine's parameters may be swapped between two steps (`Engine.update_params`). Running requests keep their KV cache,
+even in the middle of their prompt; a preempted request is prefilled again with the new parameters. Rows computed with
+older parameters, in part or as a whole, are not reused for later requests.
 """
 
 import threading
@@ -20,276 +22,288 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from maxtext.inference.engine import Engine, Piece
-from maxtext.inference.prefixes import Prefixes
-from maxtext.inference.prompt_files import PromptFiles
-from maxtext.inference.sampling import Chosen, SamplingParams
-from maxtext.inference.state import Caches
+from maxtext.inference.decode_state import Caches
+from maxtext.inference.disk_prefill_cache import DiskPrefillCache
+from maxtext.inference.engine import Engine, PrefillChunk
+from maxtext.inference.prefix_cache import PrefixCache
+from maxtext.inference.sampling import SamplerOutput, SamplingParams
 
 if TYPE_CHECKING:
-  from maxtext.inference.grammar import End, Grammar, Path
+  from maxtext.inference.grammar import CompiledGrammar, GrammarMatcher, MatchEnd
 
-Finish = Literal["stop", "length", "cancelled", "misfit", "failed"]
+FinishReason = Literal["stop", "length", "cancelled", "grammar_error", "failed"]
 
 
 @dataclass(eq=False)
 class Request:
-  """A prompt and how to answer it. Each is itself: two of the same content are two."""
+  """A prompt and its sampling parameters. Requests are compared by identity."""
 
   prompt: Sequence[int]
   sampling_params: SamplingParams = field(default_factory=SamplingParams)
-  grammar: "Grammar | None" = None
+  grammar: "CompiledGrammar | None" = None
 
 
 @dataclass(frozen=True)
-class Event:
-  """A token of a request's answer, or its end, or both.
+class TokenOutput:
+  """One generated token of a request, the end of the request, or both.
 
   Attributes:
-    token: None where it only ends.
-    log_prob: of the token, as the model has it.
-    others: the likeliest tokens in its place with their log-probabilities, as many as were asked for.
-    finish: why the answer ends here; None goes on. A "misfit" could not keep to its grammar.
-    version: of the parameters that wrote the token (`Engine.update_params`).
+    token: the token; None if the request ends without one.
+    logprob: the model's log-probability of the token.
+    top_logprobs: the most likely tokens at this position with their log-probabilities, as many as were requested.
+    finish_reason: why the request ends here; None if it continues. "grammar_error": its grammar allows no next token,
+      or its grammar process ended.
+    version: the version of the parameters that generated the token (`Engine.update_params`).
   """
 
   request: Request
   token: int | None = None
-  log_prob: float = 0.0
-  others: tuple[tuple[int, float], ...] = ()
-  finish: Finish | None = None
+  logprob: float = 0.0
+  top_logprobs: tuple[tuple[int, float], ...] = ()
+  finish_reason: FinishReason | None = None
   version: int = 0
 
 
 @dataclass
-class _Answering:
+class _RunningRequest:
+  """A request with its output so far. While it is queued it has no slot."""
+
   request: Request
-  left: int  # tokens that it may still have
-  answered: list[int] = field(default_factory=list)
-  path: "Path | None" = None  # through the request's grammar
+  remaining: int  # tokens that it may still generate
+  output: list[int] = field(default_factory=list)
+  matcher: "GrammarMatcher | None" = None
 
   @property
-  def text(self) -> list[int]:
-    return [*self.request.prompt, *self.answered]
+  def tokens(self) -> list[int]:
+    return [*self.request.prompt, *self.output]
 
 
 @dataclass
-class _Filling:
-  answering: _Answering
+class _PrefillingRequest:
+  """The request whose prompt is being prefilled."""
+
+  running: _RunningRequest
   slot: int
-  pieces: deque[Piece]
-  updates: int  # of the engine's parameters, when it began
+  chunks: deque[PrefillChunk]
+  num_updates: int  # of the engine's parameters, when prefill began
   row: Caches | None = None
 
 
-class _Filled(NamedTuple):
-  """The last text that was prefilled, and its row."""
+class _LastPrefill(NamedTuple):
+  """The tokens that were prefilled last, and their row."""
 
-  text: Sequence[int]
+  tokens: Sequence[int]
   row: Caches | None
 
 
 class Scheduler:
-  """Who waits, whose prompt is being prefilled, and who is in which slot.
+  """Assigns requests to the slots of an engine.
 
   Args:
-    engine: nobody else steps it.
-    prefixes: beginnings that prompts share; the engine must keep rows for it.
-    samples: requests that follow one of the same prompt are answered from its row.
+    engine: the engine; nothing else may step it.
+    prefix_cache: the prefix cache, in memory or on disk; the engine needs `reuse_rows` for one in memory.
+    share_last_prefill: whether consecutive requests with the same prompt share one prefill (`multi_sampling`).
 
   Attributes:
-    preemptions: how often a request gave its pages back before its end.
+    num_preemptions: how often a running request was preempted.
   """
 
-  def __init__(self, engine: Engine, prefixes: Prefixes | PromptFiles | None = None, samples: bool = False) -> None:
-    self._engine, self._prefixes, self._lock = engine, prefixes, threading.Lock()
-    self._samples, self._filled, self._updates = samples, _Filled([], None), engine.updates
-    self._waiting: deque[_Answering] = deque()
+  def __init__(
+    self,
+    engine: Engine,
+    prefix_cache: PrefixCache | DiskPrefillCache | None = None,
+    share_last_prefill: bool = False,
+  ) -> None:
+    self._engine, self._prefix_cache, self._lock = engine, prefix_cache, threading.Lock()
+    self._share_last_prefill, self._last_prefill = share_last_prefill, _LastPrefill([], None)
+    self._num_updates = engine.num_updates
+    self._waiting: deque[_RunningRequest] = deque()
     self._cancelled: set[Request] = set()
-    self._filling: _Filling | None = None
-    self._slots: list[_Answering | None] = [None] * engine.slots
-    self._pages, self.preemptions = engine.pages, 0
-    self._pages.clear()
+    self._prefilling: _PrefillingRequest | None = None
+    self._slots: list[_RunningRequest | None] = [None] * engine.slots
+    self._block_table, self.num_preemptions = engine.block_table, 0
+    self._block_table.clear()
 
   @property
   def busy(self) -> bool:
-    """Whether there is anything to do."""
-    return bool(self._waiting) or self._filling is not None or self.active > 0
+    """Whether any request is queued, prefilling or running."""
+    return bool(self._waiting) or self._prefilling is not None or self.num_running > 0
 
   @property
-  def waiting(self) -> int:
-    """Requests that have no slot yet."""
+  def num_waiting(self) -> int:
+    """Number of queued requests, which have no slot yet."""
     return len(self._waiting)
 
   @property
-  def active(self) -> int:
-    """Requests that are being answered."""
-    return sum(slot is not None for slot in self._slots)
+  def num_running(self) -> int:
+    """Number of requests that are being decoded."""
+    return sum(running is not None for running in self._slots)
 
   @property
-  def free_pages(self) -> int:
-    """Pages of the cache that nobody has."""
-    return self._pages.free
+  def num_free_pages(self) -> int:
+    """Free pages of the KV cache."""
+    return self._block_table.num_free_pages
 
-  def room(self, prompt_length: int) -> int:
-    """Tokens that an answer to a prompt of this length can have; 0 where the prompt is too long, or empty."""
-    fits = 0 < prompt_length <= self._engine.longest_prompt
-    return max(self._engine.length - prompt_length, 0) if fits else 0
+  def max_output_len(self, prompt_len: int) -> int:
+    """Most output tokens for a prompt of this length; 0 if the prompt is empty or too long."""
+    fits = 0 < prompt_len <= self._engine.max_prompt_len
+    return max(self._engine.max_model_len - prompt_len, 0) if fits else 0
 
   def submit(self, request: Request) -> None:
-    """Puts a request at the end of those that wait; there must be room for it."""
-    room, most = self.room(len(request.prompt)), request.sampling_params.max_tokens
-    assert room > 0
+    """Appends a request to the queue. Its prompt must fit (`max_output_len`)."""
+    fits, most = self.max_output_len(len(request.prompt)), request.sampling_params.max_tokens
+    assert fits > 0
     with self._lock:
-      self._waiting.append(_Answering(request, room if most is None else min(room, most)))
+      self._waiting.append(_RunningRequest(request, fits if most is None else min(fits, most)))
 
   def cancel(self, request: Request) -> None:
-    """Ends a request before the next step; nothing happens to one that has ended."""
+    """Ends a request before the next step. A finished request is ignored."""
     with self._lock:
       self._cancelled.add(request)
 
-  def step(self) -> list[Event]:
-    """Does one round: ends what was cancelled, prefills a piece, and generates a token in every slot."""
-    with self._engine.stepping():
-      events = self._end_cancelled()
-      self._forget_older()
+  def step(self) -> list[TokenOutput]:
+    """Ends cancelled requests, prefills one chunk, and decodes one step in all slots."""
+    with self._engine.hold_params():
+      outputs = self._end_cancelled()
+      self._drop_stale_rows()
       self._prefill()
-      return [*events, *self._generate()] if self.active else events
+      return [*outputs, *self._decode()] if self.num_running else outputs
 
-  def run(self) -> Iterator[Event]:
-    """Everything that happens until nobody is left."""
+  def run(self) -> Iterator[TokenOutput]:
+    """Steps until no request is left, and yields all token outputs."""
     while self.busy:
       yield from self.step()
 
-  def _end_cancelled(self) -> list[Event]:
+  def _end_cancelled(self) -> list[TokenOutput]:
     with self._lock:
       cancelled, self._cancelled = self._cancelled, set()
-      ended = [answering for answering in self._waiting if answering.request in cancelled]
-      self._waiting = deque(answering for answering in self._waiting if answering.request not in cancelled)
-    for slot in self._pages.holders:
-      if self._at(slot).request in cancelled:
-        ended.append(self._leave(slot))
-    return [Event(answering.request, finish="cancelled") for answering in ended]
+      ended = [waiting for waiting in self._waiting if waiting.request in cancelled]
+      self._waiting = deque(waiting for waiting in self._waiting if waiting.request not in cancelled)
+    for slot in self._block_table.allocated_slots:
+      if self._request_of(slot).request in cancelled:
+        ended.append(self._release(slot))
+    return [TokenOutput(running.request, finish_reason="cancelled") for running in ended]
 
-  def _forget_older(self) -> None:
-    """Drops the rows that are kept for later requests, once the parameters that made them are no longer in use."""
-    if self._updates == self._engine.updates:
+  def _drop_stale_rows(self) -> None:
+    """Drops the rows kept for later requests once the parameters that computed them were replaced."""
+    if self._num_updates == self._engine.num_updates:
       return
-    self._updates, self._filled = self._engine.updates, _Filled([], None)
-    if self._prefixes:
-      self._prefixes.clear()
+    self._num_updates, self._last_prefill = self._engine.num_updates, _LastPrefill([], None)
+    if self._prefix_cache:
+      self._prefix_cache.clear()
 
   def _prefill(self) -> None:
-    if self._filling is None:
-      free = [slot for slot, answering in enumerate(self._slots) if answering is None]
+    if self._prefilling is None:
+      free = [slot for slot, running in enumerate(self._slots) if running is None]
       with self._lock:
-        if not self._waiting or not free or not self._take(free[0], self._waiting[0]):
+        if not self._waiting or not free or not self._allocate(free[0], self._waiting[0]):
           return
-        answering = self._waiting.popleft()
-      text = answering.text
-      if self._samples and self._filled.text == text:
-        self._filling = _Filling(answering, free[0], deque(), self._updates, self._filled.row)
+        running = self._waiting.popleft()
+      tokens = running.tokens
+      if self._share_last_prefill and self._last_prefill.tokens == tokens:
+        self._prefilling = _PrefillingRequest(running, free[0], deque(), self._num_updates, self._last_prefill.row)
       else:
-        start, row = self._prefixes.find(text) if self._prefixes else (0, None)
-        pieces = deque(self._engine.pieces(text, start))
-        self._filling = _Filling(answering, free[0], pieces, self._updates, row)
-    filling = self._filling
-    answering, slot, current = filling.answering, filling.slot, filling.updates == self._updates
-    if filling.pieces:
-      piece = filling.pieces.popleft()
-      filling.row = self._engine.prefill(piece, filling.row)
-      if self._prefixes and current and piece.tokens and not answering.answered:
-        self._prefixes.keep(answering.request.prompt, piece.start + len(piece.tokens), filling.row)
-    if filling.pieces:
+        start, row = self._prefix_cache.lookup(tokens) if self._prefix_cache else (0, None)
+        chunks = deque(self._engine.prefill_chunks(tokens, start))
+        self._prefilling = _PrefillingRequest(running, free[0], chunks, self._num_updates, row)
+    prefilling = self._prefilling
+    running, slot, current = prefilling.running, prefilling.slot, prefilling.num_updates == self._num_updates
+    if prefilling.chunks:
+      chunk = prefilling.chunks.popleft()
+      prefilling.row = self._engine.prefill_chunk(chunk, prefilling.row)
+      if self._prefix_cache and current and chunk.tokens and not running.output:
+        self._prefix_cache.store(running.request.prompt, chunk.start + len(chunk.tokens), prefilling.row)
+    if prefilling.chunks:
       return
-    assert filling.row is not None
-    request = answering.request
-    self._engine.insert(filling.row, slot, request.prompt, request.sampling_params, answering.answered)
-    if self._samples and current:
-      self._filled = _Filled(answering.text, filling.row)
-    if request.grammar and not answering.answered:
-      answering.path = request.grammar.begin()
-    self._slots[slot], self._filling = answering, None
+    assert prefilling.row is not None
+    request = running.request
+    self._engine.insert(prefilling.row, slot, request.prompt, request.sampling_params, running.output)
+    if self._share_last_prefill and current:
+      self._last_prefill = _LastPrefill(running.tokens, prefilling.row)
+    if request.grammar and not running.output:
+      running.matcher = request.grammar.start_matcher()
+    self._slots[slot], self._prefilling = running, None
 
-  def _take(self, slot: int, answering: _Answering) -> bool:
-    """Gets a slot the pages that the next step writes to: of the whole text, and of guesses behind it."""
-    return self._pages.take(slot, len(answering.request.prompt) + len(answering.answered) + self._engine.ahead)
+  def _allocate(self, slot: int, running: _RunningRequest) -> bool:
+    """Allocates the pages that the next step writes to: for all tokens of the request and its draft tokens."""
+    num_tokens = len(running.request.prompt) + len(running.output) + self._engine.num_speculative_tokens
+    return self._block_table.allocate(slot, num_tokens)
 
-  def _grow(self) -> None:
-    """Gets everyone in a slot the pages of the next step, the first to be let in first."""
-    for slot in self._pages.holders:
-      while (answering := self._slots[slot]) is not None and not self._take(slot, answering):
-        last = self._leave(self._pages.holders[-1])
-        self.preemptions += 1
+  def _allocate_or_preempt(self) -> None:
+    """Allocates the pages of the next step for all running requests, oldest first; preempts the newest if needed."""
+    for slot in self._block_table.allocated_slots:
+      while (running := self._slots[slot]) is not None and not self._allocate(slot, running):
+        preempted = self._release(self._block_table.allocated_slots[-1])
+        self.num_preemptions += 1
         with self._lock:
-          self._waiting.appendleft(last)
+          self._waiting.appendleft(preempted)
 
-  def _at(self, slot: int) -> _Answering:
-    """Who has a slot, or is about to."""
-    answering = self._slots[slot]
-    if answering is None:
-      assert self._filling is not None
-      answering = self._filling.answering
-    return answering
+  def _request_of(self, slot: int) -> _RunningRequest:
+    """The request that runs in a slot, or is being prefilled for it."""
+    running = self._slots[slot]
+    if running is None:
+      assert self._prefilling is not None
+      running = self._prefilling.running
+    return running
 
-  def _leave(self, slot: int) -> _Answering:
-    """Frees a slot and its pages."""
-    answering = self._at(slot)
+  def _release(self, slot: int) -> _RunningRequest:
+    """Frees a slot and its pages, and returns its request."""
+    running = self._request_of(slot)
     if self._slots[slot] is None:
-      self._filling = None
+      self._prefilling = None
     self._slots[slot] = None
-    self._pages.give_back(slot)
-    return answering
+    self._block_table.free(slot)
+    return running
 
-  def _generate(self) -> list[Event]:
-    events: list[Event] = []
-    self._grow()
-    active = [answering is not None for answering in self._slots]
-    for chosen, there in self._engine.write(active, self._allowed()):
-      events += self._taken(chosen, there)
-    return events
+  def _decode(self) -> list[TokenOutput]:
+    outputs: list[TokenOutput] = []
+    self._allocate_or_preempt()
+    active = [running is not None for running in self._slots]
+    for sampled, committed in self._engine.speculative_step(active, self._token_bitmask()):
+      outputs += self._process(sampled, committed)
+    return outputs
 
-  def _taken(self, chosen: Chosen, there: np.ndarray) -> list[Event]:
-    """What a token of each slot that it is for means to the requests; one that has ended takes no more."""
-    events = []
-    ends = self._followed(chosen, there)
-    for slot, answering in enumerate(self._slots):
-      if answering is None or not there[slot]:
+  def _process(self, sampled: SamplerOutput, committed: np.ndarray) -> list[TokenOutput]:
+    """The token outputs of one position in the slots that commit it. A finished request takes no more tokens."""
+    outputs = []
+    ends = self._accept_tokens(sampled, committed)
+    for slot, running in enumerate(self._slots):
+      if running is None or not committed[slot]:
         continue
-      request, token = answering.request, int(chosen.tokens[slot])
-      answering.left -= 1
-      answering.answered.append(token)
-      finish: Finish | None = ends.get(answering.path) if answering.path else None
-      if finish is None and token in request.sampling_params.stop_token_ids:
-        finish = "stop"
-      if finish is None and answering.left == 0:
-        finish = "length"
+      request, token = running.request, int(sampled.token_ids[slot])
+      running.remaining -= 1
+      running.output.append(token)
+      finish_reason: FinishReason | None = ends.get(running.matcher) if running.matcher else None
+      if finish_reason is None and token in request.sampling_params.stop_token_ids:
+        finish_reason = "stop"
+      if finish_reason is None and running.remaining == 0:
+        finish_reason = "length"
       count = request.sampling_params.logprobs or 0
-      others = zip(chosen.others[slot, :count].tolist(), chosen.others_log_probs[slot, :count].tolist(), strict=True)
-      log_prob, version = float(chosen.log_probs[slot]), self._engine.version
-      events.append(Event(request, token, log_prob, tuple(others), finish, version))
-      if finish:
-        self._leave(slot)
-    return events
+      top = zip(sampled.top_token_ids[slot, :count].tolist(), sampled.top_logprobs[slot, :count].tolist(), strict=True)
+      logprob, version = float(sampled.logprobs[slot]), self._engine.version
+      outputs.append(TokenOutput(request, token, logprob, tuple(top), finish_reason, version))
+      if finish_reason:
+        self._release(slot)
+    return outputs
 
-  def _followed(self, chosen: Chosen, there: np.ndarray) -> "Mapping[Path, End | None]":
-    """What the tokens mean to grammars, asked all at once."""
+  def _accept_tokens(self, sampled: SamplerOutput, committed: np.ndarray) -> "Mapping[GrammarMatcher, MatchEnd | None]":
+    """Passes the tokens to all grammar matchers at once; returns which matchers ended, and how."""
     tokens = {
-      answering.path: int(chosen.tokens[slot])
-      for slot, answering in enumerate(self._slots)
-      if answering and answering.path and there[slot]
+      running.matcher: int(sampled.token_ids[slot])
+      for slot, running in enumerate(self._slots)
+      if running and running.matcher and committed[slot]
     }
     if not tokens:
       return {}
-    from maxtext.inference.grammar import advance
+    from maxtext.inference.grammar import accept_tokens
 
-    return advance(tokens)
+    return accept_tokens(tokens)
 
-  def _allowed(self) -> np.ndarray | None:
-    """Bits of the tokens that grammars allow next; None where no request has one."""
-    paths = {slot: answering.path for slot, answering in enumerate(self._slots) if answering and answering.path}
-    if not paths:
+  def _token_bitmask(self) -> np.ndarray | None:
+    """The token bitmask of the next step; None where no running request has a grammar."""
+    matchers = {slot: running.matcher for slot, running in enumerate(self._slots) if running and running.matcher}
+    if not matchers:
       return None
-    from maxtext.inference.grammar import masks
+    from maxtext.inference.grammar import token_bitmask
 
-    return masks(paths, self._engine.slots, self._engine.vocab)
+    return token_bitmask(matchers, self._engine.slots, self._engine.vocab)

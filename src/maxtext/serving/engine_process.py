@@ -1,6 +1,6 @@
-"""The process that answers: it loads the model, and does what the front process passes on (`front.py`).
+"""The engine process: it loads the model and handles the requests that the frontend forwards (`frontend.py`).
 
-It ends when the front process does, however that ended, and when the engine fails.
+It ends when the frontend ends, for any reason, and when the engine fails.
 """
 
 import asyncio
@@ -17,86 +17,85 @@ from typing import TYPE_CHECKING, Any, cast
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.serving.channel import Channel
-from maxtext.serving.limits import Limits
+from maxtext.serving.limits import ServerLimits
 
 if TYPE_CHECKING:
-  from maxtext.inference.loading import Loaded
-  from maxtext.serving.worker import Worker
+  from maxtext.inference.inference_model import InferenceModel
+  from maxtext.serving.engine_thread import EngineThread
 
-_TELL_EVERY = 0.1  # seconds between two words about the engine
-_END_SECONDS = 5  # for the step that is under way
-_NICENESS = 5  # where cores are few, the front process, which does little, goes first
+_STATE_INTERVAL = 0.1  # seconds between two reports of the engine's state
+_STOP_SECONDS = 5  # for the current step
+_NICENESS = 5  # lower priority than the frontend, which does little
 
 
-def run(end: socket.socket, load: "Callable[[], Loaded]", name: str, limits: Limits) -> None:
-  """What the process does."""
-  for number in (signal.SIGINT, signal.SIGTERM):  # terminals and supervisors send them to all; the front decides
+def run(end: socket.socket, load: "Callable[[], InferenceModel]", name: str, limits: ServerLimits) -> None:
+  """The entry point of the process."""
+  for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the frontend decides
     signal.signal(number, signal.SIG_IGN)
   os.nice(_NICENESS)
-  asyncio.run(_answer(end, load, name, limits))
+  asyncio.run(_serve(end, load, name, limits))
 
 
-async def _answer(end: socket.socket, load: "Callable[[], Loaded]", name: str, limits: Limits) -> None:
-  channel, over, loop = await Channel.of(end), asyncio.Event(), asyncio.get_running_loop()
-  requests = _Requests(channel)
-  takes = asyncio.create_task(requests.take())
-  imports = asyncio.create_task(asyncio.to_thread(importlib.import_module, "maxtext.serving.server"))
-  await asyncio.wait((takes, imports), return_when=asyncio.FIRST_COMPLETED)
-  if not imports.done():
-    os._exit(0)  # the front has ended already
+async def _serve(end: socket.socket, load: "Callable[[], InferenceModel]", name: str, limits: ServerLimits) -> None:
+  channel, failed, loop = await Channel.of(end), asyncio.Event(), asyncio.get_running_loop()
+  requests = _RequestDispatcher(channel)
+  dispatching = asyncio.create_task(requests.dispatch())
+  importing = asyncio.create_task(asyncio.to_thread(importlib.import_module, "maxtext.serving.server"))
+  await asyncio.wait((dispatching, importing), return_when=asyncio.FIRST_COMPLETED)
+  if not importing.done():
+    os._exit(0)  # the frontend has ended already
+  from maxtext.serving.engine_thread import EngineThread
   from maxtext.serving.server import make_app, prepare
-  from maxtext.serving.worker import Worker
 
-  worker = Worker(lambda: prepare(load(), limits), limits.waiting, limits.share)
-  requests.app = make_app(name, worker, limits)
+  engine = EngineThread(lambda: prepare(load(), limits), limits.max_queued_requests, limits.queue_share)
+  requests.app = make_app(name, engine, limits)
 
   def ended() -> None:
-    with suppress(RuntimeError):  # the loop has ended too
-      loop.call_soon_threadsafe(over.set)
+    with suppress(RuntimeError):  # the loop has ended
+      loop.call_soon_threadsafe(failed.set)
 
-  worker.start(ended=ended)
-  tells = asyncio.create_task(_tell(channel, worker))
-  failing = asyncio.create_task(over.wait())
-  await asyncio.wait((takes, failing), return_when=asyncio.FIRST_COMPLETED)
-  tells.cancel()
-  if worker.failure is not None:
-    await requests.finish(_END_SECONDS)  # they have been told, and tell their clients
-    channel.send("failed", _named(worker.failure))
+  engine.start(ended=ended)
+  reporting = asyncio.create_task(_report_state(channel, engine))
+  failing = asyncio.create_task(failed.wait())
+  await asyncio.wait((dispatching, failing), return_when=asyncio.FIRST_COMPLETED)
+  reporting.cancel()
+  if engine.failure is not None:
+    await requests.finish(_STOP_SECONDS)  # their clients get the error
+    channel.send("failed", _as_error(engine.failure))
     await channel.flush()
-  seconds = 0 if worker.status == "starting" else _END_SECONDS
-  if not await asyncio.to_thread(worker.stop, seconds):  # it loads, or hangs in a step; nothing is lost
+  seconds = 0 if engine.status == "starting" else _STOP_SECONDS
+  if not await asyncio.to_thread(engine.stop, seconds):  # it is still loading, or hangs in a step
     sys.stdout.flush()
     os._exit(1)
 
 
-async def _tell(channel: Channel, worker: "Worker") -> None:
+async def _report_state(channel: Channel, engine: "EngineThread") -> None:
   while True:
-    if worker.status != "failed":  # the front learns of that when nobody waits any more
-      channel.send(
-        "state", worker.status, worker.busy, worker.step_age, worker.loaded.engine.slots if worker.loaded else 0
-      )
-    await asyncio.sleep(_TELL_EVERY)
+    if engine.status != "failed":  # reported once all requests have their errors
+      slots = engine.model.engine.slots if engine.model else 0
+      channel.send("state", engine.status, engine.busy, engine.seconds_since_last_step, slots)
+    await asyncio.sleep(_STATE_INTERVAL)
 
 
-def _named(failure: BaseException) -> Exception:
+def _as_error(failure: BaseException) -> Exception:
   if isinstance(failure, ConfigError | RunError):
     return failure
   return RunError(f"the engine has failed: {type(failure).__name__}: {failure}.")
 
 
-class _Requests:
-  """Requests under way: the application is called for each as a server would; none comes before it is there."""
+class _RequestDispatcher:
+  """Calls the ASGI application for each request of the frontend, as a server would."""
 
   def __init__(self, channel: Channel) -> None:
     self._channel, self.app = channel, cast(Any, None)
     self._inboxes: dict[int, asyncio.Queue[Any]] = {}
     self._tasks: set[asyncio.Task[None]] = set()
 
-  async def take(self) -> None:
-    """Until the front process ends."""
+  async def dispatch(self) -> None:
+    """Runs until the frontend ends."""
     while (message := await self._channel.receive()) is not None:
       kind, number, *rest = message
-      if kind == "leave":
+      if kind == "disconnect":
         if number in self._inboxes:
           self._inboxes[number].put_nowait({"type": "http.disconnect"})
         continue
@@ -109,7 +108,7 @@ class _Requests:
       task.add_done_callback(self._tasks.discard)
 
   async def finish(self, seconds: float) -> None:
-    """Waits for those that are there."""
+    """Waits for the current requests."""
     if self._tasks:
       await asyncio.wait(self._tasks, timeout=seconds)
 
@@ -117,19 +116,19 @@ class _Requests:
     async def send(message: Any) -> None:
       self._channel.send("reply", number, message)
 
-    gone: Any = None
+    disconnect: Any = None
 
     async def receive() -> Any:
-      nonlocal gone
-      if gone is not None:  # whoever asks again must see it too
-        return gone
+      nonlocal disconnect
+      if disconnect is not None:  # every later call must see it too
+        return disconnect
       message = await inbox.get()
-      gone = message if message["type"] == "http.disconnect" else None
+      disconnect = message if message["type"] == "http.disconnect" else None
       return message
 
     try:
       await self.app(scope, receive, send)
-    except Exception as error:  # it has answered with a 500
+    except Exception as error:  # the client got a 500
       traceback.print_exception(error)
     finally:
       del self._inboxes[number]

@@ -1,52 +1,53 @@
-"""What one server takes, of all clients and of one."""
+"""Limits of the server, for all clients together and for each one."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-  """What clients may do with connections.
+  """Limits of connections.
 
   Attributes:
-    total: connections at once; `per_address`: of one IPv4 address or IPv6 /64 network.
-    head_seconds: from a connection, or the end of the last answer, to a whole header.
-    body_seconds: from the header to the end of the body.
-    write_seconds: in which a client must read some of what waits for it.
+    total: open connections.
+    per_address: open connections of one IPv4 address or IPv6 /64 network.
+    header_seconds: time to send a whole header, from the connection or the end of the last response.
+    body_seconds: time to send the body after the header.
+    write_seconds: time in which a client must read some of a pending response.
   """
 
   total: int = 1024
   per_address: int = 128
-  head_seconds: float = 10.0
+  header_seconds: float = 10.0
   body_seconds: float = 30.0
   write_seconds: float = 30.0
 
 
 @dataclass(frozen=True)
-class Limits:
-  """What one server takes.
+class ServerLimits:
+  """Limits of one server.
 
   Attributes:
-    waiting: requests without a slot, beyond which others get a 429.
-    waiting_per_client: the same for one API key, or for one address without keys; None is half of them, or all where
-      there is one key.
-    body: bytes of a request.
-    seconds: for one request, from its arrival to its last token.
-    grace: seconds that accepted requests have to end after SIGTERM.
-    keys: of the API; without any, everyone may ask.
-    connections: how many, and how slow.
+    max_queued_requests: length of the request queue; requests beyond it get a 429.
+    max_queued_requests_per_client: the same for one API key, or one address without keys; None is half of the queue,
+      or all of it with a single key.
+    max_body_bytes: size of a request body.
+    request_timeout: seconds from the arrival of a request to its last token.
+    shutdown_timeout: seconds that accepted requests have to finish after SIGTERM.
+    api_keys: valid API keys; without any, every client is accepted.
+    connections: limits of connections.
   """
 
-  waiting: int = 256
-  waiting_per_client: int | None = None
-  body: int = 2**20
-  seconds: float = 600.0
-  grace: float = 60.0
-  keys: tuple[str, ...] = ()
+  max_queued_requests: int = 256
+  max_queued_requests_per_client: int | None = None
+  max_body_bytes: int = 2**20
+  request_timeout: float = 600.0
+  shutdown_timeout: float = 60.0
+  api_keys: tuple[str, ...] = ()
   connections: ConnectionLimits = field(default_factory=ConnectionLimits)
 
   @property
-  def share(self) -> int:
-    """Requests of one client that may wait."""
-    if self.waiting_per_client is not None:
-      return min(self.waiting_per_client, self.waiting)
-    return self.waiting if len(self.keys) == 1 else max(self.waiting // 2, 1)
+  def queue_share(self) -> int:
+    """Queued requests that one client may have."""
+    if self.max_queued_requests_per_client is not None:
+      return min(self.max_queued_requests_per_client, self.max_queued_requests)
+    return self.max_queued_requests if len(self.api_keys) == 1 else max(self.max_queued_requests // 2, 1)

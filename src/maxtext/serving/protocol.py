@@ -1,6 +1,6 @@
-"""The bodies of requests and answers, as OpenAI's clients write and read them.
+"""The bodies of requests and responses of the OpenAI API.
 
-A field that is not here is refused by name, as is a value that would have no effect.
+A field that is not supported is an error that names it, as is a value that would have no effect.
 """
 
 import json
@@ -16,15 +16,15 @@ from pydantic_core import from_json
 
 from maxtext.configs import ConfigError
 from maxtext.data.tokenizers import TextTokenizer
-from maxtext.inference.answer import Answer
-from maxtext.inference.grammar import Form
-from maxtext.inference.sampling import ALTERNATIVES, STOPS, SamplingParams
-from maxtext.inference.scheduler import Event
+from maxtext.inference.detokenizer import IncrementalDetokenizer
+from maxtext.inference.grammar import GrammarSpec
+from maxtext.inference.sampling import MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
+from maxtext.inference.scheduler import TokenOutput
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 128
-_MAX_FIELDS, _MAX_VALUES, _MAX_BLANK, _MAX_REPORTED = 64, 2**16, 2**15, 2_000_000
+_MAX_FIELDS, _MAX_VALUES, _MAX_WHITESPACE, _MAX_TOTAL_LOGPROBS = 64, 2**16, 2**15, 2_000_000
 
-_Strength = Annotated[float, Field(ge=-2, le=2)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 def _as_list(stop: Any) -> Any:
@@ -45,93 +45,94 @@ def _prompt_kind(prompt: Any) -> str:
   return "texts" if isinstance(first, str) else "tokens" if isinstance(first, int) else "lists_of_tokens"
 
 
-def _alike(prompt: Any) -> Any:
+def _validate_prompt(prompt: Any) -> Any:
   kind = {"texts": str, "tokens": int, "lists_of_tokens": list}.get(_prompt_kind(prompt))
   if kind is None:
     return prompt
-  alike = all(isinstance(one, kind) for one in prompt)
-  if not alike or (kind is list and not all(isinstance(token, int) for one in prompt for token in one)):
-    raise ValueError("it is one text or several, or the tokens of one or of several")
+  same_kind = all(isinstance(one, kind) for one in prompt)
+  if not same_kind or (kind is list and not all(isinstance(token, int) for one in prompt for token in one)):
+    raise ValueError("must be a text, a list of texts, a list of token ids, or a list of lists of token ids")
   return prompt
 
 
-# One kind by the first element, and one error: trying each kind on every element takes seconds.
+# The first element decides the kind: trying each kind on every element would take seconds.
 _Prompt = Annotated[
   Annotated[str, Tag("text")]
   | Annotated[list[str], Tag("texts")]
   | Annotated[list[int], Tag("tokens")]
   | Annotated[list[list[int]], Tag("lists_of_tokens")],
   Discriminator(_prompt_kind),
-  BeforeValidator(_alike),
+  BeforeValidator(_validate_prompt),
 ]
 
 
 @dataclass(frozen=True)
-class Bounds:
-  """What a request may ask for; beyond it, it is refused before any work is done for it.
+class RequestLimits:
+  """Limits of one HTTP request, checked before any work is done for it.
 
   Attributes:
-    answers: prompts times `n`.
-    prompt_tokens: of one prompt; `prompt_characters`: what so many tokens can hold, at most.
-    answer_tokens: that have room in one answer.
+    outputs: prompts times `n`.
+    prompt_tokens: tokens of one prompt.
+    prompt_characters: the most characters that so many tokens can hold.
+    output_tokens: tokens of one output.
   """
 
-  answers: int
+  outputs: int
   prompt_tokens: int
   prompt_characters: int
-  answer_tokens: int
+  output_tokens: int
 
   @staticmethod
-  def of(tokenizer: TextTokenizer, prompt_tokens: int, answers: int, answer_tokens: int) -> "Bounds":
-    """By the longest token of a vocabulary."""
-    return Bounds(answers, prompt_tokens, prompt_tokens * _longest_token(tokenizer), answer_tokens)
+  def of(tokenizer: TextTokenizer, prompt_tokens: int, outputs: int, output_tokens: int) -> "RequestLimits":
+    """Computes `prompt_characters` from the longest token of the vocabulary."""
+    return RequestLimits(outputs, prompt_tokens, prompt_tokens * _longest_token(tokenizer), output_tokens)
 
-  def check_answers(self, prompts: int, n: int) -> None:
-    """Raises where so many would never be let in."""
-    if prompts * n > self.answers:
-      raise ConfigError(f"{prompts} prompts with n={n} are more than the {self.answers} answers that one may wait for.")
+  def check_outputs(self, prompts: int, n: int) -> None:
+    """Raises if there are more outputs than the queue could ever take."""
+    if prompts * n > self.outputs:
+      raise ConfigError(f"{prompts} prompts with n={n} are more than the {self.outputs} outputs of a request.")
 
-  def check_reported(self, answers: int, asked: "Asked") -> None:
-    """Raises where so much about tokens would take long to write down."""
-    tokens = min(asked.most_tokens or self.answer_tokens, self.answer_tokens)
-    if asked.alternatives and answers * tokens * (1 + asked.alternatives) > _MAX_REPORTED:
+  def check_logprobs(self, outputs: int, request: "GenerationRequest") -> None:
+    """Raises if the log-probabilities would take long to encode."""
+    tokens = min(request.max_output_tokens or self.output_tokens, self.output_tokens)
+    if request.num_logprobs and outputs * tokens * (1 + request.num_logprobs) > _MAX_TOTAL_LOGPROBS:
       raise ConfigError(
-        f"{answers} answers of {tokens} tokens with {asked.alternatives} others in place of each are more than "
-        f"{_MAX_REPORTED} tokens: lower n, max_tokens or the number of log probabilities."
+        f"{outputs} outputs of {tokens} tokens with {request.num_logprobs} top logprobs each are more than "
+        f"{_MAX_TOTAL_LOGPROBS} logprobs: lower n, max_tokens or the number of logprobs."
       )
 
   def check_length(self, length: int, unit: Literal["characters", "tokens"]) -> None:
-    """Raises where no prompt of such a length fits."""
+    """Raises if a prompt of this length cannot fit."""
     if length > (self.prompt_characters if unit == "characters" else self.prompt_tokens):
       raise ConfigError(f"The prompt has {length} {unit}, more than max_prefill_predict_length={self.prompt_tokens}.")
 
 
 class StreamOptions(BaseModel):
-  """What a stream says besides the text."""
+  """Options of a stream."""
 
   include_usage: bool = False
 
 
-class AnyText(BaseModel):
-  """No form."""
+class TextFormat(BaseModel):
+  """Any text."""
 
   model_config = ConfigDict(extra="forbid")
 
   type: Literal["text"]
-  form: ClassVar[None] = None
+  grammar_spec: ClassVar[None] = None
 
 
-class AnyObject(BaseModel):
+class JsonObjectFormat(BaseModel):
   """Any JSON object."""
 
   model_config = ConfigDict(extra="forbid")
 
   type: Literal["json_object"]
-  form: ClassVar[Form] = Form("response_format", "json", '{"type": "object"}')
+  grammar_spec: ClassVar[GrammarSpec] = GrammarSpec("response_format", "json", '{"type": "object"}')
 
 
-class NamedSchema(BaseModel):
-  """A JSON schema; it is kept whether or not it is called strict."""
+class JsonSchema(BaseModel):
+  """A JSON schema. It is enforced whatever `strict` says."""
 
   model_config = ConfigDict(extra="forbid")
 
@@ -141,38 +142,38 @@ class NamedSchema(BaseModel):
   strict: bool | None = None
 
 
-class ObjectOfSchema(BaseModel):
-  """JSON that a schema describes."""
+class JsonSchemaFormat(BaseModel):
+  """JSON that matches a schema."""
 
   model_config = ConfigDict(extra="forbid")
 
   type: Literal["json_schema"]
-  json_schema: NamedSchema
+  json_schema: JsonSchema
 
   @property
-  def form(self) -> Form:
-    """The schema."""
-    return Form("response_format.json_schema.schema", "json", json.dumps(self.json_schema.json_schema))
+  def grammar_spec(self) -> GrammarSpec:
+    """The grammar of the schema."""
+    return GrammarSpec("response_format.json_schema.schema", "json", json.dumps(self.json_schema.json_schema))
 
 
-ResponseFormat = Annotated[AnyText | AnyObject | ObjectOfSchema, Field(discriminator="type")]
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class StructuredOutputs(BaseModel):
-  """Forms that OpenAI's field has no words for."""
+  """Grammars beyond OpenAI's `response_format`, with vLLM's names."""
 
   model_config = ConfigDict(extra="forbid")
 
   regex: str
 
   @property
-  def form(self) -> Form:
-    """The whole answer matches it."""
-    return Form("structured_outputs.regex", "regex", self.regex)
+  def grammar_spec(self) -> GrammarSpec:
+    """The grammar of the expression, which the whole output matches."""
+    return GrammarSpec("structured_outputs.regex", "regex", self.regex)
 
 
-class Asked(BaseModel):
-  """What completions and chats have in common; the last five are ours, by the names that vLLM gives them."""
+class GenerationRequest(BaseModel):
+  """The common fields of completions and chats. The last five are not OpenAI's; they have vLLM's names."""
 
   model_config = ConfigDict(extra="forbid")
 
@@ -183,8 +184,8 @@ class Asked(BaseModel):
   n: int = Field(1, ge=1, le=16)
   stop: _Stops = Field(default_factory=list)
   seed: int | None = None
-  presence_penalty: _Strength = 0.0
-  frequency_penalty: _Strength = 0.0
+  presence_penalty: _Penalty = 0.0
+  frequency_penalty: _Penalty = 0.0
   stream: bool = False
   stream_options: StreamOptions | None = None
   user: str | None = None
@@ -192,78 +193,78 @@ class Asked(BaseModel):
   top_k: int | None = Field(None, ge=0, lt=2**31)
   repetition_penalty: float = Field(1.0, gt=0, le=10)
   min_tokens: int = Field(0, ge=0, lt=2**30)
-  stop_token_ids: list[int] = Field(default_factory=list, max_length=STOPS - 1)
+  stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKENS - 1)
   structured_outputs: StructuredOutputs | None = None
 
   @property
-  def most_tokens(self) -> int | None:
-    """Of an answer; None is all that has room."""
+  def max_output_tokens(self) -> int | None:
+    """Most tokens of an output; None is as many as fit."""
     return self.max_tokens
 
   @property
-  def alternatives(self) -> int:
-    """Tokens that are reported beside each one."""
+  def num_logprobs(self) -> int:
+    """Number of most likely tokens that are reported with each token."""
     return 0
 
   @property
-  def form(self) -> Form | None:
-    """What every answer must be; None is any text."""
-    schema = self.response_format.form if self.response_format else None
+  def grammar_spec(self) -> GrammarSpec | None:
+    """The grammar of every output; None is any text."""
+    schema = self.response_format.grammar_spec if self.response_format else None
     if schema and self.structured_outputs:
-      raise ConfigError("response_format and structured_outputs both say what an answer must be: leave one out.")
-    form = self.structured_outputs.form if self.structured_outputs else schema
-    if form and self.min_tokens:
-      raise ConfigError(f"min_tokens: an answer ends where {form.field} says.")
-    return form
+      raise ConfigError("response_format and structured_outputs both set a grammar: leave one out.")
+    spec = self.structured_outputs.grammar_spec if self.structured_outputs else schema
+    if spec and self.min_tokens:
+      raise ConfigError(f"min_tokens: {spec.field} decides where the output ends: leave min_tokens out.")
+    return spec
 
-  def sampling_params(self, default: SamplingParams, place: int) -> SamplingParams:
-    """How the answer at a place, of `n`, is made; what was left out is as the server has it."""
+  def sampling_params(self, default: SamplingParams, index: int) -> SamplingParams:
+    """The sampling parameters of output `index` of `n`; fields that are not set have the server's default."""
 
-    def given(value: Any, otherwise: Any) -> Any:
+    def value_or(value: Any, otherwise: Any) -> Any:
       return otherwise if value is None else value
 
     return replace(
       default,
-      temperature=given(self.temperature, default.temperature),
-      top_p=given(self.top_p, default.top_p),
-      top_k=given(self.top_k, default.top_k),
-      seed=secrets.randbits(32) if self.seed is None else self.seed + place,
+      temperature=value_or(self.temperature, default.temperature),
+      top_p=value_or(self.top_p, default.top_p),
+      top_k=value_or(self.top_k, default.top_k),
+      seed=secrets.randbits(32) if self.seed is None else self.seed + index,
       repetition_penalty=self.repetition_penalty,
       presence_penalty=self.presence_penalty,
       frequency_penalty=self.frequency_penalty,
       min_tokens=self.min_tokens,
-      max_tokens=self.most_tokens,
+      max_tokens=self.max_output_tokens,
       stop_token_ids=(*default.stop_token_ids, *self.stop_token_ids),
       stop=tuple(self.stop),
-      logprobs=self.alternatives,
+      logprobs=self.num_logprobs,
     )
 
 
-class Completion(Asked):
+class CompletionRequest(GenerationRequest):
   """`/v1/completions`."""
 
   prompt: _Prompt
   logprobs: int | None = Field(None, ge=0, le=5)
 
   @property
-  def most_tokens(self) -> int | None:
+  def max_output_tokens(self) -> int | None:
     return 16 if self.max_tokens is None else self.max_tokens
 
   @property
-  def alternatives(self) -> int:
+  def num_logprobs(self) -> int:
     return self.logprobs or 0
 
-  def check(self, bounds: Bounds) -> None:
-    """Raises where it asks for too much."""
-    bounds.check_answers(len(self._prompts), self.n)
-    bounds.check_reported(len(self._prompts) * self.n, self)
+  def check(self, limits: RequestLimits) -> None:
+    """Raises `ConfigError` if the request exceeds a limit."""
+    limits.check_outputs(len(self._prompts), self.n)
+    limits.check_logprobs(len(self._prompts) * self.n, self)
     for prompt in self._prompts:
-      bounds.check_length(len(prompt), "characters" if isinstance(prompt, str) else "tokens")
+      limits.check_length(len(prompt), "characters" if isinstance(prompt, str) else "tokens")
       if isinstance(prompt, str):
-        _check_blank(prompt)
+        _check_whitespace(prompt)
 
-  def prompts(self, tokenizer: TextTokenizer) -> list[list[int]]:
-    """Tokens of every prompt."""
+  def prompt_token_ids(self, tokenizer: TextTokenizer) -> list[list[int]]:
+    """The tokens of every prompt."""
     return [self._tokens(one, tokenizer) for one in self._prompts]
 
   @property
@@ -278,7 +279,7 @@ class Completion(Asked):
     return prompt
 
 
-class Turn(BaseModel):
+class ChatMessage(BaseModel):
   """One message of a conversation."""
 
   model_config = ConfigDict(extra="forbid")
@@ -288,77 +289,77 @@ class Turn(BaseModel):
   name: str | None = Field(None, max_length=64)
 
 
-class Chat(Asked):
+class ChatCompletionRequest(GenerationRequest):
   """`/v1/chat/completions`."""
 
-  messages: Annotated[list[Turn], FailFast()] = Field(min_length=1)
+  messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1)
   max_completion_tokens: int | None = Field(None, ge=1)
   logprobs: bool = False
-  top_logprobs: int | None = Field(None, ge=0, le=ALTERNATIVES)
+  top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
   @property
-  def most_tokens(self) -> int | None:
+  def max_output_tokens(self) -> int | None:
     return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
   @property
-  def alternatives(self) -> int:
+  def num_logprobs(self) -> int:
     return self.top_logprobs or 0
 
-  def check(self, bounds: Bounds) -> None:
-    """Raises where it asks for too much; a turn has a token at least."""
-    bounds.check_answers(1, self.n)
-    bounds.check_reported(self.n, self)
-    bounds.check_length(len(self.messages), "tokens")
-    bounds.check_length(sum(len(turn.content) for turn in self.messages), "characters")
-    for turn in self.messages:
-      _check_blank(turn.content)
+  def check(self, limits: RequestLimits) -> None:
+    """Raises `ConfigError` if the request exceeds a limit; a message has at least one token."""
+    limits.check_outputs(1, self.n)
+    limits.check_logprobs(self.n, self)
+    limits.check_length(len(self.messages), "tokens")
+    limits.check_length(sum(len(message.content) for message in self.messages), "characters")
+    for message in self.messages:
+      _check_whitespace(message.content)
 
-  def prompts(self, tokenizer: TextTokenizer) -> list[list[int]]:
-    """Tokens of the conversation, up to where the answer begins."""
-    return [tokenizer.chat([turn.model_dump(exclude_none=True) for turn in self.messages], answer=True).tolist()]
-
-
-Kind = TypeVar("Kind", Completion, Chat)
+  def prompt_token_ids(self, tokenizer: TextTokenizer) -> list[list[int]]:
+    """The tokens of the conversation, including the start of the assistant's message."""
+    return [tokenizer.chat([message.model_dump(exclude_none=True) for message in self.messages], answer=True).tolist()]
 
 
-def parse(kind: type[Kind], raw: bytes, bounds: Bounds) -> Kind:
-  """A request of a body; raises where it is no such, or too large.
+RequestT = TypeVar("RequestT", CompletionRequest, ChatCompletionRequest)
 
-  A parser of JSON, and pydantic, hold the interpreter's lock until they are done, so what would take them long is
-  refused before: many values, and many fields.
+
+def parse(kind: type[RequestT], raw: bytes, limits: RequestLimits) -> RequestT:
+  """Parses a request body; raises `ConfigError` if it is invalid or too large.
+
+  JSON parsers and pydantic hold Python's global lock until they are done, so bodies that would take long, with many
+  values or fields, are rejected first.
   """
-  if (values := count_values(raw)) > _MAX_VALUES + bounds.prompt_tokens:
-    raise ConfigError(f"The request has about {values} values, more than {_MAX_VALUES + bounds.prompt_tokens}.")
+  if (values := count_values(raw)) > _MAX_VALUES + limits.prompt_tokens:
+    raise ConfigError(f"The request has about {values} values, more than {_MAX_VALUES + limits.prompt_tokens}.")
   try:
-    given = from_json(raw)
+    fields = from_json(raw)
   except ValueError as error:
-    raise ConfigError(f"The request is no JSON: {error}.") from None
-  _check_fields(given)
+    raise ConfigError(f"The request is not valid JSON: {error}.") from None
+  _check_fields(fields)
   try:
-    asked = kind.model_validate(given)
+    request = kind.model_validate(fields)
   except ValidationError as error:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     raise ConfigError(f"{where}: {first['msg']}" if where else first["msg"]) from None
-  asked.check(bounds)
-  return asked
+  request.check(limits)
+  return request
 
 
-def _check_fields(given: Any) -> None:
-  """Raises on an object of many fields, each of which would be an error of its own; a schema is no such."""
-  left = [given]
-  while left:
-    value = left.pop()
+def _check_fields(fields: Any) -> None:
+  """Raises on an object with many fields, each of which pydantic would report as an error. Schemas are exempt."""
+  stack = [fields]
+  while stack:
+    value = stack.pop()
     if isinstance(value, list):
-      left += [one for one in value if isinstance(one, dict | list)]
+      stack += [one for one in value if isinstance(one, dict | list)]
     elif isinstance(value, dict):
       if len(value) > _MAX_FIELDS:
         raise ConfigError(f"The request has an object of {len(value)} fields, more than {_MAX_FIELDS}.")
-      left += [one for name, one in value.items() if name != "schema" and isinstance(one, dict | list)]
+      stack += [one for name, one in value.items() if name != "schema" and isinstance(one, dict | list)]
 
 
 def count_values(raw: bytes) -> int:
-  """At least as many as there are values in JSON, in one pass and without making any of them."""
+  """An upper bound of the number of values in a JSON text, in one pass and without parsing it."""
   plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
   if (strings := plain.count(b'"') // 2) > _MAX_VALUES:
     return strings
@@ -366,81 +367,91 @@ def count_values(raw: bytes) -> int:
   return 1 + sum(between.count(mark) for mark in (b",", b"[", b"{"))
 
 
-class Body:
-  """What is sent for one request, whole or piece by piece."""
+class ResponseBuilder:
+  """Builds the response of one request, as a whole or in chunks."""
 
-  def __init__(self, asked: Completion | Chat, tokenizer: TextTokenizer) -> None:
-    self._asked, self._tokenizer = asked, tokenizer
-    self._chat = isinstance(asked, Chat)
+  def __init__(self, request: CompletionRequest | ChatCompletionRequest, tokenizer: TextTokenizer) -> None:
+    self._request, self._tokenizer = request, tokenizer
+    self._chat = isinstance(request, ChatCompletionRequest)
     kind = "chat.completion" if self._chat else "text_completion"
-    self._kind, self._piece_kind = kind, "chat.completion.chunk" if self._chat else kind
+    self._object, self._chunk_object = kind, "chat.completion.chunk" if self._chat else kind
     self._head = {
       "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
       "created": int(time.time()),
-      "model": asked.model,
+      "model": request.model,
     }
 
-  def whole(self, answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
-    """The answers at once."""
+  def response(self, outputs: Sequence[IncrementalDetokenizer], prompt_tokens: int) -> dict[str, Any]:
+    """The whole response."""
     choices = []
-    for place, answer in enumerate(answers):
-      content = {"message": {"role": "assistant", "content": answer.text}} if self._chat else {"text": answer.text}
-      choices.append(self._choice(place, answer, content, answer.events))
-    return {**self._head, "object": self._kind, "choices": choices, "usage": usage(answers, prompt_tokens)}
+    for index, output in enumerate(outputs):
+      content = {"message": {"role": "assistant", "content": output.text}} if self._chat else {"text": output.text}
+      choices.append(self._choice(index, output, content, output.outputs))
+    return {**self._head, "object": self._object, "choices": choices, "usage": usage(outputs, prompt_tokens)}
 
-  def opening(self, place: int) -> dict[str, Any]:
-    """The piece that says who speaks, of a chat."""
-    choice = {"index": place, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-    return {**self._head, "object": self._piece_kind, "choices": [choice]}
+  def first_chunk(self, index: int) -> dict[str, Any]:
+    """The first chunk of a chat, with the role."""
+    choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    return {**self._head, "object": self._chunk_object, "choices": [choice]}
 
-  def piece(self, place: int, answer: Answer, text: str, event: Event) -> dict[str, Any]:
-    """Text that one event has added."""
+  def chunk(self, index: int, output: IncrementalDetokenizer, text: str, token_output: TokenOutput) -> dict[str, Any]:
+    """The chunk of one token output, with its new text."""
     content: dict[str, Any] = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
     return {
       **self._head,
-      "object": self._piece_kind,
-      "choices": [self._choice(place, answer, content, [event])],
+      "object": self._chunk_object,
+      "choices": [self._choice(index, output, content, [token_output])],
     }
 
-  def closing(self, answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
-    """The piece that says what was used."""
-    return {**self._head, "object": self._piece_kind, "choices": [], "usage": usage(answers, prompt_tokens)}
+  def usage_chunk(self, outputs: Sequence[IncrementalDetokenizer], prompt_tokens: int) -> dict[str, Any]:
+    """The last chunk, with the usage."""
+    return {**self._head, "object": self._chunk_object, "choices": [], "usage": usage(outputs, prompt_tokens)}
 
-  def _choice(self, place: int, answer: Answer, content: Mapping[str, Any], events: Sequence[Event]) -> dict[str, Any]:
-    return {"index": place, **content, "logprobs": self._log_probs(events), "finish_reason": answer.finish}
+  def _choice(
+    self,
+    index: int,
+    output: IncrementalDetokenizer,
+    content: Mapping[str, Any],
+    token_outputs: Sequence[TokenOutput],
+  ) -> dict[str, Any]:
+    logprobs = self._logprobs(token_outputs)
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
-  def _log_probs(self, events: Sequence[Event]) -> dict[str, Any] | None:
-    if self._asked.logprobs is None or self._asked.logprobs is False:
+  def _logprobs(self, token_outputs: Sequence[TokenOutput]) -> dict[str, Any] | None:
+    if self._request.logprobs is None or self._request.logprobs is False:
       return None
-    known = [(event.token, event) for event in events if event.token is not None]
+    known = [(output.token, output) for output in token_outputs if output.token is not None]
     if self._chat:
       return {
         "content": [
-          {**self._word(token, event.log_prob), "top_logprobs": [self._word(*other) for other in event.others]}
-          for token, event in known
+          {**self._token(token, output.logprob), "top_logprobs": [self._token(*top) for top in output.top_logprobs]}
+          for token, output in known
         ]
       }
     return {
       "tokens": [self._tokenizer.decode([token]) for token, _ in known],
-      "token_logprobs": [event.log_prob for _, event in known],
-      "top_logprobs": [{self._tokenizer.decode([t]): p for t, p in event.others} for _, event in known],
+      "token_logprobs": [output.logprob for _, output in known],
+      "top_logprobs": [{self._tokenizer.decode([t]): p for t, p in output.top_logprobs} for _, output in known],
     }
 
-  def _word(self, token: int, log_prob: float) -> dict[str, Any]:
+  def _token(self, token: int, logprob: float) -> dict[str, Any]:
     text = self._tokenizer.decode([token])
-    return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def usage(answers: Sequence[Answer], prompt_tokens: int) -> dict[str, int]:
-  """Tokens of the prompts and of the answers."""
-  written = sum(event.token is not None for answer in answers for event in answer.events)
-  return {"prompt_tokens": prompt_tokens, "completion_tokens": written, "total_tokens": prompt_tokens + written}
+def usage(outputs: Sequence[IncrementalDetokenizer], prompt_tokens: int) -> dict[str, int]:
+  """The number of prompt and completion tokens."""
+  generated = sum(token.token is not None for output in outputs for token in output.outputs)
+  return {"prompt_tokens": prompt_tokens, "completion_tokens": generated, "total_tokens": prompt_tokens + generated}
 
 
-def _check_blank(text: str) -> None:
-  """Raises on so much white space that a tokenizer's expression, whose time grows with its square, gives up."""
-  if any(text[start : start + _MAX_BLANK].isspace() for start in range(0, len(text) - _MAX_BLANK + 1, _MAX_BLANK)):
-    raise ConfigError(f"The prompt has {_MAX_BLANK} or more characters of white space in a row.")
+def _check_whitespace(text: str) -> None:
+  """Raises on long runs of whitespace: the time of a tokenizer's regex grows with the square of their length."""
+  if any(
+    text[start : start + _MAX_WHITESPACE].isspace()
+    for start in range(0, len(text) - _MAX_WHITESPACE + 1, _MAX_WHITESPACE)
+  ):
+    raise ConfigError(f"The prompt has {_MAX_WHITESPACE} or more characters of whitespace in a row.")
 
 
 @cache

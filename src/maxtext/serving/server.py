@@ -1,8 +1,8 @@
-"""The application that answers requests, in OpenAI's protocol, for one model; it runs in the engine's process.
+"""The OpenAI-compatible API of one model. It runs in the engine process.
 
-A request is refused (400), turned away while too many wait (429), or answered. When its client leaves, its slot is free
-before the next step. Bodies are parsed and tokenised, and long answers written, in a few threads beside the event loop;
-what would hold the interpreter's lock there for long is refused before.
+An invalid request gets a 400, a request that finds the queue full a 429. When a client disconnects, its slot is free
+before the next step. Bodies are parsed and tokenized, and long responses encoded, in a few threads besides the event
+loop. What would hold Python's global lock for long is rejected first.
 """
 
 import asyncio
@@ -21,48 +21,48 @@ from starlette.types import Receive, Scope, Send
 
 from maxtext.configs import ConfigError
 from maxtext.inference import scheduler
-from maxtext.inference.answer import Answer
-from maxtext.inference.grammar import Form, Grammar
-from maxtext.inference.loading import Loaded
-from maxtext.serving.access import error_body, refusal
-from maxtext.serving.limits import Limits
-from maxtext.serving.meters import Meters
-from maxtext.serving.protocol import Body, Bounds, Chat, Completion, parse
-from maxtext.serving.worker import Client, FailedError, FullError, NotReadyError, Worker
+from maxtext.inference.detokenizer import IncrementalDetokenizer
+from maxtext.inference.grammar import CompiledGrammar, GrammarSpec
+from maxtext.inference.inference_model import InferenceModel
+from maxtext.serving.auth import error_body, error_response
+from maxtext.serving.engine_thread import Client, EngineFailedError, EngineNotReadyError, EngineThread, QueueFullError
+from maxtext.serving.limits import ServerLimits
+from maxtext.serving.protocol import ChatCompletionRequest, CompletionRequest, RequestLimits, ResponseBuilder, parse
+from maxtext.serving.server_metrics import ServerMetrics
 
-_FAILED = "The engine has failed; the server must be started again."
-_STARTING = "The model is being loaded: try again later."
-_BROKEN = {
+_FAILED = "The engine has failed: restart the server."
+_STARTING = "The model is loading: try again later."
+_ERRORS = {
   "failed": (503, _FAILED),
-  "misfit": (400, "The form that was asked for cannot be kept: it has no end, or takes too much work."),
+  "grammar_error": (400, "The grammar of the request cannot be matched: no finite text fits, or it exceeds a limit."),
 }
-_THREADS = 2  # that parse and tokenise
+_THREADS = 2  # that parse and tokenize
 _Result = TypeVar("_Result")
 
 
-def prepare(loaded: Loaded, limits: Limits) -> Loaded:
-  """Does what the first requests would wait for."""
-  _bounds(loaded, limits)
-  if loaded.config.enable_model_warmup:
-    loaded.engine.warm_up()
-  if loaded.tokenizer.eos is not None:
-    loaded.grammars.start()
-  return loaded
+def prepare(model: InferenceModel, limits: ServerLimits) -> InferenceModel:
+  """Warms up what the first requests would wait for."""
+  _request_limits(model, limits)
+  if model.config.enable_model_warmup:
+    model.engine.warm_up()
+  if model.tokenizer.eos is not None:
+    model.grammar_compiler.start()
+  return model
 
 
-def make_app(name: str, worker: Worker, limits: Limits) -> FastAPI:
-  """The routes; the worker is the caller's to start and to stop."""
+def make_app(name: str, engine: EngineThread, limits: ServerLimits) -> FastAPI:
+  """The ASGI application. The caller starts and stops the engine thread."""
   app = FastAPI(title="maxtext", docs_url=None, redoc_url=None)
-  meters = Meters(worker)
-  desk = _Desk(name, worker, limits, meters)
+  server_metrics = ServerMetrics(engine)
+  handler = _RequestHandler(name, engine, limits, server_metrics)
 
-  @app.post("/v1/completions", openapi_extra=_described_by(Completion))
+  @app.post("/v1/completions", openapi_extra=_openapi_body(CompletionRequest))
   async def completions(http: Request) -> Response:
-    return await desk.answer(Completion, http)
+    return await handler.handle(CompletionRequest, http)
 
-  @app.post("/v1/chat/completions", openapi_extra=_described_by(Chat))
+  @app.post("/v1/chat/completions", openapi_extra=_openapi_body(ChatCompletionRequest))
   async def chat(http: Request) -> Response:
-    return await desk.answer(Chat, http)
+    return await handler.handle(ChatCompletionRequest, http)
 
   @app.get("/v1/models")
   async def models() -> dict[str, Any]:
@@ -70,231 +70,249 @@ def make_app(name: str, worker: Worker, limits: Limits) -> FastAPI:
 
   @app.post("/v1/embeddings")
   async def embeddings() -> Response:
-    raise HTTPException(400, f"{name} writes text and has no embeddings of texts: use an embedding model's server.")
+    raise HTTPException(400, f"{name} generates text and has no embeddings: use the server of an embedding model.")
 
   @app.get("/metrics")
   async def metrics() -> Response:
-    return PlainTextResponse(meters.page(), media_type=meters.media_type)
+    return PlainTextResponse(server_metrics.render(), media_type=server_metrics.media_type)
 
   @app.exception_handler(StarletteError)
-  async def refused(http: Request, error: StarletteError) -> Response:
-    return refusal(error.status_code, error.detail, error.headers)
+  async def http_error(http: Request, error: StarletteError) -> Response:
+    return error_response(error.status_code, error.detail, error.headers)
 
   @app.exception_handler(ConfigError)
-  async def mistaken(http: Request, error: ConfigError) -> Response:
-    return refusal(400, str(error))
+  async def invalid_request(http: Request, error: ConfigError) -> Response:
+    return error_response(400, str(error))
 
-  def description() -> dict[str, Any]:
+  def openapi() -> dict[str, Any]:
     if app.openapi_schema is None:
       page = get_openapi(title=app.title, version=app.version, routes=app.routes)
-      _, bodies = models_json_schema([(Completion, "validation"), (Chat, "validation")], ref_template=_SCHEMAS)
+      _, bodies = models_json_schema(
+        [(CompletionRequest, "validation"), (ChatCompletionRequest, "validation")], ref_template=_SCHEMAS
+      )
       page.setdefault("components", {}).setdefault("schemas", {}).update(bodies["$defs"])
       app.openapi_schema = page
     return app.openapi_schema
 
-  app.openapi = description  # type: ignore[method-assign]
+  app.openapi = openapi  # type: ignore[method-assign]
   return app
 
 
 _SCHEMAS = "#/components/schemas/{model}"
 
 
-def _described_by(body: type) -> dict[str, Any]:
-  """Bodies are not read by FastAPI, which would do it in the event loop; its page describes them all the same."""
+def _openapi_body(body: type) -> dict[str, Any]:
+  """The OpenAPI description of a body. FastAPI does not parse bodies here: it would do so in the event loop."""
   schema = {"$ref": _SCHEMAS.format(model=body.__name__)}
   return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _bounds(loaded: Loaded, limits: Limits) -> Bounds:
-  return Bounds.of(loaded.tokenizer, loaded.engine.longest_prompt, limits.share, loaded.engine.length)
+def _request_limits(model: InferenceModel, limits: ServerLimits) -> RequestLimits:
+  return RequestLimits.of(model.tokenizer, model.engine.max_prompt_len, limits.queue_share, model.engine.max_model_len)
 
 
-class _Desk:
-  """Takes requests to the worker and brings answers back."""
+class _RequestHandler:
+  """Handles HTTP requests: parses them, submits them to the engine thread, and builds the responses."""
 
-  def __init__(self, name: str, worker: Worker, limits: Limits, meters: Meters) -> None:
-    self._name, self._worker, self._limits, self._meters = name, worker, limits, meters
+  def __init__(self, name: str, engine: EngineThread, limits: ServerLimits, metrics: ServerMetrics) -> None:
+    self._name, self._engine, self._limits, self._metrics = name, engine, limits, metrics
     self._threads = ThreadPoolExecutor(_THREADS, "requests")
 
-  async def answer(self, kind: type[Completion] | type[Chat], http: Request) -> Response:
-    """The whole answer, or a stream of it."""
+  async def handle(self, kind: type[CompletionRequest] | type[ChatCompletionRequest], http: Request) -> Response:
+    """The response of a request: the whole output, or a stream."""
     start = asyncio.get_running_loop().time()
-    if self._worker.status != "ok":
-      raise _unavailable(self._worker)
-    loaded = self._worker.loaded
-    assert loaded is not None
+    if self._engine.status != "ok":
+      raise _unavailable(self._engine)
+    model = self._engine.model
+    assert model is not None
     if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
       raise HTTPException(415, "The body must be JSON: send 'Content-Type: application/json'.")
     raw = await http.body()
-    parsing = self._in_thread(lambda: self._parse(kind, raw, loaded))
-    asked, form, prompts = await self._in_time(parsing, http, start, "Reading the request")
-    places = [(prompt, place) for prompt in prompts for place in range(asked.n)]
-    grammar: Grammar | None = None
-    if form:
-      grammar = await self._in_time(loaded.grammars.ready(form), http, start, f"{form.field}: compiling it")
-    making = self._in_thread(
+    parsing = self._in_thread(lambda: self._parse(kind, raw, model))
+    request, spec, prompts = await self._with_timeout(parsing, http, start, "Reading the request")
+    choices = [(prompt, index) for prompt in prompts for index in range(request.n)]
+    grammar: CompiledGrammar | None = None
+    if spec:
+      compiling = model.grammar_compiler.compile_async(spec)
+      grammar = await self._with_timeout(compiling, http, start, f"{spec.field}: compiling it")
+    creating = self._in_thread(
       lambda: [
-        loaded.request(prompt, asked.sampling_params(loaded.sampling_params, place), grammar)
-        for prompt, place in places
+        model.make_request(prompt, request.sampling_params(model.sampling_params, index), grammar)
+        for prompt, index in choices
       ]
     )
-    requests = await self._in_time(making, http, start, "Reading the request")
-    going = _Going(loaded, requests, self._worker, self._meters, start)
+    requests = await self._with_timeout(creating, http, start, "Reading the request")
+    handle = _RequestHandle(model, requests, self._engine, self._metrics, start)
     try:
-      going.submit(http.scope.get("state", {}).get("client", ""))
-    except FullError:
-      self._meters.turned_away()
-      raise HTTPException(429, "Too many requests wait already: try again later.", {"Retry-After": "1"}) from None
-    except (FailedError, NotReadyError):
-      raise _unavailable(self._worker) from None
-    body, used = Body(asked, loaded.tokenizer), sum(map(len, prompts))
-    if asked.stream:
-      return _Stream(self._events(asked, body, going, used), going)
-    with going:
-      await _unless_left(going.finished(self._limits.seconds), http)
-    text = await self._in_thread(lambda: "".join(_ENCODER.iterencode(body.whole(going.answers, used))))
+      handle.submit(http.scope.get("state", {}).get("client", ""))
+    except QueueFullError:
+      self._metrics.count_queue_full()
+      raise HTTPException(429, "The request queue is full: try again later.", {"Retry-After": "1"}) from None
+    except (EngineFailedError, EngineNotReadyError):
+      raise _unavailable(self._engine) from None
+    builder, num_prompt_tokens = ResponseBuilder(request, model.tokenizer), sum(map(len, prompts))
+    if request.stream:
+      return _EventStream(self._events(request, builder, handle, num_prompt_tokens), handle)
+    with handle:
+      await _unless_disconnected(handle.wait(self._limits.request_timeout), http)
+    text = await self._in_thread(
+      lambda: "".join(_ENCODER.iterencode(builder.response(handle.outputs, num_prompt_tokens)))
+    )
     return Response(text, media_type="application/json")
 
   async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
     return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
   def _parse(
-    self, kind: type[Completion] | type[Chat], raw: bytes, loaded: Loaded
-  ) -> tuple[Completion | Chat, Form | None, list[list[int]]]:
-    """What was asked, the form of answers, and the tokens of prompts."""
-    asked: Completion | Chat = parse(kind, raw, _bounds(loaded, self._limits))  # type: ignore[type-var]
-    if asked.model != self._name:
-      raise HTTPException(404, f"model: there is no '{asked.model}' here; this is '{self._name}'.")
+    self, kind: type[CompletionRequest] | type[ChatCompletionRequest], raw: bytes, model: InferenceModel
+  ) -> tuple[CompletionRequest | ChatCompletionRequest, GrammarSpec | None, list[list[int]]]:
+    """The parsed request, its grammar if any, and the tokens of its prompts."""
+    request: CompletionRequest | ChatCompletionRequest = parse(kind, raw, _request_limits(model, self._limits))  # type: ignore[type-var]
+    if request.model != self._name:
+      raise HTTPException(404, f"model: '{request.model}' is not served here; use '{self._name}'.")
     try:
-      return asked, asked.form, asked.prompts(loaded.tokenizer)
+      return request, request.grammar_spec, request.prompt_token_ids(model.tokenizer)
     except (ConfigError, MemoryError):
       raise
     except RecursionError:
       raise ConfigError("The request is nested too deeply.") from None
-    except BaseException as error:  # a tokenizer's expression gives up, or its library panics, which is no Exception
-      raise ConfigError(f"The tokenizer does not take this text: {error}.") from None
+    except BaseException as error:  # a regex limit, or a panic of the library, which is not an Exception
+      raise ConfigError(f"The tokenizer cannot encode this text: {error}.") from None
 
-  async def _in_time(self, work: Coroutine[Any, Any, _Result], http: Request, start: float, what: str) -> _Result:
-    """Work before an answer begins: part of the request's time, and ends, or never begins, when its client leaves."""
+  async def _with_timeout(self, work: Coroutine[Any, Any, _Result], http: Request, start: float, what: str) -> _Result:
+    """Awaits work within the request timeout, before generation starts; ends if the client disconnects."""
     try:
-      async with asyncio.timeout_at(start + self._limits.seconds):
-        return await _unless_left(work, http)
+      async with asyncio.timeout_at(start + self._limits.request_timeout):
+        return await _unless_disconnected(work, http)
     except TimeoutError:
-      raise HTTPException(408, f"{what} took longer than this server gives a request.") from None
+      raise HTTPException(408, f"{what} took longer than the request timeout.") from None
 
-  async def _events(self, asked: Completion | Chat, body: Body, going: "_Going", used: int) -> AsyncIterator[str]:
+  async def _events(
+    self,
+    request: CompletionRequest | ChatCompletionRequest,
+    builder: ResponseBuilder,
+    handle: "_RequestHandle",
+    num_prompt_tokens: int,
+  ) -> AsyncIterator[str]:
     """Server-sent events."""
-    if isinstance(asked, Chat):
-      for place in range(len(going.answers)):
-        yield _event(body.opening(place))
+    if isinstance(request, ChatCompletionRequest):
+      for index in range(len(handle.outputs)):
+        yield _event(builder.first_chunk(index))
     try:
-      async for place, text, event in going.pieces(self._limits.seconds):
-        answer = going.answers[place]
-        if text or answer.finish or asked.logprobs:
-          yield _event(body.piece(place, answer, text, event))
+      async for index, text, token_output in handle.stream(self._limits.request_timeout):
+        output = handle.outputs[index]
+        if text or output.finish_reason or request.logprobs:
+          yield _event(builder.chunk(index, output, text, token_output))
     except HTTPException as error:
       yield _event(error_body(error.status_code, error.detail))
       return
-    if asked.stream_options and asked.stream_options.include_usage:
-      yield _event(body.closing(going.answers, used))
+    if request.stream_options and request.stream_options.include_usage:
+      yield _event(builder.usage_chunk(handle.outputs, num_prompt_tokens))
     yield "data: [DONE]\n\n"
 
 
-class _Going:
-  """Requests of one client, from `submit` on; leaving its context cancels what has not ended."""
+class _RequestHandle:
+  """The engine requests of one HTTP request, from `submit` on. Leaving its context cancels the unfinished ones."""
 
   def __init__(
-    self, loaded: Loaded, requests: list[scheduler.Request], worker: Worker, meters: Meters, start: float
+    self,
+    model: InferenceModel,
+    requests: list[scheduler.Request],
+    engine: EngineThread,
+    metrics: ServerMetrics,
+    start: float,
   ) -> None:
-    self.answers = [Answer(request, loaded.tokenizer) for request in requests]
-    self._requests, self._worker, self._meters = requests, worker, meters
-    self._places = {request: place for place, request in enumerate(requests)}
-    self._events: asyncio.Queue[scheduler.Event] = asyncio.Queue()
-    self._timer, self._start = meters.timer(), start
+    self.outputs = [IncrementalDetokenizer(request, model.tokenizer) for request in requests]
+    self._requests, self._engine, self._metrics = requests, engine, metrics
+    self._indices = {request: index for index, request in enumerate(requests)}
+    self._queue: asyncio.Queue[scheduler.TokenOutput] = asyncio.Queue()
+    self._timer, self._start = metrics.latency_timer(), start
 
   def submit(self, client: Client) -> None:
-    """Begins; raises `FullError` where there is no place to wait."""
+    """Submits the requests; raises `QueueFullError` if the queue is full."""
     loop = asyncio.get_running_loop()
 
-    def deliver(event: scheduler.Event) -> None:
-      with suppress(RuntimeError):  # a server that was told to end at once has closed its loop
-        loop.call_soon_threadsafe(self._events.put_nowait, event)
+    def callback(output: scheduler.TokenOutput) -> None:
+      with suppress(RuntimeError):  # the loop is closed after a forced shutdown
+        loop.call_soon_threadsafe(self._queue.put_nowait, output)
 
-    self._worker.submit(self._requests, deliver, client)
+    self._engine.submit(self._requests, callback, client)
 
-  def __enter__(self) -> "_Going":
+  def __enter__(self) -> "_RequestHandle":
     return self
 
   def __exit__(self, *_: object) -> None:
-    self._worker.cancel([answer.request for answer in self.answers if answer.finish is None])
-    for answer in self.answers:
-      self._meters.ended(answer)
+    self._engine.cancel([output.request for output in self.outputs if output.finish_reason is None])
+    for output in self.outputs:
+      self._metrics.count_finished(output)
 
-  async def finished(self, seconds: float) -> None:
-    """Takes what comes until all answers have ended."""
-    async for _ in self.pieces(seconds):
+  async def wait(self, seconds: float) -> None:
+    """Waits until all outputs are finished."""
+    async for _ in self.stream(seconds):
       pass
 
-  async def pieces(self, seconds: float) -> AsyncIterator[tuple[int, str, scheduler.Event]]:
-    """(place, new text, event) until all answers have ended; there are so many seconds for it."""
-    while any(answer.finish is None for answer in self.answers):
-      event = await self._next(self._start + seconds)
-      place = self._places[event.request]
-      answer = self.answers[place]
-      if answer.finish is not None:  # ended by a stop text, a token ago
+  async def stream(self, seconds: float) -> AsyncIterator[tuple[int, str, scheduler.TokenOutput]]:
+    """Yields (index, new text, token output) until all outputs are finished, within `seconds` of the start."""
+    while any(output.finish_reason is None for output in self.outputs):
+      token_output = await self._next(self._start + seconds)
+      index = self._indices[token_output.request]
+      output = self.outputs[index]
+      if output.finish_reason is not None:  # a stop string ended it one token ago
         continue
-      text = answer.add(event)
-      if event.finish in _BROKEN:
-        raise HTTPException(*_BROKEN[event.finish])
+      text = output.add(token_output)
+      if token_output.finish_reason in _ERRORS:
+        raise HTTPException(*_ERRORS[token_output.finish_reason])
       self._timer.token()
-      if answer.finish and not event.finish:
-        self._worker.cancel([answer.request])
-      yield place, text, event
+      if output.finish_reason and not token_output.finish_reason:
+        self._engine.cancel([output.request])
+      yield index, text, token_output
 
-  async def _next(self, end: float) -> scheduler.Event:
+  async def _next(self, end: float) -> scheduler.TokenOutput:
     try:
       async with asyncio.timeout_at(end):
-        return await self._events.get()
+        return await self._queue.get()
     except TimeoutError:
-      raise HTTPException(408, "The answer took longer than this server gives it: ask for fewer tokens.") from None
+      raise HTTPException(408, "Generation took longer than the request timeout: lower max_tokens.") from None
 
 
-class _Stream(StreamingResponse):
-  """Server-sent events about what is going on, which ends with them, also where the client left before the first."""
+class _EventStream(StreamingResponse):
+  """Server-sent events of a request handle, whose context it holds even if the client disconnects before the first."""
 
-  def __init__(self, events: AsyncIterator[str], going: _Going) -> None:
+  def __init__(self, events: AsyncIterator[str], handle: _RequestHandle) -> None:
     super().__init__(events, media_type="text/event-stream")
-    self._going = going
+    self._handle = handle
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-    with self._going:
+    with self._handle:
       await super().__call__(scope, receive, send)
 
 
-async def _unless_left(work: Coroutine[Any, Any, _Result], http: Request) -> _Result:
-  """Its result; a client that leaves before ends it."""
+async def _unless_disconnected(work: Coroutine[Any, Any, _Result], http: Request) -> _Result:
+  """Awaits work; cancels it and raises a 499 if the client disconnects first."""
 
-  async def leave() -> None:
+  async def disconnect() -> None:
     while (await http.receive())["type"] != "http.disconnect":
       pass
 
-  doing, leaving = asyncio.create_task(work), asyncio.create_task(leave())
+  working, disconnecting = asyncio.create_task(work), asyncio.create_task(disconnect())
   try:
-    await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
-    if doing.done():
-      return doing.result()
-    raise HTTPException(499, "The client has left.")
+    await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
+    if working.done():
+      return working.result()
+    raise HTTPException(499, "The client has disconnected.")
   finally:
-    for task in (doing, leaving):
+    for task in (working, disconnecting):
       task.cancel()
-    await asyncio.gather(doing, leaving, return_exceptions=True)
+    await asyncio.gather(working, disconnecting, return_exceptions=True)
 
 
-def _unavailable(worker: Worker) -> HTTPException:
-  return HTTPException(503, _FAILED if worker.status == "failed" else _STARTING, {"Retry-After": "5"})
+def _unavailable(engine: EngineThread) -> HTTPException:
+  return HTTPException(503, _FAILED if engine.status == "failed" else _STARTING, {"Retry-After": "5"})
 
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # piece by piece, between which others have the lock
+_ENCODER = json.JSONEncoder(
+  ensure_ascii=False, allow_nan=False
+)  # incremental, so that other threads get the lock in between
 
 
 def _event(body: dict[str, Any]) -> str:

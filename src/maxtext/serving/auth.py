@@ -1,6 +1,6 @@
-"""Who asks the server: the check of API keys, before anything of a request's body is read.
+"""Authentication: API keys are checked before any part of a request's body is read.
 
-Without keys everyone may ask, and clients are told apart by their address.
+Without API keys every client is accepted, and clients are identified by their address.
 """
 
 import hmac
@@ -11,16 +11,16 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from maxtext.serving.connections import network
+from maxtext.serving.connections import client_network
 
 OPEN_PATHS = ("/health",)
-_REFUSED = "The API key is missing or wrong: send it as 'Authorization: Bearer KEY'."
+_INVALID_KEY = "The API key is missing or wrong: send it as 'Authorization: Bearer KEY'."
 
 
-class Access:
-  """Asks for a key in front of every path but `OPEN_PATHS`, before a body is read.
+class AuthenticationMiddleware:
+  """ASGI middleware that requires an API key on every path except `OPEN_PATHS`.
 
-  `scope["state"]["client"]` then says who asks: the place of the key, or the address.
+  It sets `scope["state"]["client"]` to the index of the key, or to the client's network without keys.
   """
 
   def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
@@ -29,15 +29,15 @@ class Access:
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] != "http":
       return await self._app(scope, receive, send)
-    address = network((scope.get("client") or ("",))[0])
+    address = client_network((scope.get("client") or ("",))[0])
     client = self._key(scope) if self._keys else address
     if client is None and scope["path"] not in OPEN_PATHS:
-      return await refusal(401, _REFUSED, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+      return await error_response(401, _INVALID_KEY, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
     scope.setdefault("state", {})["client"] = client
     await self._app(scope, receive, send)
 
   def _key(self, scope: Scope) -> int | None:
-    """The place of the key that was sent; all are compared, whichever it is."""
+    """The index of the key that was sent. All keys are compared, so the time does not depend on which one matches."""
     given = dict(scope["headers"]).get(b"authorization", b"")
     kind, _, key = given.partition(b" ")
     matches = [hmac.compare_digest(key, known) for known in self._keys]
@@ -45,15 +45,15 @@ class Access:
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-  """What a refusal says."""
+  """The JSON body of an error, in OpenAI's format."""
   kind = _ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
   return {"error": {"message": message[:_MAX_MESSAGE], "type": kind, "param": None, "code": status}}
 
 
-def refusal(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-  """The same as an answer."""
+def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
+  """An error response."""
   return Response(json.dumps(error_body(status, message)), status, headers, media_type="application/json")
 
 
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-_MAX_MESSAGE = 2000  # characters; a message may quote what was sent
+_MAX_MESSAGE = 2000  # characters; a message may quote the request

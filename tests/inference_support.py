@@ -12,18 +12,18 @@ import jax
 from maxtext.configs.types import TokenizerType
 from maxtext.data.options import tokenizer_options
 from maxtext.data.tokenizers import load_tokenizer, train_tokenizer
-from maxtext.inference.answer import Answer
-from maxtext.inference.loading import Loaded, make_engine
+from maxtext.inference.detokenizer import IncrementalDetokenizer
+from maxtext.inference.inference_model import InferenceModel, make_engine
 from maxtext.inference.sampling import SamplingParams
-from maxtext.serving.limits import Limits
+from maxtext.serving.engine_thread import EngineThread
+from maxtext.serving.limits import ServerLimits
 from maxtext.serving.server import make_app
-from maxtext.serving.worker import Worker
 from tests.support import program, tiny
 
 BYTES = 258  # tokens: every byte, a beginning and an end
 
 
-def random_model(folder, ahead=0, seed=0, **changes):
+def random_model(folder, num_speculative_tokens=0, seed=0, **changes):
   """What answers, two requests at once; its tokenizer is written to the folder."""
   train_tokenizer([], BYTES, 0, folder)
   keys = {"vocab_size": BYTES, "max_target_length": 96, "max_prefill_predict_length": 16, "per_device_batch_size": 2}
@@ -33,8 +33,10 @@ def random_model(folder, ahead=0, seed=0, **changes):
   params, buffers = jax.jit(model.init, out_shardings=shardings)(seed)
   named = config.model_copy(update={"tokenizer_type": TokenizerType.HUGGINGFACE, "tokenizer_path": str(folder)})
   tokenizer = replace(load_tokenizer(tokenizer_options(named)), add_bos=False, add_eos=False)
-  settings = SamplingParams(stop_token_ids=(tokenizer.eos,))
-  return Loaded(config, make_engine(config, model, params | buffers, ahead), tokenizer, settings)
+  sampling_params = SamplingParams(stop_token_ids=(tokenizer.eos,))
+  return InferenceModel(
+    config, make_engine(config, model, params | buffers, num_speculative_tokens), tokenizer, sampling_params
+  )
 
 
 def broken_model(folder):
@@ -46,19 +48,19 @@ def broken_model(folder):
 
 def finish(loaded, requests):
   """The answers to requests, all at once, in their order."""
-  scheduler = loaded.scheduler()
-  found = {request: Answer(request, loaded.tokenizer) for request in requests}
+  scheduler = loaded.make_scheduler()
+  found = {request: IncrementalDetokenizer(request, loaded.tokenizer) for request in requests}
   for request in requests:
     scheduler.submit(request)
-  for event in scheduler.run():
-    found[event.request].add(event)
+  for output in scheduler.run():
+    found[output.request].add(output)
   return list(found.values())
 
 
 @contextmanager
-def answering(loaded, limits=Limits(waiting=8)):  # noqa: B008 (it is frozen)
+def answering(loaded, limits=ServerLimits(max_queued_requests=8)):  # noqa: B008 (it is frozen)
   """A worker that is ready, and the app in front of it."""
-  worker, ready = Worker(lambda: loaded, limits.waiting, limits.share), threading.Event()
+  worker, ready = EngineThread(lambda: loaded, limits.max_queued_requests, limits.queue_share), threading.Event()
   worker.start(ready.set)
   assert ready.wait(60)
   yield worker, make_app("tiny", worker, limits)

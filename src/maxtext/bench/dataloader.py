@@ -1,8 +1,8 @@
-"""How fast the data of a configuration can be made, alone, and what bounds it."""
+"""Benchmark of the dataloader: tokens per second without training, and the share of each stage."""
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
@@ -22,15 +22,15 @@ from maxtext.data.spans import cut_long_documents
 from maxtext.data.streams import PackedStreams
 
 
-class Speed(NamedTuple):
-  """Tokens a second, and how much of the rows they fill."""
+class DataThroughput(NamedTuple):
+  """Tokens per second, and the share of each batch that is not padding."""
 
   tokens_per_second: float
-  filled: float
+  packing_efficiency: float
 
 
 def abstract_batch(shape: tuple[int, int]) -> Batch:
-  """A batch of so many rows of a length on all devices, split by rows."""
+  """Shapes and shardings of a batch of `shape` (rows, length), sharded by rows over all devices."""
   mesh = Mesh(np.array(jax.devices()), ("rows",))
   sharding = NamedSharding(mesh, PartitionSpec("rows" if shape[0] % mesh.size == 0 else None))
 
@@ -41,66 +41,66 @@ def abstract_batch(shape: tuple[int, int]) -> Batch:
   return Batch(whole, whole, whole, whole, array(jnp.float32))
 
 
-def speed(options: DataOptions, batch: Batch, seconds: float) -> Speed:
-  """Of the feed of such batches, with its processes and threads, after the first batch."""
+def measure_throughput(options: DataOptions, batch: Batch, seconds: float) -> DataThroughput:
+  """The throughput of the dataloader with its processes and threads, after the first batch."""
   feed = make_dataloader(options, batch)
   jax.block_until_ready(next(feed).batch)
-  start, tokens, cells = time.perf_counter(), 0, 0
+  start, tokens, cells = perf_counter(), 0, 0
   for fed in feed:
     jax.block_until_ready(fed.batch)
     tokens, cells = tokens + int(np.asarray(fed.batch.weights).sum()), cells + fed.batch.weights.size
-    if time.perf_counter() - start >= seconds:
+    if perf_counter() - start >= seconds:
       break
-  return Speed(tokens / (time.perf_counter() - start), tokens / max(cells, 1))
+  return DataThroughput(tokens / (perf_counter() - start), tokens / max(cells, 1))
 
 
-def stages(options: DataOptions, batch: Batch, seconds: float) -> dict[str, float]:
-  """The shares of time that one process alone, without threads, spends in each stage; of random access only."""
-  split, clock = options.train, _Clock()
+def measure_stages(options: DataOptions, batch: Batch, seconds: float) -> dict[str, float]:
+  """The share of time of each stage in one process without threads; empty for synthetic and streamed data."""
+  split, clock = options.train, _StageClock()
   if options.kind == DatasetType.SYNTHETIC or is_streamed(options, split):
     return {}
   rows, length = batch.inputs.shape
   sources = cut_long_documents(open_sources(options, split), rows, length)
-  watched = [DataSource(_Timed(source.documents, clock), source.weight, source.spans) for source in sources]
-  mixture = SourceMixture(watched, rows, options.seed, split.shuffle, vocab_size=options.vocab_size)
+  timed = [DataSource(_TimedDocuments(source.documents, clock), source.weight, source.spans) for source in sources]
+  mixture = SourceMixture(timed, rows, options.seed, split.shuffle, vocab_size=options.vocab_size)
   streams = PackedStreams(mixture, make_packing(options, length), range(rows), read_ahead=-(-split.read_ahead // rows))
   local_rows = LocalRows.of(batch.inputs.sharding, rows, length)
-  while sum(clock.spent.values()) < seconds:
-    with clock.during("pack"):
+  while sum(clock.seconds.values()) < seconds:
+    with clock.time("pack"):
       made = streams.rows(range(rows))
-    with clock.during("place"):
+    with clock.time("place"):
       fed, _ = place_rows(0, made, local_rows=local_rows, total=rows, about=np.zeros(0, np.uint8))
       jax.block_until_ready(fed.batch)
-  whole = sum(clock.spent.values())
-  return {name: spent / whole for name, spent in clock.spent.items()}
+  whole = sum(clock.seconds.values())
+  return {name: stage_seconds / whole for name, stage_seconds in clock.seconds.items()}
 
 
-class _Clock:
-  """Time by stage; a stage within a stage is not counted in the outer one."""
+class _StageClock:
+  """Seconds by stage. A nested stage is not counted in the outer one."""
 
   def __init__(self) -> None:
-    self.spent = dict.fromkeys(("read", "tokenize", "pack", "place"), 0.0)
+    self.seconds = dict.fromkeys(("read", "tokenize", "pack", "place"), 0.0)
 
   @contextmanager
-  def during(self, stage: str) -> Iterator[None]:
-    start, before = time.perf_counter(), sum(self.spent.values())
+  def time(self, stage: str) -> Iterator[None]:
+    start, before = perf_counter(), sum(self.seconds.values())
     yield
-    inner = sum(self.spent.values()) - before
-    self.spent[stage] += time.perf_counter() - start - inner
+    inner = sum(self.seconds.values()) - before
+    self.seconds[stage] += perf_counter() - start - inner
 
 
-class _Timed:
-  """Documents that are watched."""
+class _TimedDocuments:
+  """Documents whose reads and tokenization are timed."""
 
-  def __init__(self, documents: Documents, clock: _Clock) -> None:
+  def __init__(self, documents: Documents, clock: _StageClock) -> None:
     self.sizes, self.window, self.identity = documents.sizes, documents.window, documents.identity
     self.counts, self.where = documents.counts, documents.where
     self._documents, self._clock = documents, clock
 
   def read(self, numbers: Sequence[int]) -> Sequence[Any]:
-    with self._clock.during("read"):
+    with self._clock.time("read"):
       return self._documents.read(numbers)
 
   def tokens(self, record: Any) -> np.ndarray:
-    with self._clock.during("tokenize"):
+    with self._clock.time("tokenize"):
       return self._documents.tokens(record)

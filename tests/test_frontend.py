@@ -20,9 +20,9 @@ import pytest
 
 from maxtext.cli import serve as command
 from maxtext.configs import ConfigError
-from maxtext.serving import front
-from maxtext.serving.api_keys import is_loopback, read_keys
-from maxtext.serving.limits import Limits
+from maxtext.serving import frontend
+from maxtext.serving.api_keys import is_loopback, read_api_keys
+from maxtext.serving.limits import ServerLimits
 from tests.flags import flags
 from tests.test_serving import wait_until
 
@@ -30,15 +30,16 @@ SERVE = """
 import sys, time
 from functools import partial
 from maxtext.configs.errors import RunError
-from maxtext.serving.front import serve
-from maxtext.serving.limits import ConnectionLimits, Limits
+from maxtext.serving.frontend import serve
+from maxtext.serving.limits import ConnectionLimits, ServerLimits
 load = partial(time.sleep, 600)
 if len(sys.argv) > 1:
-  from tests.answering import broken_model  # which imports JAX, as nothing else does here
+  from tests.inference_support import broken_model  # which imports JAX, as nothing else does here
   load = partial(broken_model, sys.argv[1])
-connections = ConnectionLimits(total=40, per_address=20, head_seconds=1, body_seconds=1, write_seconds=1)
+connections = ConnectionLimits(total=40, per_address=20, header_seconds=1, body_seconds=1, write_seconds=1)
 try:
-  serve(load, "tiny", "127.0.0.1", 0, Limits(keys=("secret",), body=10000, grace=5, connections=connections))
+  limits = ServerLimits(api_keys=("secret",), max_body_bytes=10000, shutdown_timeout=5, connections=connections)
+  serve(load, "tiny", "127.0.0.1", 0, limits)
 except RunError as error:
   sys.exit(f"maxtext: {error}")
 """
@@ -93,10 +94,10 @@ def seconds_until_closed(connection):
 def test_it_listens_while_the_model_is_loaded(port):
   status, body, headers = ask(port, "/health", key="")
   assert (status, headers["retry-after"]) == (503, "5")
-  assert json.loads(body) == {"status": "starting", "busy": False, "last_step_seconds": None}
+  assert json.loads(body) == {"status": "starting", "busy": False, "seconds_since_last_step": None}
   status, body, headers = ask(port, "/v1/completions", "POST", "{}")
   assert (status, headers["retry-after"]) == (503, "5")
-  assert "is being loaded" in json.loads(body)["error"]["message"]
+  assert "is loading" in json.loads(body)["error"]["message"]
 
 
 def test_only_reading_tells_of_health(port):
@@ -169,15 +170,15 @@ def test_idle_connections_make_room(port):
 
 def test_a_client_has_so_many_requests_in_the_engine(monkeypatch):
   """Those that it left are among them until the engine has ended them; another client is not concerned."""
-  limits = Limits(waiting=4, keys=("one", "two"))
+  limits = ServerLimits(max_queued_requests=4, api_keys=("one", "two"))
   spawn = Mock()
-  monkeypatch.setattr(front.multiprocessing, "get_context", lambda kind: spawn)
-  engine = front.EngineProcess(None, "tiny", limits)
+  monkeypatch.setattr(frontend.multiprocessing, "get_context", lambda kind: spawn)
+  engine = frontend.EngineClient(None, "tiny", limits)
   told = spawn.Process.call_args.kwargs["args"][-1]
-  assert (told.keys, told.share) == ((), limits.share)
+  assert (told.api_keys, told.queue_share) == ((), limits.queue_share)
   sent, replies = [], asyncio.Queue()
   channel = SimpleNamespace(send=lambda *message: sent.append(message), receive=replies.get)
-  monkeypatch.setattr(front.Channel, "of", AsyncMock(return_value=channel))
+  monkeypatch.setattr(frontend.Channel, "of", AsyncMock(return_value=channel))
 
   def asked(client):
     return {
@@ -193,17 +194,17 @@ def test_a_client_has_so_many_requests_in_the_engine(monkeypatch):
     replies.put_nowait(("state", "ok", False, None, 3))
     await asyncio.sleep(0.01)
     taken, parts = 0, []
-    while not engine.full(0):
+    while not engine.is_full(0):
       taken += 1
       with engine.request(asked(0), b""):
         pass
     assert taken == 3 + 2 + 64  # slots, its share, and some
-    assert not engine.full(1)
-    await front.Front(engine, limits)(asked(0), AsyncMock(), AsyncMock(side_effect=parts.append))
+    assert not engine.is_full(1)
+    await frontend.Frontend(engine, limits)(asked(0), AsyncMock(), AsyncMock(side_effect=parts.append))
     assert parts[0]["status"] == 429
     replies.put_nowait(("reply", 0, None))
     await asyncio.sleep(0.01)
-    assert not engine.full(0)
+    assert not engine.is_full(0)
     listening.cancel()
 
   asyncio.run(leave())
@@ -215,7 +216,7 @@ def test_an_answer_that_nobody_reads_is_given_up():
 
   async def put():
     aborted = []
-    reply = front._Reply(lambda: aborted.append(True))
+    reply = frontend._Reply(lambda: aborted.append(True))
     piece = {"type": "http.response.body", "body": b"a" * 2**20, "more_body": True}
     for _ in range(9):
       reply.put_nowait(piece)
@@ -253,7 +254,7 @@ def test_the_engine_is_killed_and_the_front_ends():
     os.kill(children(process)[-1], signal.SIGKILL)
     _, said = process.communicate(timeout=60)
   assert process.returncode == 1
-  assert "maxtext: the engine's process ended with code -9." in said
+  assert "maxtext: the engine process ended with code -9." in said
 
 
 def test_told_to_end_while_it_loads_and_killed():
@@ -286,42 +287,44 @@ def test_an_engine_that_fails_ends_the_server(tmp_path):
 @pytest.mark.parametrize(
   ("text", "message"),
   [
-    ("", "holds no key"),
-    (",", "holds no key"),
+    ("", "contains no key"),
+    (",", "contains no key"),
     ("k3y,,two", "key 2 of 3 is empty"),
-    ("k3y, two", "key 2 of 2 is not of visible ASCII"),
-    ("k3y\n", "key 1 of 1 is not of visible ASCII"),
-    ("schl\u00fcssel", "key 1 of 1 is not of visible ASCII"),
-    ("k3y,k3y", "holds a key twice"),
+    ("k3y, two", "key 2 of 2 has characters other than visible ASCII"),
+    ("k3y\n", "key 1 of 1 has characters other than visible ASCII"),
+    ("schl\u00fcssel", "key 1 of 1 has characters other than visible ASCII"),
+    ("k3y,k3y", "contains a key twice"),
   ],
 )
 def test_keys_that_are_none(text, message):
   with pytest.raises(ConfigError, match=message) as refused:
-    read_keys({"MAXTEXT_API_KEYS": text}, None)
+    read_api_keys({"MAXTEXT_API_KEYS": text}, None)
   assert "k3y" not in str(refused.value), "no key in a message"
 
 
-@pytest.mark.parametrize("word", ["--timeout=0", "--grace=inf", "--header-timeout=nan", "--write-timeout=-1"])
+@pytest.mark.parametrize(
+  "word", ["--request-timeout=0", "--shutdown-timeout=inf", "--header-timeout=nan", "--write-timeout=-1"]
+)
 def test_seconds_that_are_none(word, monkeypatch):
-  monkeypatch.setattr(command, "resolve_run", lambda *_: None)
+  monkeypatch.setattr(command, "resolve_model_config", lambda *_: None)
   parser = argparse.ArgumentParser()
   command.add_command(parser.add_subparsers())
   arguments = parser.parse_args(["serve", word])
-  with pytest.raises(ConfigError, match=f"{word.partition('=')[0]} .*: more than 0 seconds, and not for ever"):
+  with pytest.raises(ConfigError, match=f"{word.partition('=')[0]} .*: it must be more than 0 and finite"):
     arguments.run(arguments)
 
 
 def test_where_keys_come_from(tmp_path):
   file = tmp_path / "keys"
   file.write_text("one\ntwo\n")
-  assert read_keys({}, None) == ()
-  assert read_keys({"MAXTEXT_API_KEYS": "one,two"}, None) == read_keys({}, str(file)) == ("one", "two")
-  with pytest.raises(ConfigError, match="both name keys"):
-    read_keys({"MAXTEXT_API_KEYS": "one"}, str(file))
+  assert read_api_keys({}, None) == ()
+  assert read_api_keys({"MAXTEXT_API_KEYS": "one,two"}, None) == read_api_keys({}, str(file)) == ("one", "two")
+  with pytest.raises(ConfigError, match="both give API keys"):
+    read_api_keys({"MAXTEXT_API_KEYS": "one"}, str(file))
   file.write_text("\n")
-  for name, message in (("keys", "holds no key"), ("none", "cannot be read: No such file")):
+  for name, message in (("keys", "contains no key"), ("none", "cannot be read: No such file")):
     with pytest.raises(ConfigError, match=message):
-      read_keys({}, str(tmp_path / name))
+      read_api_keys({}, str(tmp_path / name))
   assert [is_loopback(host) for host in ("127.0.0.5", "::1", "localhost", "0.0.0.0", "", "example.org")] == [
     True, True, True, False, False, False
   ]  # fmt: skip

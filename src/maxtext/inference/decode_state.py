@@ -1,0 +1,171 @@
+"""The state of an engine's slots, and the pure functions over it that the engine's programs are made of.
+
+Shapes: B slots, S tokens of a chunk, T longest sequence, M most pages of a slot, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.inference.sampling import SamplerOutput, SamplingState, TokenHistory, sample
+from maxtext.layers.cache import Cache, Slots
+from maxtext.layers.pages import insert_row
+from maxtext.models.model import Model, Params
+
+Caches = list[list[Cache]]
+
+
+class DecodeState(NamedTuple):
+  """The state of all slots.
+
+  Attributes:
+    cache: the KV cache.
+    sequences: [B,T] all tokens up to `positions`. T is 0 unless the n-gram proposer reads them.
+    tokens: [B] the token that each slot feeds next.
+    positions: [B] the position of that token.
+    sampling: the sampling parameters of each slot.
+    history: which tokens occurred, for the penalties.
+  """
+
+  cache: Caches
+  sequences: jax.Array
+  tokens: jax.Array
+  positions: jax.Array
+  sampling: SamplingState
+  history: TokenHistory
+
+
+def init_decode_state(
+  model: Model, params: Params, slots: int, max_model_len: int, sequence_len: int = 0
+) -> DecodeState:
+  """The state of empty slots.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    slots: number of slots.
+    max_model_len: longest sequence that the KV cache holds.
+    sequence_len: length T of `DecodeState.sequences`.
+  """
+  zeros, vocab = jnp.zeros(slots, jnp.int32), model.spec.vocab
+  history = TokenHistory(jnp.zeros((slots, vocab), bool), jnp.zeros((slots, vocab), jnp.int32))
+  cache = model.bind(params).empty_cache(slots, max_model_len)
+  sequences = jnp.zeros((slots, sequence_len), jnp.int32)
+  return DecodeState(cache, sequences, zeros, zeros, SamplingState.empty(slots, vocab), history)
+
+
+def decode_step(
+  model: Model,
+  params: Params,
+  state: DecodeState,
+  active: jax.Array,
+  token_bitmask: jax.Array,
+  pages: jax.Array | None = None,
+) -> tuple[DecodeState, SamplerOutput]:
+  """Feeds the last token of every slot and samples the next one; only active slots change.
+
+  `pages` [B,M] is the block table of a paged KV cache.
+  """
+  tokens = state.tokens[:, None]
+  logits, cache = forward_step(model, params, state.cache, tokens, state.positions, active=active, pages=pages)
+  output = sample(logits[:, 0], state.sampling, state.history, state.positions + 1, token_bitmask)
+  return commit(state._replace(cache=cache), output.token_ids, active), output
+
+
+def prefill(
+  model: Model,
+  params: Params,
+  row: Caches,
+  tokens: jax.Array,
+  start: jax.Array,
+  count: jax.Array,
+  fresh: bool = False,
+) -> Caches:
+  """The cache of a row after the first `count` [1] tokens of [1,S], which begin at position `start`."""
+  positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+  _, _, updated = model.bind(params).hidden(tokens, positions, cache=row, count=count, fresh=fresh)
+  assert updated is not None
+  return updated
+
+
+def insert(
+  cache_slots: list[list[dict[str, Slots]]],
+  state: DecodeState,
+  row: Caches,
+  slot: jax.Array,
+  pages: jax.Array,
+  sequence: jax.Array,
+  counts: jax.Array,
+  sampling: SamplingState,
+) -> DecodeState:
+  """Puts a prefilled row into a slot.
+
+  Args:
+    cache_slots: the description of each array of the KV cache.
+    state: the state of all slots.
+    row: the prefilled cache of one sequence.
+    slot: index of the slot.
+    pages: [M] the pages of the slot.
+    sequence: [T] prompt and output tokens, padded with the vocabulary size.
+    counts: [2] the number of prompt tokens, and of prompt and output tokens together.
+    sampling: the sampling parameters of the request.
+  """
+  indices, count = jnp.arange(sequence.shape[0]), counts[1]
+
+  def put(kind: Slots, whole: jax.Array, one: jax.Array) -> jax.Array:
+    if kind.paged:
+      return insert_row(whole, one, pages)
+    return jax.lax.dynamic_update_slice_in_dim(whole, one, slot, axis=1)
+
+  def token_counts(mask: jax.Array) -> jax.Array:
+    counted = jnp.where(mask, sequence, state.history.prompt.shape[1])
+    return jnp.zeros_like(state.history.output[0]).at[counted].add(1, mode="drop")
+
+  history = TokenHistory(
+    state.history.prompt.at[slot].set(token_counts(indices < counts[0]) > 0),
+    state.history.output.at[slot].set(token_counts(indices >= counts[0])),
+  )
+  return DecodeState(
+    jax.tree.map(put, cache_slots, state.cache, row),
+    state.sequences.at[slot, indices].set(sequence, mode="drop"),
+    state.tokens.at[slot].set(sequence[count - 1]),
+    state.positions.at[slot].set(count - 1),
+    jax.tree.map(lambda all_rows, one: all_rows.at[slot].set(one), state.sampling, sampling),
+    history,
+  )
+
+
+def forward_step(
+  model: Model,
+  params: Params,
+  cache: Caches,
+  tokens: jax.Array,
+  positions: jax.Array,
+  *,
+  active: jax.Array | bool = True,
+  pages: jax.Array | None = None,
+) -> tuple[jax.Array, Caches]:
+  """Feeds tokens [B,S] that begin at `positions` [B]; returns float32 logits [B,S,V] and the updated cache.
+
+  The cache is read up to the longest active row [B]. The logits of inactive rows are undefined.
+  """
+  decoder = model.bind(params)
+  token_positions = positions[:, None] + jnp.arange(tokens.shape[1])
+  end = jnp.max(jnp.where(active, positions, 0)) + tokens.shape[1]
+  hidden, _, updated = decoder.hidden(tokens, token_positions, cache=cache, pages=pages, end=end)
+  assert updated is not None
+  return decoder.logits(hidden).astype(jnp.float32), updated
+
+
+def commit(state: DecodeState, tokens: jax.Array, active: jax.Array) -> DecodeState:
+  """Appends a token [B] to the sequence of each active slot. Its keys and values are not in the cache yet."""
+  rows, positions = jnp.arange(tokens.shape[0]), state.positions + active
+  return DecodeState(
+    state.cache,
+    state.sequences.at[rows, jnp.where(active, positions, state.sequences.shape[1])].set(tokens, mode="drop"),
+    jnp.where(active, tokens, state.tokens),
+    positions,
+    state.sampling,
+    state.history._replace(output=state.history.output.at[rows, tokens].add(active)),
+  )

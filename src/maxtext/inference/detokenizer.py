@@ -1,0 +1,72 @@
+"""Incremental detokenization: the text of a request's output as its tokens arrive, up to the first stop string."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from maxtext.data.tokenizers import Tokenizer
+from maxtext.inference.scheduler import FinishReason, Request, TokenOutput
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_CONTEXT = 4  # tokens decoded again in front of new ones: the space in front of a word may depend on the word before
+
+
+@dataclass(eq=False)
+class IncrementalDetokenizer:
+  """The output of one request so far.
+
+  Attributes:
+    text: the text that can be shown. Characters that may still become part of a stop string, or of an incomplete
+      character, are held back.
+    token_ids: all generated tokens without a stop token. Tokens of a stop string are included.
+    outputs: all token outputs in the order they arrived.
+    finish_reason: why generation ended; None while the request runs.
+  """
+
+  request: Request
+  tokenizer: Tokenizer
+  text: str = ""
+  finish_reason: FinishReason | None = None
+  token_ids: list[int] = field(default_factory=list)
+  outputs: list[TokenOutput] = field(default_factory=list)
+  _decoded: str = ""  # the text of the first `_num_decoded` tokens
+  _num_decoded: int = 0
+
+  def add(self, output: TokenOutput) -> str:
+    """Takes a token output of the request and returns the newly shown text. Ignored once `finish_reason` is set."""
+    if self.finish_reason is not None:
+      return ""
+    self.outputs.append(output)
+    if output.token is not None and output.token not in self.request.sampling_params.stop_token_ids:
+      self.token_ids.append(output.token)
+    self.finish_reason = output.finish_reason
+    text = self._decode(final=output.finish_reason is not None)
+    for stop in self.request.sampling_params.stop:
+      # The shown text contains no stop string, so only the part that was held back needs a search.
+      if (end := text.find(stop, max(0, len(self.text) - len(stop) + 1))) >= 0:
+        text, self.finish_reason = text[:end], "stop"
+    shown = text if self.finish_reason else text[: len(text) - _overlap(text, self.request.sampling_params.stop)]
+    new, self.text = shown[len(self.text) :], shown
+    return new
+
+  def _decode(self, final: bool) -> str:
+    """The text of all tokens. Only the tokens after `_num_decoded`, and a few before them, are decoded again."""
+    first = max(self._num_decoded - _CONTEXT, 0)
+    before = self.tokenizer.decode(self.token_ids[first : self._num_decoded])
+    tail = self.tokenizer.decode(self.token_ids[first:])[len(before) :]
+    if not final and tail.endswith(_INCOMPLETE):  # some bytes of the last character are missing
+      return self._decoded + tail.rstrip(_INCOMPLETE)
+    self._decoded, self._num_decoded = self._decoded + tail, len(self.token_ids)
+    return self._decoded
+
+
+def _overlap(text: str, stops: Sequence[str]) -> int:
+  """The number of characters at the end of a text that may be the start of a stop string."""
+  return max((_prefix_length(text[-len(stop) + 1 :] if len(stop) > 1 else "", stop) for stop in stops), default=0)
+
+
+def _prefix_length(tail: str, stop: str) -> int:
+  """The length of the longest suffix of `tail` that is a prefix of `stop`. The tail is shorter than the stop string."""
+  start = tail.find(stop[0])
+  while start >= 0 and not stop.startswith(tail[start:]):
+    start = tail.find(stop[0], start + 1)
+  return len(tail) - start if start >= 0 else 0
