@@ -1,8 +1,8 @@
 """The one form in which every objective receives data, and the place in the data that it was taken from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -36,5 +36,18 @@ restored, each has the whole."""
 class Fed(NamedTuple):
   """A batch, and where the data stands after it: what a checkpoint of the step that used it keeps."""
 
-  batch: Batch
+  batch: Any  # a `Batch`, or what the objective declares
   position: Callable[[], Position]  # called only when it is kept
+
+
+class BatchSource(Protocol):
+  """Data of an objective's own."""
+
+  def batches(self, batch: Any, position: Position | None, split: Literal["train", "eval"]) -> Iterator[Fed]:
+    """Batches like an abstract one, from a position on; None is the beginning.
+
+    Every process of the run iterates alike, and the data ends on all of them with the same batch. `batch` has shape,
+    dtype and sharding of each array. The position of a `Fed` is saved with the checkpoint of the step that used it and
+    given back when the run resumes; the batches after it must then be the same, whatever the mesh.
+    """
+    ...
