@@ -11,6 +11,7 @@ from maxtext.data.batch import Batch
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
 from maxtext.models.clip import clip_queries_and_keys
+from maxtext.training.objectives.base import Models, StepContext
 from maxtext.training.objectives.language_modeling import LanguageModeling
 from maxtext.training.state import initial_state
 from maxtext.training.step import make_train_step
@@ -89,8 +90,12 @@ def test_hidden_states(keys, plain, documents):
 def test_tokens_after_the_next_are_predicted(documents):
   model, params, buffers, exact = random_model(**MTP)
   batch = batch_of(documents)
-  loss, metrics = jax.jit(lambda p: LanguageModeling(further_weight=0.3)(model.bind(p | buffers), batch))(params)
-  without, _ = jax.jit(lambda p: LanguageModeling(further_weight=0.0)(model.bind(p | buffers), batch))(params)
+  loss, metrics = jax.jit(
+    lambda p: LanguageModeling(further_weight=0.3)(Models(model.bind(p | buffers)), batch, StepContext())
+  )(params)
+  without, _ = jax.jit(
+    lambda p: LanguageModeling(further_weight=0.0)(Models(model.bind(p | buffers)), batch, StepContext())
+  )(params)
   found = [[], []]
   for row in range(2):
     tokens, positions = batch.inputs[row], batch.positions[row]
@@ -165,7 +170,7 @@ def test_the_step_shrinks_what_the_whole_batch_saw(accumulation):
   model, optimizer = program(config).model, optax.sgd(0.0)
   step = make_train_step(
     model, LanguageModeling(), optimizer, lambda s: 0.0, accumulation=accumulation,
-    after=lambda p, b: clip_queries_and_keys(model, 0.5, p, b),
+    post_update=lambda p, b: clip_queries_and_keys(model, 0.5, p, b),
   )  # fmt: skip
   batch = batch_of(PACKED)
   state = jax.jit(lambda: initial_state(model, optimizer, 0))()

@@ -14,6 +14,7 @@ import pytest
 
 from maxtext import load_config
 from maxtext.models.build import FAMILIES, weight_table
+from maxtext.training.objectives.base import Models, StepContext
 from maxtext.training.objectives.language_modeling import LanguageModeling
 from maxtext.weights.tensor_layout import from_tensors, to_tensors
 from tests.cases import cases
@@ -162,7 +163,7 @@ def run(model, params, batch):
     trained = {name: params[name] for name in model.params}
 
     def loss(trained):
-      return LanguageModeling()(model.bind(params | trained), batch)[0]
+      return LanguageModeling()(Models(model.bind(params | trained)), batch, StepContext())[0]
 
     decoder = model.bind(params)
     return decoder.logits(decoder.hidden(batch.inputs, batch.positions)[0]), jax.grad(loss)(trained)

@@ -1,8 +1,8 @@
 """The one form in which every objective receives data, and the place in the data that it was taken from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -36,5 +36,20 @@ restored, each has the whole."""
 class BatchWithState(NamedTuple):
   """A batch, and where the data stands after it: what a checkpoint of the step that used it keeps."""
 
-  batch: Batch
-  iterator_state: Callable[[], IteratorState]  # called only when it is kept
+  batch: Any  # a `Batch`, or what the objective declares
+  iterator_state: Callable[[], IteratorState]  # called only when it is saved
+
+
+class BatchSource(Protocol):
+  """Data of an objective's own."""
+
+  def batches(
+    self, batch: Any, state: IteratorState | None, split: Literal["train", "eval"]
+  ) -> Iterator[BatchWithState]:
+    """Batches like an abstract one, from an iterator state on; None is the beginning.
+
+    Every process of the run iterates alike, and the data ends on all of them with the same batch. `batch` has shape,
+    dtype and sharding of each array. The iterator state of a batch is saved with the checkpoint of the step that used
+    it and given back when the run resumes; the batches after it must then be the same, whatever the mesh.
+    """
+    ...

@@ -44,7 +44,7 @@ def load(program: Program, path: Path) -> Any:
     f"{what}: {there.get(what)} there, {now} here" for what, now in here.items() if there.get(what) != now
   ]:
     raise ConfigError(f"compiled_trainstep_file={path} is another step. {_named(program.config, about, different)}")
-  inputs, outputs = jax.tree.structure(((program.state, program.batch), {})), lowered.out_tree
+  inputs, outputs = jax.tree.structure((program.arguments, {})), lowered.out_tree
   devices = list(program.model.how.mesh.devices.flat)
   return serialize_executable.deserialize_and_load(executable, inputs, outputs, execution_devices=devices)
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxtext.data.batch import Batch
 from maxtext.training.state import TrainState
 
 AXIS = "diloco"
@@ -78,14 +77,14 @@ class Diloco:
     return TrainState(state.step, state.params, state.buffers, Apart(params, buffers, opt_state, outer))
 
   def step(self, one: Callable[..., tuple[TrainState, dict[str, jax.Array]]]) -> Callable[..., Any]:
-    """step(state, batch) of all replicas, from that of one."""
+    """step(state, batch, frozen parameters) of all replicas, from that of one."""
     axes = TrainState(None, 0, 0, 0)  # type: ignore[arg-type]
-    every = jax.vmap(one, in_axes=(axes, 0), out_axes=(axes, 0), spmd_axis_name=AXIS)
+    every = jax.vmap(one, in_axes=(axes, 0, None), out_axes=(axes, 0), spmd_axis_name=AXIS)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def train_step(state: TrainState, batch: Any, frozen: Any) -> tuple[TrainState, dict[str, jax.Array]]:
       apart: Apart = state.opt_state
       parts = jax.tree.map(lambda x: x.reshape(self.replicas, -1, *x.shape[1:]), batch)
-      moved, metrics = every(TrainState(state.step, apart.params, apart.buffers, apart.opt_state), parts)
+      moved, metrics = every(TrainState(state.step, apart.params, apart.buffers, apart.opt_state), parts, frozen)
       together = moved.step % self.period == 0
       ours = state.params, state.buffers
       (params, buffers), outer = jax.lax.cond(

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from maxtext.data.batch import Batch, BatchWithState
+from maxtext.data.batch import BatchWithState
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.state import TrainState
 
-Step = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
+Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
 
 def run_loop(

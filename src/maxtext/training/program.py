@@ -1,7 +1,7 @@
 """A run made ready: the model, the compiled step, and the abstract state and batch it takes. No array exists yet."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -9,25 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax._src.core import ShardingTypeError  # JAX has no other name for it
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.configs.derived import eval_batch_size, global_batch_size
 from maxtext.configs.errors import RunError
-from maxtext.configs.types import DatasetType
-from maxtext.data.batch import Batch, BatchWithState, IteratorState
+from maxtext.data.batch import BatchSource, BatchWithState, IteratorState
 from maxtext.data.dataloader import OpenedData, make_dataloader, open_data
 from maxtext.data.options import data_options
 from maxtext.distributed.multihost import process_folder
-from maxtext.layers.how import How
 from maxtext.mesh.compiler import compiler_options
 from maxtext.mesh.devices import with_devices
 from maxtext.mesh.explicit import auto_axes
-from maxtext.mesh.rules import LOGICAL_AXES, mesh_axes_of, num_shards_of
 from maxtext.models.build import build_model
 from maxtext.models.clip import clip_queries_and_keys
 from maxtext.models.model import Model, Params
@@ -35,9 +30,12 @@ from maxtext.optim.optimizer import make_optimizer
 from maxtext.optim.options import optimizer_options, schedule_options
 from maxtext.optim.schedules import learning_rate
 from maxtext.training import diloco
+from maxtext.training.abstract_batch import abstract_batch, token_paths
+from maxtext.training.frozen import build_frozen, frozen_params
+from maxtext.training.objectives.base import EVALUATION, Metrics, Objective, StepContext
 from maxtext.training.objectives.language_modeling import LanguageModeling
 from maxtext.training.state import TrainState, abstract_state, initial_state, on_devices, update_shardings
-from maxtext.training.step import Metrics, Objective, evaluation_sums, make_train_step
+from maxtext.training.step import evaluation_sums, make_train_step
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +45,14 @@ class Program:
   config: MaxTextConfig
   model: Model
   state: TrainState  # abstract
-  batch: Batch  # abstract
-  step: Any  # jitted: (state, batch) to (state, metrics)
+  batch: Any  # abstract, as the objective declares it
+  frozen: dict[str, dict[str, jax.ShapeDtypeStruct]]  # abstract: parameters and buffers of the frozen models, by name
+  step: Any  # jitted: (state, batch) to (state, metrics), with `frozen` as a third argument where there are any
   _init: Any
-  eval_batch: Batch  # abstract
+  eval_batch: Any  # abstract
   _eval_sums: Any
+  _frozen_models: Mapping[str, tuple[MaxTextConfig, Model]]
+  _source: BatchSource | None  # None takes the configured data
 
   @staticmethod
   def of(
@@ -59,9 +60,10 @@ class Program:
     mesh: Mesh,
     objective: Objective | None = None,
     optimizer: optax.GradientTransformation | None = None,
+    data: BatchSource | None = None,
   ) -> "Program":
     """Builds everything that needs no array. Without an objective the run pre-trains; without an optimizer it takes
-    the configured one and reports its learning rate."""
+    the configured one and reports its learning rate; without data it reads the configured data."""
     model = build_model(config, mesh)
     config = with_devices(config, mesh.devices.flatten().tolist())
     if not model.params:
@@ -73,16 +75,22 @@ class Program:
     state = abstract_state(
       model, optimizer, updated, config.parameter_memory_host_offload, config.optimizer_memory_host_offload
     )
+    trained = objective or LanguageModeling(
+      config.z_loss_multiplier, config.num_vocab_tiling, config.mtp_loss_scaling_factor
+    )
+    frozen_models = build_frozen(trained.frozen, config, model, mesh)
     update = make_train_step(
       model,
-      objective or LanguageModeling(config.z_loss_multiplier, config.num_vocab_tiling, config.mtp_loss_scaling_factor),
+      trained,
       optimizer,
       schedule,
       updated=updated,
       clip=config.gradient_clipping_threshold,
       accumulation=config.gradient_accumulation_steps,
       grad_dtype=config.grad_dtype.value,
-      after=partial(clip_queries_and_keys, model, config.qk_clip_threshold) if config.use_qk_clip else None,
+      post_update=partial(clip_queries_and_keys, model, config.qk_clip_threshold) if config.use_qk_clip else None,
+      frozen={name: other for name, (_, other) in frozen_models.items()},
+      seed=config.init_weights_seed,
     )
     apart = _apart(config, mesh)
     if apart is not None:
@@ -93,32 +101,53 @@ class Program:
 
     jit = partial(jax.jit, compiler_options=_compiler_options(config, mesh))
 
-    def dealt(batch: Batch) -> Batch:
+    ordered = token_paths(trained.batch(1, 1))
+
+    def dealt(batch: Any) -> Any:
       """Rows in the order in which their parts have the same work."""
       order = model.how.attention.order
       if order is None:
         return batch
-      return jax.tree.map(lambda a: auto_axes(order.apply, jax.typeof(a).sharding, a), batch)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-      return update(on_devices(state, shardings), dealt(batch))
+      def one(path: Any, a: jax.Array) -> jax.Array:
+        return auto_axes(order.apply, jax.typeof(a).sharding, a) if path in ordered else a
+
+      return jax.tree_util.tree_map_with_path(one, batch)
+
+    def train_step(
+      state: TrainState, batch: Any, frozen: Mapping[str, Params] | None = None
+    ) -> tuple[TrainState, Metrics]:
+      return update(on_devices(state, shardings), dealt(batch), frozen)
 
     def init(seed: jax.Array) -> TrainState:
       state = initial_state(model, optimizer, seed)
       return state if apart is None else apart.initial(state)
 
-    def evaluate(params: Params, buffers: Params, batch: Batch) -> Metrics:
-      return evaluation_sums(model, measured, on_devices(params, shardings.params), buffers, dealt(batch))
+    def evaluate(
+      params: Params, buffers: Params, batch: Any, frozen: Mapping[str, Params], step: jax.Array, number: jax.Array
+    ) -> Metrics:
+      return evaluation_sums(
+        model,
+        measured,
+        on_devices(params, shardings.params),
+        buffers,
+        dealt(batch),
+        frozen={name: (other, frozen[name]) for name, (_, other) in frozen_models.items() if name in measured.frozen},
+        context=StepContext(step, config.init_weights_seed, EVALUATION, number),
+      )
 
     made = Program(
       config,
       model,
       state,
-      _abstract_batch(config, model.how, "per_device_batch_size", config.gradient_accumulation_steps),
+      abstract_batch(config, model.how, trained, data, "per_device_batch_size", config.gradient_accumulation_steps),
+      {name: other.params | other.buffers for name, (_, other) in frozen_models.items()},
       jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated)),
       jit(init, out_shardings=shardings),
-      _abstract_batch(config, model.how, "eval_per_device_batch_size"),
+      abstract_batch(config, model.how, trained, data, "eval_per_device_batch_size"),
       jit(evaluate, out_shardings=replicated),
+      frozen_models,
+      data,
     )
     if model.how.explicit:
       made._check_types()
@@ -127,6 +156,15 @@ class Program:
   def init(self) -> TrainState:
     """The first state, made where it lives."""
     return self._init(np.uint32(self.config.init_weights_seed))
+
+  def init_frozen(self) -> dict[str, Params]:
+    """The parameters of the frozen models, by name, made or read where they live: the same for every start of a run."""
+    return {name: frozen_params(config, model) for name, (config, model) in self._frozen_models.items()}
+
+  @property
+  def arguments(self) -> tuple[Any, ...]:
+    """What the step takes, as shapes."""
+    return (self.state, self.batch, self.frozen) if self.frozen else (self.state, self.batch)
 
   @property
   def state_bytes(self) -> int:
@@ -143,6 +181,8 @@ class Program:
 
   def check_data(self) -> None:
     """Raises where data of training or evaluation is missing or wrong, before anything costly has begun."""
+    if self._source is not None:
+      return
     _ = self._data
     if self.config.eval_interval > 0:
       _ = self._eval_data
@@ -157,18 +197,29 @@ class Program:
 
   def feed(self, position: IteratorState | None = None) -> Iterator[BatchWithState]:
     """The data from a position on."""
+    if self._source is not None:
+      return self._source.batches(self.batch, position, "train")
     return make_dataloader(data_options(self.config), self.batch, position, data=self._data)
 
-  def evaluate(self, state: TrainState, stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
-    """The objective's figures per target over `eval_steps` batches of the evaluation data, and the targets' number.
+  def _eval_feed(self) -> Iterator[BatchWithState]:
+    if self._source is not None:
+      return self._source.batches(self.eval_batch, None, "eval")
+    return make_dataloader(data_options(self.config), self.eval_batch, split="eval", data=self._eval_data)
 
-    None where `stop`, which is asked after every batch, ends it.
+  def evaluate(
+    self,
+    state: TrainState,
+    frozen: Mapping[str, Params] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+  ) -> dict[str, float] | None:
+    """The objective's metrics per target over `eval_steps` batches of the evaluation data, and the targets' number.
+
+    None where `stop`, which is asked after every batch, ends it. `frozen` is what `init_frozen` returned.
     """
-    feed = make_dataloader(data_options(self.config), self.eval_batch, split="eval", data=self._eval_data)
-    batches = islice(feed, None if self.config.eval_steps == -1 else self.config.eval_steps)
+    batches = islice(self._eval_feed(), None if self.config.eval_steps == -1 else self.config.eval_steps)
     found = []
-    for fed in batches:
-      found.append(self._eval_sums(state.params, state.buffers, fed.batch))
+    for number, fed in enumerate(batches):
+      found.append(self._eval_sums(state.params, state.buffers, fed.batch, frozen or {}, state.step, np.uint32(number)))
       if stop():
         return None
     if not found:
@@ -180,7 +231,7 @@ class Program:
   def _check_types(self) -> None:
     """Refuses a step with an operation whose sharding does not follow from its operands' and is not said."""
     try:
-      self.step.eval_shape(self.state, self.batch)
+      self.step.eval_shape(*self.arguments)
     except ShardingTypeError as error:
       raise ConfigError(
         f"shard_mode=explicit: decoder_block={self.config.decoder_block.value} with opt_type="
@@ -190,44 +241,12 @@ class Program:
 
   def lower(self) -> jax.stages.Lowered:
     """The step for this mesh, from shapes alone."""
-    return self.step.lower(self.state, self.batch)
-
-
-_ROWS = {"per_device_batch_size": global_batch_size, "eval_per_device_batch_size": eval_batch_size}
+    return self.step.lower(*self.arguments)
 
 
 def hlo_folder(config: MaxTextConfig) -> Path:
   """Where the compiler leaves its files on this machine."""
   return Path(config.dump_hlo_local_dir) / process_folder(config.dump_hlo_upload_all)
-
-
-def _abstract_batch(config: MaxTextConfig, how: How, key: str, accumulation: int = 1) -> Batch:
-  mesh, shape = how.mesh, (_ROWS[key](config, how.mesh.size), config.max_target_length)
-  axes = config.input_data_sharding_logical_axes
-  if len(axes) != 2 or not set(axes) <= set(LOGICAL_AXES):
-    raise ConfigError(
-      f"input_data_sharding_logical_axes={axes} must name two dimensions, of rows and of length, such as "
-      f"[activation_embed_and_logits_batch, activation_norm_length]."
-    )
-  rows, length = how.rules.partition(mesh, axes, shape)
-  replicas = (diloco.AXIS,) if diloco.AXIS in mesh.shape else ()
-  whole = NamedSharding(mesh, PartitionSpec((*replicas, *mesh_axes_of(rows)), length))
-  micro = shape[0] // accumulation
-  split = (*replicas, *dict(how.rules.pairs)[axes[0]])
-  shards = num_shards_of(mesh, split)
-  over = " x ".join(f"{a}={mesh.shape[a]}" for a in split if mesh.shape[a] > 1)
-  if micro % shards:
-    raise ConfigError(
-      f"A micro-batch of {micro} sequences ({key}={getattr(config, key)} x {mesh.size} devices) cannot be split over "
-      f"{over}, {shards} groups: make {key} a multiple of {shards / mesh.size:g}."
-    )
-
-  def array(dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
-
-  # Synthetic rows are one document each.
-  segments = None if config.dataset_type == DatasetType.SYNTHETIC else array(jnp.int32)
-  return Batch(array(jnp.int32), array(jnp.int32), array(jnp.int32), segments, array(jnp.float32))
 
 
 def _apart(config: MaxTextConfig, mesh: Mesh) -> diloco.Diloco | None:

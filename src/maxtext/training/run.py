@@ -17,6 +17,7 @@ from maxtext.checkpoint.tokenizer import keep_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.loader import values_and_origins
 from maxtext.configs.types import ProfilerType
+from maxtext.data.batch import BatchSource
 from maxtext.data.options import data_options
 from maxtext.distributed.multihost import (
   broadcast_from_first,
@@ -30,6 +31,7 @@ from maxtext.logs import setup_logging
 from maxtext.mesh.chips import find_chip
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.flops import train_flops_per_token
+from maxtext.models.model import Params
 from maxtext.models.placement import placements, table
 from maxtext.observe.metric_writers import (
   ConsoleWriter,
@@ -52,9 +54,9 @@ from maxtext.training.callbacks.profile import Profile
 from maxtext.training.callbacks.report import Report
 from maxtext.training.kept import Kept
 from maxtext.training.loop import run_loop
+from maxtext.training.objectives.base import Objective
 from maxtext.training.program import Program, hlo_folder
 from maxtext.training.state import TrainState
-from maxtext.training.step import Objective
 
 _LOG = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ def train(
   *,
   objective: Objective | None = None,
   optimizer: optax.GradientTransformation | None = None,
+  data: BatchSource | None = None,
   callbacks: Sequence[Callback] = (),
   origins: Mapping[str, str] | None = None,
 ) -> TrainState:
@@ -75,6 +78,7 @@ def train(
     config: the run.
     objective: the loss; None is language modelling, as configured.
     optimizer: replaces the configured one, with its learning rate.
+    data: batches for the objective; None reads the configured data.
     callbacks: called by the loop, after the run's own.
     origins: where each value of the configuration came from, for the record.
   """
@@ -83,7 +87,7 @@ def train(
     _start(config)
     if config.collect_stack_trace:
       closing.callback(StackTraces(config.stack_trace_interval_seconds).close)
-    program = Program.of(config, make_mesh(config), objective, optimizer)
+    program = Program.of(config, make_mesh(config), objective, optimizer, data)
     if config.debug_sharding and not jax.process_index():
       _LOG.info(table(program.model))
     _refuse_unsharded(program)
@@ -104,6 +108,7 @@ def train(
       _introduce(program, run)
     guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
     state, feed = kept.start(program)
+    frozen = program.init_frozen()
     feed = agree_on_step(program, feed)
     if first:
       if int(state.step):
@@ -115,7 +120,7 @@ def train(
         _LOG.warning(f"maxtext: the run's folder has no tokenizer: {why}")
     steps = range(int(state.step), config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
     callbacks = [
-      *_evaluations(program, kept),
+      *_evaluations(program, kept, frozen),
       *kept.callbacks(guard),
       Report(_sinks(config, steps, run) if first else []),
       guard,
@@ -128,7 +133,13 @@ def train(
       closing.callback(callback.close)
     mesh = program.model.how.mesh
     flops = train_flops_per_token(program.model, config.max_target_length) / mesh.size
+    if frozen:
+      step = partial(_with_frozen, step, frozen)
     return run_loop(step, state, feed, steps, callbacks, flops, _peak_flops(mesh))
+
+
+def _with_frozen(step: Any, frozen: Mapping[str, Params], state: TrainState, batch: Any) -> Any:
+  return step(state, batch, frozen)
 
 
 def _new_name(config: MaxTextConfig) -> str:
@@ -194,9 +205,9 @@ def _refuse_unsharded(program: Program) -> None:
     )
 
 
-def _evaluations(program: Program, kept: Kept) -> list[Callback]:
+def _evaluations(program: Program, kept: Kept, frozen: Mapping[str, Params]) -> list[Callback]:
   c = program.config
-  evaluate = partial(program.evaluate, stop=kept.asked_to_end)
+  evaluate = partial(program.evaluate, frozen=frozen, stop=kept.asked_to_end)
   return [Evaluate(evaluate, c.eval_interval, c.target_eval_loss)] if c.eval_interval > 0 else []
 
 
@@ -216,7 +227,7 @@ def _jaxpr(program: Program, run: RunDirectory) -> list[Callback]:
   c = program.config
   folder = Path(c.dump_jaxpr_local_dir)
   folder.mkdir(parents=True, exist_ok=True)
-  (folder / "train_step.jaxpr.txt").write_text(str(program.step.trace(program.state, program.batch).jaxpr))
+  (folder / "train_step.jaxpr.txt").write_text(str(program.step.trace(*program.arguments).jaxpr))
   target = epath.Path(c.dump_jaxpr_gcs_dir or (run.store or run.path) / "jaxpr_dump")
   return [Dump(folder, target, ".jaxpr", -1, c.dump_jaxpr_delete_local_after)]
 
@@ -238,7 +249,7 @@ def _peak_flops(mesh: Mesh) -> float:
 def _introduce(program: Program, run: RunDirectory) -> None:
   model, mesh = program.model, program.model.how.mesh
   axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1) or "one device"
-  rows, length = program.batch.inputs.shape
+  rows, length = jax.tree.leaves(program.batch)[0].shape[0], program.config.max_target_length
   _LOG.info(
     f"{program.config.model_name}: {model.size:,} parameters on {mesh.size} {mesh.devices.flat[0].platform} "
     f"({axes}), {rows} x {length} tokens a step, in {run.path}",

@@ -1,31 +1,21 @@
 """One update, as a pure function of pytrees."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from maxtext.data.batch import Batch
 from maxtext.mesh.explicit import is_explicit
 from maxtext.models.decoder import Decoder
 from maxtext.models.model import Model, Params
+from maxtext.training.objectives.base import Metrics, Models, Objective, StepContext
 from maxtext.training.state import Shardings, TrainState, update_shardings
 
-Metrics = dict[str, jax.Array]
-
-
-class Objective(Protocol):
-  """A loss as a sum over a batch, and what the sum is divided by."""
-
-  def __call__(self, decoder: Decoder, batch: Any) -> tuple[jax.Array, Metrics]:
-    """The sum that is minimised, and sums that are only reported."""
-    ...
-
-  def weight(self, batch: Any) -> jax.Array:
-    """What all of these are divided by; known before the forward pass."""
-    ...
+Frozen = Mapping[str, tuple[Model, Params]]
+"""Frozen models with their parameters and buffers, by name."""
 
 
 class Gradients(NamedTuple):
@@ -47,9 +37,11 @@ def make_train_step(
   clip: float = 0.0,
   accumulation: int = 1,
   grad_dtype: jax.typing.DTypeLike = jnp.float32,
-  after: Callable[[Params, Params], tuple[Params, Params]] | None = None,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-  """Builds step(state, batch) to (state, metrics).
+  post_update: Callable[[Params, Params], tuple[Params, Params]] | None = None,
+  frozen: Mapping[str, Model] | None = None,
+  seed: int = 0,
+) -> Callable[..., tuple[TrainState, Metrics]]:
+  """Builds step(state, batch) to (state, metrics); with frozen models it is step(state, batch, their parameters).
 
   Args:
     schedule: learning rate by step, for the metric of that name; None reports none.
@@ -57,12 +49,14 @@ def make_train_step(
     clip: largest gradient norm; 0 is no limit. Apart from the optimizer, so that its state does not depend on it.
     accumulation: micro-batches that a batch holds.
     grad_dtype: number format in which gradients are summed and reach the optimizer.
-    after: what happens to parameters and buffers, with what layers measured, once the optimizer is done.
+    post_update: applied to parameters and buffers, with what layers measured, once the optimizer is done.
+    frozen: the objective's frozen models, by name.
+    seed: of the objective's random keys.
   """
   optimizer = optax.with_extra_args_support(optimizer)
   places = updated or update_shardings(model, over_data=False)
 
-  def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+  def train_step(state: TrainState, batch: Any, frozen_params: Mapping[str, Params] | None = None) -> Any:
     found = gradients(
       model,
       objective,
@@ -72,6 +66,8 @@ def make_train_step(
       placed=places,
       accumulation=accumulation,
       grad_dtype=grad_dtype,
+      frozen={name: (other, (frozen_params or {})[name]) for name, other in (frozen or {}).items()},
+      context=partial(StepContext, state.step, seed),
     )
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in found.grads.values()))
     factor = jnp.minimum(1.0, clip / (norm + 1e-16)) if clip else 1.0
@@ -83,15 +79,15 @@ def make_train_step(
       "loss": found.loss,
       "grad_norm": norm,
       **_learning_rate(schedule, state.step if before is None else state.step - before),
-      "tokens": objective.weight(batch),
+      "tokens": objective.tokens(batch),
     }
     params, buffers = optax.apply_updates(params, updates), found.buffers
     if before is not None:  # an update that is left out leaves everything as it was, buffers too
       metrics["skipped_steps"] = skipped = optax.tree_utils.tree_get(opt_state, "skipped_steps")
       start = _zeros(model.statistics) | state.buffers
       buffers = {n: jnp.where(skipped == before, b, start[n]) for n, b in buffers.items()}
-    if after is not None:
-      params, buffers = after(params, buffers)
+    if post_update is not None:
+      params, buffers = post_update(params, buffers)
     buffers = model.end_update(params, buffers)
     return TrainState(state.step + 1, params, buffers, opt_state), metrics
 
@@ -103,46 +99,68 @@ def gradients(
   objective: Objective,
   params: Params,
   buffers: Params,
-  batch: Batch,
+  batch: Any,
   *,
   placed: Shardings | None = None,
   accumulation: int = 1,
   grad_dtype: jax.typing.DTypeLike = jnp.float32,
+  frozen: Frozen | None = None,
+  context: Callable[[jax.typing.ArrayLike], StepContext] | None = None,
 ) -> Gradients:
   """Gradients of the whole batch, one micro-batch at a time, each kept where `placed` says, or where its parameter
-  lives; and the buffers after it, with what layers measured over all of it."""
+  lives; and the buffers after it, with what layers measured over all of it. `context` makes the objective's from the
+  number of a micro-batch."""
+  context = context or partial(StepContext, 0, 0)
   total, places = objective.weight(batch), placed or update_shardings(model, over_data=False)
   buffers = _zeros(model.statistics) | buffers
 
-  def loss_of(params: Params, buffers: Params, part: Batch) -> tuple[jax.Array, tuple[Metrics, Params]]:
+  def loss_of(params: Params, buffers: Params, part: Any, here: StepContext) -> tuple[jax.Array, Any]:
     decoder = model.bind(params | buffers)
-    loss, metrics = objective(decoder, part)
+    loss, metrics = objective(_models(decoder, frozen), part, here)
     return loss / total, ({n: m / total for n, m in metrics.items()}, model.buffers_of(decoder))
 
-  def one(buffers: Params, part: Batch) -> Gradients:
-    (loss, (metrics, buffers)), grads = jax.value_and_grad(loss_of, has_aux=True)(params, buffers, part)
+  def one(buffers: Params, part: Any, here: StepContext) -> Gradients:
+    loss_here = jax.value_and_grad(partial(loss_of, here=here), has_aux=True)
+    (loss, (metrics, buffers)), grads = loss_here(params, buffers, part)
     return Gradients(loss, metrics, _placed({n: g.astype(grad_dtype) for n, g in grads.items()}, places), buffers)
 
   if accumulation == 1:
-    return one(buffers, batch)
+    return one(buffers, batch, context(0))
 
-  def add(carry: Gradients, part: Batch) -> tuple[Gradients, None]:
-    new = one(carry.buffers, part)
+  def add(carry: Gradients, numbered: tuple[Any, jax.Array | None]) -> tuple[Gradients, None]:
+    part, number = numbered
+    new = one(carry.buffers, part, context(0 if number is None else number))
     loss, metrics, grads = jax.tree.map(jnp.add, carry[:3], new[:3])
     return Gradients(loss, metrics, grads, new.buffers), None
 
   # Rows are dealt in turn, so that each device's rows are spread over all micro-batches and none has to move.
   parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, accumulation, *x.shape[1:]), 1, 0), batch)
-  shapes = jax.eval_shape(one, buffers, jax.tree.map(lambda x: x[0], parts))
+  first = context(0)
+  shapes = jax.eval_shape(partial(one, here=first), buffers, jax.tree.map(lambda x: x[0], parts))
   zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
   start = Gradients(zero.loss, zero.metrics, _placed(zero.grads, places), buffers)
-  return jax.lax.scan(add, start, parts)[0]
+  numbers = jnp.arange(accumulation, dtype=jnp.uint32) if first.uses_key else None
+  return jax.lax.scan(add, start, (parts, numbers))[0]
 
 
-def evaluation_sums(model: Model, objective: Objective, params: Params, buffers: Params, batch: Batch) -> Metrics:
+def evaluation_sums(
+  model: Model,
+  objective: Objective,
+  params: Params,
+  buffers: Params,
+  batch: Any,
+  *,
+  frozen: Frozen | None = None,
+  context: StepContext | None = None,
+) -> Metrics:
   """The objective's sums over a batch, with `loss` and the `weight` they are divided by."""
-  loss, metrics = objective(model.bind(params | buffers), batch)
+  models = _models(model.bind(params | buffers), frozen)
+  loss, metrics = objective(models, batch, context or StepContext())
   return metrics | {"loss": loss, "weight": objective.weight(batch)}
+
+
+def _models(decoder: Decoder, frozen: Frozen | None) -> Models:
+  return Models(decoder, {name: model.bind(params) for name, (model, params) in (frozen or {}).items()})
 
 
 def _learning_rate(schedule: optax.Schedule | None, step: jax.Array) -> Metrics:

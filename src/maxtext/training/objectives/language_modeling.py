@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from maxtext.data.batch import Batch
 from maxtext.kernels.cross_entropy import tiled_cross_entropy
 from maxtext.models.decoder import Decoder
+from maxtext.training.objectives.base import Metrics, Models, Objective, StepContext
 from maxtext.training.objectives.reports import gathered
 
 
 @dataclass(frozen=True)
-class LanguageModeling:
+class LanguageModeling(Objective):
   """Weighted cross-entropy, and the losses that layers report."""
 
   z_loss: float = 0.0
@@ -21,8 +22,9 @@ class LanguageModeling:
   further_weight: float = 0.0  # of tokens after the next one, where the model predicts them
   alone: bool = False  # only the next token's cross-entropy, which is what evaluation measures
 
-  def __call__(self, decoder: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+  def __call__(self, models: Models, batch: Batch, context: StepContext) -> tuple[jax.Array, Metrics]:
     """The sum of the losses of all targets, each times its weight; what layers report counts for every target."""
+    decoder = models.decoder
     hidden, reports, _ = decoder.hidden(batch.inputs, batch.positions, batch.segments)
     losses = tiled_cross_entropy(hidden, decoder.logits, batch.targets, self.z_loss, self.tiles)
     if self.alone:
@@ -49,7 +51,3 @@ class LanguageModeling:
       own = tiled_cross_entropy(state, decoder.logits, targets, self.z_loss, self.tiles)
       losses.append((own * weights).sum() / jnp.maximum(weights.sum(), 1e-6))
     return {"mtp_loss": self.further_weight * jnp.stack(losses).mean()}, reports
-
-  def weight(self, batch: Batch) -> jax.Array:
-    """What the sum is divided by."""
-    return batch.weights.sum()

@@ -1,0 +1,81 @@
+"""The batch that an objective declares, as shapes, dtypes and placement on a mesh."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.derived import eval_batch_size, global_batch_size
+from maxtext.configs.types import DatasetType
+from maxtext.data.batch import BatchSource
+from maxtext.layers.how import How
+from maxtext.mesh.rules import LOGICAL_AXES, mesh_axes_of, num_shards_of
+from maxtext.training import diloco
+from maxtext.training.objectives.base import BATCH, LENGTH, Field, Objective, token_batch
+
+_ROWS = {"per_device_batch_size": global_batch_size, "eval_per_device_batch_size": eval_batch_size}
+
+
+def abstract_batch(
+  config: MaxTextConfig, how: How, objective: Objective, data: BatchSource | None, key: str, accumulation: int = 1
+) -> Any:
+  """The tree of the objective's fields with a `jax.ShapeDtypeStruct` for each. `key` gives the rows per device."""
+  mesh, rows = how.mesh, _ROWS[key](config, how.mesh.size)
+  own = config.input_data_sharding_logical_axes
+  if len(own) != 2 or not set(own) <= set(LOGICAL_AXES):
+    raise ConfigError(
+      f"input_data_sharding_logical_axes={own} must name two dimensions, of rows and of length, such as "
+      f"[activation_embed_and_logits_batch, activation_norm_length]."
+    )
+  replicas = (diloco.AXIS,) if diloco.AXIS in mesh.shape else ()
+  _check_rows(config, how, key, rows // accumulation, (*replicas, *dict(how.rules.pairs)[own[0]]))
+  names = dict(zip((BATCH, LENGTH), own, strict=True))
+
+  def array(path: Any, field: Field) -> jax.ShapeDtypeStruct:
+    _check_field(objective, jax.tree_util.keystr(path), field, rows)
+    axes = [names.get(axis, axis) if axis else None for axis in field.axes]
+    first, *rest = how.rules.partition(mesh, axes, field.shape)
+    sharding = NamedSharding(mesh, PartitionSpec((*replicas, *mesh_axes_of(first)), *rest))
+    return jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=sharding)
+
+  declared = objective.batch(rows, config.max_target_length)
+  if data is None:
+    if declared != token_batch(rows, config.max_target_length):
+      raise ConfigError(
+        f"{type(objective).__name__} declares a batch that the configured data does not make: give maxtext.train the "
+        f"argument data."
+      )
+    if config.dataset_type == DatasetType.SYNTHETIC:  # its rows are one document each
+      declared = replace(declared, segments=None)
+  return jax.tree_util.tree_map_with_path(array, declared)
+
+
+def token_paths(declared: Any) -> frozenset[Any]:
+  """The paths of the fields that have a value for each token of a row, and so follow the order of the tokens."""
+  fields = jax.tree_util.tree_leaves_with_path(declared)
+  return frozenset(path for path, field in fields if LENGTH in field.axes)
+
+
+def _check_field(objective: Objective, path: str, field: Field, rows: int) -> None:
+  where = f"{type(objective).__name__}.batch: {path} {list(field.shape)} with axes {list(field.axes)}"
+  if len(field.axes) != len(field.shape):
+    raise ConfigError(f"{where} needs one logical axis for each dimension; None is one that is not split.")
+  if field.axes[:1] != (BATCH,) or field.shape[0] != rows:
+    raise ConfigError(f"{where} must have the {rows} rows of the batch as its first dimension, with axis '{BATCH}'.")
+  if LENGTH in (*field.axes[:1], *field.axes[2:]):
+    raise ConfigError(f"{where} must have the tokens of a row, axis '{LENGTH}', as its second dimension.")
+  if unknown := [axis for axis in field.axes[1:] if axis not in (LENGTH, None, *LOGICAL_AXES)]:
+    raise ConfigError(f"{where}: '{unknown[0]}' is neither '{LENGTH}' nor a name of logical_axis_rules.")
+
+
+def _check_rows(config: MaxTextConfig, how: How, key: str, micro: int, split: tuple[str, ...]) -> None:
+  mesh = how.mesh
+  shards = num_shards_of(mesh, split)
+  over = " x ".join(f"{a}={mesh.shape[a]}" for a in split if mesh.shape[a] > 1)
+  if micro % shards:
+    raise ConfigError(
+      f"A micro-batch of {micro} sequences ({key}={getattr(config, key)} x {mesh.size} devices) cannot be split over "
+      f"{over}, {shards} groups: make {key} a multiple of {shards / mesh.size:g}."
+    )
