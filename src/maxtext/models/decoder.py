@@ -3,6 +3,7 @@
 Shapes: B batch, S sequence, E width, V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,34 +49,52 @@ class Decoder(nnx.Module):
     )
     self.head = Linear(make.at("head"), {"embed": spec.width}, {"vocab": spec.vocab}, how, "logits", tied=spec.tied)
 
+  def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """Tokens [B,S] at positions [B,S] to embeddings [B,S,E], what `hidden` takes in their place.
+
+    They are scaled, and learned or sinusoidal positions are added, as the spec says. Features of other inputs, such as
+    images, are merged into the result with `merge_features`.
+    """
+    x = self.embedding(tokens)
+    if self.positions is not None:
+      x = x + self.positions(positions)
+    if self.spec.sinusoidal_positions:
+      x = x + sinusoids(positions, self.spec.width, self.how.dtype)
+    return self.how.shard(x, *_TOKENS)
+
   def hidden(
     self,
-    tokens: jax.Array,
+    tokens: jax.Array | None,
     positions: jax.Array,
     segments: jax.Array | None = None,
-    layer_inputs: list[list[Any]] | None = None,
+    layer_inputs: Sequence[list[Any] | None] | None = None,
     cache: list[list[Cache]] | None = None,
     count: jax.Array | None = None,
     fresh: bool = False,
     pages: jax.Array | None = None,
     end: jax.Array | None = None,
+    embeddings: jax.Array | None = None,
   ) -> tuple[jax.Array, list[Any], list[list[Cache]] | None]:
     """Tokens [B,S] to normed hidden states [B,S,E], the layers' reports per group, and the extended cache.
 
-    Layer inputs and caches are lists over groups of what a `Stack` takes. With a cache, only the first `count` [B]
-    tokens of a row count, `fresh` says that nothing is in it, and `end` that nothing behind that position is needed;
-    `pages` [B,M] are those of each row.
+    `embeddings` [B,S,E] take the place of the tokens' own, from `embed`; the tokens may then be None, unless layers
+    look them up (`DecoderSpec.looks_up_tokens`).
+
+    Layer inputs and caches are lists over groups of what a `Stack` takes; the layer inputs of a group may be None. With
+    a cache, only the first `count` [B] tokens of a row count, `fresh` says that nothing is in it, and `end` that
+    nothing behind that position is needed; `pages` [B,M] are those of each row.
     """
     how = self.how
+    if tokens is None and embeddings is None:
+      raise ValueError("hidden() takes tokens, embeddings, or both; both are None.")
+    if tokens is None and self.spec.looks_up_tokens:
+      raise ValueError("hidden() needs the tokens beside their embeddings: layers of this model look them up.")
     looked_up = tokens if self.spec.looks_up_tokens else None
     context = Context.of(positions, segments, self.spec.ropes, how.dtype, looked_up, count, fresh, pages, end)
-    x = self.embedding(tokens)
-    if self.positions is not None:
-      x = x + self.positions(positions)
-    if self.spec.sinusoidal_positions:
-      x = x + sinusoids(positions, self.spec.width, how.dtype)
-    x = how.shard(x, *_TOKENS)
-    x, reports, caches = self._spread(how.shard(x, *RESIDUAL)), [], []
+    if embeddings is None:
+      assert tokens is not None
+      embeddings = self.embed(tokens, positions)
+    x, reports, caches = self._spread(how.shard(embeddings, *RESIDUAL)), [], []
     for i, group in enumerate(self.groups):
       own_inputs, own_cache = (None if tree is None else tree[i] for tree in (layer_inputs, cache))
       x, report, extended = group(x, own_inputs, context, own_cache)
