@@ -74,11 +74,17 @@ class Decoder(nnx.Module):
     pages: jax.Array | None = None,
     end: jax.Array | None = None,
     embeddings: jax.Array | None = None,
+    rotary_positions: jax.Array | None = None,
+    spans: jax.Array | None = None,
   ) -> tuple[jax.Array, list[Any], list[list[Cache]] | None]:
     """Tokens [B,S] to normed hidden states [B,S,E], the layers' reports per group, and the extended cache.
 
     `embeddings` [B,S,E] take the place of the tokens' own, from `embed`; the tokens may then be None, unless layers
     look them up (`DecoderSpec.looks_up_tokens`).
+
+    `positions` [B,S] order the tokens of a document. Rotary embeddings turn by `rotary_positions`, [B,S] or [B,S,3]
+    (mRoPE: tokens of an image share their time), where they are given. Tokens of a document with the same number in
+    `spans` [B,S], other than 0, see each other both ways; with a cache, one call has all tokens of a span.
 
     Layer inputs and caches are lists over groups of what a `Stack` takes; the layer inputs of a group may be None. With
     a cache, only the first `count` [B] tokens of a row count, `fresh` says that nothing is in it, and `end` that
@@ -90,7 +96,9 @@ class Decoder(nnx.Module):
     if tokens is None and self.spec.looks_up_tokens:
       raise ValueError("hidden() needs the tokens beside their embeddings: layers of this model look them up.")
     looked_up = tokens if self.spec.looks_up_tokens else None
-    context = Context.of(positions, segments, self.spec.ropes, how.dtype, looked_up, count, fresh, pages, end)
+    context = Context.of(
+      positions, segments, self.spec.ropes, how.dtype, looked_up, count, fresh, pages, end, rotary_positions, spans
+    )
     if embeddings is None:
       assert tokens is not None
       embeddings = self.embed(tokens, positions)
@@ -103,14 +111,24 @@ class Decoder(nnx.Module):
     return self.final_norm(self._gathered(x)), reports, None if cache is None else caches
 
   def further(
-    self, hidden: jax.Array, next_tokens: jax.Array, positions: jax.Array, segments: jax.Array | None = None
+    self,
+    hidden: jax.Array,
+    next_tokens: jax.Array,
+    positions: jax.Array,
+    segments: jax.Array | None = None,
+    rotary_positions: jax.Array | None = None,
+    spans: jax.Array | None = None,
   ) -> tuple[list[jax.Array], list[Any]]:
     """Hidden states that predict the second token on, the third, ..., and the layers' reports.
 
-    `hidden` and `next_tokens` [B,S] are those of `hidden()` and what follows its tokens. States at the end of a row or
-    of a document, whose further tokens are not known, are there but say nothing.
+    `hidden` and `next_tokens` [B,S] are those of `hidden()` and what follows its tokens; positions and segments are
+    those that it had. States at the end of a row or of a document, whose further tokens are not known, are there but
+    say nothing.
     """
-    context, found, reports = Context.of(positions, segments, self.spec.ropes, self.how.dtype), [], []
+    context = Context.of(
+      positions, segments, self.spec.ropes, self.how.dtype, rotary_positions=rotary_positions, spans=spans
+    )
+    found, reports = [], []
     for layer in self.ahead:
       tokens = self.how.shard(self.embedding(next_tokens), *RESIDUAL)
       hidden, report = layer(hidden, tokens, context)
