@@ -1,7 +1,11 @@
-"""What enters a decoder beside tokens: embeddings, positions of several components, spans, features of towers."""
+"""What enters a decoder beside tokens: embeddings, positions of several components, spans, features of towers.
+
+The toy family at the end has a small tower over patches. It is all that a family outside the package needs.
+"""
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -10,11 +14,29 @@ import numpy as np
 import pytest
 
 from maxtext import load_config
+from maxtext.checkpoint.layout import Layout
+from maxtext.configs.types import DecoderBlockType
 from maxtext.inference.engine import dropless
+from maxtext.kernels.cross_entropy import cross_entropy
+from maxtext.layers.attention import GQA
+from maxtext.layers.block import Block
 from maxtext.layers.embedding import feature_indices, merge_features
+from maxtext.layers.mlp import MLP
+from maxtext.layers.norm import CenteredNorm, Norm
 from maxtext.layers.pages import Pages
+from maxtext.layers.patches import LinearProjector, PatchProjection
 from maxtext.layers.rope import Rope, rotary_table
+from maxtext.mesh.devices import make_mesh
+from maxtext.models import standard
+from maxtext.models.build import FAMILIES as FAMILIES_OF_MODELS
+from maxtext.models.flops import tower_flops, train_flops_per_token
 from maxtext.models.model import Model
+from maxtext.models.placement import placements
+from maxtext.models.spec import Group, ModelSpec, TowerSpec
+from maxtext.models.weight_table import Weight
+from maxtext.train.objectives.language_modeling import LanguageModeling
+from maxtext.train.program import Program
+from maxtext.weights.hugging_face import from_tensors, to_tensors
 from tests.support import program, random_batch, tiny
 
 
@@ -197,3 +219,241 @@ def test_chunks_of_a_prompt_see_the_spans_they_hold(name, changes):
   for start, end in ((0, 16), (16, 24), (24, 25)):
     found, cache = jax.jit(chunk, static_argnums=(2, 3))(params, cache, start, end)
     np.testing.assert_allclose(found, whole[:, start:end], atol=2e-4 * float(jnp.abs(whole).max()))
+
+
+WIDTH, PATCHES, SIZE = 24, 6, 12  # of the tower, of an image, of a patch
+NORM = CenteredNorm()
+BLOCK = Block(GQA(4, 2, 8, rope=None, bias=True, causal=False), MLP(40, "gelu", gated=False, bias=True), NORM)
+TOWER = TowerSpec(
+  "vision",
+  WIDTH,
+  PATCHES,
+  PatchProjection(SIZE),
+  (Group((BLOCK,), 2), Group((BLOCK,), 1)),
+  LinearProjector(Norm()),
+  NORM,
+  learned_positions=True,
+  deepstack=(0,),
+)
+MODULES = ("mixer/query", "mixer/key", "mixer/value", "mixer/out", "feed_forward/up", "feed_forward/down",
+           "mixer_norm", "feed_forward_norm")  # fmt: skip
+
+
+class Toy:
+  """A family: a decoder as the keys describe it, and a tower over patches."""
+
+  WEIGHTS = standard.WEIGHTS | {
+    "towers/vision/front_end/weight": Weight("vision.patch.weight", transposed=True),
+    "towers/vision/front_end/bias": Weight("vision.patch.bias"),
+    "towers/vision/positions/table": Weight("vision.positions.weight", table=True),
+    **{
+      f"towers/vision/groups/*/layers/*/{module}/{leaf}": Weight(
+        f"vision.layers.{{layer}}.{module}.{leaf}", transposed=leaf == "weight"
+      )
+      for module in MODULES
+      for leaf in ("weight", "bias", "scale")
+    },
+    "towers/vision/final_norm/scale": Weight("vision.norm.scale"),
+    "towers/vision/final_norm/bias": Weight("vision.norm.bias"),
+    "towers/vision/projector/norm/scale": Weight("projector.norm"),
+    "towers/vision/projector/out/weight": Weight("projector.weight", transposed=True),
+    "towers/vision/deepstack/*/norm/scale": Weight("deepstack.norm"),
+    "towers/vision/deepstack/*/out/weight": Weight("deepstack.weight", transposed=True),
+  }
+
+  @staticmethod
+  def spec(config):
+    return ModelSpec.of(standard.dense(config), TOWER)
+
+
+START, ROWS = 5, 8  # of the image in every row
+PLACES = slice(START, START + PATCHES)
+
+
+def toy_batch(config):
+  """Tokens, and of each row the pixels of one image, which of its tokens take their features, and their span."""
+  batch = random_batch(config, ROWS)
+  pixels = np.random.default_rng(1).standard_normal((ROWS, PATCHES, SIZE), np.float32)
+  placeholders = np.zeros(batch.inputs.shape, bool)
+  placeholders[:, PLACES] = True
+  return batch, pixels, feature_indices(placeholders, PATCHES), placeholders.astype(np.int32)
+
+
+def toy_logits(model, params, batch, pixels, indices, spans=None):
+  decoder = model.bind(params)
+  features = decoder.towers["vision"](pixels)
+  embeddings = merge_features(decoder.embed(batch.inputs, batch.positions), features, indices)
+  return decoder.logits(decoder.hidden(None, batch.positions, embeddings=embeddings, spans=spans)[0])
+
+
+def toy_loss(model, params, *inputs):
+  return cross_entropy(toy_logits(model, params, *inputs), jnp.asarray(inputs[0].targets), 0.0).mean()
+
+
+@pytest.fixture
+def toy(monkeypatch):
+  """The family in the place of another, and a model of it."""
+  monkeypatch.setitem(FAMILIES_OF_MODELS, DecoderBlockType.LLAMA2, Toy)
+  return program(tiny()).model
+
+
+@pytest.fixture
+def toy_params(toy):
+  return jax.jit(toy.init)(0)[0]
+
+
+def test_features_of_a_tower_enter_a_decoder(toy, toy_params):
+  inputs = toy_batch(tiny())
+  logits = jax.jit(partial(toy_logits, toy))
+  before = logits(toy_params, *inputs)
+  changed = inputs[1].copy()
+  changed[0, 3, 7] += 1.0
+  difference = np.abs(logits(toy_params, inputs[0], changed, *inputs[2:]) - before).max(-1)
+  np.testing.assert_array_equal(difference[0, :START], 0)
+  np.testing.assert_array_equal(difference[1:], 0)
+  assert difference[0, START:].min() > 1e-6
+
+
+@pytest.mark.parametrize("spanned", [False, True])
+def test_tokens_of_an_image_see_each_other_both_ways(toy, toy_params, spanned):
+  batch, _, _, spans = toy_batch(tiny())
+
+  @jax.jit
+  def hidden(params, feature):
+    decoder = toy.bind(params)
+    embeddings = decoder.embed(batch.inputs, batch.positions).at[:, PLACES.stop - 1].add(feature)
+    return decoder.hidden(None, batch.positions, embeddings=embeddings, spans=spans if spanned else None)[0]
+
+  difference = np.abs(hidden(toy_params, 1.0) - hidden(toy_params, 0.0)).max((0, 2))
+  first = START if spanned else PLACES.stop - 1
+  np.testing.assert_array_equal(difference[:first], 0)
+  assert difference[first:].min() > 1e-6
+
+
+def test_text_alone_gives_the_logits_of_the_decoder(toy, toy_params):
+  batch = random_batch(tiny())
+  alone = Model.of(toy.spec.decoder, toy.how)
+  assert not any(name.startswith("towers/") for name in alone.params)
+  assert {n: a for n, a in toy.params.items() if not n.startswith("towers/")} == alone.params
+
+  def logits(model, params):
+    decoder = model.bind(params)
+    return decoder.logits(decoder.hidden(batch.inputs, batch.positions)[0])
+
+  own = {name: toy_params[name] for name in alone.params}
+  np.testing.assert_array_equal(jax.jit(partial(logits, toy))(toy_params), jax.jit(partial(logits, alone))(own))
+
+
+def test_every_weight_of_a_tower_learns(toy, toy_params):
+  inputs = toy_batch(tiny())
+  grads = jax.jit(jax.grad(partial(toy_loss, toy)))(toy_params, *inputs)
+  unused = {n for n in grads if "/deepstack/" in n}
+  free = {n for n in grads if n.endswith("/key/bias")}  # a bias of all keys changes no softmax
+  assert unused == {n for n, grad in grads.items() if n not in free and not np.abs(grad).max() > 0}
+
+
+def test_features_of_early_layers_enter_early_layers(toy, toy_params):
+  """Deepstack: those of the tower's first group join the residual before the decoder's second layer."""
+  batch, pixels, indices, _ = toy_batch(tiny())
+
+  @jax.jit
+  def hidden(params, strength):
+    decoder = toy.bind(params)
+    _, early = decoder.towers["vision"].features(pixels)
+    embeddings = decoder.embed(batch.inputs, batch.positions)
+    nothing = jnp.zeros_like(embeddings)
+    layer_inputs = [[jnp.stack([nothing, strength * merge_features(nothing, early, indices)])]]
+    return decoder.hidden(None, batch.positions, layer_inputs=layer_inputs, embeddings=embeddings)[0]
+
+  difference = np.abs(hidden(toy_params, 1.0) - hidden(toy_params, 0.0)).max((0, 2))
+  np.testing.assert_array_equal(difference[:START], 0)
+  assert difference[START:].min() > 1e-6
+
+
+def test_layers_of_a_tower_may_be_unrolled(toy, toy_params):
+  inputs, unrolled = toy_batch(tiny()), Model.of(toy.spec, replace(toy.how, scan=False))
+  (loss, grads), (other, others) = (
+    jax.jit(jax.value_and_grad(partial(toy_loss, m)))(toy_params, *inputs) for m in (toy, unrolled)
+  )
+  np.testing.assert_allclose(loss, other, rtol=1e-6)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, others)
+
+
+@pytest.mark.parametrize(
+  "axes",
+  [
+    {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
+    {"ici_fsdp_parallelism": 4, "ici_context_parallelism": 2, "context_parallel_load_balance": False},
+  ],
+)
+def test_a_mesh_gives_the_loss_of_one_device(toy, toy_params, axes):
+  inputs = toy_batch(tiny())
+  split = program(tiny(per_device_batch_size=1, **axes), 8).model
+  params = jax.jit(split.init, out_shardings=_shardings((split.params, split.buffers)))(0)[0]
+  wanted, found = (
+    jax.jit(jax.value_and_grad(partial(toy_loss, model)))(own, *inputs)
+    for model, own in ((toy, toy_params), (split, params))
+  )
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, wanted)
+
+
+def _shardings(tree):
+  return jax.tree.map(lambda a: a.sharding, tree)
+
+
+def test_whatever_reads_a_model_sees_its_towers(toy):
+  width, hidden, size, out = WIDTH, 40, SIZE, toy.spec.width
+  layer = width * 32 + 32 + 2 * (width * 16 + 16) + 32 * width + 2 * width * hidden + hidden + width + 4 * width
+  own = size * width + width + PATCHES * width + 3 * layer + 2 * width + 2 * (width + width * out)
+  alone = Model.of(toy.spec.decoder, toy.how)
+  assert toy.size == alone.size + own
+  split = program(tiny(per_device_batch_size=1, ici_fsdp_parallelism=4, ici_tensor_parallelism=2), 8)
+  assert split.state.params.keys() == toy.params.keys()
+  placed = {p.path: p for p in placements(split.model)}
+  query = placed["towers/vision/groups/0/layers/0/mixer/query/weight"]
+  assert (query.shape, query.shards) == ((2, width, 4, 8), 8)
+  assert Model.of(split.model.spec, split.model.how).params.keys() == toy.params.keys()
+  assert train_flops_per_token(toy, 32) == train_flops_per_token(alone, 32)
+  weights = sum(a.size for n, a in toy.params.items() if n.startswith("towers/") and n.endswith("/weight"))
+  assert tower_flops(toy, "vision") == PATCHES * (6 * weights + 3 * 12 * 32 * PATCHES)
+
+
+def test_a_table_names_the_weights_of_towers(toy, toy_params):
+  values = {name: np.asarray(value) for name, value in toy_params.items()}
+  tensors = to_tensors(toy, Toy.WEIGHTS, values)
+  found = from_tensors(toy, Toy.WEIGHTS, tensors)
+  jax.tree.map(np.testing.assert_array_equal, found, values)
+  last = values["towers/vision/groups/1/layers/0/mixer/query/weight"][0]
+  np.testing.assert_array_equal(tensors["vision.layers.2.mixer/query.weight"], last.reshape(WIDTH, -1).T)
+
+
+@pytest.mark.parametrize("stacked", [None, 1])
+def test_layouts_of_checkpoints_know_the_layers_of_towers(toy, toy_params, stacked):
+  layout, name = Layout(stacked), "towers/vision/groups/0/layers/0/mixer/query/weight"
+  stored = layout.store(name, np.asarray(toy_params[name]))
+  assert (f"{name.replace('layers/0', 'layers/0.1')}" in stored) == (stacked is None)
+  assert stored.keys() == layout.stored(name, toy.params[name]).keys()
+  loaded = layout.load(name, toy.params[name], {n: jnp.asarray(a) for n, a in stored.items()})
+  np.testing.assert_array_equal(loaded, toy_params[name])
+
+
+def test_a_run_trains_a_tower(toy):
+  """An objective of one's own uses it; the step, its state and its placement are those of any run."""
+  config = tiny(per_device_batch_size=1, ici_fsdp_parallelism=4, ici_tensor_parallelism=2)
+  _, pixels, indices, _ = toy_batch(config)
+
+  class WithImages(LanguageModeling):
+    def __call__(self, decoder, batch, *_):
+      embeddings = decoder.embed(batch.inputs, batch.positions)
+      embeddings = merge_features(embeddings, decoder.towers["vision"](jnp.asarray(pixels)), indices)
+      hidden, _, _ = decoder.hidden(None, batch.positions, batch.segments, embeddings=embeddings)
+      return (cross_entropy(decoder.logits(hidden), batch.targets, 0.0) * batch.weights).sum(), {}
+
+  p = Program.of(config, make_mesh(config, jax.devices()[:8]), WithImages())
+  state = p.init()
+  before = {name: np.asarray(value) for name, value in state.params.items()}
+  batch = next(p.feed()).batch
+  for _ in range(2):  # the first has a learning rate of 0
+    state, _ = p.step(state, batch)
+  name = "towers/vision/front_end/weight"
+  assert np.abs(np.asarray(state.params[name]) - before[name]).max() > 0

@@ -30,6 +30,13 @@ class SplashBlocks:
   kv_dq: int = 512
   fused_backward: bool = False
 
+  def fit(self, queries: int, keys: int) -> bool:
+    """Whether the kernel can cut so many queries and keys into these blocks, or into one where they are fewer."""
+    by_query = (self.q, self.q_dkv, self.q_dq)
+    by_key = (self.kv, self.kv_compute, self.kv_dkv, self.kv_dkv_compute, self.kv_dq)
+    pairs = [(queries, by_query), (keys, by_key)]
+    return all(length % 128 == 0 and length % min(size, length) == 0 for length, sizes in pairs for size in sizes)
+
   def within(self, queries: int, keys: int, kind: Callable[..., Any]) -> Any:
     """As the kernel wants them: no block longer than what it cuts, and none for a kernel that is not used."""
     q_dq, kv_dq = (None, None) if self.fused_backward else (min(self.q_dq, queries), min(self.kv_dq, keys))

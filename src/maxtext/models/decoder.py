@@ -18,14 +18,19 @@ from maxtext.layers.how import How
 from maxtext.layers.linear import Linear
 from maxtext.layers.make import Make
 from maxtext.layers.stack import Stack
-from maxtext.models.spec import DecoderSpec
+from maxtext.models.spec import DecoderSpec, towers_of
+from maxtext.models.tower import Tower
 
 _TOKENS = ("activation_embed_and_logits_batch", "activation_norm_length", "activation_embed")
 _LOGITS = ("activation_embed_and_logits_batch", "activation_length", "activation_vocab")
 
 
 class Decoder(nnx.Module):
-  """Tokens to hidden states, hidden states to logits."""
+  """Tokens to hidden states, hidden states to logits.
+
+  The towers of a `ModelSpec` stand beside it: `towers[name](inputs)` returns features, which `merge_features` puts
+  among what `embed` returns.
+  """
 
   def __init__(self, spec: DecoderSpec, how: How, seed: jax.typing.ArrayLike | None) -> None:
     self.spec, self.how = spec, how
@@ -47,6 +52,8 @@ class Decoder(nnx.Module):
     self.ahead = nnx.List(
       [] if spec.ahead is None else [spec.ahead.build(further.at(i), spec.width, how) for i in range(spec.ahead.count)]
     )
+    beside = make.at("towers")
+    self.towers = nnx.Dict({t.name: Tower(beside.at(t.name), t, spec.width, how) for t in towers_of(spec)})
     self.head = Linear(make.at("head"), {"embed": spec.width}, {"vocab": spec.vocab}, how, "logits", tied=spec.tied)
 
   def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
