@@ -1,4 +1,4 @@
-"""Attention: softmax(q k^T) v, causal, with windows or chunks, segments, a soft cap on logits and sinks.
+"""Attention: softmax(q k^T) v, causal or not, with windows or chunks, segments, spans, a soft cap on logits and sinks.
 
 `reference` is the plain form and the oracle of the others; `Attention` dispatches to one of them.
 
@@ -64,8 +64,12 @@ class Attention:
     """q [B,S,H,D], k and v [B,S,K,D], sinks [H] to [B,S,H,D]; mesh and specs are where they live.
 
     Keys stand in the order of their positions within a segment, so that the order alone is causal, unless `order` says
-    otherwise. Where keys are chosen one by one, [B,1 or H,S,T], no kernel that skips blocks of them helps.
+    otherwise. Where keys are chosen one by one, [B,1 or H,S,T], no kernel that skips blocks of them helps. The splash
+    and cuDNN kernels do not support spans.
     """
+    if tokens.spans is not None and (chosen is not None or self.kernel in ("splash", "cudnn")):
+      name = "a choice of keys" if chosen is not None else f"the {self.kernel} kernel"
+      raise ValueError(f"spans that are seen both ways do not go with {name}: write attention=chunked or dot_product.")
     if chosen is not None:
       assert self.order is None, "refused when the model is built"
       return checkpoint_name(chunked(q, k, v, tokens, tokens, scoring, sinks, self.precision, chosen=chosen), RESULT)
@@ -136,7 +140,7 @@ def reference(
   precision: str = "default",
   chosen: jax.Array | None = None,
 ) -> jax.Array:
-  """The plain form: a key is visible if it is not later, near enough, of the same segment, and chosen [B,1 or H,S,T].
+  """The plain form: a key is visible if `Scoring.sees` it, it is of the same segment, and chosen [B,1 or H,S,T].
 
   A sink is a logit of its own per head, which takes its share of the softmax and gives nothing.
   """
@@ -163,16 +167,18 @@ def chunked(
   ordered: bool = True,
 ) -> jax.Array:
   """The reference, a chunk of queries at a time, so that only one chunk's logits exist at once, in the backward pass
-  too. Where queries and keys are the same tokens in order, keys after the chunk are never touched."""
+  too. Where queries and keys are the same tokens in order, keys after the chunk are never touched, unless spans or
+  attention both ways may need them."""
   S = q.shape[1]
+  later = not ordered or not scoring.causal or queries.spans is not None
   size = max(128, -(-S // chunks))
   attend = partial(reference, scoring=scoring, precision=precision)
   one: Callable[..., jax.Array] = jax.checkpoint(attend) if size < S else attend
   out = []
   for start in range(0, S, size):
     end = min(start + size, S)
-    first, last = 0, end if ordered else k.shape[1]
-    if ordered and scoring.window is not None:
+    first, last = 0, k.shape[1] if later else end
+    if ordered and scoring.causal and scoring.window is not None:
       first = max(0, start - scoring.window + 1)
     own = None if chosen is None else chosen[:, :, start:end, first:last]
     here, there = queries.part(start, end), keys.part(first, last)
@@ -213,11 +219,13 @@ def largest_logits(
   uncapped = dataclasses.replace(scoring, cap=None)
   found = []
   S = q.shape[1]
+  later = not scoring.causal or tokens.spans is not None
   size = -(-S // chunks)
   for start in range(0, S, size):
     end = min(start + size, S)
-    here, there = tokens.part(start, end), tokens.part(0, end)
-    found.append(scores(q[:, start:end], k[:, :end], here, there, uncapped, precision).max((0, 3, 4)))
+    last = S if later else end
+    here, there = tokens.part(start, end), tokens.part(0, last)
+    found.append(scores(q[:, start:end], k[:, :last], here, there, uncapped, precision).max((0, 3, 4)))
   return jnp.stack(found).max(0).reshape(q.shape[2])
 
 
@@ -225,7 +233,7 @@ def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None,
   assert scoring.cap is None, "refused when the model is built"
   assert not scoring.chunked, "refused when the model is built"
   mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
-  local = None if scoring.window is None else (scoring.window - 1, 0)
+  local = None if scoring.window is None else (scoring.window - 1, 0 if scoring.causal else scoring.window - 1)
   return jax.nn.dot_product_attention(
-    q, k, v, mask=mask, scale=scoring.scale, is_causal=True, local_window_size=local, implementation="cudnn"
+    q, k, v, mask=mask, scale=scoring.scale, is_causal=scoring.causal, local_window_size=local, implementation="cudnn"
   )

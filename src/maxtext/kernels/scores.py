@@ -17,14 +17,22 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 class Tokens(NamedTuple):
-  """Where tokens stand: position within the document, and document within the row (None: each row is one)."""
+  """Where tokens stand.
+
+  Attributes:
+    positions: [B,S] within the document.
+    segments: [B,S] document within the row; None: each row is one.
+    spans: [B,S] tokens of one document with the same number, other than 0, see each other both ways (those of an
+      image); None: there are none.
+  """
 
   positions: jax.Array
   segments: jax.Array | None = None
+  spans: jax.Array | None = None
 
   def part(self, start: int, end: int) -> "Tokens":
     """The tokens of a range."""
-    return Tokens(self.positions[:, start:end], None if self.segments is None else self.segments[:, start:end])
+    return jax.tree.map(lambda x: x[:, start:end], self)
 
 
 @dataclass(frozen=True)
@@ -36,17 +44,33 @@ class Scoring:
     window: how far back a query sees, itself counted; None is all the way.
     chunked: the window does not slide: positions are cut into chunks of that length, and a query sees its own.
     cap: bounds scaled logits by cap * tanh(logit / cap).
+    causal: a query sees no later key, but for those of its own span; False is an encoder's: a query sees as far ahead
+      as back, or all of its chunk.
   """
 
   scale: float
   window: int | None = None
   chunked: bool = False
   cap: float | None = None
+  causal: bool = True
 
-  def sees(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """Whether positions `keys` are visible from positions `queries`."""
+  def sees(self, queries: jax.Array, keys: jax.Array, together: jax.Array | None = None) -> jax.Array:
+    """Whether positions `keys` are visible from positions `queries`.
+
+    `together` says which pairs are of one span: there, later keys are visible too, however far ahead. A window or a
+    chunk bounds how far back a query sees within its span as elsewhere.
+    """
     gap = queries - keys
-    return (gap >= 0) & self.reaches(queries, gap)
+    if not self.causal:
+      return self._sees_both_ways(queries, keys, gap)
+    if together is None:
+      return (gap >= 0) & self.reaches(queries, gap)
+    return ((gap >= 0) | together) & self.reaches(queries, jnp.maximum(gap, 0))
+
+  def _sees_both_ways(self, queries: jax.Array, keys: jax.Array, gap: jax.Array) -> jax.Array:
+    if self.window is None:
+      return jnp.ones_like(gap, bool)
+    return queries // self.window == keys // self.window if self.chunked else jnp.abs(gap) < self.window
 
   def reaches(self, queries: jax.Array, gap: jax.Array) -> jax.Array:
     """Whether positions `queries` look so far back; in a chunk, to its first position."""
@@ -64,7 +88,8 @@ def scores(
   precision: str = "default",
   chosen: jax.Array | None = None,
 ) -> jax.Array:
-  """Logits [B,K,G,S,T] in float32, `MASKED` where a key is later, too far, of another segment, or not chosen."""
+  """Logits [B,K,G,S,T] in float32, `MASKED` where a key is not visible (`Scoring.sees`), of another segment, or not
+  chosen."""
   B, S, H, D = q.shape
   K = k.shape[2]
   grouped = q.reshape(B, S, K, H // K, D)
@@ -72,13 +97,20 @@ def scores(
   logits = logits * scoring.scale
   if scoring.cap is not None:
     logits = scoring.cap * jnp.tanh(logits / scoring.cap)
-  visible = scoring.sees(queries.positions[:, :, None], keys.positions[:, None, :])
+  visible = scoring.sees(queries.positions[:, :, None], keys.positions[:, None, :], _together(queries, keys))
   if queries.segments is not None and keys.segments is not None:
     visible &= queries.segments[:, :, None] == keys.segments[:, None, :]
   visible = visible[:, None, None]
   if chosen is not None:
     visible = visible & chosen.reshape(B, *((K, H // K) if chosen.shape[1] == H else (1, 1)), *chosen.shape[2:])
   return jnp.where(visible, logits, MASKED)
+
+
+def _together(queries: Tokens, keys: Tokens) -> jax.Array | None:
+  """Whether a query and a key are of one span, [B,S,T]; segments are compared elsewhere."""
+  if queries.spans is None or keys.spans is None:
+    return None
+  return (queries.spans[:, :, None] == keys.spans[:, None, :]) & (queries.spans != 0)[:, :, None]
 
 
 def keys_like_queries(

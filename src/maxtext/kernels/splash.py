@@ -4,7 +4,7 @@ Shapes: B batch, S queries, H query heads, K key heads, D head dim.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -29,6 +29,13 @@ class SplashBlocks:
   q_dq: int = 512
   kv_dq: int = 512
   fused_backward: bool = False
+
+  def fit(self, queries: int, keys: int) -> bool:
+    """Whether the kernel can cut so many queries and keys into these blocks, or into one where they are fewer."""
+    by_query = (self.q, self.q_dkv, self.q_dq)
+    by_key = (self.kv, self.kv_compute, self.kv_dkv, self.kv_dkv_compute, self.kv_dq)
+    pairs = [(queries, by_query), (keys, by_key)]
+    return all(length % 128 == 0 and length % min(size, length) == 0 for length, sizes in pairs for size in sizes)
 
   def within(self, queries: int, keys: int, kind: Callable[..., Any]) -> Any:
     """As the kernel wants them: no block longer than what it cuts, and none for a kernel that is not used."""
@@ -70,10 +77,12 @@ def splash(
   k, v, kv_spec = keys_like_queries(q, k, v, q_spec, kv_spec)
   length_axes, parts = mesh_axes_of(q_spec[1]), num_shards_of(mesh, q_spec[1])
   segments = tokens.segments
-  if scoring.chunked and segments is not None:  # chunks are those of the documents: let them be segments of their own
+  if scoring.chunked and (segments is not None or not scoring.causal):
+    # Chunks are those of the documents: let them be segments of their own.
     assert scoring.window is not None
-    segments = segments * (S // scoring.window + 1) + tokens.positions // scoring.window
-    scoring = Scoring(scoring.scale, cap=scoring.cap)
+    chunk = tokens.positions // scoring.window
+    segments = chunk if segments is None else segments * (S // scoring.window + 1) + chunk
+    scoring = replace(scoring, window=None, chunked=False)
   attend = kernel.make_splash_mha(
     _mask(scoring, S, H // num_shards_of(mesh, q_spec[2]), order),
     block_sizes=blocks.within(S // parts, S, kernel.BlockSizes),
@@ -105,7 +114,8 @@ def splash(
 
 
 def seen_blocks(scoring: Scoring, length: int, q: int, kv: int) -> np.ndarray:
-  """Which blocks of keys each block of queries sees something of, [length/q, length/kv]."""
+  """Which blocks of keys each block of queries sees something of, [length/q, length/kv]; not for encoders."""
+  assert scoring.causal
   queries, first_keys = np.arange(length).reshape(-1, q), np.arange(0, length, kv)
   back = queries if scoring.window is None else np.minimum(queries, scoring.window - 1)
   if scoring.window is not None and scoring.chunked:
@@ -118,6 +128,10 @@ def _mask(scoring: Scoring, length: int, heads: int, order: TokenOrder | None) -
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
   shape, window = (length, length), scoring.window
+  if not scoring.causal:  # whatever the order of tokens
+    assert window is None or order is None, "only tokens in order have a window both ways"
+    full = masks.FullMask(shape) if window is None else masks.LocalMask(shape, (window - 1, window - 1), 0)
+    return masks.MultiHeadMask([full] * heads)
   if window is None:
     mask: Any = masks.CausalMask(shape)
   elif scoring.chunked:

@@ -71,6 +71,7 @@ class GQA:
     fused: query, key and value are one product; there are as many key heads as query heads.
     blocks: chooses blocks of keys that a query sees; None lets it see all.
     watched: keeps the largest logit of each head, until `clipped` is asked for.
+    causal: False sees later tokens too, as in an encoder, which has no cache.
   """
 
   heads: int
@@ -93,6 +94,7 @@ class GQA:
   fused: bool = False
   blocks: KeyBlocks | None = None
   watched: bool = False
+  causal: bool = True
 
   @property
   def attention_width(self) -> int:
@@ -108,7 +110,7 @@ class GQA:
   def scoring(self) -> Scoring:
     """What the kernel is told."""
     scale = self.head_dim**-0.5 if self.scale is None else self.scale
-    return Scoring(scale, self.window, self.chunked, self.cap)
+    return Scoring(scale, self.window, self.chunked, self.cap, self.causal)
 
   @property
   def kept_back(self) -> int | None:
@@ -161,6 +163,7 @@ class GroupedQueryAttention(nnx.Module):
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
   ) -> tuple[jax.Array, Cache | None]:
     spec, how = self.spec, self.how
+    assert cache is None or spec.causal, "an encoder sees all of its input at once"
     q, k, v = self._projected(x)
     if self.value_norm is not None:
       v = self.value_norm(v)
@@ -168,7 +171,8 @@ class GroupedQueryAttention(nnx.Module):
     if spec.temperature is not None:
       q = q * spec.temperature(context.positions)[..., None, None].astype(q.dtype)
     v = how.shard(v, *_KV)
-    tokens, sinks = Tokens(context.positions, context.segments), None if self.sinks is None else self.sinks[...]
+    tokens = Tokens(context.positions, context.segments, context.spans)
+    sinks = None if self.sinks is None else self.sinks[...]
     if cache is not None and not context.fresh:
       over = CachedAttention(how, spec.scoring, sinks, spec.blocks)
       table = context.pages if spec.kept_back is None else None

@@ -125,17 +125,17 @@ def extend(
   assert context.segments is None, "a cached row is one document"
   positions, kept = context.positions, _kept(new, rounding)
   if table is not None:
-    return _extend_pages(cache, repeat, positions, table, kept, new, rounding)
+    return _extend_pages(cache, repeat, context, table, kept, new, rounding)
   whole = cache | {n: _written(cache[n], repeat, context, x) for n, x in kept.items()}
   if context.fresh:
-    return whole, _restored(kept, new, rounding), Tokens(positions)
+    return whole, _restored(kept, new, rounding), _tokens(context, positions)
   if positions.shape[1] == 1:  # one token takes the place of one that it does not see
     layer = {n: _layer(whole[n], repeat) for n in kept}
-    return whole, _restored(layer, new, rounding), Tokens(_held_all(layer, positions[:, -1]))
+    return whole, _restored(layer, new, rounding), _tokens(context, _held_all(layer, positions[:, -1]))
   before = {n: _layer(cache[n], repeat) for n in kept}
   seen = {n: jnp.concatenate([before[n], x.astype(before[n].dtype)], axis=1) for n, x in kept.items()}
   places = jnp.concatenate([_held_all(before, positions[:, 0] - 1), positions], axis=1)
-  return whole, _restored(seen, new, rounding), Tokens(places)
+  return whole, _restored(seen, new, rounding), _tokens(context, places)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,8 @@ def extend_by_blocks(
     start = jnp.minimum(block * size, T - size)  # the last block may begin among the places of the one before
     layer = {n: _layer(whole[n], repeat, (start, size)) for n in kept}
     places = start + jnp.arange(size)
-    return _restored(layer, new, rounding), Tokens(jnp.where(places >= block * size, _held(places, last, T), _NOWHERE))
+    held = jnp.where(places >= block * size, _held(places, last, T), _NOWHERE)
+    return _restored(layer, new, rounding), _tokens(context, held)
 
   return whole, Blocks(-(-jnp.minimum(context.end, T) // size), read)
 
@@ -204,17 +205,26 @@ def _restored(kept: Cache, like: Cache, rounding: Rounding | None) -> Cache:
 def _extend_pages(
   cache: Cache,
   repeat: jax.Array,
-  positions: jax.Array,
+  context: Context,
   table: jax.Array,
   kept: Cache,
   new: Cache,
   rounding: Rounding | None,
 ) -> tuple[Cache, Cache, Tokens]:
   """Nothing comes round in pages, so every place that a token sees has been written when it looks."""
-  whole = cache | {n: write_pages(cache[n], repeat, table, positions, x) for n, x in kept.items()}
+  whole = cache | {n: write_pages(cache[n], repeat, table, context.positions, x) for n, x in kept.items()}
   seen = _restored({n: read_pages(whole[n], repeat, table, x) for n, x in kept.items()}, new, rounding)
   places = next(iter(seen.values())).shape[1]
-  return whole, seen, Tokens(jnp.broadcast_to(jnp.arange(places), (table.shape[0], places)))
+  return whole, seen, _tokens(context, jnp.broadcast_to(jnp.arange(places), (table.shape[0], places)))
+
+
+def _tokens(context: Context, places: jax.Array) -> Tokens:
+  """What stands at positions `places` [B,T]: of new tokens, which follow one another, the span is known."""
+  if context.spans is None:
+    return Tokens(places)
+  index, count = places - context.positions[:, :1], context.positions.shape[1]
+  spans = jnp.take_along_axis(context.spans, jnp.clip(index, 0, count - 1), axis=1)
+  return Tokens(places, spans=jnp.where((index >= 0) & (index < count), spans, 0))
 
 
 def _written(array: jax.Array, repeat: jax.Array, context: Context, new: jax.Array) -> jax.Array:

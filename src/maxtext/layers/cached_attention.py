@@ -57,7 +57,8 @@ class CachedAttention:
     return self._at_once(q, seen, context, keys), cache
 
   def _at_once(self, q: jax.Array, seen: Cache, context: Context, keys: Tokens) -> jax.Array:
-    k, v, tokens = seen["key"], seen["value"], Tokens(context.positions)
+    k, v, tokens = seen["key"], seen["value"], Tokens(context.positions, spans=context.spans)
+    assert self.blocks is None or context.spans is None, "blocks are chosen among earlier ones"
     chosen = None if self.blocks is None else self.blocks.chosen(q, k, tokens, keys)
     return reference(q, k, v, tokens, keys, self.scoring, self.sinks, self.how.precision, chosen)
 
@@ -70,7 +71,7 @@ class CachedAttention:
       seen, where = blocks.read(block)
       return seen["key"], seen["value"], where
 
-    tokens = Tokens(context.positions)
+    tokens = Tokens(context.positions, spans=context.spans)
     return blockwise(q, read, blocks.count, tokens, self.scoring, self.sinks, self.how.precision), cache
 
   def _in_place(self, cache: Cache, where: PartitionSpec, context: Context) -> bool:

@@ -15,8 +15,11 @@ class Context:
   """Per-token context. A pytree, handed through stacks explicitly, so that a pipeline can send it along.
 
   Attributes:
-    positions: [B,S]; with a cache, also the rows that are written.
+    positions: [B,S] where tokens stand in their document. They alone order tokens: masks, windows, learned positions
+      and the places of a cache go by them. Rotary tables may go by other positions.
     segments: [B,S] document of each token, or None where a row is one document.
+    spans: [B,S] tokens of a document with the same number, other than 0, see each other both ways; None is none. A
+      cache does not keep them, so a chunk of a prompt has all of a span.
     tables: rotary tables, one per distinct `Rope` of the model.
     tokens: [B,S] the tokens themselves, for layers that look them up.
     count: [B] how many tokens of each row count, from the first on; those after them leave nothing in a cache. None is
@@ -35,6 +38,7 @@ class Context:
   pages: jax.Array | None = None
   fresh: bool = field(default=False, metadata={"static": True})
   end: jax.Array | None = None
+  spans: jax.Array | None = None
 
   @staticmethod
   def of(
@@ -47,10 +51,16 @@ class Context:
     fresh: bool = False,
     pages: jax.Array | None = None,
     end: jax.Array | None = None,
+    rotary_positions: jax.Array | None = None,
+    spans: jax.Array | None = None,
   ) -> "Context":
-    """Computes the rotary tables of all layers once."""
-    tables = {repr(r): rotary_table(r, positions, dtype) for r in dict.fromkeys(ropes)}
-    return Context(positions, segments, tables, tokens, count, pages, fresh, end)
+    """Computes the rotary tables of all layers once.
+
+    `rotary_positions`, [B,S] or [B,S,C] of C components, are what they turn by; None is `positions`.
+    """
+    turned_by = positions if rotary_positions is None else rotary_positions
+    tables = {repr(r): rotary_table(r, turned_by, dtype) for r in dict.fromkeys(ropes)}
+    return Context(positions, segments, tables, tokens, count, pages, fresh, end, spans)
 
   def table(self, rope: Rope) -> Table:
     """The rotary table of a layer."""

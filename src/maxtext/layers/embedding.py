@@ -1,14 +1,16 @@
-"""The token table, which may serve as output head too, and positions that are learned.
+"""The token table, which may serve as output head too, positions that are learned, and features of other inputs.
 
-Shapes: B batch, S sequence, E width, V vocabulary, P positions.
+Shapes: B batch, S sequence, E width, V vocabulary, P positions, N features of a row.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from maxtext.layers.how import How
 from maxtext.layers.make import Make
+from maxtext.mesh.explicit import auto_axes
 
 _TOKENS = ("activation_embed_and_logits_batch", "activation_length")
 
@@ -62,3 +64,42 @@ def sinusoids(positions: jax.Array, width: int, dtype: jax.typing.DTypeLike) -> 
   frequency = 1e4 ** (-jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1))
   angle = positions[..., None].astype(jnp.float32) * frequency
   return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1).astype(dtype)
+
+
+def feature_indices(placeholders: np.ndarray, counts: np.ndarray | int) -> np.ndarray:
+  """Which feature of its row each token takes, [B,S] int32: the first placeholder 0, the next 1, ...; -1 is none.
+
+  It runs on the host, where tokens are known, and in the order of the text. The result may be reordered along with the
+  tokens, as context parallelism does.
+
+  Args:
+    placeholders: [B,S] whether a token stands for a feature.
+    counts: [B] how many features each row has; one number is that of every row.
+
+  Raises:
+    ValueError: a row has another number of placeholders than of features; it names both.
+  """
+  marked = np.asarray(placeholders, bool)
+  for row, (places, count) in enumerate(zip(marked.sum(1), np.broadcast_to(counts, marked.shape[:1]), strict=True)):
+    if places != count:
+      raise ValueError(f"row {row} has {places} placeholder tokens for {count} features; they must be equal.")
+  return np.where(marked, np.cumsum(marked, axis=1) - 1, -1).astype(np.int32)
+
+
+def merge_features(
+  embeddings: jax.Array, features: jax.Array, indices: jax.typing.ArrayLike, add: bool = False
+) -> jax.Array:
+  """Embeddings [B,S,E] with features [B,N,E] in the places where `indices` [B,S] are not negative.
+
+  Args:
+    indices: the number of the feature that a place takes, from `feature_indices`; several places may take the same.
+    add: a feature is added to the embedding instead of taking its place.
+  """
+  indices = jnp.asarray(indices)
+
+  def merged(embeddings: jax.Array, features: jax.Array, indices: jax.Array) -> jax.Array:
+    index = jnp.clip(indices, 0, features.shape[1] - 1)[..., None]
+    taken = jnp.take_along_axis(features, index, axis=1).astype(embeddings.dtype)
+    return jnp.where((indices >= 0)[..., None], embeddings + taken if add else taken, embeddings)
+
+  return auto_axes(merged, jax.typeof(embeddings).sharding, embeddings, features, indices)

@@ -141,10 +141,11 @@ class LatentAttention(nnx.Module):
     turned = rotate(turned, table, spec.rope.interleaved)
     latent, position = jnp.split(self.kv_down(x), [spec.kv_rank], axis=-1)
     latent, position = self.kv_norm(latent), rotate(position[..., None, :], table, spec.rope.interleaved)[..., 0, :]
-    queries = Tokens(context.positions, context.segments)
+    queries = Tokens(context.positions, context.segments, context.spans)
     seen, keys = self._kept(x, latent, position, context), queries
     if cache is not None:
       cache, seen, keys = extend(cache, repeat, context, seen, how.cache_rounding, context.pages)
+    assert self.indexer is None or context.spans is None, "the indexer chooses among earlier keys"
     chosen = None if self.indexer is None else self.indexer(x, narrow, context, seen["index_key"], keys.positions)
     alone = cache is None or context.fresh  # tokens see each other alone
     if spec.latent_cache and not alone and not how.linear_hooks:  # hooks know the plain product only

@@ -14,7 +14,8 @@ ANY_LAYER = "groups/*/layers/*"
 ANY_PREDICTION = "ahead/*"
 """A pattern of the modules that predict further tokens."""
 
-_LAYER = re.compile(r"groups/(\d+)/layers/(\d+)/(.*)", re.DOTALL)
+_LAYER = re.compile(r"(?:towers/([^/]+)/)?groups/(\d+)/layers/(\d+)/(.*)", re.DOTALL)
+_TOWER = re.compile(r"towers/([^/]+)/")
 _PREDICTION = re.compile(r"ahead/(\d+)/")
 
 
@@ -22,27 +23,33 @@ class LayerPath(NamedTuple):
   """The path of a variable in a stack of layers.
 
   Attributes:
-    group: its number in the decoder.
+    group: its number in the decoder, or in the tower.
     place: the layer's number in the group's cycle.
     rest: the path from the layer down.
+    tower: the name of the tower that the layer is of; empty is the decoder.
   """
 
   group: int
   place: int
   rest: str
+  tower: str = ""
 
   @staticmethod
   def parse(path: str) -> "LayerPath | None":
     """None where a path is of no layer of a group."""
     found = _LAYER.match(path)
-    return None if found is None else LayerPath(int(found[1]), int(found[2]), found[3])
+    return None if found is None else LayerPath(int(found[2]), int(found[3]), found[4], found[1] or "")
 
   def __str__(self) -> str:
-    return join("groups", self.group, "layers", self.place, self.rest)
+    return self._at(self.place)
 
   def unstacked(self, repeat: int) -> str:
     """The path of one repeat, in checkpoints that keep each layer apart: `groups/0/layers/1.3/...` is the fourth."""
-    return join("groups", self.group, "layers", f"{self.place}.{repeat}", self.rest)
+    return self._at(f"{self.place}.{repeat}")
+
+  def _at(self, place: int | str) -> str:
+    above = ("towers", self.tower) if self.tower else ()
+    return join(*above, "groups", self.group, "layers", place, self.rest)
 
 
 def join(*names: str | int) -> str:
@@ -63,6 +70,12 @@ def below(path: str) -> str:
 def prediction_layer(number: int, rest: str) -> str:
   """The path of a variable or module in the layer of a module that predicts further tokens."""
   return join("ahead", number, "stack/layers/0", rest)
+
+
+def tower_name(path: str) -> str:
+  """The tower that a path is of; empty is none."""
+  found = _TOWER.match(path)
+  return "" if found is None else found[1]
 
 
 def prediction_number(path: str) -> int | None:

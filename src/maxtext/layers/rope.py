@@ -95,6 +95,10 @@ class Rope:
     shortest: the least wavelength, over 2 pi.
     share: the share of the pairs, the fastest ones, that turn at all.
     interleaved: neighbouring dimensions are a pair.
+    mrope_sections: how many frequencies turn by each component of positions that have several (mRoPE: time, height,
+      width); None lets all turn by the one component there is.
+    mrope_interleaved: frequencies take components in turn (0, 1, 2, 0, 1, 2, ...; when a later component's section is
+      used up, the first takes its turns), instead of in contiguous runs.
   """
 
   head_dim: int
@@ -103,11 +107,35 @@ class Rope:
   scaling: Scaling | None = None
   share: float = 1.0
   interleaved: bool = False
+  mrope_sections: tuple[int, ...] | None = None
+  mrope_interleaved: bool = False
+
+  def __post_init__(self) -> None:
+    sections = self.mrope_sections
+    if sections is not None and sum(sections) != self.head_dim // 2:
+      raise ValueError(
+        f"mrope_sections={list(sections)} have {sum(sections)} frequencies together, and head_dim={self.head_dim} has "
+        f"{self.head_dim // 2}."
+      )
+
+  @property
+  def components(self) -> np.ndarray:
+    """Which component of a position each frequency turns by, [D/2]."""
+    sections = self.mrope_sections or (self.head_dim // 2,)
+    if not self.mrope_interleaved:
+      return np.repeat(np.arange(len(sections)), sections)
+    turn = np.arange(self.head_dim // 2)
+    component, used = turn % len(sections), turn // len(sections)
+    return np.where(used < np.asarray(sections)[component], component, 0)
 
 
 def rotary_table(spec: Rope, positions: jax.Array, dtype: jax.typing.DTypeLike) -> Table:
-  """Cosine and sine for positions [B,S]; made once per call and shared by all layers with this spec."""
-  angle = positions[..., None, None].astype(jnp.float32) * jnp.asarray(_frequencies(spec), jnp.float32)
+  """Cosine and sine for positions [B,S], or [B,S,C] of C components; made once per call and shared by all layers with
+  this spec.
+
+  A position of one component is that of all of them, so text gives the same table to the bit either way.
+  """
+  angle = _angles(spec, positions).astype(jnp.float32) * jnp.asarray(_frequencies(spec), jnp.float32)
   multiplier = 1.0 if spec.scaling is None else spec.scaling.multiplier
   return (jnp.cos(angle) * multiplier).astype(dtype), (jnp.sin(angle) * multiplier).astype(dtype)
 
@@ -121,6 +149,19 @@ def rotate(x: jax.Array, table: Table, interleaved: bool = False) -> jax.Array:
   a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
   pair = (a * cos - b * sin, b * cos + a * sin)
   return jnp.stack(pair, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(pair, axis=-1)
+
+
+def _angles(spec: Rope, positions: jax.Array) -> jax.Array:
+  """What each frequency is multiplied by, [B,S,1,1], or [B,S,1,D/2] where positions have components."""
+  if positions.ndim == 2:
+    return positions[..., None, None]
+  count, sections = positions.shape[-1], spec.mrope_sections
+  if sections is None or len(sections) != count:
+    raise ValueError(f"positions have {count} components, and mrope_sections={sections and list(sections)}.")
+  found = positions[..., :1]
+  for component in range(1, count):
+    found = jnp.where(spec.components == component, positions[..., component : component + 1], found)
+  return found[..., None, :]
 
 
 def _frequencies(spec: Rope) -> np.ndarray:

@@ -9,7 +9,7 @@ from maxtext.configs import MaxTextConfig
 from maxtext.configs.loader import load_config, model_names, same_model
 from maxtext.models.build import abstract_model, weight_table
 from maxtext.models.flops import active_share
-from maxtext.models.spec import DecoderSpec, Group
+from maxtext.models.spec import DecoderSpec, Group, TowerSpec, towers_of
 from maxtext.models.weight_table import find
 
 
@@ -72,7 +72,8 @@ def _configuration(name: str) -> MaxTextConfig:
 def _layers(spec: DecoderSpec) -> list[str]:
   scale = "" if spec.embedding_scale == 1.0 else f", times {spec.embedding_scale:g}"
   positions = "" if spec.learned_positions is None else f", plus {spec.learned_positions} learned positions"
-  lines = [f"embedding   {spec.vocab} x {spec.width}{scale}{positions}"]
+  lines = [line for tower in towers_of(spec) for line in _tower(tower, spec.width)]
+  lines += [f"embedding   {spec.vocab} x {spec.width}{scale}{positions}"]
   first = 0
   for group in spec.groups:
     lines += _group(group, first)
@@ -80,6 +81,14 @@ def _layers(spec: DecoderSpec) -> list[str]:
   cap = "" if spec.logit_cap is None else f", capped at {spec.logit_cap:g}"
   head = "the embedding's table" if spec.tied else f"{spec.width} x {spec.vocab}"
   return [*lines, f"final norm  {_words(spec.final_norm)}", f"head        {head}{cap}"]
+
+
+def _tower(tower: TowerSpec, width: int) -> list[str]:
+  lines, first = [f"tower       {tower.name}, {tower.width} wide, from {_words(tower.front_end)}"], 0
+  for group in tower.groups:
+    lines += _group(group, first)
+    first += group.repeats * len(group.cycle)
+  return [*lines, f"projector   {_words(tower.projector)} to {width}", ""]
 
 
 def _group(group: Group, first: int) -> list[str]:

@@ -3,6 +3,7 @@
 Shapes: B batch, S sequence, E width, V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,14 +18,19 @@ from maxtext.layers.how import How
 from maxtext.layers.linear import Linear
 from maxtext.layers.make import Make
 from maxtext.layers.stack import Stack
-from maxtext.models.spec import DecoderSpec
+from maxtext.models.spec import DecoderSpec, towers_of
+from maxtext.models.tower import Tower
 
 _TOKENS = ("activation_embed_and_logits_batch", "activation_norm_length", "activation_embed")
 _LOGITS = ("activation_embed_and_logits_batch", "activation_length", "activation_vocab")
 
 
 class Decoder(nnx.Module):
-  """Tokens to hidden states, hidden states to logits."""
+  """Tokens to hidden states, hidden states to logits.
+
+  The towers of a `ModelSpec` stand beside it: `towers[name](inputs)` returns features, which `merge_features` puts
+  among what `embed` returns.
+  """
 
   def __init__(self, spec: DecoderSpec, how: How, seed: jax.typing.ArrayLike | None) -> None:
     self.spec, self.how = spec, how
@@ -46,36 +52,64 @@ class Decoder(nnx.Module):
     self.ahead = nnx.List(
       [] if spec.ahead is None else [spec.ahead.build(further.at(i), spec.width, how) for i in range(spec.ahead.count)]
     )
+    beside = make.at("towers")
+    self.towers = nnx.Dict({t.name: Tower(beside.at(t.name), t, spec.width, how) for t in towers_of(spec)})
     self.head = Linear(make.at("head"), {"embed": spec.width}, {"vocab": spec.vocab}, how, "logits", tied=spec.tied)
+
+  def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """Tokens [B,S] at positions [B,S] to embeddings [B,S,E], what `hidden` takes in their place.
+
+    They are scaled, and learned or sinusoidal positions are added, as the spec says. Features of other inputs, such as
+    images, are merged into the result with `merge_features`.
+    """
+    x = self.embedding(tokens)
+    if self.positions is not None:
+      x = x + self.positions(positions)
+    if self.spec.sinusoidal_positions:
+      x = x + sinusoids(positions, self.spec.width, self.how.dtype)
+    return self.how.shard(x, *_TOKENS)
 
   def hidden(
     self,
-    tokens: jax.Array,
+    tokens: jax.Array | None,
     positions: jax.Array,
     segments: jax.Array | None = None,
-    layer_inputs: list[list[Any]] | None = None,
+    layer_inputs: Sequence[list[Any] | None] | None = None,
     cache: list[list[Cache]] | None = None,
     count: jax.Array | None = None,
     fresh: bool = False,
     pages: jax.Array | None = None,
     end: jax.Array | None = None,
+    embeddings: jax.Array | None = None,
+    rotary_positions: jax.Array | None = None,
+    spans: jax.Array | None = None,
   ) -> tuple[jax.Array, list[Any], list[list[Cache]] | None]:
     """Tokens [B,S] to normed hidden states [B,S,E], the layers' reports per group, and the extended cache.
 
-    Layer inputs and caches are lists over groups of what a `Stack` takes. With a cache, only the first `count` [B]
-    tokens of a row count, `fresh` says that nothing is in it, and `end` that nothing behind that position is needed;
-    `pages` [B,M] are those of each row.
+    `embeddings` [B,S,E] take the place of the tokens' own, from `embed`; the tokens may then be None, unless layers
+    look them up (`DecoderSpec.looks_up_tokens`).
+
+    `positions` [B,S] order the tokens of a document. Rotary embeddings turn by `rotary_positions`, [B,S] or [B,S,3]
+    (mRoPE: tokens of an image share their time), where they are given. Tokens of a document with the same number in
+    `spans` [B,S], other than 0, see each other both ways; with a cache, one call has all tokens of a span.
+
+    Layer inputs and caches are lists over groups of what a `Stack` takes; the layer inputs of a group may be None. With
+    a cache, only the first `count` [B] tokens of a row count, `fresh` says that nothing is in it, and `end` that
+    nothing behind that position is needed; `pages` [B,M] are those of each row.
     """
     how = self.how
+    if tokens is None and embeddings is None:
+      raise ValueError("hidden() takes tokens, embeddings, or both; both are None.")
+    if tokens is None and self.spec.looks_up_tokens:
+      raise ValueError("hidden() needs the tokens beside their embeddings: layers of this model look them up.")
     looked_up = tokens if self.spec.looks_up_tokens else None
-    context = Context.of(positions, segments, self.spec.ropes, how.dtype, looked_up, count, fresh, pages, end)
-    x = self.embedding(tokens)
-    if self.positions is not None:
-      x = x + self.positions(positions)
-    if self.spec.sinusoidal_positions:
-      x = x + sinusoids(positions, self.spec.width, how.dtype)
-    x = how.shard(x, *_TOKENS)
-    x, reports, caches = self._spread(how.shard(x, *RESIDUAL)), [], []
+    context = Context.of(
+      positions, segments, self.spec.ropes, how.dtype, looked_up, count, fresh, pages, end, rotary_positions, spans
+    )
+    if embeddings is None:
+      assert tokens is not None
+      embeddings = self.embed(tokens, positions)
+    x, reports, caches = self._spread(how.shard(embeddings, *RESIDUAL)), [], []
     for i, group in enumerate(self.groups):
       own_inputs, own_cache = (None if tree is None else tree[i] for tree in (layer_inputs, cache))
       x, report, extended = group(x, own_inputs, context, own_cache)
@@ -84,14 +118,24 @@ class Decoder(nnx.Module):
     return self.final_norm(self._gathered(x)), reports, None if cache is None else caches
 
   def further(
-    self, hidden: jax.Array, next_tokens: jax.Array, positions: jax.Array, segments: jax.Array | None = None
+    self,
+    hidden: jax.Array,
+    next_tokens: jax.Array,
+    positions: jax.Array,
+    segments: jax.Array | None = None,
+    rotary_positions: jax.Array | None = None,
+    spans: jax.Array | None = None,
   ) -> tuple[list[jax.Array], list[Any]]:
     """Hidden states that predict the second token on, the third, ..., and the layers' reports.
 
-    `hidden` and `next_tokens` [B,S] are those of `hidden()` and what follows its tokens. States at the end of a row or
-    of a document, whose further tokens are not known, are there but say nothing.
+    `hidden` and `next_tokens` [B,S] are those of `hidden()` and what follows its tokens; positions and segments are
+    those that it had. States at the end of a row or of a document, whose further tokens are not known, are there but
+    say nothing.
     """
-    context, found, reports = Context.of(positions, segments, self.spec.ropes, self.how.dtype), [], []
+    context = Context.of(
+      positions, segments, self.spec.ropes, self.how.dtype, rotary_positions=rotary_positions, spans=spans
+    )
+    found, reports = [], []
     for layer in self.ahead:
       tokens = self.how.shard(self.embedding(next_tokens), *RESIDUAL)
       hidden, report = layer(hidden, tokens, context)

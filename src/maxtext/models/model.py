@@ -1,4 +1,4 @@
-"""A decoder made abstract: shapes, number formats and placement of every parameter before any array exists.
+"""A model made abstract: shapes, number formats and placement of every parameter before any array exists.
 
 At run time parameters are a flat dict {path: array}; the modules are bound to them inside `jax.jit`.
 """
@@ -26,6 +26,7 @@ class Model:
   """What initialisation, restore, import, planning and parameter counts all read.
 
   Attributes:
+    spec: of the decoder, and of its towers where it is a `ModelSpec`.
     params: {path: shape, dtype and sharding} of what is trained.
     buffers: the same for what no gradient touches: buffers of layers, and parameters that are not trained.
     statistics: the same for what layers measure over an update, and nothing keeps.

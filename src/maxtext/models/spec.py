@@ -1,10 +1,11 @@
-"""What a decoder is, as data."""
+"""What a model is, as data: a decoder, and towers whose features enter it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from maxtext.layers.ahead import Ahead
 from maxtext.layers.block import Layer
 from maxtext.layers.norm import AnyNorm
+from maxtext.layers.patches import FrontEnd, Projector
 from maxtext.layers.rope import Rope
 
 
@@ -63,4 +64,74 @@ class DecoderSpec:
   @property
   def ropes(self) -> tuple[Rope, ...]:
     """The distinct rotary tables of all layers."""
-    return tuple(dict.fromkeys(rope for group in self.groups for block in group.cycle for rope in block.mixer.ropes))
+    return _ropes(self.groups)
+
+
+@dataclass(frozen=True)
+class TowerSpec:
+  """An encoder of other inputs than tokens: front end, groups of layers, final norm, projector to the decoder's width.
+
+  Its layers are those of a decoder, whose mixers see both ways (`GQA(causal=False)`).
+
+  Attributes:
+    name: its parameters are under `towers/<name>/`.
+    width: of its layers.
+    length: most tokens of one input.
+    front_end: from inputs to tokens.
+    projector: from the tower's width to the decoder's.
+    final_norm: before the projector; None is none.
+    learned_positions: a table of `length` positions is added to the tokens.
+    deepstack: groups whose outputs are features too, each with a projector of its own (deepstack).
+  """
+
+  name: str
+  width: int
+  length: int
+  front_end: FrontEnd
+  groups: tuple[Group, ...]
+  projector: Projector
+  final_norm: AnyNorm | None = None
+  learned_positions: bool = False
+  deepstack: tuple[int, ...] = ()
+
+  @property
+  def ropes(self) -> tuple[Rope, ...]:
+    """The distinct rotary tables of all layers."""
+    return _ropes(self.groups)
+
+
+@dataclass(frozen=True)
+class ModelSpec(DecoderSpec):
+  """A decoder with towers beside it.
+
+  It is its decoder's spec as well, so whatever reads or changes a decoder's spec keeps the towers.
+  """
+
+  towers: tuple[TowerSpec, ...] = ()
+
+  @staticmethod
+  def of(decoder: DecoderSpec, *towers: TowerSpec) -> "ModelSpec":
+    """This decoder with these towers, whose names differ."""
+    names = [tower.name for tower in towers]
+    if len(set(names)) < len(names):
+      raise ValueError(f"towers need names of their own, and these are {names}.")
+    return ModelSpec(**{f.name: getattr(decoder, f.name) for f in fields(DecoderSpec)}, towers=towers)
+
+  @property
+  def decoder(self) -> DecoderSpec:
+    """The decoder alone."""
+    return DecoderSpec(**{f.name: getattr(self, f.name) for f in fields(DecoderSpec)})
+
+
+def towers_of(spec: DecoderSpec) -> tuple[TowerSpec, ...]:
+  """The towers of a model; a decoder alone has none."""
+  return spec.towers if isinstance(spec, ModelSpec) else ()
+
+
+def groups_of(spec: DecoderSpec, tower: str = "") -> tuple[Group, ...]:
+  """The groups of layers of a tower, or of the decoder where no name is given."""
+  return next(t.groups for t in towers_of(spec) if t.name == tower) if tower else spec.groups
+
+
+def _ropes(groups: tuple[Group, ...]) -> tuple[Rope, ...]:
+  return tuple(dict.fromkeys(rope for group in groups for block in group.cycle for rope in block.mixer.ropes))

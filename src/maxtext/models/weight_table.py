@@ -9,7 +9,7 @@ from typing import Any
 
 from maxtext.layers.block import Layer
 from maxtext.layers.parameter_paths import LayerPath, fits, prediction_number
-from maxtext.models.spec import DecoderSpec
+from maxtext.models.spec import DecoderSpec, groups_of
 
 
 @dataclass(frozen=True)
@@ -50,27 +50,27 @@ def find(table: Table, path: str) -> Weight | None:
   return None
 
 
-def of_layers(spec: DecoderSpec, own: Callable[[Layer], Table]) -> dict[str, Weight]:
-  """Entries for every layer, by what it is; their paths start at the layer."""
+def of_layers(spec: DecoderSpec, own: Callable[[Layer], Table], tower: str = "") -> dict[str, Weight]:
+  """Entries for every layer of the decoder, or of a tower, by what it is; their paths start at the layer."""
   return {
-    str(LayerPath(g, place, path)): weight
-    for g, group in enumerate(spec.groups)
+    str(LayerPath(g, place, path, tower)): weight
+    for g, group in enumerate(groups_of(spec, tower))
     for place, layer in enumerate(group.cycle)
     for path, weight in own(layer).items()
   }
 
 
 def layer_numbers(spec: DecoderSpec, path: str) -> list[int]:
-  """Which layers of the whole decoder a parameter holds, in order; none for one that is not of a layer.
+  """Which layers of the whole decoder, or tower, a parameter holds, in order; none for one that is not of a layer.
 
   Layers that predict further tokens are counted after the last one.
   """
-  layers = [len(group.cycle) * group.repeats for group in spec.groups]
   if (number := prediction_number(path)) is not None:
-    return [sum(layers) + number]
+    return [sum(len(group.cycle) * group.repeats for group in spec.groups) + number]
   found = LayerPath.parse(path)
   if found is None:
     return []
-  first = sum(layers[: found.group])
-  own = spec.groups[found.group]
+  groups = groups_of(spec, found.tower)
+  first = sum(len(group.cycle) * group.repeats for group in groups[: found.group])
+  own = groups[found.group]
   return [first + repeat * len(own.cycle) + found.place for repeat in range(own.repeats)]

@@ -10,7 +10,7 @@ from maxtext.configs.types import ReorderStrategy, SplashAttention
 from maxtext.kernels.attention import Attention, Kernel
 from maxtext.kernels.splash import SplashBlocks
 from maxtext.kernels.token_order import TokenOrder
-from maxtext.models.spec import DecoderSpec
+from maxtext.models.spec import DecoderSpec, groups_of, towers_of
 
 _PLATFORMS = ("tpu", "gpu", "cuda", "cpu")
 _FAST: Mapping[str, Kernel] = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}
@@ -44,7 +44,8 @@ def attention(config: MaxTextConfig, mesh: Mesh, parts: int) -> Attention:
 
 def check_attention(config: MaxTextConfig, spec: DecoderSpec, kernel: Kernel) -> None:
   """Refuses what a kernel cannot do for this model: cuDNN has neither soft caps, nor chunks, nor sinks."""
-  mixers = [block.mixer for group in spec.groups for block in group.cycle]
+  names = ("", *(tower.name for tower in towers_of(spec)))
+  mixers = [block.mixer for name in names for group in groups_of(spec, name) for block in group.cycle]
   lacking = {
     "attn_logits_soft_cap": any(getattr(mixer, "cap", None) for mixer in mixers),
     "chunk_attn_window_size": any(getattr(mixer, "chunked", False) for mixer in mixers),

@@ -1,0 +1,77 @@
+"""The two ends of a tower in their plain form: patches to the tower's width, and its outputs to the decoder's.
+
+Shapes: N inputs (images), T patches or tokens, P numbers of a patch, W width of the tower, E width of the decoder.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+from flax import nnx
+
+from maxtext.layers.how import How
+from maxtext.layers.linear import Linear
+from maxtext.layers.make import Make
+from maxtext.layers.norm import AnyNorm
+
+
+class End(Protocol):
+  """One end of a tower with its weights: [N,T,...] to [N,T',...], where T' may be fewer (pooling, pixel shuffle)."""
+
+  def __call__(self, x: jax.Array) -> jax.Array: ...
+
+
+class FrontEnd(Protocol):
+  """What inputs of a tower become tokens by."""
+
+  def build(self, make: Make, width: int, how: How) -> End:
+    """From inputs to tokens of this width."""
+    ...
+
+
+class Projector(Protocol):
+  """What outputs of a tower become features by."""
+
+  def build(self, make: Make, width: int, out_width: int, how: How) -> End:
+    """From the tower's width to the decoder's."""
+    ...
+
+
+@dataclass(frozen=True)
+class PatchProjection:
+  """One linear projection of each patch: a convolution whose stride is its size, on patches that are cut out already.
+
+  Attributes:
+    size: numbers of a patch, P.
+  """
+
+  size: int
+  bias: bool = True
+
+  def build(self, make: Make, width: int, how: How) -> Linear:
+    """[N,T,P] to [N,T,W]."""
+    return Linear(make, {"narrow": self.size}, {"embed": width}, how, "patch_proj", bias=self.bias)
+
+
+@dataclass(frozen=True)
+class LinearProjector:
+  """A norm, if there is one, and a linear projection."""
+
+  norm: AnyNorm | None = None
+  bias: bool = False
+
+  def build(self, make: Make, width: int, out_width: int, how: How) -> "ProjectorLayer":
+    """[N,T,W] to [N,T,E]."""
+    return ProjectorLayer(make, self, width, out_width, how)
+
+
+class ProjectorLayer(nnx.Module):
+  """The layer of `LinearProjector`."""
+
+  def __init__(self, make: Make, spec: LinearProjector, width: int, out_width: int, how: How) -> None:
+    self.norm = None if spec.norm is None else spec.norm.build(make.at("norm"), width)
+    out = {"latent_out": out_width}
+    self.out = Linear(make.at("out"), {"embed": width}, out, how, "projector_out", bias=spec.bias)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.out(x if self.norm is None else self.norm(x))
