@@ -1,4 +1,4 @@
-"""Decoders with experts: keys become specs, losses of layers are minimised, meshes and hooks change nothing."""
+"""Decoders with experts: keys become specs, losses of layers are minimised, meshes change nothing, LoRA works."""
 
 import dataclasses
 
@@ -15,6 +15,7 @@ from maxtext.kernels.grouped_matmul import GroupedMatmul, Tiles
 from maxtext.layers.dispatch import Dispatch
 from maxtext.layers.experts import Mixture
 from maxtext.layers.make import Buffer, Make
+from maxtext.layers.matmul import Matmul
 from maxtext.layers.mlp import MLP
 from maxtext.layers.router import Groups, Router
 from maxtext.mesh.devices import make_mesh
@@ -219,33 +220,35 @@ def test_mistakes_are_named(keys, message):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lora:
-  """y = x W + x A B by the product that it is handed; it counts its calls."""
+class Lora(Matmul):
+  """y = x W + x A B by the matmul that comes next; it counts its calls."""
 
   name: str = "lora"
 
-  def variables(self, make, inputs, outputs):
+  def variables(self, make, site, inputs, outputs):
     down = make("down", (*inputs.values(), 2), (*inputs, None), std=0.3)
     up = make("up", (2, *outputs.values()), (None, *outputs), std=0.3)
-    return {"down": down, "up": up, "calls": make("calls", (1,), (None,), kind=Buffer, dtype=jnp.int32)}
+    calls = make("calls", (1,), (None,), kind=Buffer, dtype=jnp.int32, combine="equal")
+    return {"down": down, "up": up, "calls": calls}
 
-  def __call__(self, product, own, x, weight):
+  def __call__(self, call, own, next_, x, weight):
     own["calls"].set_value(own["calls"][...] + 1)
-    return product(x, weight) + product(product(x, own["down"][...]), own["up"][...])
+    into, out_of = call.low_rank()
+    return next_(call, x, weight) + next_(out_of, next_(into, x, own["down"][...]), own["up"][...])
 
 
 @pytest.mark.slow
 @pytest.mark.mesh
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
-def test_hooks_reach_experts(devices):
+def test_implementations_of_the_matmul_reach_experts(devices):
   config = tiny(**(MESH if devices == 8 else {}))
   plain = program(config, devices).model.how
   make, spec = Make(0, jnp.float32), Mixture(Router(4, 2), 24)
   x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 6, 48)), jnp.float32)
   for experts in (Dispatch(), Dispatch("dense"), Dispatch(wi=GroupedMatmul("ragged_dot"))):
     execution = dataclasses.replace(plain, experts=experts)
-    hooked = spec.build(make, 48, dataclasses.replace(execution, linear_hooks=(Lora(),)))
-    graph, state = nnx.split(hooked)
+    adapted = spec.build(make, 48, dataclasses.replace(execution, matmul=(Lora(),)))
+    graph, state = nnx.split(adapted)
 
     @jax.jit
     def run(x, state, graph=graph):
@@ -255,13 +258,13 @@ def test_hooks_reach_experts(devices):
     y, buffers = run(x, state)
     merged = spec.build(make, 48, execution)
     for name in ("gate", "up", "down"):
-      own = getattr(hooked.experts, name)
-      lora = own.hooks["lora"]
+      own = getattr(adapted.experts, name)
+      lora = own.matmul["lora"]
       assert lora["down"][...].shape == (4, own.weight[...].shape[1], 2), "each expert has its own"
       getattr(merged.experts, name).weight.set_value(own.weight[...] + lora["down"][...] @ lora["up"][...])
     merged.router.logits.weight.set_value(
       merged.router.logits.weight[...]
-      + hooked.router.logits.hooks["lora"]["down"][...] @ hooked.router.logits.hooks["lora"]["up"][...]
+      + adapted.router.logits.matmul["lora"]["down"][...] @ adapted.router.logits.matmul["lora"]["up"][...]
     )
     np.testing.assert_allclose(y, jax.jit(lambda x, m=merged: m(x)[0])(x), atol=2e-4)
     assert all((calls == 1).all() for calls in jax.tree.leaves(buffers))

@@ -21,7 +21,9 @@ def moved(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
   return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
-def product(x: jax.Array, weight: jax.Array, contracted: int, precision: str, mesh: Mesh) -> jax.Array:
+def product(
+  x: jax.Array, weight: jax.Array, contracted: int, precision: str, mesh: Mesh, preferred_element_type: Any = None
+) -> jax.Array:
   """The last dimensions of x with the first of a weight.
 
   The weight is gathered over every axis that splits x otherwise, which is what FSDP is. Where both are split where they
@@ -34,7 +36,14 @@ def product(x: jax.Array, weight: jax.Array, contracted: int, precision: str, me
   weight = moved(weight, mesh, PartitionSpec(*parts[kept:], *outputs))
   dims = (tuple(range(kept, x.ndim)), tuple(range(contracted))), ((), ())
   spec = PartitionSpec(*parts[:kept], *outputs)
-  return jax.lax.dot_general(x, weight, dims, precision=precision, out_sharding=NamedSharding(mesh, spec))
+  return jax.lax.dot_general(
+    x,
+    weight,
+    dims,
+    precision=precision,
+    preferred_element_type=preferred_element_type,
+    out_sharding=NamedSharding(mesh, spec),
+  )
 
 
 def beside(bias: jax.Array, y: jax.Array, mesh: Mesh) -> jax.Array:

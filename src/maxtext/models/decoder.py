@@ -46,7 +46,8 @@ class Decoder(nnx.Module):
     self.ahead = nnx.List(
       [] if spec.ahead is None else [spec.ahead.build(further.at(i), spec.width, how) for i in range(spec.ahead.count)]
     )
-    self.head = Linear(make.at("head"), {"embed": spec.width}, {"vocab": spec.vocab}, how, "logits", tied=spec.tied)
+    width, vocab = {"embed": spec.width}, {"vocab": spec.vocab}
+    self.head = Linear(make.at("head"), width, vocab, how, "logits", tied=spec.tied, role="head")
 
   def hidden(
     self,
