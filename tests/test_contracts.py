@@ -13,6 +13,7 @@ from flax import nnx
 from maxtext.layers.cache import Slots, extend
 from maxtext.layers.context import Context
 from maxtext.layers.make import Buffer, Make
+from maxtext.layers.matmul import Matmul
 from maxtext.layers.stack import Stack
 from maxtext.models.model import Model
 from maxtext.training.objectives.language_modeling import LanguageModeling
@@ -22,41 +23,41 @@ from tests.support import program, random_batch, tiny
 
 
 @dataclass(frozen=True)
-class Lora:
+class Lora(Matmul):
   """y = x W + x A B, with B zero at first."""
 
   rank: int = 4
   name: str = "lora"
 
-  def variables(self, make, inputs, outputs):
+  def variables(self, make, site, inputs, outputs):
     down = make("down", (*inputs.values(), self.rank), (*inputs, None), std=0.1)
     up = make("up", (self.rank, *outputs.values()), (None, *outputs))
     return {"down": down, "up": up}
 
-  def __call__(self, product, own, x, weight):
+  def __call__(self, call, own, next_, x, weight):
     down, up = own["down"][...], own["up"][...]
-    return product(x, weight) + jnp.tensordot(jnp.tensordot(x, down, down.ndim - 1), up, 1)
+    return next_(call, x, weight) + jnp.tensordot(jnp.tensordot(x, down, down.ndim - 1), up, 1)
 
 
 @dataclass(frozen=True)
-class FakeQuantization:
+class FakeQuantization(Matmul):
   """Weights rounded to a few levels, gradients straight through; a buffer counts its calls, as amax histories would."""
 
   levels: int = 7
   name: str = "quantization"
 
-  def variables(self, make, inputs, outputs):
-    return {"calls": make("calls", (1,), (None,), kind=Buffer, dtype=jnp.int32)}
+  def variables(self, make, site, inputs, outputs):
+    return {"calls": make("calls", (1,), (None,), kind=Buffer, dtype=jnp.int32, combine="equal")}
 
-  def __call__(self, product, own, x, weight):
+  def __call__(self, call, own, next_, x, weight):
     own["calls"].set_value(own["calls"][...] + 1)
     step = jnp.abs(weight).max() / self.levels
     rounded = jnp.round(weight / step) * step
-    return product(x, weight + jax.lax.stop_gradient(rounded - weight))
+    return next_(call, x, weight + jax.lax.stop_gradient(rounded - weight))
 
 
-def hooked(model: Model, *hooks, **kwargs) -> Model:
-  return Model.of(model.spec, dataclasses.replace(model.how, linear_hooks=hooks), **kwargs)
+def through(model: Model, *implementations, **kwargs) -> Model:
+  return Model.of(model.spec, dataclasses.replace(model.how, matmul=implementations), **kwargs)
 
 
 def train(model: Model, batch, steps=15, accumulation=1):
@@ -75,10 +76,10 @@ def train(model: Model, batch, steps=15, accumulation=1):
 def test_lora_trains_inside_linear(scan):
   config = tiny(scan_layers=scan)
   plain = program(config).model
-  model = hooked(plain, Lora(), trained=lambda path: "/lora/" in path)
-  query = "groups/0/layers/0/mixer/query/hooks/lora/down"
+  model = through(plain, Lora(), trained=lambda path: "/lora/" in path)
+  query = "groups/0/layers/0/mixer/query/matmul/lora/down"
   assert model.params[query].shape == (2, 48, 4)
-  assert model.buffers.keys() == plain.params.keys(), "hooks rename nothing, and what is not trained is carried along"
+  assert model.buffers.keys() == plain.params.keys(), "nothing is renamed, and what is not trained is carried along"
 
   batch = random_batch(config)
   losses, state = train(model, batch)
@@ -98,7 +99,7 @@ def test_lora_trains_inside_linear(scan):
 def test_fake_quantization_trains_inside_linear(scan, accumulation):
   config = tiny(scan_layers=scan)
   plain = program(config).model
-  model = hooked(plain, FakeQuantization())
+  model = through(plain, FakeQuantization())
   assert model.params.keys() == plain.params.keys(), "what no gradient touches is no parameter"
   batch = random_batch(config)
   losses, state = train(model, batch, accumulation=accumulation)

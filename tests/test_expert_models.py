@@ -1,4 +1,4 @@
-"""Decoders with experts: keys become specs, losses of layers are minimised, meshes and hooks change nothing."""
+"""Decoders with experts: keys become specs, losses of layers are minimised, meshes change nothing, LoRA works."""
 
 import dataclasses
 
@@ -15,6 +15,7 @@ from maxtext.kernels.grouped_matmul import GroupedMatmul, Tiles
 from maxtext.layers.dispatch import Dispatch
 from maxtext.layers.experts import Mixture
 from maxtext.layers.make import Buffer, Make
+from maxtext.layers.matmul import Matmul
 from maxtext.layers.mlp import MLP
 from maxtext.layers.router import Groups, Router
 from maxtext.mesh.devices import make_mesh
@@ -219,33 +220,35 @@ def test_mistakes_are_named(keys, message):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lora:
-  """y = x W + x A B by the product that it is handed; it counts its calls."""
+class Lora(Matmul):
+  """y = x W + x A B by the matmul that comes next; it counts its calls."""
 
   name: str = "lora"
 
-  def variables(self, make, inputs, outputs):
+  def variables(self, make, site, inputs, outputs):
     down = make("down", (*inputs.values(), 2), (*inputs, None), std=0.3)
     up = make("up", (2, *outputs.values()), (None, *outputs), std=0.3)
-    return {"down": down, "up": up, "calls": make("calls", (1,), (None,), kind=Buffer, dtype=jnp.int32)}
+    calls = make("calls", (1,), (None,), kind=Buffer, dtype=jnp.int32, combine="equal")
+    return {"down": down, "up": up, "calls": calls}
 
-  def __call__(self, product, own, x, weight):
+  def __call__(self, call, own, next_, x, weight):
     own["calls"].set_value(own["calls"][...] + 1)
-    return product(x, weight) + product(product(x, own["down"][...]), own["up"][...])
+    into, out_of = call.low_rank()
+    return next_(call, x, weight) + next_(out_of, next_(into, x, own["down"][...]), own["up"][...])
 
 
 @pytest.mark.slow
 @pytest.mark.mesh
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
-def test_hooks_reach_experts(devices):
+def test_implementations_of_the_matmul_reach_experts(devices):
   config = tiny(**(MESH if devices == 8 else {}))
   plain = program(config, devices).model.how
   make, spec = Make(0, jnp.float32), Mixture(Router(4, 2), 24)
   x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 6, 48)), jnp.float32)
   for experts in (Dispatch(), Dispatch("dense"), Dispatch(wi=GroupedMatmul("ragged_dot"))):
     execution = dataclasses.replace(plain, experts=experts)
-    hooked = spec.build(make, 48, dataclasses.replace(execution, linear_hooks=(Lora(),)))
-    graph, state = nnx.split(hooked)
+    adapted = spec.build(make, 48, dataclasses.replace(execution, matmul=(Lora(),)))
+    graph, state = nnx.split(adapted)
 
     @jax.jit
     def run(x, state, graph=graph):
@@ -255,13 +258,13 @@ def test_hooks_reach_experts(devices):
     y, buffers = run(x, state)
     merged = spec.build(make, 48, execution)
     for name in ("gate", "up", "down"):
-      own = getattr(hooked.experts, name)
-      lora = own.hooks["lora"]
+      own = getattr(adapted.experts, name)
+      lora = own.matmul["lora"]
       assert lora["down"][...].shape == (4, own.weight[...].shape[1], 2), "each expert has its own"
       getattr(merged.experts, name).weight.set_value(own.weight[...] + lora["down"][...] @ lora["up"][...])
     merged.router.logits.weight.set_value(
       merged.router.logits.weight[...]
-      + hooked.router.logits.hooks["lora"]["down"][...] @ hooked.router.logits.hooks["lora"]["up"][...]
+      + adapted.router.logits.matmul["lora"]["down"][...] @ adapted.router.logits.matmul["lora"]["up"][...]
     )
     np.testing.assert_allclose(y, jax.jit(lambda x, m=merged: m(x)[0])(x), atol=2e-4)
     assert all((calls == 1).all() for calls in jax.tree.leaves(buffers))
@@ -271,7 +274,7 @@ def test_hooks_reach_experts(devices):
 BIAS = "groups/0/layers/0/feed_forward/router/selection_bias"
 
 
-def moved(model, batch, accumulation=1, **keys):
+def reshard(model, batch, accumulation=1, **keys):
   """The bias [R,X] after one update, in steps of its rate, and the figures."""
   optimizer = make_optimizer(optimizer_options(tiny(**keys)), model.matrices)
   step = make_train_step(model, LanguageModeling(), optimizer, lambda step: 0.0, accumulation=accumulation)
@@ -302,9 +305,9 @@ def test_the_bias_moves_once_per_update():
   expected = np.sign(tokens.mean(1, keepdims=True) - tokens)
   assert expected.any()
   for accumulation in (1, 4):
-    np.testing.assert_allclose(moved(model, batch, accumulation)[0], expected, atol=1e-5)
+    np.testing.assert_allclose(reshard(model, batch, accumulation)[0], expected, atol=1e-5)
   broken = dataclasses.replace(batch, weights=np.full_like(batch.weights, np.nan))
-  left_out, metrics = moved(model, broken, skip_step_on_spikes=True)
+  left_out, metrics = reshard(model, broken, skip_step_on_spikes=True)
   assert int(metrics["skipped_steps"]) == 1
   assert not left_out.any()
 
@@ -318,11 +321,11 @@ def test_padding_is_no_load():
   short = dataclasses.replace(batch, segments=segments, weights=batch.weights * (segments > 0))
   tokens = tokens_of(model, short)
   assert (tokens.sum(1) == (4 * 32 - 12) * 2).all()
-  bias, metrics = moved(model, short)
+  bias, metrics = reshard(model, short)
   np.testing.assert_allclose(bias, np.sign(tokens.mean(1, keepdims=True) - tokens), atol=1e-5)
   padding = dataclasses.replace(jax.tree.map(np.zeros_like, short), inputs=np.full_like(short.inputs, 7))
   longer = jax.tree.map(lambda a, b: np.concatenate([a, b]), short, padding)
-  again, figures = moved(model, longer)
+  again, figures = reshard(model, longer)
   np.testing.assert_array_equal(again, bias)
   for name in ("loss", "load_balance_loss", "expert_load"):
     np.testing.assert_allclose(figures[name], metrics[name], rtol=1e-5, err_msg=name)

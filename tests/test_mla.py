@@ -13,6 +13,7 @@ from flax import nnx
 from maxtext.layers.context import Context
 from maxtext.layers.indexer import Indexer
 from maxtext.layers.make import Make
+from maxtext.layers.matmul import Matmul
 from maxtext.layers.mla import MLA
 from maxtext.layers.norm import Norm
 from maxtext.layers.rope import Rope, Yarn
@@ -95,24 +96,21 @@ def test_attention_equals_its_reference(name):
 
 
 @dataclasses.dataclass(frozen=True)
-class Doubled:
-  """A hook that changes every product, which a latent cache must notice."""
+class Enlarged(Matmul):
+  """Changes every matmul, which a latent cache must notice."""
 
-  name: str = "doubled"
+  name: str = "enlarged"
 
-  def variables(self, make, inputs, outputs):
-    return {}
-
-  def __call__(self, product, own, x, weight):
-    return product(x, weight * 1.5)
+  def __call__(self, call, own, next_, x, weight):
+    return next_(call, x, weight * 1.5)
 
 
-@pytest.mark.parametrize("hooks", [(), pytest.param((Doubled(),), marks=pytest.mark.slow)], ids=["plain", "hooked"])
+@pytest.mark.parametrize("matmul", [(), pytest.param((Enlarged(),), marks=pytest.mark.slow)], ids=["plain", "changed"])
 @pytest.mark.parametrize("latent", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("spec", [pytest.param(SPEC, marks=pytest.mark.slow), SPARSE], ids=["all keys", "chosen keys"])
-def test_prefill_and_decode_equal_the_forward_pass(spec, latent, hooks):
+def test_prefill_and_decode_equal_the_forward_pass(spec, latent, matmul):
   spec = dataclasses.replace(spec, latent_cache=latent)
-  layer, repeat = layer_of(spec, linear_hooks=hooks), jnp.ones((), jnp.int32)
+  layer, repeat = layer_of(spec, matmul=matmul), jnp.ones((), jnp.int32)
   expected, _ = layer(INPUT, context_of(spec, ROW), None, repeat)
   slots = layer.cache_slots(B, S + 3)
   per_token = sum(math.prod(s.shape[1:]) // (S + 3) for s in slots.values()) - (16 if spec.indexer else 0)

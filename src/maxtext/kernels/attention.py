@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
 from maxtext.kernels.ring import ring
 from maxtext.kernels.scores import Scoring, Tokens, gathered, keys_like_queries, scores
 from maxtext.kernels.splash import SplashBlocks, splash
@@ -60,19 +61,22 @@ class Attention:
     mesh: Mesh,
     q_spec: PartitionSpec,
     kv_spec: PartitionSpec,
+    matmuls: AttentionMatmuls = PLAIN,
   ) -> jax.Array:
     """q [B,S,H,D], k and v [B,S,K,D], sinks [H] to [B,S,H,D]; mesh and specs are where they live.
 
     Keys stand in the order of their positions within a segment, so that the order alone is causal, unless `order` says
     otherwise. Where keys are chosen one by one, [B,1 or H,S,T], no kernel that skips blocks of them helps. The splash
-    and cuDNN kernels do not support spans.
+    and cuDNN kernels do not support spans, and do not call `matmuls`.
     """
+    assert matmuls == PLAIN or not self.fused, "refused when the layer is built"
     if tokens.spans is not None and (chosen is not None or self.kernel in ("splash", "cudnn")):
       name = "a choice of keys" if chosen is not None else f"the {self.kernel} kernel"
       raise ValueError(f"spans that are seen both ways do not go with {name}: write attention=chunked or dot_product.")
     if chosen is not None:
       assert self.order is None, "refused when the model is built"
-      return checkpoint_name(chunked(q, k, v, tokens, tokens, scoring, sinks, self.precision, chosen=chosen), RESULT)
+      out = chunked(q, k, v, tokens, tokens, scoring, sinks, self.precision, chosen=chosen, matmuls=matmuls)
+      return checkpoint_name(out, RESULT)
     if self.kernel == "splash":
       return splash(
         q, k, v, tokens, scoring, sinks, mesh=mesh, q_spec=q_spec, kv_spec=kv_spec, blocks=self.blocks,
@@ -86,14 +90,19 @@ class Attention:
       assert sinks is None, "refused when the model is built"
       out = placed(lambda q, k, v, tokens, _: _cudnn(q, k, v, tokens.segments, scoring))
     elif q_spec[1]:
-      out = self._split(q, k, v, tokens, scoring, sinks, mesh, q_spec, kv_spec)
+      out = self._split(q, k, v, tokens, scoring, sinks, mesh, q_spec, kv_spec, matmuls)
     else:
-      out = placed(lambda q, k, v, tokens, sinks: self._plain(q, k, v, tokens, tokens, scoring, sinks))
+      plain = self._plain(matmuls)
+      out = placed(lambda q, k, v, tokens, sinks: plain(q, k, v, tokens, tokens, scoring, sinks))
     return checkpoint_name(out, RESULT)
 
   @property
-  def _plain(self) -> Callable[..., jax.Array]:
-    return partial(chunked if self.kernel == "chunked" else reference, precision=self.precision)
+  def fused(self) -> bool:
+    """Whether the kernel is one program that does its own matmuls."""
+    return self.kernel in ("splash", "cudnn")
+
+  def _plain(self, matmuls: AttentionMatmuls) -> Callable[..., jax.Array]:
+    return partial(chunked if self.kernel == "chunked" else reference, precision=self.precision, matmuls=matmuls)
 
   def _split(
     self,
@@ -106,15 +115,19 @@ class Attention:
     mesh: Mesh,
     q_spec: PartitionSpec,
     kv_spec: PartitionSpec,
+    matmuls: AttentionMatmuls,
   ) -> jax.Array:
     """Rows are split over devices: each has its queries, and all keys or those that come by."""
     axes = mesh_axes_of(q_spec[1])
     k, v, kv_spec = keys_like_queries(q, k, v, q_spec, kv_spec)
-    plain = partial(self._plain, ordered=False) if self.kernel == "chunked" else self._plain
+    plain = self._plain(matmuls)
+    if self.kernel == "chunked":
+      plain = partial(plain, ordered=False)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, sinks: jax.Array | None) -> jax.Array:
       if self.ring:
-        return ring(q, k, v, tokens, scoring, sinks, self.precision, axes=axes, parts=num_shards_of(mesh, axes))
+        parts = num_shards_of(mesh, axes)
+        return ring(q, k, v, tokens, scoring, sinks, self.precision, axes=axes, parts=parts, matmuls=matmuls)
       keys, values, key_tokens = gathered((k, v, tokens), axes, None)
       return plain(q, keys, values, tokens, key_tokens, scoring, sinks)
 
@@ -139,18 +152,19 @@ def reference(
   sinks: jax.Array | None = None,
   precision: str = "default",
   chosen: jax.Array | None = None,
+  matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
   """The plain form: a key is visible if `Scoring.sees` it, it is of the same segment, and chosen [B,1 or H,S,T].
 
   A sink is a logit of its own per head, which takes its share of the softmax and gives nothing.
   """
   B, S, H, _ = q.shape
-  logits = scores(q, k, queries, keys, scoring, precision, chosen)
+  logits = scores(q, k, queries, keys, scoring, precision, chosen, matmuls)
   if sinks is not None:
     column = sinks.astype(jnp.float32).reshape(1, *logits.shape[1:3], 1, 1)
     logits = jnp.concatenate([logits, jnp.broadcast_to(column, (*logits.shape[:-1], 1))], axis=-1)
   weights = jax.nn.softmax(logits, axis=-1)[..., : k.shape[1]].astype(v.dtype)
-  return jnp.einsum("bkgst,btkd->bskgd", weights, v, precision=precision).reshape(B, S, H, v.shape[-1])
+  return matmuls.values("bkgst,btkd->bskgd", weights, v, precision=precision).reshape(B, S, H, v.shape[-1])
 
 
 def chunked(
@@ -165,6 +179,7 @@ def chunked(
   chunks: int = 8,
   chosen: jax.Array | None = None,
   ordered: bool = True,
+  matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
   """The reference, a chunk of queries at a time, so that only one chunk's logits exist at once, in the backward pass
   too. Where queries and keys are the same tokens in order, keys after the chunk are never touched, unless spans or
@@ -172,7 +187,7 @@ def chunked(
   S = q.shape[1]
   later = not ordered or not scoring.causal or queries.spans is not None
   size = max(128, -(-S // chunks))
-  attend = partial(reference, scoring=scoring, precision=precision)
+  attend = partial(reference, scoring=scoring, precision=precision, matmuls=matmuls)
   one: Callable[..., jax.Array] = jax.checkpoint(attend) if size < S else attend
   out = []
   for start in range(0, S, size):
@@ -194,6 +209,7 @@ def blockwise(
   scoring: Scoring,
   sinks: jax.Array | None = None,
   precision: str = "default",
+  matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
   """The reference over the first `blocks` of keys and values, each read when its turn comes.
 
@@ -205,7 +221,7 @@ def blockwise(
 
   def join(block: jax.Array, sums: Sums) -> Sums:
     k, v, keys = read(block)
-    return sums.join(q, k, v, queries, keys, scoring, precision)
+    return sums.join(q, k, v, queries, keys, scoring, precision, matmuls)
 
   return jax.lax.fori_loop(0, blocks, join, Sums.empty((B, K, H // K, S), D, sinks)).mean.astype(values.dtype)
 

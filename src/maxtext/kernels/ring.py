@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 
+from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
 from maxtext.kernels.scores import Scoring, Tokens
 from maxtext.kernels.sums import Sums
 
@@ -23,6 +24,7 @@ def ring(
   *,
   axes: tuple[str, ...],
   parts: int,
+  matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
   """Inside `shard_map`, with the part of a row that this device holds; `axes` of the mesh form the ring."""
   B, S, H, _ = q.shape
@@ -30,7 +32,7 @@ def ring(
   onward = [(part, (part + 1) % parts) for part in range(parts)]
 
   def join(sums: Sums, k: jax.Array, v: jax.Array, keys: Tokens) -> Sums:
-    return sums.join(q, k, v, queries, keys, scoring, precision)
+    return sums.join(q, k, v, queries, keys, scoring, precision, matmuls)
 
   one: Callable[..., Sums] = jax.checkpoint(join)
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
 from maxtext.kernels.token_order import TokenOrder
 
 # The logit of a key that is not seen: low enough to vanish, high enough that differences of two stay finite.
@@ -87,13 +88,14 @@ def scores(
   scoring: Scoring,
   precision: str = "default",
   chosen: jax.Array | None = None,
+  matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
   """Logits [B,K,G,S,T] in float32, `MASKED` where a key is not visible (`Scoring.sees`), of another segment, or not
   chosen."""
   B, S, H, D = q.shape
   K = k.shape[2]
   grouped = q.reshape(B, S, K, H // K, D)
-  logits = jnp.einsum("bskgd,btkd->bkgst", grouped, k, precision=precision, preferred_element_type=jnp.float32)
+  logits = matmuls.scores("bskgd,btkd->bkgst", grouped, k, precision=precision, preferred_element_type=jnp.float32)
   logits = logits * scoring.scale
   if scoring.cap is not None:
     logits = scoring.cap * jnp.tanh(logits / scoring.cap)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
 from maxtext.kernels.scores import MASKED, Scoring, Tokens, scores
 
 
@@ -30,14 +31,22 @@ class Sums(NamedTuple):
     return Sums(column, jnp.ones(shape), values)
 
   def join(
-    self, q: jax.Array, k: jax.Array, v: jax.Array, queries: Tokens, keys: Tokens, scoring: Scoring, precision: str
+    self,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    queries: Tokens,
+    keys: Tokens,
+    scoring: Scoring,
+    precision: str,
+    matmuls: AttentionMatmuls = PLAIN,
   ) -> "Sums":
     """With the keys and values of one more part."""
-    logits = scores(q, k, queries, keys, scoring, precision)
+    logits = scores(q, k, queries, keys, scoring, precision, matmuls=matmuls)
     largest = jnp.maximum(self.largest, logits.max(-1))
     weights = jnp.exp(logits - largest[..., None])
     shrunk = jnp.exp(self.largest - largest)
-    values = jnp.einsum(
+    values = matmuls.values(
       "bkgst,btkd->bkgsd", weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
     )
     return Sums(largest, self.total * shrunk + weights.sum(-1), self.values * shrunk[..., None] + values)

@@ -20,6 +20,7 @@ from maxtext.layers.how import How
 from maxtext.layers.key_blocks import KeyBlocks
 from maxtext.layers.linear import Linear
 from maxtext.layers.make import Make
+from maxtext.layers.matmul import attention_matmuls
 from maxtext.layers.norm import Norm, RMSNorm
 from maxtext.layers.parameter_paths import split
 from maxtext.layers.rope import Rope, rotate
@@ -142,6 +143,7 @@ class GroupedQueryAttention(nnx.Module):
 
   def __init__(self, make: Make, spec: GQA, width: int, how: How) -> None:
     self.spec, self.how = spec, how
+    self.matmuls = attention_matmuls(how.matmul, make.module_path, how.fused_attention)
     x, q = {"embed": width}, {"heads": spec.heads, "head_dim": spec.head_dim}
     kv, out = {"kv_heads": spec.kv_heads, "head_dim": spec.head_dim}, {"embed": spec.out_width or width}
 
@@ -174,7 +176,7 @@ class GroupedQueryAttention(nnx.Module):
     tokens = Tokens(context.positions, context.segments, context.spans)
     sinks = None if self.sinks is None else self.sinks[...]
     if cache is not None and not context.fresh:
-      over = CachedAttention(how, spec.scoring, sinks, spec.blocks)
+      over = CachedAttention(how, spec.scoring, sinks, spec.blocks, self.matmuls)
       table = context.pages if spec.kept_back is None else None
       out, cache = over(q, {"key": k, "value": v}, cache, repeat, context, table)
       return self._out(x, out), cache
@@ -185,8 +187,9 @@ class GroupedQueryAttention(nnx.Module):
     watch(self.largest_logit, q, k, tokens, spec.scoring, how.precision)
     q_spec, kv_spec = how.partition(q.shape, *QUERIES), how.partition(k.shape, *_KV)
     out = how.attention(
-      q, k, v, tokens, spec.scoring, sinks, chosen=chosen, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec
-    )
+      q, k, v, tokens, spec.scoring, sinks,
+      chosen=chosen, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec, matmuls=self.matmuls,
+    )  # fmt: skip
     return self._out(x, out), cache
 
   def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxtext.kernels.attention import blockwise, reference
+from maxtext.kernels.attention_matmuls import AttentionMatmuls
 from maxtext.kernels.paged import paged
 from maxtext.kernels.scores import Scoring, Tokens
 from maxtext.layers.cache import Cache, extend, extend_by_blocks
@@ -30,12 +31,14 @@ class CachedAttention:
   Attributes:
     sinks: [H] what the softmax of each head has besides its keys.
     blocks: choose keys, by all of them.
+    matmuls: of scores and values, but where a kernel does them itself.
   """
 
   how: How
   scoring: Scoring
   sinks: jax.Array | None
   blocks: KeyBlocks | None
+  matmuls: AttentionMatmuls
 
   def __call__(
     self, q: jax.Array, new: Cache, cache: Cache, repeat: jax.Array, context: Context, table: jax.Array | None
@@ -60,7 +63,7 @@ class CachedAttention:
     k, v, tokens = seen["key"], seen["value"], Tokens(context.positions, spans=context.spans)
     assert self.blocks is None or context.spans is None, "blocks are chosen among earlier ones"
     chosen = None if self.blocks is None else self.blocks.chosen(q, k, tokens, keys)
-    return reference(q, k, v, tokens, keys, self.scoring, self.sinks, self.how.precision, chosen)
+    return reference(q, k, v, tokens, keys, self.scoring, self.sinks, self.how.precision, chosen, self.matmuls)
 
   def _by_blocks(
     self, q: jax.Array, new: Cache, cache: Cache, repeat: jax.Array, context: Context, size: int
@@ -72,7 +75,8 @@ class CachedAttention:
       return seen["key"], seen["value"], where
 
     tokens = Tokens(context.positions, spans=context.spans)
-    return blockwise(q, read, blocks.count, tokens, self.scoring, self.sinks, self.how.precision), cache
+    precision, matmuls = self.how.precision, self.matmuls
+    return blockwise(q, read, blocks.count, tokens, self.scoring, self.sinks, precision, matmuls), cache
 
   def _in_place(self, cache: Cache, where: PartitionSpec, context: Context) -> bool:
     """Whether the kernel for one new token per row serves this step."""

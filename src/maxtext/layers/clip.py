@@ -14,7 +14,7 @@ from maxtext.layers.make import Make, Statistic
 
 def largest_logit(make: Make, heads: int) -> nnx.Variable:
   """A statistic [H]: the largest logits of one update, all its micro-batches together."""
-  return make("largest_logit", (heads,), (None,), kind=Statistic, dtype=jnp.float32)
+  return make("largest_logit", (heads,), (None,), kind=Statistic, dtype=jnp.float32, combine="max")
 
 
 def watch(

@@ -72,7 +72,7 @@ class NgramMemory(nnx.Module):
     self.key_norm, self.query_norm, self.value_norm = (
       spec.norm.build(make.at(f"{name}_norm", streams=spec.streams), width) for name in ("key", "query", "value")
     )
-    self.convolution = CausalConvolution(make.at("convolution"), spec.span, streams, step=spec.longest, std=0.0)
+    self.convolution = CausalConvolution(make.at("convolution"), spec.span, streams, how, step=spec.longest, std=0.0)
 
   def __call__(
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array

@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec
 
 from maxtext.layers.dispatch import Routing
 from maxtext.layers.how import How
-from maxtext.layers.make import Buffer
+from maxtext.layers.make import Buffer, Combine
+from maxtext.layers.pipeline import AXIS as STAGE
+from maxtext.layers.weight_format import PlainFormat
 from maxtext.mesh import explicit
 from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 
@@ -74,7 +76,11 @@ def over_mesh(
     y = jax.lax.psum(y, summed) if summed else y
     dropped = jax.lax.psum(dropped, everyone) if everyone else dropped
     left = nnx.to_flat_state(nnx.state(module))
-    return y, dropped, [_agreed(left[i][1][...], specs[i], mesh.axis_names) for i in kept]
+    found = [
+      _combined(variables[i][1].combine, values[i], left[i][1][...], specs[i], mesh.axis_names, holders[0] + holders[1])
+      for i in kept
+    ]
+    return y, dropped, found
 
   spec = PartitionSpec(*tokens, None)
   values = [_handed_over(how, variable) for _, variable in variables]
@@ -107,13 +113,31 @@ def _spec(how: How, variable: Any) -> PartitionSpec:
 def _handed_over(how: How, variable: Any) -> jax.Array:
   """Parameters go in the run's number format, so that their gradients are summed over devices in it, as elsewhere.
 
-  Hooks see them as they are.
+  Implementations of the matmul and formats of weights see them as they are.
   """
   value = variable[...]
-  return value if isinstance(variable, Buffer) or how.linear_hooks else value.astype(how.dtype)
+  plain = not how.matmul and isinstance(how.weight_format, PlainFormat)
+  return value.astype(how.dtype) if plain and not isinstance(variable, Buffer) else value
 
 
-def _agreed(buffer: jax.Array, spec: PartitionSpec, mesh_axes: tuple[str, ...]) -> jax.Array:
-  """What hooks assigned to a buffer is a statistic, or equal everywhere: devices that share it agree on the largest."""
+def _combined(
+  combine: Combine | None,
+  before: jax.Array,
+  after: jax.Array,
+  spec: PartitionSpec,
+  mesh_axes: tuple[str, ...],
+  holders: tuple[str, ...],
+) -> jax.Array:
+  """What the devices that share a buffer make of what each assigned to it.
+
+  Sums and means are over devices that hold different tokens; those that hold parts of an expert's width see the same.
+  Stages of a pipeline run different layers, and have nothing to agree on.
+  """
   split = {axis for part in spec for axis in mesh_axes_of(part)}
-  return jax.lax.pmax(buffer, tuple(axis for axis in mesh_axes if axis not in split))
+  free = tuple(axis for axis in mesh_axes if axis not in split and axis != STAGE)
+  tokens = tuple(axis for axis in free if axis in holders)
+  if combine == "sum" and tokens:
+    after = before + jax.lax.psum(after - before, tokens)
+  if combine == "mean" and tokens:
+    after = jax.lax.pmean(after, tokens)
+  return jax.lax.pmax(after, free)

@@ -5,6 +5,7 @@ Shapes: B batch, S sequence, E width, X experts (of this device), M rows, C rows
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from maxtext.layers.expert_parallel import over_mesh
 from maxtext.layers.how import How
 from maxtext.layers.linear import Linear
 from maxtext.layers.make import Make
+from maxtext.layers.matmul_call import MatmulCall
 from maxtext.layers.mlp import ACTIVATIONS, MLP
 from maxtext.layers.router import Router
 
@@ -99,9 +101,10 @@ class GatedExperts(nnx.Module):
   def __init__(self, make: Make, spec: Mixture, width: int, how: How) -> None:
     self.how, self.activation, self.limit = how, ACTIVATIONS[spec.activation], spec.limit
     outside, inside = {"expert_embed": width}, {"expert_mlp": spec.width}
-    self.gate = ExpertLinear(make.at("gate"), outside, inside, how, "moe_mlpwi_0", bias=spec.bias)
-    self.up = ExpertLinear(make.at("up"), outside, inside, how, "moe_mlpwi_1", bias=spec.bias)
-    self.down = ExpertLinear(make.at("down"), inside, outside, how, "moe_mlpwo", bias=spec.bias)
+    kind: Any = {"bias": spec.bias, "role": "experts"}
+    self.gate = ExpertLinear(make.at("gate"), outside, inside, how, "moe_mlpwi_0", **kind)
+    self.up = ExpertLinear(make.at("up"), outside, inside, how, "moe_mlpwi_1", **kind)
+    self.down = ExpertLinear(make.at("down"), inside, outside, how, "moe_mlpwo", **kind)
 
   def __call__(self, x: jax.Array, sizes: jax.Array | None, parts: int = 1) -> jax.Array:
     """Rows [M,E] sorted by expert with their sizes [X], or [X,C,E] without.
@@ -126,15 +129,9 @@ class ExpertLinear(Linear):
   def of_rows(self, x: jax.Array, sizes: jax.Array | None, kernel: GroupedMatmul, parts: int = 1) -> jax.Array:
     """Rows [M,I] with sizes [X], or [X,C,I], to the same of O."""
     dtype = self.how.dtype
-
-    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-      x, weight = x.astype(dtype), weight.astype(dtype)
-      if sizes is None:
-        return jnp.einsum("xci,xio->xco", x, weight, precision=self.how.precision)
-      return kernel(x, weight, sizes)
-
-    assert self.weight is not None
-    y = self._hooked(product)(x, self.weight[...])
+    contraction = "xci,xio->xco" if sizes is None else "mi,xio->mo"
+    call = MatmulCall(self.site, contraction, dtype, self.how.precision, kernel=kernel, group_sizes=sizes)
+    y = self._run(call, x, None)
     if self.bias is not None:
       bias = self.bias[...].astype(dtype) / parts
       y = y + (bias[:, None] if sizes is None else bias[_expert_of_rows(sizes, x.shape[0])])

@@ -1,20 +1,19 @@
 """How a run executes a model, beside what the model is: number formats, placement, kernels, rematerialisation."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.kernels.attention import Attention
 from maxtext.layers.cache import Rounding
 from maxtext.layers.dispatch import Dispatch
-from maxtext.layers.make import Make
+from maxtext.layers.matmul import Matmul
 from maxtext.layers.pages import Pages
 from maxtext.layers.pipeline import Pipeline
+from maxtext.layers.weight_format import PlainFormat, WeightFormat
 from maxtext.mesh.explicit import is_explicit
 from maxtext.mesh.rules import Rules
 
@@ -25,28 +24,6 @@ class Remat:
 
   saved: tuple[str, ...] = ()
   offloaded: tuple[str, ...] = ()
-
-
-Product = Callable[[jax.Array, jax.Array], jax.Array]
-
-
-class LinearHook(Protocol):
-  """Something that changes every product of a weight and an activation: LoRA, quantization.
-
-  Attributes:
-    name: stands in the paths of its variables.
-  """
-
-  @property
-  def name(self) -> str: ...
-
-  def variables(self, make: Make, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> dict[str, nnx.Variable]:
-    """Variables to keep beside the weight."""
-    ...
-
-  def __call__(self, product: Product, own: Mapping[str, nnx.Variable], x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Computes the output; `product(x, weight)` is the plain one, or the next hook's. Buffers may be assigned to."""
-    ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +45,8 @@ class How:
   pipelines: tuple[Pipeline | None, ...] = ()  # of the first, second, ... group of layers; none is none
   init_scale: float = 1.0
   one_hot_embedding: bool = False
-  linear_hooks: tuple[LinearHook, ...] = ()
+  matmul: tuple[Matmul, ...] = ()  # what every matmul passes through, the first of them first
+  weight_format: WeightFormat = field(default_factory=PlainFormat)
   cache_rounding: Rounding | None = None
   cache_pages: Pages | None = None  # of rings that reach all the way back; None gives each row its own
   cache_kernel: bool = False  # steps of one token per row read and write the cache by the kernel for TPUs
@@ -85,6 +63,15 @@ class How:
       return x
     place = jax.sharding.reshard if self.explicit else jax.lax.with_sharding_constraint
     return place(x, NamedSharding(self.mesh, self.partition(x.shape, *axes)))
+
+  @property
+  def fused_attention(self) -> str | None:
+    """The setting by which a kernel does attention's matmuls itself; None is none."""
+    if self.attention.fused:
+      return f"attention kernel {self.attention.kernel!r}"
+    if self.cache_kernel:
+      return "How.cache_kernel"
+    return "How.cache_pages.kernel" if self.cache_pages is not None and self.cache_pages.kernel else None
 
   @property
   def explicit(self) -> bool:

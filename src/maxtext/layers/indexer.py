@@ -13,6 +13,8 @@ from maxtext.layers.context import Context
 from maxtext.layers.how import How
 from maxtext.layers.linear import Linear
 from maxtext.layers.make import Make
+from maxtext.layers.matmul import matmul
+from maxtext.layers.matmul_call import MatmulCall, Site
 from maxtext.layers.norm import CenteredNorm
 from maxtext.layers.rope import Rope, rotate
 
@@ -39,7 +41,7 @@ class KeyIndexer(nnx.Module):
   """(x, latent of queries, context, keys) to which keys are chosen; no gradient flows through the choice."""
 
   def __init__(self, make: Make, spec: Indexer, width: int, latent: int, how: How) -> None:
-    self.spec, self.how = spec, how
+    self.spec, self.how, self.site = spec, how, Site(make.module_path, "indexer_scores")
     heads = {"heads": spec.heads}
     self.query = Linear(
       make.at("query"), {"latent": latent}, {**heads, "head_dim": spec.head_dim}, how, "indexer_query_proj"
@@ -57,9 +59,8 @@ class KeyIndexer(nnx.Module):
     """[B,S,T] in float32, of all keys, visible or not."""
     spec = self.spec
     q = rotate(self.query(latent), context.table(spec.rope), spec.rope.interleaved)
-    products = jnp.einsum(
-      "bshd,btd->bsht", q.astype(jnp.float32), keys.astype(jnp.float32), precision=self.how.precision
-    )
+    call = MatmulCall(self.site, "bshd,btd->bsht", jnp.float32, self.how.precision)
+    products = matmul(self.how.matmul, {}, call, q, keys)
     weights = self.weights(x).astype(jnp.float32) * spec.heads**-0.5
     return jnp.einsum("bsh,bsht->bst", weights, jax.nn.relu(products * spec.head_dim**-0.5))
 

@@ -1,16 +1,17 @@
-"""The only place where a weight meets an activation, so that quantization and LoRA hook in once."""
+"""The weight of a matmul with its bias and its name; the matmul itself is that of the seam (`matmul.py`)."""
 
 from collections.abc import Mapping
-from functools import partial
 from math import prod
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.layers.how import How, Product
+from maxtext.layers.how import How
 from maxtext.layers.make import Make
+from maxtext.layers.matmul import matmul, matmul_variables
+from maxtext.layers.matmul_call import LETTERS, MatmulCall, Role, Site
 from maxtext.mesh import explicit
 
 
@@ -24,6 +25,7 @@ class Linear(nnx.Module):
     name: the name under which the output may be kept for the backward pass.
     tied: has no weight of its own and is called with another module's.
     bias: adds a learned bias to the product.
+    role: of the matmul at its site.
   """
 
   def __init__(
@@ -35,36 +37,49 @@ class Linear(nnx.Module):
     name: str,
     tied: bool = False,
     bias: bool = False,
+    role: Role = "linear",
   ) -> None:
-    self.how, self.inputs, self.name = how, len(inputs), name
-    shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
+    self.how, self.name, self.site = how, name, Site(make.module_path, role)
+    self.inputs, self.outputs = len(inputs), len(outputs)
     std = (how.init_scale / prod(inputs.values())) ** 0.5
-    self.weight = None if tied else make("weight", shape, axes, std=std, contracted=len(inputs))
+    stored = {} if tied else how.weight_format.variables(make, self.site, inputs, outputs, std)
+    self.stored = tuple(stored)
+    self.weight: nnx.Variable | None = stored.pop("weight", None)
+    for part, variable in stored.items():
+      setattr(self, part, variable)
     self.bias = make("bias", tuple(outputs.values()), tuple(outputs)) if bias else None
-    hooks = {hook.name: hook.variables(make.at(hook.name), inputs, outputs) for hook in how.linear_hooks}
-    self.hooks = nnx.Dict({name: nnx.Dict(variables) for name, variables in hooks.items()})
+    self.matmul = matmul_variables(how.matmul, make, self.site, inputs, outputs)
 
   def __call__(
     self, x: jax.Array, weight: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None
   ) -> jax.Array:
     """`weight` is given where it is tied; `dtype` is that of the product where it is not the run's."""
-    product = self._hooked(partial(self._product, dtype or self.how.dtype))
-    if self.weight is not None:
-      weight = self.weight[...]
-    assert weight is not None
-    y = product(x, weight)
+    kept, letters = x.ndim - self.inputs, LETTERS[: x.ndim]
+    outputs = LETTERS[x.ndim : x.ndim + self.outputs]
+    contraction = f"{letters},{letters[kept:]}{outputs}->{letters[:kept]}{outputs}"
+    call = MatmulCall(self.site, contraction, dtype or self.how.dtype, self.how.precision)
+    y = self._run(call, x, weight)
     if self.bias is not None:
       bias = self.bias[...].astype(y.dtype)
       y = y + (explicit.match_sharding(bias, y, self.how.mesh) if self.how.explicit else bias)
     return checkpoint_name(y, self.name)
 
-  def _hooked(self, product: Product) -> Product:
-    for hook in self.how.linear_hooks:
-      product = partial(hook, product, self.hooks[hook.name])
-    return product
+  def contract(self, role: Role, contraction: str, x: jax.Array, part: tuple[int, int]) -> jax.Array:
+    """Part of the weight's last dimension in another contraction, which is a site of its own at the same path; without
+    bias and name."""
+    call = MatmulCall(Site(self.site.path, role), contraction, self.how.dtype, self.how.precision, part=part)
+    return self._run(call, x, None)
 
-  def _product(self, dtype: jax.typing.DTypeLike, x: jax.Array, weight: jax.Array) -> jax.Array:
-    x, weight = x.astype(dtype), weight.astype(dtype)
-    if self.how.explicit:
-      return explicit.matmul(x, weight, self.inputs, self.how.precision, self.how.mesh)
-    return jnp.tensordot(x, weight, self.inputs, precision=self.how.precision)
+  def end_update(self) -> None:
+    """Lets implementations of the matmul do what follows from the statistics of an update."""
+    for one in self.how.matmul:
+      if one.wants(self.site):
+        one.end_update(self.site, self.matmul[one.name])
+
+  def _run(self, call: MatmulCall, x: jax.Array, tied: jax.Array | None) -> jax.Array:
+    weight: Any = tied
+    if self.weight is not None:
+      arrays = {name: getattr(self, name)[...] for name in self.stored}
+      weight = self.how.weight_format.load(self.site, arrays)
+    assert weight is not None
+    return matmul(self.how.matmul, self.matmul, call, x, weight, self.how.mesh if self.how.explicit else None)

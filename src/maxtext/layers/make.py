@@ -5,7 +5,7 @@ import functools
 import math
 import zlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,17 @@ from flax import nnx
 
 from maxtext.layers.parameter_paths import join
 
+# How values of a buffer are joined that devices or the micro-batches of a pipeline found by themselves, each from the
+# same value before: the largest, that value with everyone's difference to it, the mean, or any, since all are equal.
+Combine = Literal["max", "sum", "mean", "equal"]
+
 
 class Buffer(nnx.Variable):
-  """What the step carries but no gradient touches: router biases, statistics of quantization."""
+  """What the step carries but no gradient touches: router biases, statistics of quantization.
+
+  A layer that assigns to one in its forward pass says how values found side by side are joined (`combine` of `Make`).
+  Micro-batches of an accumulated batch come one after the other, and each finds what the one before left.
+  """
 
 
 class Statistic(Buffer):
@@ -40,6 +48,11 @@ class Make:
   path: str = ""
   stack: tuple[tuple[str, int], ...] = ()
 
+  @property
+  def module_path(self) -> str:
+    """The path of the module, as the paths of its parameters begin."""
+    return self.path.removeprefix("/")
+
   def at(self, name: str | int, **copies: int) -> "Make":
     """The factory of a child module, or of copies of it: at("experts", expert=8)."""
     return dataclasses.replace(self, path=join(self.path, name), stack=(*self.stack, *copies.items()))
@@ -55,10 +68,12 @@ class Make:
     kind: type[nnx.Variable] = nnx.Param,
     dtype: Any = None,
     contracted: int = 0,
+    combine: Combine | None = None,
   ) -> nnx.Variable:
     """A variable with named dimensions (None: never split): normal around `fill`, cut at three deviations.
 
-    `contracted` counts the leading dimensions that a product sums over, for optimizers that see matrices.
+    `contracted` counts the leading dimensions that a product sums over, for optimizers that see matrices. `combine` is
+    for buffers that the forward pass assigns to; None is for those that it leaves alone.
     """
     dtype = dtype or self.dtype
     shape, axes = (*(size for _, size in self.stack), *shape), (*(name for name, _ in self.stack), *axes)
@@ -69,7 +84,7 @@ class Make:
       if std:
         stream = jnp.asarray(self.seed, jnp.uint32) ^ jnp.uint32(zlib.crc32(join(self.path, name).encode()))
         value += (std * _normal(stream, shape)).astype(dtype)
-    return kind(value, axes=axes, contracted=contracted, stacked=len(self.stack))
+    return kind(value, axes=axes, contracted=contracted, stacked=len(self.stack), combine=combine)
 
 
 @functools.partial(jax.jit, static_argnums=1)  # traced once for all variables of a shape

@@ -22,6 +22,7 @@ from maxtext.layers.how import How
 from maxtext.layers.indexer import Indexer
 from maxtext.layers.linear import Linear
 from maxtext.layers.make import Make
+from maxtext.layers.matmul import attention_matmuls
 from maxtext.layers.norm import Norm
 from maxtext.layers.rope import Rope, rotate
 
@@ -112,6 +113,7 @@ class LatentAttention(nnx.Module):
 
   def __init__(self, make: Make, spec: MLA, width: int, how: How) -> None:
     self.spec, self.how = spec, how
+    self.matmuls = attention_matmuls(how.matmul, make.module_path, how.fused_attention)
     x, heads = {"embed": width}, {"heads": spec.heads}
     q, kv = {**heads, "head_dim": spec.key_dim}, {**heads, "head_dim": spec.plain_dim + spec.value_dim}
     rank = spec.q_rank
@@ -148,7 +150,7 @@ class LatentAttention(nnx.Module):
     assert self.indexer is None or context.spans is None, "the indexer chooses among earlier keys"
     chosen = None if self.indexer is None else self.indexer(x, narrow, context, seen["index_key"], keys.positions)
     alone = cache is None or context.fresh  # tokens see each other alone
-    if spec.latent_cache and not alone and not how.linear_hooks:  # hooks know the plain product only
+    if spec.latent_cache and not alone:
       out = self._absorbed(plain, turned, seen["latent"], seen["position"], queries, keys, chosen)
       return self.out(how.shard(out, *_HEADS)), cache
 
@@ -156,9 +158,14 @@ class LatentAttention(nnx.Module):
     if alone:
       watch(self.largest_logit, q, k, queries, spec.scoring, how.precision)
       q_spec, kv_spec = (how.partition(a.shape, *_HEADS) for a in (q, v))
-      out = how.attention(q, k, v, queries, spec.scoring, chosen=chosen, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec)
+      out = how.attention(
+        q, k, v, queries, spec.scoring,
+        chosen=chosen, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec, matmuls=self.matmuls,
+      )  # fmt: skip
     else:
-      out = reference(q, k, v, queries, keys, spec.scoring, precision=how.precision, chosen=chosen)
+      out = reference(
+        q, k, v, queries, keys, spec.scoring, precision=how.precision, chosen=chosen, matmuls=self.matmuls
+      )
     return self.out(how.shard(out, *_HEADS)), cache
 
   def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
@@ -210,12 +217,19 @@ class LatentAttention(nnx.Module):
     chosen: jax.Array | None,
   ) -> jax.Array:
     """Attention over the latents themselves, as one key head: q (W c) = (q W) c, and sum w (W c) = W (sum w c)."""
-    precision, dtype = self.how.precision, self.how.dtype
-    assert self.kv.weight is not None
-    to_key, to_value = jnp.split(self.kv.weight[...].astype(dtype), [self.spec.plain_dim], axis=-1)
-    q = jnp.concatenate([jnp.einsum("bshn,lhn->bshl", plain, to_key, precision=precision), turned], axis=-1)
+    cut = self.spec.plain_dim
+    absorbed = self.kv.contract("mla_absorb_key", "bshn,lhn->bshl", plain, (0, cut))
+    q = jnp.concatenate([absorbed, turned], axis=-1)
     key = jnp.concatenate([latent, position], axis=-1)[:, :, None]
     summed = reference(
-      q, key, latent[:, :, None], queries, slots, self.spec.scoring, precision=precision, chosen=chosen
+      q,
+      key,
+      latent[:, :, None],
+      queries,
+      slots,
+      self.spec.scoring,
+      precision=self.how.precision,
+      chosen=chosen,
+      matmuls=self.matmuls,
     )
-    return jnp.einsum("bshl,lhv->bshv", summed, to_value, precision=precision)
+    return self.kv.contract("mla_absorb_value", "bshl,lhv->bshv", summed, (cut, cut + self.spec.value_dim))

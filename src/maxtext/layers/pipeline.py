@@ -8,7 +8,7 @@ Shapes: P stages, M micro-batches, R repeats of a cycle of layers, L of them in 
 B rows of a micro-batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxtext.layers.make import Combine
 from maxtext.mesh.rules import mesh_axes_of
 
 AXIS = "stage"
@@ -51,19 +52,22 @@ class Pipeline:
 def pipelined(
   pipeline: Pipeline,
   mesh: Mesh,
-  run: Callable[..., tuple[jax.Array, Any]],
+  run: Callable[..., tuple[jax.Array, Any, list[jax.Array]]],
   x: jax.Array,
   context: Any,
   layers: Any,
   ready: Callable[[Any], Any] = lambda layers: layers,
-) -> tuple[jax.Array, Any]:
-  """x [M*B,...] through all layers, to the same and what they leave, as means over the micro-batches.
+  buffers: Sequence[tuple[jax.Array, Combine]] = (),
+) -> tuple[jax.Array, Any, list[jax.Array]]:
+  """x [M*B,...] through all layers, to the same, what they leave, as means over the micro-batches, and their buffers.
 
   Args:
-    run: (x, context, layers [L,...]) to (x, what each of them leaves [L,...]), for one micro-batch.
+    run: (x, context, layers [L,...]) to (x, what each of them leaves [L,...], their buffers [L,...]), for one
+      micro-batch.
     context: a pytree of arrays [M*B,...].
     layers: a pytree of arrays [R,...].
     ready: what is done to them [P,N,L,...] before the first tick.
+    buffers: that `run` assigns to: [R,...] before, as every micro-batch finds them, and how its values are combined.
   """
   P, M, delay = pipeline.stages, pipeline.microbatches, pipeline.delay
   stage = jnp.arange(P)
@@ -89,19 +93,23 @@ def pipelined(
     micro, visit = number % M, jnp.clip(number // M, 0, pipeline.visits - 1)
     x = jnp.where(_column(stage == 0, arrived.ndim), _chosen(waiting, micro), arrived)
     here = jax.tree.map(lambda a: jnp.take(a, micro, axis=0), contexts)
-    y, left = every_stage(_placed(x, mesh), here, jax.tree.map(lambda w: _chosen(w, visit), own))
+    y, left, assigned = every_stage(_placed(x, mesh), here, jax.tree.map(lambda w: _chosen(w, visit), own))
     busy = (number >= 0) & (number < M * pipeline.visits)
     left = jax.tree.map(lambda a: jnp.where(_column(busy, a.ndim), a, 0), left)
-    moved = [*later, _placed(y, mesh)]
-    moved[0] = jnp.roll(moved[0], 1, axis=0)
-    return (waiting, moved), (visit, left)
+    reshard = [*later, _placed(y, mesh)]
+    reshard[0] = jnp.roll(reshard[0], 1, axis=0)
+    return (waiting, reshard), (visit, left, assigned)
 
   ticks = M * pipeline.visits + delay * (P - 1)
-  (waiting, moved), (visits, left) = jax.lax.scan(one, carry, jnp.arange(ticks))
-  for late, arrived in enumerate(moved):
+  (waiting, reshard), (visits, left, assigned) = jax.lax.scan(one, carry, jnp.arange(ticks))
+  for late, arrived in enumerate(reshard):
     waiting = returned(waiting, arrived if late == 0 else jnp.roll(arrived, 1, axis=0), jnp.asarray(ticks + late))
   means = jax.tree.map(lambda a: _by_layer(pipeline, visits, a) / M, left)
-  return jnp.moveaxis(waiting[0], 0, 1).reshape(x.shape), means
+  found = [
+    _combined(pipeline, combine, visits, before, after)
+    for (before, combine), after in zip(buffers, assigned, strict=True)
+  ]
+  return jnp.moveaxis(waiting[0], 0, 1).reshape(x.shape), means, found
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -139,6 +147,28 @@ def _by_layer(pipeline: Pipeline, visits: jax.Array, left: jax.Array) -> jax.Arr
   member = jax.nn.one_hot(visits, pipeline.visits, dtype=left.dtype)
   summed = jnp.einsum("tpn,tp...->np...", member, left)
   return summed.reshape(pipeline.repeats, *left.shape[3:])
+
+
+def _combined(
+  pipeline: Pipeline, combine: Combine, visits: jax.Array, before: jax.Array, after: jax.Array
+) -> jax.Array:
+  """A buffer [R,...] after all micro-batches, from what each tick [T,P] left of it [T,P,L,...]."""
+  number = jnp.arange(visits.shape[0])[:, None] - pipeline.delay * jnp.arange(pipeline.stages)
+  busy = (number >= 0) & (number < pipeline.microbatches * pipeline.visits)
+  member = busy[:, :, None] & (visits[:, :, None] == jnp.arange(pipeline.visits))  # [T,P,N]
+  member, after = member.reshape(*member.shape, *(1,) * (after.ndim - 2)), after[:, :, None]
+  start = _dealt(pipeline, before)  # [P,N,L,...]
+  if combine == "sum":
+    found = start + jnp.where(member, after - start, 0).sum(0)
+  elif combine == "mean":
+    found = jnp.where(member, after, 0).sum(0) / pipeline.microbatches
+  else:
+    found = jnp.where(member, after, _least(after.dtype)).max(0)
+  return jnp.moveaxis(found, 0, 1).reshape(before.shape).astype(before.dtype)
+
+
+def _least(dtype: Any) -> Any:
+  return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
 def _chosen(x: jax.Array, index: jax.Array) -> jax.Array:

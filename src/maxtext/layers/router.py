@@ -79,14 +79,16 @@ class TopKRouter(nnx.Module):
 
   def __init__(self, make: Make, spec: Router, width: int, how: How) -> None:
     self.spec, self.how = spec, how
-    self.logits = Linear(make.at("logits"), {"embed": width}, {"router": spec.count}, how, "router_logits")
+    self.logits = Linear(
+      make.at("logits"), {"embed": width}, {"router": spec.count}, how, "router_logits", role="router"
+    )
     per_expert = (spec.count,), (None,)
     self.bias = make("bias", *per_expert) if spec.bias else None
     self.selection_bias = (
       make("selection_bias", *per_expert, kind=Buffer, dtype=jnp.float32) if spec.selection_bias else None
     )
     self.tokens = (
-      make("tokens", *per_expert, kind=Statistic, dtype=jnp.float32)
+      make("tokens", *per_expert, kind=Statistic, dtype=jnp.float32, combine="sum")
       if spec.selection_bias and spec.selection_bias_rate
       else None
     )

@@ -117,19 +117,27 @@ class Stack(nnx.Module):
   def _through_stages(
     self, run: Callable[..., tuple[jax.Array, list[_Kept]]], x: jax.Array, context: Context, layers: Any
   ) -> tuple[jax.Array, list[Report]]:
-    """The first layers in a pipeline, the others after it. Buffers stay what they are."""
+    """The first layers in a pipeline, the others after it. Buffers that say how they are combined are updated."""
     assert self.pipeline is not None
     count = self.pipeline.repeats
+    states = [nnx.state(layer, Buffer) for layer in self.layers]
 
-    def reported(x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, list[Report]]:
+    def outcome(x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, list[Report], list[jax.Array]]:
       x, kept = run(x, context, layers)
-      return x, [left.report for left in kept]
+      return x, [left.report for left in kept], [v.get_value() for v in _assigned([left.buffers for left in kept])]
 
+    variables = _assigned(states)
+    before = [(v.get_value()[:count], v.combine) for v in variables]
     first, rest = (jax.tree.map(lambda w, cut=cut: w[cut], layers) for cut in (slice(count), slice(count, None)))
-    x, reports = pipelined(self.pipeline, self.how.mesh, reported, x, context, first, self._ready)
+    x, reports, found = pipelined(self.pipeline, self.how.mesh, outcome, x, context, first, self._ready, before)
     if count < self.repeats:
-      x, more = reported(x, context, rest)
+      x, more, others = outcome(x, context, rest)
       reports = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), reports, more)
+      found = [jnp.concatenate([a, b]) for a, b in zip(found, others, strict=True)]
+    for variable, value in zip(variables, found, strict=True):
+      variable.set_value(value)
+    for layer, state in zip(self.layers, states, strict=True):
+      nnx.update(layer, state)
     return x, reports
 
   def _ready(self, layers: Any) -> Any:
@@ -144,6 +152,12 @@ class Stack(nnx.Module):
 
     weights, inputs = layers
     return jax.tree.map(whole, weights, is_leaf=lambda v: isinstance(v, nnx.Variable)), inputs
+
+
+def _assigned(states: list[Any]) -> list[nnx.Variable]:
+  """The buffers of a cycle that say how their values are combined."""
+  flat = (variable for state in states for _, variable in nnx.to_flat_state(state))
+  return [variable for variable in flat if variable.combine is not None]
 
 
 def _pass(graph: Any) -> Callable[..., tuple[jax.Array, Cache | None, _Kept]]:

@@ -21,7 +21,9 @@ def reshard(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
   return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
-def matmul(x: jax.Array, weight: jax.Array, contracted: int, precision: str, mesh: Mesh) -> jax.Array:
+def matmul(
+  x: jax.Array, weight: jax.Array, contracted: int, precision: str, mesh: Mesh, preferred_element_type: Any = None
+) -> jax.Array:
   """Contracts the last `contracted` dimensions of x with the first of a weight.
 
   The weight is gathered over every axis that splits other dimensions of x, which is what FSDP is. Where both are split
@@ -36,7 +38,14 @@ def matmul(x: jax.Array, weight: jax.Array, contracted: int, precision: str, mes
   weight = reshard(weight, mesh, PartitionSpec(*spec[kept:], *outputs))
   dims = (tuple(range(kept, x.ndim)), tuple(range(contracted))), ((), ())
   out_spec = PartitionSpec(*spec[:kept], *outputs)
-  return jax.lax.dot_general(x, weight, dims, precision=precision, out_sharding=NamedSharding(mesh, out_spec))
+  return jax.lax.dot_general(
+    x,
+    weight,
+    dims,
+    precision=precision,
+    preferred_element_type=preferred_element_type,
+    out_sharding=NamedSharding(mesh, out_spec),
+  )
 
 
 def match_sharding(bias: jax.Array, y: jax.Array, mesh: Mesh) -> jax.Array:

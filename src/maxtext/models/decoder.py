@@ -54,7 +54,8 @@ class Decoder(nnx.Module):
     )
     beside = make.at("towers")
     self.towers = nnx.Dict({t.name: Tower(beside.at(t.name), t, spec.width, how) for t in towers_of(spec)})
-    self.head = Linear(make.at("head"), {"embed": spec.width}, {"vocab": spec.vocab}, how, "logits", tied=spec.tied)
+    width, vocab = {"embed": spec.width}, {"vocab": spec.vocab}
+    self.head = Linear(make.at("head"), width, vocab, how, "logits", tied=spec.tied, role="head")
 
   def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
     """Tokens [B,S] at positions [B,S] to embeddings [B,S,E], what `hidden` takes in their place.

@@ -64,8 +64,8 @@ class Model:
 
   @property
   def weight_names(self) -> list[str]:
-    """What a file of weights holds: every parameter and buffer but those of hooks."""
-    return [n for n, *_ in self._variables if "/hooks/" not in n and n not in self.statistics]
+    """What a file of weights holds: every parameter and buffer but those that implementations of the matmul keep."""
+    return [n for n, *_ in self._variables if "/matmul/" not in n and n not in self.statistics]
 
   @property
   def named_dimensions(self) -> dict[str, tuple[str | None, ...]]:

@@ -133,7 +133,7 @@ class Kept:
 
 
 def _taken(found: Mapping[str, jax.Array], there: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-  """What was found; a file of weights has nothing of what hooks keep beside them."""
+  """What was found; a file of weights has nothing of what implementations of the matmul keep beside them."""
   return {name: found.get(name, value) for name, value in there.items()}
 
 

@@ -1,0 +1,232 @@
+"""The matmul seam: the one operation that every matmul of a model calls, and that a run can put something in front of.
+
+A weight meets an activation, and attention multiplies two activations, through `matmul` alone. Quantization, scaling
+for fp8, LoRA and statistics are `Matmul`s in `How.matmul`; what a weight is stored as is a `WeightFormat`. Without any,
+`PlainMatmul` is all there is.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
+from maxtext.layers.make import Make
+from maxtext.layers.matmul_call import ATTENTION, MatmulCall, Next, Site
+from maxtext.layers.weight_format import StoredWeight
+from maxtext.mesh import explicit
+
+
+@dataclass(frozen=True)
+class Matmul:
+  """An implementation of the seam; this one changes nothing. Hashable: it is part of what a program depends on.
+
+  Attributes:
+    name: stands in the paths of its variables, `<module>/matmul/<name>/...`; two of one run have different names.
+  """
+
+  name: str = "plain"
+
+  def wants(self, site: Site) -> bool:
+    """Whether it takes part in this matmul. Those of attention are refused where a fused kernel does them."""
+    return site.role not in ATTENTION
+
+  def variables(
+    self, make: Make, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int]
+  ) -> dict[str, nnx.Variable]:
+    """Variables to keep beside a weight with these logical axes. Only sites with a weight of their own have any."""
+    return {}
+
+  def __call__(
+    self, call: MatmulCall, own: Mapping[str, nnx.Variable], next_: Next, x: jax.Array, weight: Any
+  ) -> jax.Array:
+    """The result. `next_(call, x, weight)` is the next implementation's, or the plain one.
+
+    `weight` is the second operand: an array, a `StoredWeight` where the run's format is not the plain one, or the keys
+    or values of attention. It is in its own dtype and whole, whatever `call.dtype` and `call.part` say. Buffers among
+    its own variables may be assigned to, if they say how they are combined (`Make`).
+    """
+    return next_(call, x, weight)
+
+  def end_update(self, site: Site, own: Mapping[str, nnx.Variable]) -> None:
+    """Follows the optimizer's update, if the model has a `Statistic`; variables have leading dimensions of layers and
+    experts here."""
+
+
+def matmul_variables(
+  implementations: Sequence[Matmul], make: Make, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int]
+) -> nnx.Dict:
+  """What all implementations keep beside a weight, by their names."""
+  wanting = [one for one in implementations if one.wants(site)]
+  below = make.at("matmul")
+  return nnx.Dict({one.name: nnx.Dict(one.variables(below.at(one.name), site, inputs, outputs)) for one in wanting})
+
+
+def matmul(
+  implementations: Sequence[Matmul],
+  variables: Mapping[str, Mapping[str, nnx.Variable]],
+  call: MatmulCall,
+  x: jax.Array,
+  weight: Any,
+  mesh: Mesh | None = None,
+) -> jax.Array:
+  """One matmul of the model: through all implementations that want it, the first of them first.
+
+  Args:
+    mesh: where shardings are types, the mesh; None elsewhere.
+  """
+  step: Next = PlainMatmul(mesh)
+  for one in reversed(implementations):
+    if one.wants(call.site):
+      step = partial(_link, one, variables.get(one.name, {}), step)
+  return step(call, x, weight)
+
+
+def attention_matmuls(implementations: Sequence[Matmul], path: str, fused: str | None) -> AttentionMatmuls:
+  """The two matmuls of attention at a path. `fused` names the run's setting by which a kernel does them itself."""
+  sites = Site(path, "attention_scores"), Site(path, "attention_values")
+  wanting = [one for one in implementations if any(one.wants(site) for site in sites)]
+  if not wanting:
+    return PLAIN
+  if fused is not None:
+    raise ValueError(
+      f"The matmul implementation {wanting[0].name!r} wants the matmuls of attention at {path!r}, and {fused} is a "
+      "fused kernel that does them itself: choose attention=chunked or attention=dot_product and leave the kernels of "
+      "the cache out, or let the implementation's `wants` leave out attention_scores and attention_values."
+    )
+  scores, values = (_Attending(tuple(implementations), site) for site in sites)
+  return AttentionMatmuls(scores, values)
+
+
+@dataclass(frozen=True)
+class PlainMatmul:
+  """The plain operation, which follows from the call and the operands alone, in all three passes."""
+
+  mesh: Mesh | None = None
+
+  def __call__(self, call: MatmulCall, x: jax.Array, weight: Any) -> jax.Array:
+    """The result; for the pass `weight_gradient`, `weight` is the gradient of the forward result."""
+    if isinstance(weight, StoredWeight):
+      return weight.format.matmul(call, self, x, weight.arrays)
+    if call.site.pass_ != "forward":
+      return self._gradient(call, x, weight)
+    if call.dtype is not None:
+      x, weight = x.astype(call.dtype), weight.astype(call.dtype)
+    if call.part is not None:
+      weight = weight[..., slice(*call.part)]
+    if call.taps is not None:
+      return _convolution(call, x, weight)
+    if call.group_sizes is not None:
+      assert call.kernel is not None
+      return call.kernel(x, weight, call.group_sizes)
+    kind = call.preferred_element_type
+    if call.site.role in ("linear", "head", "router"):
+      first, _, result = call.terms
+      contracted = sum(c not in result for c in first)
+      if self.mesh is not None:
+        return explicit.matmul(x, weight, contracted, call.precision, self.mesh, kind)
+      return jnp.tensordot(x, weight, contracted, precision=call.precision, preferred_element_type=kind)
+    return jnp.einsum(call.contraction, x, weight, precision=call.precision, preferred_element_type=kind)
+
+  def _gradient(self, call: MatmulCall, first: jax.Array, second: jax.Array) -> jax.Array:
+    """The matmul is linear in each operand, so its gradients are its transposes, at any value of the operand."""
+    assert call.part is None, "nothing is differentiated through a cache"
+    a, b, result = call.terms
+    sizes = dict(zip(a + b, first.shape + second.shape, strict=True))
+    if call.group_sizes is not None:
+      sizes["x"] = call.group_sizes.shape[0]
+    if call.documents is not None and call.taps is not None:
+      sizes |= {"t": call.documents[1].shape[1], "w": call.taps[0]}
+    nothing = jnp.zeros([sizes[c] for c in result], call.dtype or first.dtype)
+    by_input = call.site.pass_ == "input_gradient"
+    contraction = f"{result},{b}->{a}" if by_input else f"{a},{result}->{b}"
+    forward = dataclasses.replace(call, site=dataclasses.replace(call.site, pass_="forward"), contraction=contraction)
+    run = (lambda x: self(forward, x, second)) if by_input else (lambda weight: self(forward, first, weight))
+    out, transpose = jax.vjp(run, nothing)
+    return transpose((first if by_input else second).astype(out.dtype))[0]
+
+
+def each_pass(
+  operation: Callable[[MatmulCall, Next, jax.Array, jax.Array], jax.Array],
+  call: MatmulCall,
+  next_: Next,
+  x: jax.Array,
+  weight: jax.Array,
+) -> jax.Array:
+  """A matmul whose three passes are all done by `operation(call, next_, first, second)`, told apart by
+  `call.site.pass_`.
+
+  Forward it gets (x, weight), for the gradient of x (gradient, weight), for that of the weight (x, gradient), each with
+  the contraction of that pass; `next_` does any of them. What it returns is the gradient, whatever it did to the
+  operands, so rounding is straight-through. `operation` closes over no array; the implementation stands last in
+  `How.matmul`, since the variables of others do not exist in the backward pass.
+  """
+  assert isinstance(next_, PlainMatmul), "an implementation that uses each_pass is the last one of How.matmul"
+  return _each_pass(operation, next_, call, x, weight)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _each_pass(operation: Any, plain: Next, call: MatmulCall, x: jax.Array, weight: jax.Array) -> jax.Array:
+  return operation(call, plain, x, weight)
+
+
+def _each_pass_forward(
+  operation: Any, plain: Next, call: MatmulCall, x: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, tuple[MatmulCall, jax.Array, jax.Array]]:
+  return operation(call, plain, x, weight), (call, x, weight)
+
+
+def _each_pass_backward(
+  operation: Any, plain: Next, kept: tuple[MatmulCall, jax.Array, jax.Array], grad: jax.Array
+) -> tuple[None, jax.Array, jax.Array]:
+  call, x, weight = kept
+  by_input = operation(call.transposed("input_gradient"), plain, grad, weight)
+  by_weight = operation(call.transposed("weight_gradient"), plain, x, grad)
+  return None, by_input.astype(x.dtype), by_weight.astype(weight.dtype)
+
+
+_each_pass.defvjp(_each_pass_forward, _each_pass_backward)
+
+
+def _link(
+  one: Matmul, own: Mapping[str, nnx.Variable], next_: Next, call: MatmulCall, x: jax.Array, weight: Any
+) -> jax.Array:
+  return one(call, own, next_, x, weight)
+
+
+@dataclass(frozen=True)
+class _Attending:
+  """A contraction of an attention kernel, at its site."""
+
+  implementations: tuple[Matmul, ...]
+  site: Site
+
+  def __call__(
+    self, subscripts: str, a: jax.Array, b: jax.Array, *, precision: str, preferred_element_type: Any = None
+  ) -> jax.Array:
+    call = MatmulCall(self.site, subscripts, None, precision, preferred_element_type)
+    return matmul(self.implementations, {}, call, a, b)
+
+
+def _convolution(call: MatmulCall, x: jax.Array, weight: jax.Array) -> jax.Array:
+  """Tokens [B,T,...], those before the first included, and weights [W,...] to sums [B,S,...] within documents."""
+  assert call.taps is not None
+  assert call.documents is not None
+  (span, step), (own, every) = call.taps, call.documents
+
+  def back(start: int) -> jax.Array:
+    end = start + own.shape[1]
+    return within(x[:, start:end], every[:, start:end], own)
+
+  return sum((back(i * step) * weight[i] for i in range(span)), jnp.zeros((), x.dtype))
+
+
+def within(x: jax.Array, documents: jax.Array, own: jax.Array) -> jax.Array:
+  """Tokens [B,S,...] of `documents` [B,S], zero where those are not `own`."""
+  return jnp.where((documents == own)[(..., *(None,) * (x.ndim - 2))], x, 0)

@@ -1,0 +1,99 @@
+"""What a matmul of a model is: where it stands, and what is computed there. See `matmul.py`.
+
+Letters of contractions: those of einsum; x stands for experts, m for rows that are sorted by expert.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+
+from maxtext.kernels.grouped_matmul import GroupedMatmul
+
+Role = Literal[
+  "linear", "head", "router", "experts", "mla_absorb_key", "mla_absorb_value", "attention_scores", "attention_values",
+  "indexer_scores", "convolution",
+]  # fmt: skip
+Pass = Literal["forward", "input_gradient", "weight_gradient"]
+ATTENTION: tuple[Role, ...] = ("attention_scores", "attention_values")
+
+# Letters that contractions of any number of dimensions are written with.
+LETTERS = "abcdefghijklmnopqrstuvw"
+
+
+@dataclass(frozen=True)
+class Site:
+  """Which matmul of the model it is.
+
+  Attributes:
+    path: of the module; the layers of a stack share it, as they share the path of their parameters.
+    role: what it does there. A module has at most one matmul of each role.
+    pass_: the matmul itself, or one of the two of its gradient.
+  """
+
+  path: str
+  role: Role
+  pass_: Pass = "forward"
+
+
+@partial(
+  jax.tree_util.register_dataclass,
+  data_fields=("group_sizes", "documents"),
+  meta_fields=("site", "contraction", "dtype", "precision", "preferred_element_type", "kernel", "part", "taps"),
+)
+@dataclass(frozen=True)
+class MatmulCall:
+  """All that says what is computed, but the two operands. A pytree, so it may be an argument of transformed functions.
+
+  Attributes:
+    contraction: einsum subscripts of the two operands and the result. Rows that are sorted by expert are "mi,xio->mo":
+      each row meets the weight of its own expert. A convolution is "btcd,wcd->bscd".
+    dtype: that both operands are cast to; None leaves them as they are.
+    precision: of the plain operation.
+    preferred_element_type: of the result; None is that of the operands.
+    kernel: of rows that are sorted by expert.
+    part: first and last (excluded) column of the weight's last dimension that take part; None is all.
+    taps: how many tokens a convolution sums, and how far they are apart.
+    group_sizes: [X] rows of each expert.
+    documents: of a convolution: the document of each token [B,S], and of each with those before the first [B,T].
+  """
+
+  site: Site
+  contraction: str
+  dtype: Any = None
+  precision: str = "default"
+  preferred_element_type: Any = None
+  kernel: GroupedMatmul | None = None
+  part: tuple[int, int] | None = None
+  taps: tuple[int, int] | None = None
+  group_sizes: jax.Array | None = None
+  documents: tuple[jax.Array, jax.Array] | None = None
+
+  @property
+  def terms(self) -> tuple[str, str, str]:
+    """The letters of the first operand, of the second, and of the result."""
+    operands, result = self.contraction.split("->")
+    first, second = operands.split(",")
+    return first, second, result
+
+  def low_rank(self) -> tuple["MatmulCall", "MatmulCall"]:
+    """The calls of two matmuls in place of one: with weights [..., inputs, rank] and [..., rank, outputs]."""
+    first, weight, result = self.terms
+    inputs = "".join(c for c in weight if c in first and c not in result)
+    outputs = "".join(c for c in weight if c in result and c not in first)
+    stacked = "".join(c for c in weight if c not in inputs + outputs)
+    narrow = "".join(c for c in first if c not in inputs) + "z"
+    down, up = f"{first},{stacked}{inputs}z->{narrow}", f"{narrow},{stacked}z{outputs}->{result}"
+    return dataclasses.replace(self, contraction=down), dataclasses.replace(self, contraction=up)
+
+  def transposed(self, pass_: Pass) -> "MatmulCall":
+    """The call of a gradient: of the first operand, from (gradient, weight); of the weight, from (input, gradient)."""
+    first, weight, result = self.terms
+    contraction = f"{result},{weight}->{first}" if pass_ == "input_gradient" else f"{first},{result}->{weight}"
+    return dataclasses.replace(self, site=dataclasses.replace(self.site, pass_=pass_), contraction=contraction)
+
+
+Next = Callable[[MatmulCall, jax.Array, Any], jax.Array]

@@ -1,0 +1,73 @@
+"""What is stored for a weight: one array in the run's weight dtype, or several, such as integers and their scales.
+
+Only the weights of `Linear` and of experts have a format. The arrays of a format are parameters beside each other, and
+the matmul reads them as they are: a weight that is stored in eight bits never exists in sixteen outside of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+
+from maxtext.layers.make import Make
+from maxtext.layers.matmul_call import MatmulCall, Next, Site
+
+
+class WeightFormat(Protocol):
+  """How weights are stored. Hashable: it is part of what a program depends on."""
+
+  def variables(
+    self, make: Make, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int], std: float
+  ) -> dict[str, nnx.Variable]:
+    """The arrays of a weight [inputs, outputs] whose initial values have this deviation, by the names that their paths
+    end in: `weight` is one of them, the others begin with `weight_`. A format may store some sites in other ways."""
+    ...
+
+  def load(self, site: Site, arrays: Mapping[str, jax.Array]) -> "jax.Array | StoredWeight":
+    """What a matmul is given: the array itself where it is stored plainly, or a `StoredWeight`."""
+    ...
+
+  def dequantize(self, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+    """The weight as one array, for tests and exports."""
+    ...
+
+  def matmul(self, call: MatmulCall, next_: Next, x: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
+    """The result of a call from what is stored; `next_(call, x, array)` is the plain operation."""
+    ...
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+  """The arrays of a weight that is not stored plainly, as one operand of a matmul. A pytree."""
+
+  format: WeightFormat
+  arrays: Mapping[str, jax.Array]
+
+
+jax.tree_util.register_dataclass(StoredWeight, data_fields=["arrays"], meta_fields=["format"])
+
+
+@dataclass(frozen=True)
+class PlainFormat:
+  """One array in the run's weight dtype."""
+
+  def variables(
+    self, make: Make, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int], std: float
+  ) -> dict[str, nnx.Variable]:
+    """`weight` alone."""
+    shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
+    return {"weight": make("weight", shape, axes, std=std, contracted=len(inputs))}
+
+  def load(self, site: Site, arrays: Mapping[str, jax.Array]) -> "jax.Array | StoredWeight":
+    """The array."""
+    return arrays["weight"]
+
+  def dequantize(self, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+    """The array, in another dtype."""
+    return arrays["weight"].astype(dtype)
+
+  def matmul(self, call: MatmulCall, next_: Next, x: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
+    """The plain operation."""
+    return next_(call, x, arrays["weight"])
