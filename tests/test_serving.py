@@ -65,7 +65,7 @@ def test_decode_one_prompt(run):
   assert text == expected
   assert len(log_probs) == 5
   assert all(-1 < float(line.split()[0]) < 0 for line in log_probs)
-  guessing = ["--num_speculative_tokens=2", f"--draft-model={run}"]
+  guessing = ["--num-speculative-tokens=2", f"--draft-model={run}"]
   done = decode(
     run, "prompt=the cat", "--max-tokens=5", "--stop= on", *guessing, "autoregressive_decode_assert=a dog", code=1
   )

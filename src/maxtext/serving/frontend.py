@@ -126,9 +126,8 @@ class EngineClient:
     self.status, self.failure = "starting", cast("Exception | None", None)
     self._busy, self._seconds_since_step, self._last_report = False, cast("float | None", None), time.monotonic()
     self._replies: dict[int, _Reply] = {}
-    self._clients: dict[
-      int, Client
-    ] = {}  # of requests that have not ended in the engine, including those whose client has disconnected
+    # Of all requests that have not ended in the engine, including those whose client has disconnected.
+    self._clients: dict[int, Client] = {}
     self._slots, self._num_open = 0, Counter[Client]()
     self._queue_share = limits.queue_share
     # The engine process does not need the keys, only the share of the queue that follows from their number.
@@ -143,11 +142,9 @@ class EngineClient:
 
   def health(self) -> dict[str, Any]:
     """The body of `/health`. The time since the last step keeps growing while the engine process sends no report."""
-    age = (
-      None
-      if self._seconds_since_step is None
-      else round(self._seconds_since_step + time.monotonic() - self._last_report, 3)
-    )
+    age = self._seconds_since_step
+    if age is not None:
+      age = round(age + time.monotonic() - self._last_report, 3)
     return {"status": self.status, "busy": self._busy, "seconds_since_last_step": age}
 
   async def listen(self, ready: Callable[[], None], ended: Callable[[], None]) -> None:
