@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.figures import show
 from maxtext.cli.config import resolve_words
-from maxtext.plan.search import planned_apart, search
+from maxtext.plan.search import plan_in_subprocess, search
 
 MODEL = ("llama2-7b", "compile_topology=v5p-16", "max_target_length=4096", "dataset_type=synthetic")
 MOST_COMPILES = 12
@@ -51,7 +51,7 @@ def main() -> None:
 
 def _speed(tried: tuple[str, int, int]) -> float:
   policy, batch, tensor = tried
-  plan = planned_apart(
+  plan = plan_in_subprocess(
     MODEL, {"remat_policy": policy, "per_device_batch_size": batch, "ici_tensor_parallelism": tensor}
   )
   assert "refused" not in plan, plan["refused"]
