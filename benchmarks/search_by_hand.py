@@ -8,7 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.figures import show
-from maxtext.cli.config import resolve_words
+from maxtext.cli.config import resolve_overrides
 from maxtext.plan.search import plan_in_subprocess, search
 
 MODEL = ("llama2-7b", "compile_topology=v5p-16", "max_target_length=4096", "dataset_type=synthetic")
@@ -32,7 +32,7 @@ def main() -> None:
   parser.add_argument("--jobs", type=int, default=2, help="compilations side by side")
   arguments = parser.parse_args()
   said: list[str] = []
-  found = search(resolve_words(MODEL).config, MODEL, MOST_COMPILES, arguments.jobs, lambda line: _say(said, line))
+  found = search(resolve_overrides(MODEL).config, MODEL, MOST_COMPILES, arguments.jobs, lambda line: _say(said, line))
   with ThreadPoolExecutor(arguments.jobs) as pool:
     by_hand = max(pool.map(_speed, BY_HAND))
   searched = 1 / found.seconds_per_token

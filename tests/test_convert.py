@@ -21,7 +21,7 @@ from maxtext.checkpoint.options import checkpoint_options, restore_options
 from maxtext.checkpoint.restore import load_parameters
 from maxtext.checkpoint.stream import StreamReader
 from maxtext.checkpoint.writer import Writer
-from maxtext.cli.config import resolve_words
+from maxtext.cli.config import resolve_overrides
 from maxtext.cli.main import main
 from maxtext.configs import ConfigError
 from maxtext.configs.loader import load_config, model_names, values_and_origins
@@ -137,7 +137,7 @@ def test_a_folder_needs_no_keys(case, folder_of, references):
   """What transformers saved gives the keys that our tests write by hand: the same decoder, layer by layer."""
   if not hasattr(references(case).model, "folder"):
     pytest.skip("nobody else has such a model, and its description is ours")
-  found = resolve_words([str(folder_of(case)), "dataset_type=synthetic"])
+  found = resolve_overrides([str(folder_of(case)), "dataset_type=synthetic"])
   assert found.config.source_checkpoint_layout == "safetensors"
   assert found.config.model_name == "default"
   assert found.origins["base_emb_dim"] == str(folder_of(case) / "config.json")
@@ -146,9 +146,9 @@ def test_a_folder_needs_no_keys(case, folder_of, references):
 
 def test_what_the_user_says_wins_over_a_folder(tiny):
   """And a contradiction is found when weights are read."""
-  named = resolve_words([f"load_parameters_path={tiny}", "dataset_type=synthetic", "vocab_size=100"]).config
+  named = resolve_overrides([f"load_parameters_path={tiny}", "dataset_type=synthetic", "vocab_size=100"]).config
   assert (named.vocab_size, named.base_emb_dim) == (100, 48)
-  other = resolve_words([f"load_parameters_path={tiny}", "dataset_type=synthetic", "model_name=llama2-7b"]).config
+  other = resolve_overrides([f"load_parameters_path={tiny}", "dataset_type=synthetic", "model_name=llama2-7b"]).config
   assert other.base_emb_dim == 4096
 
 

@@ -46,7 +46,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _bench_engine(arguments: argparse.Namespace, load: Load) -> None:
   if given := [flag for flag in ("rate", "model") if getattr(arguments, flag)]:
     raise ConfigError(f"--{given[0]} is of a running server: add --url.")
-  config = resolve_run(arguments.words, arguments.strict)
+  config = resolve_run(arguments.overrides, arguments.strict)
   from maxtext.bench.engine import bench_engine
 
   timings = bench_engine(load_run(arguments, config), load)
@@ -59,7 +59,7 @@ def _bench_engine(arguments: argparse.Namespace, load: Load) -> None:
 
 
 def _bench_server(arguments: argparse.Namespace, load: Load) -> None:
-  if given := [*arguments.words, *(f"--{flag}" for flag in ("ahead", "draft") if getattr(arguments, flag))]:
+  if given := [*arguments.overrides, *(f"--{flag}" for flag in ("ahead", "draft") if getattr(arguments, flag))]:
     raise ConfigError(f"{given[0]} is of a model here: leave it out, or --url.")
   from maxtext.bench.server import Server, bench_server
 

@@ -39,7 +39,7 @@ def add_command(commands: Any) -> None:
 def add_run_words(parser: argparse.ArgumentParser) -> None:
   """Adds the words that describe a trained model."""
   parser.add_argument(
-    "words",
+    "overrides",
     nargs="*",
     metavar="[RUN | HF_FOLDER | FILE.yml | RECIPE | MODEL] key=value",
     help="a run's folder or checkpoint, a folder of safetensors, or where a configuration starts from; then keys",
@@ -101,7 +101,7 @@ def folder_name(config: MaxTextConfig) -> str:
 def _decode(arguments: argparse.Namespace) -> int:
   if arguments.max_tokens is not None and arguments.max_tokens < 1:
     raise ConfigError(f"--max-tokens {arguments.max_tokens}: at least 1.")
-  config = resolve_run(arguments.words, arguments.strict)
+  config = resolve_run(arguments.overrides, arguments.strict)
   from maxtext.inference.decode import chat, decode, decode_file
   from maxtext.inference.llm import LLM
 

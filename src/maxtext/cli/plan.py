@@ -13,7 +13,7 @@ from maxtext.cli import config
 from maxtext.cli.interrupt import prompt_interrupt
 from maxtext.configs import ConfigError
 from maxtext.configs.loader import Resolved
-from maxtext.configs.secrets import SECRET_KEYS, redacted_words
+from maxtext.configs.secrets import SECRET_KEYS, redact_arguments
 
 if TYPE_CHECKING:
   from maxtext.plan.plan import Plan
@@ -27,7 +27,7 @@ def add_command(commands: Any) -> None:
     help="compile the step for hardware that is not here: does it fit, how fast is it",
     description="Compile the real train step for compile_topology on this machine and read what the compiler says.",
   )
-  config.add_words(parser)
+  config.add_overrides(parser)
   parser.add_argument("--json", action="store_true", help="as a JSON object")
   parser.add_argument("--html", type=Path, metavar="FILE.html", help="also draw it")
   searched = parser.add_argument_group("searching")
@@ -52,7 +52,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _planned(arguments: argparse.Namespace) -> int:
-  resolved = config.resolve_words(arguments.words, arguments.strict)
+  resolved = config.resolve_overrides(arguments.overrides, arguments.strict)
   os.environ["JAX_PLATFORMS"] = "cpu"  # the compiler is asked by name; no accelerator of this machine is touched
   from maxtext.plan.html import as_html
   from maxtext.plan.plan import make_plan
@@ -82,13 +82,13 @@ def _search(arguments: argparse.Namespace, resolved: Resolved) -> int:
     raise ConfigError(f"--search compiles, and there is no compiler for compile_topology={topology} here.")
   best = search(
     resolved.config,
-    arguments.words,
+    arguments.overrides,
     arguments.compiles,
     arguments.jobs,
     lambda line: print(line, file=sys.stderr, flush=True),
   )
   if arguments.recipe:
-    head = f"# Found by: maxtext plan {' '.join(redacted_words(arguments.words))} --search\n"
+    head = f"# Found by: maxtext plan {' '.join(redact_arguments(arguments.overrides))} --search\n"
     values = _given(resolved) | best.candidate.keys
     arguments.recipe.write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
   if arguments.json:

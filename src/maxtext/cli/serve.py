@@ -43,7 +43,7 @@ def add_command(commands: Any) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-  config = resolve_run(arguments.words, arguments.strict)
+  config = resolve_run(arguments.overrides, arguments.strict)
   keys = read_keys(os.environ, arguments.api_key_file)
   for flag in ("max_waiting", "max_waiting_per_client", "max_body", "max_connections", "max_connections_per_address"):
     if (given := getattr(arguments, flag)) is not None and given < 1:

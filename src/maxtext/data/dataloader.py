@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext.configs import ConfigError
-from maxtext.configs.errors import several
+from maxtext.configs.errors import plural
 from maxtext.configs.types import DatasetType
 from maxtext.data import fingerprint, streaming
 from maxtext.data.batch import Batch, BatchWithState, IteratorState
@@ -255,7 +255,7 @@ def _log_end(batches: int, data: OpenedData, split: Split) -> None:
     ]
     there = f" ({'; '.join(known)})" if known else ""
     again = f"num_epoch={split.epochs} says how often it is read."
-    _LOG.info(f"data: ended after {several(batches, 'batch')}{there}; {again}")
+    _LOG.info(f"data: ended after {plural(batches, 'batch')}{there}; {again}")
 
 
 def _too_little_data(data: OpenedData) -> ConfigError:
@@ -276,4 +276,4 @@ def _too_little_data(data: OpenedData) -> ConfigError:
 def _describe_size(documents: Documents, length: int) -> str:
   count, tokens = sum(documents.sizes), count_tokens(documents)
   rows = -(-max(tokens - count, 0) // length)
-  return f"{several(count, 'document')}, {several(tokens, 'token')} = {several(rows, 'row')} of {length}"
+  return f"{plural(count, 'document')}, {plural(tokens, 'token')} = {plural(rows, 'row')} of {length}"

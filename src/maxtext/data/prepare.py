@@ -69,7 +69,7 @@ Execute = Callable[[Callable[[Any], None], Sequence[Any]], None]
 class Display(Protocol):
   """Who is told how it goes."""
 
-  def say(self, line: str) -> None:
+  def message(self, line: str) -> None:
     """What begins now, where it takes a while."""
     ...
 
@@ -315,7 +315,7 @@ def _install_tokenizer(
     with folder.scratch() as scratch:
       if train:
         if display:
-          display.say(f"training a tokenizer of {tokenizer.vocab_size:,} tokens")
+          display.message(f"training a tokenizer of {tokenizer.vocab_size:,} tokens")
         on_bad = _ignore_or_raise(skip_bad)
         whole = chain.from_iterable(documents(span, column, on_bad) for piece in pieces for span in piece.spans)
         files = train_tokenizer(whole, tokenizer.vocab_size, tokenizer.training_characters, Path(scratch))

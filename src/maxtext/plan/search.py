@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import RematAndOffload, RematLocation
-from maxtext.configs.values import default_of, plain
+from maxtext.configs.values import default_of, plain_value
 from maxtext.mesh.topology import Topology
 from maxtext.models.execution.execution import how
 from maxtext.models.flops import train_flops_per_token
@@ -138,7 +138,7 @@ def candidates(config: MaxTextConfig, program: Program, topology: Topology) -> l
   state, flops = program.state_bytes, train_flops_per_token(model, length)
   attention = (flops - train_flops_per_token(model, 0)) / 3  # of the forward pass
   found = []
-  own = {key: plain(default_of(key)) for key in _REMAT_KEYS if getattr(config, key) != default_of(key)}
+  own = {key: plain_value(default_of(key)) for key in _REMAT_KEYS if getattr(config, key) != default_of(key)}
   for all_keys in POLICIES:
     names = {*costs, "context"}
     policy = own | {key: value for key, value in all_keys.items() if key not in _SAVED_NAMES or key in names}
