@@ -368,7 +368,7 @@ def test_mistakes_are_named(made, tmp_path):
 @pytest.mark.parametrize(
   ("name", "content", "message"),
   [
-    ("tokenizer_config.json", b"[]", "is not an object of JSON"),
+    ("tokenizer_config.json", b"[]", "is not a JSON object"),
     ("tokenizer_config.json", b"{", "is not JSON"),
     ("tokenizer_config.json", b"[" * 10**5, "is not JSON"),
     ("special_tokens_map.json", b"\xff", "is not text in UTF-8"),
