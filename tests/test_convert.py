@@ -164,7 +164,7 @@ def test_what_the_user_says_wins_over_a_folder(tiny):
     (
       {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2, "low_freq_factor": 1.0,
                            "high_freq_factor": 8.0, "original_max_position_embeddings": 32}},
-      "a model that no keys here do: rope_high_freq_factor=8.0 there, 4.0 here",
+      "a model that no keys can express: rope_high_freq_factor=8.0 there, 4.0 here",
     ),
     ({"vocab_size": "many"}, "vocab_size=many"),
   ],
@@ -305,9 +305,9 @@ from etils import epath
 from maxtext.checkpoint import stream
 from maxtext.configs.loader import parse_assignments, load_config
 from maxtext.models.build import abstract_model
-from maxtext.weights.hugging_face_folder import Folder
-from maxtext.weights.from_hugging_face import convert_in
-from maxtext.weights.to_hugging_face import convert_out
+from maxtext.weights.hugging_face_folder import HuggingFaceFolder
+from maxtext.weights.from_hugging_face import convert_from_hugging_face
+from maxtext.weights.to_hugging_face import convert_to_hugging_face
 
 def progress(count, all_count, size, all_size):
   if 2 * size > all_size:
@@ -317,9 +317,9 @@ stream._IN_FLIGHT = 1000  # bytes, for so small a model
 way, source, target, *words = sys.argv[1:]
 config = load_config(**parse_assignments(words), dataset_type="synthetic")
 if way == "from-hf":
-  convert_in(config, abstract_model(config), Folder(source), Path(target), {}, progress)
+  convert_from_hugging_face(config, abstract_model(config), HuggingFaceFolder(source), Path(target), {}, progress)
 else:
-  convert_out(config, abstract_model(config), epath.Path(source), Path(target), progress, 20_000)
+  convert_to_hugging_face(config, abstract_model(config), epath.Path(source), Path(target), progress, 20_000)
 """
 
 

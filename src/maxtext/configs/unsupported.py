@@ -617,7 +617,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   UnsupportedOption(
     _section(t.Metrics, t.Tensorboard, t.Profiling, t.HloDump, t.StackTrace, t.Goodput, t.GcpMonitoring,
              t.ManagedMLDiagnostics, but=(*_SHOWN, *_STORED, *_PATHWAYS)),
-    "figures go to the console, the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics",
+    "metrics go to the console, the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics",
     allowed_values=(False,),
   ),
   NoEffectOption(
