@@ -22,8 +22,8 @@ from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
 from maxtext.models.build import build_model
 from maxtext.plan.hlo import CompiledProgram
+from maxtext.plan.memory_traffic import memory_traffic
 from maxtext.plan.plan import bytes_per_device
-from maxtext.plan.traffic import traffic
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Compiled:
   @property
   def moved(self) -> int:
     """By the step."""
-    return sum(bytes for _, bytes in traffic(self.program))
+    return sum(bytes for _, bytes in memory_traffic(self.program))
 
   @property
   def ratio(self) -> float:

@@ -8,8 +8,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.figures import show
-from maxtext.cli.config import resolve_words
-from maxtext.plan.search import planned_apart, search
+from maxtext.cli.config import resolve_overrides
+from maxtext.plan.search import plan_in_subprocess, search
 
 MODEL = ("llama2-7b", "compile_topology=v5p-16", "max_target_length=4096", "dataset_type=synthetic")
 MOST_COMPILES = 12
@@ -32,7 +32,7 @@ def main() -> None:
   parser.add_argument("--jobs", type=int, default=2, help="compilations side by side")
   arguments = parser.parse_args()
   said: list[str] = []
-  found = search(resolve_words(MODEL).config, MODEL, MOST_COMPILES, arguments.jobs, lambda line: _say(said, line))
+  found = search(resolve_overrides(MODEL).config, MODEL, MOST_COMPILES, arguments.jobs, lambda line: _say(said, line))
   with ThreadPoolExecutor(arguments.jobs) as pool:
     by_hand = max(pool.map(_speed, BY_HAND))
   searched = 1 / found.seconds_per_token
@@ -51,7 +51,7 @@ def main() -> None:
 
 def _speed(tried: tuple[str, int, int]) -> float:
   policy, batch, tensor = tried
-  plan = planned_apart(
+  plan = plan_in_subprocess(
     MODEL, {"remat_policy": policy, "per_device_batch_size": batch, "ici_tensor_parallelism": tensor}
   )
   assert "refused" not in plan, plan["refused"]

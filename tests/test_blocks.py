@@ -12,7 +12,7 @@ from maxtext.kernels.attention import Attention
 from maxtext.kernels.scores import Scoring, Tokens
 from maxtext.kernels.splash import SplashBlocks, seen_blocks
 from maxtext.mesh.topology import Topology
-from maxtext.plan import blocks
+from maxtext.plan import kernel_blocks
 from maxtext.plan.compile import program_for
 from maxtext.plan.estimate import Calibration, estimate
 from maxtext.plan.hlo import CompiledProgram
@@ -64,20 +64,20 @@ def test_a_plan_counts_the_blocks_that_a_kernel_multiplies(fused):
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["v5p-8", pytest.param("v6e-4", marks=pytest.mark.nightly)])
 def test_blocks_are_chosen_by_schedules(chip, monkeypatch):
-  monkeypatch.setattr(blocks, "SIZES", ((512, 512, 512), (1024, 1024, 512)))
+  monkeypatch.setattr(kernel_blocks, "SIZES", ((512, 512, 512), (1024, 1024, 512)))
   keys = {"base_num_decoder_layers": 1, "vocab_size": 1024, "max_target_length": 4096, "dataset_type": "synthetic",
           "compile_topology": chip}  # fmt: skip
   program, topology = program_for(load_config(**keys))
-  found = blocks.best_blocks(program, topology)
+  found = kernel_blocks.best_blocks(program, topology)
   assert found["sa_block_q"] == found["sa_block_kv"] == 1024, "a quarter of the steps, a ninth more pairs"
-  reached = blocks.reach(*program_for(load_config(**keys, **found, sa_use_fused_bwd_kernel=True)))
+  reached = kernel_blocks.kernel_efficiency(*program_for(load_config(**keys, **found, sa_use_fused_bwd_kernel=True)))
   assert reached.keys() == {"fwd", "dkv"}, "gradients of queries with those of keys"
   assert all(1.02 < times < 2 for times in reached.values())
-  assert not blocks.reach(program, topology), "default blocks need no compilation"
+  assert not kernel_blocks.kernel_efficiency(program, topology), "default blocks need no compilation"
 
 
 @pytest.mark.aot
 def test_rows_that_default_blocks_do_not_divide_have_nothing_to_be_compared_with():
   keys = {key: 256 for key in SplashAttention.model_fields if key.startswith("sa_block")}
   config = load_config(**keys, max_target_length=768, dataset_type="synthetic", compile_topology="v5p-8")
-  assert not blocks.reach(*program_for(config))
+  assert not kernel_blocks.kernel_efficiency(*program_for(config))

@@ -14,9 +14,9 @@ from maxtext import ConfigError, load_config
 from maxtext.checkpoint.inspect import chosen
 from maxtext.cli.main import main
 from maxtext.configs.derived import derive
-from maxtext.configs.loader import model_names, parse_assignments, same_model, values_and_origins
-from maxtext.configs.older_names import OLDER_NAMES
+from maxtext.configs.loader import canonical_model_name, model_names, parse_assignments, values_and_origins
 from maxtext.configs.readers import readers_of
+from maxtext.configs.renamed_keys import RENAMED_KEYS
 from maxtext.configs.types import DecoderBlockType, MaxTextConfig
 from maxtext.configs.values import default_of
 from maxtext.models.catalogue import entry
@@ -114,7 +114,7 @@ def test_models_are_listed_and_drawn(capsys):
 
 def test_names_of_one_model_say_so(capsys):
   """The specification names variants of execution that do not differ here."""
-  same = {name: same_model(name) for name in model_names()}
+  same = {name: canonical_model_name(name) for name in model_names()}
   assert (same["deepseek3-671b-2dfsdp"], same["deepseek3-671b-batchsplit"]) == ("deepseek3-671b", "deepseek3-671b")
   assert {same["deepseek3-671b"], same["deepseek3.2-671b"], same["gemma3-4b"]} == {""}
   assert main(["models", "deepseek3-671b-batchsplit"]) == 0
@@ -148,19 +148,19 @@ MISTAKES = {
   ),
   "profiler of older pages": (
     {"enable_profiler": True},
-    "'enable_profiler' is not a key. It is of older versions: write profiler=xplane.",
+    "'enable_profiler' is not a key. It is a key of older versions: write profiler=xplane.",
   ),
   "layers of older pages": (
     {"num_layers": 2},
-    "'num_layers' is not a key. It is of older versions: write base_num_dec",
+    "'num_layers' is not a key. It is a key of older versions: write base_num_dec",
   ),
   "batch of older pages": ({"global_batch_size": 2}, "of older versions: write per_device_batch_size"),
   "heads of older pages": ({"num_heads": 2}, "write base_num_query_heads and base_num_kv_heads"),
-  "width of older pages": ({"emb_dim": 2}, "emb_dim=2 is refused: it is computed from base_emb_dim"),
+  "width of older pages": ({"emb_dim": 2}, "emb_dim=2 is not supported: it is computed from base_emb_dim"),
   "mesh of older pages": ({"ici_parallelism": [2]}, "write ici_data_parallelism, ici_fsdp_parallelism and so on."),
-  "Pathways": ({"enable_single_controller": True}, "enable_single_controller=True is refused: it needs Pathways"),
+  "Pathways": ({"enable_single_controller": True}, "enable_single_controller=True is not supported: it needs Pathways"),
   "Pathways data": ({"colocated_python_data_input": True}, "refused: it needs Pathways"),
-  "elastic": ({"elastic_enabled": True}, "elastic_enabled=True is refused: elastic training needs Pathways"),
+  "elastic": ({"elastic_enabled": True}, "elastic_enabled=True is not supported: elastic training needs Pathways"),
   "scale": ({"global_parameter_scale": 3}, "global_parameter_scale=3 must be a power of two"),
   "kept in a bucket": (
     {"base_output_directory": "s3://a/b"},
@@ -203,12 +203,12 @@ def test_what_is_always_so_may_be_asked_for():
            "remove_size_one_mesh_axis_from_type": False, "shardy": True, "enable_autocheckpoint": True}  # fmt: skip
   config = load_config(**(TINY | asked), strict=True)
   assert all(getattr(config, key) == value for key, value in asked.items())
-  with pytest.raises(ConfigError, match="shardy=False is refused"):
+  with pytest.raises(ConfigError, match="shardy=False is not supported"):
     tiny(shardy=False)
 
 
 def test_hints_name_keys_that_are_there():
-  for older, instead in OLDER_NAMES.items():
+  for older, instead in RENAMED_KEYS.items():
     assert older not in MaxTextConfig.model_fields
     named = re.findall(r"[a-z]\w*_\w+|\bdtype|\battention|\bquantization|\bprofiler", instead)
     assert named or "leave it out" in instead, older

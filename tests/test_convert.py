@@ -21,7 +21,7 @@ from maxtext.checkpoint.options import checkpoint_options, restore_options
 from maxtext.checkpoint.restore import load_parameters
 from maxtext.checkpoint.stream import StreamReader
 from maxtext.checkpoint.writer import Writer
-from maxtext.cli.config import resolve_words
+from maxtext.cli.config import resolve_overrides
 from maxtext.cli.main import main
 from maxtext.configs import ConfigError
 from maxtext.configs.loader import load_config, model_names, values_and_origins
@@ -137,7 +137,7 @@ def test_a_folder_needs_no_keys(case, folder_of, references):
   """What transformers saved gives the keys that our tests write by hand: the same decoder, layer by layer."""
   if not hasattr(references(case).model, "folder"):
     pytest.skip("nobody else has such a model, and its description is ours")
-  found = resolve_words([str(folder_of(case)), "dataset_type=synthetic"])
+  found = resolve_overrides([str(folder_of(case)), "dataset_type=synthetic"])
   assert found.config.source_checkpoint_layout == "safetensors"
   assert found.config.model_name == "default"
   assert found.origins["base_emb_dim"] == str(folder_of(case) / "config.json")
@@ -146,9 +146,9 @@ def test_a_folder_needs_no_keys(case, folder_of, references):
 
 def test_what_the_user_says_wins_over_a_folder(tiny):
   """And a contradiction is found when weights are read."""
-  named = resolve_words([f"load_parameters_path={tiny}", "dataset_type=synthetic", "vocab_size=100"]).config
+  named = resolve_overrides([f"load_parameters_path={tiny}", "dataset_type=synthetic", "vocab_size=100"]).config
   assert (named.vocab_size, named.base_emb_dim) == (100, 48)
-  other = resolve_words([f"load_parameters_path={tiny}", "dataset_type=synthetic", "model_name=llama2-7b"]).config
+  other = resolve_overrides([f"load_parameters_path={tiny}", "dataset_type=synthetic", "model_name=llama2-7b"]).config
   assert other.base_emb_dim == 4096
 
 
@@ -164,7 +164,7 @@ def test_what_the_user_says_wins_over_a_folder(tiny):
     (
       {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2, "low_freq_factor": 1.0,
                            "high_freq_factor": 8.0, "original_max_position_embeddings": 32}},
-      "a model that no keys here do: rope_high_freq_factor=8.0 there, 4.0 here",
+      "a model that no keys can express: rope_high_freq_factor=8.0 there, 4.0 here",
     ),
     ({"vocab_size": "many"}, "vocab_size=many"),
   ],
@@ -305,9 +305,9 @@ from etils import epath
 from maxtext.checkpoint import stream
 from maxtext.configs.loader import parse_assignments, load_config
 from maxtext.models.build import abstract_model
-from maxtext.weights.hugging_face_folder import Folder
-from maxtext.weights.from_hugging_face import convert_in
-from maxtext.weights.to_hugging_face import convert_out
+from maxtext.weights.hugging_face_folder import HuggingFaceFolder
+from maxtext.weights.from_hugging_face import convert_from_hugging_face
+from maxtext.weights.to_hugging_face import convert_to_hugging_face
 
 def progress(count, all_count, size, all_size):
   if 2 * size > all_size:
@@ -317,9 +317,9 @@ stream._IN_FLIGHT = 1000  # bytes, for so small a model
 way, source, target, *words = sys.argv[1:]
 config = load_config(**parse_assignments(words), dataset_type="synthetic")
 if way == "from-hf":
-  convert_in(config, abstract_model(config), Folder(source), Path(target), {}, progress)
+  convert_from_hugging_face(config, abstract_model(config), HuggingFaceFolder(source), Path(target), {}, progress)
 else:
-  convert_out(config, abstract_model(config), epath.Path(source), Path(target), progress, 20_000)
+  convert_to_hugging_face(config, abstract_model(config), epath.Path(source), Path(target), progress, 20_000)
 """
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.decode_compiled import compiled
 from maxtext import load_config
-from maxtext.plan.traffic import traffic
+from maxtext.plan.memory_traffic import memory_traffic
 
 pytest.importorskip("libtpu")
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
@@ -24,6 +24,6 @@ WINDOWS = {"sliding_window_size": 1024}  # in every other layer
 def test_a_step_reads_weights_and_cache_once(model, topology, changes):
   config = load_config(**KEYS, model_name=model, compile_topology=topology, **changes)
   step = compiled(config, slots=16)
-  most = sorted(traffic(step.program), key=lambda found: -found[1])[:8]
+  most = sorted(memory_traffic(step.program), key=lambda found: -found[1])[:8]
   assert 1.0 <= step.ratio < 1.25, [(i.name, i.op_name, moved) for i, moved in most]
   assert step.temporary < 0.1 * step.cache, "no copy of the cache"

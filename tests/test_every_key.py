@@ -19,14 +19,14 @@ from maxtext import ConfigError
 from maxtext.checkpoint.inspect import is_of_the_training
 from maxtext.cli.main import main
 from maxtext.configs import types
-from maxtext.configs.conditions import any_of, is_parallel_over, is_set, negated
+from maxtext.configs.conditions import any_of, is_parallel_over, is_set, negate
 from maxtext.configs.derived import derive
 from maxtext.configs.explain import explain
 from maxtext.configs.loader import parse_assignments, resolve
 from maxtext.configs.readers import readers, readers_of, reads_of
-from maxtext.configs.refusals import REFUSALS, refusals_of
 from maxtext.configs.types import MaxTextConfig
-from maxtext.configs.values import default_of, plain
+from maxtext.configs.unsupported import UNSUPPORTED, unsupported_options_of
+from maxtext.configs.values import default_of, plain_value
 from tests.support import TINY, tiny
 
 DATA = Path(__file__).parent / "data"
@@ -70,7 +70,7 @@ def test_key_is_as_specified(section, key, written, default):
 
 
 def test_every_key_is_read_or_refused():
-  refused = {key for refusal in REFUSALS for key in refusal.keys}
+  refused = {key for option in UNSUPPORTED for key in option.keys}
   found = readers()
   assert not {key for key in MaxTextConfig.model_fields if not found[key]} - refused, "neither read nor refused"
   assert {key: readers_of(key) for key in found} == found, "a file that reads a key was not parsed for it"
@@ -102,10 +102,10 @@ def test_readers_are_found_in_the_syntax_tree(source, keys):
 
 
 def test_conditions_declare_keys_that_are_there():
-  declared = {key for refusal in REFUSALS if refusal.unless for key in refusal.unless.keys}
+  declared = {key for option in UNSUPPORTED if option.unless for key in option.unless.keys}
   assert "remat_policy" in declared
   assert declared <= MaxTextConfig.model_fields.keys()
-  either = any_of(is_set("moba"), negated(is_parallel_over("expert")))
+  either = any_of(is_set("moba"), negate(is_parallel_over("expert")))
   assert either.keys == ("moba", "ici_expert_parallelism", "dcn_expert_parallelism")
   assert either(tiny())
   assert not either(tiny().model_copy(update={"dcn_expert_parallelism": 2}))
@@ -132,7 +132,7 @@ def test_pages_count_unsupported_keys_as_the_command_does(capsys):
   assert last == counted == f"{len(lines)} of {len(MaxTextConfig.model_fields)} keys"
   for line in lines:
     key, reason = line.split(maxsplit=1)
-    assert any(reason == row.reason for row in refusals_of(key) if row.unless is None)
+    assert any(reason == row.reason for row in unsupported_options_of(key) if row.unless is None)
 
 
 def other_values(key):
@@ -159,11 +159,11 @@ def accepts(adapter, value):
 
 
 @pytest.mark.parametrize(
-  ("refusal", "key"), [(refusal, key) for refusal in REFUSALS if refusal.unless is None for key in refusal.keys]
+  ("option", "key"), [(option, key) for option in UNSUPPORTED if option.unless is None for key in option.keys]
 )
-def test_refused_keys_are_refused_with_a_reason(refusal, key):
+def test_refused_keys_are_refused_with_a_reason(option, key):
   values = other_values(key)
-  asking = [value for value in values if not refusal.allows(value)]
+  asking = [value for value in values if not option.allows(value)]
   assert values
   for value in asking:
     with pytest.raises(ConfigError) as error:
@@ -186,7 +186,7 @@ def resolved_changes(source):
   found = resolve(source, values={"dataset_type": "synthetic"})
   keys = [key for key in MaxTextConfig.model_fields if key not in types.DerivedValues.model_fields]
   changed = [key for key in keys if getattr(found.config, key) != default_of(key)]
-  return {key: [plain(getattr(found.config, key)), found.origins[key]] for key in sorted(changed)}
+  return {key: [plain_value(getattr(found.config, key)), found.origins[key]] for key in sorted(changed)}
 
 
 def test_layers_and_their_names(tmp_path):
@@ -271,7 +271,7 @@ def test_a_run_answers_without_the_machine_that_trained_it():
   """Whatever a key of the mesh allows is left out with it."""
   alone = tiny()
   meshed = alone.model_copy(update={key: 2 for key in types.IciParallelism.model_fields if key.startswith("ici_")})
-  allowed = [r for r in REFUSALS if r.unless and r.unless(meshed) and not r.unless(alone)]
+  allowed = [r for r in UNSUPPORTED if r.unless and r.unless(meshed) and not r.unless(alone)]
   assert {"use_ring_of_experts", "num_pipeline_repeats"} <= {key for r in allowed for key in r.keys}
   assert [key for r in allowed for key in r.keys if not is_of_the_training(key)] == []
 

@@ -58,7 +58,7 @@ def test_shardings_may_be_part_of_types():
 
 @pytest.mark.parametrize("key", ["optimizer_memory_host_offload", "parameter_memory_host_offload"])
 def test_memory_of_hosts_is_not_reckoned(key):
-  with pytest.raises(ConfigError, match=f"{key}=true is not reckoned for compile_topology=h100-8"):
+  with pytest.raises(ConfigError, match=f"{key}=true is not supported for compile_topology=h100-8"):
     plan(**{key: True})
 
 

@@ -205,7 +205,7 @@ REFUSED = {
   ),
   "stages that the compiler places": (
     {"pipeline": 2, "fsdp": 4, "shard_mode": "explicit"},
-    "shard_mode=explicit is refused: stages leave the placement",
+    "shard_mode=explicit is not supported: stages leave the placement",
   ),
   "rows that do not divide": (
     {"context": 8, "fsdp": 1, "max_target_length": 24},

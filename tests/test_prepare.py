@@ -472,5 +472,5 @@ def test_one_text_file_is_enough_to_train_on(tmp_path, monkeypatch, capsys):
   assert main(["train", "stdlib-llama", "grain_train_files=data/note", "run_name=note"]) == 2
   error = capsys.readouterr().err
   assert "does not fill a single batch: 1 document, " in error
-  assert f" of 128; a batch takes {rows} rows. Take more data, a smaller per_device_batch_size" in error
+  assert f" of 128; a batch takes {rows} rows. Use more data, a smaller per_device_batch_size" in error
   assert "padding" not in error

@@ -263,7 +263,7 @@ def test_values_are_counted(value):
 def test_a_template_that_raises_is_a_refusal(served):
   loaded, worker, app = served
   for template, message in (
-    ("{{ raise_exception('roles must alternate') }}", "refuses this conversation: roles must alternate"),
+    ("{{ raise_exception('roles must alternate') }}", "rejects this conversation: roles must alternate"),
     ("{{ messages[0].content + 1 }}", "cannot be filled in with this conversation: TypeError"),
   ):
     worker.model = replace(loaded, tokenizer=replace(loaded.tokenizer, chat_template=template))

@@ -194,7 +194,7 @@ def test_a_chat_template_of_ones_own(made, kind, tmp_path):
   assert open_kind(made, kind, chat_template=other).render(TALK) == json.dumps(TALK[1])
   with pytest.raises(ConfigError, match="say the same thing twice"):
     open_kind(made, kind, chat_template="x", chat_template_path="y")
-  with pytest.raises(ConfigError, match="refuses this conversation: roles must alternate"):
+  with pytest.raises(ConfigError, match="rejects this conversation: roles must alternate"):
     open_kind(made, kind, chat_template="{{ raise_exception('roles must alternate') }}").render(TALK)
   with pytest.raises(ConfigError, match="The chat template refuses"):  # a template is data from others
     open_kind(made, kind, chat_template="{{ messages.__class__.__mro__[1].__subclasses__() }}").render(TALK)
@@ -315,11 +315,11 @@ def test_every_kind_keeps_users_text_apart(made, kind, tmp_path):
 
 def test_what_a_template_raises_is_said(made):
   for template, message in (
-    ("{{ raise_exception('roles must alternate') }}", "refuses this conversation: roles must alternate"),
+    ("{{ raise_exception('roles must alternate') }}", "rejects this conversation: roles must alternate"),
     ("{{ messages[0]['content'] + 1 }}", "cannot be filled in with this conversation: TypeError"),
     ("{{ 1 / 0 }}", "cannot be filled in with this conversation: ZeroDivisionError"),
-    ("{{ messages[7].content.x }}", "refuses this conversation: .*has no element 7"),
-    ("{% for %}", "refuses this conversation"),
+    ("{{ messages[7].content.x }}", "rejects this conversation: .*has no element 7"),
+    ("{% for %}", "rejects this conversation"),
     ("{{ range(10 ** 9) | list }}", "OverflowError: Range too big"),
   ):
     with pytest.raises(ConfigError, match=message):
@@ -368,7 +368,7 @@ def test_mistakes_are_named(made, tmp_path):
 @pytest.mark.parametrize(
   ("name", "content", "message"),
   [
-    ("tokenizer_config.json", b"[]", "is not an object of JSON"),
+    ("tokenizer_config.json", b"[]", "is not a JSON object"),
     ("tokenizer_config.json", b"{", "is not JSON"),
     ("tokenizer_config.json", b"[" * 10**5, "is not JSON"),
     ("special_tokens_map.json", b"\xff", "is not text in UTF-8"),

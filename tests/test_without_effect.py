@@ -10,12 +10,12 @@ from maxtext import ConfigError, load_config
 from maxtext.cli.main import main
 from maxtext.configs.errors import ConfigWarning
 from maxtext.configs.loader import resolve
-from maxtext.configs.refusals import REFUSALS, NoEffect, keys_without_effect
+from maxtext.configs.unsupported import UNSUPPORTED, NoEffectOption, keys_with_no_effect
 from tests.support import TINY, program
 from tests.test_every_key import other_values
 
 PUBLISHED = yaml.load((Path(__file__).parent / "data" / "published_configs.yml").read_text(), yaml.CSafeLoader)
-ROWS = [row for row in REFUSALS if isinstance(row, NoEffect)]
+ROWS = [row for row in UNSUPPORTED if isinstance(row, NoEffectOption)]
 EXPERTS = {"decoder_block": "mixtral", "num_experts": 8, "num_experts_per_tok": 2, "base_moe_mlp_dim": 80}
 
 
@@ -75,7 +75,7 @@ def _idle(base):
           config = resolve(values=values).config
         except ConfigError:  # together with the others it contradicts a rule
           continue
-        if key not in base and keys_without_effect(config, {*found, key}).keys() == {*found, key}:
+        if key not in base and keys_with_no_effect(config, {*found, key}).keys() == {*found, key}:
           found[key] = value
           break
   return found

@@ -9,10 +9,10 @@ from etils import epath
 from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.record import DamagedError, Record
 from maxtext.configs.errors import RunError
-from maxtext.configs.loader import RULE_KEYS, keys_below
+from maxtext.configs.loader import RULE_KEYS, default_layer_keys
 from maxtext.configs.secrets import SECRET_KEYS
 from maxtext.configs.types import DerivedValues
-from maxtext.configs.values import default_of, plain
+from maxtext.configs.values import default_of, plain_value
 
 
 def describe(path: str) -> str:
@@ -46,8 +46,8 @@ def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
   The name of its rules is not among them, since the rules are: a run outlives their file. Neither are secrets, which
   are not written down, and what follows from other keys.
   """
-  defaults = {key: json.loads(json.dumps(plain(default_of(key)), default=str)) for key in values}
-  below = keys_below(values)
+  defaults = {key: json.loads(json.dumps(plain_value(default_of(key)), default=str)) for key in values}
+  below = default_layer_keys(values)
   left_out = {"custom_mesh_and_rule", *SECRET_KEYS, *DerivedValues.model_fields}
   kept = {key for key, value in values.items() if value != defaults[key] or key in below}
   chosen = {key: value for key, value in values.items() if key in kept - left_out}

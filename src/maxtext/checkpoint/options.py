@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxtext.configs import MaxTextConfig
-from maxtext.configs.values import plain
+from maxtext.configs.values import plain_value
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def checkpoint_options(config: MaxTextConfig) -> CheckpointOptions:
 
 def restore_options(config: MaxTextConfig) -> RestoreOptions:
   """From a run's keys."""
-  return RestoreOptions(array_storage(config), {key: plain(value) for key, value in config})
+  return RestoreOptions(array_storage(config), {key: plain_value(value) for key, value in config})
 
 
 def local_checkpoint_options(config: MaxTextConfig) -> LocalCheckpointOptions:

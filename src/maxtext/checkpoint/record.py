@@ -11,7 +11,7 @@ from typing import Any
 from etils import epath
 
 from maxtext.checkpoint.storage import retried
-from maxtext.configs.secrets import shown_entries
+from maxtext.configs.secrets import redact_entries
 from maxtext.layers.parameter_paths import below
 
 SCHEMA = 1  # raised when an older release could no longer read what is written; see docs/checkpoints.md
@@ -75,7 +75,7 @@ class Record:
 
   def to_json(self) -> dict[str, Any]:
     """Everything, with a digest that tells a damaged file."""
-    body = json.loads(json.dumps(asdict(self) | {"config": shown_entries(self.config)}, default=str))
+    body = json.loads(json.dumps(asdict(self) | {"config": redact_entries(self.config)}, default=str))
     return {"digest": _digest(body), "body": body}
 
   @staticmethod

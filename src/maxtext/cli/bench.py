@@ -46,7 +46,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _bench_throughput(arguments: argparse.Namespace, workload: Workload) -> None:
   if given := [flag for flag in ("request_rate", "model") if getattr(arguments, flag)]:
     raise ConfigError(f"--{given[0].replace('_', '-')} is for a running server: add --base-url.")
-  config = resolve_model_config(arguments.words, arguments.strict)
+  config = resolve_model_config(arguments.overrides, arguments.strict)
   from maxtext.bench.throughput import bench_throughput
 
   timings = bench_throughput(load_model(arguments, config), workload)
@@ -60,7 +60,7 @@ def _bench_throughput(arguments: argparse.Namespace, workload: Workload) -> None
 
 def _bench_serving(arguments: argparse.Namespace, workload: Workload) -> None:
   flags = [f for f in ("num_speculative_tokens", "draft_model") if getattr(arguments, f)]
-  if given := [*arguments.words, *(f"--{flag.replace('_', '-')}" for flag in flags)]:
+  if given := [*arguments.overrides, *(f"--{flag.replace('_', '-')}" for flag in flags)]:
     raise ConfigError(f"{given[0]} is for a local model: leave it out, or leave out --base-url.")
   from maxtext.bench.serving import CompletionsClient, bench_serving
 

@@ -23,7 +23,7 @@ def add_commands(commands: Any) -> None:
   )
   export.add_argument("path", metavar="PATH", help="a run's folder, its checkpoints, or one step")
   export.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
-  export.add_argument("words", nargs="*", metavar="key=value")
+  export.add_argument("overrides", nargs="*", metavar="key=value")
   add_strict(export)
   export.set_defaults(run=_export)
 
@@ -38,7 +38,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
   from maxtext.checkpoint.inspect import chosen_keys
 
-  given = parse_assignments(arguments.words)
+  given = parse_assignments(arguments.overrides)
   keys = chosen_keys(arguments.path, given)
   config = resolve_keys(keys, arguments.strict, recorded=keys.keys() - given.keys()).config
   from maxtext.checkpoint.export import export_parameters

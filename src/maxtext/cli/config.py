@@ -1,4 +1,4 @@
-"""`maxtext config`: what a run would be, and what a key is. Imports no JAX."""
+"""`maxtext config`: shows a configuration and explains keys. Imports no JAX."""
 
 import argparse
 import json
@@ -7,8 +7,8 @@ from typing import Any
 
 from maxtext.configs.explain import explain
 from maxtext.configs.loader import Resolved, parse_assignments, values_and_origins
-from maxtext.configs.refusals import unsupported_keys
 from maxtext.configs.types import DerivedValues, MaxTextConfig
+from maxtext.configs.unsupported import unsupported_keys
 from maxtext.configs.values import default_of
 from maxtext.weights.resolve import resolve_source
 
@@ -18,7 +18,7 @@ def add_commands(commands: Any) -> None:
   parser = commands.add_parser("config", help="show a configuration, explain a key")
   actions = parser.add_subparsers(required=True, metavar="ACTION")
   show = actions.add_parser("show", help="the resolved run, with where each value came from")
-  add_words(show)
+  add_overrides(show)
   show.add_argument("--changed", action="store_true", help="only what is not at its default")
   show.add_argument("--json", action="store_true", help="as a JSON object")
   show.set_defaults(run=_show)
@@ -30,30 +30,32 @@ def add_commands(commands: Any) -> None:
   unsupported.set_defaults(run=_unsupported)
 
 
-def add_words(parser: argparse.ArgumentParser) -> None:
-  """Adds the words that describe a run."""
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments that describe a run: a source, then `key=value` overrides."""
   parser.add_argument(
-    "words",
+    "overrides",
     nargs="*",
     metavar="[FILE.yml | RECIPE | MODEL | HF_FOLDER] key=value",
-    help="where the configuration starts from, then single keys",
+    help="what the configuration starts from, then overrides of single keys",
   )
   add_strict(parser)
 
 
 def add_strict(parser: argparse.ArgumentParser) -> None:
-  """Adds the flag of a command that takes keys."""
-  parser.add_argument("--strict", action="store_true", help="refuse keys that have no effect, instead of a warning")
+  """Adds `--strict`, for commands that take overrides."""
+  parser.add_argument(
+    "--strict", action="store_true", help="keys that have no effect are an error instead of a warning"
+  )
 
 
-def resolve_words(words: Sequence[str], strict: bool = False) -> Resolved:
-  """The configuration that those words and the environment describe."""
-  source = words[0] if words and "=" not in words[0] else None
-  return resolve_source(source, parse_assignments(words[1:] if source else words), strict)
+def resolve_overrides(overrides: Sequence[str], strict: bool = False) -> Resolved:
+  """The configuration of a source, overrides and the environment."""
+  source = overrides[0] if overrides and "=" not in overrides[0] else None
+  return resolve_source(source, parse_assignments(overrides[1:] if source else overrides), strict)
 
 
 def _show(arguments: argparse.Namespace) -> int:
-  resolved = resolve_words(arguments.words, arguments.strict)
+  resolved = resolve_overrides(arguments.overrides, arguments.strict)
   rows = dict(sorted(values_and_origins(resolved.config, resolved.origins).items()))
   if arguments.changed:
     rows = {key: row for key, row in rows.items() if key in _changed(resolved.config)}
@@ -67,7 +69,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _changed(config: MaxTextConfig) -> set[str]:
-  """The keys that are not at their default; what follows from them is not among them."""
+  """The keys that are not at their default, without derived values."""
   keys = MaxTextConfig.model_fields.keys() - DerivedValues.model_fields.keys()
   return {key for key in keys if getattr(config, key) != default_of(key)}
 

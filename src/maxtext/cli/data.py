@@ -6,10 +6,10 @@ import time
 from contextlib import closing
 from typing import Any
 
-from maxtext.cli.config import add_words, resolve_words
+from maxtext.cli.config import add_overrides, resolve_overrides
 from maxtext.cli.display import open_display
 from maxtext.configs import ConfigError
-from maxtext.configs.errors import several
+from maxtext.configs.errors import plural
 
 
 def add_commands(commands: Any) -> None:
@@ -19,9 +19,9 @@ def add_commands(commands: Any) -> None:
   prepare = actions.add_parser(
     "prepare",
     help="text to tokenised shards",
-    description="Turn text into tokenised ArrayRecord shards with a manifest. Started again, it goes on where it was.",
+    description="Turn text into tokenised ArrayRecord shards with a manifest. Started again, it resumes.",
   )
-  add_words(prepare)
+  add_overrides(prepare)
   prepare.add_argument(
     "--from", dest="sources", action="append", default=[], metavar="PATH",
     help="a text file, which is one document, a .jsonl or .parquet file, or a folder of them; may be repeated",
@@ -55,7 +55,7 @@ def add_commands(commands: Any) -> None:
     help="how fast a run's data is made",
     description="Make the batches of a run without the run: tokens a second, and what bounds them.",
   )
-  add_words(bench)
+  add_overrides(bench)
   bench.add_argument("--seconds", type=float, default=10, metavar="S", help="how long to look (default 10)")
   bench.set_defaults(run=_bench)
 
@@ -66,8 +66,8 @@ def _prepare(arguments: argparse.Namespace) -> int:
   from maxtext.data.raw_text import find_files, standard_library
 
   _refuse(arguments)
-  words = [*arguments.words, "dataset_type=grain"]  # what is made is read by Grain
-  config = resolve_words(words, arguments.strict).config
+  overrides = [*arguments.overrides, "dataset_type=grain"]  # Grain reads what is made
+  config = resolve_overrides(overrides, arguments.strict).config
   files = [*find_files(arguments.sources, arguments.suffix), *(standard_library() if arguments.stdlib else ())]
   runner = in_beam(arguments.runner, arguments.beam) if arguments.runner else in_processes(arguments.workers)
   start = time.perf_counter()
@@ -84,12 +84,12 @@ def _prepare(arguments: argparse.Namespace) -> int:
       display=display,
     )
   print(
-    f"{arguments.to}: {several(manifest['documents'], 'document')}, {manifest['tokens']:,} tokens of "
-    f"{manifest['tokenizer']['vocab_size']:,} kinds, {several(len(manifest['shards']), 'shard')}, "
+    f"{arguments.to}: {plural(manifest['documents'], 'document')}, {manifest['tokens']:,} tokens of "
+    f"{manifest['tokenizer']['vocab_size']:,} kinds, {plural(len(manifest['shards']), 'shard')}, "
     f"{time.perf_counter() - start:.1f} s"
   )
   if skipped := manifest.get("skipped", 0):
-    print(f"{arguments.to}: without {several(skipped, 'record')} that could not be read")
+    print(f"{arguments.to}: without {plural(skipped, 'record')} that could not be read")
   return 0
 
 
@@ -97,8 +97,8 @@ def _refuse(arguments: argparse.Namespace) -> None:
   if not arguments.sources and not arguments.stdlib:
     raise ConfigError("data prepare needs text: --from PATH, or --stdlib.")
   if arguments.workers < 1 or arguments.shard_megabytes <= 0:
-    words = f"--workers {arguments.workers} --shard-megabytes {arguments.shard_megabytes:g}"
-    raise ConfigError(f"{words}: at least 1, and above 0.")
+    flags = f"--workers {arguments.workers} --shard-megabytes {arguments.shard_megabytes:g}"
+    raise ConfigError(f"{flags}: at least 1, and above 0.")
   if arguments.skip_bad < 0:
     raise ConfigError(f"--skip-bad {arguments.skip_bad}: at least 0.")
   if arguments.beam and not arguments.runner:
@@ -106,7 +106,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-  config = resolve_words(arguments.words, arguments.strict).config
+  config = resolve_overrides(arguments.overrides, arguments.strict).config
   import jax
 
   from maxtext.bench.dataloader import abstract_batch, measure_stages, measure_throughput

@@ -39,7 +39,7 @@ def add_command(commands: Any) -> None:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments that describe a trained model."""
   parser.add_argument(
-    "words",
+    "overrides",
     nargs="*",
     metavar="[RUN | HF_FOLDER | FILE.yml | RECIPE | MODEL] key=value",
     help="a run folder or checkpoint, a folder of safetensors, or a configuration, recipe or model name; then keys",
@@ -104,7 +104,7 @@ def folder_name(config: MaxTextConfig) -> str:
 def _decode(arguments: argparse.Namespace) -> int:
   if arguments.max_tokens is not None and arguments.max_tokens < 1:
     raise ConfigError(f"--max-tokens {arguments.max_tokens}: it must be at least 1.")
-  config = resolve_model_config(arguments.words, arguments.strict)
+  config = resolve_model_config(arguments.overrides, arguments.strict)
   from maxtext.inference.decode import chat, decode, decode_file
   from maxtext.inference.llm import LLM
 

@@ -14,7 +14,7 @@ FORWARDED = {
 
 
 def forward(module: str) -> NoReturn:
-  """Runs the command with the words of this process."""
+  """Runs the command with the arguments of this process."""
   from maxtext.cli.main import main
 
   sys.exit(main([*FORWARDED[module], *sys.argv[1:]]))

@@ -1,4 +1,4 @@
-"""Ctrl-C while a compiler works: Python hears of it only when that returns, which may take minutes."""
+"""Ctrl-C during a compilation: Python handles it only when the compiler returns, which may take minutes."""
 
 import os
 import select
@@ -13,10 +13,10 @@ from pathlib import Path
 
 @contextmanager
 def prompt_interrupt(grace: float = 1.0) -> Iterator[None]:
-  """Within it, a Ctrl-C that has not ended the work after `grace` seconds ends the process, and those it started.
+  """Inside it, a Ctrl-C that has not ended the work after `grace` seconds ends the process and its children.
 
-  The signal's number is written to a pipe at once, whatever the main thread does, and a thread reads it there. It goes
-  on where the main thread has heard of the signal: Python's own end waits for a compiler that works in another thread.
+  Python writes the signal's number to a pipe at once, whatever the main thread does, and a thread reads it there. The
+  thread goes on after the main thread has handled the signal, because Python's exit waits for compilers in threads.
   """
   if threading.current_thread() is not threading.main_thread():
     yield
@@ -24,25 +24,25 @@ def prompt_interrupt(grace: float = 1.0) -> Iterator[None]:
   reader, writer = os.pipe()
   os.set_blocking(writer, False)
   before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-  heard = threading.Event()
-  threading.Thread(target=_watch, args=(reader, grace, heard), daemon=True).start()
+  handled = threading.Event()
+  threading.Thread(target=_watch, args=(reader, grace, handled), daemon=True).start()
   try:
     yield
   except KeyboardInterrupt:
-    heard.set()
+    handled.set()
     raise
   finally:
     signal.set_wakeup_fd(before)
-    if not heard.is_set():
+    if not handled.is_set():
       os.close(writer)  # which ends the thread
 
 
-def _watch(reader: int, grace: float, heard: threading.Event) -> None:
+def _watch(reader: int, grace: float, handled: threading.Event) -> None:
   deadline = None
   while True:
     left = None if deadline is None else max(0.0, deadline - time.monotonic())
     if not select.select([reader], [], [], left)[0]:
-      _end(silently=heard.is_set())
+      _end(silently=handled.is_set())
     read = os.read(reader, 1)
     if not read:
       os.close(reader)
@@ -55,14 +55,14 @@ def _end(silently: bool) -> None:
   for pid in _children():
     with suppress(OSError):
       os.kill(pid, signal.SIGTERM)
-  if not silently:  # who has heard of it says so
+  if not silently:  # the main thread has written it
     with suppress(OSError):
       os.write(sys.stderr.fileno(), b"maxtext: stopped.\n")
   os._exit(128 + signal.SIGINT)
 
 
 def _children() -> list[int]:
-  """Of this process, where the system says so; elsewhere a terminal has told them too."""
+  """The children of this process, on Linux; elsewhere a terminal signals them too."""
   found = []
   for listed in Path("/proc/self/task").glob("*/children"):
     with suppress(OSError):

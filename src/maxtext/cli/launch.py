@@ -39,8 +39,8 @@ def add_command(commands: Any) -> None:
 def _launch(arguments: argparse.Namespace) -> int:
   from maxtext.distributed.supervisor import supervise
 
-  words = arguments.rest[1:] if arguments.rest[:1] == ["--"] else arguments.rest
-  if not words:
+  command = arguments.rest[1:] if arguments.rest[:1] == ["--"] else arguments.rest
+  if not command:
     raise ConfigError("launch needs a command after --, such as: maxtext launch --processes 2 -- train my.yml")
   if arguments.processes < 1 or arguments.restarts < 0:
     raise ConfigError(f"--processes {arguments.processes} --restarts {arguments.restarts}: at least 1 and 0.")
@@ -49,5 +49,10 @@ def _launch(arguments: argparse.Namespace) -> int:
       f"--stall-timeout {arguments.stall_timeout:g}: more seconds than compiling or log_period steps take."
     )
   flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={arguments.devices}"} if arguments.devices else {}
-  command = [sys.executable, "-m", "maxtext.cli", *words]
-  return supervise(command, arguments.processes, arguments.restarts, arguments.stall_timeout, flags)
+  return supervise(
+    [sys.executable, "-m", "maxtext.cli", *command],
+    arguments.processes,
+    arguments.restarts,
+    arguments.stall_timeout,
+    flags,
+  )

@@ -10,7 +10,7 @@ from maxtext.cli import bench, checkpoint, config, convert, data, decode, launch
 from maxtext.cli.platform import leave_out_absent_tpu
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
-from maxtext.configs.secrets import redacted_text, redacted_words
+from maxtext.configs.secrets import redact, redact_arguments
 from maxtext.logs import setup_logging
 
 
@@ -22,12 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     return arguments.run(arguments)
   except ConfigError as error:
-    print(f"maxtext: {redacted_text(str(error))}", file=sys.stderr)
+    print(f"maxtext: {redact(str(error))}", file=sys.stderr)
     return 2
   except RunError as error:
-    print(f"maxtext: {redacted_text(str(error))}", file=sys.stderr)
+    print(f"maxtext: {redact(str(error))}", file=sys.stderr)
     return 1
-  except BrokenPipeError:  # whoever read the output, `head` say, has enough
+  except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
   except KeyboardInterrupt:
@@ -36,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-  """Keys may stand before flags and after them; argparse by itself takes only those that stand together."""
+  """Parses arguments. Overrides may stand before flags and after them, which argparse alone does not allow."""
   parser = _parser()
   arguments, rest = parser.parse_known_args(argv)
-  if rest and not (hasattr(arguments, "words") and all(re.match(r"\w+=", word) for word in rest)):
-    parser.error(f"unrecognized arguments: {' '.join(redacted_words(rest))}")
+  if rest and not (hasattr(arguments, "overrides") and all(re.match(r"\w+=", argument) for argument in rest)):
+    parser.error(f"unrecognized arguments: {' '.join(redact_arguments(rest))}")
   if rest:
-    arguments.words += rest
+    arguments.overrides += rest
   return arguments
 
 
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(prog="maxtext", description="Train and serve large language models with JAX.")
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
   train = commands.add_parser("train", help="train a model", description="Train a model.")
-  config.add_words(train)
+  config.add_overrides(train)
   train.set_defaults(run=_train)
   decode.add_command(commands)
   serve.add_command(commands)
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-  resolved = config.resolve_words(arguments.words, arguments.strict)
+  resolved = config.resolve_overrides(arguments.overrides, arguments.strict)
   from maxtext.training.run import train
 
   train(resolved.config, origins=resolved.origins)

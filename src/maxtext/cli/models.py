@@ -29,10 +29,10 @@ def _models(arguments: argparse.Namespace) -> int:
   cells = [columns, *([_cell(row[column]) for column in columns] for row in rows)]
   widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
   for row in cells:
-    words = (
+    columns_text = (
       cell.rjust(w) if i in _NUMBERS else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
     )
-    print("  ".join(words).rstrip())
+    print("  ".join(columns_text).rstrip())
   return 0
 
 

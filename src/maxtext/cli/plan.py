@@ -13,11 +13,11 @@ from maxtext.cli import config
 from maxtext.cli.interrupt import prompt_interrupt
 from maxtext.configs import ConfigError
 from maxtext.configs.loader import Resolved
-from maxtext.configs.secrets import SECRET_KEYS, redacted_words
+from maxtext.configs.secrets import SECRET_KEYS, redact_arguments
 
 if TYPE_CHECKING:
-  from maxtext.plan.campaign import Campaign
   from maxtext.plan.plan import Plan
+  from maxtext.plan.run_estimate import RunEstimate
 
 
 def add_command(commands: Any) -> None:
@@ -27,7 +27,7 @@ def add_command(commands: Any) -> None:
     help="compile the step for hardware that is not here: does it fit, how fast is it",
     description="Compile the real train step for compile_topology on this machine and read what the compiler says.",
   )
-  config.add_words(parser)
+  config.add_overrides(parser)
   parser.add_argument("--json", action="store_true", help="as a JSON object")
   parser.add_argument("--html", type=Path, metavar="FILE.html", help="also draw it")
   searched = parser.add_argument_group("searching")
@@ -52,22 +52,22 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _planned(arguments: argparse.Namespace) -> int:
-  resolved = config.resolve_words(arguments.words, arguments.strict)
+  resolved = config.resolve_overrides(arguments.overrides, arguments.strict)
   os.environ["JAX_PLATFORMS"] = "cpu"  # the compiler is asked by name; no accelerator of this machine is touched
-  from maxtext.plan.picture import as_page
+  from maxtext.plan.html import as_html
   from maxtext.plan.plan import make_plan
   from maxtext.plan.text import as_text
 
   if arguments.search:
     return _search(arguments, resolved)
   plan = make_plan(resolved.config)
-  whole = _campaign(arguments, plan)
+  whole = _run_estimate(arguments, plan)
   if arguments.json:
     print(json.dumps(plan.as_json() | ({"run": whole.as_json()} if whole else {}), indent=1))
   else:
     print(as_text(plan), *([whole.as_text()] if whole else []), sep="\n")
   if arguments.html:
-    arguments.html.write_text(as_page(plan), encoding="utf-8")
+    arguments.html.write_text(as_html(plan), encoding="utf-8")
     if not arguments.json:
       print(f"drawn in {arguments.html}")
   return 0
@@ -82,13 +82,13 @@ def _search(arguments: argparse.Namespace, resolved: Resolved) -> int:
     raise ConfigError(f"--search compiles, and there is no compiler for compile_topology={topology} here.")
   best = search(
     resolved.config,
-    arguments.words,
+    arguments.overrides,
     arguments.compiles,
     arguments.jobs,
     lambda line: print(line, file=sys.stderr, flush=True),
   )
   if arguments.recipe:
-    head = f"# Found by: maxtext plan {' '.join(redacted_words(arguments.words))} --search\n"
+    head = f"# Found by: maxtext plan {' '.join(redact_arguments(arguments.overrides))} --search\n"
     values = _given(resolved) | best.candidate.keys
     arguments.recipe.write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
   if arguments.json:
@@ -105,7 +105,7 @@ def _given(resolved: Resolved) -> dict[str, Any]:
   return {key: values[key] for key in own if not key.startswith("compile_topology") and key not in SECRET_KEYS}
 
 
-_CAMPAIGN = {
+_RUN_FLAGS = {
   "price": "price",
   "storage": "storage_bandwidth",
   "restart": "restart_seconds",
@@ -113,15 +113,17 @@ _CAMPAIGN = {
 }
 
 
-def _campaign(arguments: argparse.Namespace, plan: "Plan") -> "Campaign | None":
+def _run_estimate(arguments: argparse.Namespace, plan: "Plan") -> "RunEstimate | None":
   """The whole run, if its tokens are given and its step compiled."""
-  from maxtext.plan.campaign import Campaign
+  from maxtext.plan.run_estimate import RunEstimate
 
-  for flag in ("tokens", *_CAMPAIGN):
+  for flag in ("tokens", *_RUN_FLAGS):
     value = getattr(arguments, flag)
     if value is not None and not 0 < value < float("inf"):
       raise ConfigError(f"--{flag} {value:g} must be a number above 0.")
   if arguments.tokens is None or plan.estimate is None:
     return None
-  given = {field: getattr(arguments, flag) for flag, field in _CAMPAIGN.items() if getattr(arguments, flag) is not None}
-  return Campaign(arguments.tokens, plan.estimate.seconds, plan.tokens, plan.chips, plan.state_bytes, **given)
+  given = {
+    field: getattr(arguments, flag) for flag, field in _RUN_FLAGS.items() if getattr(arguments, flag) is not None
+  }
+  return RunEstimate(arguments.tokens, plan.estimate.seconds, plan.tokens, plan.chips, plan.state_bytes, **given)

@@ -1,25 +1,25 @@
-"""Which of JAX's platforms a command may ask for."""
+"""The JAX platform of a command."""
 
 import importlib.util
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 _GOOGLE = "0x1ae0"
-_NO_TPU = {"0x001f", "0x0042"}  # Google's disks and network cards
-_TOLD = ("JAX_FORCE_TPU_INIT", "MEGASCALE_", "TPU_")
-_TOLD_OF_NONE = "TPU_SKIP_MDS_QUERY"  # JAX sets it where it finds no TPU, and processes inherit it
+_NOT_TPU_DEVICES = {"0x001f", "0x0042"}  # Google's disks and network cards
+_TPU_VARIABLES = ("JAX_FORCE_TPU_INIT", "MEGASCALE_", "TPU_")
+_NO_TPU_VARIABLE = "TPU_SKIP_MDS_QUERY"  # JAX sets it where it finds no TPU, and processes inherit it
 
 
 def leave_out_absent_tpu(environment: MutableMapping[str, str], root: Path = Path("/")) -> None:
-  """Has JAX take the CPU at once where nothing else can be there.
+  """Makes JAX use the CPU at once where there can be no accelerator.
 
-  With libtpu installed, to plan with, JAX would ask it for devices, which it looks for at length and complains of.
-  Where anything hints at a TPU, or another accelerator's plugin is installed, JAX chooses, and says what it has to say.
+  With libtpu installed for the planner, JAX would search for TPUs for a long time and log warnings. Where anything
+  hints at a TPU, or another accelerator's plugin is installed, JAX chooses.
   """
   if "JAX_PLATFORMS" in environment or importlib.util.find_spec("libtpu") is None:
     return
   if importlib.util.find_spec("jax_plugins") is not None or any(
-    name.startswith(_TOLD) and name != _TOLD_OF_NONE for name in environment
+    name.startswith(_TPU_VARIABLES) and name != _NO_TPU_VARIABLE for name in environment
   ):
     return
   if not any(_tpu_hints(root)):
@@ -31,6 +31,8 @@ def _tpu_hints(root: Path) -> Iterator[bool]:
   yield any(root.glob("dev/vfio/[0-9]*"))
   for vendor in root.glob("sys/bus/pci/devices/*/vendor"):
     try:
-      yield vendor.read_text().strip() == _GOOGLE and (vendor.parent / "device").read_text().strip() not in _NO_TPU
+      yield (
+        vendor.read_text().strip() == _GOOGLE and (vendor.parent / "device").read_text().strip() not in _NOT_TPU_DEVICES
+      )
     except OSError:  # whatever it is, it is not said to be none
       yield True

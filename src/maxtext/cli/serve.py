@@ -66,7 +66,7 @@ def add_command(commands: Any) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-  config = resolve_model_config(arguments.words, arguments.strict)
+  config = resolve_model_config(arguments.overrides, arguments.strict)
   api_keys = read_api_keys(os.environ, arguments.api_key_file)
   for flag in (
     "max_queued_requests",

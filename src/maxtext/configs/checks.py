@@ -1,18 +1,18 @@
-"""Refusals that need more than one key, or that say what does not exist yet. No devices are known here."""
+"""Checks of values and of combinations of keys. No devices are known here."""
 
 import re
 from collections.abc import Callable
 
-from maxtext.configs.errors import ConfigError, nearest
-from maxtext.configs.refusals import REFUSALS, NoEffect
+from maxtext.configs.errors import ConfigError, did_you_mean
 from maxtext.configs.secrets import REDACTED
 from maxtext.configs.types import DatasetType, DType, KvQuantAxis, MaxTextConfig, RematPolicy, SamplingStrategy
+from maxtext.configs.unsupported import UNSUPPORTED, NoEffectOption
 from maxtext.configs.values import ATTENTION_KERNELS, STORES, default_of, in_bucket, policy_names
 
 
 def check(config: MaxTextConfig) -> None:
-  """Raises `ConfigError` for the first thing that cannot be done as asked."""
-  for rule in (*RULES, *(row.problem for row in REFUSALS if not isinstance(row, NoEffect))):
+  """Raises `ConfigError` for the first key that is invalid or unsupported."""
+  for rule in (*RULES, *(row.problem for row in UNSUPPORTED if not isinstance(row, NoEffectOption))):
     if problem := rule(config):
       raise ConfigError(problem)
 
@@ -24,7 +24,7 @@ def _heads(c: MaxTextConfig) -> str | None:
       f"each key head serves the same number of query heads."
     )
   if c.head_dim % 2:
-    return f"head_dim={c.head_dim} must be even: rotary positions turn pairs of dimensions."
+    return f"head_dim={c.head_dim} must be even: rotary embeddings rotate pairs of dimensions."
   return None
 
 
@@ -75,9 +75,8 @@ def _pages(c: MaxTextConfig) -> str | None:
 
 def _attention(c: MaxTextConfig) -> str | None:
   if c.attention not in ATTENTION_KERNELS:
-    return (
-      f"attention={c.attention} must be one of {', '.join(ATTENTION_KERNELS)}.{nearest(c.attention, ATTENTION_KERNELS)}"
-    )
+    hint = did_you_mean(c.attention, ATTENTION_KERNELS)
+    return f"attention={c.attention} must be one of {', '.join(ATTENTION_KERNELS)}.{hint}"
   return None
 
 
@@ -128,7 +127,7 @@ def _mesh_axes(c: MaxTextConfig) -> str | None:
   known = (*default_of("mesh_axes"), "diloco")
   for axis in c.mesh_axes:
     if axis not in known:
-      return f"mesh_axes: '{axis}' is not a mesh axis; they are {', '.join(known)}.{nearest(axis, known)}"
+      return f"mesh_axes: '{axis}' is not a mesh axis; they are {', '.join(known)}.{did_you_mean(axis, known)}"
   if "data" not in c.mesh_axes or len(set(c.mesh_axes)) < len(c.mesh_axes):
     return f"mesh_axes={c.mesh_axes} must name data, and no axis twice; data may have size 1."
   return None
@@ -138,7 +137,7 @@ def _remat(c: MaxTextConfig) -> str | None:
   known = [p.value for p in RematPolicy]
   for name in policy_names(c.remat_policy):
     if name not in known:
-      return f"remat_policy={c.remat_policy}: '{name}' must be one of {', '.join(known)}.{nearest(name, known)}"
+      return f"remat_policy={c.remat_policy}: '{name}' must be one of {', '.join(known)}.{did_you_mean(name, known)}"
   return None
 
 
@@ -257,7 +256,7 @@ def _ramp(c: MaxTextConfig) -> str | None:
 
 def _mixture(c: MaxTextConfig) -> str | None:
   if c.grain_train_files and c.grain_train_mixture_config_path:
-    return "grain_train_files and grain_train_mixture_config_path say the same thing twice: leave one out."
+    return "grain_train_files and grain_train_mixture_config_path are both set: leave one out."
   return None
 
 

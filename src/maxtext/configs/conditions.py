@@ -13,7 +13,7 @@ from maxtext.configs.values import in_bucket, remat_policies
 
 @dataclass(frozen=True)
 class Condition:
-  """Something that holds of a configuration or does not.
+  """A predicate on a configuration.
 
   Attributes:
     keys: those it depends on.
@@ -34,7 +34,7 @@ def is_set(key: str) -> Condition:
 
 def is_unset(key: str) -> Condition:
   """The value is false, or empty."""
-  return negated(is_set(key))
+  return negate(is_set(key))
 
 
 def is_one_of(key: str, *choices: Any) -> Condition:
@@ -44,7 +44,7 @@ def is_one_of(key: str, *choices: Any) -> Condition:
 
 def is_none_of(key: str, *choices: Any) -> Condition:
   """The value is not among these."""
-  return negated(is_one_of(key, *choices))
+  return negate(is_one_of(key, *choices))
 
 
 def is_above(key: str, bound: float) -> Condition:
@@ -77,7 +77,7 @@ def all_of(*conditions: Condition) -> Condition:
   return Condition(_keys(conditions), lambda values: all(condition.test(values) for condition in conditions))
 
 
-def negated(condition: Condition) -> Condition:
+def negate(condition: Condition) -> Condition:
   """This does not hold."""
   return Condition(condition.keys, lambda values: not condition.test(values))
 

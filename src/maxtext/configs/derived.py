@@ -66,8 +66,8 @@ def _known(config: MaxTextConfig) -> dict[str, Any]:
   c, custom = config, RematPolicy.CUSTOM in remat_policies(config.remat_policy)
   values = {key.removeprefix("base_"): size for key, size in scaled_sizes(c).items()} | {
     "using_pipeline_parallelism": c.ici_pipeline_parallelism != 1 or c.dcn_pipeline_parallelism != 1,
-    "tensors_on_device": tensors_placed(c, RematLocation.DEVICE) if custom else None,
-    "tensors_to_offload": tensors_placed(c, RematLocation.OFFLOAD) if custom else None,
+    "tensors_on_device": tensors_at(c, RematLocation.DEVICE) if custom else None,
+    "tensors_to_offload": tensors_at(c, RematLocation.OFFLOAD) if custom else None,
     "convert_checkpoint_if_possible": False,
     "managed_mldiagnostics_dir": None,
   }
@@ -155,7 +155,7 @@ def eval_batch_size(config: MaxTextConfig, devices: int) -> int:
   return int(rows)
 
 
-def tensors_placed(config: MaxTextConfig, place: RematLocation) -> list[str]:
+def tensors_at(config: MaxTextConfig, place: RematLocation) -> list[str]:
   """The tensors of a layer that policy custom keeps in one place."""
   return [name for name in RematAndOffload.model_fields if getattr(config, name) is place]
 

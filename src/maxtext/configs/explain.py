@@ -1,54 +1,63 @@
-"""What a key is, what reads it, and what it may be combined with, from the sources alone."""
+"""`maxtext config explain`: what a key is, what reads it, and what it is checked with, from the sources alone."""
 
 import re
 
 from maxtext.configs.checks import RULES
 from maxtext.configs.errors import ConfigError
-from maxtext.configs.older_names import hint
 from maxtext.configs.readers import function_reads, readers_of
-from maxtext.configs.refusals import REFUSALS, AlwaysSo, NoEffect, Refusal, refusals_of
+from maxtext.configs.renamed_keys import renamed_hint
 from maxtext.configs.types import MaxTextConfig
-from maxtext.configs.values import default_of, plain
+from maxtext.configs.unsupported import (
+  UNSUPPORTED,
+  FixedOption,
+  NoEffectOption,
+  UnsupportedOption,
+  unsupported_options_of,
+)
+from maxtext.configs.values import default_of, plain_value
 
 
 def explain(key: str) -> str:
-  """A few lines for a person."""
+  """The explanation of a key as a few lines of text."""
   known = MaxTextConfig.model_fields
   if key not in known:
-    raise ConfigError(f"'{key}' is not a key.{hint(key, known)}")
-  lines = [f"{key}: {known[key].description}", f"  type     {type_of(key)}", f"  default  {plain(default_of(key))!r}"]
-  for refusal in refusals_of(key):
-    lines.append(f"  {_said_of(refusal)}")
-  if together := checked_with(key):
+    raise ConfigError(f"'{key}' is not a key.{renamed_hint(key, known)}")
+  lines = [
+    f"{key}: {known[key].description}",
+    f"  type     {type_of(key)}",
+    f"  default  {plain_value(default_of(key))!r}",
+  ]
+  for option in unsupported_options_of(key):
+    lines.append(f"  {_describe(option)}")
+  if together := keys_checked_with(key):
     lines.append(f"  checked  together with {', '.join(together)}")
-  if effects := effects_of(key):
+  if effects := keys_affected_by(key):
     lines.append(f"  decides  whether these have an effect: {', '.join(effects)}")
   if readers := readers_of(key):
     lines.append(f"  read by  {', '.join(readers)}")
   return "\n".join(lines)
 
 
-def _said_of(row: Refusal) -> str:
-  if isinstance(row, AlwaysSo):
+def _describe(row: UnsupportedOption) -> str:
+  if isinstance(row, FixedOption):
     return f"fixed    {row.reason}"
-  if isinstance(row, NoEffect):
+  if isinstance(row, NoEffectOption):
     return f"warns    in some combinations, because {row.reason}"
-  return (
-    f"refused  {'set away from its default' if row.unless is None else 'in some combinations'}, because {row.reason}"
-  )
+  when = "set away from its default" if row.unless is None else "in some combinations"
+  return f"error    {when}, because {row.reason}"
 
 
-def checked_with(key: str) -> list[str]:
-  """Keys whose values must suit this one's."""
+def keys_checked_with(key: str) -> list[str]:
+  """Keys that are checked together with this one."""
   read = function_reads("configs/checks.py")
   groups = (read[rule.__name__] for rule in RULES)
   return sorted({other for group in groups if key in group for other in group if other != key})
 
 
-def effects_of(key: str) -> list[str]:
-  """Keys that are refused, or have no effect, unless this one has some value."""
-  refusals = (refusal for refusal in REFUSALS if refusal.unless and key in refusal.unless.keys)
-  return sorted({other for refusal in refusals for other in refusal.keys})
+def keys_affected_by(key: str) -> list[str]:
+  """Keys that are unsupported, or have no effect, unless this one has some value."""
+  options = (option for option in UNSUPPORTED if option.unless and key in option.unless.keys)
+  return sorted({other for option in options for other in option.keys})
 
 
 def type_of(key: str) -> str:

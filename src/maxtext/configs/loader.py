@@ -18,13 +18,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from maxtext.configs.checks import check
 from maxtext.configs.derived import without_devices
-from maxtext.configs.errors import ConfigError, ConfigWarning, nearest
-from maxtext.configs.older_names import hint
-from maxtext.configs.refusals import without_effect
-from maxtext.configs.secrets import shown
+from maxtext.configs.errors import ConfigError, ConfigWarning, did_you_mean
+from maxtext.configs.renamed_keys import renamed_hint
+from maxtext.configs.secrets import redact_value
 from maxtext.configs.types import DerivedValues, MaxTextConfig
 from maxtext.configs.types.run import ModelName
-from maxtext.configs.values import plain
+from maxtext.configs.unsupported import no_effect_warning
+from maxtext.configs.values import plain_value
 
 _HERE = Path(__file__).resolve().parent
 _BASE = _HERE / "base.yml"
@@ -73,7 +73,7 @@ def values_and_origins(config: MaxTextConfig, origins: Mapping[str, str]) -> dic
   derived = {key for key in DerivedValues.model_fields if getattr(config, key, None) is not None}
   return {
     key: {
-      "value": shown(key, plain(getattr(config, key, None))),
+      "value": redact_value(key, plain_value(getattr(config, key, None))),
       "from": "other keys" if key in derived else origins.get(key, "default"),
     }
     for key in type(config).model_fields
@@ -126,7 +126,7 @@ def resolve(
     _Layer("command line", dict(values or {})),
   ]
   said = {key: value for layer in given for key, value in layer.values.items()}
-  _refuse_unknown(said)
+  _check_known_keys(said)
   name, rules = said.get("model_name", "default"), said.get("custom_mesh_and_rule", "")
   model = _model_layer(name)
   layers = [
@@ -135,32 +135,33 @@ def resolve(
     _Layer(f"custom_mesh_and_rule={rules}", _rules_layer(rules), written_by_user=False, is_whole_table=True),
     _Layer(f"model {name}", model, written_by_user=False),
   ]
-  ours = _joined(layers)
+  ours = _merge_layers(layers)
   above = [layer for layer in given if not layer.is_base]
   layers += above
-  config = _build(_joined(layers))
+  config = _build(_merge_layers(layers))
   if not config.override_model_config:
-    _refuse_changed_model(config, _build(ours), model.keys() & {key for layer in above for key in layer.values})
+    _check_model_overrides(config, _build(ours), model.keys() & {key for layer in above for key in layer.values})
   check(config)
   written = {key: layer.written_by_user for layer in layers for key in layer.values}
-  warning = without_effect(config, {key for key, by_user in written.items() if by_user} - set(recorded))
+  warning = no_effect_warning(config, {key for key, by_user in written.items() if by_user} - set(recorded))
   if warning and strict:
     raise ConfigError(warning)
   config = without_devices(config)
   return Resolved(config, {key: layer.name for layer in layers for key in layer.values}, warning)
 
 
-def keys_below(values: Mapping[str, Any]) -> set[str]:
-  """The keys that may be set before a user's are, where a user names this model and these rules.
+def default_layer_keys(values: Mapping[str, Any]) -> set[str]:
+  """The keys that base.yml, the named model and custom rules may set, below those of the user.
 
-  A file of rules is not opened: what a run recorded must be readable without it.
+  A file of rules is not opened, because the record of a run must be readable without it.
   """
   rules = RULE_KEYS if values.get("custom_mesh_and_rule") else ()
   return {*_read(_BASE), *rules, *_model_layer(values.get("model_name", "default"))}
 
 
 def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
-  """`key=value` words of a command line; values are read as YAML, but for text without quotes, which may be any."""
+  """Parses `key=value` arguments. Values are read as YAML, except unquoted values of text keys, which are taken as
+  is."""
   values: dict[str, Any] = {}
   for word in words:
     key, equals, text = word.partition("=")
@@ -179,12 +180,12 @@ def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
 
 @cache
 def model_names() -> tuple[str, ...]:
-  """Every model that has a name."""
+  """The names of all models."""
   return get_args(ModelName)
 
 
-def same_model(name: str) -> str:
-  """The shortest name with the very same keys, where this is but another name for it; else, or of a recipe, empty."""
+def canonical_model_name(name: str) -> str:
+  """The shortest name of a model with the same keys; empty if that is this name, or if it is no named model."""
   models = _all_models()
   if name not in models:
     return ""
@@ -208,7 +209,7 @@ def _source_layers(source: str | Path, below: tuple[Path, ...] = ()) -> list[_La
   if name in model_names():
     return [_Layer(name, {"model_name": name}, written_by_user=False)]
   recipes = sorted(p.stem for p in _RECIPES.glob("*.yml"))
-  close = nearest(name, (*recipes, *model_names()))
+  close = did_you_mean(name, (*recipes, *model_names()))
   raise ConfigError(f"'{name}' is no .yml file, no recipe ({', '.join(recipes)}) and no model's name.{close}")
 
 
@@ -237,7 +238,7 @@ def _bundled(path: Path) -> Path | None:
   return found if found.exists() and ".." not in parts else None
 
 
-def _joined(layers: Collection[_Layer]) -> dict[str, Any]:
+def _merge_layers(layers: Collection[_Layer]) -> dict[str, Any]:
   """All values, the last of each key; tables of logical axes are joined name by name."""
   joined: dict[str, Any] = {}
   override = [layer.values[_OVERRIDE] for layer in layers if _OVERRIDE in layer.values]
@@ -251,7 +252,8 @@ def _joined(layers: Collection[_Layer]) -> dict[str, Any]:
 
 
 def _with_rules(table: Any, rules: Any) -> Any:
-  """A table of logical axes with some of them changed; what has no form is left to whoever reads the table."""
+  """Logical axis rules with some of them replaced; a malformed table is returned as it is, for `Rules.parse` to
+  report."""
   if not isinstance(rules, list | tuple) or not all(isinstance(rule, list | tuple) and rule for rule in rules):
     return rules
   names = [name for name, *_ in table]
@@ -275,7 +277,7 @@ def _environment_layer(environment: Mapping[str, str]) -> dict[str, Any]:
     if variable.startswith("M_"):
       key = variable.removeprefix("M_").lower()
       if key not in MaxTextConfig.model_fields:
-        instead = hint(key, MaxTextConfig.model_fields)
+        instead = renamed_hint(key, MaxTextConfig.model_fields)
         if not instead:  # somebody else's variable
           continue
         raise ConfigError(f"{variable} in the environment names no key.{instead}")
@@ -285,20 +287,20 @@ def _environment_layer(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def _model_layer(name: str) -> dict[str, Any]:
   if name not in model_names():
-    raise ConfigError(f"model_name={name} is not a known model.{nearest(str(name), model_names())}")
+    raise ConfigError(f"model_name={name} is not a known model.{did_you_mean(str(name), model_names())}")
   return _read(_MODELS / f"{name}.yml")
 
 
 def _rules_layer(rules: Any) -> dict[str, Any]:
   """What `custom_mesh_and_rule` names; a value that is neither file nor name is left to the key's type to refuse."""
-  text = str(plain(rules))
+  text = str(plain_value(rules))
   path = Path(text) if text.endswith((".yml", ".yaml")) else _RULES / f"{text}.yml"
   if path.parent == _RULES and not path.exists():
     return {}
   layer = _read(path)
   for key in layer:
     if key not in RULE_KEYS:
-      raise ConfigError(f"{path}: '{key}' is none of {', '.join(RULE_KEYS)}.{nearest(key, RULE_KEYS)}")
+      raise ConfigError(f"{path}: '{key}' is none of {', '.join(RULE_KEYS)}.{did_you_mean(key, RULE_KEYS)}")
   return layer
 
 
@@ -331,23 +333,23 @@ def _yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
   return error.reason if isinstance(error, UnicodeDecodeError) else " ".join(str(error).split())
 
 
-def _refuse_unknown(values: Mapping[str, Any]) -> None:
+def _check_known_keys(values: Mapping[str, Any]) -> None:
   known = MaxTextConfig.model_fields
   if "base_config" in values:
     raise ConfigError(f"base_config={values['base_config']} belongs in a YAML file; name the file itself instead.")
   for key in values:
     if key not in known:
-      raise ConfigError(f"'{key}' is not a key.{hint(key, known)}")
+      raise ConfigError(f"'{key}' is not a key.{renamed_hint(key, known)}")
 
 
 def _build(values: Mapping[str, Any]) -> MaxTextConfig:
   try:
     return MaxTextConfig(**values)
   except ValidationError as error:
-    raise ConfigError(_readable(error)) from None
+    raise ConfigError(_format_validation_error(error)) from None
 
 
-def _refuse_changed_model(config: MaxTextConfig, named: MaxTextConfig, keys: Iterable[str]) -> None:
+def _check_model_overrides(config: MaxTextConfig, named: MaxTextConfig, keys: Iterable[str]) -> None:
   for key in sorted(keys):
     asked, has = getattr(config, key), getattr(named, key)
     if asked != has:
@@ -357,11 +359,11 @@ def _refuse_changed_model(config: MaxTextConfig, named: MaxTextConfig, keys: Ite
       )
 
 
-def _readable(error: ValidationError) -> str:
+def _format_validation_error(error: ValidationError) -> str:
   """One line per wrong key: the key, the value, what was expected."""
   problems: dict[str, str] = {}
   for e in error.errors():
     key = str(e["loc"][0])
-    message = f"{key}={shown(key, e['input'])}: {e['msg'].lower()}"
+    message = f"{key}={redact_value(key, e['input'])}: {e['msg'].lower()}"
     problems[key] = f"{problems[key]}, or {e['msg'].lower()}" if key in problems else message
   return "\n".join(f"{problem}." for problem in problems.values())

@@ -21,7 +21,7 @@ from maxtext.configs.values import default_of
 _PACKAGE = Path(__file__).parents[1]
 _LOADER = "configs/loader.py"
 # What describes or judges values, and does nothing with them.
-_NO_READERS = tuple(f"configs/{name}" for name in ("checks.py", "conditions.py", "refusals.py", "types/"))
+_NO_READERS = tuple(f"configs/{name}" for name in ("checks.py", "conditions.py", "unsupported.py", "types/"))
 _ANY = r"\w+"
 _CONFIG_NAMES = ("config", "_config")
 _KEYS = frozenset(MaxTextConfig.model_fields)

@@ -1,6 +1,6 @@
-"""Keys whose value is a password: who has read a run's folder, its output or a checkpoint must not have it.
+"""Keys whose values are secret. They must not appear in a run's folder, its output or its checkpoints.
 
-Whatever writes or prints a configuration goes through here.
+Everything that writes or prints a configuration uses these functions.
 """
 
 import re
@@ -11,29 +11,29 @@ SECRET_KEYS = ("hf_access_token",)
 REDACTED = "(redacted)"
 
 
-def shown(key: str, value: Any) -> Any:
-  """A key's value as anyone may read it."""
+def redact_value(key: str, value: Any) -> Any:
+  """A key's value, or `REDACTED` for a secret."""
   return REDACTED if key in SECRET_KEYS and value else value
 
 
-def shown_entries(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-  """Keys with their values and origins, as anyone may read them."""
+def redact_entries(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+  """Keys with their values and origins, without secrets."""
   return {
-    key: {**entry, "value": shown(key, entry["value"])} if key in SECRET_KEYS else entry
+    key: {**entry, "value": redact_value(key, entry["value"])} if key in SECRET_KEYS else entry
     for key, entry in entries.items()
   }
 
 
-def redacted_words(words: Iterable[str]) -> list[str]:
-  """The words of a command, as anyone may read them."""
-  return [re.sub(rf"{_ASSIGNED}.+", rf"\1{REDACTED}", word, flags=re.IGNORECASE | re.DOTALL) for word in words]
+def redact_arguments(words: Iterable[str]) -> list[str]:
+  """The arguments of a command, without secrets."""
+  return [re.sub(rf"{_ASSIGNMENT}.+", rf"\1{REDACTED}", word, flags=re.IGNORECASE | re.DOTALL) for word in words]
 
 
-def redacted_text(text: str, *secrets: str | None) -> str:
-  """A message that may quote a secret, one that is known or one that is being assigned."""
+def redact(text: str, *secrets: str | None) -> str:
+  """A message without secrets: those that are given, and values in assignments to secret keys."""
   for secret in filter(None, secrets):
     text = text.replace(secret, REDACTED)
-  return re.sub(rf"{_ASSIGNED}(?!\(redacted\))\S+", rf"\1{REDACTED}", text, flags=re.IGNORECASE)
+  return re.sub(rf"{_ASSIGNMENT}(?!\(redacted\))\S+", rf"\1{REDACTED}", text, flags=re.IGNORECASE)
 
 
-_ASSIGNED = rf"((?:{'|'.join(SECRET_KEYS)})\s*[=:]\s*)"
+_ASSIGNMENT = rf"((?:{'|'.join(SECRET_KEYS)})\s*[=:]\s*)"

@@ -1,7 +1,4 @@
-"""What a key's value is: its default, how it is written, what it names, and which values exist.
-
-For those who make things of the keys and for the checks and the table of unsupported options alike.
-"""
+"""Values of keys: defaults, how they are written, and which values exist."""
 
 from enum import Enum
 from typing import Any
@@ -22,17 +19,17 @@ STORES = ("gs",)
 
 
 def default_of(key: str) -> Any:
-  """The value of a key that was not set."""
+  """The default of a key."""
   return MaxTextConfig.model_fields[key].get_default(call_default_factory=True)
 
 
-def plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
   """A value as the user writes it."""
   return value.value if isinstance(value, Enum) else value
 
 
 def in_bucket(path: str) -> bool:
-  """Whether a path is in a store of objects (`gs://...`), not on a file system."""
+  """Whether a path is in an object store (`gs://...`) and not on a file system."""
   return "://" in path
 
 

@@ -1,4 +1,4 @@
-"""The one form in which every objective receives data, and the place in the data that it was taken from."""
+"""The batch that every objective receives, and the data-iterator state."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ class Batch:
 
 
 IteratorState = dict[str, jax.Array | np.ndarray]
-"""Where the data stands: small arrays that know no hosts. Saved, each process holds at least its own rows' part;
-restored, each has the whole."""
+"""The data-iterator state: small arrays that do not depend on the number of hosts. When saved, each process holds at
+least the part of its own rows; when restored, each has all of it."""
 
 
 class BatchWithState(NamedTuple):
-  """A batch, and where the data stands after it: what a checkpoint of the step that used it keeps."""
+  """A batch with the data-iterator state after it, which the checkpoint of its step saves."""
 
   batch: Any  # a `Batch`, or what the objective declares
   iterator_state: Callable[[], IteratorState]  # called only when it is saved

@@ -1,4 +1,4 @@
-"""How many rows each batch has: the same for all, or growing at the beginning of a run."""
+"""Batch sizes: constant, or ramped up at the beginning of a run."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from maxtext.data.options import RampupOptions
 
 @dataclass(frozen=True)
 class BatchSizeSchedule:
-  """Rows of the batches from `starts[i]` on, which are counted from 0."""
+  """Batches from index `starts[i]` on have `rows[i]` rows."""
 
   starts: tuple[int, ...]
   rows: tuple[int, ...]
@@ -21,12 +21,12 @@ class BatchSizeSchedule:
 
   @property
   def streams(self) -> int:
-    """The fewest streams that every batch can take its rows from in turn."""
+    """The smallest number of streams that is a multiple of every batch size."""
     return lcm(*self.rows)
 
 
 def batch_size_schedule(rampup: RampupOptions | None, rows: int) -> BatchSizeSchedule:
-  """The sizes up to `rows`, or that alone without a ramp-up; each stage but the last has its share of the samples."""
+  """The schedule up to `rows`; constant without a ramp-up. Stages but the last have equal numbers of samples."""
   if rampup is None:
     return BatchSizeSchedule((0,), (rows,))
   first, step, last = rampup.start, rampup.increment, rampup.last

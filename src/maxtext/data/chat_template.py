@@ -1,11 +1,9 @@
-"""Conversations as text: chat templates, and what keeps the text of users apart from the template's own.
+"""Chat templates, with protection against special tokens in messages.
 
-A template is part of a model's folder, or the operator's own. Jinja's sandbox keeps it from the rest of the process;
-how long it runs and what it writes, special tokens too, is its own. What it is filled with has no such right: the name
-of a special token in a message must stay text, or a user could write a turn of the system. A template may do anything
-with a message, so the rendered text alone does not say what came from where. So a name in a message is broken up before
-it is rendered, by marks between its characters, and what encodes the text takes the marks out after it has looked for
-special tokens.
+A template comes from a model's folder or from the operator. It runs in Jinja's sandbox, and may write special tokens.
+Messages must not: the name of a special token in a message must stay text, or a user could write a system turn. The
+rendered text does not show which part came from a message. So the names of special tokens in messages are broken up by
+marks between their characters before rendering, and the encoder removes the marks after it has found special tokens.
 """
 
 import json
@@ -29,20 +27,20 @@ _TRUSTED = frozenset({"role"})  # one of a few words, by which templates choose 
 
 
 def render_template(template: str, **values: Any) -> str:
-  """A template filled in; what it raises is the user's to mend, since it speaks of the conversation."""
+  """The rendered template. Errors are `ConfigError`, since they are about the conversation."""
   import jinja2
 
   try:
     return _compiled(template).render(**values)
   except jinja2.TemplateError as error:
-    raise ConfigError(f"The chat template refuses this conversation: {error}.") from None
+    raise ConfigError(f"The chat template rejects this conversation: {error}.") from None
   except Exception as error:  # of expressions in it, such as a sum of a text and a list
     kind = type(error).__name__
     raise ConfigError(f"The chat template cannot be filled in with this conversation: {kind}: {error}.") from None
 
 
 class Guard:
-  """Breaks up the names of special tokens in what users write.
+  """Breaks up the names of special tokens in messages.
 
   Args:
     names: of the special tokens.

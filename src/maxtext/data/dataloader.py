@@ -1,4 +1,4 @@
-"""What a run is fed with, on its devices, and where the data stands after each batch."""
+"""The dataloader: batches on the devices of a run, each with the data-iterator state after it."""
 
 import itertools
 import logging
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext.configs import ConfigError
-from maxtext.configs.errors import several
+from maxtext.configs.errors import plural
 from maxtext.configs.types import DatasetType
 from maxtext.data import fingerprint, streaming
 from maxtext.data.batch import Batch, BatchWithState, IteratorState
@@ -37,13 +37,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class OpenedData(NamedTuple):
-  """Data that is there and can be read.
+  """Data that was found and can be read.
 
   Attributes:
-    options: which.
-    batch: an abstract one.
+    options: which data.
+    batch: an abstract batch.
     split: training or evaluation.
-    sources: with long documents cut; none where data is made up or streamed.
+    sources: with long documents split into spans; empty for synthetic and streamed data.
   """
 
   options: DataOptions
@@ -53,9 +53,9 @@ class OpenedData(NamedTuple):
 
 
 def open_data(options: DataOptions, batch: Batch, split: SplitName = "train") -> OpenedData:
-  """Finds the data and reads a document for each row that this process makes; a mistake in it is raised here.
+  """Opens the data and reads a document for each row of this process. Problems of the data are raised here.
 
-  No device is touched, so that it can be done before anything costly is.
+  No device is used, so that it can be called before anything expensive.
   """
   keys = options.split(split)
   if options.kind == DatasetType.SYNTHETIC:
@@ -68,7 +68,7 @@ def open_data(options: DataOptions, batch: Batch, split: SplitName = "train") ->
   sources = cut_long_documents(open_sources(options, keys), sizes.streams, length)
   opened = OpenedData(options, batch, split, tuple(sources))
   mixture = SourceMixture(sources, sizes.streams, options.seed, keys.shuffle, keys.epochs, options.vocab_size)
-  last = sizes.streams - sizes.streams // sizes.of(0)  # of those that the first batch takes
+  last = sizes.streams - sizes.streams // sizes.of(0)  # stream of the first batch
   *_, found = mixture.read([(int(stream), 0) for stream in (*local_rows.numbers(sizes.streams), last)])
   if found is None and not keys.pad:
     raise _too_little_data(opened)
@@ -78,24 +78,31 @@ def open_data(options: DataOptions, batch: Batch, split: SplitName = "train") ->
 def make_dataloader(
   options: DataOptions,
   batch: Batch,
-  position: IteratorState | None = None,
+  iterator_state: IteratorState | None = None,
   split: SplitName = "train",
   data: OpenedData | None = None,
 ) -> Iterator[BatchWithState]:
-  """Batches like an abstract one, from a position on. Each process makes only the rows that its devices hold.
+  """Batches of the shape of an abstract one. Each process makes only the rows that its devices hold.
 
-  It ends where the data ends, on all processes with the same batch. Drop it, or `close()` it, to end its threads and
-  processes. `data` is what `open_data` found for the same arguments, where it was called already.
+  It ends where the data ends, on all processes with the same batch. `close()` it, or drop it, to end its threads and
+  processes.
+
+  Args:
+    options: the data.
+    batch: an abstract batch.
+    iterator_state: to resume from; None is the beginning.
+    split: training or evaluation.
+    data: the result of `open_data` for the same arguments, if it was called already.
   """
   opened = data or open_data(options, batch, split)
-  feed = _LOADERS.get(options.kind, _document_batches)(opened, position)
+  loader = _LOADERS.get(options.kind, _document_batches)(opened, iterator_state)
   if options.reuse_batch and split == "train":
-    return itertools.repeat(next(feed))
-  return feed
+    return itertools.repeat(next(loader))
+  return loader
 
 
 def make_packing(options: DataOptions, length: int) -> Packing:
-  """How rows are filled."""
+  """The packing of documents into rows."""
   if options.kind == DatasetType.OLMO_GRAIN or not options.pack:
     return Packing(length, "first_fit", max_segments=1, look_ahead=1)
   kind = "concat_then_split" if options.kind == DatasetType.C4MLPERF else options.packing_kind
@@ -103,14 +110,14 @@ def make_packing(options: DataOptions, length: int) -> Packing:
 
 
 def is_streamed(options: DataOptions, split: Split) -> bool:
-  """Whether the data is read in order, from afar."""
+  """Whether the data is streamed in order from remote storage."""
   return options.kind == DatasetType.HF and is_remote(options.hub, split)
 
 
-def _synthetic_batches(data: OpenedData, position: IteratorState | None) -> Iterator[BatchWithState]:
+def _synthetic_batches(data: OpenedData, iterator_state: IteratorState | None) -> Iterator[BatchWithState]:
   options, (rows, length) = data.options, data.batch.inputs.shape
   seed = options.seed if data.split == "train" else ~options.seed & 0xFFFFFFFF
-  return synthetic_batches(options.vocab_size, rows, length, seed, data.batch.inputs.sharding, position)
+  return synthetic_batches(options.vocab_size, rows, length, seed, data.batch.inputs.sharding, iterator_state)
 
 
 _LOADERS: dict[DatasetType, Callable[[OpenedData, IteratorState | None], Iterator[BatchWithState]]] = {
@@ -118,17 +125,17 @@ _LOADERS: dict[DatasetType, Callable[[OpenedData, IteratorState | None], Iterato
 }
 
 
-def _document_batches(data: OpenedData, position: IteratorState | None) -> Iterator[BatchWithState]:
+def _document_batches(data: OpenedData, iterator_state: IteratorState | None) -> Iterator[BatchWithState]:
   options, split, (rows, length) = data.options, data.options.split(data.split), data.batch.inputs.shape
   sizes = _schedule(options, data.batch, data.split)
   packing, local_rows = make_packing(options, length), LocalRows.of(data.batch.inputs.sharding, rows, length)
   _check_divisible(options, sizes, local_rows)
   if data.sources:
-    made, about, total, first = _random_access(data, packing, sizes, local_rows, position)
+    row_iterator, about, total, first = _random_access(data, packing, sizes, local_rows, iterator_state)
   else:
-    made, about, total, first = _streamed(options, split, packing, sizes, local_rows, position)
+    row_iterator, about, total, first = _streamed(options, split, packing, sizes, local_rows, iterator_state)
   place = partial(place_rows, local_rows=local_rows, total=total, about=fingerprint.to_array(about))
-  prefetcher = Prefetcher((place(number, rows) for number, rows in enumerate(made, first + 1)), split.buffer)
+  prefetcher = Prefetcher((place(number, rows) for number, rows in enumerate(row_iterator, first + 1)), split.buffer)
   return _until_exhausted(prefetcher, data, split, local_rows, first)
 
 
@@ -138,14 +145,18 @@ def _schedule(options: DataOptions, batch: Batch, split: SplitName) -> BatchSize
 
 
 class _RowIterator(NamedTuple):
-  made: Iterator[Rows]
+  row_iterator: Iterator[Rows]
   about: dict[str, Any]
   total: int  # streams
   first: int  # batch
 
 
 def _random_access(
-  data: OpenedData, packing: Packing, sizes: BatchSizeSchedule, local_rows: LocalRows, position: IteratorState | None
+  data: OpenedData,
+  packing: Packing,
+  sizes: BatchSizeSchedule,
+  local_rows: LocalRows,
+  iterator_state: IteratorState | None,
 ) -> _RowIterator:
   options, split, sources, total = data.options, data.options.split(data.split), data.sources, sizes.streams
   about = {
@@ -156,12 +167,12 @@ def _random_access(
   spans = tuple(source.spans for source in sources)
   if any(cut.long for cut in spans):
     about[fingerprint.SPANS] = [{"tokens": cut.inputs, "documents": len(cut.long)} for cut in spans]
-  state, first = _start(position, about, (total, 3))
+  state, first = _start(iterator_state, about, (total, 3))
   streams = local_rows.numbers(total)
   shard = WorkerShard(options, split.name, packing, sizes, tuple(streams.tolist()), state[streams], first, spans)
   workers = choose_workers(split, options.worker_megabytes)
-  made = rows_from_processes(shard.divide(workers), split.buffer) if workers else shard.rows(sources)
-  return _RowIterator(made, about, total, first)
+  row_iterator = rows_from_processes(shard.divide(workers), split.buffer) if workers else shard.rows(sources)
+  return _RowIterator(row_iterator, about, total, first)
 
 
 def _streamed(
@@ -170,7 +181,7 @@ def _streamed(
   packing: Packing,
   sizes: BatchSizeSchedule,
   local_rows: LocalRows,
-  position: IteratorState | None,
+  iterator_state: IteratorState | None,
 ) -> _RowIterator:
   hub, group = options.hub, local_rows.group
   if local_rows.shared:
@@ -182,19 +193,21 @@ def _streamed(
     _LOG.info(f"data: {hub.path} is streamed; the run can be resumed only on {group[1]} hosts.")
   source = [hub.path, hub.name, hub.data_dir, split.hf_files, split.hf_split]
   about = {"streamed": source, "hosts": group[1], **_describe(options, split, local_rows.blocks, packing)}
-  state, first = _start(position, about, (local_rows.blocks, streaming.WIDTH))
+  state, first = _start(iterator_state, about, (local_rows.blocks, streaming.WIDTH))
   shard = len(local_rows.local_blocks), local_rows.blocks
   own = state[local_rows.local_blocks[0]]
-  made = streaming.streamed_rows(options, split, packing, sizes, own, first, group, shard)
-  return _RowIterator(made, about, local_rows.blocks, first)
+  row_iterator = streaming.streamed_rows(options, split, packing, sizes, own, first, group, shard)
+  return _RowIterator(row_iterator, about, local_rows.blocks, first)
 
 
-def _start(position: IteratorState | None, about: dict[str, Any], shape: tuple[int, int]) -> tuple[np.ndarray, int]:
-  """The state of all streams, and the number of the next batch."""
-  if position is None:
+def _start(
+  iterator_state: IteratorState | None, about: dict[str, Any], shape: tuple[int, int]
+) -> tuple[np.ndarray, int]:
+  """The state of all streams, and the index of the next batch."""
+  if iterator_state is None:
     return np.zeros(shape, np.int32), 0
-  fingerprint.check_same_data(np.asarray(position["about"]), about)
-  return np.asarray(position["streams"]), int(position["batches"])
+  fingerprint.check_same_data(np.asarray(iterator_state["about"]), about)
+  return np.asarray(iterator_state["streams"]), int(iterator_state["batches"])
 
 
 def _describe(options: DataOptions, split: Split, streams: int, packing: Packing) -> dict[str, Any]:
@@ -208,7 +221,7 @@ def _describe(options: DataOptions, split: Split, streams: int, packing: Packing
 
 
 def _check_divisible(options: DataOptions, sizes: BatchSizeSchedule, local_rows: LocalRows) -> None:
-  """The last size is that of the abstract batch, which is known to fit."""
+  """Raises if a batch of the ramp-up cannot be split over devices; the last size is known to fit."""
   unit = local_rows.blocks * options.accumulation
   for rows in sizes.rows[:-1]:
     if options.rampup is not None and rows % unit:
@@ -225,22 +238,22 @@ def _until_exhausted(
   local_rows: LocalRows,
   first: int,
 ) -> Generator[BatchWithState]:
-  """All batches that hold what they must: something in every row, or with `pad` in any."""
-  # Several processes must agree on the last batch. Each asks a few batches early, so that nobody waits for the answer.
+  """All batches with tokens in every row, or with `pad` in any row."""
+  # Processes must agree on the last batch. Each starts the reduction a few batches early, so that none waits for it.
   early = 2 if jax.process_count() > 1 else 0
   add = jax.jit(jnp.sum, out_shardings=NamedSharding(local_rows.by_rows.mesh, PartitionSpec()))
   waiting: deque[tuple[BatchWithState, Any]] = deque()
   try:
     for number in itertools.count(first):
       while len(waiting) <= early:
-        fed, filled = next(prefetcher)
-        rows = len(fed.batch.inputs)
-        waiting.append((fed, add(local_rows.array(filled, rows, local_rows.by_rows)) if early else filled.sum()))
-      fed, count = waiting.popleft()
-      if int(count) < (1 if split.pad else len(fed.batch.inputs)):
+        item, filled = next(prefetcher)
+        rows = len(item.batch.inputs)
+        waiting.append((item, add(local_rows.array(filled, rows, local_rows.by_rows)) if early else filled.sum()))
+      item, count = waiting.popleft()
+      if int(count) < (1 if split.pad else len(item.batch.inputs)):
         _log_end(number, data, split)
         return
-      yield fed
+      yield item
   finally:
     prefetcher.close()
 
@@ -254,12 +267,12 @@ def _log_end(batches: int, data: OpenedData, split: Split) -> None:
       _describe_size(source.documents, length) for source in data.sources if source.documents.counts.total is not None
     ]
     there = f" ({'; '.join(known)})" if known else ""
-    again = f"num_epoch={split.epochs} says how often it is read."
-    _LOG.info(f"data: ended after {several(batches, 'batch')}{there}; {again}")
+    again = f"num_epoch={split.epochs} is how often it is read."
+    _LOG.info(f"data: ended after {plural(batches, 'batch')}{there}; {again}")
 
 
 def _too_little_data(data: OpenedData) -> ConfigError:
-  """Says what there is and what a batch takes. Padding is no way out of it: a batch of that teaches nothing."""
+  """The error for data that does not fill one batch, with its size. A batch of padding would teach nothing."""
   rows, length = data.batch.inputs.shape
   training = data.split == "train"
   key = "per_device_batch_size" if training else "eval_per_device_batch_size"
@@ -269,11 +282,11 @@ def _too_little_data(data: OpenedData) -> ConfigError:
   return ConfigError(
     f"The {'data' if training else 'evaluation data'} does not fill a single batch"
     + (f": {there}; a batch takes {rows} rows" if there else "")
-    + f". Take more data, a smaller {key} (it is {size:g}) or a shorter max_target_length{padded}."
+    + f". Use more data, a smaller {key} (it is {size:g}) or a shorter max_target_length{padded}."
   )
 
 
 def _describe_size(documents: Documents, length: int) -> str:
   count, tokens = sum(documents.sizes), count_tokens(documents)
   rows = -(-max(tokens - count, 0) // length)
-  return f"{several(count, 'document')}, {several(tokens, 'token')} = {several(rows, 'row')} of {length}"
+  return f"{plural(count, 'document')}, {plural(tokens, 'token')} = {plural(rows, 'row')} of {length}"

@@ -1,4 +1,4 @@
-"""What every source of data is to the rest: numbered documents, read at random."""
+"""The interface of data sources: numbered documents with random access."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ from maxtext.data.order import ShuffleWindow
 
 
 class TokenCounts(NamedTuple):
-  """What a source knows of its tokens without reading them; None is what it does not.
+  """Token counts that a source knows without reading its documents; None is unknown.
 
   Attributes:
     total: tokens of all documents.
-    longest: for each shard, tokens that no document of it exceeds but those that are `listed`.
+    longest: for each shard, an upper bound of the tokens of its documents that are not `listed`.
     listed: number and tokens of documents, by number.
   """
 
@@ -33,17 +33,17 @@ class Documents(Protocol):
 
   @property
   def window(self) -> ShuffleWindow:
-    """How much of it is shuffled together."""
+    """How much is shuffled together."""
     ...
 
   @property
   def identity(self) -> dict[str, Any]:
-    """What must not change between a run's beginning and its resumption, wherever the files are."""
+    """What must not change when a run is resumed, wherever the files are."""
     ...
 
   @property
   def counts(self) -> TokenCounts:
-    """What is known of lengths."""
+    """Token counts that are known without reading."""
     ...
 
   def read(self, numbers: Sequence[int]) -> Sequence[Any]:
@@ -55,17 +55,17 @@ class Documents(Protocol):
     ...
 
   def where(self, number: int) -> str:
-    """Where a document is, for whoever must mend it."""
+    """Where a document is, for error messages."""
     ...
 
 
 @dataclass(frozen=True)
 class DocumentSpans:
-  """How long documents are cut, see `spans`; by default none is.
+  """How long documents are split into spans, see `spans`; by default none is.
 
   Attributes:
     inputs: tokens of a span that are inputs; its last token is only a target.
-    long: number and tokens of every document that is cut, by number.
+    long: number and tokens of every document that is split, by number.
   """
 
   inputs: int = 0
@@ -74,7 +74,7 @@ class DocumentSpans:
 
 @dataclass(frozen=True)
 class DataSource:
-  """A part of a corpus, and how many of the documents it gives, relative to the others."""
+  """A source of documents and its weight relative to others."""
 
   documents: Documents
   weight: float = 1.0

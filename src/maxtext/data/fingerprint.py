@@ -1,4 +1,4 @@
-"""What a position in the data belongs to: it means something else in other data, and is refused there."""
+"""The fingerprint of the data, saved with the data-iterator state: resuming with other data is an error."""
 
 import json
 from collections.abc import Iterator
@@ -9,26 +9,26 @@ import numpy as np
 from maxtext.configs import ConfigError
 
 SPANS = "spans"
-"""The part of a description that says how long documents are cut; it is there only where one is."""
+"""The part about spans of long documents; present only if a document is split."""
 _OLDER = (
-  "It is of a version that cut no long documents over the rows of a batch, and goes on with that version; or start a "
-  "new run from its parameters (load_parameters_path)."
+  "It is from a version that did not split long documents; resume with that version, or start a new "
+  "run from its parameters (load_parameters_path)."
 )
 
 
 def to_array(about: dict[str, Any]) -> np.ndarray:
-  """A description as an array that a checkpoint can keep."""
+  """The fingerprint as an array that a checkpoint can save."""
   return np.frombuffer(json.dumps(about, sort_keys=True).encode(), np.uint8)
 
 
 def check_same_data(saved: np.ndarray, about: dict[str, Any]) -> None:
-  """Raises `ConfigError` with what differs."""
+  """Raises `ConfigError` with the differences, if there are any."""
   then, now = json.loads(saved.tobytes()), json.loads(json.dumps(about))
   if differences := list(_differences("", then, now)):
     older = SPANS in now and SPANS not in then
     raise ConfigError(
       f"The data of the checkpoint is not the data of this run: {'; '.join(differences)}. "
-      + (_OLDER if older else "Resume with what it was, or start a new run.")
+      + (_OLDER if older else "Resume with the same data, or start a new run.")
     )
 
 

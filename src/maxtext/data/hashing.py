@@ -1,10 +1,10 @@
-"""A hash of numbers: randomness that is a function of what it is for, the same everywhere and for ever."""
+"""A hash of numbers, for randomness that is a function of seed and position."""
 
 import numpy as np
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
-  """The finaliser of SplitMix64, on uint64: neighbouring numbers become unrelated ones."""
+  """The finaliser of SplitMix64, on uint64."""
   with np.errstate(over="ignore"):
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""Which rows the devices of this process hold, and arrays of the whole run made of them."""
+"""The rows that the devices of this process hold, and global arrays made of them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +13,13 @@ from maxtext.data.streams import Rows
 
 @dataclass(frozen=True)
 class LocalRows:
-  """Which blocks of rows the devices of this process hold; a block is what one device has, whatever the batch."""
+  """The blocks of rows that the devices of this process hold. A block is the rows of one device, for any batch size."""
 
   sharding: Sharding
   blocks: int
   local_blocks: tuple[int, ...]
-  group: tuple[int, int]  # processes that hold the same blocks are a group: the number of this one, and how many
-  shared: bool  # whether groups have blocks in common
+  group: tuple[int, int]  # processes with the same blocks are a group: index of this group, number of groups
+  shared: bool  # whether groups overlap
 
   @staticmethod
   def of(sharding: Sharding, rows: int, length: int) -> "LocalRows":
@@ -35,23 +35,23 @@ class LocalRows:
     return LocalRows(sharding, len(starts), mine, (groups.index(mine), len(groups)), shared)
 
   def numbers(self, total: int) -> np.ndarray:
-    """The rows of this process, among `total` of the run."""
+    """The indices of this process's rows among `total` rows of the run."""
     size = total // self.blocks
     return np.concatenate([np.arange(block * size, (block + 1) * size) for block in self.local_blocks])
 
   def array(self, local: np.ndarray, total: int, sharding: Sharding | None = None) -> jax.Array:
-    """An array of the whole run, from the rows of this process."""
+    """A global array, from the rows of this process."""
     size = total // self.blocks
 
-    def piece(index: Any) -> np.ndarray:
+    def block_of(index: Any) -> np.ndarray:
       start = self.local_blocks.index(index[0].indices(total)[0] // size) * size
       return local[(slice(start, start + size), *index[1:])]
 
-    return jax.make_array_from_callback((total, *local.shape[1:]), sharding or self.sharding, piece)
+    return jax.make_array_from_callback((total, *local.shape[1:]), sharding or self.sharding, block_of)
 
   @property
   def by_rows(self) -> NamedSharding:
-    """For arrays that are split as rows are and whole otherwise."""
+    """The sharding of arrays that are split along rows alone."""
     assert isinstance(self.sharding, NamedSharding)
     return NamedSharding(self.sharding.mesh, PartitionSpec(self.sharding.spec[0]))
 
@@ -59,7 +59,7 @@ class LocalRows:
 def place_rows(
   number: int, rows: Rows, *, local_rows: LocalRows, total: int, about: np.ndarray
 ) -> tuple[BatchWithState, np.ndarray]:
-  """Puts the rows of this process on its devices. `number` batches have been made with this one."""
+  """Puts the rows of this process on its devices. `number` is the count of batches up to this one."""
   count = len(rows.inputs) * local_rows.blocks // len(local_rows.local_blocks)
   real: np.ndarray = rows.segments > 0
   arrays = (rows.inputs, rows.targets, rows.positions, rows.segments, real.astype(np.float32))

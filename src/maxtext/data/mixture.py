@@ -1,4 +1,4 @@
-"""Documents of one source or of several in given shares, and spans of long ones, dealt to streams."""
+"""Mixtures: documents of one or more weighted sources, and spans of long ones, assigned to streams."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,8 +13,8 @@ from maxtext.data.spans import Items
 class SourceMixture:
   """The k-th item of any of S streams: a document, or a span of one that is long.
 
-  Every stream takes its items from the sources in a fixed cycle that has each in its share, and every source has an
-  endless order of its own: no stream is left with a single source, and its place is still one number.
+  Every stream takes its items from the sources in a fixed weighted cycle, and every source has an infinite order of its
+  own. So every stream has all sources, and its state is still one number.
   """
 
   def __init__(
@@ -26,9 +26,9 @@ class SourceMixture:
     epochs: int | None = None,
     vocab_size: int | None = None,
   ) -> None:
-    """With `epochs`, a stream ends where its first source to do so has been passed through that often.
+    """With `epochs`, a stream ends when any of its sources has been read that often.
 
-    With `vocab_size`, a record with a token outside of it is refused.
+    With `vocab_size`, a token outside of it raises an error.
     """
     self._streams, self._epochs = streams, epochs
     self._items = items = [Items(source, vocab_size) for source in sources]
@@ -36,7 +36,7 @@ class SourceMixture:
       DocumentOrder(item.sizes, source.documents.window, (seed, i), shuffle)
       for i, (source, item) in enumerate(zip(sources, items, strict=True))
     ]
-    # Weights count documents, so one that is cut brings all of its spans.
+    # Weights are of documents, so one that is split brings all of its spans.
     self._cycle, self._earlier, self._shares = _source_cycle(
       [s.weight * item.count / max(sum(s.documents.sizes), 1) for s, item in zip(sources, items, strict=True)]
     )
@@ -67,7 +67,7 @@ class SourceMixture:
     return source, stream + taken * self._streams
 
   def _start(self, stream: int) -> int:
-    """Streams begin at different places of the cycle, or a batch would be of one source."""
+    """Streams start at different places of the cycle, so that a batch has all sources."""
     return stream * 2654435761 % len(self._cycle)
 
   def _count_before(self, stream: int) -> list[int]:
@@ -75,9 +75,9 @@ class SourceMixture:
 
 
 def _source_cycle(weights: Sequence[float]) -> tuple[list[int], list[int], list[int]]:
-  """Which source comes where, how many of the same came earlier in the cycle, and how many of each there are.
+  """The source at each place of the cycle, how often it came earlier in the cycle, and how often each source occurs.
 
-  The rarest comes a hundred times, so that rounding moves no share by more than a hundredth; the length is bounded.
+  The rarest source occurs a hundred times, so that rounding changes no weight by more than 1 %; the length is bounded.
   """
   parts = np.asarray(weights, np.float64) / np.sum(weights)
   shares = np.maximum(1, np.rint(parts * min(100 / parts.min(), 100_000))).astype(np.int64)

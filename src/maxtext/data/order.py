@@ -1,8 +1,8 @@
-"""The endless order of a source's documents: epoch after epoch, each a fresh permutation of all of them.
+"""The order of a source's documents: an infinite sequence of epochs, each a new permutation of all documents.
 
-No table has an entry per document. In each epoch the shards are permuted and cut into windows, and the documents of a
-window are permuted by a Feistel network, so that at any time only a window's shards are read from. A corpus of few
-shards is one window.
+There is no table with an entry per document. In each epoch the shards are permuted and cut into windows, and the
+documents of a window are permuted by a Feistel network, so that at any time only a window's shards are read from. A
+corpus of few shards is one window.
 """
 
 from bisect import bisect_right
@@ -27,10 +27,10 @@ FEW_SHARDS = ShuffleWindow(128)
 
 
 class DocumentOrder:
-  """Which document comes i-th, for any i."""
+  """The i-th document of the infinite order, for any i."""
 
   def __init__(self, sizes: Sequence[int], window: ShuffleWindow, seed: tuple[int, ...], shuffle: bool = True) -> None:
-    """`sizes` are the documents of each shard. Unshuffled, every epoch is the documents as they stand."""
+    """`sizes` are the documents of each shard. Without `shuffle`, every epoch has the original order."""
     self._sizes, self._seed, self._shuffle, self._window = np.asarray(sizes, np.int64), seed, shuffle, window
     self.documents = int(self._sizes.sum())
     self._epoch = lru_cache(maxsize=4)(lambda epoch: _Epoch(self._sizes, (*self._seed, epoch), self._window))
@@ -43,13 +43,13 @@ class DocumentOrder:
 
 @lru_cache(maxsize=64)
 def permutation(count: int, *seed: int) -> np.ndarray:
-  """A table; for few numbers only."""
+  """A permutation as a table; for small counts only."""
   keys = np.arange(count, dtype=np.uint64) + np.uint64(_hash(*seed) << 32)
   return np.argsort(splitmix64(keys), kind="stable")
 
 
 class _Epoch:
-  """One permutation. Streams stand in different epochs at a time, so a few of these are kept."""
+  """One permutation. Streams may be in different epochs, so a few of these are cached."""
 
   def __init__(self, sizes: np.ndarray, seed: tuple[int, ...], window: ShuffleWindow) -> None:
     self._seed = seed
@@ -87,7 +87,7 @@ class _Epoch:
 
 
 def _permute(i: int, count: int, seed: tuple[int, ...]) -> int:
-  if count <= 8192:  # Feistel networks of few numbers are slow: they step until a number falls into the range
+  if count <= 8192:  # Feistel networks over few numbers are slow
     return int(permutation(count, *seed)[i])
   from grain.experimental import index_shuffle
 

@@ -1,4 +1,4 @@
-"""A folder in which files appear whole: on a disk by renaming, in an object store as it is.
+"""A folder with atomic writes of files, on a disk or in an object store.
 
 Paths go through fsspec; `gs://` and `s3://` need its package for that store.
 """
@@ -12,11 +12,11 @@ from pathlib import Path
 from maxtext.storage.atomic import commit_file
 
 UNFINISHED = ".unfinished"
-"""What is not yet whole, and notes about it, lie here."""
+"""Subfolder for unfinished files and notes about them."""
 
 
 class OutputFolder:
-  """Where shards go: a local folder, or one in an object store, where a file appears only when it is whole."""
+  """The output of a preparation: a local folder, or one in an object store."""
 
   def __init__(self, url: str) -> None:
     from fsspec.core import url_to_fs
@@ -25,7 +25,7 @@ class OutputFolder:
     self._local = "file" in self._fs.protocol
 
   def names(self, below: str = "") -> list[str]:
-    """Names of the files there, without their path."""
+    """Names of the files, without their path."""
     self._fs.invalidate_cache()
     try:
       found = self._fs.ls(f"{self._root}/{below}".rstrip("/"), detail=False)
@@ -34,28 +34,28 @@ class OutputFolder:
     return sorted(path.rsplit("/", 1)[-1] for path in found)
 
   def read(self, name: str) -> bytes | None:
-    """A file's content; None where there is no such file."""
+    """A file's content; None if there is no such file."""
     try:
       return self._fs.cat_file(f"{self._root}/{name}")
     except FileNotFoundError:
       return None
 
   def size(self, name: str) -> int | None:
-    """A file's bytes; None where there is no such file."""
+    """A file's size in bytes; None if there is no such file."""
     try:
       return self._fs.size(f"{self._root}/{name}")
     except FileNotFoundError:
       return None
 
   def write(self, name: str, content: bytes) -> None:
-    """Makes a file, or replaces it, as a whole."""
+    """Writes a file atomically."""
     with self.scratch() as scratch:
       file = Path(scratch, "content")
       file.write_bytes(content)
       self.publish(file, name)
 
   def publish(self, file: Path, name: str) -> None:
-    """Moves a file from `scratch` to its place; it is on the disk when this returns."""
+    """Moves a file from `scratch` to its final name, durably."""
     target = f"{self._root}/{name}"
     if self._local:
       os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -70,7 +70,7 @@ class OutputFolder:
 
   @contextmanager
   def scratch(self) -> Iterator[str]:
-    """A folder of this machine, on the same disk where there is one, that goes away with everything in it."""
+    """A temporary local folder, on the same disk if the output is on one."""
     near = f"{self._root}/{UNFINISHED}" if self._local else None
     if near:
       os.makedirs(near, exist_ok=True)

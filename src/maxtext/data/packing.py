@@ -1,21 +1,21 @@
-"""Which documents go into a row. Pure arithmetic on sizes; no token is touched here.
+"""Packing: which documents go into a row, from their sizes alone.
 
-A stream's place in its documents is three numbers, and packing a row moves it on:
+The state of a stream is three numbers, and packing a row advances it:
 
-  next    the first document that is not wholly used
+  next    the first document that is not completely used
   offset  how much of it is used
-  taken   bit i: document next+i is used already, because a packer that looks ahead took it early (bit 0 is never set)
+  taken   bit i: document next+i is used already, because the packer looked ahead (bit 0 is never set)
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-LOOK_AHEAD = 31  # as many as an int32 has bits that are not its sign
+LOOK_AHEAD = 31  # bits of an int32 without its sign
 
 
 class TokenSpan(NamedTuple):
-  """A stretch of a document."""
+  """Consecutive tokens of a document."""
 
   document: int
   start: int
@@ -23,7 +23,7 @@ class TokenSpan(NamedTuple):
 
 
 StreamState = tuple[int, int, int]
-Sizes = Mapping[int, int]  # of the stream's k-th document; negative after the last
+Sizes = Mapping[int, int]  # of the k-th document of the stream; negative after the last
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,20 @@ class Packing:
   def __post_init__(self) -> None:
     assert 1 <= self.look_ahead <= LOOK_AHEAD
 
-  def row(self, place: StreamState, sizes: Sizes) -> tuple[list[TokenSpan], StreamState]:
-    """The pieces of the next row, and the place after it. No pieces: the documents have ended."""
-    (first, offset, taken), room, k = place, self.length, place[0]
-    pieces: list[TokenSpan] = []
-    while room and (len(pieces) < self.max_segments or not self.max_segments):
-      # The oldest document always opens a row, so none waits for ever.
-      opening = not pieces or self.kind == "concat_then_split"
+  def row(self, state: StreamState, sizes: Sizes) -> tuple[list[TokenSpan], StreamState]:
+    """The spans of the next row, and the state after it. No spans: the documents have ended."""
+    (first, offset, taken), room, k = state, self.length, state[0]
+    spans: list[TokenSpan] = []
+    while room and (len(spans) < self.max_segments or not self.max_segments):
+      # The oldest document always starts a row, so that none waits for ever.
+      opening = not spans or self.kind == "concat_then_split"
       k = first if opening else self._fitting(k, first, taken, room, sizes)
       left = sizes[k] - (offset if k == first else 0) if k >= 0 else -1
       if left < 0:
         break
       n = min(left, room)
       if n:
-        pieces.append(TokenSpan(k, offset if k == first else 0, n))
+        spans.append(TokenSpan(k, offset if k == first else 0, n))
         room -= n
       if n < left:
         offset += n
@@ -68,12 +68,12 @@ class Packing:
       taken |= 1 << (k - first)
       while taken & 1:
         taken, first = taken >> 1, first + 1
-    return pieces, (first, offset, taken)
+    return spans, (first, offset, taken)
 
   def _fitting(self, k: int, first: int, taken: int, room: int, sizes: Sizes) -> int:
     """The document to add to a row that took k last; negative where none fits.
 
-    What did not fit before k will not fit now, so the first fit is looked for after k only.
+    Documents before k did not fit and will not fit now, so first_fit searches after k only.
     """
     best, most = -1, -1
     for j in range(max(k, first) if self.kind == "first_fit" else first, first + self.look_ahead):

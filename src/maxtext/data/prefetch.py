@@ -1,4 +1,4 @@
-"""Making things before they are asked for, in a thread."""
+"""Prefetching in a thread."""
 
 import queue
 import threading
@@ -9,11 +9,12 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-  """An iterator over what a generator makes, `depth` ahead. What it raises is raised here, in its turn."""
+  """An iterator over the items of a generator, `depth` items ahead. Errors of the generator are raised in their
+  turn."""
 
-  def __init__(self, made: Generator[T], depth: int) -> None:
-    """The generator runs and is closed in the thread alone."""
-    self._made = made
+  def __init__(self, items: Generator[T], depth: int) -> None:
+    """Starts the thread, in which the generator runs and is closed."""
+    self._items = items
     self._ready: queue.Queue[tuple[T] | BaseException] = queue.Queue(max(depth, 1))
     self._closed = threading.Event()
     self._thread = threading.Thread(target=self._run, name="maxtext-data", daemon=True)
@@ -30,13 +31,13 @@ class Prefetcher(Generic[T]):
     return item[0]
 
   def close(self) -> None:
-    """Ends the thread, and with it what the generator holds."""
+    """Ends the thread and closes the generator."""
     self._closed.set()
     self._thread.join()
 
   def _run(self) -> None:
     try:
-      for item in self._made:
+      for item in self._items:
         if not self._put((item,)):
           break
       else:
@@ -44,7 +45,7 @@ class Prefetcher(Generic[T]):
     except BaseException as error:
       self._put(error)
     finally:
-      self._made.close()
+      self._items.close()
 
   def _put(self, item: tuple[T] | BaseException) -> bool:
     while not self._closed.is_set():

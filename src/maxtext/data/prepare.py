@@ -1,8 +1,8 @@
-"""From raw text to tokenised ArrayRecord shards with a manifest: plan the shards, make each one alone, gather.
+"""Preparation of raw text as tokenised ArrayRecord shards with a manifest.
 
-A shard is a pure function of its part of the plan, so the same bytes come out of one process, many, or a cluster, and
-after any number of restarts. It is written under another name and renamed when it is whole; a record of it beside the
-plan says that it is done; the manifest is written last. Nothing here imports JAX.
+A shard is a pure function of its part of the plan, so one process, many or a cluster make the same bytes, after any
+number of restarts. A shard is written atomically, and then a record beside the plan marks it as done. The manifest is
+written last. Nothing here imports JAX.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ _POLL_SECONDS = 0.5  # seconds
 
 @dataclass(frozen=True)
 class ShardPlan:
-  """What becomes one shard."""
+  """The spans of text that become one shard."""
 
   number: int
   spans: tuple[TextSpan, ...]
@@ -63,14 +63,14 @@ class ShardPlan:
 
 
 Execute = Callable[[Callable[[Any], None], Sequence[Any]], None]
-"""Calls a function for every item, both of which can be pickled: in any order, anywhere that sees the same files."""
+"""Calls a function for every item, in any order, on any machine with the same files. Both must be picklable."""
 
 
 class Display(Protocol):
-  """Who is told how it goes."""
+  """Receives progress."""
 
-  def say(self, line: str) -> None:
-    """What begins now, where it takes a while."""
+  def message(self, line: str) -> None:
+    """Shows a line."""
     ...
 
   def progress(self, shards: int, all_shards: int, size: int, all_size: int) -> None:
@@ -112,12 +112,12 @@ def prepare(
   request = _request(tokenizer, files, column, train, most)
   if (done := _claim_folder(folder, to, request)) is not None:
     return done
-  pieces = _plan(folder, to, files, column, most, skip_bad, execute)
-  names = _install_tokenizer(tokenizer, folder, pieces, column, train, skip_bad, display)
-  job = _Job(to, len(pieces), column, request, names, _installed_options(tokenizer, train), skip_bad)
-  with _show_progress(folder, job, pieces, display) if display else nullcontext():
-    execute(partial(make_shard, job), [piece for piece in pieces if _read_record(folder, job, piece) is None])
-  manifest = _build_manifest(folder, job, pieces)
+  plans = _plan(folder, to, files, column, most, skip_bad, execute)
+  names = _install_tokenizer(tokenizer, folder, plans, column, train, skip_bad, display)
+  job = _Job(to, len(plans), column, request, names, _installed_options(tokenizer, train), skip_bad)
+  with _show_progress(folder, job, plans, display) if display else nullcontext():
+    execute(partial(make_shard, job), [plan for plan in plans if _read_record(folder, job, plan) is None])
+  manifest = _build_manifest(folder, job, plans)
   folder.write(MANIFEST, _json(manifest))
   folder.remove(UNFINISHED)
   return manifest
@@ -132,24 +132,24 @@ def split_one_file(to: str, column: str, most: SpanLimits, skip_bad: int, number
 
 @dataclass(frozen=True)
 class _Job:
-  """What every shard of a preparation has in common; small, since it travels with each."""
+  """What all shards of a preparation have in common; small, since it is pickled with each."""
 
   to: str
-  pieces: int
+  shards: int
   column: str
   request: str
   tokenizer_files: tuple[str, ...]
   tokenizer: TokenizerOptions
   skip_bad: int
 
-  def name(self, piece: ShardPlan) -> str:
+  def name(self, plan: ShardPlan) -> str:
     """Of the shard."""
-    return f"tokens-{piece.number:05}-of-{self.pieces:05}.array_record"
+    return f"tokens-{plan.number:05}-of-{self.shards:05}.array_record"
 
 
 @dataclass
 class _Skipped:
-  """Bad records that are left out, up to so many."""
+  """Counts bad records that are left out, up to a limit."""
 
   most: int
   count: int = 0
@@ -167,18 +167,18 @@ class _Skipped:
       raise ConfigError(f"More than --skip-bad {self.most} records cannot be read. The first: {self.first}")
 
 
-def make_shard(job: _Job, piece: ShardPlan) -> None:
+def make_shard(job: _Job, plan: ShardPlan) -> None:
   """Writes one shard and the record of it. A document without text is left out."""
   from array_record.python.array_record_module import ArrayRecordWriter
 
-  tokenizer, folder, name = _tokenizer(job), OutputFolder(job.to), job.name(piece)
+  tokenizer, folder, name = _tokenizer(job), OutputFolder(job.to), job.name(plan)
   dtype = _dtype(tokenizer.vocab_size).newbyteorder("<")
   lengths: list[int] = []
   skipped = _Skipped(job.skip_bad)
   with folder.scratch() as scratch:
     file = Path(scratch, name)
     writer = ArrayRecordWriter(str(file), "group_size:1")
-    for text in chain.from_iterable(documents(span, job.column, skipped) for span in piece.spans):
+    for text in chain.from_iterable(documents(span, job.column, skipped) for span in plan.spans):
       if text:
         document = tokenizer.encode(text)
         writer.write(document.astype(dtype).tobytes())
@@ -279,21 +279,21 @@ def _plan(
   known = set(folder.names(_PLAN))
   unread = [(n, f) for n, f in enumerate(files) if needs_scan(f) and _spans_file(n).rsplit("/", 1)[-1] not in known]
   execute(partial(split_one_file, to, column, most, skip_bad), unread)
-  pieces: list[list[TextSpan]] = []
+  plans: list[list[TextSpan]] = []
   count = size = 0
   for number, file in enumerate(files):
     noted = folder.read(_spans_file(number)) if needs_scan(file) else None
     for span in [TextSpan(**values) for values in json.loads(noted)] if noted else split_file(file, column, most):
-      if not pieces or count + span.documents > most.documents or size + span.size > most.size:
-        pieces.append([])
+      if not plans or count + span.documents > most.documents or size + span.size > most.size:
+        plans.append([])
         count = size = 0
-      pieces[-1].append(span)
+      plans[-1].append(span)
       count, size = count + span.documents, size + span.size
-  return [ShardPlan(number, tuple(spans)) for number, spans in enumerate(pieces)]
+  return [ShardPlan(number, tuple(spans)) for number, spans in enumerate(plans)]
 
 
 def _ignore_or_raise(skip_bad: int) -> OnBadRecord:
-  """For those who look at records without counting them."""
+  """An `on_bad` that ignores bad records if some may be skipped, else raises."""
   return (lambda bad: None) if skip_bad else raise_bad_record
 
 
@@ -304,7 +304,7 @@ def _spans_file(number: int) -> str:
 def _install_tokenizer(
   tokenizer: TokenizerOptions,
   folder: OutputFolder,
-  pieces: Sequence[ShardPlan],
+  plans: Sequence[ShardPlan],
   column: str,
   train: bool,
   skip_bad: int,
@@ -315,9 +315,9 @@ def _install_tokenizer(
     with folder.scratch() as scratch:
       if train:
         if display:
-          display.say(f"training a tokenizer of {tokenizer.vocab_size:,} tokens")
+          display.message(f"training a tokenizer of {tokenizer.vocab_size:,} tokens")
         on_bad = _ignore_or_raise(skip_bad)
-        whole = chain.from_iterable(documents(span, column, on_bad) for piece in pieces for span in piece.spans)
+        whole = chain.from_iterable(documents(span, column, on_bad) for plan in plans for span in plan.spans)
         files = train_tokenizer(whole, tokenizer.vocab_size, tokenizer.training_characters, Path(scratch))
       else:
         files = load_tokenizer(tokenizer).vocabulary.files
@@ -345,16 +345,16 @@ def _tokenizer(job: _Job) -> TextTokenizer:
     return load_tokenizer(replace(job.tokenizer, path=here))
 
 
-def _read_record(folder: OutputFolder, job: _Job, piece: ShardPlan) -> dict[str, Any] | None:
+def _read_record(folder: OutputFolder, job: _Job, plan: ShardPlan) -> dict[str, Any] | None:
   """What is known of a finished shard: its entry of the manifest, and what was skipped."""
-  content = folder.read(f"{UNFINISHED}/{job.name(piece)}.json")
+  content = folder.read(f"{UNFINISHED}/{job.name(plan)}.json")
   entry = (note := json.loads(content)).get("entry") if content else None  # a note of an older version has none
   return note if entry and (not entry["documents"] or folder.size(entry["file"]) == entry["bytes"]) else None
 
 
-def _build_manifest(folder: OutputFolder, job: _Job, pieces: Sequence[ShardPlan]) -> dict[str, Any]:
+def _build_manifest(folder: OutputFolder, job: _Job, plans: Sequence[ShardPlan]) -> dict[str, Any]:
   """The manifest: the same for the same request, whoever did the work."""
-  notes, skipped = [_read_record(folder, job, piece) for piece in pieces], _Skipped(job.skip_bad)
+  notes, skipped = [_read_record(folder, job, plan) for plan in plans], _Skipped(job.skip_bad)
   assert None not in notes, "a shard was not made"
   for note in filter(None, notes):
     skipped.add(note["skipped"], note["first"])
@@ -375,14 +375,14 @@ def _build_manifest(folder: OutputFolder, job: _Job, pieces: Sequence[ShardPlan]
 
 
 @contextmanager
-def _show_progress(folder: OutputFolder, job: _Job, pieces: Sequence[ShardPlan], display: Display) -> Iterator[None]:
-  """Reports what the folder says is finished, since workers may be anywhere."""
+def _show_progress(folder: OutputFolder, job: _Job, plans: Sequence[ShardPlan], display: Display) -> Iterator[None]:
+  """Shows progress by the finished shards in the folder, since workers may run anywhere."""
   over = threading.Event()
 
   def report() -> None:
     there = set(folder.names(UNFINISHED))
-    finished = [piece for piece in pieces if f"{job.name(piece)}.json" in there]
-    display.progress(len(finished), len(pieces), *(sum(p.size for p in group) for group in (finished, pieces)))
+    finished = [plan for plan in plans if f"{job.name(plan)}.json" in there]
+    display.progress(len(finished), len(plans), *(sum(p.size for p in group) for group in (finished, plans)))
 
   def watch() -> None:
     while not over.wait(_POLL_SECONDS):
@@ -399,7 +399,7 @@ def _show_progress(folder: OutputFolder, job: _Job, pieces: Sequence[ShardPlan],
 
 
 def _exit_with_parent() -> None:
-  """A worker leaves Ctrl-C to its parent, and does not outlive it."""
+  """Makes a worker ignore Ctrl-C and end with its parent."""
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   parent = multiprocessing.parent_process()
   assert parent is not None

@@ -29,7 +29,7 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class TextSpan:
-  """Documents that lie together in one file."""
+  """Consecutive documents of one file."""
 
   path: str
   begin: int  # of bytes, or of rows
@@ -39,11 +39,11 @@ class TextSpan:
 
 
 OnBadRecord = Callable[[ConfigError], None]
-"""Is called with what is wrong with a record, and where it is; if it returns, the record is left out."""
+"""Called with the error of a bad record; if it returns, the record is left out."""
 
 
 class SpanLimits(NamedTuple):
-  """What one span may hold; a document that is larger by itself stays whole."""
+  """Limits of one span; a larger document is a span of its own."""
 
   documents: int
   size: int
@@ -79,12 +79,12 @@ def standard_library() -> list[File]:
 
 
 def needs_scan(file: File) -> bool:
-  """Whether cutting this file means to read it once."""
+  """Whether splitting this file requires reading it."""
   return _format(file.path).needs_scan
 
 
 def raise_bad_record(bad: ConfigError) -> None:
-  """What is done about a record that cannot be read, unless the caller knows better."""
+  """Raises the error of a bad record; the default of `on_bad`."""
   raise bad
 
 
@@ -96,14 +96,14 @@ def split_file(file: File, column: str, most: SpanLimits, on_bad: OnBadRecord = 
 
 
 def documents(span: TextSpan, column: str, on_bad: OnBadRecord = raise_bad_record) -> Iterator[str]:
-  """The texts of a span, in order, without those of bad records, of which `on_bad` is told."""
+  """The texts of a span, in order; `on_bad` is called for bad records."""
   with _undamaged(span.path):
     yield from _format(span.path).read(span, column, on_bad)
 
 
 @contextmanager
 def _undamaged(path: str) -> Iterator[None]:
-  """A compressed file that breaks off has no records that could be told apart."""
+  """Raises `ConfigError` for a damaged compressed file, whose records cannot be separated."""
   try:
     yield
   except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
@@ -178,7 +178,7 @@ def _text_of(line: bytes, column: str, path: str, place: int) -> str:
 
 
 def _read_or_skip(on_bad: OnBadRecord, read: Callable[..., str], *record: Any) -> str | None:
-  """A record's text; None where it is bad and may be left out."""
+  """A record's text; None if it is bad and left out."""
   try:
     return read(*record)
   except ConfigError as bad:
@@ -187,7 +187,7 @@ def _read_or_skip(on_bad: OnBadRecord, read: Callable[..., str], *record: Any) -
 
 
 def _is_text(found: str) -> bool:
-  """JSON can escape what no encoding can write, and no tokenizer reads."""
+  """Whether a string can be encoded; JSON can escape half of a surrogate pair."""
   try:
     found.encode()
   except UnicodeEncodeError:

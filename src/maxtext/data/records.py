@@ -1,4 +1,4 @@
-"""Random access to records in many files, with a bound on what is open.
+"""Random access to records in many files, with a limit on open files.
 
 A reader costs a file handle and an index in memory, so only the least recently used few stay open, however many shards
 there are. Records are read in bulk: a call costs time in proportion to the shard, a record in a large call little.
@@ -38,7 +38,7 @@ class Reader(Protocol):
 
 
 class Records:
-  """All records of all shards, numbered through."""
+  """The records of all shards, with consecutive numbers."""
 
   def __init__(self, shards: Sequence[Shard], open_shard: Callable[[Shard], Reader], threads: int = 1) -> None:
     """`threads` shards are read at a time."""
@@ -99,7 +99,7 @@ class Records:
         self._open[number] = reader
         self._open_bytes += self.shards[number].open_bytes
       while len(self._open) > MOST_OPEN or (self._open_bytes > MOST_BYTES and len(self._open) > 1):
-        # Whoever still reads from it holds it; it closes when they are done.
+        # A thread that still reads from it holds a reference; it closes after that.
         dropped, _ = self._open.popitem(last=False)
         self._open_bytes -= self.shards[dropped].open_bytes
     return reader

@@ -1,4 +1,4 @@
-"""Files of folders that may be a stranger's: none that is elsewhere is read, and what is wrong in one is said."""
+"""Reading files of untrusted folders: no path may lead outside, and problems are reported by file name."""
 
 import json
 from pathlib import Path
@@ -8,15 +8,15 @@ from maxtext.configs import ConfigError
 
 
 def resolve_inside(folder: Path, name: str) -> Path:
-  """A file of the folder; one that is elsewhere, by its name or by a link, is refused.
+  """The path of a file in the folder; raises `ConfigError` if its name or a link leads outside.
 
-  The cache of Hugging Face's hub links the files of a snapshot to the blobs of the same model, which belong to it.
+  The cache of Hugging Face's hub links the files of a snapshot to blobs of the same model, which are allowed.
   """
   here = folder.resolve()
   roots = [here, *(at.parent.parent / "blobs" for at in (here, *here.parents) if _is_snapshot(at))]
   try:
     target = (folder / name).resolve()
-  except (OSError, RuntimeError, ValueError):  # links in a circle, or no name of a file
+  except (OSError, RuntimeError, ValueError):  # a cycle of links, or an invalid name
     raise ConfigError(f"{folder} has {name!r}, which leads to no file.") from None
   if not any(target.is_relative_to(root) for root in roots):
     raise ConfigError(f"{folder} has {name!r}, which leads out of the folder to {target}: copy the file into it.")
@@ -24,7 +24,7 @@ def resolve_inside(folder: Path, name: str) -> Path:
 
 
 def read_text_inside(folder: Path, name: str) -> str | None:
-  """The text of a file of the folder; None where there is none."""
+  """The text of a file in the folder; None if there is no such file."""
   file = resolve_inside(folder, name)
   try:
     return file.read_text(encoding="utf-8")
@@ -37,7 +37,7 @@ def read_text_inside(folder: Path, name: str) -> str | None:
 
 
 def read_json_inside(folder: Path, name: str) -> dict[str, Any]:
-  """The object in a file of the folder; {} where there is none."""
+  """The JSON object in a file of the folder; {} if there is no such file."""
   if (text := read_text_inside(folder, name)) is None:
     return {}
   try:
@@ -45,10 +45,10 @@ def read_json_inside(folder: Path, name: str) -> dict[str, Any]:
   except (ValueError, RecursionError) as error:
     raise ConfigError(f"{folder / name} is not JSON: {error}.") from None
   if not isinstance(content, dict):
-    raise ConfigError(f"{folder / name} is not an object of JSON.")
+    raise ConfigError(f"{folder / name} is not a JSON object.")
   return content
 
 
 def _is_snapshot(folder: Path) -> bool:
-  """Whether a folder is one of the hub's cache: models--ORGANISATION--NAME/snapshots/REVISION."""
+  """Whether a folder is a snapshot in the hub's cache: models--ORGANISATION--NAME/snapshots/REVISION."""
   return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")

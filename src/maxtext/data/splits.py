@@ -1,4 +1,4 @@
-"""What training data and evaluation data each have their own of."""
+"""Options that training and evaluation data have separately."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""Data that can only be read in order: a separate path, because its position belongs to a number of hosts.
+"""Streamed data, which can only be read in order. Its iterator state depends on the number of hosts.
 
-Every group of processes that holds the same rows reads its own part of the data, as the `datasets` library deals it,
-and fills its rows one after the other. It is shuffled within windows of `shuffle_buffer` documents. The
-position is that of a stream (see `packing`) and, as bytes, where the library stood when the stream's window began.
+Every group of processes that holds the same rows reads its own part of the data, as the `datasets` library splits it,
+and fills its rows one after the other. Documents are shuffled within windows of `shuffle_buffer` documents. The state
+is that of a stream (see `packing`) and, as bytes, the library's state at the start of the stream's window.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from maxtext.data.streams import PackedStreams, Rows
 
 _CURSOR_BYTES = 4096
 WIDTH = 3 + _CURSOR_BYTES // 4
-"""int32 that a position takes."""
+"""Size of the iterator state, in int32."""
 
 
 def streamed_rows(
@@ -39,12 +39,12 @@ def streamed_rows(
   group: tuple[int, int],
   share: tuple[int, int],
 ) -> Iterator[Rows]:
-  """The rows of one group of processes, from a batch on.
+  """The rows of one group of processes, starting with a batch.
 
   Args:
-    state: int32[WIDTH], where the group stands; zeros are the beginning.
-    group: its number, and how many groups there are.
-    share: blocks of rows that it holds, and how many there are.
+    state: int32[WIDTH], the iterator state of the group; zeros are the beginning.
+    group: its index, and the number of groups.
+    share: the number of its blocks of rows, and of all blocks.
   """
   documents = _Windows(options, split, group, state)
   stream = PackedStreams(documents, packing, [0], state[None, :3])
@@ -55,7 +55,7 @@ def streamed_rows(
 
 
 def check(options: DataOptions, split: Split) -> None:
-  """Raises where the data is not there; reads none of it."""
+  """Raises `ConfigError` if the data cannot be opened; reads none of it."""
   Encoding.of(options, split)
   load(options.hub, split, streaming=True)
 
@@ -76,7 +76,7 @@ class _Windows:
       self._epoch, library = json.loads(cursor)
       self._data.load_state_dict(library)
     self._next = int(state[0]) // self._size  # the window that is read next
-    self._cursors = {self._next: state[3:]}  # the library itself knows where it stands only once it has moved
+    self._cursors = {self._next: state[3:]}  # the library has a state only after the first read
     self._held: dict[int, list[np.ndarray]] = {}
     self._rows = self._read_on()
 
@@ -92,7 +92,7 @@ class _Windows:
     return found
 
   def cursor(self, first: int) -> np.ndarray:
-    """Where the library stood when the window of a document began, as int32; earlier windows are forgotten."""
+    """The library's state at the start of a document's window, as int32; earlier windows are dropped."""
     window = first // self._size
     self._read_to(window)
     for old in [number for number in self._cursors if number < window]:

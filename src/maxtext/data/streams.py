@@ -17,7 +17,7 @@ from maxtext.data.packing import Packing, TokenSpan
 
 
 class StreamDocuments(Protocol):
-  """What streams read from."""
+  """The documents that streams read."""
 
   def read(self, wanted: Sequence[tuple[int, int]]) -> list[np.ndarray | None]:
     """The tokens of documents (stream, k), each the k-th of its stream; None after the last."""
@@ -25,7 +25,7 @@ class StreamDocuments(Protocol):
 
 
 class Rows(NamedTuple):
-  """Rows of some streams, and the state of all of the maker's streams after them. Segments are 0 in padding."""
+  """Rows of some streams, and the state of all streams of this worker after them. Segments are 0 in padding."""
 
   inputs: np.ndarray
   targets: np.ndarray
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 class PackedStreams:
-  """Makes the rows of some of the streams."""
+  """Packs the rows of some of the streams."""
 
   def __init__(
     self,
@@ -49,7 +49,7 @@ class PackedStreams:
 
     Args:
       streams: their numbers.
-      state: int32[len(streams), 3], where they stand; None is the beginning.
+      state: int32[len(streams), 3]; None is the beginning.
       read_ahead: documents per stream read beyond those that packing looks at.
     """
     self._documents, self._packing, self._streams = documents, packing, [int(s) for s in streams]
@@ -59,10 +59,10 @@ class PackedStreams:
     self._counting = np.arange(packing.length, dtype=np.int32)
     self._held: list[dict[int, np.ndarray | None]] = [{} for _ in streams]
     self._sizes = [_Sizes(partial(self._read, s)) for s in range(len(streams))]
-    self._ends = self._state[:, 0].tolist()  # per stream, the first document that was not asked for yet
+    self._ends = self._state[:, 0].tolist()  # per stream, the first document that was not requested yet
 
   def rows(self, chosen: Sequence[int]) -> Rows:
-    """The next row of each of the chosen streams, which are counted from 0 among this maker's."""
+    """The next row of each of the chosen streams, which are counted from 0 among this worker's."""
     shape = len(chosen), self._packing.length
     inputs, targets, positions, segments = (np.zeros(shape, np.int32) for _ in range(4))
     for row, stream in enumerate(chosen):
@@ -79,17 +79,17 @@ class PackedStreams:
 
   def _advance(self, stream: int) -> list[TokenSpan]:
     first, offset, taken = self._state[stream].tolist()
-    pieces, self._state[stream] = self._packing.row((first, offset, taken), self._sizes[stream])
-    return pieces
+    spans, self._state[stream] = self._packing.row((first, offset, taken), self._sizes[stream])
+    return spans
 
   def _forget(self, stream: int) -> None:
-    """Lets go of the documents that are wholly used."""
+    """Drops the documents that are completely used."""
     (first, _, taken), held, sizes = self._state[stream].tolist(), self._held[stream], self._sizes[stream]
     for k in [k for k in held if k < first or taken >> (k - first) & 1]:
       del held[k], sizes[k]
 
   def _read(self, stream: int, k: int) -> None:
-    """Reads a document, and with it what all streams will need soon: reading in bulk is what is quick."""
+    """Reads a document, and those that all streams will need soon, since reading in bulk is fast."""
     wanted = []
     for s, (first, _, taken) in enumerate(self._state.tolist()):
       needed = max(first + self._packing.look_ahead, k + 1 if s == stream else 0)
@@ -104,7 +104,7 @@ class PackedStreams:
 
 
 class _Sizes(dict[int, int]):
-  """Sizes of a stream's documents, which are read when they are asked for; a dict, because packing asks often."""
+  """Sizes of a stream's documents, read on first use; a dict, because packing looks them up often."""
 
   def __init__(self, read: Callable[[int], None]) -> None:
     super().__init__()

@@ -1,4 +1,4 @@
-"""Tokens with the frequencies of words in a text, for trying things out without data."""
+"""Synthetic data: tokens with the frequencies of words in a text."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ from maxtext.data.hashing import splitmix64
 def synthetic_batches(
   vocab: int, rows: int, length: int, seed: int, sharding: Sharding, position: IteratorState | None = None
 ) -> Iterator[BatchWithState]:
-  """Endless batches; each process makes only the rows that its devices hold."""
+  """Infinite batches; each process makes only the rows that its devices hold."""
 
   def array(cell: Callable[[np.ndarray, np.ndarray], np.ndarray], dtype: type) -> jax.Array:
-    def piece(index: Any) -> np.ndarray:
+    def block_of(index: Any) -> np.ndarray:
       row, column = (np.arange(n, dtype=np.uint64)[i] for n, i in zip((rows, length), index, strict=True))
       return np.broadcast_to(cell(row[:, None], column[None]), (len(row), len(column))).astype(dtype)
 
-    return jax.make_array_from_callback((rows, length), sharding, piece)
+    return jax.make_array_from_callback((rows, length), sharding, block_of)
 
   positions = array(lambda row, column: column, np.int32)
   weights = array(lambda row, column: np.ones(1), np.float32)

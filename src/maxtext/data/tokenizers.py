@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from maxtext.configs import ConfigError
-from maxtext.configs.secrets import redacted_text
+from maxtext.configs.secrets import redact
 from maxtext.configs.types import TokenizerType
 from maxtext.data.chat_template import BREAK, DELETE, GUARDED, Guard, remove_marks, render_template
 from maxtext.data.options import TokenizerOptions
@@ -462,7 +462,7 @@ def _download(options: TokenizerOptions, patterns: list[str]) -> Path:
   try:
     return Path(snapshot_download(name, allow_patterns=patterns, token=options.access_token))
   except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-    reason = redacted_text(str(error).strip().splitlines()[0], options.access_token)
+    reason = redact(str(error).strip().splitlines()[0], options.access_token)
     raise ConfigError(
       f"tokenizer_path={name} is no file or folder here, and Hugging Face does not give it: {reason} "
       f"A gated name needs a token: set HF_TOKEN in the environment."
@@ -494,7 +494,7 @@ def _unreadable_error(options: TokenizerOptions, form: str) -> ConfigError:
 def _chat_template(options: TokenizerOptions, vocabulary: Vocabulary) -> str | None:
   """The one that was written, the one in the file that was named, or the vocabulary's own."""
   if options.chat_template and options.chat_template_path:
-    raise ConfigError("chat_template and chat_template_path say the same thing twice: leave one out.")
+    raise ConfigError("chat_template and chat_template_path are both set: leave one out.")
   if options.chat_template_path:
     try:
       return Path(options.chat_template_path).expanduser().read_text(encoding="utf-8")

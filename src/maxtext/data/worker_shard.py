@@ -1,4 +1,4 @@
-"""The rows that one process makes, described so that any process can make them."""
+"""The rows of one worker, described so that any process can make them."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from maxtext.data.streams import PackedStreams, Rows
 
 @dataclass(frozen=True)
 class WorkerShard:
-  """Some of a run's streams, from some batch on.
+  """Some of a run's streams, from a batch on.
 
   Attributes:
     options: the data.
@@ -26,9 +26,9 @@ class WorkerShard:
     packing: how rows are filled.
     sizes: rows of each batch of the whole run.
     streams: the numbers of the streams; whole rows of the smallest batch.
-    state: int32[len(streams), 3], where they stand.
-    batch: the number of the first batch.
-    spans: how the long documents of each source are cut.
+    state: int32[len(streams), 3], the state of each stream.
+    batch: the index of the first batch.
+    spans: how the long documents of each source are split.
   """
 
   options: DataOptions
@@ -41,10 +41,10 @@ class WorkerShard:
   spans: tuple[DocumentSpans, ...]
 
   def rows(self, sources: Sequence[DataSource] | None = None) -> Iterator[Rows]:
-    """This share of every batch; empty rows without end where the data has ended. `sources` may be open already.
+    """The rows of this shard in every batch; after the end of the data, empty rows for ever.
 
-    A row of a batch belongs to as many neighbouring streams as there are streams for each row, and takes turns among
-    them, so that whoever holds the row keeps its streams when the batch grows.
+    With more streams than rows, a row takes turns among neighbouring streams, so that a row keeps its streams when the
+    batch grows. `sources` may be open already.
     """
     options, split, total = self.options, self.options.split(self.split), self.sizes.streams
     opened = [replace(s, spans=cut) for s, cut in zip(sources or open_sources(options, split), self.spans, strict=True)]
@@ -56,7 +56,7 @@ class WorkerShard:
       yield streams.rows(range(batch % per_row, len(self.streams), per_row))
 
   def divide(self, parts: int) -> list["WorkerShard"]:
-    """The share in at most so many shares, which never cut a row."""
+    """At most `parts` smaller shards; no row is divided."""
     unit = self.sizes.streams // min(self.sizes.rows)
     rows = len(self.streams) // unit
     cuts = sorted({unit * (rows * i // parts) for i in range(parts + 1)})

@@ -1,7 +1,7 @@
-"""Reader processes: each makes a part of this process's rows, as it would itself.
+"""Worker processes of the dataloader. Each makes a part of this process's rows.
 
-A process writes its batches into a pipe and waits while the pipe is full. When the other end closes, because the run
-has ended or was killed, writing fails and the process ends: none outlives its run.
+A worker writes its batches into a pipe and waits while the pipe is full. When the run ends or is killed, the other end
+closes, writing fails and the worker ends.
 """
 
 import os
@@ -24,18 +24,18 @@ from maxtext.data.streams import Rows
 from maxtext.data.worker_shard import WorkerShard
 
 PROCESS_MEGABYTES = 256
-"""What one takes, with its libraries and some open shards."""
+"""Memory of one worker, with its libraries and some open shards."""
 
 
 def choose_workers(split: Split, megabytes: int) -> int:
-  """Reader processes; where the key leaves it open, one per core but the run's own, within so many megabytes."""
+  """The number of workers; if the key is -1, one per core but one, within `megabytes` of memory."""
   if split.workers >= 0:
     return split.workers
   return max(1, min((os.cpu_count() or 1) - 1, megabytes // PROCESS_MEGABYTES))
 
 
 def rows_from_processes(shards: Sequence[WorkerShard], buffer: int) -> Iterator[Rows]:
-  """The rows of several shards, side by side, each made by its own process, which keeps `buffer` batches ready."""
+  """The rows of several shards, concatenated. Each shard has its own process, which prefetches `buffer` batches."""
   workers: list[_Worker] = []
   try:
     workers += [_Worker.start(shard, buffer) for shard in shards]
@@ -55,7 +55,7 @@ class _Worker:
   @staticmethod
   def start(shard: WorkerShard, buffer: int) -> "_Worker":
     here, there = Pipe()
-    # Not `multiprocessing`, which would import the caller's main module again: no JAX, and no surprises.
+    # Not `multiprocessing`, which would import the caller's main module again, and with it JAX.
     process = subprocess.Popen(
       [sys.executable, "-m", "maxtext.data.workers", str(there.fileno())],
       pass_fds=[there.fileno()],
@@ -94,7 +94,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _batches(shard: WorkerShard) -> Generator[bytes]:
-  """Batches ready to be sent; an error is the last of them."""
+  """Pickled batches; an error is the last one."""
   try:
     for rows in shard.rows():
       yield pickle.dumps(rows, protocol=5)

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxtext.configs.errors import ConfigError, nearest
+from maxtext.configs.errors import ConfigError, did_you_mean
 
 LogicalAxis = Literal[
   "layers",
@@ -62,12 +62,12 @@ class Rules:
     for entry in table:
       name, axes = _entry(entry)
       if name not in LOGICAL_AXES:
-        raise ConfigError(f"logical_axis_rules: '{name}' is not a logical axis.{nearest(name, LOGICAL_AXES)}")
+        raise ConfigError(f"logical_axis_rules: '{name}' is not a logical axis.{did_you_mean(name, LOGICAL_AXES)}")
       if name in rules:
         raise ConfigError(f"logical_axis_rules: '{name}' occurs twice; join its mesh axes in one entry.")
       for axis in axes:
         if axis not in mesh_axes:
-          hint = nearest(axis, mesh_axes) or f" There are {', '.join(mesh_axes)}."
+          hint = did_you_mean(axis, mesh_axes) or f" There are {', '.join(mesh_axes)}."
           raise ConfigError(f"logical_axis_rules: {name}: '{axis}' is not a mesh axis.{hint}")
       if len(set(axes)) < len(axes):
         raise ConfigError(f"logical_axis_rules: {name}: {list(axes)} names a mesh axis twice.")

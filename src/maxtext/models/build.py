@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs import types as t
 from maxtext.configs.derived import scaled_sizes
-from maxtext.configs.refusals import keys_without_effect
 from maxtext.configs.types import DecoderBlockType
-from maxtext.configs.values import default_of, plain
+from maxtext.configs.unsupported import keys_with_no_effect
+from maxtext.configs.values import default_of, plain_value
 from maxtext.layers.how import How
 from maxtext.models import families
 from maxtext.models.execution.execution import how_of_model, sharding_rules
@@ -67,11 +67,11 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
   spec = with_features(read, FAMILIES[config.decoder_block].spec(read))
   keys = _DESCRIBES_EXPERTS.union(*(section.model_fields for section in _DESCRIBES_A_MODEL))
   unread = keys - reader.read - _READ_ELSEWHERE
-  for key in sorted(unread - keys_without_effect(config, unread).keys()):
+  for key in sorted(unread - keys_with_no_effect(config, unread).keys()):
     value = getattr(config, key)
     if value != default_of(key):
       raise ConfigError(
-        f"{key}={plain(value)} has no effect here, on decoder_block={config.decoder_block.value}: leave it out."
+        f"{key}={plain_value(value)} has no effect here, on decoder_block={config.decoder_block.value}: leave it out."
       )
   return spec
 

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from maxtext.configs import MaxTextConfig
-from maxtext.configs.loader import load_config, model_names, same_model
+from maxtext.configs.loader import canonical_model_name, load_config, model_names
 from maxtext.models.build import abstract_model, weight_table
 from maxtext.models.flops import active_share
 from maxtext.models.spec import DecoderSpec, Group, TowerSpec, towers_of
@@ -50,7 +50,7 @@ def entry(name: str) -> Entry:
     sum(int(model.struct(name).size * active_share(model, name)) for name in model.weight_names),
     config.trainable_position_size if config.trainable_position_size > 0 else config.max_position_embeddings,
     all(find(table, path) for path in model.weight_names),
-    same_model(name),
+    canonical_model_name(name),
   )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from etils import epath
 
 from maxtext.configs import ConfigError
-from maxtext.configs.secrets import redacted_words
+from maxtext.configs.secrets import redact_arguments
 from maxtext.configs.types import DerivedValues
 from maxtext.observe.growing_file import is_permanent
 from maxtext.observe.report import write_report
@@ -64,7 +64,7 @@ class RunDirectory:
     """
     facts = {
       "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-      "command": redacted_words(sys.argv),
+      "command": redact_arguments(sys.argv),
       "python": platform.python_version(),
       "versions": library_versions(),
     }

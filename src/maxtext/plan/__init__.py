@@ -1,1 +1,2 @@
-"""What a run would do on hardware that is not here: the real step, compiled for the real topology."""
+"""The planner: memory and speed of a run on hardware that is not here, from the train step compiled for its
+topology."""

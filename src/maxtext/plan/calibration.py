@@ -1,4 +1,4 @@
-"""What the compiler and the data sheets do not say, per chip; `docs/planner.md` has the runs that they come from."""
+"""Calibration for each chip: what the compiler and the data sheets leave out; see `docs/planner.md`."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""The real train step, lowered and compiled for a topology that is not here."""
+"""The program of a run for a topology that is not here."""
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.mesh.devices import make_mesh
@@ -7,19 +7,19 @@ from maxtext.training.program import Program
 
 
 def program_for(config: MaxTextConfig) -> tuple[Program, Topology]:
-  """The program of a run on `compile_topology`; nothing is allocated, and no device is touched."""
+  """The program of a run on `compile_topology`; nothing is allocated, and no device is used."""
   if not config.compile_topology:
     raise ConfigError("compile_topology is empty: name the hardware to compile for, such as compile_topology=v5p-128.")
   topology = Topology.named(config.compile_topology, max(config.compile_topology_num_slices, 1))
   if not topology.compiles:
-    config = _traceable(config)
+    config = _traceable_config(config)
   return Program.of(config, make_mesh(config, topology.devices())), topology
 
 
-def _traceable(config: MaxTextConfig) -> MaxTextConfig:
-  """The same for devices that are not there: nothing of theirs is asked while the step is traced."""
+def _traceable_config(config: MaxTextConfig) -> MaxTextConfig:
+  """The configuration without options that need the devices while the step is traced."""
   for key in ("optimizer_memory_host_offload", "parameter_memory_host_offload"):
     if getattr(config, key):
-      raise ConfigError(f"{key}=true is not reckoned for compile_topology={config.compile_topology}: leave it out.")
-  # cuDNN has to be there to be traced; other attention has the same tensors.
+      raise ConfigError(f"{key}=true is not supported for compile_topology={config.compile_topology}: leave it out.")
+  # cuDNN attention can be traced only on a GPU; other attention has the same tensors.
   return config.model_copy(update={"attention": "chunked"})

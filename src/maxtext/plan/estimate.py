@@ -1,7 +1,7 @@
-"""How long a compiled step would take: the compiler's cycles, kernels by their arithmetic, collectives by their bytes.
+"""Estimate of the time of a compiled step: the compiler's cycles, FLOPs of kernels, bytes of collectives.
 
-The schedule is played through with two clocks, one of the chip and one of its links: a collective that was started
-early only costs what is left of it when its result is needed.
+The schedule is simulated with one clock for the chip and one for its links: an asynchronous collective costs only what
+is left of it when its result is needed.
 """
 
 import re
@@ -18,17 +18,17 @@ from jax.sharding import Mesh
 from maxtext.kernels.scores import Scoring
 from maxtext.kernels.splash import seen_blocks
 from maxtext.mesh.topology import Topology
-from maxtext.plan.hlo import CompiledProgram, Instruction, called, loop_body
+from maxtext.plan.hlo import CompiledProgram, Instruction, called_computations, loop_body
 
 
 @dataclass(frozen=True)
 class Calibration:
-  """What the compiler and the data sheet do not say; `docs/planner.md` says where each comes from.
+  """Corrections of the compiler's estimate and the data sheet; `docs/planner.md` has their sources.
 
   Attributes:
-    compute: seconds that pass for one second of the compiler's own estimate.
+    compute: measured seconds for one second of the compiler's estimate.
     kernel: share of the chip's peak that a Pallas kernel reaches; attention's with default blocks.
-    grouped: the same of grouped products, which are the experts'.
+    grouped: the same for grouped matmuls, which are those of experts.
     link: share of a link's speed that a collective reaches.
     between_slices: bytes per second and chip over the data-centre network.
   """
@@ -41,13 +41,13 @@ class Calibration:
 
 
 Kind = Literal["compute", "kernel", "collective"]
-_GROUPED = "gmm"  # in the names of the kernels of grouped products
-_ATTENTION = "splash_mha_"  # before the parts of attention
+_GROUPED = "gmm"  # in the names of grouped matmul kernels
+_ATTENTION = "splash_mha_"  # prefix of attention kernels
 
 
 @dataclass(frozen=True)
 class Operation:
-  """One operation of the schedule, or what the step waits for one that runs beside it."""
+  """One operation of the schedule; for an asynchronous one, the time that the step waits for it."""
 
   name: str
   kind: Kind
@@ -87,20 +87,24 @@ def estimate(
   mesh: Mesh,
   calibration: Calibration,
   filled_rows: float = 1.0,
-  reach: Mapping[str, float] = MappingProxyType({}),
+  kernel_efficiency: Mapping[str, float] = MappingProxyType({}),
 ) -> Estimate:
-  """Plays the schedule through.
+  """Simulates the schedule.
 
   Args:
-    filled_rows: share of the rows of grouped products that hold a token; a kernel passes over the others.
-    reach: of attention's kernels, how many times as fast as with default blocks they multiply.
+    program: the compiled step.
+    topology: the hardware.
+    mesh: the device mesh of the step.
+    calibration: of the chip.
+    filled_rows: share of the rows of grouped matmuls that hold a token; a kernel skips the others.
+    kernel_efficiency: speed of each attention kernel relative to default blocks.
   """
-  player = _Player(program, topology, mesh, calibration, filled_rows, reach)
-  player.play(program.entry, 1)
-  return Estimate(player.operations)
+  simulator = _ScheduleSimulator(program, topology, mesh, calibration, filled_rows, kernel_efficiency)
+  simulator.simulate(program.entry, 1)
+  return Estimate(simulator.operations)
 
 
-class _Player:
+class _ScheduleSimulator:
   def __init__(
     self,
     program: CompiledProgram,
@@ -108,33 +112,33 @@ class _Player:
     mesh: Mesh,
     calibration: Calibration,
     filled_rows: float,
-    reach: Mapping[str, float],
+    kernel_efficiency: Mapping[str, float],
   ) -> None:
     self._program, self._topology, self._mesh, self._calibration = program, topology, mesh, calibration
-    self._chip, self._filled_rows, self._reach = topology.chip, filled_rows, reach
+    self._chip, self._filled_rows, self._kernel_efficiency = topology.chip, filled_rows, kernel_efficiency
     self.operations: list[Operation] = []
 
-  def play(self, name: str, times: int) -> float:
-    """Plays a computation that runs `times` times; returns the seconds of one run."""
-    now, links_free = 0.0, {False: 0.0, True: 0.0}  # of a slice, and between slices
-    under_way: dict[str, tuple[Instruction, float]] = {}
+  def simulate(self, name: str, times: int) -> float:
+    """Simulates a computation that runs `times` times; returns the seconds of one run."""
+    now, links_free = 0.0, {False: 0.0, True: 0.0}  # within a slice, and between slices
+    in_flight: dict[str, tuple[Instruction, float]] = {}
     for i in self._program.computations[name].instructions:
       if i.opcode == "while":
         trips = self._program.trips(i)
-        now += trips * self.play(loop_body(i), times * trips)
+        now += trips * self.simulate(loop_body(i), times * trips)
       elif i.opcode in ("call", "conditional"):
-        now += max((self.play(target, times) for target in called(i)), default=0.0)
+        now += max((self.simulate(target, times) for target in called_computations(i)), default=0.0)
       elif transfer := self._program.transfer(i):
         if transfer.starts:
           network = transfer.collective.between_slices
           links_free[network] = max(now, links_free[network]) + self._transfer_seconds(transfer.collective)
-          under_way[transfer.key] = transfer.collective, links_free[network]
-        if transfer.ends and transfer.key in under_way:
-          collective, done = under_way.pop(transfer.key)
+          in_flight[transfer.key] = transfer.collective, links_free[network]
+        if transfer.ends and transfer.key in in_flight:
+          collective, done = in_flight.pop(transfer.key)
           self._wait(collective, times, max(done - now, 0.0))
           now = max(now, done)
       else:
-        now += self._own(i, times)
+        now += self._run_on_chip(i, times)
     return now
 
   def _wait(self, i: Instruction, times: int, seconds: float) -> None:
@@ -143,16 +147,16 @@ class _Player:
     kind = i.collective or i.opcode
     self.operations.append(Operation(kind, "collective", source, times, seconds * times, i.bytes * times, axes))
 
-  def _own(self, i: Instruction, times: int) -> float:
+  def _run_on_chip(self, i: Instruction, times: int) -> float:
     if kernel := _kernel_name(i):
       kind: Kind = "kernel"
-      flops, moved = _kernel_work(kernel, i)
-      faster = (times for part, times in self._reach.items() if f"{_ATTENTION}{part}" in kernel)
-      reached = self._calibration.kernel * next(faster, 1.0)
+      flops, moved = _kernel_cost(kernel, i)
+      faster = (times for part, times in self._kernel_efficiency.items() if f"{_ATTENTION}{part}" in kernel)
+      efficiency = self._calibration.kernel * next(faster, 1.0)
       if _GROUPED in kernel:
-        flops, reached = flops * self._filled_rows, self._calibration.grouped
-      seconds = max(flops / (self._chip.flops * reached), moved / self._chip.hbm_bandwidth)
-      seconds *= self._chip.devices  # each of which has its part of the chip
+        flops, efficiency = flops * self._filled_rows, self._calibration.grouped
+      seconds = max(flops / (self._chip.flops * efficiency), moved / self._chip.hbm_bandwidth)
+      seconds *= self._chip.devices  # each device has its part of the chip
     else:
       kind, seconds = "compute", self._calibration.compute * i.cycles / self._chip.clock
     if seconds:
@@ -162,7 +166,7 @@ class _Player:
     return seconds
 
   def _transfer_seconds(self, i: Instruction) -> float:
-    """All links that lead to a chip of the group bring a part; to a neighbour there is one."""
+    """Seconds of a collective: all links to a chip of the group are used; a permute uses one."""
     _, links, slices = self._span(i)
     group = len(self._places(i))
     if group == 1:
@@ -173,7 +177,7 @@ class _Player:
     return i.bytes * passes.get(i.collective or "", share) / (speed * self._calibration.link)
 
   def _places(self, i: Instruction) -> np.ndarray:
-    """The devices of one group, by their place in the mesh; between slices, one of each."""
+    """The devices of one group, as flat indices into the mesh; between slices, one of each."""
     return self._one_of_each_slice if i.between_slices else i.first_group(self._mesh.size)
 
   @cached_property
@@ -181,10 +185,10 @@ class _Player:
     return np.unique([getattr(d, "slice_index", 0) for d in self._mesh.devices.flat], return_index=True)[1]
 
   def _span(self, i: Instruction) -> tuple[tuple[str, ...], int, bool]:
-    """The mesh axes along which a group lies, the links that bring its chips their parts, whether it leaves a slice.
+    """The mesh axes of a group, the links to each of its chips, and whether the group spans slices.
 
-    A dimension of the torus that the group spans gives two links, one for each direction of the ring; where it is no
-    ring, or the group is only a part of it, the chip at the end has one.
+    Each torus dimension that the group spans gives two links, one for each direction of the ring. If it is no ring, or
+    the group is only a part of it, the chip at the end has one.
     """
     places = self._places(i)
     index = np.stack(np.unravel_index(places, self._mesh.devices.shape))
@@ -205,17 +209,17 @@ def _kernel_name(i: Instruction) -> str | None:
   return re.sub(r"\.\d+$", "", i.name)
 
 
-def _kernel_work(name: str, i: Instruction) -> tuple[float, int]:
-  """Operations and bytes of a Pallas call; for a kernel that is not known, bytes alone."""
+def _kernel_cost(name: str, i: Instruction) -> tuple[float, int]:
+  """FLOPs and bytes of a Pallas call; for an unknown kernel, bytes alone."""
   arrays = i.operand_arrays
   moved = sum(a.bytes for a in (*arrays, *i.arrays))
-  work = next((work for part, work in _WORK.items() if part in name), None)
+  work = next((work for part, work in _FLOPS.items() if part in name), None)
   return (work(i) if work else 0.0), moved
 
 
 def _attention(part: str, products: int, i: Instruction) -> float:
-  """Operations of so many products of queries and keys, by the blocks that the mask leaves: its table has all of them
-  where it is causal, and else those that a row of blocks has at most. Where rows are split, all are counted."""
+  """FLOPs of `products` matmuls of queries and keys over the blocks that are not masked. The mask's table lists all
+  blocks if it is causal, else the largest number in a row of blocks. Where rows are split, all are counted."""
   mask = next(a.shape for a in i.operand_arrays if a.dtype == "s8")
   queries, keys, *_ = (a.shape for a in i.operand_arrays if len(a.shape) >= 3 and a.dtype != "s8")
   q, kv = (_block(i, f"block_{side}{part}") for side in ("q", "kv"))
@@ -226,20 +230,19 @@ def _attention(part: str, products: int, i: Instruction) -> float:
 
 
 def _block(i: Instruction, name: str) -> int:
-  """A size of blocks, as the kernel's own description has it."""
+  """A block size, from the kernel's metadata."""
   found = re.search(rf'"{name}\\*": (\d+)', i.rest)
-  assert found, f"a splash kernel says its {name}"
+  assert found, f"a splash kernel has {name} in its metadata"
   return int(found[1])
 
 
 def _gradients(i: Instruction) -> float:
-  """Of keys and values, which are results with room for a block of each; where the kernel is fused also of queries."""
+  """FLOPs of the gradients of keys and values; in a fused kernel also of queries."""
   return _attention("_dkv", 5 if len(i.arrays) > 2 * 2 else 4, i)
 
 
 def _grouped(i: Instruction) -> float:
-  """Operations of a grouped product of rows [M,K] and weights [G,K,N] to [M,N], or of the gradient of the weights from
-  the two others."""
+  """FLOPs of a grouped matmul of rows [M,K] and weights [G,K,N] to [M,N], or of the gradient of the weights."""
   every = [a.shape for a in (*i.operand_arrays, *i.arrays)]
   weights = next(shape for shape in every if len(shape) == 3)
   inner, outer = (prod(shape) for shape in every if len(shape) == 2)
@@ -247,8 +250,8 @@ def _grouped(i: Instruction) -> float:
   return 2.0 * (inner * outer / each) ** 0.5 * each
 
 
-# What Pallas kernels do, by a part of their names; a splash kernel does so many products of queries and keys.
-_WORK: Mapping[str, Callable[[Instruction], float]] = {
+# FLOPs of Pallas kernels, by a part of their names; for splash kernels with the number of their matmuls.
+_FLOPS: Mapping[str, Callable[[Instruction], float]] = {
   f"{_ATTENTION}fwd": partial(_attention, "", 2),
   f"{_ATTENTION}dq": partial(_attention, "_dq", 3),
   f"{_ATTENTION}dkv": _gradients,

@@ -24,9 +24,9 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, 
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-_SUMMED_AND_CUT = "all-reduce-scatter"  # how computations are called that sum and keep a device's part
-_STARTED_ELSEWHERE = ("async-start", "call-start")  # the latter by a core of the chip that moves data
-_FUSED_ENDS = ("AsyncCollectiveStart", "AsyncCollectiveDone")
+_REDUCE_SCATTER_NAME = "all-reduce-scatter"  # how computations are called that sum and keep a device's part
+_ASYNC_STARTS = ("async-start", "call-start")  # the latter by a core of the chip that moves data
+_FUSED_COLLECTIVES = ("AsyncCollectiveStart", "AsyncCollectiveDone")
 _TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 _GROUPS_BY_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?: \{([^}]*)\})?")
 _GROUPS_BY_SHAPE = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -209,7 +209,7 @@ class CompiledProgram:
       if instruction.opcode == "while":
         yield from self.walk(loop_body(instruction), times * self.trips(instruction))
       elif instruction.opcode in ("call", "conditional"):
-        for target in called(instruction):
+        for target in called_computations(instruction):
           yield from self.walk(target, times)
 
   def trips(self, loop: Instruction) -> int:
@@ -247,17 +247,17 @@ class CompiledProgram:
       return Transfer(i, i.name, ends=not (i.opcode.endswith("-start") or i.between_slices))
     if i.opcode.removesuffix("-done") in ("async", "call", "recv", *COLLECTIVES):
       return Transfer(i, i.operands[0], starts=False)
-    if i.opcode not in (*_STARTED_ELSEWHERE, "fusion"):
+    if i.opcode not in (*_ASYNC_STARTS, "fusion"):
       return None
-    inside = [j for target in called(i) for j in self.computations[target].instructions]
+    inside = [j for target in called_computations(i) for j in self.computations[target].instructions]
     held = next((j for j in inside if j.collective), None)
     if not held:
       return None
-    if i.opcode in _STARTED_ELSEWHERE:
+    if i.opcode in _ASYNC_STARTS:
       return Transfer(held, i.name, ends=False)
-    if any(target.startswith(_SUMMED_AND_CUT) for target in called(i)):
+    if any(target.startswith(_REDUCE_SCATTER_NAME) for target in called_computations(i)):
       return Transfer(replace(held, opcode="reduce-scatter", type=i.type), i.name)
-    starts, ends = (any(f'custom_call_target="{mark}"' in j.rest for j in inside) for mark in _FUSED_ENDS)
+    starts, ends = (any(f'custom_call_target="{mark}"' in j.rest for j in inside) for mark in _FUSED_COLLECTIVES)
     return Transfer(held, f"channel {held.channel}", starts, ends) if starts or ends else None
 
 
@@ -266,7 +266,7 @@ def loop_body(loop: Instruction) -> str:
   return _loop(loop)[1]
 
 
-def called(instruction: Instruction) -> list[str]:
+def called_computations(instruction: Instruction) -> list[str]:
   """The names of the computations that an instruction runs."""
   return _CALLED.findall(instruction.rest)
 
@@ -305,13 +305,13 @@ def _instruction(line: str) -> Instruction | None:
   name, equals, rest = line.strip().removeprefix("ROOT ").partition(" = ")
   if not equals or not name.startswith("%"):
     return None
-  kind, rest = _balanced(rest) if rest.startswith("(") else rest.split(" ", 1)
+  kind, rest = _split_parentheses(rest) if rest.startswith("(") else rest.split(" ", 1)
   opcode, _, rest = rest.strip().partition("(")
-  inner, rest = _balanced("(" + rest)
+  inner, rest = _split_parentheses("(" + rest)
   return Instruction(name[1:], kind, opcode, tuple(re.findall(r"%([^\s,)]+)", inner)) or (inner[1:-1],), rest)
 
 
-def _balanced(text: str) -> tuple[str, str]:
+def _split_parentheses(text: str) -> tuple[str, str]:
   """Splits after the bracket that closes the first one."""
   depth = 0
   for i, letter in enumerate(text):

@@ -17,12 +17,12 @@ from maxtext.layers.how import How
 from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 from maxtext.mesh.topology import Topology
 from maxtext.models.flops import train_flops_per_token
-from maxtext.plan.blocks import reach
 from maxtext.plan.calibration import CALIBRATION
 from maxtext.plan.compile import program_for
+from maxtext.plan.cost_model import forward_costs, saved_bytes
 from maxtext.plan.estimate import Estimate, Operation, estimate
 from maxtext.plan.hlo import CompiledProgram
-from maxtext.plan.work import forward_work, kept_bytes
+from maxtext.plan.kernel_blocks import kernel_efficiency
 from maxtext.training.compiled import save
 from maxtext.training.program import Program
 
@@ -87,7 +87,7 @@ class Plan:
 
   def most_expensive(self, count: int = 10) -> list[Operation]:
     """The operations that cost most, those of one place in the sources together."""
-    return _joined(self.estimate.operations if self.estimate else ())[:count]
+    return _merge_operations(self.estimate.operations if self.estimate else ())[:count]
 
   def as_json(self) -> dict[str, Any]:
     """Everything, for a program to read."""
@@ -125,7 +125,7 @@ def make_plan(config: MaxTextConfig) -> Plan:
   start = time.perf_counter()
   program, topology = program_for(config)
   mesh, chip = program.model.how.mesh, topology.chip
-  memory, found = _compiled(program, topology) if topology.compiles else (_least_memory(program, topology), None)
+  memory, found = _compiled(program, topology) if topology.compiles else (_memory_lower_bound(program, topology), None)
   rows, length = program.batch.inputs.shape
   chips = mesh.size // chip.devices
   return Plan(
@@ -149,7 +149,7 @@ def _compiled(program: Program, topology: Topology) -> tuple[Memory, Estimate | 
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
-    peak = _needed(str(error))
+    peak = _needed_bytes(str(error))
     return _memory(program, topology, peak, peak), None
   if file:
     save(program, lowered, compiled, Path(file))
@@ -157,12 +157,12 @@ def _compiled(program: Program, topology: Topology) -> tuple[Memory, Estimate | 
   assert stats is not None, "the TPU compiler gives both"
   assert text is not None
   how, parsed = program.model.how, CompiledProgram.parse(text)
-  filled, attended = _filled_rows(program.config, how), reach(program, topology)
+  filled, attended = _filled_rows(program.config, how), kernel_efficiency(program, topology)
   found = estimate(parsed, topology, how.mesh, CALIBRATION[topology.name], filled, attended)
   return _memory(program, topology, stats.peak_memory_in_bytes, stats.temp_size_in_bytes), found
 
 
-def _least_memory(program: Program, topology: Topology) -> Memory:
+def _memory_lower_bound(program: Program, topology: Topology) -> Memory:
   """State, and what is larger of the tensors that layers keep for the backward pass and of gradients."""
   config, state = program.config, program.state
   if config.compiled_trainstep_file:
@@ -170,9 +170,9 @@ def _least_memory(program: Program, topology: Topology) -> Memory:
       f"compiled_trainstep_file={config.compiled_trainstep_file}: there is no compiler for "
       f"compile_topology={config.compile_topology} here; leave it out."
     )
-  work, inputs = forward_work(program)
+  work, inputs = forward_costs(program)
   how, grad_dtype = program.model.how, jnp.dtype(config.grad_dtype.value)
-  kept = int((inputs + kept_bytes(work, how.remat)) / (config.gradient_accumulation_steps * how.mesh.size))
+  kept = int((inputs + saved_bytes(work, how.remat)) / (config.gradient_accumulation_steps * how.mesh.size))
   gradients = bytes_per_device(
     {n: jax.ShapeDtypeStruct(p.shape, grad_dtype, sharding=p.sharding) for n, p in state.params.items()}
   )
@@ -201,7 +201,7 @@ def bytes_per_device(tree: Any) -> int:
   return sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
-def _needed(message: str) -> int:
+def _needed_bytes(message: str) -> int:
   """The bytes that the compiler says it would need; other failures are passed on."""
   units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
   found = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])", message)
@@ -210,7 +210,7 @@ def _needed(message: str) -> int:
   return int(float(found[1]) * units[found[2]])
 
 
-def _joined(operations: Sequence[Operation]) -> list[Operation]:
+def _merge_operations(operations: Sequence[Operation]) -> list[Operation]:
   joined: dict[tuple[str, str, bool], Operation] = {}
   for o in operations:
     name = "compute" if o.kind == "compute" else o.name

@@ -1,10 +1,11 @@
 """The fastest configuration that fits, in few compilations.
 
-Candidates are ordered by a hopeful guess: the model's arithmetic and what is computed again at the chip's peak, and the
-bytes that must travel and cannot hide behind it. Those whose state and kept tensors cannot fit are never compiled. Of
-the others the most promising are, as the plan command in processes of their own; what did not fit rules out what would
-keep more, and what was found tells how far from their guesses the rest will be. Blocks of attention kernels come last:
-what is best for them depends on the model and the chip alone.
+Candidates are ordered by an optimistic estimate: the model's FLOPs and recomputation at the chip's peak, or the bytes
+of collectives where these take longer. Candidates whose state and saved tensors cannot fit are never compiled. The most
+promising of the others are compiled by the plan command in subprocesses. One that does not fit rules out those that
+need more memory, and the ratio of compiled to estimated time corrects the other estimates. Blocks of attention kernels
+come
+last: the best ones depend on the model and the chip alone.
 """
 
 import json
@@ -22,31 +23,31 @@ import jax.numpy as jnp
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import RematAndOffload, RematLocation
-from maxtext.configs.values import default_of, plain
+from maxtext.configs.values import default_of, plain_value
 from maxtext.mesh.topology import Topology
 from maxtext.models.execution.execution import how
 from maxtext.models.flops import train_flops_per_token
-from maxtext.plan.blocks import best_blocks
 from maxtext.plan.compile import program_for
-from maxtext.plan.work import forward_work, kept_bytes
+from maxtext.plan.cost_model import forward_costs, saved_bytes
+from maxtext.plan.kernel_blocks import best_blocks
 from maxtext.training.program import Program
 
 Keys = dict[str, Any]
 
-# Keys that say where a tensor of a layer is kept; those of the user give way to a candidate's.
-_PLACED = tuple(key for key in RematAndOffload.model_fields if isinstance(default_of(key), RematLocation))
-# All that a layer's backward pass needs of its products and of attention.
-_NEEDED: Keys = dict.fromkeys(
+# Keys that report where a tensor of a layer is kept; those of the user give way to a candidate's.
+_REMAT_KEYS = tuple(key for key in RematAndOffload.model_fields if isinstance(default_of(key), RematLocation))
+# All outputs of matmuls and attention that a layer's backward pass needs.
+_SAVED_NAMES: Keys = dict.fromkeys(
   ("query_proj", "key_proj", "value_proj", "context", "out_proj", "mlpwi_0", "mlpwi_1", "moe_mlpwi_0", "moe_mlpwi_1",
    "moe_mlpwo"), "device",
 )  # fmt: skip
-_WITHOUT_UP = {key: place for key, place in _NEEDED.items() if not key.endswith("mlpwi_1")}
-# The output of a feed-forward layer is not among it: only the residual sum takes it.
-_NEVER_AGAIN = {"mlpwo"}
+_WITHOUT_UP = {key: place for key, place in _SAVED_NAMES.items() if not key.endswith("mlpwi_1")}
+# The output of a feed-forward layer is not needed: only the residual sum uses it.
+_NEVER_RECOMPUTED = {"mlpwo"}
 
 POLICIES: tuple[Keys, ...] = (
-  {"remat_policy": "custom", **_NEEDED},
-  {"remat_policy": "custom,save_dot_with_context_except_mlp", **_NEEDED},
+  {"remat_policy": "custom", **_SAVED_NAMES},
+  {"remat_policy": "custom,save_dot_with_context_except_mlp", **_SAVED_NAMES},
   {"remat_policy": "custom,save_dot_with_context_except_mlp", **_WITHOUT_UP},
   {"remat_policy": "save_dot_with_context_except_mlp"},
   {"remat_policy": "save_dot_except_mlp"},
@@ -62,19 +63,19 @@ class Candidate:
 
   Attributes:
     keys: what differs from the configuration that was given.
-    guess: seconds a token and chip, at best.
+    estimate: seconds a token and chip, at best.
     travel: of them, and beside them, what the links are busy with weights.
     kept: bytes a device that it keeps at least, state and activations.
   """
 
   keys: Keys
-  guess: float
+  estimate: float
   travel: float
   kept: float
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
   """A candidate that was compiled, and the plan's JSON of it."""
 
   candidate: Candidate
@@ -87,27 +88,32 @@ class Found:
     return 1 / speed if self.plan["fits"] and speed else float("inf")
 
 
-def search(config: MaxTextConfig, words: Sequence[str], compiles: int, jobs: int, say: Callable[[str], None]) -> Found:
+def search(
+  config: MaxTextConfig, overrides: Sequence[str], compiles: int, jobs: int, report: Callable[[str], None]
+) -> SearchResult:
   """Compiles at most `compiles` candidates, `jobs` at a time, and returns the fastest that fits.
 
   Args:
-    words: of the command line that described the configuration.
-    say: is told of every candidate as it comes back.
+    config: the run.
+    overrides: the arguments of the command that describe the configuration.
+    compiles: most compilations.
+    jobs: compilations at a time.
+    report: is called with a line for every result.
   """
   program, topology = program_for(config.model_copy(update={"per_device_batch_size": 1.0, "remat_policy": "full"}))
-  waiting, done = candidates(config, program, topology), list[Found]()
-  say(f"{len(waiting)} candidates may fit; at most {compiles} are compiled, {jobs} at a time")
+  waiting, done = candidates(config, program, topology), list[SearchResult]()
+  report(f"{len(waiting)} candidates may fit; at most {compiles} are compiled, {jobs} at a time")
   with ThreadPoolExecutor(jobs) as pool:
-    under_way: dict[Future[dict[str, Any]], Candidate] = {}
+    in_flight: dict[Future[dict[str, Any]], Candidate] = {}
     while True:
-      while len(under_way) < jobs and len(done) + len(under_way) < compiles and (new := _next(waiting, done)):
+      while len(in_flight) < jobs and len(done) + len(in_flight) < compiles and (new := _next_candidate(waiting, done)):
         waiting.remove(new)
-        under_way[pool.submit(planned_apart, words, new.keys)] = new
-      if not under_way:
+        in_flight[pool.submit(plan_in_subprocess, overrides, new.keys)] = new
+      if not in_flight:
         break
-      for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-        done.append(Found(under_way.pop(future), future.result()))
-        say(_line(len(done), done[-1]))
+      for future in wait(in_flight, return_when=FIRST_COMPLETED).done:
+        done.append(SearchResult(in_flight.pop(future), future.result()))
+        report(_format_result(len(done), done[-1]))
   best = min(done, key=lambda f: f.seconds_per_token, default=None)
   if best is None or best.seconds_per_token == float("inf"):
     raise ConfigError(
@@ -116,15 +122,15 @@ def search(config: MaxTextConfig, words: Sequence[str], compiles: int, jobs: int
     )
   if len(done) < compiles and (blocks := best_blocks(program, topology)):
     candidate = replace(best.candidate, keys=best.candidate.keys | blocks)
-    done.append(Found(candidate, planned_apart(words, candidate.keys)))
-    say(_line(len(done), done[-1]))
+    done.append(SearchResult(candidate, plan_in_subprocess(overrides, candidate.keys)))
+    report(_format_result(len(done), done[-1]))
   return min(done, key=lambda f: f.seconds_per_token)
 
 
 def candidates(config: MaxTextConfig, program: Program, topology: Topology) -> list[Candidate]:
   """Meshes, rematerialisation and batches, the most promising first; what cannot fit is left out."""
   model, mesh, chip = program.model, program.model.how.mesh, topology.chip
-  work, inputs = forward_work(program)
+  costs, inputs = forward_costs(program)
   weights = sum(a.size for a in model.params.values()) * jnp.dtype(model.how.dtype).itemsize
   links = 2 * len(topology.shape) * chip.link_bandwidth
   layers = sum(group.repeats * len(group.cycle) for group in model.spec.groups)
@@ -132,25 +138,26 @@ def candidates(config: MaxTextConfig, program: Program, topology: Topology) -> l
   state, flops = program.state_bytes, train_flops_per_token(model, length)
   attention = (flops - train_flops_per_token(model, 0)) / 3  # of the forward pass
   found = []
-  own = {key: plain(default_of(key)) for key in _PLACED if getattr(config, key) != default_of(key)}
+  own = {key: plain_value(default_of(key)) for key in _REMAT_KEYS if getattr(config, key) != default_of(key)}
   for all_keys in POLICIES:
-    policy = own | {key: value for key, value in all_keys.items() if key not in _NEEDED or key in {*work, "context"}}
+    names = {*costs, "context"}
+    policy = own | {key: value for key, value in all_keys.items() if key not in _SAVED_NAMES or key in names}
     turns = how(config.model_copy(update=_typed(policy)), mesh).remat
-    keeps = kept_bytes(work, turns)
-    again = sum(w.flops for turn in turns for name, w in work.items() if name not in {*turn.saved, *_NEVER_AGAIN})
+    keeps = saved_bytes(costs, turns)
+    again = sum(w.flops for turn in turns for name, w in costs.items() if name not in {*turn.saved, *_NEVER_RECOMPUTED})
     attended = attention * sum("context" not in turn.saved for turn in turns)
     compute = (flops + (again / total + attended) / len(turns)) / chip.flops
     for axes, batch in product(_meshes(config, topology), BATCHES):
       kept = (state + (inputs + keeps) * batch) / mesh.size
-      # Weights are gathered for the forward and the backward pass, and their gradients go back.
+      # Weights are gathered for the forward and the backward pass, and gradients are reduced.
       tensor = axes["ici_tensor_parallelism"]
       travel = 3 * weights / tensor / links / (batch * length)
-      # Tensor parallelism sums a layer's activations twice each way, and what follows has to wait for them.
+      # Tensor parallelism reduces a layer's activations twice in each pass, and the next operation waits.
       sums = 4 * layers * 2 * (tensor - 1) * model.spec.width * 2 / (2 * chip.link_bandwidth)
       if kept <= chip.hbm_bytes // chip.devices:
         keys = axes | policy | {"per_device_batch_size": batch}
         found.append(Candidate(keys, max(compute, travel) + sums, travel, kept))
-  return sorted(found, key=lambda c: (c.guess, c.travel))
+  return sorted(found, key=lambda c: (c.estimate, c.travel))
 
 
 def _typed(policy: Keys) -> Keys:
@@ -158,7 +165,7 @@ def _typed(policy: Keys) -> Keys:
 
 
 def _meshes(config: MaxTextConfig, topology: Topology) -> Iterator[Keys]:
-  """Tensor parallelism within a host's reach, experts apart where there are some, FSDP over the rest."""
+  """Meshes: tensor parallelism up to 8, expert parallelism for mixture-of-experts models, FSDP over the rest."""
   devices = prod(topology.shape) * topology.chip.devices
   for tensor, expert in product((1, 2, 4, 8), (1, 2, 4, 8, 16)):
     fits = devices % (tensor * expert) == 0 and config.base_num_kv_heads % tensor == 0
@@ -170,39 +177,40 @@ def _meshes(config: MaxTextConfig, topology: Topology) -> Iterator[Keys]:
       }
 
 
-def _next(waiting: list[Candidate], done: list[Found]) -> Candidate | None:
-  """The most promising that is not ruled out: it keeps less than what did not fit, and could still be the fastest."""
-  ratio = median([f.seconds_per_token / f.candidate.guess for f in done if f.plan["fits"]] or [1.0])
+def _next_candidate(waiting: list[Candidate], done: list[SearchResult]) -> Candidate | None:
+  """The most promising candidate that may fit and may still be the fastest; None if there is none."""
+  ratio = median([f.seconds_per_token / f.candidate.estimate for f in done if f.plan["fits"]] or [1.0])
   best = min((f.seconds_per_token for f in done), default=float("inf"))
   for candidate in waiting:
-    hopeless = any(_keeps_more(candidate, f.candidate) for f in done if not f.plan["fits"] and "refused" not in f.plan)
-    if not hopeless and candidate.guess * ratio < best:
+    too_large = [f.candidate for f in done if not f.plan["fits"] and "error" not in f.plan]
+    hopeless = any(_needs_more_memory(candidate, other) for other in too_large)
+    if not hopeless and candidate.estimate * ratio < best:
       return candidate
   return None
 
 
-def _keeps_more(one: Candidate, other: Candidate) -> bool:
+def _needs_more_memory(one: Candidate, other: Candidate) -> bool:
   same = all(one.keys[key] == other.keys[key] for key in one.keys if key.startswith("ici_"))
   return same and one.kept >= other.kept
 
 
-def planned_apart(words: Sequence[str], keys: Keys) -> dict[str, Any]:
-  """The plan of a candidate, from a process of its own, so that compilations run side by side."""
-  command = [sys.executable, "-m", "maxtext.cli", "plan", *words, *(f"{k}={v}" for k, v in keys.items()), "--json"]
+def plan_in_subprocess(overrides: Sequence[str], keys: Keys) -> dict[str, Any]:
+  """The plan of a candidate, from a subprocess, so that compilations run in parallel."""
+  command = [sys.executable, "-m", "maxtext.cli", "plan", *overrides, *(f"{k}={v}" for k, v in keys.items()), "--json"]
   done = subprocess.run(command, capture_output=True, text=True, check=False)
   if done.returncode:
-    return {"fits": False, "estimated_tokens_per_second_per_chip": None, "refused": done.stderr.strip()}
+    return {"fits": False, "estimated_tokens_per_second_per_chip": None, "error": done.stderr.strip()}
   return json.loads(done.stdout)
 
 
-def _line(number: int, found: Found) -> str:
+def _format_result(number: int, found: SearchResult) -> str:
   plan, keys = found.plan, found.candidate.keys
-  kept = ",".join(k.removesuffix("_proj") for k in _PLACED if keys.get(k) == "device")
-  told = {k: v for k, v in keys.items() if v != 1 and k not in _PLACED}
+  kept = ",".join(k.removesuffix("_proj") for k in _REMAT_KEYS if keys.get(k) == "device")
+  told = {k: v for k, v in keys.items() if v != 1 and k not in _REMAT_KEYS}
   told["remat_policy"] = str(told["remat_policy"]).replace("custom", f"custom[{kept}]")
   shown = " ".join(f"{k.removeprefix('ici_').removesuffix('_parallelism')}={v}" for k, v in told.items())
   if not plan["fits"]:
-    return f"{number:3}  {plan.get('refused') or 'does not fit'}  {shown}"
+    return f"{number:3}  {plan.get('error') or 'does not fit'}  {shown}"
   memory = plan["peak_hbm_bytes_per_chip"] / 2**30
   speed = plan["estimated_tokens_per_second_per_chip"]
   return f"{number:3}  {speed:8,.0f} tokens/s/chip  {plan['estimated_mfu']:.1%} MFU  {memory:5.1f} GiB  {shown}"

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_serializer
 
-from maxtext.configs.secrets import shown
+from maxtext.configs.secrets import redact_value
 from maxtext.configs.types.enums import DatasetType, TokenizerType
 from maxtext.configs.types.section import Section
 
@@ -127,7 +127,7 @@ class HfDataset(Section):
   @field_serializer("hf_access_token", when_used="json")
   def _shown_token(self, value: None | str) -> None | str:
     """JSON is written to files; a copy in Python keeps it."""
-    return shown("hf_access_token", value)
+    return redact_value("hf_access_token", value)
 
 
 class GrainDataset(Section):

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtext.configs import ConfigError
-from maxtext.configs.secrets import redacted_text
+from maxtext.configs.secrets import redact
 from maxtext.data.documents import DataSource
 from maxtext.data.options import DataOptions, HubOptions
 from maxtext.data.sources.columns import ColumnDocuments
@@ -58,7 +58,7 @@ def load(hub: HubOptions, split: Split, streaming: bool) -> Any:
       streaming=streaming,
     )
   except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-    reason = redacted_text(str(error).strip().splitlines()[0], hub.access_token)
+    reason = redact(str(error).strip().splitlines()[0], hub.access_token)
     raise ConfigError(f"{_what(hub, split)} cannot be read: {reason}") from None
 
 

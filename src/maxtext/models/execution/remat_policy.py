@@ -1,7 +1,7 @@
 """From keys to rematerialisation: which tensors of a layer are kept for the backward pass, and where."""
 
 from maxtext.configs import MaxTextConfig
-from maxtext.configs.derived import tensors_placed
+from maxtext.configs.derived import tensors_at
 from maxtext.configs.types import RematLocation, RematPolicy
 from maxtext.configs.values import remat_policies
 from maxtext.layers.how import Remat
@@ -31,5 +31,5 @@ def remat(config: MaxTextConfig) -> tuple[Remat, ...]:
 def _kept(config: MaxTextConfig, policy: RematPolicy) -> Remat:
   if policy is not RematPolicy.CUSTOM:
     return _REMAT[policy]
-  saved, offloaded = (tensors_placed(config, place) for place in (RematLocation.DEVICE, RematLocation.OFFLOAD))
+  saved, offloaded = (tensors_at(config, place) for place in (RematLocation.DEVICE, RematLocation.OFFLOAD))
   return Remat(tuple(saved), tuple(offloaded))

@@ -1,16 +1,16 @@
-"""Keys of older pages and scripts, and what does their work now: a hint for whoever brings them along."""
+"""Keys of older versions of the specification, and what to write instead."""
 
 from collections.abc import Iterable
 
-from maxtext.configs.errors import nearest
+from maxtext.configs.errors import did_you_mean
 
 
-def hint(key: str, known: Iterable[str]) -> str:
-  """What to write instead of something that is no key, as the end of a sentence; empty where nobody knows."""
-  return f" It is of older versions: {OLDER_NAMES[key]}." if key in OLDER_NAMES else nearest(key, known)
+def renamed_hint(key: str, known: Iterable[str]) -> str:
+  """What to write instead of an unknown key, as the end of a sentence; empty if nothing is known."""
+  return f" It is a key of older versions: {RENAMED_KEYS[key]}." if key in RENAMED_KEYS else did_you_mean(key, known)
 
 
-OLDER_NAMES = {
+RENAMED_KEYS = {
   "activations_dtype": "write dtype",
   "base_num_heads": "write base_num_query_heads and base_num_kv_heads",
   "enable_flash_attention": "write attention=flash",

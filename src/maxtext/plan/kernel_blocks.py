@@ -1,8 +1,8 @@
-"""Blocks of attention's kernels, by the compiler's own schedules of them.
+"""Block sizes of attention kernels, chosen by the compiler's schedules.
 
-Larger blocks are fewer, and each costs some hundred cycles beside its products; smaller ones leave out more of what a
-mask hides. Kernels are compiled alone, in a process of their own, since only a compiler that was told so before it was
-loaded writes schedules down.
+Each block costs some hundred cycles beside its matmuls, so larger blocks cost less; smaller blocks skip more of what a
+mask hides. Kernels are compiled alone in a subprocess, since the compiler writes schedules only if that was set before
+it was loaded.
 """
 
 import multiprocessing
@@ -28,10 +28,10 @@ from maxtext.layers.attention import GQA
 from maxtext.layers.mla import MLA
 from maxtext.mesh.compiler import compiler_options
 from maxtext.mesh.topology import Topology
-from maxtext.plan.schedule import Schedule
+from maxtext.plan.kernel_schedule import KernelSchedule
 from maxtext.training.program import Program
 
-# Queries, keys, and keys per product.
+# Block sizes of queries, of keys, and of keys in one matmul.
 SIZES = (
   (512, 512, 512),
   (512, 1024, 512),
@@ -44,8 +44,8 @@ SIZES = (
 
 
 @dataclass(frozen=True)
-class Attended:
-  """Attention of some of a model's layers."""
+class AttentionShape:
+  """The shapes and mask of the attention of some layers."""
 
   query_width: int
   value_width: int
@@ -55,34 +55,34 @@ class Attended:
 
 @dataclass(frozen=True)
 class Cost:
-  """Operations of a kernel's products for one head of every layer, and the cycles that it takes."""
+  """FLOPs and cycles of a kernel for one head of every layer."""
 
   flops: float
   cycles: float
 
 
-def reach(program: Program, topology: Topology) -> dict[str, float]:
-  """How many times as fast as with default blocks each kernel multiplies; nothing where the run has those, or where
-  they do not divide its rows."""
-  blocks, attended, default = program.model.how.attention.blocks, attention_of(program), SplashBlocks()
+def kernel_efficiency(program: Program, topology: Topology) -> dict[str, float]:
+  """The FLOP/s of each kernel relative to default blocks; empty if the run has default blocks, or if these do not
+  divide its rows."""
+  blocks, shapes, default = program.model.how.attention.blocks, attention_shapes(program), SplashBlocks()
   length = program.config.max_target_length
-  if blocks == default or not attended or length % min(default.q, length):
+  if blocks == default or not shapes or length % min(default.q, length):
     return {}
-  ours, plain = _costs(program, topology, attended, [blocks, default])
+  ours, plain = _costs(program, topology, shapes, [blocks, default])
   return {name: ours[name].flops / ours[name].cycles * plain[name].cycles / plain[name].flops for name in ours}
 
 
 def best_blocks(program: Program, topology: Topology) -> dict[str, int]:
-  """Keys of the blocks with which each kernel takes the fewest cycles, where they are not those of the run.
+  """The block keys with the fewest cycles of each kernel, without those that the run has already.
 
-  Whether the backward pass is fused stays as it is: what that saves in the kernel it costs beside it.
+  Whether the backward pass is fused is not changed: fusing saves time in the kernel and costs as much outside it.
   """
-  attended, length = attention_of(program), program.config.max_target_length
+  shapes, length = attention_shapes(program), program.config.max_target_length
   fused = program.config.sa_use_fused_bwd_kernel
   tried = [_blocks(*size, fused) for size in SIZES if all(length % part == 0 for part in size)]
-  if not attended or not tried:
+  if not shapes or not tried:
     return {}
-  costs = _costs(program, topology, attended, tried)
+  costs = _costs(program, topology, shapes, tried)
   keys: dict[str, int] = {}
   for name, kernel in _kernels(fused).items():
     known = [(cost[name].cycles, i) for i, cost in enumerate(costs) if name in cost]
@@ -91,19 +91,19 @@ def best_blocks(program: Program, topology: Topology) -> dict[str, int]:
   return {key: size for key, size in keys.items() if size != getattr(program.config, key)}
 
 
-def attention_of(program: Program) -> dict[Attended, int]:
-  """The kinds of attention that the splash kernel computes, with how many layers each has."""
-  found: dict[Attended, int] = {}
+def attention_shapes(program: Program) -> dict[AttentionShape, int]:
+  """The attention shapes that the splash kernel computes, each with its number of layers."""
+  found: dict[AttentionShape, int] = {}
   if program.model.how.attention.kernel == "splash":
     for group in program.model.spec.groups:
-      for kind in filter(None, (_attended(block.mixer) for block in group.cycle)):
+      for kind in filter(None, (_attention_shape(block.mixer) for block in group.cycle)):
         found[kind] = found.get(kind, 0) + group.repeats
   return found
 
 
 @dataclass(frozen=True)
 class _Kernel:
-  """A kernel's fields of `SplashBlocks`, and how often it multiplies by queries' and by values' widths."""
+  """A kernel's fields of `SplashBlocks`, and its number of matmuls over the width of queries and of values."""
 
   fields: tuple[str, ...]
   by_query: int
@@ -112,39 +112,39 @@ class _Kernel:
 
 
 _FORWARD = _Kernel(("q", "kv", "kv_compute"), 1, 1)
-_APART = {
+_SEPARATE = {
   "fwd": _FORWARD,
   "dq": _Kernel(("q_dq", "kv_dq"), 2, 1),
   "dkv": _Kernel(("q_dkv", "kv_dkv", "kv_dkv_compute"), 2, 2, keys_down=True),
 }
-_FUSED = {"fwd": _FORWARD, "dkv": replace(_APART["dkv"], by_query=3)}
-_SIDE_BY_SIDE = 2  # processes that compile
+_FUSED = {"fwd": _FORWARD, "dkv": replace(_SEPARATE["dkv"], by_query=3)}
+_PROCESSES = 2  # processes that compile
 _HEADS = 4  # that are compiled: more than a device has cores, so that there is a loop
 _KEYS = dict(zip((field.name for field in fields(SplashBlocks)), SplashAttention.model_fields, strict=False))
 
 
 @dataclass(frozen=True)
-class _Asked:
-  """What the process that compiles has to know."""
+class _CompileJob:
+  """What the compiling subprocess needs."""
 
   topology: Topology
-  attended: tuple[Attended, ...]
+  shapes: tuple[AttentionShape, ...]
   length: int
   dtype: str
   segments: bool
   flags: str
 
 
-def _attended(mixer: Any) -> Attended | None:
+def _attention_shape(mixer: Any) -> AttentionShape | None:
   if isinstance(mixer, GQA) and mixer.blocks is None:
-    return Attended(mixer.head_dim, mixer.head_dim, mixer.scoring, mixer.sinks)
+    return AttentionShape(mixer.head_dim, mixer.head_dim, mixer.scoring, mixer.sinks)
   if isinstance(mixer, MLA) and mixer.indexer is None:
-    return Attended(mixer.key_dim, mixer.value_dim, mixer.scoring, sinks=False)
+    return AttentionShape(mixer.key_dim, mixer.value_dim, mixer.scoring, sinks=False)
   return None
 
 
 def _kernels(fused: bool) -> Mapping[str, _Kernel]:
-  return _FUSED if fused else _APART
+  return _FUSED if fused else _SEPARATE
 
 
 def _blocks(q: int, kv: int, compute: int, fused: bool) -> SplashBlocks:
@@ -152,23 +152,23 @@ def _blocks(q: int, kv: int, compute: int, fused: bool) -> SplashBlocks:
 
 
 def _costs(
-  program: Program, topology: Topology, attended: Mapping[Attended, int], tried: Sequence[SplashBlocks]
+  program: Program, topology: Topology, shapes: Mapping[AttentionShape, int], tried: Sequence[SplashBlocks]
 ) -> list[dict[str, Cost]]:
-  """Of every choice of blocks, by kernel; nothing of a choice that does not fit into the chip's own memory."""
+  """The costs of every choice of blocks, by kernel; empty for a choice that does not fit into on-chip memory."""
   config = program.config
-  asked = _Asked(
+  job = _CompileJob(
     topology,
-    tuple(attended),
+    tuple(shapes),
     config.max_target_length,
     jnp.dtype(program.model.how.dtype).name,
     program.batch.segments is not None,
     config.compile_xla_flags,
   )
   spawned = multiprocessing.get_context("spawn")
-  with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(_SIDE_BY_SIDE, spawned) as pool:
-    found = list(pool.map(partial(_schedules, asked, folder), tried))
+  with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(_PROCESSES, spawned) as pool:
+    found = list(pool.map(partial(_compile_schedules, job, folder), tried))
   return [
-    {name: _cost(name, blocks, attended, kinds, asked) for name in _kernels(blocks.fused_backward) if all(kinds)}
+    {name: _cost(name, blocks, shapes, kinds, job) for name in _kernels(blocks.fused_backward) if all(kinds)}
     for blocks, kinds in zip(tried, found, strict=True)
   ]
 
@@ -176,15 +176,15 @@ def _costs(
 def _cost(
   name: str,
   blocks: SplashBlocks,
-  attended: Mapping[Attended, int],
-  schedules: Sequence[Mapping[str, Schedule]],
-  asked: _Asked,
+  shapes: Mapping[AttentionShape, int],
+  schedules: Sequence[Mapping[str, KernelSchedule]],
+  job: _CompileJob,
 ) -> Cost:
-  chip, length = asked.topology.chip, asked.length
+  chip, length = job.topology.chip, job.length
   kernel, done, cycles = _kernels(blocks.fused_backward)[name], 0.0, 0.0
   q, kv = (min(getattr(blocks, field), length) for field in kernel.fields[:2])
-  for (kind, layers), one in zip(attended.items(), schedules, strict=True):
-    by_segments = kind.scoring.chunked and asked.segments  # which the kernel compares, and passes over no block of
+  for (kind, layers), one in zip(shapes.items(), schedules, strict=True):
+    by_segments = kind.scoring.chunked and job.segments  # compared in the kernel, which skips no block then
     seen = seen_blocks(Scoring(1.0) if by_segments else kind.scoring, length, q, kv)
     grid = seen.T if kernel.keys_down else seen
     flops = 2.0 * (kernel.by_query * kind.query_width + kernel.by_value * kind.value_width) * q * kv
@@ -195,22 +195,22 @@ def _cost(
   return Cost(done, cycles)
 
 
-def _schedules(asked: _Asked, folder: str, blocks: SplashBlocks) -> list[dict[str, Schedule]]:
-  """Of the kernels of each kind of attention; none where one does not fit. Runs in a process that has loaded no
-  compiler but for this."""
+def _compile_schedules(job: _CompileJob, folder: str, blocks: SplashBlocks) -> list[dict[str, KernelSchedule]]:
+  """The schedules of the kernels of each attention shape; empty if one does not fit. Runs in a subprocess that has not
+  loaded the compiler before."""
   jax.config.update("jax_enable_compilation_cache", False)
   own = Path(folder) / str(os.getpid())
   own.mkdir(exist_ok=True)
   dump = {"to": own, "llo_text": "true", "llo_pass_label_regex": ".*final_bundles.*"}
   flags = " ".join(f"--xla_jf_dump_{name}={value}" for name, value in dump.items())
   os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}"
-  device = asked.topology.devices()[0]
-  return [_compiled(asked, kind, blocks, device, own) for kind in asked.attended]
+  device = job.topology.devices()[0]
+  return [_compile_kernels(job, kind, blocks, device, own) for kind in job.shapes]
 
 
-def _compiled(
-  asked: _Asked, kind: Attended, blocks: SplashBlocks, device: jax.Device, folder: Path
-) -> dict[str, Schedule]:
+def _compile_kernels(
+  job: _CompileJob, kind: AttentionShape, blocks: SplashBlocks, device: jax.Device, folder: Path
+) -> dict[str, KernelSchedule]:
   mesh = Mesh(np.array([device]), ("one",))
   attend, spec = Attention("splash", blocks=blocks), PartitionSpec(None, None, None, None)
 
@@ -223,20 +223,20 @@ def _compiled(
   def struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-  rows = (1, asked.length)
+  rows = (1, job.length)
   floats = [
-    struct((*rows, _HEADS, width), asked.dtype) for width in (kind.query_width, kind.query_width, kind.value_width)
+    struct((*rows, _HEADS, width), job.dtype) for width in (kind.query_width, kind.query_width, kind.value_width)
   ] + [struct((_HEADS,), jnp.float32)] * kind.sinks
   tokens = struct(rows, jnp.int32)
   for file in folder.iterdir():
     file.unlink()
-  step = jax.jit(jax.grad(total), compiler_options=compiler_options(device, asked.flags))
+  step = jax.jit(jax.grad(total), compiler_options=compiler_options(device, job.flags))
   try:
-    step.lower(floats, tokens, tokens if asked.segments else None).compile()
+    step.lower(floats, tokens, tokens if job.segments else None).compile()
   except jax.errors.JaxRuntimeError as error:
     if "vmem" not in str(error).lower():
       raise
     return {}
   kernels = _kernels(blocks.fused_backward)
   files = {name: next(folder.glob(f"*-splash_mha_{name}_*[0-9]-final_bundles.txt")) for name in kernels}
-  return {name: Schedule.parse(file.read_text()) for name, file in files.items()}
+  return {name: KernelSchedule.parse(file.read_text()) for name, file in files.items()}

@@ -10,7 +10,7 @@ from maxtext.plan.text import as_text
 _WIDTH, _ROW = 1000, 26
 
 
-def as_page(plan: Plan) -> str:
+def as_html(plan: Plan) -> str:
   """The page."""
   body = figure("Memory of one device", _memory(plan))
   if plan.estimate:

@@ -1,4 +1,4 @@
-"""What a model's forward pass computes and could keep, name by name, from its trace alone."""
+"""Cost model of the forward pass: bytes and FLOPs of each named tensor, from the trace alone."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,15 +14,15 @@ from maxtext.training.program import Program
 
 
 @dataclass(frozen=True)
-class Named:
-  """Tensors of one name, in all layers together, for one batch."""
+class TensorCost:
+  """Cost of the tensors of one checkpoint name, in all layers together, for one batch."""
 
   bytes: int
-  flops: float  # of products that lead to it from the names before it
+  flops: float  # of matmuls since the previous named tensor
 
 
-def forward_work(program: Program) -> tuple[dict[str, Named], int]:
-  """What each name stands for, and the bytes of the layers' inputs, which are always kept."""
+def forward_costs(program: Program) -> tuple[dict[str, TensorCost], int]:
+  """The cost of each checkpoint name, and the bytes of the layers' inputs, which are always saved."""
   model, batch = program.model, program.batch
 
   def forward(params: Any, batch: Any) -> Any:
@@ -35,23 +35,23 @@ def forward_work(program: Program) -> tuple[dict[str, Named], int]:
   for eqn, times in _equations(traced.jaxpr, 1):
     name = eqn.primitive.name
     if name == "dot_general":
-      since += times * _product(eqn)
+      since += times * _matmul_flops(eqn)
     elif name == "name":
       sizes[eqn.params["name"]] += times * _bytes(eqn)
       flops[eqn.params["name"]] += since
       since = 0.0
     elif name in ("remat2", "checkpoint"):
       inputs += times * _bytes(eqn)
-  return {name: Named(size, flops[name]) for name, size in sizes.items()}, inputs
+  return {name: TensorCost(size, flops[name]) for name, size in sizes.items()}, inputs
 
 
-def kept_bytes(work: Mapping[str, Named], turns: Sequence[Remat]) -> float:
-  """What layers keep of it under policies that take turns, beside their inputs."""
-  return sum(work[name].bytes for turn in turns for name in turn.saved if name in work) / len(turns)
+def saved_bytes(costs: Mapping[str, TensorCost], turns: Sequence[Remat]) -> float:
+  """Bytes that layers save under alternating remat policies, without their inputs."""
+  return sum(costs[name].bytes for turn in turns for name in turn.saved if name in costs) / len(turns)
 
 
 def _equations(jaxpr: core.Jaxpr, times: int) -> Iterator[tuple[core.JaxprEqn, int]]:
-  """All equations, inner ones after the one that holds them, with how often they run on all devices together."""
+  """All equations, inner ones after the outer one, with how often they run on all devices together."""
   for eqn in jaxpr.eqns:
     yield eqn, times
     if eqn.primitive.name == "pallas_call":
@@ -66,7 +66,7 @@ def _equations(jaxpr: core.Jaxpr, times: int) -> Iterator[tuple[core.JaxprEqn, i
           yield from _equations(closed, inside)
 
 
-def _product(eqn: core.JaxprEqn) -> float:
+def _matmul_flops(eqn: core.JaxprEqn) -> float:
   (contracted, _), _ = eqn.params["dimension_numbers"]
   left, out = (cast(Any, variables[0].aval) for variables in (eqn.invars, eqn.outvars))
   return 2.0 * out.size * prod(left.shape[d] for d in contracted)

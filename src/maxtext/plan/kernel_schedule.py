@@ -14,7 +14,7 @@ _PRODUCT = "vmatmul"
 
 
 @dataclass(frozen=True)
-class Schedule:
+class KernelSchedule:
   """Cycles of a kernel that multiplies blocks.
 
   Attributes:
@@ -28,7 +28,7 @@ class Schedule:
   row: int
 
   @staticmethod
-  def parse(text: str) -> "Schedule":
+  def parse(text: str) -> "KernelSchedule":
     """Reads the final bundles of a kernel."""
     starts = [found.start() for found in _BUNDLE.finditer(text)]
     bundles = [text[start:end] for start, end in zip(starts, (*starts[1:], len(text)), strict=True)]
@@ -41,7 +41,7 @@ class Schedule:
     multiplied = [(a, b) for a, b in skipped if any(_PRODUCT in bundle for bundle in bundles[a:b])]
     row = sum(b - a for a, b in skipped if (a, b) not in multiplied)
     products = min((b - a for a, b in multiplied), default=last - first - row)  # the innermost of those around it
-    return Schedule(last - first - products - row, products, row)
+    return KernelSchedule(last - first - products - row, products, row)
 
   def cycles(self, rows: int, steps: int, blocks: int, least: float = 0.0) -> float:
     """Of a grid of so many rows and steps, and blocks that are multiplied, for each of which units take `least`."""

@@ -1,8 +1,8 @@
 """The table of unsupported options: keys that nothing reads, keys that contradict others, keys that others switch off.
 
-Setting one of the first two away from its default ends the run with its reason. A key that only has no effect
-(`NoEffect`) is named in one warning, or refused too where the caller is strict. The table shrinks as things are built;
-a test fails if a key is neither read nor here.
+Setting a key of the first two kinds away from its default raises an error with the reason. A key that only has no
+effect (`NoEffectOption`) is named in one warning, or is an error too with `--strict`. A test fails if a key is neither
+read by the package nor listed here.
 """
 
 from collections.abc import Collection, Iterable
@@ -22,60 +22,60 @@ from maxtext.configs.conditions import (
   is_set,
   is_unset,
   names_remat_policy,
-  negated,
+  negate,
 )
-from maxtext.configs.secrets import shown
+from maxtext.configs.secrets import redact_value
 from maxtext.configs.types.section import Section
-from maxtext.configs.values import MESH_AXES, default_of, plain
+from maxtext.configs.values import MESH_AXES, default_of, plain_value
 
 
 @dataclass(frozen=True)
-class Refusal:
-  """Keys that are refused for one reason.
+class UnsupportedOption:
+  """Keys that are unsupported for one reason.
 
   Attributes:
     keys: their names.
     reason: what is missing, and what to do instead.
-    harmless: values besides the default that ask for nothing.
-    unless: where this holds, the key is read and does what it says.
+    allowed_values: values besides the default that are accepted.
+    unless: if this holds, the key is supported.
   """
 
   keys: tuple[str, ...]
   reason: str
-  harmless: tuple[Any, ...] = ()
+  allowed_values: tuple[Any, ...] = ()
   unless: Condition | None = None
 
   def problem(self, config: t.MaxTextConfig) -> str | None:
     """The message for the first key that was set, if any."""
-    for key in self.concerned(config, self.keys):
-      return f"{key}={shown(key, plain(getattr(config, key)))} is refused: {self.reason}."
+    for key in self.affected_keys(config, self.keys):
+      return f"{key}={redact_value(key, plain_value(getattr(config, key)))} is not supported: {self.reason}."
     return None
 
-  def concerned(self, config: t.MaxTextConfig, keys: Collection[str]) -> list[str]:
-    """Those of some keys that this row is about, as they are set."""
+  def affected_keys(self, config: t.MaxTextConfig, keys: Collection[str]) -> list[str]:
+    """Those of `keys` that are set to an unsupported value."""
     if self.unless is not None and self.unless(config):
       return []
     values = {key: getattr(config, key) for key in self.keys if key in keys}
     return [key for key, value in values.items() if value != default_of(key) and not self.allows(value)]
 
   def allows(self, value: Any) -> bool:
-    """Whether a value asks for nothing; 0 is not False here."""
-    return any(type(value) is type(other) and value == other for other in self.harmless)
+    """Whether a value besides the default is accepted; 0 is not False here."""
+    return any(type(value) is type(other) and value == other for other in self.allowed_values)
 
 
-class NoEffect(Refusal):
-  """Keys that do nothing beside others, unless something holds; the reason begins with 'it has no effect'."""
+class NoEffectOption(UnsupportedOption):
+  """Keys without effect unless a condition holds; the reason begins with 'it has no effect'."""
 
 
-class AlwaysSo(Refusal):
-  """Keys that ask for what is done in any case: `harmless` is that, and the default asks for nothing else."""
+class FixedOption(UnsupportedOption):
+  """Keys for behaviour that is always on; `allowed_values` are the values that ask for it."""
 
 
-def without_effect(config: t.MaxTextConfig, keys: Collection[str]) -> str | None:
-  """One sentence that names those of some keys that have no effect, and beside what."""
+def no_effect_warning(config: t.MaxTextConfig, keys: Collection[str]) -> str | None:
+  """A warning that names those of `keys` that have no effect, and why; None if there are none."""
   keys_of: dict[str, list[str]] = {}
-  for key, reason in keys_without_effect(config, keys).items():
-    keys_of.setdefault(reason, []).append(f"{key}={shown(key, plain(getattr(config, key)))}")
+  for key, reason in keys_with_no_effect(config, keys).items():
+    keys_of.setdefault(reason, []).append(f"{key}={redact_value(key, plain_value(getattr(config, key)))}")
   parts = [
     f"{', '.join(words)} {'has' if len(words) == 1 else 'have'} {reason.removeprefix('it has ')}"
     for reason, words in keys_of.items()
@@ -83,25 +83,25 @@ def without_effect(config: t.MaxTextConfig, keys: Collection[str]) -> str | None
   return f"{'; '.join(parts)}." if parts else None
 
 
-def keys_without_effect(config: t.MaxTextConfig, keys: Collection[str]) -> dict[str, str]:
-  """Those of some keys that have no effect, each with its first reason."""
-  rows = [row for row in REFUSALS if isinstance(row, NoEffect)]
+def keys_with_no_effect(config: t.MaxTextConfig, keys: Collection[str]) -> dict[str, str]:
+  """Those of `keys` that have no effect, each with its first reason."""
+  rows = [row for row in UNSUPPORTED if isinstance(row, NoEffectOption)]
   found: dict[str, str] = {}
   for row in rows:
-    for key in row.concerned(config, keys):
+    for key in row.affected_keys(config, keys):
       found.setdefault(key, row.reason)
   return found
 
 
 def unsupported_keys() -> dict[str, str]:
-  """Every key that is not supported whatever else is set, with the reason; in the order of the table."""
-  rows = [row for row in REFUSALS if row.unless is None and not isinstance(row, AlwaysSo)]
+  """Every key that is unsupported whatever else is set, with the reason, in the order of the table."""
+  rows = [row for row in UNSUPPORTED if row.unless is None and not isinstance(row, FixedOption)]
   return {key: row.reason for row in rows for key in row.keys}
 
 
-def refusals_of(key: str) -> list[Refusal]:
+def unsupported_options_of(key: str) -> list[UnsupportedOption]:
   """The entries of the table that name a key."""
-  return [refusal for refusal in REFUSALS if key in refusal.keys]
+  return [option for option in UNSUPPORTED if key in option.keys]
 
 
 def _section(*sections: type[Section], but: Iterable[str] = ()) -> tuple[str, ...]:
@@ -113,15 +113,15 @@ _REMAT_NAMES = (
   "out_proj", "qkv_proj", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "engram",
   "query_wa_proj", "kv_wa_proj",
 )  # fmt: skip
-_STAGED = is_parallel_over("pipeline")
+_PIPELINED = is_parallel_over("pipeline")
 _OFFLOADED = ("optimizer_memory_host_offload", "parameter_memory_host_offload")
 
-_UNBUILT_EXPERTS = (
+_UNSUPPORTED_EXPERTS = (
   "moe_expert_input_dim", "padded_base_moe_mlp_dim", "use_gather_mosaic_kernel", "interleave_moe_layer_step",
   "moe_fsdp_use_two_stage_all_gather", "use_2d_fsdp_sharding", "prefuse_moe_weights",
   "merge_gating_gmm", "use_batch_split_schedule", "batch_split_factor",
 )  # fmt: skip
-_ROUNDED_CACHE = ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")
+_QUANTIZED_CACHE = ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")
 _SPARSE = ("ragged_buffer_factor", "use_custom_sort_vjp", "megablox", "use_ring_of_experts")
 _TILES = tuple(key for key in t.MoEKernels.model_fields if "_tile_" in key)
 
@@ -153,494 +153,500 @@ _READERS = tuple(
   for split in ("", "_eval")
 )
 
-REFUSALS: tuple[Refusal, ...] = (
+UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   *(
-    Refusal((key,), f"it is computed from base_{key} and global_parameter_scale; write base_{key}")
+    UnsupportedOption((key,), f"it is computed from base_{key} and global_parameter_scale; write base_{key}")
     for key in _SIZES
   ),
   *(
-    Refusal((f"{network}_parallelism",), f"it is computed from other keys; write {network}_data_parallelism, "
+    UnsupportedOption((f"{network}_parallelism",), f"it is computed from other keys; write {network}_data_parallelism, "
             f"{network}_fsdp_parallelism and so on")
     for network in ("ici", "dcn")
   ),
-  Refusal(
+  UnsupportedOption(
     _section(t.DerivedValues, but=(*_SIZES, "ici_parallelism", "dcn_parallelism")),
     "it is computed from other keys; leave it out",
   ),
-  Refusal(
+  UnsupportedOption(
     ("sharding_strategy", "context_sharding"), "logical_axis_rules says where everything lies; write that",
   ),
-  Refusal(
+  UnsupportedOption(
     ("data_sharding",),
     "a batch is split as logical_axis_rules splits the dimensions that input_data_sharding_logical_axes names",
   ),
-  Refusal(
+  UnsupportedOption(
     ("custom_mesh", "optimize_mesh_for_tpu_v6e"),
     "devices stand in the order that JAX finds for their torus; allow_split_physical_axes=true gives it more freedom",
   ),
-  Refusal(
+  UnsupportedOption(
     ("internal_compile", "internal_compile_num_devices"), "maxtext plan compiles for compile_topology",
   ),
-  NoEffect(
+  NoEffectOption(
     ("compile_xla_flags",), "it has no effect without compile_topology: flags of a run go into the environment",
     unless=is_set("compile_topology"),
   ),
-  Refusal(
+  UnsupportedOption(
     ("compiled_trainstep_file",), "it holds one size of batch, which enable_rampup_batch_size=true changes",
     unless=is_unset("enable_rampup_batch_size"),
   ),
-  Refusal(
+  UnsupportedOption(
     _PATHWAYS, "it needs Pathways, one process that drives all hosts; here every host runs a process of its own",
-    harmless=(False,),
+    allowed_values=(False,),
   ),
-  AlwaysSo(
+  FixedOption(
     ("enable_autocheckpoint",),
     "a run always saves when it is told to end, so there is nothing to turn off; leave it out",
-    harmless=(True,),
+    allowed_values=(True,),
   ),
-  Refusal(
+  UnsupportedOption(
     ("enable_orbax_v1", "checkpoint_conversion_fn"),
     "checkpoints are read and written through Orbax's CheckpointManager, in its own layout, by the process itself",
-    harmless=(False,),
+    allowed_values=(False,),
   ),
-  NoEffect(
+  NoEffectOption(
     ("source_checkpoint_layout",),
     "it has no effect without load_parameters_path",
     unless=is_set("load_parameters_path"),
   ),
-  Refusal(
+  UnsupportedOption(
     ("lora_input_adapters_path", "load_checkpoint_only_once", "checkpoint_is_quantized", "save_quantized_params_path"),
     "it belongs to LoRA, RL or quantization, which are not implemented yet",
-    harmless=(False,),
+    allowed_values=(False,),
   ),
-  NoEffect(
+  NoEffectOption(
     ("checkpoint_storage_target_data_file_size_bytes",),
     "it has no effect without checkpoint_storage_use_ocdbt=true",
     unless=is_set("checkpoint_storage_use_ocdbt"),
   ),
-  NoEffect(
+  NoEffectOption(
     ("checkpoint_period",),
     "it has no effect beside enable_continuous_checkpointing=true",
     unless=is_unset("enable_continuous_checkpointing"),
   ),
-  NoEffect(
+  NoEffectOption(
     ("checkpoint_period", "async_checkpointing", "max_num_checkpoints_to_keep", "checkpoint_todelete_subdir",
      "save_checkpoint_on_completion", "checkpoint_storage_use_ocdbt", "checkpoint_storage_use_zarr3",
      "checkpoint_storage_target_data_file_size_bytes"),
     "it has no effect without enable_checkpointing=true",
     unless=is_set("enable_checkpointing"),
   ),
-  Refusal(
+  UnsupportedOption(
     ("enable_continuous_checkpointing", "enable_emergency_checkpoint"),
     "it asks for checkpoints, and enable_checkpointing=false for none",
     unless=is_set("enable_checkpointing"),
   ),
-  Refusal(
+  UnsupportedOption(
     ("checkpoint_todelete_subdir",), "Orbax removes old steps in a bucket for good; leave it out",
-    unless=negated(is_in_bucket("base_output_directory")),
+    unless=negate(is_in_bucket("base_output_directory")),
   ),
-  Refusal(
+  UnsupportedOption(
     ("checkpoint_todelete_full_path",),
     "it needs a bucket whose folders can be renamed, which nobody has tried",
   ),
-  Refusal(
+  UnsupportedOption(
     _section(t.EmergencyCheckpointing, but=_LOCAL),
     "there is no replicator service here: enable_emergency_checkpoint=true keeps replicas on local disks by itself",
-    harmless=(False,),
+    allowed_values=(False,),
   ),
-  NoEffect(
+  NoEffectOption(
     _LOCAL[1:],
     "it has no effect without enable_emergency_checkpoint=true",
     unless=is_set("enable_emergency_checkpoint"),
   ),
-  Refusal(
+  UnsupportedOption(
     _section(t.ElasticTraining),
     "elastic training needs Pathways; here a run that lost processes is started again as a whole: maxtext launch "
     "--restarts",
-    harmless=(False,),
+    allowed_values=(False,),
   ),
-  Refusal(("dtype_mm",), "there is no image encoder yet"),
-  Refusal(
-    _section(t.Quantization, but=_ROUNDED_CACHE),
+  UnsupportedOption(("dtype_mm",), "there is no image encoder yet"),
+  UnsupportedOption(
+    _section(t.Quantization, but=_QUANTIZED_CACHE),
     "quantization is not implemented yet; lower dtype to bfloat16",
-    harmless=(None, False),
+    allowed_values=(None, False),
   ),
-  NoEffect(
-    _ROUNDED_CACHE[1:], "it has no effect without quantize_kvcache=true", unless=is_set("quantize_kvcache")
+  NoEffectOption(
+    _QUANTIZED_CACHE[1:], "it has no effect without quantize_kvcache=true", unless=is_set("quantize_kvcache")
   ),
-  Refusal(
+  UnsupportedOption(
     ("fused_mlp",),
     "gate and up are two products, side by side; leave it out",
   ),
-  NoEffect(
+  NoEffectOption(
     _section(t.Engram, but=("engram_layers",)), "it has no effect without engram_layers",
     unless=is_set("engram_layers"),
   ),
-  Refusal(("mtp_eval_target_module",), "how often further tokens were right is not measured; leave it out"),
-  NoEffect(
+  UnsupportedOption(("mtp_eval_target_module",), "how often further tokens were right is not measured; leave it out"),
+  NoEffectOption(
     ("mtp_loss_scaling_factor",), "it has no effect without mtp_num_layers", unless=is_above("mtp_num_layers", 0)
   ),
-  NoEffect(
+  NoEffectOption(
     ("sinkhorn_iterations",), "it has no effect without mhc_expansion_rate", unless=is_above("mhc_expansion_rate", 1)
   ),
-  NoEffect(("moba_chunk_size", "moba_topk"), "it has no effect without moba=true", unless=is_set("moba")),
-  NoEffect(("qk_clip_threshold",), "it has no effect without use_qk_clip=true", unless=is_set("use_qk_clip")),
-  NoEffect(
+  NoEffectOption(("moba_chunk_size", "moba_topk"), "it has no effect without moba=true", unless=is_set("moba")),
+  NoEffectOption(("qk_clip_threshold",), "it has no effect without use_qk_clip=true", unless=is_set("use_qk_clip")),
+  NoEffectOption(
     ("rope_use_scale",),
     "it has no effect without rope_type=llama3.1",
     unless=is_one_of("rope_type", t.RopeType.LLAMA3_1),
   ),
-  NoEffect(
+  NoEffectOption(
     ("beta_fast", "beta_slow", "mscale", "rope_interleave", "rope_truncate", "rope_attention_scaling"),
     "it has no effect without rope_type=yarn",
     unless=is_one_of("rope_type", t.RopeType.YARN),
   ),
-  NoEffect(
+  NoEffectOption(
     ("rope_linear_scaling_factor",),
     "it has no effect beside a rope_type that scales positions in another way",
     unless=is_one_of("rope_type", t.RopeType.DEFAULT),
   ),
-  NoEffect(
+  NoEffectOption(
     ("rope_factor", "original_max_position_embeddings"),
     "it has no effect without a rope_type that scales positions, such as rope_type=llama3.1",
     unless=is_none_of("rope_type", t.RopeType.DEFAULT),
   ),
-  Refusal(
+  UnsupportedOption(
     ("attention_type",),
     "this kind of attention is not implemented yet: write attention_type=global, local_sliding, chunk or mla",
-    harmless=("local_sliding", "chunk", "mla"),
+    allowed_values=("local_sliding", "chunk", "mla"),
   ),
-  AlwaysSo(
+  FixedOption(
     ("float32_qk_product", "float32_logits"), "logits and softmax are always float32; leave it out",
-    harmless=(False, True),
+    allowed_values=(False, True),
   ),
-  AlwaysSo(
-    ("use_jax_splash",), "splash attention is always JAX's own; leave it out", harmless=(False, True),
+  FixedOption(
+    ("use_jax_splash",), "splash attention is always JAX's own; leave it out", allowed_values=(False, True),
   ),
-  Refusal(
+  UnsupportedOption(
     ("indexer_sparse_training", "indexer_loss_scaling_factor"),
     "the indexer is not trained yet: it chooses keys by the weights that it has",
-    harmless=(0.0, False),
+    allowed_values=(0.0, False),
   ),
-  Refusal(
+  UnsupportedOption(
     ("use_tokamax_gmm", "enable_padding_causal_mask", "use_tokamax_splash", "force_q_layout",
      "sa_q_layout", "sa_k_layout", "sa_v_layout", "use_max_logit_estimate", "cost_estimate_flops_fwd",
      "cost_estimate_flops_bwd", "dq_reduction_steps", "use_splash_scheduler"),
     "the kernels are JAX's own splash and paged attention, and cuDNN; choose with attention and sa_block_*",
   ),
-  Refusal(
+  UnsupportedOption(
     ("use_ragged_attention",),
     "latents, pages and chosen blocks of keys are read in ways of their own: leave it out",
-    harmless=(False,),
+    allowed_values=(False,),
     unless=all_of(is_none_of("attention_type", "mla"), is_none_of("attention", "paged"), is_unset("moba")),
   ),
-  NoEffect(
+  NoEffectOption(
     ("ragged_block_size",),
     "it has no effect without use_ragged_attention=true",
     unless=is_set("use_ragged_attention"),
   ),
-  NoEffect(
+  NoEffectOption(
     _section(t.PagedAttention), "it has no effect without attention=paged", unless=is_one_of("attention", "paged")
   ),
-  NoEffect(
-    _section(t.MoEGeneral, t.MoEKernels, t.DeepSeekMoE, but=("num_experts", "mlp_bias", *_UNBUILT_EXPERTS)),
+  NoEffectOption(
+    _section(t.MoEGeneral, t.MoEKernels, t.DeepSeekMoE, but=("num_experts", "mlp_bias", *_UNSUPPORTED_EXPERTS)),
     "it has no effect without experts: set num_experts, for a family that has them",
     unless=is_above("num_experts", 1),
   ),
-  Refusal(
+  UnsupportedOption(
     ("use_2d_fsdp_sharding",),
     "it is how base.yml splits both widths of experts, which shard_exp_on_fsdp=true and other rules change",
-    harmless=(False,),
+    allowed_values=(False,),
     unless=all_of(is_unset("shard_exp_on_fsdp"), is_unset("custom_mesh_and_rule")),
   ),
-  Refusal(
+  UnsupportedOption(
     ("prefuse_moe_weights", "merge_gating_gmm"),
     "the experts' gate and up weights are kept and multiplied apart",
-    harmless=(False,),
+    allowed_values=(False,),
   ),
-  Refusal(
+  UnsupportedOption(
     ("padded_base_moe_mlp_dim",), "the kernels cut their tiles to the experts' width, and nothing is padded",
   ),
-  Refusal(
+  UnsupportedOption(
     ("use_gather_mosaic_kernel", "moe_fsdp_use_two_stage_all_gather", "use_batch_split_schedule", "batch_split_factor"),
     "tokens and expert weights are moved by XLA's own gathers, whole",
-    harmless=(False,),
+    allowed_values=(False,),
   ),
-  NoEffect(
+  NoEffectOption(
     ("capacity_factor",),
     "it has no effect on grouped products, which drop no token: write sparse_matmul=false",
     unless=is_unset("sparse_matmul"),
   ),
-  NoEffect(
+  NoEffectOption(
     (*_SPARSE, *_TILES), "it has no effect without grouped products: write sparse_matmul=true",
     unless=is_set("sparse_matmul"),
   ),
-  NoEffect(
+  NoEffectOption(
     ("use_ring_of_experts",), "it has no effect without expert parallelism: set ici_expert_parallelism",
     unless=is_parallel_over("expert"),
   ),
-  NoEffect(_TILES, "it has no effect without megablox=true", unless=is_set("megablox")),
-  NoEffect(
+  NoEffectOption(_TILES, "it has no effect without megablox=true", unless=is_set("megablox")),
+  NoEffectOption(
     ("topk_routing_group",), "it has no effect without n_routing_groups", unless=is_above("n_routing_groups", 0)
   ),
-  NoEffect(
+  NoEffectOption(
     ("routed_bias_update_rate",), "it has no effect without routed_bias=true", unless=is_set("routed_bias")
   ),
-  Refusal(
+  UnsupportedOption(
     ("shard_mode",), "stages leave the placement of what is in them to the compiler; write shard_mode=auto",
-    unless=negated(_STAGED),
+    unless=negate(_PIPELINED),
   ),
-  AlwaysSo(
+  FixedOption(
     ("remove_size_one_mesh_axis_from_type",), "the mesh has every axis of mesh_axes, whatever its size",
-    harmless=(False,),
+    allowed_values=(False,),
   ),
-  NoEffect(
+  NoEffectOption(
     ("context_parallel_load_balance", "context_parallel_strategy", "context_parallel_reorder_strategy"),
     "it has no effect without context parallelism: set ici_context_parallelism",
     unless=is_parallel_over("context"),
   ),
-  NoEffect(
+  NoEffectOption(
     ("context_parallel_reorder_strategy",), "it has no effect without context_parallel_load_balance=true",
     unless=is_set("context_parallel_load_balance"),
   ),
-  AlwaysSo(
+  FixedOption(
     ("enable_nnx", "pure_nnx", "pure_nnx_decoder", "shardy"),
     "there is one decoder, of NNX modules, partitioned by Shardy; leave it out",
-    harmless=(True,),
+    allowed_values=(True,),
   ),
-  Refusal(
+  UnsupportedOption(
     tuple(key for key in _section(t.IciParallelism, t.DcnParallelism)
           if key.split("_", 1)[1].removesuffix("_parallelism") not in MESH_AXES),
     "this axis is not implemented yet; there are " + ", ".join(MESH_AXES),
   ),
-  Refusal(
+  UnsupportedOption(
     ("pipeline_fsdp_ag_per_repeat",),
     "stages are at different visits in the same tick; weights are gathered at each, or with pipeline_fsdp_ag_once=true "
     "before the first",
-    harmless=(False,),
+    allowed_values=(False,),
   ),
-  Refusal(
+  UnsupportedOption(
     ("scan_pipeline_iterations", "scan_pipeline_repeats", "set_remat_policy_on_pipeline_iterations",
      "scan_layers_per_stage", "set_remat_policy_on_layers_per_stage"),
     "a pipeline is one scan over its ticks, and each layer in it follows scan_layers and remat_policy; leave it out",
   ),
-  NoEffect(
+  NoEffectOption(
     ("num_layers_per_pipeline_stage", "num_pipeline_repeats", "pipeline_parallel_layers", "num_pipeline_microbatches",
      "pipeline_delay_activation_forwarding", "pipeline_fsdp_ag_once"),
     "it has no effect without stages: set ici_pipeline_parallelism or dcn_pipeline_parallelism",
-    unless=_STAGED,
+    unless=_PIPELINED,
   ),
-  Refusal(
+  UnsupportedOption(
     ("use_qk_clip", "routed_bias_update_rate"), "a pipeline leaves it out: layers in it keep no running values",
-    unless=negated(_STAGED),
+    unless=negate(_PIPELINED),
   ),
-  Refusal(
+  UnsupportedOption(
     tuple(key for key in _section(t.RematAndOffload, but=("remat_policy", *_OFFLOADED, *_REMAT_NAMES))),
     "no layer has this tensor yet",
-    harmless=(False, t.RematLocation.REMAT),
+    allowed_values=(False, t.RematLocation.REMAT),
   ),
-  NoEffect(
+  NoEffectOption(
     _REMAT_NAMES,
     "it has no effect without remat_policy=custom",
     unless=names_remat_policy(t.RematPolicy.CUSTOM),
   ),
-  NoEffect(
+  NoEffectOption(
     ("diloco_sync_period", "diloco_outer_lr", "diloco_outer_momentum"),
     "it has no effect without enable_diloco=true",
     unless=is_set("enable_diloco"),
   ),
-  Refusal(
+  UnsupportedOption(
     ("ici_diloco_parallelism", "dcn_diloco_parallelism"),
     "devices of a replica that trains apart need enable_diloco=true",
     unless=is_set("enable_diloco"),
   ),
-  Refusal(
+  UnsupportedOption(
     ("shard_optimizer_over_data", "parameter_memory_host_offload", "optimizer_memory_host_offload"),
     "replicas that train apart keep their state where they are: leave it out with enable_diloco=true",
     unless=is_unset("enable_diloco"),
-    harmless=(False,),
+    allowed_values=(False,),
   ),
-  NoEffect(
+  NoEffectOption(
     (*_DOCUMENTS, *_READERS, "tokenize_train_data", "tokenize_eval_data", "use_truncation", "enable_data_shuffling"),
     "it has no effect on dataset_type=synthetic, which has no documents",
     unless=is_none_of("dataset_type", t.DatasetType.SYNTHETIC),
   ),
-  Refusal(
+  UnsupportedOption(
     ("train_image_column", "eval_image_column", "expansion_factor_real_data"),
     "data is text, and every process reads what its devices need",
-    harmless=(False,),
+    allowed_values=(False,),
   ),
-  NoEffect(
+  NoEffectOption(
     ("grain_packing_type", "max_segments_per_seq"),
     "it has no effect on rows of one document (packing=false, dataset_type=olmo_grain), and c4_mlperf always cuts",
     unless=all_of(
       is_set("packing"), is_none_of("dataset_type", t.DatasetType.OLMO_GRAIN, t.DatasetType.C4MLPERF)
     ),
   ),
-  NoEffect(
+  NoEffectOption(
     ("per_device_batch_size_start", "per_device_batch_size_increment", "global_rampup_samples"),
     "it has no effect without enable_rampup_batch_size=true",
     unless=is_set("enable_rampup_batch_size"),
   ),
-  NoEffect(
+  NoEffectOption(
     _section(t.TfdsDataset, but=("train_split",)),
     "it has no effect without dataset_type=tfds or dataset_type=c4_mlperf",
     unless=is_one_of("dataset_type", t.DatasetType.TFDS, t.DatasetType.C4MLPERF),
   ),
-  NoEffect(
+  NoEffectOption(
     ("train_split",),
     "it has no effect without dataset_type=tfds, c4_mlperf or hf",
     unless=is_one_of("dataset_type", t.DatasetType.TFDS, t.DatasetType.C4MLPERF, t.DatasetType.HF),
   ),
-  NoEffect(
+  NoEffectOption(
     _section(t.HfDataset, but=("hf_access_token",)),
     "it has no effect without dataset_type=hf",
     unless=is_one_of("dataset_type", t.DatasetType.HF),
   ),
-  NoEffect(
+  NoEffectOption(
     _section(t.GrainDataset, but=(*_READERS, "grain_shuffle_buffer_size")),
     "it has no effect without dataset_type=grain",
     unless=is_one_of("dataset_type", t.DatasetType.GRAIN),
   ),
-  AlwaysSo(
-    ("grain_use_elastic_iterator",), "a position never depends on the number of hosts; leave it out", harmless=(True,)
+  FixedOption(
+    ("grain_use_elastic_iterator",),
+    "the data-iterator state never depends on the number of hosts; leave it out",
+    allowed_values=(True,),
   ),
-  NoEffect(
+  NoEffectOption(
     ("grain_ram_budget_mb",),
     "it has no effect without grain_worker_count=-1 or grain_worker_count_eval=-1",
     unless=any_of(is_one_of("grain_worker_count", -1), is_one_of("grain_worker_count_eval", -1)),
   ),
-  NoEffect(
+  NoEffectOption(
     ("grain_shuffle_buffer_size",),
     "it has no effect without grain_file_type=parquet or tfrecord, or streamed data: others are shuffled more widely",
     unless=any_of(
       is_none_of("grain_file_type", "arrayrecord"), is_one_of("dataset_type", t.DatasetType.HF)
     ),
   ),
-  NoEffect(
+  NoEffectOption(
     _section(t.OlmoGrainDataset),
     "it has no effect without dataset_type=olmo_grain",
     unless=is_one_of("dataset_type", t.DatasetType.OLMO_GRAIN),
   ),
-  NoEffect(
+  NoEffectOption(
     _section(t.Muon),
     "it has no effect without opt_type=muon",
     unless=is_one_of("opt_type", t.OptimizerType.MUON),
   ),
-  NoEffect(
+  NoEffectOption(
     ("wsd_decay_steps_fraction", "wsd_decay_style"),
     "it has no effect without lr_schedule_type=wsd",
     unless=is_one_of("lr_schedule_type", t.LearningRateScheduleType.WSD),
   ),
-  NoEffect(
+  NoEffectOption(
     _section(t.AdamW),
     "it has no effect on opt_type=sgd",
     unless=is_none_of("opt_type", t.OptimizerType.SGD),
   ),
-  NoEffect(
+  NoEffectOption(
     ("skip_step_interval", "skip_step_scaling_factor"),
     "it has no effect without skip_step_on_spikes=true",
     unless=is_set("skip_step_on_spikes"),
   ),
-  Refusal(("use_tunix_gradient_accumulation",), "accumulation is the step's own; set gradient_accumulation_steps"),
-  NoEffect(
+  UnsupportedOption(
+    ("use_tunix_gradient_accumulation",), "accumulation is part of the step; set gradient_accumulation_steps"
+  ),
+  NoEffectOption(
     ("eval_steps", "target_eval_loss", "eval_per_device_batch_size"),
     "it has no effect without eval_interval",
     unless=is_above("eval_interval", 0),
   ),
-  Refusal(("enable_dropout", "dropout_rate"), "dropout is not implemented yet", harmless=(False,)),
-  Refusal(
+  UnsupportedOption(("enable_dropout", "dropout_rate"), "dropout is not implemented yet", allowed_values=(False,)),
+  UnsupportedOption(
     (*_section(t.FineTuning, t.Distillation, t.RLHardware, t.VLLM, t.RL, t.RLDataset, t.RLEvaluation, t.Reward,
                t.SpecialTokens), "rl", "debug"),
     "runs only pre-train yet",
-    harmless=(False,),
+    allowed_values=(False,),
   ),
-  NoEffect(
+  NoEffectOption(
     ("decode_sampling_nucleus_p",),
     "it has no effect without decode_sampling_strategy=nucleus or composite",
     unless=is_one_of("decode_sampling_strategy", t.SamplingStrategy.NUCLEUS, t.SamplingStrategy.COMPOSITE),
   ),
-  NoEffect(
+  NoEffectOption(
     ("decode_sampling_top_k",),
     "it has no effect without decode_sampling_strategy=topk or composite",
     unless=is_one_of("decode_sampling_strategy", t.SamplingStrategy.TOPK, t.SamplingStrategy.COMPOSITE),
   ),
-  NoEffect(
+  NoEffectOption(
     ("decode_sampling_temperature",),
     "it has no effect on decode_sampling_strategy=greedy",
     unless=is_none_of("decode_sampling_strategy", t.SamplingStrategy.GREEDY),
   ),
-  NoEffect(
+  NoEffectOption(
     ("prefill_chunk_size",), "it has no effect without use_chunked_prefill=true", unless=is_set("use_chunked_prefill")
   ),
-  NoEffect(
+  NoEffectOption(
     ("load_from_prefill_dir",), "it has no effect without prefill_cache_dir", unless=is_set("prefill_cache_dir")
   ),
-  Refusal(
+  UnsupportedOption(
     ("prefill_cache_dir",),
     "enable_prefix_caching=true keeps beginnings of prompts in memory: leave one of them out",
     unless=is_unset("enable_prefix_caching"),
   ),
-  Refusal(
+  UnsupportedOption(
     ("model_call_mode",), "layers take what the command asks for: `maxtext train` trains, `maxtext decode` decodes"
   ),
-  Refusal(("enable_llm_inference_pool",), "a server is one process", harmless=(False,)),
-  Refusal(
+  UnsupportedOption(("enable_llm_inference_pool",), "a server is one process", allowed_values=(False,)),
+  UnsupportedOption(
     _section(t.InferenceLayout),
     "caches have one order of dimensions, and the compiler chooses how they lie in memory",
-    harmless=(False,),
+    allowed_values=(False,),
   ),
-  Refusal(_section(t.InferenceServer), "prompts and answers are computed by one server on one mesh: `maxtext serve`"),
-  NoEffect(
+  UnsupportedOption(
+    _section(t.InferenceServer), "prompts and answers are computed by one server on one mesh: `maxtext serve`"
+  ),
+  NoEffectOption(
     ("inference_microbenchmark_num_samples",),
     "it has no effect without multi_sampling=true",
     unless=is_set("multi_sampling"),
   ),
-  Refusal(
-    ("inference_benchmark_test",), "`maxtext bench serve` is the benchmark, and no run is one", harmless=(False,)
+  UnsupportedOption(
+    ("inference_benchmark_test",), "`maxtext bench serve` is the benchmark, and no run is one", allowed_values=(False,)
   ),
-  NoEffect(
+  NoEffectOption(
     ("prefix_caching_hbm_byte", "prefix_caching_dram_byte"),
     "it has no effect without enable_prefix_caching=true",
     unless=is_set("enable_prefix_caching"),
   ),
-  Refusal(
+  UnsupportedOption(
     ("constant_bound_config", "jax_debug_log_modules", "max_checkify"),
     "it belongs to a way of debugging that is not implemented yet",
   ),
-  Refusal(
+  UnsupportedOption(
     _section(t.Metrics, t.Tensorboard, t.Profiling, t.HloDump, t.StackTrace, t.Goodput, t.GcpMonitoring,
              t.ManagedMLDiagnostics, but=(*_SHOWN, *_STORED, *_PATHWAYS)),
-    "figures go to the console, the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics",
-    harmless=(False,),
+    "metrics go to the console, the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics",
+    allowed_values=(False,),
   ),
-  NoEffect(
+  NoEffectOption(
     _STORED,
     "it has no effect without a base_output_directory in a bucket (gs://...): other runs have these files anyway",
     unless=is_in_bucket("base_output_directory"),
   ),
-  Refusal(("profiler",), "only profiler=xplane is implemented yet", harmless=(t.ProfilerType.XPLANE,)),
-  NoEffect(
+  UnsupportedOption(("profiler",), "only profiler=xplane is implemented yet", allowed_values=(t.ProfilerType.XPLANE,)),
+  NoEffectOption(
     ("skip_first_n_steps_for_profiler", "profiler_steps", "profile_cleanly", "profile_periodically_period",
      "upload_all_profiler_results"),
     "it has no effect without profiler=xplane",
     unless=is_none_of("profiler", t.ProfilerType.NONE),
   ),
-  NoEffect(_HLO[1:], "it has no effect without dump_hlo=true", unless=is_set("dump_hlo")),
-  NoEffect(_JAXPR[1:], "it has no effect without dump_jaxpr=true", unless=is_set("dump_jaxpr")),
-  NoEffect(
+  NoEffectOption(_HLO[1:], "it has no effect without dump_hlo=true", unless=is_set("dump_hlo")),
+  NoEffectOption(_JAXPR[1:], "it has no effect without dump_jaxpr=true", unless=is_set("dump_jaxpr")),
+  NoEffectOption(
     ("jax_profiler_port",),
     "it has no effect without enable_jax_profiler=true",
     unless=is_set("enable_jax_profiler"),
   ),
-  NoEffect(
+  NoEffectOption(
     ("stack_trace_interval_seconds",),
     "it has no effect without collect_stack_trace=true",
     unless=is_set("collect_stack_trace"),
   ),
-  Refusal(
+  UnsupportedOption(
     _section(t.MultimodalGeneral, t.VisionTower, t.VisionProjector, t.AudioEncoder),
     "models take text only for now",
-    harmless=(False,),
+    allowed_values=(False,),
   ),
 )  # fmt: skip

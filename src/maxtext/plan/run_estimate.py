@@ -1,4 +1,4 @@
-"""What a whole run would take: days, chip-hours, money, and how often to save while parts of the machine fail."""
+"""Estimate of a whole run: days, chip-hours, money, goodput, and how often to save a checkpoint."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -11,17 +11,18 @@ _HOUR, _DAY = 3600.0, 86_400.0
 
 
 @dataclass(frozen=True)
-class Campaign:
-  """A run of many steps on a machine that fails now and then.
+class RunEstimate:
+  """A run of many steps on hardware with failures.
 
   Attributes:
-    step_seconds, tokens_per_step, chips: of the plan.
+    tokens: of the whole run.
+    step_seconds, tokens_per_step, chips: from the plan.
     checkpoint_bytes: parameters and optimizer state.
     storage_bandwidth: bytes per second at which all hosts together write or read a checkpoint.
     restart_seconds: from a failure to the first step, but for reading the checkpoint.
-    interruptions_per_chip_hour: how often a chip, or what it needs, ends the run.
-    blocked_share: of the time a checkpoint takes to write, for which training stands still (it is written behind it).
-    price: of a chip and hour; None leaves money out.
+    interruptions_per_chip_hour: failures of a chip, or of its host and network, that end the run.
+    blocked_share: share of the time to write a checkpoint during which training waits; the rest is asynchronous.
+    price: of a chip-hour; None leaves money out.
   """
 
   tokens: float
@@ -37,35 +38,35 @@ class Campaign:
 
   @property
   def steps(self) -> int:
-    """How many steps the tokens are."""
+    """The number of steps for all tokens."""
     return -int(-self.tokens // self.tokens_per_step)
 
   @property
   def seconds_between_interruptions(self) -> float:
-    """The mean over the whole machine."""
+    """The mean time between interruptions of the whole run."""
     return _HOUR / (self.interruptions_per_chip_hour * self.chips)
 
   @property
   def write_seconds(self) -> float:
-    """One checkpoint, to storage or back."""
+    """Time to write or read one checkpoint."""
     return self.checkpoint_bytes / self.storage_bandwidth
 
   @property
   def save_every_seconds(self) -> float:
-    """The period that loses least (Young 1974, Daly 2006), but no shorter than a save takes."""
+    """The optimal checkpoint period (Young 1974, Daly 2006), but no shorter than a save takes."""
     blocked = self.blocked_share * self.write_seconds
     return max(sqrt(2 * blocked * self.seconds_between_interruptions), self.write_seconds)
 
   @property
   def checkpoint_period(self) -> int:
-    """The same in steps."""
+    """The optimal checkpoint period in steps."""
     return max(round(self.save_every_seconds / self.step_seconds), 1)
 
   @property
   def goodput(self) -> float:
-    """The share of the time that goes into steps that count.
+    """The share of the time that goes into steps that are not lost.
 
-    An interruption costs half a period, the save that was under way, the restart and the reading of the checkpoint.
+    An interruption costs half a period, the unfinished save, the restart and the reading of the checkpoint.
     """
     period = self.checkpoint_period * self.step_seconds
     saving = self.blocked_share * self.write_seconds / period
@@ -74,21 +75,21 @@ class Campaign:
 
   @property
   def days(self) -> float:
-    """From the first step to the last, interruptions counted."""
+    """From the first step to the last, with interruptions."""
     return self.steps * self.step_seconds / self.goodput / _DAY
 
   @property
   def chip_hours(self) -> float:
-    """What is paid for."""
+    """Chips times hours, with interruptions."""
     return self.days * 24 * self.chips
 
   @property
   def money(self) -> float | None:
-    """At the price."""
+    """The price of all chip-hours; None without a price."""
     return None if self.price is None else self.chip_hours * self.price
 
   def as_json(self) -> dict[str, Any]:
-    """Everything, for a program to read."""
+    """The estimate as JSON values."""
     return {
       "tokens": self.tokens,
       "steps": self.steps,
@@ -103,7 +104,7 @@ class Campaign:
     }
 
   def as_text(self) -> str:
-    """A few lines for a person."""
+    """The estimate as a few lines of text."""
     cost = "" if self.money is None else f", {self.money:,.0f} at {self.price:g} a chip and hour"
     return "\n".join(
       [
