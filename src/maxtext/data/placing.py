@@ -60,7 +60,7 @@ def place_rows(number: int, rows: Rows, *, held: Held, total: int, about: np.nda
   """Puts the rows of this process on its devices. `number` batches have been made with this one."""
   count = len(rows.inputs) * held.blocks // len(held.mine)
   real: np.ndarray = rows.segments > 0
-  arrays = (rows.inputs, rows.targets, rows.positions, rows.segments, real.astype(np.float32))
+  arrays = (rows.inputs, rows.targets, rows.positions, rows.segments, rows.loss_weights)
 
   def position() -> Position:
     streams = held.array(rows.after, total, held.by_rows)

@@ -16,7 +16,7 @@ import numpy as np
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
-from maxtext.data.documents import Documents, DocumentSpans, Source
+from maxtext.data.documents import Documents, DocumentSpans, Source, tokens_of
 
 SPANS_PER_STREAM = 64
 """Streams end at most one span apart, a 64th of an epoch."""
@@ -37,8 +37,9 @@ def count_tokens(documents: Documents) -> int:
   return sum(tokens for _, tokens in _measure(documents, range(len(documents.sizes)))) if total is None else total
 
 
-def refuse_unknown_tokens(tokens: np.ndarray, vocab_size: int) -> None:
+def refuse_unknown_tokens(document: np.ndarray, vocab_size: int) -> None:
   """A lookup in the embedding would take the nearest row, silently."""
+  tokens = tokens_of(document)
   if not tokens.size or (int(tokens.max()) < vocab_size and (tokens.dtype.kind == "u" or int(tokens.min()) >= 0)):
     return
   place = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])

@@ -14,8 +14,6 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 
-import numpy as np
-
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.data.ahead import Ahead
@@ -41,7 +39,7 @@ def rows_from_processes(shares: Sequence[Share], buffer: int) -> Iterator[Rows]:
     workers += [_Worker.start(share, buffer) for share in shares]
     while True:
       parts = [worker.receive() for worker in workers]
-      yield Rows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+      yield Rows.join(parts)
   finally:
     for worker in workers:
       worker.stop()
