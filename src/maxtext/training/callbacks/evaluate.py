@@ -11,7 +11,7 @@ from maxtext.training.state import TrainState
 
 
 class Evaluate(Callback):
-  """Evaluates every `interval` steps and adds what it finds to that step's figures, with the prefix `eval_`.
+  """Evaluates every `interval` steps and adds what it finds to that step's metrics, with the prefix `eval_`.
 
   The run ends when the loss comes down to `target`; 0 is no target. An evaluation that gives nothing was told to end,
   and the run ends with it.
@@ -24,14 +24,14 @@ class Evaluate(Callback):
     return step % self._interval == 0
 
   def on_update(
-    self, step: int, state: TrainState, position: Callable[[], Position], figures: dict[str, float]
+    self, step: int, state: TrainState, position: Callable[[], Position], metrics: dict[str, float]
   ) -> bool:
     start = time.perf_counter()
     found = self._evaluate(state)
     if found is None:
       return True
-    figures |= {f"eval_{name}": value for name, value in found.items()}
-    figures["eval_seconds"] = time.perf_counter() - start
+    metrics |= {f"eval_{name}": value for name, value in found.items()}
+    metrics["eval_seconds"] = time.perf_counter() - start
     reached = found["loss"] <= self._target
     if reached and not jax.process_index():
       print(f"target_eval_loss={self._target} is reached at step {step}: ending.", flush=True)
