@@ -76,7 +76,7 @@ class Waiting(Callback):
 
   def on_step(self, step: int, figures: dict[str, float]) -> None:
     if step > 2:
-      self.steps.append((figures["seconds"], figures["input_seconds"]))
+      self.steps.append((figures["step_time_seconds"], figures["data_wait_seconds"]))
 
 
 def waiting_share(folder: Path, steps: int, workers: int) -> float:

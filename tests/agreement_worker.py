@@ -13,7 +13,7 @@ from maxtext import ConfigError, MaxTextConfig
 from maxtext.distributed.agreement import agree
 from maxtext.distributed.multihost import join
 from maxtext.mesh.devices import make_mesh
-from maxtext.training.alike import configuration_values, data_values, step_values
+from maxtext.training.consistency import configuration_values, data_values, step_values
 from maxtext.training.program import Program
 from tests.support import tiny
 from tests.test_every_key import other_values

@@ -11,7 +11,7 @@ import pytest
 
 from maxtext.configs.types import DerivedValues, MaxTextConfig
 from maxtext.distributed.agreement import digest
-from maxtext.training.alike import MAY_DIFFER, configuration_values, step_values
+from maxtext.training.consistency import MAY_DIFFER, configuration_values, step_values
 from tests.agreement_worker import SMALL as ONE
 from tests.agreement_worker import changed
 from tests.corpora import write_corpus

@@ -227,7 +227,7 @@ def test_one_replica_reads_and_sends_to_the_other(tmp_path):
   assert "the mesh has 1 along 'data'" in wrong.stdout
   done = launch(enable_single_replica_ckpt_restoring=True)
   assert done.returncode == 0, done.stdout
-  assert "goes on from" in done.stdout
+  assert "resuming from" in done.stdout
   assert json.loads(metrics.read_text().splitlines()[-1])["loss"] == loss
 
 

@@ -49,8 +49,8 @@ from maxtext.distributed.supervisor import supervise
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.callbacks.guard import LossGuard
 from maxtext.training.callbacks.save import Save
-from maxtext.training.kept import Kept
 from maxtext.training.loop import run_loop
+from maxtext.training.resume import RunCheckpoints
 from tests.flags import flags
 from tests.support import TINY, History, program, tiny
 from tests.vocabularies import sentence_piece
@@ -147,8 +147,10 @@ def copy(half, tmp_path):
 def test_a_run_of_the_same_name_goes_on_bit_for_bit(whole, half, copy, capsys):
   state, losses = run_in(copy, checkpoint_period=100)
   said = capsys.readouterr().out
-  assert "goes on from" in said
-  assert "goes on with other values than it was saved with: checkpoint_period 2 -> 100\n" in said, "and of no other key"
+  assert "resuming from" in said
+  assert "resuming with other values than it was saved with: checkpoint_period 2 -> 100\n" in said, (
+    "and of no other key"
+  )
   assert equal(state, whole[0])
   np.testing.assert_array_equal(np.concatenate([half[2], losses]), whole[1])
   lines = [json.loads(line) for line in (copy / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -194,7 +196,7 @@ def test_another_mesh_goes_on_from_the_same_state(whole, half, mesh):
 
 def test_another_run_starts_from_a_state_and_never_touches_it(half, split, copy):
   def start(path):
-    return Kept(tiny(**SPLIT | {"load_full_state_path": str(path)}), "other", {}).start(split)
+    return RunCheckpoints(tiny(**SPLIT | {"load_full_state_path": str(path)}), "other", {}).restore_or_init(split)
 
   path = copy / "run"
   before = len(list(path.rglob("*")))
@@ -212,8 +214,8 @@ def test_another_run_starts_from_a_state_and_never_touches_it(half, split, copy)
 def test_its_own_checkpoint_comes_before_the_named_ones(half, split, copy, tmp_path):
   keys = {"enable_checkpointing": True, "base_output_directory": str(copy), "run_name": "run"}
   other = tiny(**SPLIT | keys | {"load_full_state_path": str(half[0] / "run" / "checkpoints" / "2")})
-  assert int(Kept(other, "run", {}).start(split)[0].step) == 4
-  assert int(Kept(other, "new", {}).start(split)[0].step) == 2
+  assert int(RunCheckpoints(other, "run", {}).restore_or_init(split)[0].step) == 4
+  assert int(RunCheckpoints(other, "new", {}).restore_or_init(split)[0].step) == 2
 
 
 RECORDS = ("4/record/record.json", "4/record/checksums-0.json")
@@ -304,7 +306,7 @@ try:
   found = resume(restore_options(config), epath.Path(sys.argv[1]), program(config).state)
 except storage.StorageError as error:
   sys.exit(f"maxtext: {error}")
-print(f"goes on from {found.folder.name}")
+print(f"resuming from {found.folder.name}")
 """
 
 
@@ -326,7 +328,7 @@ def test_a_disk_that_does_not_answer_is_asked_again_and_nothing_is_renamed(copy,
   assert f"{os.strerror(number)}" in done.stdout, done.stderr
   assert "trying again in 0.01 s" in done.stdout
   if count == 1:
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "goes on from 4"), done.stderr
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "resuming from 4"), done.stderr
   else:
     assert done.returncode == 1
     assert "4 cannot be read: " in done.stderr
@@ -437,7 +439,7 @@ def test_parameters_alone(half, tmp_path, keys, capsys):
 
 def test_a_run_starts_with_other_parameters(half, split):
   config = tiny(**SPLIT | {"load_parameters_path": str(half[0] / "run")})
-  state, feed = Kept(config, "other", {}).start(split)
+  state, feed = RunCheckpoints(config, "other", {}).restore_or_init(split)
   assert equal(state.params, half[1].params)
   assert equal(state.opt_state, split.init().opt_state)
   assert int(state.step) == int(next(feed).iterator_state()["batches"]) - 1 == 0
@@ -508,7 +510,7 @@ def test_a_run_lives_in_a_bucket(bucket, tmp_path, monkeypatch, capsys):
   state, later = run_in("gs://bucket/runs", **keys)
   said = capsys.readouterr().out
   assert f"gs://{steps}/6 was never finished" in said
-  assert f"goes on from gs://{steps}/4" in said
+  assert f"resuming from gs://{steps}/4" in said
   assert np.array_equal(np.concatenate([losses, later]), reference[1])
   assert equal(state, reference[0])
   bucket.invalidate_cache()
@@ -731,7 +733,7 @@ def test_a_run_that_is_told_to_go_on_past_nan_keeps_its_last_finite_step(tmp_pat
   _, losses = run_in(tmp_path, **good)
   lines = said(capsys)
   assert "it is now 3.nonfinite; the last good checkpoint is step 2.\n" in lines
-  assert f"goes on from {checkpoints / '2'}\n" in lines
+  assert f"resuming from {checkpoints / '2'}\n" in lines
   assert len(losses) == 3
   assert np.isfinite(losses).all()
   assert sorted(path.name for path in checkpoints.iterdir()) == ["3.nonfinite", "5"]

@@ -23,8 +23,8 @@ def run(**changes):
 
 def test_a_run_takes_it(step_file):
   plain, ahead = History(), History()
-  train(run(), [plain])
-  train(run(compiled_trainstep_file=str(step_file)), [ahead])
+  train(run(), callbacks=[plain])
+  train(run(compiled_trainstep_file=str(step_file)), callbacks=[ahead])
   assert len(ahead.losses) == 3
   np.testing.assert_array_equal(ahead.losses, plain.losses)
 

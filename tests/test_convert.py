@@ -27,7 +27,7 @@ from maxtext.configs import ConfigError
 from maxtext.configs.loader import load_config, model_names, values_and_origins
 from maxtext.inference import inference_model
 from maxtext.models.build import FAMILIES, abstract_model, model_spec, weight_table
-from maxtext.training.kept import Kept
+from maxtext.training.resume import RunCheckpoints
 from maxtext.weights.config_json import compare_specs, config_json_entries, hugging_face_class, keys_of_folder
 from maxtext.weights.from_hugging_face import load_from_hugging_face
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
@@ -238,7 +238,7 @@ def test_a_run_starts_from_a_folder(tiny, tmp_path):
   starts = []
   for path, kind in ((tiny, "safetensors"), (tmp_path / "params", "orbax")):
     config = configure("llama", load_parameters_path=str(path), source_checkpoint_layout=kind)
-    starts.append(Kept(config, "r", {}).start(program(config))[0])
+    starts.append(RunCheckpoints(config, "r", {}).restore_or_init(program(config))[0])
     served = inference_model.load_params(config, program(config).model)
     assert served.keys() == starts[-1].params.keys()
     for name, value in served.items():

@@ -22,7 +22,7 @@ from maxtext.data.packing import Packing
 from maxtext.data.prefetch import Prefetcher
 from maxtext.data.prepared_corpus import PreparedCorpus
 from maxtext.data.spans import cut_long_documents
-from maxtext.data.streams import PackedStreams
+from maxtext.data.streams import PackedStreams, Rows
 from tests.corpora import write_corpus
 
 PACKINGS = {
@@ -92,7 +92,7 @@ def test_stopped_anywhere_and_resumed_on_other_hosts_the_rows_are_the_same(
       turn = number % per_row
       expected = whole.rows(range(turn, 8, per_row))
       made = [part.rows(range(turn, share, per_row)) for part in parts]
-      assert equal(expected, [np.concatenate(arrays) for arrays in zip(*made, strict=True)])
+      assert equal(expected, Rows.join(made))
       state = expected.after
 
 
@@ -184,7 +184,7 @@ def test_where_no_document_is_long_the_order_is_what_it_always_was(tmp_path):
   assert cut_long_documents([source], 8, 64) == [source]
   streams, digest = PackedStreams(SourceMixture([source], 8, seed=3), PACKINGS["first_fit"], range(8)), hashlib.sha256()
   for _ in range(9):
-    for array in streams.rows(range(8)):
+    for array in streams.rows(range(8))[:5]:
       digest.update(array.tobytes())
   assert digest.hexdigest() == "2172150deeb4f910a657f204a1a592e2db7ad854a6c66394f4fa0b691fa88961"
 

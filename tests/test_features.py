@@ -91,10 +91,10 @@ def test_tokens_after_the_next_are_predicted(documents):
   model, params, buffers, exact = random_model(**MTP)
   batch = batch_of(documents)
   loss, metrics = jax.jit(
-    lambda p: LanguageModeling(further_weight=0.3)(Models(model.bind(p | buffers)), batch, StepContext())
+    lambda p: LanguageModeling(mtp_weight=0.3)(Models(model.bind(p | buffers)), batch, StepContext())
   )(params)
   without, _ = jax.jit(
-    lambda p: LanguageModeling(further_weight=0.0)(Models(model.bind(p | buffers)), batch, StepContext())
+    lambda p: LanguageModeling(mtp_weight=0.0)(Models(model.bind(p | buffers)), batch, StepContext())
   )(params)
   found = [[], []]
   for row in range(2):

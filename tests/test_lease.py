@@ -206,7 +206,7 @@ def test_two_runs_of_one_name(folder):
     step = steps_in(folder / "checkpoints")[-1]
     said, _ = (process := start(folder, f"steps={step + 1}")).communicate(timeout=300)
     assert process.returncode == 0, said
-    assert f"goes on from {folder}/checkpoints/{step}" in said
+    assert f"resuming from {folder}/checkpoints/{step}" in said
     assert not (folder / FILE).exists()
   finally:
     first.kill()

@@ -105,7 +105,7 @@ def test_a_killed_run_goes_on_from_local_disks_and_a_lost_one_from_its_peers(tmp
   killed.run(killed_after=7)
   replaced = killed.copy("replaced")
   said = killed.run()
-  assert f"goes on from {killed.disks[0]}/run/process-0/6" in said
+  assert f"resuming from {killed.disks[0]}/run/process-0/6" in said
   assert "peers" not in said
   same(killed, whole)
   shutil.rmtree(replaced.disks[0])
@@ -122,7 +122,7 @@ def test_where_nobody_holds_a_lost_part_the_shared_disk_does(tmp_path):
   shutil.rmtree(machines.disks[1])
   said = machines.run()
   assert "maxtext: step 6 is not whole on local disks: no other holds what process 1 held.\n" in said
-  assert f"goes on from {machines.folder}/shared/run/checkpoints/5" in said
+  assert f"resuming from {machines.folder}/shared/run/checkpoints/5" in said
   assert machines.losses()[: len(before)] == before
 
 

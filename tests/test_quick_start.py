@@ -63,5 +63,5 @@ def test_from_text_to_a_falling_loss(tmp_path):
       time.sleep(0.1)
     interrupted.send_signal(signal.SIGINT)
     assert interrupted.wait(60) == 130
-  assert "goes on from" in run(again, tmp_path)
+  assert "resuming from" in run(again, tmp_path)
   assert losses_of(tmp_path / "runs" / "again") == losses, "interrupted and resumed, it is the same run"

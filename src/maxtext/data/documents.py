@@ -8,6 +8,15 @@ import numpy as np
 
 from maxtext.data.order import ShuffleWindow
 
+WEIGHTED = np.dtype([("token", np.int64), ("weight", np.float32)])
+"""Of a document that brings a loss weight for each token: 0 for a token that is not to be learned, such as those of a
+prompt. It is cut, shuffled and packed like one that is tokens alone."""
+
+
+def tokens_of(document: np.ndarray) -> np.ndarray:
+  """The tokens of a document, with weights or without."""
+  return document["token"] if document.dtype.names else document
+
 
 class TokenCounts(NamedTuple):
   """Token counts that a source knows without reading its documents; None is unknown.
@@ -51,7 +60,7 @@ class Documents(Protocol):
     ...
 
   def tokens(self, record: Any) -> np.ndarray:
-    """The tokens of a record."""
+    """The tokens of a record: integers, or `WEIGHTED` pairs of a token and its loss weight."""
     ...
 
   def where(self, number: int) -> str:

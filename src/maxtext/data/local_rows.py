@@ -62,7 +62,7 @@ def place_rows(
   """Puts the rows of this process on its devices. `number` is the count of batches up to this one."""
   count = len(rows.inputs) * local_rows.blocks // len(local_rows.local_blocks)
   real: np.ndarray = rows.segments > 0
-  arrays = (rows.inputs, rows.targets, rows.positions, rows.segments, real.astype(np.float32))
+  arrays = (rows.inputs, rows.targets, rows.positions, rows.segments, rows.loss_weights)
 
   def position() -> IteratorState:
     streams = local_rows.array(rows.after, total, local_rows.by_rows)

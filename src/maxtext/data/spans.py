@@ -16,7 +16,7 @@ import numpy as np
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
-from maxtext.data.documents import DataSource, Documents, DocumentSpans
+from maxtext.data.documents import DataSource, Documents, DocumentSpans, tokens_of
 
 SPANS_PER_STREAM = 64
 """Streams end at most one span apart, a 64th of an epoch."""
@@ -37,8 +37,9 @@ def count_tokens(documents: Documents) -> int:
   return sum(tokens for _, tokens in _measure(documents, range(len(documents.sizes)))) if total is None else total
 
 
-def check_token_ids(tokens: np.ndarray, vocab_size: int) -> None:
+def check_token_ids(document: np.ndarray, vocab_size: int) -> None:
   """A lookup in the embedding would take the nearest row, silently."""
+  tokens = tokens_of(document)
   if not tokens.size or (int(tokens.max()) < vocab_size and (tokens.dtype.kind == "u" or int(tokens.min()) >= 0)):
     return
   place = int(np.flatnonzero((tokens >= vocab_size) | (tokens < 0))[0])

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from maxtext.data.documents import tokens_of
 from maxtext.data.packing import Packing, TokenSpan
 
 
@@ -20,18 +21,36 @@ class StreamDocuments(Protocol):
   """The documents that streams read."""
 
   def read(self, wanted: Sequence[tuple[int, int]]) -> list[np.ndarray | None]:
-    """The tokens of documents (stream, k), each the k-th of its stream; None after the last."""
+    """Documents (stream, k), each the k-th of its stream, as tokens or `WEIGHTED`; None after the last."""
     ...
 
 
 class Rows(NamedTuple):
-  """Rows of some streams, and the state of all streams of this worker after them. Segments are 0 in padding."""
+  """Rows of some streams, and the state of all streams of this worker after them.
+
+  Segments are 0 in padding. Weights are those of the targets in the loss; None where no document of these rows brings
+  any, and then all but padding counts alike.
+  """
 
   inputs: np.ndarray
   targets: np.ndarray
   positions: np.ndarray
   segments: np.ndarray
   after: np.ndarray
+  weights: np.ndarray | None = None
+
+  @property
+  def loss_weights(self) -> np.ndarray:
+    """The weight of every target: float32."""
+    return (self.segments > 0).astype(np.float32) if self.weights is None else self.weights
+
+  @staticmethod
+  def join(parts: Sequence["Rows"]) -> "Rows":
+    """The rows of several makers, one after the other."""
+    inputs, targets, positions, segments, after = map(np.concatenate, zip(*(part[:5] for part in parts), strict=True))
+    weighted = any(part.weights is not None for part in parts)
+    weights = np.concatenate([part.loss_weights for part in parts]) if weighted else None
+    return Rows(inputs, targets, positions, segments, after, weights)
 
 
 class PackedStreams:
@@ -65,17 +84,23 @@ class PackedStreams:
     """The next row of each of the chosen streams, which are counted from 0 among this worker's."""
     shape = len(chosen), self._packing.length
     inputs, targets, positions, segments = (np.zeros(shape, np.int32) for _ in range(4))
+    weights: np.ndarray | None = None
     for row, stream in enumerate(chosen):
       end, held = 0, self._held[stream]
       for number, (k, start, n) in enumerate(self._advance(stream), 1):
         document, here, end = held[k], slice(end, end + n), end + n
         assert document is not None
-        inputs[row, here] = document[start : start + n]
-        targets[row, here] = document[start + 1 : start + n + 1]
+        tokens = tokens_of(document)
+        inputs[row, here] = tokens[start : start + n]
+        targets[row, here] = tokens[start + 1 : start + n + 1]
         positions[row, here] = self._counting[:n]
         segments[row, here] = number
+        if document.dtype.names and weights is None:
+          weights = (segments > 0).astype(np.float32)  # documents before it count wholly
+        if weights is not None:
+          weights[row, here] = document["weight"][start + 1 : start + n + 1] if document.dtype.names else 1.0
       self._forget(stream)
-    return Rows(inputs, targets, positions, segments, self._state.copy())
+    return Rows(inputs, targets, positions, segments, self._state.copy(), weights)
 
   def _advance(self, stream: int) -> list[TokenSpan]:
     first, offset, taken = self._state[stream].tolist()

@@ -14,8 +14,6 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 
-import numpy as np
-
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.data.prefetch import Prefetcher
@@ -41,7 +39,7 @@ def rows_from_processes(shards: Sequence[WorkerShard], buffer: int) -> Iterator[
     workers += [_Worker.start(shard, buffer) for shard in shards]
     while True:
       parts = [worker.receive() for worker in workers]
-      yield Rows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+      yield Rows.join(parts)
   finally:
     for worker in workers:
       worker.stop()

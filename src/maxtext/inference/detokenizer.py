@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from maxtext.data.tokenizers import Tokenizer
+from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.scheduler import FinishReason, Request, TokenOutput
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -23,7 +23,7 @@ class IncrementalDetokenizer:
   """
 
   request: Request
-  tokenizer: Tokenizer
+  tokenizer: TextTokenizer
   text: str = ""
   finish_reason: FinishReason | None = None
   token_ids: list[int] = field(default_factory=list)

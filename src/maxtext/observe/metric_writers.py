@@ -44,7 +44,7 @@ _COLUMNS = {
   "eval_loss": "eval loss {:.4f}",
   "grad_norm": "grad norm {:.3g}",
   "learning_rate": "lr {:.3g}",
-  "seconds": "{:.3f} s",
+  "step_time_seconds": "{:.3f} s",
   "tokens_per_second": "{:,.0f} tokens/s",
   "mfu": "MFU {:.1%}",
 }

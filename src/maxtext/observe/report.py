@@ -37,8 +37,11 @@ def write_report(folders: Sequence[Path], target: Path) -> Path:
     ("Learning rate", _lines([(r.name, r.points("learning_rate")) for r in runs])),
     ("Tokens per second", _lines([(r.name, r.points("tokens_per_second")) for r in settled])),
     ("Gradient norm", _lines([(r.name, r.points("grad_norm")) for r in runs])),
-    ("Spread of step times, seconds", _histogram([(r.name, [s for _, s in r.points("seconds")]) for r in settled])),
-    ("Waiting for input, seconds a step", _lines([(r.name, r.points("input_seconds")) for r in settled])),
+    (
+      "Spread of step times, seconds",
+      _histogram([(r.name, [s for _, s in r.points("step_time_seconds")]) for r in settled]),
+    ),
+    ("Waiting for input, seconds a step", _lines([(r.name, r.points("data_wait_seconds")) for r in settled])),
   ]
   figures = "".join(figure(title, picture) for title, picture in charts if picture)
   body = f'{_summary(runs)}<div class="grid">{figures}</div>'
@@ -62,7 +65,7 @@ def _summary(runs: Sequence[Run]) -> str:
   rows = []
   for run, colour in zip(runs, _cycle(len(runs)), strict=True):
     losses = [loss for _, loss in run.points("loss")]
-    times = sorted(seconds for _, seconds in run.points("seconds")[1:])
+    times = sorted(seconds for _, seconds in run.points("step_time_seconds")[1:])
     cells = [
       f'<span style="color:{colour}">&#9632;</span>',
       html.escape(run.name),

@@ -1,4 +1,4 @@
-"""The training loop. It knows a step, a state and a feed; all else hangs on it as callbacks."""
+"""The training loop: a step, a state and batches; everything else is a callback."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,17 +24,17 @@ def run_loop(
 ) -> TrainState:
   """Runs the steps, until a callback or the data ends the run, and returns the last state.
 
-  Figures are read one step late, so that the devices never wait; only a callback that takes the state stops them.
-  `flops_per_token` is one device's share, for the figure of its speed; `peak_flops` what it could do in a second, 0
-  where that is not known.
+  Metrics are read one step late, so that the devices never wait; only a callback that takes the state stops them.
+  `flops_per_token` is one device's share, for the metrics of its speed; `peak_flops` is the most that it can do in a
+  second, 0 where that is not known.
   """
-  speed = _Speed(flops_per_token, peak_flops)
+  timer = _StepTimer(flops_per_token, peak_flops)
   pending: tuple[int, dict[str, Any], float] | None = None
 
   def report() -> None:
     if pending is not None:
       step, metrics, waited = pending
-      _tell(callbacks, step, speed.figures(metrics, waited))
+      _on_step(callbacks, step, timer.measure(metrics, waited))
 
   step, position = steps.start, None
   fed, waited = _timed(feed)
@@ -46,10 +46,10 @@ def run_loop(
     report()
     pending = step, metrics, used
     if due := [callback for callback in callbacks if callback.due(step)]:
-      figures, pending = speed.figures(metrics, used), None
-      ended = [callback.on_update(step, state, position, figures) for callback in due]
-      _tell(callbacks, step, figures)
-      speed.start()
+      measured, pending = timer.measure(metrics, used), None
+      ended = [callback.on_update(step, state, position, measured) for callback in due]
+      _on_step(callbacks, step, measured)
+      timer.start()
       if any(ended):
         break
   report()
@@ -59,36 +59,36 @@ def run_loop(
   return state
 
 
-class _Speed:
-  """The time from the end of one step to the end of the next, and what follows from it."""
+class _StepTimer:
+  """The time from the end of one step to the end of the next, and the speed that follows from it."""
 
   def __init__(self, flops_per_token: float, peak_flops: float) -> None:
     self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
     self.start()
 
   def start(self) -> None:
-    """Takes the time; what was done since the last step is no step's."""
+    """Starts the time of the next step; work since the last step belongs to none."""
     self._last = time.perf_counter()
 
-  def figures(self, metrics: dict[str, Any], waited: float) -> dict[str, float]:
-    """Waits for a step, and gives its figures."""
-    figures = {name: float(value) for name, value in jax.device_get(metrics).items()}
+  def measure(self, device_metrics: dict[str, Any], data_wait: float) -> dict[str, float]:
+    """Waits for a step, and returns its metrics."""
+    metrics = {name: float(value) for name, value in jax.device_get(device_metrics).items()}
     before = self._last
     self.start()
     seconds = self._last - before
-    flops = figures["tokens"] / seconds * self._flops_per_token
-    figures |= {
-      "seconds": seconds,
-      "input_seconds": waited,
-      "tokens_per_second": figures["tokens"] / seconds,
+    flops = metrics["tokens"] / seconds * self._flops_per_token
+    metrics |= {
+      "step_time_seconds": seconds,
+      "data_wait_seconds": data_wait,
+      "tokens_per_second": metrics["tokens"] / seconds,
       "tflops_per_device": flops / 1e12,
     }
-    return figures | {"mfu": flops / self._peak_flops} if self._peak_flops else figures
+    return metrics | {"mfu": flops / self._peak_flops} if self._peak_flops else metrics
 
 
-def _tell(callbacks: Sequence[Callback], step: int, figures: dict[str, float]) -> None:
+def _on_step(callbacks: Sequence[Callback], step: int, metrics: dict[str, float]) -> None:
   for callback in callbacks:
-    callback.on_step(step, figures)
+    callback.on_step(step, metrics)
 
 
 def _timed(feed: Iterator[BatchWithState]) -> tuple[BatchWithState | None, float]:

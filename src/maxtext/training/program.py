@@ -71,7 +71,7 @@ class Program:
     schedule = learning_rate(schedule_options(config)) if optimizer is None else None
     optimizer = optimizer or make_optimizer(optimizer_options(config), model.matrices)
     updated = update_shardings(model, config.shard_optimizer_over_data)
-    _refuse_offload_without_memory(config, mesh)
+    _check_offload(config, mesh)
     state = abstract_state(
       model, optimizer, updated, config.parameter_memory_host_offload, config.optimizer_memory_host_offload
     )
@@ -92,18 +92,18 @@ class Program:
       frozen={name: other for name, (_, other) in frozen_models.items()},
       seed=config.init_weights_seed,
     )
-    apart = _apart(config, mesh)
-    if apart is not None:
-      state, update = apart.abstract(state), apart.step(update)
+    replicas = _diloco(config, mesh)
+    if replicas is not None:
+      state, update = replicas.abstract(state), replicas.step(update)
     shardings = jax.tree.map(lambda a: a.sharding, state)
     replicated = NamedSharding(mesh, PartitionSpec())
-    measured = objective or LanguageModeling(tiles=config.num_vocab_tiling, alone=True)
+    measured = objective or LanguageModeling(tiles=config.num_vocab_tiling, next_token_only=True)
 
     jit = partial(jax.jit, compiler_options=_compiler_options(config, mesh))
 
     ordered = token_paths(trained.batch(1, 1))
 
-    def dealt(batch: Any) -> Any:
+    def in_token_order(batch: Any) -> Any:
       """Rows in the order in which their parts have the same work."""
       order = model.how.attention.order
       if order is None:
@@ -117,11 +117,11 @@ class Program:
     def train_step(
       state: TrainState, batch: Any, frozen: Mapping[str, Params] | None = None
     ) -> tuple[TrainState, Metrics]:
-      return update(on_devices(state, shardings), dealt(batch), frozen)
+      return update(on_devices(state, shardings), in_token_order(batch), frozen)
 
     def init(seed: jax.Array) -> TrainState:
       state = initial_state(model, optimizer, seed)
-      return state if apart is None else apart.initial(state)
+      return state if replicas is None else replicas.initial(state)
 
     def evaluate(
       params: Params, buffers: Params, batch: Any, frozen: Mapping[str, Params], step: jax.Array, number: jax.Array
@@ -131,7 +131,7 @@ class Program:
         measured,
         on_devices(params, shardings.params),
         buffers,
-        dealt(batch),
+        in_token_order(batch),
         frozen={name: (other, frozen[name]) for name, (_, other) in frozen_models.items() if name in measured.frozen},
         context=StepContext(step, config.init_weights_seed, EVALUATION, number),
       )
@@ -177,7 +177,7 @@ class Program:
     if not self.config.enable_diloco:
       return state
     shardings = jax.tree.map(lambda a: a.sharding, self.state)
-    return jax.jit(diloco.together, donate_argnums=0, out_shardings=shardings)(state)
+    return jax.jit(diloco.broadcast_params, donate_argnums=0, out_shardings=shardings)(state)
 
   def check_data(self) -> None:
     """Raises where data of training or evaluation is missing or wrong, before anything costly has begun."""
@@ -249,8 +249,8 @@ def hlo_folder(config: MaxTextConfig) -> Path:
   return Path(config.dump_hlo_local_dir) / process_folder(config.dump_hlo_upload_all)
 
 
-def _apart(config: MaxTextConfig, mesh: Mesh) -> diloco.Diloco | None:
-  """How replicas train apart; None where there are none."""
+def _diloco(config: MaxTextConfig, mesh: Mesh) -> diloco.Diloco | None:
+  """The DiLoCo settings; None without it."""
   c = config
   if not c.enable_diloco:
     return None
@@ -272,7 +272,7 @@ def _compiler_options(config: MaxTextConfig, mesh: Mesh) -> dict[str, str | bool
   }
 
 
-def _refuse_offload_without_memory(config: MaxTextConfig, mesh: Mesh) -> None:
+def _check_offload(config: MaxTextConfig, mesh: Mesh) -> None:
   """A device of a topology that is only compiled for does not say what memories it has."""
   device = mesh.devices.flat[0]
   if device.process_index != jax.process_index() or config.compile_topology:

@@ -45,17 +45,17 @@ from maxtext.observe.metric_writers import (
 from maxtext.observe.run_directory import RunDirectory, config_changes, new_run_name
 from maxtext.observe.stack_traces import StackTraces
 from maxtext.training import compiled
-from maxtext.training.alike import agree_on_start, agree_on_step
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.callbacks.dump import Dump
 from maxtext.training.callbacks.evaluate import Evaluate
 from maxtext.training.callbacks.guard import LossGuard
 from maxtext.training.callbacks.profile import Profile
-from maxtext.training.callbacks.report import Report
-from maxtext.training.kept import Kept
+from maxtext.training.callbacks.write_metrics import WriteMetrics
+from maxtext.training.consistency import agree_on_start, agree_on_step
 from maxtext.training.loop import run_loop
 from maxtext.training.objectives.base import Objective
 from maxtext.training.program import Program, hlo_folder
+from maxtext.training.resume import RunCheckpoints
 from maxtext.training.state import TrainState
 
 _LOG = logging.getLogger(__name__)
@@ -90,29 +90,29 @@ def train(
     program = Program.of(config, make_mesh(config), objective, optimizer, data)
     if config.debug_sharding and not jax.process_index():
       _LOG.info(table(program.model))
-    _refuse_unsharded(program)
+    _check_sharding(program)
     _check_data(program)
     file = config.compiled_trainstep_file
     step = compiled.load(program, Path(file)) if file else program.step
     name = broadcast_from_first(config.run_name or _new_name(config))
     record = values_and_origins(config, origins or {})
-    kept = Kept(config, name, record)
+    checkpoints = RunCheckpoints(config, name, record)
     run, first = RunDirectory.of(config.base_output_directory, name), jax.process_index() == 0
     if first:
       closing.callback(run.discard_if_empty)
-    closing.callback(kept.release)
-    kept.hold()
+    closing.callback(checkpoints.release)
+    checkpoints.acquire()
     if first:
       run.make()
       closing.callback(_finish, run)
       _introduce(program, run)
     guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
-    state, feed = kept.start(program)
+    state, feed = checkpoints.restore_or_init(program)
     frozen = program.init_frozen()
     feed = agree_on_step(program, feed)
     if first:
       if int(state.step):
-        _tell_changes(kept.saved_config(int(state.step)) or run.last_config(), record)
+        _print_changes(checkpoints.saved_config(int(state.step)) or run.last_config(), record)
       run.begin(record if config.log_config else None)
       if config.save_config_to_gcs and run.store:
         run.store_config(record)
@@ -120,9 +120,9 @@ def train(
         _LOG.warning(f"maxtext: the run's folder has no tokenizer: {why}")
     steps = range(int(state.step), config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
     callbacks = [
-      *_evaluations(program, kept, frozen),
-      *kept.callbacks(guard),
-      Report(_sinks(config, steps, run) if first else []),
+      *_evaluations(program, checkpoints, frozen),
+      *checkpoints.callbacks(guard),
+      WriteMetrics(_sinks(config, steps, run) if first else []),
       guard,
       *(_jaxpr(program, run) if first and config.dump_jaxpr else []),
       *(_hlo(config, run) if config.dump_hlo and (first or config.dump_hlo_upload_all) else []),
@@ -156,9 +156,9 @@ def _finish(run: RunDirectory) -> None:
     _LOG.warning(f"maxtext: the report cannot be written: {error.strerror}.")
 
 
-def _tell_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _print_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
   if changes := config_changes(before, now):
-    _LOG.info(f"maxtext: goes on with other values than it was saved with: {', '.join(changes)}")
+    _LOG.info(f"maxtext: resuming with other values than it was saved with: {', '.join(changes)}")
 
 
 def _start(config: MaxTextConfig) -> None:
@@ -190,7 +190,7 @@ def _check_data(program: Program) -> None:
     raise ConfigError("; ".join(f"process {process}: {text}" for process, text in sorted(problems.items())))
 
 
-def _refuse_unsharded(program: Program) -> None:
+def _check_sharding(program: Program) -> None:
   """Parameters that stay whole on a mesh that is there to split them are a mistake in sizes or rules."""
   rows, tolerance = placements(program.model), program.config.sharding_tolerance
   if all(row.shards == 1 for row in rows):
@@ -205,9 +205,9 @@ def _refuse_unsharded(program: Program) -> None:
     )
 
 
-def _evaluations(program: Program, kept: Kept, frozen: Mapping[str, Params]) -> list[Callback]:
+def _evaluations(program: Program, checkpoints: RunCheckpoints, frozen: Mapping[str, Params]) -> list[Callback]:
   c = program.config
-  evaluate = partial(program.evaluate, frozen=frozen, stop=kept.asked_to_end)
+  evaluate = partial(program.evaluate, frozen=frozen, stop=checkpoints.stop_requested)
   return [Evaluate(evaluate, c.eval_interval, c.target_eval_loss)] if c.eval_interval > 0 else []
 
 

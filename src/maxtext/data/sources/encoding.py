@@ -7,14 +7,20 @@ from typing import Any
 import numpy as np
 
 from maxtext.configs import ConfigError
+from maxtext.data.documents import WEIGHTED
 from maxtext.data.options import DataOptions
 from maxtext.data.splits import Split
 from maxtext.data.tokenizers import TextTokenizer, load_tokenizer
+
+MASK = "_mask"
+"""How the name of a column of loss weights ends."""
 
 
 @dataclass(frozen=True)
 class Encoding:
   """How values become tokens: several columns of text are one document, a line each; tokens are taken as they are.
+
+  A column whose name ends in `_mask` brings the loss weight of each token of the column before it.
 
   Attributes:
     columns: the names of the values.
@@ -42,10 +48,33 @@ class Encoding:
     return {"columns": list(self.columns), "tokenizer": tokenizer, "most": self.most}
 
   def __call__(self, values: Sequence[Any]) -> np.ndarray:
-    """The tokens of one document, from the values of its columns."""
+    """The tokens of one document, from the values of its columns; `WEIGHTED` where one of them is a mask."""
     if self.tokenizer is None:
+      if any(map(_is_mask, self.columns)):
+        return _weighted(self.columns, values)
       return np.concatenate([_integers(value) for value in values])
     return self.tokenizer.encode("\n".join(_text(value) for value in values))[: self.most]
+
+
+def _is_mask(column: str) -> bool:
+  return column.endswith(MASK)
+
+
+def _weighted(columns: Sequence[str], values: Sequence[Any]) -> np.ndarray:
+  parts: list[np.ndarray] = []
+  for column, value in zip(columns, values, strict=True):
+    if _is_mask(column):
+      weights = np.asarray(value)
+      if not parts or weights.shape != parts[-1].shape:
+        raise ConfigError(f"'{column}' must follow a column of tokens and hold as many numbers: see *_data_columns.")
+      if weights.size and (weights.dtype.kind not in "biuf" or not np.isfinite(weights).all() or weights.min() < 0):
+        raise ConfigError(f"'{column}' must hold loss weights, finite numbers from 0 on; 1 counts a token.")
+      parts[-1]["weight"] = weights
+    else:
+      tokens = _integers(value)
+      parts.append(np.empty(tokens.shape, WEIGHTED))
+      parts[-1]["token"], parts[-1]["weight"] = tokens, 1.0
+  return np.concatenate(parts)
 
 
 def _integers(value: Any) -> np.ndarray:

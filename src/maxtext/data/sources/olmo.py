@@ -96,10 +96,10 @@ def _index(olmo: OlmoOptions) -> tuple[int, np.dtype, list[Path]]:
   except (OSError, ValueError, TypeError, KeyError) as error:
     raise ConfigError(f"olmo_index_path={path} is not an index of token files: {error!r}.") from None
   before, after = olmo.remap_from, olmo.remap_to
-  moved = [Path(after + file.removeprefix(before) if before and file.startswith(before) else file) for file in listed]
-  if missing := [str(file) for file in moved if not file.exists()]:
+  reshard = [Path(after + file.removeprefix(before) if before and file.startswith(before) else file) for file in listed]
+  if missing := [str(file) for file in reshard if not file.exists()]:
     raise ConfigError(f"{missing[0]}, listed in {path}, is not there: see olmo_path_remap_from and olmo_path_remap_to.")
-  return length, dtype, moved
+  return length, dtype, reshard
 
 
 def _array(path: Path, dtype: np.dtype) -> np.ndarray:

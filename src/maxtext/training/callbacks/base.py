@@ -14,9 +14,9 @@ class Callback:
     return False
 
   def on_update(
-    self, step: int, state: TrainState, position: Callable[[], IteratorState], figures: dict[str, float]
+    self, step: int, state: TrainState, position: Callable[[], IteratorState], metrics: dict[str, float]
   ) -> bool:
-    """A step that was due has finished with this state and these figures, which may be added to; `position()` is where
+    """A step that was due has finished with this state and these metrics, which may be added to; `position()` is where
     the data stands after it.
 
     Read or copy the arrays before returning: the next step takes them over. True ends the run after this step; all
@@ -24,8 +24,8 @@ class Callback:
     """
     return False
 
-  def on_step(self, step: int, figures: dict[str, float]) -> None:
-    """A step has finished, and these are its figures."""
+  def on_step(self, step: int, metrics: dict[str, float]) -> None:
+    """A step has finished, and these are its metrics."""
 
   def on_end(self, step: int, state: TrainState, position: Callable[[], IteratorState]) -> None:
     """The run has come to its end after this step."""

@@ -14,7 +14,7 @@ class Dump(Callback):
     self._source, self._target, self._holding = source, target, holding
     self._step, self._delete, self._done = step, delete, False
 
-  def on_step(self, step: int, figures: dict[str, float]) -> None:
+  def on_step(self, step: int, metrics: dict[str, float]) -> None:
     if step == self._step:
       self.close()
 

@@ -14,7 +14,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Evaluate(Callback):
-  """Evaluates every `interval` steps and adds what it finds to that step's figures, with the prefix `eval_`.
+  """Evaluates every `interval` steps and adds what it finds to that step's metrics, with the prefix `eval_`.
 
   The run ends when the loss comes down to `target`; 0 is no target. An evaluation that gives nothing was told to end,
   and the run ends with it.
@@ -27,14 +27,14 @@ class Evaluate(Callback):
     return step % self._interval == 0
 
   def on_update(
-    self, step: int, state: TrainState, position: Callable[[], IteratorState], figures: dict[str, float]
+    self, step: int, state: TrainState, position: Callable[[], IteratorState], metrics: dict[str, float]
   ) -> bool:
     start = time.perf_counter()
     found = self._evaluate(state)
     if found is None:
       return True
-    figures |= {f"eval_{name}": value for name, value in found.items()}
-    figures["eval_seconds"] = time.perf_counter() - start
+    metrics |= {f"eval_{name}": value for name, value in found.items()}
+    metrics["eval_seconds"] = time.perf_counter() - start
     reached = found["loss"] <= self._target
     if reached and not jax.process_index():
       _LOG.info(f"target_eval_loss={self._target} is reached at step {step}: ending.")

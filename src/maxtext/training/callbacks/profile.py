@@ -25,12 +25,12 @@ class Profile(Callback):
     return self._cleanly and (self._begins(step) or self._begins(step - self._steps))
 
   def on_update(
-    self, step: int, state: TrainState, position: Callable[[], IteratorState], figures: dict[str, float]
+    self, step: int, state: TrainState, position: Callable[[], IteratorState], metrics: dict[str, float]
   ) -> bool:
     self._turn(step)
     return False
 
-  def on_step(self, step: int, figures: dict[str, float]) -> None:
+  def on_step(self, step: int, metrics: dict[str, float]) -> None:
     if not self._cleanly:
       self._turn(step)
 

@@ -13,7 +13,7 @@ from maxtext.data.batch import IteratorState
 from maxtext.distributed.interrupt import NOTICE_SECONDS, Interrupt
 from maxtext.distributed.progress import report_progress
 from maxtext.training.callbacks.base import Callback
-from maxtext.training.callbacks.guard import LossGuard, nonfinite_figure
+from maxtext.training.callbacks.guard import LossGuard, nonfinite_metric
 from maxtext.training.state import TrainState
 
 _LOG = logging.getLogger(__name__)
@@ -30,9 +30,9 @@ class SaveLocally(Callback):
     return self._writer.due(step)
 
   def on_update(
-    self, step: int, state: TrainState, position: Callable[[], IteratorState], figures: dict[str, float]
+    self, step: int, state: TrainState, position: Callable[[], IteratorState], metrics: dict[str, float]
   ) -> bool:
-    if not self._guard.ends(figures):
+    if not self._guard.ends(metrics):
       self._writer.save(step, state, position())
     return False
 
@@ -61,17 +61,17 @@ class Save(Callback):
     return self._saves or self._ends
 
   def on_update(
-    self, step: int, state: TrainState, position: Callable[[], IteratorState], figures: dict[str, float]
+    self, step: int, state: TrainState, position: Callable[[], IteratorState], metrics: dict[str, float]
   ) -> bool:
-    self.on_step(step, figures)
-    if self._saves and not self._guard.ends(figures):
+    self.on_step(step, metrics)
+    if self._saves and not self._guard.ends(metrics):
       self._writer.save(step, state, position())
     return self._ends
 
-  def on_step(self, step: int, figures: dict[str, float]) -> None:
-    name = nonfinite_figure(figures)
-    if name and "skipped_steps" not in figures:
-      self._writer.blame(step, f"{name} {figures[name]}")
+  def on_step(self, step: int, metrics: dict[str, float]) -> None:
+    name = nonfinite_metric(metrics)
+    if name and "skipped_steps" not in metrics:
+      self._writer.blame(step, f"{name} {metrics[name]}")
 
   def on_end(self, step: int, state: TrainState, position: Callable[[], IteratorState]) -> None:
     asked = self._interrupt.signal if self._interrupt.should_stop() else None  # the same on all processes

@@ -9,38 +9,45 @@ import jax.numpy as jnp
 from maxtext.data.batch import Batch
 from maxtext.kernels.cross_entropy import tiled_cross_entropy
 from maxtext.models.decoder import Decoder
+from maxtext.training.objectives.auxiliary import collect_auxiliary
 from maxtext.training.objectives.base import Metrics, Models, Objective, StepContext
-from maxtext.training.objectives.reports import gathered
 
 
 @dataclass(frozen=True)
 class LanguageModeling(Objective):
-  """Weighted cross-entropy, and the losses that layers report."""
+  """Weighted cross-entropy, and the auxiliary losses of layers.
+
+  Attributes:
+    z_loss: weight of the squared log of the softmax's normaliser.
+    tiles: parts in which the logits are computed.
+    mtp_weight: weight of multi-token prediction, where the model has its layers.
+    next_token_only: leaves all but the next token's cross-entropy out, as evaluation does.
+  """
 
   z_loss: float = 0.0
   tiles: int = 1
-  further_weight: float = 0.0  # of tokens after the next one, where the model predicts them
-  alone: bool = False  # only the next token's cross-entropy, which is what evaluation measures
+  mtp_weight: float = 0.0
+  next_token_only: bool = False
 
   def __call__(self, models: Models, batch: Batch, context: StepContext) -> tuple[jax.Array, Metrics]:
-    """The sum of the losses of all targets, each times its weight; what layers report counts for every target."""
+    """The sum of the losses of all targets, each times its weight; auxiliary losses count for every target."""
     decoder = models.decoder
-    hidden, reports, _ = decoder.hidden(batch.inputs, batch.positions, batch.segments)
+    hidden, auxiliary, _ = decoder.hidden(batch.inputs, batch.positions, batch.segments)
     losses = tiled_cross_entropy(hidden, decoder.logits, batch.targets, self.z_loss, self.tiles)
-    if self.alone:
+    if self.next_token_only:
       return (losses * batch.weights).sum(), {}
-    further, more = self._further(decoder, hidden, batch)
-    own, figures = gathered([*reports, *more])
+    mtp_losses, mtp_auxiliary = self._mtp_loss(decoder, hidden, batch)
+    auxiliary_loss, metrics = collect_auxiliary([*auxiliary, *mtp_auxiliary])
     weight = self.weight(batch)
-    figures |= further
-    loss = (losses * batch.weights).sum() + (own + sum(further.values())) * weight
-    return loss, {name: mean * weight for name, mean in figures.items()}
+    metrics |= mtp_losses
+    loss = (losses * batch.weights).sum() + (auxiliary_loss + sum(mtp_losses.values())) * weight
+    return loss, {name: mean * weight for name, mean in metrics.items()}
 
-  def _further(self, decoder: Decoder, hidden: jax.Array, batch: Batch) -> tuple[dict[str, jax.Array], list[Any]]:
-    """The weighted mean loss of tokens after the next one, over the layers that predict them."""
+  def _mtp_loss(self, decoder: Decoder, hidden: jax.Array, batch: Batch) -> tuple[dict[str, jax.Array], list[Any]]:
+    """The weighted mean loss of multi-token prediction over its layers, by name, and their auxiliary outputs."""
     if not decoder.ahead:
       return {}, []
-    states, reports = decoder.further(hidden, batch.targets, batch.positions, batch.segments)
+    states, auxiliary = decoder.further(hidden, batch.targets, batch.positions, batch.segments)
     losses = []
     for distance, state in enumerate(states, 1):
       known = jnp.arange(batch.targets.shape[1]) < batch.targets.shape[1] - distance
@@ -50,4 +57,4 @@ class LanguageModeling(Objective):
       weights = weights * known
       own = tiled_cross_entropy(state, decoder.logits, targets, self.z_loss, self.tiles)
       losses.append((own * weights).sum() / jnp.maximum(weights.sum(), 1e-6))
-    return {"mtp_loss": self.further_weight * jnp.stack(losses).mean()}, reports
+    return {"mtp_loss": self.mtp_weight * jnp.stack(losses).mean()}, auxiliary

@@ -1,4 +1,4 @@
-"""What a run starts from and what it keeps: the restore order of its checkpoints, and the callback that saves them."""
+"""Resuming a run: the restore order of its checkpoints, and the callbacks that save them."""
 
 import logging
 import signal
@@ -26,60 +26,61 @@ if TYPE_CHECKING:
   from maxtext.checkpoint.restore import Restored
 
 
-class Kept:
+class RunCheckpoints:
   """The checkpoints of one run. Orbax is imported when there is something to read or to write.
 
   Args:
     config: the run.
-    name: its name; a run of the same name goes on where it stopped.
-    record: every key with its value and origin, kept with every step.
+    name: its name; a run of the same name resumes where it stopped.
+    config_record: every key with its value and origin, saved with every step.
   """
 
-  def __init__(self, config: MaxTextConfig, name: str, record: Mapping[str, Any]) -> None:
-    self._config, self._record = config, record
+  def __init__(self, config: MaxTextConfig, name: str, config_record: Mapping[str, Any]) -> None:
+    self._config, self._config_record = config, config_record
     self._name = name
     self._folder = folder_of(config.base_output_directory, name)
-    self._began = 0  # the step of its own that it goes on from
+    self._resumed_from = 0  # a step of its own; 0 is none
     self._lease = Lease(self._folder.parent, name)
     self._interrupt = Interrupt()
 
-  def hold(self) -> None:
-    """Sees that all hosts share the run's folder and that no other run is at work in it; without checkpoints nothing in
-    it is worth that. `release` lets go."""
+  def acquire(self) -> None:
+    """Checks that all hosts share the run's folder and takes its lease, so that no other run writes to it, until
+    `release`. Without checkpointing it does nothing."""
     if self._config.enable_checkpointing:
       check_shared_folder("base_output_directory", self._folder.parent)
       self._lease.acquire()
 
   def release(self) -> None:
-    """Lets another run of this name begin."""
+    """Gives the lease back, so that another run of this name can begin."""
     self._lease.release()
 
-  def asked_to_end(self) -> bool:
-    """Whether all processes are to end now, with a checkpoint; all of them ask at the same time."""
+  def stop_requested(self) -> bool:
+    """Whether a signal asks all processes to end now, with a checkpoint; all of them call it at the same time."""
     return self._config.enable_checkpointing and self._interrupt.should_stop()
 
-  def start(self, program: Program) -> tuple[TrainState, Iterator[BatchWithState]]:
-    """The first state and its data: of this run's latest good step, of a named state, of named parameters, or new.
+  def restore_or_init(self, program: Program) -> tuple[TrainState, Iterator[BatchWithState]]:
+    """The state to start from, and the data from there on.
 
-    Local disks come first where they hold a step that is as late.
+    The order is: this run's latest good checkpoint, on local disks where they hold a step that is as late;
+    `load_full_state_path`; a new state with the parameters of `load_parameters_path`; a new state.
     """
     c = self._config
-    if found := self._own(program):
-      self._began = int(found.state.step)
+    if found := self._latest_checkpoint(program):
+      self._resumed_from = int(found.state.step)
     elif c.load_full_state_path:
       from maxtext.checkpoint.restore import load_state
 
       found = load_state(restore_options(c), "load_full_state_path", c.load_full_state_path, program.state)
     if found:
-      _say(f"goes on from {found.folder}")
+      _log(f"resuming from {found.folder}")
       return found.state, program.feed(found.position)
     state = program.init()
     if c.load_parameters_path:
-      state = self._with_parameters(program, state)
+      state = self._load_parameters(program, state)
     return state, program.feed()
 
   def saved_config(self, step: int) -> Mapping[str, Any]:
-    """What a step of this run was saved with; empty where it is not there, or cannot be read."""
+    """The configuration that a step of this run was saved with; empty where it is missing or cannot be read."""
     from maxtext.checkpoint.record import Record
 
     try:
@@ -88,7 +89,7 @@ class Kept:
       return {}
 
   def callbacks(self, guard: LossGuard) -> list[Callback]:
-    """What saves, if anything is to be; the guard says which state is not worth it."""
+    """The callbacks that save, if checkpointing is enabled; a state that the guard rejects is not saved."""
     c = self._config
     if not c.enable_checkpointing:
       return []
@@ -97,7 +98,7 @@ class Kept:
 
     if jax.process_count() > 1:  # JAX keeps a notice that comes while the step compiles; alone, that ends at once
       self._interrupt.listen(signal.SIGTERM)
-    writer = Writer(checkpoint_options(c), self._folder, self._record, self._began, self._lease.check)
+    writer = Writer(checkpoint_options(c), self._folder, self._config_record, self._resumed_from, self._lease.check)
     saves: list[Callback] = [Save(writer, self._interrupt, guard, c.save_checkpoint_on_completion)]
     if c.enable_emergency_checkpoint:
       from maxtext.checkpoint.local import LocalWriter, local_folder
@@ -106,7 +107,7 @@ class Kept:
       saves.append(SaveLocally(LocalWriter(options, local_folder(options.directory, self._name)), guard))
     return saves
 
-  def _own(self, program: Program) -> "Restored | None":
+  def _latest_checkpoint(self, program: Program) -> "Restored | None":
     """The latest good step of this run, which local disks may hold."""
     c = self._config
     if not c.enable_checkpointing:
@@ -124,19 +125,19 @@ class Kept:
         return found
     return resume(restore_options(c), self._folder, program.state) if there else None
 
-  def _with_parameters(self, program: Program, state: TrainState) -> TrainState:
+  def _load_parameters(self, program: Program, state: TrainState) -> TrainState:
     from maxtext.weights.from_hugging_face import load_weights
 
     found = load_weights(self._config, program.model, program.state.params | program.state.buffers)
-    _say(f"starts with the parameters of {self._config.load_parameters_path}")
-    return program.start_from(state, _taken(found, state.params), _taken(found, state.buffers))
+    _log(f"starts with the parameters of {self._config.load_parameters_path}")
+    return program.start_from(state, _merge(found, state.params), _merge(found, state.buffers))
 
 
-def _taken(found: Mapping[str, jax.Array], there: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-  """What was found; a file of weights has nothing of what implementations of the matmul keep beside them."""
-  return {name: found.get(name, value) for name, value in there.items()}
+def _merge(loaded: Mapping[str, jax.Array], initial: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  """Loaded arrays in place of initial ones; what implementations of the matmul keep beside weights is in no file."""
+  return {name: loaded.get(name, value) for name, value in initial.items()}
 
 
-def _say(what: str) -> None:
+def _log(what: str) -> None:
   if jax.process_index() == 0:
     _LOG.info(f"maxtext: {what}")

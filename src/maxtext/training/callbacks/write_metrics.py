@@ -1,4 +1,4 @@
-"""Figures of finished steps, to the sinks that were asked for."""
+"""Writing the metrics of finished steps."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,15 @@ from maxtext.observe.metric_writers import MetricWriter
 from maxtext.training.callbacks.base import Callback
 
 
-class Report(Callback):
-  """Hands every step's figures to every sink."""
+class WriteMetrics(Callback):
+  """Gives the metrics of every step to every metric writer."""
 
   def __init__(self, sinks: Sequence[MetricWriter]) -> None:
     self._sinks = sinks
 
-  def on_step(self, step: int, figures: dict[str, float]) -> None:
+  def on_step(self, step: int, metrics: dict[str, float]) -> None:
     for sink in self._sinks:
-      sink.write(step, figures)
+      sink.write(step, metrics)
 
   def close(self) -> None:
     for sink in self._sinks:
