@@ -148,7 +148,7 @@ def test_grammars_refuse_tokens_without_bytes(tmp_path):
   words.save(str(tmp_path / "tokenizer.json"))
   (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
   tokenizer = open_kind({"huggingface": tmp_path}, "huggingface", add_bos=False)
-  with pytest.raises(ConfigError, match="need tokens whose bytes are known: can't determine decoder type"):
+  with pytest.raises(ConfigError, match="need a tokenizer whose token bytes are known: can't determine decoder type"):
     GrammarCompiler(tokenizer, 600).compile(GrammarSpec("r", "regex", "a"))
 
 
