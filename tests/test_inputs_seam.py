@@ -4,6 +4,7 @@ The toy family at the end has a small tower over patches. It is all that a famil
 """
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -379,13 +380,15 @@ def test_layers_of_a_tower_may_be_unrolled(toy, toy_params):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, others)
 
 
-@pytest.mark.parametrize(
-  "axes",
-  [
-    {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
-    {"ici_fsdp_parallelism": 4, "ici_context_parallelism": 2, "context_parallel_load_balance": False},
-  ],
-)
+MESHES = {
+  "fsdp and tensor": {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
+  "context": {"ici_fsdp_parallelism": 4, "ici_context_parallelism": 2, "context_parallel_load_balance": False},
+  "pipeline": {"ici_fsdp_parallelism": 4, "ici_pipeline_parallelism": 2},
+}
+
+
+@pytest.mark.parametrize("axes", [pytest.param(a, id=n, marks=[pytest.mark.slow] * (n != "fsdp and tensor"))
+                                  for n, a in MESHES.items()])  # fmt: skip
 def test_a_mesh_gives_the_loss_of_one_device(toy, toy_params, axes):
   inputs = toy_batch(tiny())
   split = program(tiny(per_device_batch_size=1, **axes), 8).model
@@ -457,3 +460,10 @@ def test_a_run_trains_a_tower(toy):
     state, _ = p.step(state, batch)
   name = "towers/vision/front_end/weight"
   assert np.abs(np.asarray(state.params[name]) - before[name]).max() > 0
+
+
+def test_the_example_of_the_page_runs(capsys):
+  page = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+  section = page.split("## Inputs: embeddings, positions, spans, towers")[1].split("\n## ")[0]
+  exec(re.search(r"```python\n(.*?)```", section, re.DOTALL)[1], {})
+  assert "20,832 of them in the tower\n(2, 32, 256)" in capsys.readouterr().out
