@@ -35,6 +35,7 @@ from maxtext.models.model import Model
 from maxtext.models.placement import placements
 from maxtext.models.spec import Group, ModelSpec, TowerSpec
 from maxtext.models.weight_table import Weight
+from maxtext.plan.work import forward_work
 from maxtext.train.objectives.language_modeling import LanguageModeling
 from maxtext.train.program import Program
 from maxtext.weights.hugging_face import from_tensors, to_tensors
@@ -178,6 +179,13 @@ def test_sections_that_do_not_fit_are_named():
     Rope(16, mrope_sections=(2, 3, 2))
   with pytest.raises(ValueError, match="positions have 3 components"):
     rotary_table(Rope(16), np.zeros((1, 2, 3), np.int32), jnp.float32)
+
+
+def test_layers_that_choose_keys_take_no_spans():
+  config = tiny(moba=True, moba_chunk_size=8, moba_topk=2)
+  model, batch = program(config).model, random_batch(config)
+  with pytest.raises(ValueError, match="spans are not supported by layers that choose"):
+    model.shapes.hidden(batch.inputs, batch.positions, spans=np.ones_like(batch.inputs))
 
 
 FAMILIES = json.loads((Path(__file__).parent / "data" / "tiny_models.json").read_text())
@@ -416,6 +424,7 @@ def test_whatever_reads_a_model_sees_its_towers(toy):
   query = placed["towers/vision/groups/0/layers/0/mixer/query/weight"]
   assert (query.shape, query.shards) == ((2, width, 4, 8), 8)
   assert Model.of(split.model.spec, split.model.how).params.keys() == toy.params.keys()
+  assert forward_work(split)[0]["context"].bytes > 0
   assert train_flops_per_token(toy, 32) == train_flops_per_token(alone, 32)
   weights = sum(a.size for n, a in toy.params.items() if n.startswith("towers/") and n.endswith("/weight"))
   assert tower_flops(toy, "vision") == PATCHES * (6 * weights + 3 * 12 * 32 * PATCHES)
