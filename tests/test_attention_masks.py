@@ -127,5 +127,5 @@ def test_splash_sees_both_ways(case):
 def test_kernels_without_spans_say_so(kernel):
   q, kv = jnp.zeros((B, S, H, D)), jnp.zeros((B, S, K, D))
   mesh, spec = make_mesh(tiny(), jax.devices()[:1]), PartitionSpec(None, None, None, None)
-  with pytest.raises(ValueError, match=f"the {kernel} kernel: write attention=chunked"):
+  with pytest.raises(ValueError, match=f"by the {kernel} kernel: write attention=chunked"):
     Attention(kernel)(q, kv, kv, tokens_of(True), Scoring(SCALE), mesh=mesh, q_spec=spec, kv_spec=spec)

@@ -4,6 +4,7 @@ The toy family at the end has a small tower over patches. It is all that a famil
 """
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from maxtext.models.model import Model
 from maxtext.models.placement import placements
 from maxtext.models.spec import Group, ModelSpec, TowerSpec
 from maxtext.models.weight_table import Weight
+from maxtext.plan.cost_model import forward_costs
 from maxtext.training.objectives.language_modeling import LanguageModeling
 from maxtext.training.program import Program
 from maxtext.weights.tensor_layout import from_tensors, to_tensors
@@ -177,6 +179,13 @@ def test_sections_that_do_not_fit_are_named():
     Rope(16, mrope_sections=(2, 3, 2))
   with pytest.raises(ValueError, match="positions have 3 components"):
     rotary_table(Rope(16), np.zeros((1, 2, 3), np.int32), jnp.float32)
+
+
+def test_layers_that_choose_keys_take_no_spans():
+  config = tiny(moba=True, moba_chunk_size=8, moba_topk=2)
+  model, batch = program(config).model, random_batch(config)
+  with pytest.raises(ValueError, match="spans are not supported by layers that choose"):
+    model.shapes.hidden(batch.inputs, batch.positions, spans=np.ones_like(batch.inputs))
 
 
 FAMILIES = json.loads((Path(__file__).parent / "data" / "tiny_models.json").read_text())
@@ -379,13 +388,15 @@ def test_layers_of_a_tower_may_be_unrolled(toy, toy_params):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, others)
 
 
-@pytest.mark.parametrize(
-  "axes",
-  [
-    {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
-    {"ici_fsdp_parallelism": 4, "ici_context_parallelism": 2, "context_parallel_load_balance": False},
-  ],
-)
+MESHES = {
+  "fsdp and tensor": {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
+  "context": {"ici_fsdp_parallelism": 4, "ici_context_parallelism": 2, "context_parallel_load_balance": False},
+  "pipeline": {"ici_fsdp_parallelism": 4, "ici_pipeline_parallelism": 2},
+}
+
+
+@pytest.mark.parametrize("axes", [pytest.param(a, id=n, marks=[pytest.mark.slow] * (n != "fsdp and tensor"))
+                                  for n, a in MESHES.items()])  # fmt: skip
 def test_a_mesh_gives_the_loss_of_one_device(toy, toy_params, axes):
   inputs = toy_batch(tiny())
   split = program(tiny(per_device_batch_size=1, **axes), 8).model
@@ -413,6 +424,7 @@ def test_whatever_reads_a_model_sees_its_towers(toy):
   query = placed["towers/vision/groups/0/layers/0/mixer/query/weight"]
   assert (query.shape, query.shards) == ((2, width, 4, 8), 8)
   assert Model.of(split.model.spec, split.model.how).params.keys() == toy.params.keys()
+  assert forward_costs(split)[0]["context"].bytes > 0
   assert train_flops_per_token(toy, 32) == train_flops_per_token(alone, 32)
   weights = sum(a.size for n, a in toy.params.items() if n.startswith("towers/") and n.endswith("/weight"))
   assert tower_flops(toy, "vision") == PATCHES * (6 * weights + 3 * 12 * 32 * PATCHES)
@@ -443,7 +455,8 @@ def test_a_run_trains_a_tower(toy):
   _, pixels, indices, _ = toy_batch(config)
 
   class WithImages(LanguageModeling):
-    def __call__(self, decoder, batch, *_):
+    def __call__(self, models, batch, context):
+      decoder = models.decoder
       embeddings = decoder.embed(batch.inputs, batch.positions)
       embeddings = merge_features(embeddings, decoder.towers["vision"](jnp.asarray(pixels)), indices)
       hidden, _, _ = decoder.hidden(None, batch.positions, batch.segments, embeddings=embeddings)
@@ -457,3 +470,10 @@ def test_a_run_trains_a_tower(toy):
     state, _ = p.step(state, batch)
   name = "towers/vision/front_end/weight"
   assert np.abs(np.asarray(state.params[name]) - before[name]).max() > 0
+
+
+def test_the_example_of_the_page_runs(capsys):
+  page = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+  section = page.split("## Inputs: embeddings, positions, spans, towers")[1].split("\n## ")[0]
+  exec(re.search(r"```python\n(.*?)```", section, re.DOTALL)[1], {})
+  assert "20,832 of them in the tower\n(2, 32, 256)" in capsys.readouterr().out

@@ -70,10 +70,10 @@ class Attention:
     and cuDNN kernels do not support spans, and do not call `matmuls`.
     """
     assert matmuls == PLAIN or not self.fused, "refused when the layer is built"
-    if tokens.spans is not None and (chosen is not None or self.kernel in ("splash", "cudnn")):
-      name = "a choice of keys" if chosen is not None else f"the {self.kernel} kernel"
-      raise ValueError(f"spans that are seen both ways do not go with {name}: write attention=chunked or dot_product.")
+    if tokens.spans is not None and self.kernel in ("splash", "cudnn"):
+      raise ValueError(f"spans are not supported by the {self.kernel} kernel: write attention=chunked or dot_product.")
     if chosen is not None:
+      assert tokens.spans is None, "checked by the decoder"
       assert self.order is None, "refused when the model is built"
       out = chunked(q, k, v, tokens, tokens, scoring, sinks, self.precision, chosen=chosen, matmuls=matmuls)
       return checkpoint_name(out, RESULT)

@@ -15,7 +15,7 @@ from maxtext.layers.make import Make
 from maxtext.layers.norm import AnyNorm
 
 
-class End(Protocol):
+class TowerEnd(Protocol):
   """One end of a tower with its weights: [N,T,...] to [N,T',...], where T' may be fewer (pooling, pixel shuffle)."""
 
   def __call__(self, x: jax.Array) -> jax.Array: ...
@@ -24,7 +24,7 @@ class End(Protocol):
 class FrontEnd(Protocol):
   """What inputs of a tower become tokens by."""
 
-  def build(self, make: Make, width: int, how: How) -> End:
+  def build(self, make: Make, width: int, how: How) -> TowerEnd:
     """From inputs to tokens of this width."""
     ...
 
@@ -32,7 +32,7 @@ class FrontEnd(Protocol):
 class Projector(Protocol):
   """What outputs of a tower become features by."""
 
-  def build(self, make: Make, width: int, out_width: int, how: How) -> End:
+  def build(self, make: Make, width: int, out_width: int, how: How) -> TowerEnd:
     """From the tower's width to the decoder's."""
     ...
 

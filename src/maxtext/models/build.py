@@ -29,7 +29,7 @@ class Family(Protocol):
   """What a file in `families` has, beside `WEIGHTS` or `weights(spec)` and what it says of itself to Hugging Face."""
 
   def spec(self, config: MaxTextConfig) -> DecoderSpec:
-    """The decoder that a configuration describes."""
+    """The decoder that a configuration describes; a `ModelSpec` where it has towers."""
     ...
 
 

@@ -103,6 +103,8 @@ class Decoder(nnx.Module):
       raise ValueError("hidden() takes tokens, embeddings, or both; both are None.")
     if tokens is None and self.spec.looks_up_tokens:
       raise ValueError("hidden() needs the tokens beside their embeddings: layers of this model look them up.")
+    if spans is not None and self.spec.chooses_keys:
+      raise ValueError("spans are not supported by layers that choose the keys a query sees (MoBA, an indexer).")
     looked_up = tokens if self.spec.looks_up_tokens else None
     context = Context.of(
       positions, segments, self.spec.ropes, how.dtype, looked_up, count, fresh, pages, end, rotary_positions, spans

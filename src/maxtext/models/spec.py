@@ -56,6 +56,12 @@ class DecoderSpec:
     return any(getattr(layer, "memory", None) is not None for group in self.groups for layer in group.cycle)
 
   @property
+  def chooses_keys(self) -> bool:
+    """Whether layers choose the keys that a query sees (MoBA, an indexer), which they do among earlier ones."""
+    mixers = [layer.mixer for group in self.groups for layer in group.cycle]
+    return any(getattr(m, name, None) is not None for m in mixers for name in ("blocks", "indexer"))
+
+  @property
   def any_order(self) -> bool:
     """Whether the tokens of a row may stand in any order, since positions say what comes before what."""
     mixers = [layer.mixer for group in self.groups for layer in group.cycle]
