@@ -374,6 +374,28 @@ def test_buffers_are_the_same_wherever_a_model_runs(way, one_device):
 
 
 @dataclass(frozen=True)
+class Undeclared(Matmul):
+  """Assigns to a buffer that does not say how it is combined."""
+
+  def variables(self, make, site, inputs, outputs):
+    return {"calls": make("calls", (), (), kind=Buffer, dtype=jnp.int32)}
+
+  def __call__(self, call, own, next_, x, weight):
+    if call.site.role == "experts":
+      own["calls"].set_value(own["calls"][...] + 1)
+    return next_(call, x, weight)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_buffer_that_is_assigned_to_says_how_it_is_combined(devices):
+  keys = WAYS["mesh"] if devices == 8 else {}
+  config = tiny(**EXPERTS | {key: value for key, value in keys.items() if key != "devices"})
+  model = changed(program(config, devices).model, matmul=(Undeclared(),))
+  with pytest.raises(ValueError, match="calls is assigned to in the forward pass, but does not say how"):
+    jax.eval_shape(lambda params: forward(model, params, 32)[0], model.params | model.buffers)
+
+
+@dataclass(frozen=True)
 class Int8:
   """Eight bits and a scale per output channel, but for routers and the head."""
 
