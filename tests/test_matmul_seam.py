@@ -162,6 +162,37 @@ def test_steps_over_a_cache_pass_through_the_seam(case):
   assert contractions(traced.jaxpr) == recurrent
 
 
+KERNELS = {
+  "dot_product": {"attention": "dot_product"},
+  "chunked": {"attention": "chunked"},
+  "gathered": {"ici_context_parallelism": 4, "ici_fsdp_parallelism": 2, "context_parallel_strategy": "all_gather"},
+  "ring": {"ici_context_parallelism": 4, "ici_fsdp_parallelism": 2, "context_parallel_strategy": "ring"},
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_of_attention_call_the_seam(kernel):
+  keys = KERNELS[kernel]
+  seam, parallel = Everything(), "ici_fsdp_parallelism" in keys
+  config = tiny(per_device_batch_size=1, **keys)
+  model = changed(program(config, 8 if parallel else 1).model, matmul=(seam,))
+  batch = random_batch(config, rows=8)
+  traced = jax.make_jaxpr(lambda p: model.bind(p).hidden(batch.inputs, batch.positions)[0])(model.params)
+  sites = [s for s in expected_sites(model) if s[1] != "head"]
+  assert Counter(seam.calls) == Counter(sites)
+  assert contractions(traced.jaxpr) == 0
+
+
+def test_a_step_that_reads_blocks_of_the_cache_calls_the_seam():
+  seam = Everything()
+  model = changed(program(tiny()).model, matmul=(seam,), cache_block=8)
+  params = abstract(model)
+  cache = jax.eval_shape(lambda p: model.bind(p).empty_cache(1, 32), params)
+  traced = jax.make_jaxpr(lambda p, c: forward(model, p, 1, cache=c, end=jnp.asarray(3))[0])(params, cache)
+  assert Counter(seam.calls) == Counter(expected_sites(model))
+  assert contractions(traced.jaxpr) == 0
+
+
 @pytest.mark.parametrize(
   "changes",
   [
@@ -374,6 +405,28 @@ def test_buffers_are_the_same_wherever_a_model_runs(way, one_device):
 
 
 @dataclass(frozen=True)
+class Undeclared(Matmul):
+  """Assigns to a buffer that does not say how it is combined."""
+
+  def variables(self, make, site, inputs, outputs):
+    return {"calls": make("calls", (), (), kind=Buffer, dtype=jnp.int32)}
+
+  def __call__(self, call, own, next_, x, weight):
+    if call.site.role == "experts":
+      own["calls"].set_value(own["calls"][...] + 1)
+    return next_(call, x, weight)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_buffer_that_is_assigned_to_says_how_it_is_combined(devices):
+  keys = WAYS["mesh"] if devices == 8 else {}
+  config = tiny(**EXPERTS | {key: value for key, value in keys.items() if key != "devices"})
+  model = changed(program(config, devices).model, matmul=(Undeclared(),))
+  with pytest.raises(ValueError, match="calls is assigned to in the forward pass, but does not say how"):
+    jax.eval_shape(lambda params: forward(model, params, 32)[0], model.params | model.buffers)
+
+
+@dataclass(frozen=True)
 class Int8:
   """Eight bits and a scale per output channel, but for routers and the head."""
 
@@ -446,6 +499,38 @@ def test_a_model_runs_from_weights_in_eight_bits(case):
   for name in weights:
     shape = model.params[name].shape
     assert shape in floats or f"tensor<{'x'.join(map(str, shape))}xf32>" not in arguments
+
+
+@pytest.mark.slow
+@pytest.mark.mesh
+def test_weights_in_eight_bits_are_split_like_plain_ones():
+  """On a mesh, too, experts compute from what is stored."""
+  keys = {key: value for key, value in WAYS["mesh"].items() if key != "devices"}
+  config = tiny(**EXPERTS | keys)
+  plain = program(config, 8).model
+  model = changed(plain, weight_format=Int8())
+  gate = "groups/0/layers/0/feed_forward/experts/gate/weight"
+  assert any(model.params[gate].sharding.spec)
+  assert model.params[gate].sharding == plain.params[gate].sharding
+  whole, scale = model.params[gate].sharding.spec, model.params[f"{gate}_scale"].sharding.spec
+  assert (*whole[:2], *whole[3:]) == (*scale, *(None,) * (3 - len(scale))), "layers, experts and outputs"
+  alone = changed(program(tiny(**EXPERTS)).model, weight_format=Int8())
+  batch = random_batch(config, rows=8)
+
+  def logits(model):
+    shardings = jax.tree.map(lambda a: a.sharding, (model.params, model.buffers))
+    params, _ = jax.jit(model.init, out_shardings=shardings)(0)
+    assert params[gate].dtype == jnp.int8
+
+    @jax.jit
+    def run(params):
+      decoder = model.bind(params)
+      return decoder.logits(decoder.hidden(batch.inputs, batch.positions)[0])
+
+    return np.asarray(run(params))
+
+  expected = logits(alone)
+  np.testing.assert_allclose(logits(model), expected, atol=1e-4 * np.abs(expected).max())
 
 
 def test_the_page_runs():

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from maxtext.layers.dispatch import Routing
 from maxtext.layers.how import How
-from maxtext.layers.make import Buffer, Combine
+from maxtext.layers.make import Buffer, Combine, check_assigned
 from maxtext.layers.pipeline import AXIS as STAGE
 from maxtext.layers.weight_format import PlainFormat
 from maxtext.mesh import explicit
@@ -61,7 +61,8 @@ def over_mesh(
   graph, state = nnx.split(experts)
   variables = nnx.to_flat_state(state)
   specs = [_spec(how, variable) for _, variable in variables]
-  kept = [i for i, (_, variable) in enumerate(variables) if isinstance(variable, Buffer)]
+  buffers = [i for i, (_, variable) in enumerate(variables) if isinstance(variable, Buffer)]
+  kept = [i for i in buffers if variables[i][1].combine is not None]
 
   def local(x: jax.Array, routing: Routing, values: list[jax.Array]) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     module = nnx.merge(graph, _rebuilt(variables, values))
@@ -76,6 +77,8 @@ def over_mesh(
     y = jax.lax.psum(y, summed) if summed else y
     dropped = jax.lax.psum(dropped, everyone) if everyone else dropped
     left = nnx.to_flat_state(nnx.state(module))
+    for i in buffers:
+      check_assigned(left[i][0], values[i], left[i][1])
     found = [
       _combined(variables[i][1].combine, values[i], left[i][1][...], specs[i], mesh.axis_names, holders[0] + holders[1])
       for i in kept
@@ -87,14 +90,14 @@ def over_mesh(
   if how.explicit:  # what enters is moved first, else the compiler does it
     x, routing = jax.tree.map(lambda a: explicit.reshard(a, mesh, spec), (x, routing))
     values = [explicit.reshard(value, mesh, own) for value, own in zip(values, specs, strict=True)]
-  y, dropped, buffers = jax.shard_map(
+  y, dropped, assigned = jax.shard_map(
     local,
     mesh=mesh,
     in_specs=(spec, spec, specs),
     out_specs=(spec, PartitionSpec(), [specs[i] for i in kept]),
     check_vma=False,
   )(x, routing, values)
-  nnx.update(experts, _rebuilt([variables[i] for i in kept], buffers))
+  nnx.update(experts, _rebuilt([variables[i] for i in kept], assigned))
   return y, dropped
 
 

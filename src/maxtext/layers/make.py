@@ -26,6 +26,16 @@ class Buffer(nnx.Variable):
   """
 
 
+def check_assigned(path: tuple[Any, ...], before: Any, after: nnx.Variable) -> None:
+  """Raises where the forward pass of a module assigned to a buffer, whose value was `before`, that does not say how it
+  is combined."""
+  if after.combine is None and after.get_value() is not before:
+    raise ValueError(
+      f"the buffer {join(*path)} is assigned to in the forward pass, but does not say how values that devices or "
+      'micro-batches find side by side are joined: make it with combine="max", "sum", "mean" or "equal".'
+    )
+
+
 class Statistic(Buffer):
   """What layers measure over one update, all its micro-batches together; no part of the state or of the weights.
 

@@ -15,7 +15,7 @@ from flax import nnx
 from maxtext.layers.cache import Cache, Slots
 from maxtext.layers.context import Context
 from maxtext.layers.how import How, Remat
-from maxtext.layers.make import Buffer, Make
+from maxtext.layers.make import Buffer, Make, check_assigned
 from maxtext.layers.pipeline import Pipeline, gathered, pipelined
 
 Report = dict[str, jax.Array]
@@ -167,8 +167,12 @@ def _pass(graph: Any) -> Callable[..., tuple[jax.Array, Cache | None, _Kept]]:
     x: jax.Array, weights: Any, layer_input: Any, context: Context, cache: Cache | None, repeat: jax.Array
   ) -> tuple[jax.Array, Cache | None, _Kept]:
     layer = nnx.merge(graph, weights)
+    before = [variable.get_value() for _, variable in nnx.to_flat_state(nnx.state(layer, Buffer))]
     x, report, cache = layer(x, layer_input, context, cache, repeat)
-    return x, cache, _Kept(report, nnx.state(layer, Buffer))
+    buffers = nnx.state(layer, Buffer)
+    for (path, variable), value in zip(nnx.to_flat_state(buffers), before, strict=True):
+      check_assigned(path, value, variable)
+    return x, cache, _Kept(report, buffers)
 
   return run
 
