@@ -135,3 +135,15 @@ def test_a_run_whose_processes_differ_ends_before_its_first_step(tmp_path):
     assert "data_shuffle_seed is 0 on process 0 and 7 on process 1" in text
     assert "Traceback" not in text
   assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.mesh
+@pytest.mark.slow
+def test_a_process_that_compiles_slowly_is_waited_for(tmp_path):
+  """The collectives of CPUs give the others 30 seconds to connect, counted from when the first process runs the step."""
+  port = free_port()
+  command = [sys.executable, "-m", "tests.slow_compile_worker", str(tmp_path)]
+  processes = [start(command, index, port, env={"JAX_ENABLE_COMPILATION_CACHE": "false"}) for index in range(2)]
+  codes, said = ended(processes, 900)
+  assert codes == [0, 0], said
+  assert all("ended at step 2" in text for text in said)

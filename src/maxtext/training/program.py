@@ -36,6 +36,7 @@ from maxtext.training.objectives.base import EVALUATION, Metrics, Objective, Ste
 from maxtext.training.objectives.language_modeling import LanguageModeling
 from maxtext.training.state import TrainState, abstract_state, initial_state, on_devices, update_shardings
 from maxtext.training.step import evaluation_sums, make_train_step
+from maxtext.training.synchronized_compile import SynchronizedCompile
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +146,7 @@ class Program:
       jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated)),
       jit(init, out_shardings=shardings),
       abstract_batch(config, model.how, trained, data, "eval_per_device_batch_size"),
-      jit(evaluate, out_shardings=replicated),
+      SynchronizedCompile(jit(evaluate, out_shardings=replicated), batch=2),
       frozen_models,
       data,
     )

@@ -57,6 +57,7 @@ from maxtext.training.objectives.base import Objective
 from maxtext.training.program import Program, hlo_folder
 from maxtext.training.resume import RunCheckpoints
 from maxtext.training.state import TrainState
+from maxtext.training.synchronized_compile import SynchronizedCompile
 
 _LOG = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ def train(
     _check_sharding(program)
     _check_data(program)
     file = config.compiled_trainstep_file
-    step = compiled.load(program, Path(file)) if file else program.step
+    step = compiled.load(program, Path(file)) if file else SynchronizedCompile(program.step, batch=1)
     name = broadcast_from_first(config.run_name or _new_name(config))
     record = values_and_origins(config, origins or {})
     checkpoints = RunCheckpoints(config, name, record)
