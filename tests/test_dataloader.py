@@ -196,7 +196,7 @@ def test_a_position_before_long_documents_were_cut_is_refused(tmp_path):
   position = take(p.feed(), 1)[0][1]
   about = json.loads(position["about"].tobytes())
   del about["spans"]
-  with pytest.raises(ConfigError, match=r"spans was None and is .* of a version that cut no long documents"):
+  with pytest.raises(ConfigError, match=r"spans was None and is .* from a version that did not split long documents"):
     p.feed(position | {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)})
 
 
