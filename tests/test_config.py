@@ -159,7 +159,7 @@ MISTAKES = {
   "width of older pages": ({"emb_dim": 2}, "emb_dim=2 is not supported: it is computed from base_emb_dim"),
   "mesh of older pages": ({"ici_parallelism": [2]}, "write ici_data_parallelism, ici_fsdp_parallelism and so on."),
   "Pathways": ({"enable_single_controller": True}, "enable_single_controller=True is not supported: it needs Pathways"),
-  "Pathways data": ({"colocated_python_data_input": True}, "refused: it needs Pathways"),
+  "Pathways data": ({"colocated_python_data_input": True}, "not supported: it needs Pathways"),
   "elastic": ({"elastic_enabled": True}, "elastic_enabled=True is not supported: elastic training needs Pathways"),
   "scale": ({"global_parameter_scale": 3}, "global_parameter_scale=3 must be a power of two"),
   "kept in a bucket": (

@@ -171,7 +171,7 @@ def test_a_corpus_that_fills_no_batch_is_refused(tmp_path):
   with pytest.raises(ConfigError) as error:
     program(tiny(**GRAIN, grain_train_files=small), devices=8).check_data()
   assert str(error.value) == (
-    "The data does not fill a single batch: 3 documents, 349 tokens = 6 rows of 64; a batch takes 8 rows. Take more "
+    "The data does not fill a single batch: 3 documents, 349 tokens = 6 rows of 64; a batch takes 8 rows. Use more "
     "data, a smaller per_device_batch_size (it is 1) or a shorter max_target_length."
   )
   # What it advises is true, and its batches are not padding.
@@ -196,7 +196,7 @@ def test_a_position_before_long_documents_were_cut_is_refused(tmp_path):
   position = take(p.feed(), 1)[0][1]
   about = json.loads(position["about"].tobytes())
   del about["spans"]
-  with pytest.raises(ConfigError, match=r"spans was None and is .* of a version that cut no long documents"):
+  with pytest.raises(ConfigError, match=r"spans was None and is .* from a version that did not split long documents"):
     p.feed(position | {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)})
 
 

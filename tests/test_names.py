@@ -140,7 +140,7 @@ def test_derived_values_of_a_growing_batch_are_those_of_the_feed():
   keys = {"dataset_type": "tfds", "enable_rampup_batch_size": True, "per_device_batch_size_start": 2,
           "per_device_batch_size_increment": 3, "global_rampup_samples": 100}  # fmt: skip
   config = tiny(**keys)
-  sizes, values = batch_size_schedule(data_options(config).ramp, 16), derive(config, devices=2)
+  sizes, values = batch_size_schedule(data_options(config).rampup, 16), derive(config, devices=2)
   assert values.rampup_end_step == sizes.starts[-1]
   assert values.global_batch_size_to_load_start == sizes.rows[0]
   assert values.global_batch_size_to_load_increment == sizes.rows[1] - sizes.rows[0]
