@@ -42,7 +42,7 @@ class NonfiniteNote:
 
   @staticmethod
   def read(folder: epath.Path) -> "NonfiniteNote | None":
-    """What the last start of a run left; one that cannot be read is none, and the run goes on from its latest step."""
+    """What the last start of a run left; one that cannot be read is none, and the run resumes from its latest step."""
     try:
       return NonfiniteNote(**json.loads(retried(folder, NonfiniteNote.file(folder).read_text)))
     except (FileNotFoundError, ValueError, TypeError):

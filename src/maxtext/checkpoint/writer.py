@@ -15,10 +15,10 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from maxtext.checkpoint.files import contents, handlers
 from maxtext.checkpoint.location import failures, unfinished_in
+from maxtext.checkpoint.metadata import NotFiniteError
 from maxtext.checkpoint.nonfinite import NonfiniteNote
 from maxtext.checkpoint.options import CheckpointOptions
 from maxtext.checkpoint.quiet import quiet_failed_saves
-from maxtext.checkpoint.record import NotFiniteError
 from maxtext.checkpoint.storage import reason
 from maxtext.checkpoint.tree import named
 from maxtext.distributed.lease import LeaseLostError
@@ -38,7 +38,7 @@ class Writer:
     options: when it saves, and what it keeps.
     folder: its folder of checkpoints.
     keys: every key with its value and origin.
-    began: the step that the run goes on from; 0 is a new one.
+    began: the step that the run resumes from; 0 is a new run.
     fence: asked before a step counts; raises `LeaseLostError` where the folder is another run's by now.
   """
 

@@ -78,10 +78,10 @@ class RunCheckpoints:
 
   def saved_config(self, step: int) -> Mapping[str, Any]:
     """The configuration that a step of this run was saved with; empty where it is missing or cannot be read."""
-    from maxtext.checkpoint.record import Record
+    from maxtext.checkpoint.metadata import CheckpointMetadata
 
     try:
-      return Record.read(self._folder / str(step)).config
+      return CheckpointMetadata.read(self._folder / str(step)).config
     except Exception:  # damage, disks, object stores: it is only for a line
       return {}
 
@@ -110,9 +110,9 @@ class RunCheckpoints:
     if not c.enable_checkpointing:
       return None
     there = from_first("there" if is_there(self._folder) else "") == "there"  # hosts remember names for a while
-    from maxtext.checkpoint.restore import resume, set_blamed_aside
+    from maxtext.checkpoint.restore import quarantine_blamed, resume
 
-    blamed = set_blamed_aside(self._folder) if there else None
+    blamed = quarantine_blamed(self._folder) if there else None
     if c.enable_emergency_checkpoint:
       from maxtext.checkpoint.local import local_folder, resume_locally
 
