@@ -786,7 +786,7 @@ def test_an_older_step_that_is_not_finite_is_set_aside(half, copy, split, capsys
     writer.save(checkpoints / "6", args=contents(array_storage(tiny()), named(spoilt(half[1])), 6, 0, {}))
   assert resume(restore_options(tiny(**SPLIT)), checkpoints, split.state).folder.name == "4"
   assert re.search(r"6 is nonfinite: opt_state/\S+ is not finite\. It is now 6\.nonfinite\.", said(capsys))
-  with pytest.raises(RunError, match=r"load_full_state_path=.* holds no state to go on from: opt_state"):
+  with pytest.raises(RunError, match=r"load_full_state_path=.* holds no state to resume from: opt_state"):
     load_state(restore_options(tiny(**SPLIT)), "load_full_state_path", str(checkpoints / "6.nonfinite"), split.state)
 
 

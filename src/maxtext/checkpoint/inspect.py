@@ -16,7 +16,7 @@ from maxtext.configs.values import default_of, plain
 
 
 def describe(path: str) -> str:
-  """Step, schema and every array with its shape, number format and size."""
+  """Step, schema and every array with its shape, dtype and size."""
   folder = locate(path)
   metadata = read_metadata(folder)
   layers = "each layer apart" if metadata.stacked is None else f"layers stacked on dimension {metadata.stacked}"

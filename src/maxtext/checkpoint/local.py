@@ -28,7 +28,7 @@ from maxtext.distributed.transfer import receive_from
 from maxtext.storage.atomic import UNFINISHED, atomic_folder
 
 _PARTS, _POSITION = "parts.npz", "position.npz"
-_UNUSED = "unused"  # behind the name of a step that a start did not go on from
+_UNUSED = "unused"  # behind the name of a step that a start did not resume from
 _KEPT = 2  # a process may have finished a step that another has not
 
 
@@ -55,7 +55,7 @@ class LocalWriter:
     return step % self._options.period == 0
 
   def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
-    """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run goes on.
+    """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run continues.
 
     A state that is not finite on one process is kept by none: the steps before it stay.
     """
@@ -191,7 +191,7 @@ def _open_files(folder: epath.Path, keys: Sequence[str]) -> tuple[Mapping[str, n
 
 
 def _bytes(part: np.ndarray) -> np.ndarray:
-  """Without their number format: NumPy's files do not know all of ours."""
+  """Without their dtype: NumPy's files do not know all of ours."""
   return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
 
 
@@ -235,7 +235,7 @@ def _key(name: str, shape: Sequence[int], dtype: Any, index: Sequence[slice] | N
 
 
 def _parse_key(key: str) -> tuple[str, str]:
-  """Name, number format and shape of the array whose part has this key."""
+  """Name, dtype and shape of the array whose part has this key."""
   name, _, rest = key.partition(" ")
   return name, rest.rpartition(" ")[0]
 

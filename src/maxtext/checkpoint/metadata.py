@@ -25,7 +25,7 @@ class CorruptCheckpointError(Exception):
 
 
 class NotFiniteError(ValueError):
-  """A state with NaN or infinities in it, from which no run can go on; the text says where."""
+  """A state with NaN or infinities in it, from which no run can resume; the text says where."""
 
   @staticmethod
   def of(names: Sequence[str]) -> "NotFiniteError":

@@ -1,4 +1,4 @@
-"""The note that a run leaves when its numbers stop being finite, so that the next start knows where not to go on from.
+"""The note that a run leaves when its numbers stop being finite, so that the next start knows where not to resume from.
 
 A state may be finite and still lead nowhere: the loss or the gradients computed from it are not. Nothing in the state
 says so; the step after it does, when its checkpoint is there already.

@@ -33,7 +33,7 @@ from maxtext.distributed.multihost import from_first, on_any
 
 _TRIED = 50  # the latest steps that are tried
 _DATA = "data/"
-_NONFINITE = "nonfinite"  # behind the name of a step that no run can go on from
+_NONFINITE = "nonfinite"  # behind the name of a step that no run can resume from
 
 
 class Restored(NamedTuple):
@@ -136,7 +136,7 @@ def _parameters(
 
 
 def readable(folder: epath.Path) -> CheckpointMetadata:
-  """Its metadata, on all processes; one of a later release is refused."""
+  """Its metadata, on all processes; that of a later release is an error."""
   metadata: CheckpointMetadata | None = None
   problem: CorruptCheckpointError | StorageError | None = None
   try:
@@ -196,7 +196,7 @@ def _with_key_in_errors(key: str, path: str, load: Any) -> Any:
   except CorruptCheckpointError as damage:
     raise RunError(f"{key}={path} is damaged: {damage}.") from None
   except NotFiniteError as problem:
-    raise RunError(f"{key}={path} holds no state to go on from: {problem}.") from None
+    raise RunError(f"{key}={path} holds no state to resume from: {problem}.") from None
 
 
 def _steps_of_first_process(steps: list[int]) -> list[int]:

@@ -2,7 +2,7 @@
 
 Orbax writes and reads whole arrays. Here TensorStore does it underneath, by the same names and in the same layout, so
 that `restore` cannot tell the difference. What is on disk is noted in a journal, with its part of the checksums, and a
-writer that is started again goes on behind it.
+writer that is started again continues after it.
 """
 
 import json
@@ -50,7 +50,7 @@ class StreamWriter:
   Args:
     storage: the form of the files.
     target: the folder to make; until it is whole, it has `.unfinished` behind its name.
-    arrays: every parameter's shape and number format.
+    arrays: every parameter's shape and dtype.
     request: tells where it comes from; a folder that was begun from elsewhere is not continued.
 
   Attributes:
@@ -77,7 +77,7 @@ class StreamWriter:
     return (f"params/{name}", index) in self._done
 
   def put(self, name: str, index: Index, piece: np.ndarray) -> None:
-    """Writes a piece of a parameter. The array may be of another number format, and a view of anything."""
+    """Writes a piece of a parameter. The array may be of another dtype, and a view of anything."""
     name = f"params/{name}"
     about = self._arrays[name]
     assert about.shape[len(index) :] == piece.shape, (name, about.shape, index, piece.shape)

@@ -64,7 +64,7 @@ class Writer:
     return step % self._options.period == 0
 
   def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
-    """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run goes on."""
+    """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run continues."""
     self.wait()
     arrays = named({**named(state), "data": dict(position)})
     try:
