@@ -140,7 +140,7 @@ def test_a_run_whose_processes_differ_ends_before_its_first_step(tmp_path):
 @pytest.mark.mesh
 @pytest.mark.slow
 def test_a_process_that_compiles_slowly_is_waited_for(tmp_path):
-  """The collectives of CPUs give the others 30 seconds to connect, counted from when the first process runs the step."""
+  """The collectives of CPUs give the others 30 seconds to connect, counted from the first process's first step."""
   port = free_port()
   command = [sys.executable, "-m", "tests.slow_compile_worker", str(tmp_path)]
   processes = [start(command, index, port, env={"JAX_ENABLE_COMPILATION_CACHE": "false"}) for index in range(2)]

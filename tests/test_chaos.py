@@ -20,8 +20,8 @@ from etils import epath
 
 from maxtext.checkpoint.files import read
 from maxtext.checkpoint.location import locate, steps_in
+from maxtext.checkpoint.metadata import CheckpointMetadata
 from maxtext.checkpoint.options import array_storage
-from maxtext.checkpoint.record import Record
 from maxtext.distributed.supervisor import supervise
 from tests.chaos_worker import ROWS
 from tests.corpora import write_corpus
@@ -72,7 +72,7 @@ class Run:
 
   def parameters(self) -> dict[str, np.ndarray]:
     folder = locate(str(self.checkpoints))
-    record = Record.read(folder)
+    record = CheckpointMetadata.read(folder)
     assert record.step == STEPS
     return read(
       array_storage(tiny()), folder, dict.fromkeys(n for n in record.arrays if not n.startswith("data/")), record
@@ -251,7 +251,7 @@ def test_a_save_that_fails_on_one_process_fails_on_all_and_the_run_goes_on(tmp_p
     r"\[0\] maxtext: the checkpoint of step 4 failed: .*\(process 1\); the last good one is step 2\.\n", said.getvalue()
   )
   assert [path.name for path in steps.iterdir()] == ["2"]
-  record = Record.read(epath.Path(steps / "2"))
+  record = CheckpointMetadata.read(epath.Path(steps / "2"))
   assert read(array_storage(tiny()), epath.Path(steps / "2"), dict.fromkeys(record.arrays), record), "it is whole"
 
 

@@ -32,10 +32,10 @@ from maxtext.checkpoint.checksum import added, checksums, nonfinite, nonfinite_n
 from maxtext.checkpoint.files import _groups, contents, handlers, read
 from maxtext.checkpoint.inspect import served_keys
 from maxtext.checkpoint.location import steps_in
+from maxtext.checkpoint.metadata import CheckpointMetadata
 from maxtext.checkpoint.nonfinite import NonfiniteNote
 from maxtext.checkpoint.options import array_storage, checkpoint_options, restore_options
-from maxtext.checkpoint.record import Record
-from maxtext.checkpoint.restore import load_parameters, load_state, resume, set_blamed_aside
+from maxtext.checkpoint.restore import load_parameters, load_state, quarantine_blamed, resume
 from maxtext.checkpoint.storage import is_storage_failure
 from maxtext.checkpoint.tokenizer import keep_tokenizer, open_tokenizer
 from maxtext.checkpoint.tree import like, named
@@ -397,7 +397,7 @@ def test_arrays_are_read_in_groups_of_a_size():
 
 
 def test_one_bit_changes_a_checksum(half):
-  record = Record.read(epath.Path(half[0] / "run" / "checkpoints" / "4"))
+  record = CheckpointMetadata.read(epath.Path(half[0] / "run" / "checkpoints" / "4"))
   arrays = read(
     array_storage(tiny()), epath.Path(half[0] / "run" / "checkpoints" / "4"), dict.fromkeys(record.arrays), record
   )
@@ -420,7 +420,7 @@ def test_another_model_is_a_mistake_and_not_damage(copy):
 def test_parameters_alone(half, tmp_path, keys, capsys):
   words = [f"{key}={value}" for key, value in keys.items()]
   assert main(["checkpoint", "export-params", str(half[0] / "run"), str(tmp_path / "out"), *words]) == 0
-  record = Record.read(epath.Path(tmp_path / "out"))
+  record = CheckpointMetadata.read(epath.Path(tmp_path / "out"))
   gate = "groups/0/layers/0{}/feed_forward/gate/weight"
   apart = "force_unroll" in keys
   shape = record.arrays["params/" + gate.format(".1" if apart else "")].shape
@@ -533,7 +533,7 @@ def test_inspect_needs_no_jax(half):
   rows = {line.split()[0]: line.split()[1:] for line in lines[3:]}
   assert rows["params/embedding/table"] == ["float32[128,", "48]", "24,576"]
   assert rows["data/batches"] == ["int32[]", "4"]
-  record = Record.read(epath.Path(half[0] / "run" / "checkpoints" / "4"))
+  record = CheckpointMetadata.read(epath.Path(half[0] / "run" / "checkpoints" / "4"))
   assert record.config["checkpoint_period"]["value"] == 2
 
 
@@ -786,7 +786,7 @@ def test_an_older_step_that_is_not_finite_is_set_aside(half, copy, split, capsys
     writer.save(checkpoints / "6", args=contents(array_storage(tiny()), named(spoilt(half[1])), 6, 0, {}))
   assert resume(restore_options(tiny(**SPLIT)), checkpoints, split.state).folder.name == "4"
   assert re.search(r"6 is nonfinite: opt_state/\S+ is not finite\. It is now 6\.nonfinite\.", said(capsys))
-  with pytest.raises(RunError, match=r"load_full_state_path=.* holds no state to go on from: opt_state"):
+  with pytest.raises(RunError, match=r"load_full_state_path=.* holds no state to resume from: opt_state"):
     load_state(restore_options(tiny(**SPLIT)), "load_full_state_path", str(checkpoints / "6.nonfinite"), split.state)
 
 
@@ -796,10 +796,10 @@ def test_the_only_step_that_a_run_went_on_from_is_not_given_up(copy, capsys):
   shutil.rmtree(checkpoints / "2")
   NonfiniteNote(5, "loss nan", blamed=4, began=4).write(checkpoints)
   with pytest.raises(RunError, match=r"step 5 was not finite \(loss nan\), and .*4, which led to it, is the only"):
-    set_blamed_aside(checkpoints)
+    quarantine_blamed(checkpoints)
   assert steps_in(checkpoints) == [4]
   NonfiniteNote(7, "loss nan", blamed=6, began=4).write(checkpoints)
-  assert set_blamed_aside(checkpoints) == 6
+  assert quarantine_blamed(checkpoints) == 6
   assert said(capsys) == "maxtext: step 7 was not finite (loss nan); what is kept is from before it.\n"
 
 

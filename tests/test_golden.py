@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from etils import epath
 
+from maxtext.checkpoint.metadata import SCHEMA, CheckpointMetadata
 from maxtext.checkpoint.options import checkpoint_options, restore_options
-from maxtext.checkpoint.record import SCHEMA, Record
 from maxtext.checkpoint.restore import load_parameters, resume
 from maxtext.checkpoint.tree import named
 from maxtext.checkpoint.writer import Writer
@@ -50,7 +50,7 @@ def test_an_old_layout_is_restored(schema, tmp_path):
 
 def test_every_schema_has_one():
   assert {path.name for path in FOLDER.glob("schema-*")} == {f"schema-{n}" for n in range(1, SCHEMA + 1)}
-  assert Record.read(epath.Path(FOLDER / f"schema-{SCHEMA}" / "3")).schema == SCHEMA
+  assert CheckpointMetadata.read(epath.Path(FOLDER / f"schema-{SCHEMA}" / "3")).schema == SCHEMA
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from maxtext.checkpoint import storage
 from maxtext.checkpoint.files import read
 from maxtext.checkpoint.local import LocalWriter, local_folder, resume_locally
 from maxtext.checkpoint.location import locate
+from maxtext.checkpoint.metadata import CheckpointMetadata
 from maxtext.checkpoint.options import array_storage, local_checkpoint_options
-from maxtext.checkpoint.record import Record
 from maxtext.distributed.multihost import INIT_FILE, join
 from maxtext.distributed.supervisor import supervise
 from tests.flags import flags
@@ -79,7 +79,7 @@ class Machines:
 
   def state(self) -> dict[str, np.ndarray]:
     folder = locate(str(self.folder / "shared" / "run"))
-    record = Record.read(folder)
+    record = CheckpointMetadata.read(folder)
     assert record.step == KEYS["steps"]
     return read(array_storage(tiny()), folder, dict.fromkeys(record.arrays), record)
 

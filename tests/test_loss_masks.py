@@ -53,7 +53,7 @@ def arrays(fed):
 
 
 @pytest.mark.parametrize("packing", ["first_fit", "best_fit", "concat_then_split"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_weights_follow_their_tokens_and_a_resumed_run_has_the_same(folder, packing, workers):
   p = program(config(folder, grain_packing_type=packing, grain_worker_count=workers))
   feed = p.feed()
@@ -75,6 +75,7 @@ def test_weights_follow_their_tokens_and_a_resumed_run_has_the_same(folder, pack
 
 
 @pytest.mark.mesh
+@pytest.mark.slow
 def test_loss_and_evaluation_count_by_weight_and_a_mesh_with_reordered_tokens_agrees(folder):
   found = []
   for devices, mesh in ((1, {}), (8, {"ici_context_parallelism": 4, "ici_fsdp_parallelism": 2})):

@@ -113,6 +113,7 @@ def test_with_the_reference_at_the_policy_the_first_loss_is_that_of_chance():
 
 
 @pytest.mark.mesh
+@pytest.mark.slow
 def test_a_mesh_of_eight_and_accumulation_give_what_one_device_does(alone):
   """The draw and the reordered tokens too: a key knows no mesh."""
   losses, params, *_ = run(Preference(noise=0.3), 8, **EIGHT)
@@ -156,6 +157,7 @@ def test_every_micro_batch_has_its_own_key(accumulation):
 
 
 @pytest.mark.mesh
+@pytest.mark.slow
 def test_a_run_from_outside_is_resumed_exactly_and_saves_nothing_frozen(tmp_path):
   keys = {"enable_checkpointing": True, "base_output_directory": str(tmp_path), "checkpoint_period": 2,
           "async_checkpointing": False, "eval_interval": 2, "eval_steps": 2}  # fmt: skip

@@ -10,7 +10,7 @@ import yaml
 
 from maxtext import ConfigError, load_config
 from maxtext.checkpoint.inspect import chosen
-from maxtext.checkpoint.record import Record
+from maxtext.checkpoint.metadata import CheckpointMetadata
 from maxtext.cli.main import main
 from maxtext.configs.loader import values_and_origins
 from maxtext.configs.secrets import REDACTED
@@ -49,7 +49,7 @@ def test_no_file_and_no_output_of_a_run_holds_a_token(tmp_path, capsys):
   record = next(run.rglob("record.json"))
   assert REDACTED in record.read_text()
   # As releases before wrote it: what is made of it is clean.
-  written = Record.read(record.parent.parent)
+  written = CheckpointMetadata.read(record.parent.parent)
   clear = json.dumps(written.to_json()).replace(REDACTED, TOKENS["line"])
   body = json.loads(clear)["body"]
   record.write_text(json.dumps({"digest": _digest(body), "body": body}))
@@ -65,7 +65,7 @@ def test_no_file_and_no_output_of_a_run_holds_a_token(tmp_path, capsys):
 
 
 def _digest(body):
-  from maxtext.checkpoint.record import _digest as digest
+  from maxtext.checkpoint.metadata import _digest as digest
 
   return digest(body)
 

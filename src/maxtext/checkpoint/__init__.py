@@ -1,4 +1,4 @@
-"""What a run keeps, and how it comes back: one state, the data's position and a record of both, in atomic steps.
+"""Checkpoints: one state, the data's position and the metadata of both, saved in atomic steps and restored.
 
 It knows pytrees, names and folders, and no trainer.
 """

@@ -6,8 +6,8 @@ from etils import epath
 from maxtext.checkpoint.files import contents, handlers, read
 from maxtext.checkpoint.layout import Layout
 from maxtext.checkpoint.location import absolute, locate
+from maxtext.checkpoint.metadata import CheckpointMetadata, CorruptCheckpointError
 from maxtext.checkpoint.options import ArrayStorage
-from maxtext.checkpoint.record import DamagedError, Record
 from maxtext.checkpoint.tokenizer import copy_tokenizer
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
@@ -23,16 +23,16 @@ def export_parameters(storage: ArrayStorage, source: str, target: str, stacked: 
   if out.exists():
     raise ConfigError(f"{target} is there already; name a folder that is not.")
   try:
-    record = Record.read(folder)
-    names = record.parameters
-    arrays = read(storage, folder, dict.fromkeys(names.values()), record)
-  except DamagedError as damage:
+    metadata = CheckpointMetadata.read(folder)
+    names = metadata.parameters
+    arrays = read(storage, folder, dict.fromkeys(names.values()), metadata)
+  except CorruptCheckpointError as damage:
     raise RunError(f"{folder} is damaged: {damage}.") from None
-  if record.stacked != 0:
+  if metadata.stacked != 0:
     raise ConfigError(f"{folder} holds exported parameters already; export from a checkpoint of a run.")
   layout = Layout(stacked)
   stored = {f"params/{n}": a for path, name in names.items() for n, a in layout.store(path, arrays[name]).items()}
   with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers(storage))) as writer:
-    writer.save(out, args=contents(storage, stored, record.step, layout.stacked, record.config))
+    writer.save(out, args=contents(storage, stored, metadata.step, layout.stacked, metadata.config))
   copy_tokenizer(source, out)
   return out

@@ -1,4 +1,4 @@
-"""Reading and writing the arrays and the record of one checkpoint with Orbax. Nothing here decides when, or which."""
+"""Reading and writing the arrays and the metadata of one checkpoint with Orbax. Nothing here decides when, or which."""
 
 import dataclasses
 import itertools
@@ -16,18 +16,18 @@ from jax.experimental import multihost_utils
 
 from maxtext.checkpoint.checksum import added, checksums, nonfinite
 from maxtext.checkpoint.layout import Layout
-from maxtext.checkpoint.options import ArrayStorage
-from maxtext.checkpoint.record import (
+from maxtext.checkpoint.metadata import (
   FILE,
   ITEM,
   NOT_FINITE,
   PARAMETERS,
-  Array,
-  DamagedError,
+  ArrayMetadata,
+  CheckpointMetadata,
+  CorruptCheckpointError,
   NotFiniteError,
-  Record,
   checksum_file,
 )
+from maxtext.checkpoint.options import ArrayStorage
 from maxtext.checkpoint.storage import StorageError, reason, retried
 from maxtext.checkpoint.tree import named, nested
 from maxtext.configs import ConfigError
@@ -41,19 +41,22 @@ CHUNK = 64 << 20  # bytes that are read or written together
 _REPLICAS = "data"  # the mesh axis along which devices hold the same parameters
 _SAVES = itertools.count()  # the same on every process: all save the same things in the same order
 _PATIENCE = 600  # seconds for the slowest process, Orbax's own
-_BAD: tuple[type[DamagedError] | type[StorageError], ...] = (DamagedError, StorageError)  # the worst last
+_BAD: tuple[type[CorruptCheckpointError] | type[StorageError], ...] = (
+  CorruptCheckpointError,
+  StorageError,
+)  # the worst last
 _IN_FLIGHT = 0.05  # of a process's share, while it is read: it is held twice until it is placed
 
 
 def handlers(storage: ArrayStorage, fence: Callable[[], None] = lambda: None) -> dict[str, Any]:
   """Orbax's handlers of the items of a checkpoint that is written; `fence` raises where it must not count."""
-  arrays = _AgreedArrays(
+  arrays = _CollectiveArrayHandler(
     fence,
     use_ocdbt=storage.use_ocdbt,
     use_zarr3=storage.use_zarr3,
     save_concurrent_bytes=storage.concurrent_bytes,
   )
-  return {STATE: ocp.PyTreeCheckpointHandler(handler_impl=arrays), ITEM: RecordHandler(arrays, fence)}
+  return {STATE: ocp.PyTreeCheckpointHandler(handler_impl=arrays), ITEM: MetadataHandler(arrays, fence)}
 
 
 def contents(
@@ -64,17 +67,17 @@ def contents(
   keys: Mapping[str, Any],
   finite: bool = False,
 ) -> ocp.args.Composite:
-  """What a save writes: the arrays and the record. Checksums are under way when this returns.
+  """What a save writes: the arrays and the metadata. Checksums are under way when this returns.
 
   With `finite`, a save of arrays that hold NaN or infinities fails, on all processes, and is never committed.
   """
-  described = {name: Array(tuple(np.shape(array)), str(array.dtype)) for name, array in arrays.items()}
-  record, parts = Record(step, described, stacked, keys, jax.process_count()), checksums(arrays)
+  described = {name: ArrayMetadata(tuple(np.shape(array)), str(array.dtype)) for name, array in arrays.items()}
+  metadata, parts = CheckpointMetadata(step, described, stacked, keys, jax.process_count()), checksums(arrays)
 
   def write(folder: epath.Path) -> None:
     write_durably(folder / checksum_file(jax.process_index()), json.dumps(added(parts).tolist()))
     if jax.process_index() == 0:
-      write_durably(folder / FILE, json.dumps(record.to_json()))
+      write_durably(folder / FILE, json.dumps(metadata.to_json()))
 
   def check() -> None:
     if finite and (bad := _named_where(arrays, nonfinite(parts))):
@@ -83,7 +86,7 @@ def contents(
   size = storage.data_file_bytes if storage.use_ocdbt else None
   chunks = nested({name: _chunks(Layout(stacked), name, array) for name, array in arrays.items()})
   state = ocp.args.PyTreeSave(nested(arrays), save_args=chunks, ocdbt_target_data_file_size=size)
-  return ocp.args.Composite(**{STATE: state, ITEM: RecordSave(write, check)})
+  return ocp.args.Composite(**{STATE: state, ITEM: MetadataSave(write, check)})
 
 
 def _chunks(layout: Layout, name: str, array: Any) -> ocp.SaveArgs:
@@ -94,7 +97,7 @@ def _chunks(layout: Layout, name: str, array: Any) -> ocp.SaveArgs:
   return ocp.SaveArgs(chunk_byte_size=CHUNK, shard_axes=() if layers is None else (layers,))
 
 
-class _Agreed:
+class _CollectiveCommit:
   """The end of a save on all processes: what fails on one fails on all, where Orbax would let them wait for it."""
 
   def __init__(self, futures: Sequence[ocp.future.Future] | None, check: Callable[[], None] = lambda: None) -> None:
@@ -128,31 +131,31 @@ class _Agreed:
       future.cancel()
 
 
-class _AgreedArrays(ocp.BasePyTreeCheckpointHandler):
+class _CollectiveArrayHandler(ocp.BasePyTreeCheckpointHandler):
   """Orbax's own, with an end that all processes agree on."""
 
-  saving = _Agreed(())  # the last save
+  saving = _CollectiveCommit(())  # the last save
 
   def __init__(self, fence: Callable[[], None], **how: Any) -> None:
     super().__init__(**how)
     self._fence = fence
 
   async def async_save(self, *args: Any, **kwargs: Any) -> list[ocp.future.Future]:
-    self.saving = _Agreed(await super().async_save(*args, **kwargs), self._fence)
+    self.saving = _CollectiveCommit(await super().async_save(*args, **kwargs), self._fence)
     return [self.saving]
 
 
-class RecordHandler(ocp.AsyncCheckpointHandler):
-  """Writes the record while the arrays are written: its checksums come from the devices, and the loop does not wait.
+class MetadataHandler(ocp.AsyncCheckpointHandler):
+  """Writes the metadata while the arrays are written: its checksums come from the devices, and the loop does not wait.
 
   Whether the arrays may be kept is asked once they are written: threads that write into a folder that is gone complain.
   """
 
-  def __init__(self, arrays: _AgreedArrays, fence: Callable[[], None]) -> None:
+  def __init__(self, arrays: _CollectiveArrayHandler, fence: Callable[[], None]) -> None:
     super().__init__()
     self._arrays, self._fence = arrays, fence
 
-  async def async_save(self, directory: epath.Path, args: "RecordSave") -> list[ocp.future.Future]:
+  async def async_save(self, directory: epath.Path, args: "MetadataSave") -> list[ocp.future.Future]:
     writing = ocp.future.CommitFutureAwaitingContractedSignals(self._write(directory, args), name="maxtext_record")
 
     def check() -> None:
@@ -160,22 +163,22 @@ class RecordHandler(ocp.AsyncCheckpointHandler):
       args.check()
       self._fence()
 
-    return [_Agreed([writing], check)]
+    return [_CollectiveCommit([writing], check)]
 
-  async def _write(self, directory: epath.Path, args: "RecordSave") -> None:
+  async def _write(self, directory: epath.Path, args: "MetadataSave") -> None:
     args.write(directory)
 
-  def save(self, directory: epath.Path, args: "RecordSave") -> None:
+  def save(self, directory: epath.Path, args: "MetadataSave") -> None:
     raise NotImplementedError("Orbax saves through async_save")
 
   def restore(self, directory: epath.Path, args: Any = None) -> Any:
-    raise NotImplementedError("records are read by `Record.read`, without Orbax")
+    raise NotImplementedError("records are read by `CheckpointMetadata.read`, without Orbax")
 
 
-@ocp.args.register_with_handler(RecordHandler, for_save=True, for_restore=True)
+@ocp.args.register_with_handler(MetadataHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
-class RecordSave(ocp.args.CheckpointArgs):
-  """What writes the record into its folder, once all is known, and what then raises if nothing of it may be kept."""
+class MetadataSave(ocp.args.CheckpointArgs):
+  """What writes the metadata into its folder, once all is known, and what then raises if nothing of it may be kept."""
 
   write: Callable[[epath.Path], None]
   check: Callable[[], None]
@@ -185,20 +188,20 @@ def read(
   storage: ArrayStorage,
   folder: epath.Path,
   wanted: Mapping[str, jax.ShapeDtypeStruct | None],
-  record: Record,
+  metadata: CheckpointMetadata,
   finite: bool = False,
 ) -> dict[str, Any]:
   """Arrays of a checkpoint, each process only the part that its devices hold; `None` wants a whole NumPy array.
 
-  Raises, on all processes, `DamagedError` if something is missing, invalid or not what was saved, and `StorageError` if
-  storage does not answer; with `finite`, `NotFiniteError` if what was saved holds NaN or infinities.
+  Raises, on all processes, `CorruptCheckpointError` if something is missing, invalid or not what was saved, and
+  `StorageError` if storage does not answer; with `finite`, `NotFiniteError` if what was saved holds NaN or infinities.
   """
   arrays: dict[str, Any] = {}
-  found, problem = np.zeros(2 * len(wanted), np.uint32), cast("DamagedError | StorageError | None", None)
+  found, problem = np.zeros(2 * len(wanted), np.uint32), cast("CorruptCheckpointError | StorageError | None", None)
   try:
-    arrays = _read(storage, folder, wanted, record)
-    found = np.concatenate(_compared(folder, arrays, record))
-  except (DamagedError, StorageError) as error:
+    arrays = _read(storage, folder, wanted, metadata)
+    found = np.concatenate(_compare_checksums(folder, arrays, metadata))
+  except (CorruptCheckpointError, StorageError) as error:
     problem = error
   worst, found = _over_processes(1 + _BAD.index(type(problem)) if problem else 0, found)
   if worst:
@@ -207,7 +210,7 @@ def read(
   difference, bad = np.split(found, 2)
   if wrong := _named_where(wanted, difference):
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    raise DamagedError(f"{wrong[0]}{more} is not what was saved (checksum)")
+    raise CorruptCheckpointError(f"{wrong[0]}{more} is not what was saved (checksum)")
   if finite and bad.any():
     raise NotFiniteError.of(_named_where(wanted, bad))
   return arrays
@@ -219,11 +222,14 @@ def _named_where(arrays: Mapping[str, Any], so: np.ndarray) -> list[str]:
 
 
 def _read(
-  storage: ArrayStorage, folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct | None], record: Record
+  storage: ArrayStorage,
+  folder: epath.Path,
+  wanted: Mapping[str, jax.ShapeDtypeStruct | None],
+  metadata: CheckpointMetadata,
 ) -> dict[str, Any]:
   mesh = next((s.sharding.mesh for s in wanted.values() if s is not None), None) if _single_replica(storage) else None
   handler = ocp.PyTreeCheckpointHandler(**({} if mesh is None else {"type_handler_registry": _one_replica_reads(mesh)}))
-  sizes = {name: _local_bytes(struct, record.arrays[name]) for name, struct in wanted.items()}
+  sizes = {name: _local_bytes(struct, metadata.arrays[name]) for name, struct in wanted.items()}
   most = min(storage.concurrent_bytes, _IN_FLIGHT * sum(sizes.values()))
   arrays: dict[str, Any] = {}
   for names in _groups(sizes, most):
@@ -237,27 +243,29 @@ def _read(
     except (MemoryError, jax.errors.JaxRuntimeError) as error:  # of this machine, and not of the files
       raise StorageError(f"{folder} cannot be read here: {reason(error)}. Nothing was changed.") from error
     except Exception as error:  # Orbax and TensorStore raise ValueError, KeyError, OSError and more for damaged files
-      raise DamagedError(reason(error)) from error
+      raise CorruptCheckpointError(reason(error)) from error
   return arrays
 
 
-def saved_checksums(folder: epath.Path, record: Record, processes: Iterable[int]) -> np.ndarray:
+def saved_checksums(folder: epath.Path, metadata: CheckpointMetadata, processes: Iterable[int]) -> np.ndarray:
   """What those of the processes that saved have left, added up, in the order of the arrays' names."""
-  saved = np.zeros(len(record.arrays), np.uint32)
+  saved = np.zeros(len(metadata.arrays), np.uint32)
   for process in processes:
     file = folder / ITEM / checksum_file(process)
     try:
       saved += np.array(json.loads(retried(file, file.read_text)), np.uint32)
     except (OSError, ValueError, TypeError, OverflowError):
-      raise DamagedError(f"{ITEM}/{checksum_file(process)} cannot be read") from None
+      raise CorruptCheckpointError(f"{ITEM}/{checksum_file(process)} cannot be read") from None
   return saved
 
 
-def _compared(folder: epath.Path, arrays: Mapping[str, Any], record: Record) -> tuple[np.ndarray, np.ndarray]:
+def _compare_checksums(
+  folder: epath.Path, arrays: Mapping[str, Any], metadata: CheckpointMetadata
+) -> tuple[np.ndarray, np.ndarray]:
   """Checksums of what this process has read, less those of its share of the processes that saved, of which the sum is
   0; and for each array 1 where it is not finite."""
-  names = sorted(record.arrays)
-  saved = saved_checksums(folder, record, range(jax.process_index(), record.processes, jax.process_count()))
+  names = sorted(metadata.arrays)
+  saved = saved_checksums(folder, metadata, range(jax.process_index(), metadata.processes, jax.process_count()))
   # One by one: on a CPU an array takes its own size as scratch.
   found = [(added(parts), nonfinite(parts)) for name in sorted(arrays) if (parts := checksums({name: arrays[name]}))]
   sums, bad = (np.concatenate(column) for column in zip(*found, strict=True))
@@ -285,7 +293,7 @@ def _groups(sizes: Mapping[str, int], most: float) -> list[list[str]]:
   return groups
 
 
-def _local_bytes(struct: jax.ShapeDtypeStruct | None, array: Array) -> int:
+def _local_bytes(struct: jax.ShapeDtypeStruct | None, array: ArrayMetadata) -> int:
   """What this process holds of an array."""
   if struct is None:
     return array.bytes

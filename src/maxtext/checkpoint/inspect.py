@@ -1,4 +1,4 @@
-"""A checkpoint described for a person, from its record alone: no JAX, no device, no array is read."""
+"""A checkpoint described for a person, from its metadata alone: no JAX, no device, no array is read."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 from etils import epath
 
 from maxtext.checkpoint.location import locate
-from maxtext.checkpoint.record import DamagedError, Record
+from maxtext.checkpoint.metadata import CheckpointMetadata, CorruptCheckpointError
 from maxtext.configs.errors import RunError
 from maxtext.configs.loader import RULE_KEYS, default_layer_keys
 from maxtext.configs.secrets import SECRET_KEYS
@@ -16,20 +16,20 @@ from maxtext.configs.values import default_of, plain_value
 
 
 def describe(path: str) -> str:
-  """Step, schema and every array with its shape, number format and size."""
+  """Step, schema and every array with its shape, dtype and size."""
   folder = locate(path)
-  record = read_record(folder)
-  layers = "each layer apart" if record.stacked is None else f"layers stacked on dimension {record.stacked}"
-  total = sum(array.bytes for array in record.arrays.values())
-  width = max(map(len, record.arrays))
+  metadata = read_metadata(folder)
+  layers = "each layer apart" if metadata.stacked is None else f"layers stacked on dimension {metadata.stacked}"
+  total = sum(array.bytes for array in metadata.arrays.values())
+  width = max(map(len, metadata.arrays))
   return "\n".join(
     [
       f"{folder}",
-      f"step {record.step}, schema {record.schema}, {layers}",
-      f"{len(record.arrays)} arrays, {total:,} bytes",
+      f"step {metadata.step}, schema {metadata.schema}, {layers}",
+      f"{len(metadata.arrays)} arrays, {total:,} bytes",
       *(
         f"  {name:<{width}}  {array.dtype}{list(array.shape)}  {array.bytes:,}"
-        for name, array in sorted(record.arrays.items())
+        for name, array in sorted(metadata.arrays.items())
       ),
     ]
   )
@@ -61,7 +61,7 @@ def served_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recorded(path: str) -> dict[str, Any]:
-  return {key: entry["value"] for key, entry in read_record(locate(path)).config.items()}
+  return {key: entry["value"] for key, entry in read_metadata(locate(path)).config.items()}
 
 
 def _below(path: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,9 +84,9 @@ _OF_THE_TRAINING = (
 )  # fmt: skip
 
 
-def read_record(folder: epath.Path) -> Record:
-  """The record of a checkpoint; one that is damaged is an end."""
+def read_metadata(folder: epath.Path) -> CheckpointMetadata:
+  """The metadata of a checkpoint; a corrupt one ends the command."""
   try:
-    return Record.read(folder)
-  except DamagedError as damage:
+    return CheckpointMetadata.read(folder)
+  except CorruptCheckpointError as damage:
     raise RunError(f"{folder} is damaged: {damage}.") from None

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from maxtext.checkpoint.checksum import nonfinite_names
 from maxtext.checkpoint.location import steps_in
 from maxtext.checkpoint.options import LocalCheckpointOptions
-from maxtext.checkpoint.restore import Restored, set_aside
+from maxtext.checkpoint.restore import Restored, quarantine
 from maxtext.checkpoint.storage import StorageError, retried
 from maxtext.checkpoint.tree import like, named
 from maxtext.configs import ConfigError
@@ -31,7 +31,7 @@ from maxtext.storage.atomic import UNFINISHED, atomic_folder
 _LOG = logging.getLogger(__name__)
 
 _PARTS, _POSITION = "parts.npz", "position.npz"
-_UNUSED = "unused"  # behind the name of a step that a start did not go on from
+_UNUSED = "unused"  # behind the name of a step that a start did not resume from
 _KEPT = 2  # a process may have finished a step that another has not
 
 
@@ -58,16 +58,16 @@ class LocalWriter:
     return step % self._options.period == 0
 
   def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
-    """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run goes on.
+    """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run continues.
 
     A state that is not finite on one process is kept by none: the steps before it stay.
     """
     self.wait()
     if not _all_finite(state):
-      _say(f"step {step} is not kept on local disks: its state is not finite.")
+      _print(f"step {step} is not kept on local disks: its state is not finite.")
       return
-    parts = {key: part for name, array in named(state).items() for key, part in _held(name, array)}
-    files = {_PARTS: parts, _POSITION: {name: _gathered(array) for name, array in position.items()}}
+    parts = {key: part for name, array in named(state).items() for key, part in _local_shards(name, array)}
+    files = {_PARTS: parts, _POSITION: {name: _gather(array) for name, array in position.items()}}
     self._saving = step, self._thread.submit(_write, self._folder, step, files)
     if not self._options.asynchronous:
       self.wait()
@@ -118,20 +118,20 @@ def resume_locally(folder: epath.Path, abstract: Any, at_least: int, blamed: int
     path.rmtree()
   found = None
   for step in (step for step in _steps_of_all(folder) if step >= at_least and step != blamed):
-    if found := _put_together(folder / str(step), abstract):
+    if found := _assemble(folder / str(step), abstract):
       break
   for step in steps_in(folder):
     if found is None or step > int(found.folder.name):
-      set_aside(folder / str(step), _UNUSED)
+      quarantine(folder / str(step), _UNUSED)
   return found
 
 
-def _put_together(folder: epath.Path, abstract: Any) -> Restored | None:
+def _assemble(folder: epath.Path, abstract: Any) -> Restored | None:
   wanted = named(abstract)
   holders = {name: _holders(name, struct) for name, struct in wanted.items()}
   own = jax.process_index()
   keys = [key for keys in holders.values() for key, held_by in keys.items() if own in held_by]
-  parts, problem = _opened(folder, keys)
+  parts, problem = _open_files(folder, keys)
   answers = _from_all(np.array([parts is not None, problem is not None]))
   whole, silent = ({process for process, found in enumerate(answers[:, i]) if found} for i in range(2))
   lost = sorted({p for keys in holders.values() for held_by in keys.values() if not held_by & whole for p in held_by})
@@ -140,14 +140,14 @@ def _put_together(folder: epath.Path, abstract: Any) -> Restored | None:
       f"{folder} cannot be read by process {_listed(missed)}. Nothing was changed; start again when it can."
     )
   if lost:
-    _say(f"step {folder.name} is not whole on local disks: no other holds what process {_listed(lost)} held.")
+    _print(f"step {folder.name} is not whole on local disks: no other holds what process {_listed(lost)} held.")
     return None
   if lacking := sorted(set(range(jax.process_count())) - whole):
-    _say(f"process {_listed(lacking)} gets its parts of step {folder.name} from its peers.")
+    _print(f"process {_listed(lacking)} gets its parts of step {folder.name} from its peers.")
   arrays = {name: _array(struct, name, holders[name], parts, whole) for name, struct in wanted.items()}
   first = min(whole)
   if not _all_finite(arrays):
-    _say(f"step {folder.name} on local disks is not finite.")
+    _print(f"step {folder.name} on local disks is not finite.")
     return None
   position = broadcast_from(first, (folder / _POSITION).read_bytes() if own == first else b"")
   return Restored(like(abstract, arrays), dict(np.load(io.BytesIO(position))), folder)
@@ -176,7 +176,7 @@ def _array(
   )
 
 
-def _opened(folder: epath.Path, keys: Sequence[str]) -> tuple[Mapping[str, np.ndarray] | None, StorageError | None]:
+def _open_files(folder: epath.Path, keys: Sequence[str]) -> tuple[Mapping[str, np.ndarray] | None, StorageError | None]:
   """This process's parts, read when they are taken; None where one is missing or damaged, or the disk fails."""
 
   def load() -> tuple[Any, bool]:
@@ -194,7 +194,7 @@ def _opened(folder: epath.Path, keys: Sequence[str]) -> tuple[Mapping[str, np.nd
 
 
 def _bytes(part: np.ndarray) -> np.ndarray:
-  """Without their number format: NumPy's files do not know all of ours."""
+  """Without their dtype: NumPy's files do not know all of ours."""
   return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
 
 
@@ -204,7 +204,7 @@ def _refuse_other(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
   problem = ""
   for step in steps_in(folder)[-1:]:
     with suppress(OSError, ValueError, zipfile.BadZipFile), np.load(folder / str(step) / _PARTS) as parts:
-      has = dict(_described(key) for key in parts.files)
+      has = dict(_parse_key(key) for key in parts.files)
       other = next((name for name in sorted(has | wants) if has.get(name) != wants.get(name)), None)
       if other is not None:
         there = f"has {has[other]}" if other in has else "has none"
@@ -215,7 +215,7 @@ def _refuse_other(folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
     raise ConfigError(f"{problem}. Nothing was changed: set the sizes as they were, or choose another run_name.")
 
 
-def _held(name: str, array: jax.Array) -> Iterator[tuple[str, np.ndarray]]:
+def _local_shards(name: str, array: jax.Array) -> Iterator[tuple[str, np.ndarray]]:
   """The parts of an array that this process's devices hold, copied: the loop writes over them."""
   found = {_key(name, array.shape, array.dtype, shard.index): shard.data for shard in array.addressable_shards}
   for key, data in found.items():
@@ -237,13 +237,13 @@ def _key(name: str, shape: Sequence[int], dtype: Any, index: Sequence[slice] | N
   return f"{name} {dtype}{list(shape)} {where}"
 
 
-def _described(key: str) -> tuple[str, str]:
-  """Name, number format and shape of the array whose part has this key."""
+def _parse_key(key: str) -> tuple[str, str]:
+  """Name, dtype and shape of the array whose part has this key."""
   name, _, rest = key.partition(" ")
   return name, rest.rpartition(" ")[0]
 
 
-def _gathered(array: jax.Array | np.ndarray) -> np.ndarray:
+def _gather(array: jax.Array | np.ndarray) -> np.ndarray:
   if isinstance(array, jax.Array) and not array.is_fully_addressable:
     return multihost_utils.process_allgather(array, tiled=True)
   return np.array(array)
@@ -271,6 +271,6 @@ def _listed(processes: Sequence[int]) -> str:
   return ", ".join(map(str, processes))
 
 
-def _say(what: str) -> None:
+def _print(what: str) -> None:
   if jax.process_index() == 0:
     _LOG.info(f"maxtext: {what}")

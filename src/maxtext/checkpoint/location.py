@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from etils import epath
 
-from maxtext.checkpoint.record import ITEM
+from maxtext.checkpoint.metadata import ITEM
 from maxtext.checkpoint.storage import retried
 from maxtext.configs import ConfigError
 from maxtext.configs.values import STORES

@@ -1,4 +1,4 @@
-"""The note that a run leaves when its numbers stop being finite, so that the next start knows where not to go on from.
+"""The note that a run leaves when its numbers stop being finite, so that the next start knows where not to resume from.
 
 A state may be finite and still lead nowhere: the loss or the gradients computed from it are not. Nothing in the state
 says so; the step after it does, when its checkpoint is there already.
@@ -42,7 +42,7 @@ class NonfiniteNote:
 
   @staticmethod
   def read(folder: epath.Path) -> "NonfiniteNote | None":
-    """What the last start of a run left; one that cannot be read is none, and the run goes on from its latest step."""
+    """What the last start of a run left; one that cannot be read is none, and the run resumes from its latest step."""
     try:
       return NonfiniteNote(**json.loads(retried(folder, NonfiniteNote.file(folder).read_text)))
     except (FileNotFoundError, ValueError, TypeError):

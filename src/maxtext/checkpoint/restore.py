@@ -1,6 +1,6 @@
 """Bringing a checkpoint back, onto any mesh and any number of processes.
 
-`resume` takes a run's latest good step, and sets damaged ones aside; `load_state` and `load_parameters` take another
+`resume` takes a run's latest good step, and quarantines corrupt ones; `load_state` and `load_parameters` take another
 run's, which they never touch.
 """
 
@@ -15,9 +15,15 @@ from etils import epath
 from maxtext.checkpoint.files import read
 from maxtext.checkpoint.layout import Layout
 from maxtext.checkpoint.location import locate, steps_in, unfinished_in
+from maxtext.checkpoint.metadata import (
+  SCHEMA,
+  ArrayMetadata,
+  CheckpointMetadata,
+  CorruptCheckpointError,
+  NotFiniteError,
+)
 from maxtext.checkpoint.nonfinite import NonfiniteNote
 from maxtext.checkpoint.options import RestoreOptions
-from maxtext.checkpoint.record import SCHEMA, Array, DamagedError, NotFiniteError, Record
 from maxtext.checkpoint.storage import StorageError
 from maxtext.checkpoint.tree import like, named
 from maxtext.configs import ConfigError
@@ -30,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 _TRIED = 50  # the latest steps that are tried
 _DATA = "data/"
-_NONFINITE = "nonfinite"  # behind the name of a step that no run can go on from
+_NONFINITE = "nonfinite"  # behind the name of a step that no run can resume from
 
 
 class Restored(NamedTuple):
@@ -52,17 +58,17 @@ def resume(options: RestoreOptions, folder: epath.Path, abstract: Any) -> Restor
       _LOG.warning(f"maxtext: {path} was never finished; it is skipped and removed.")
       path.rmtree(missing_ok=True)
   bad: dict[epath.Path, tuple[str, str]] = {}
-  for step in _agreed(steps_in(folder)[::-1]):
+  for step in _steps_of_first_process(steps_in(folder)[::-1]):
     path = folder / str(step)
     try:
       found = _state(options, path, abstract)
-    except (DamagedError, NotFiniteError) as problem:
-      kind = "damaged" if isinstance(problem, DamagedError) else _NONFINITE
+    except (CorruptCheckpointError, NotFiniteError) as problem:
+      kind = "damaged" if isinstance(problem, CorruptCheckpointError) else _NONFINITE
       bad[path] = kind, f"is {kind}: {problem}"
       continue
     if jax.process_index() == 0:
       for other, (kind, why) in bad.items():
-        _LOG.warning(f"maxtext: {other} {why}. It is now {set_aside(other, kind).name}.")
+        _LOG.warning(f"maxtext: {other} {why}. It is now {quarantine(other, kind).name}.")
     return found
   if bad:
     latest, (_, why) = next(iter(bad.items()))
@@ -73,9 +79,9 @@ def resume(options: RestoreOptions, folder: epath.Path, abstract: Any) -> Restor
   return None
 
 
-def set_blamed_aside(folder: epath.Path) -> int | None:
-  """Says whether the last start of this run ended in numbers that are not finite. The step that led there is renamed,
-  if it is the latest one, and returned: whoever goes on from it gets there again."""
+def quarantine_blamed(folder: epath.Path) -> int | None:
+  """Prints whether the last start of this run ended in numbers that are not finite. The step that led there is
+  quarantined, if it is the latest one, and returned: a run that resumes from it gets there again."""
   note = NonfiniteNote.read(folder) if jax.process_index() == 0 else None
   blamed, error = None, ""
   if note is not None:
@@ -85,7 +91,7 @@ def set_blamed_aside(folder: epath.Path) -> int | None:
     if not steps or steps[-1] != blamed:
       _LOG.warning(f"{said}; what is kept is from before it.")
     elif len(steps) > 1 or note.began == 0:
-      name = set_aside(folder / str(blamed), _NONFINITE).name
+      name = quarantine(folder / str(blamed), _NONFINITE).name
       rest = f"the last good checkpoint is step {steps[-2]}" if len(steps) > 1 else "there is no other checkpoint"
       _LOG.warning(f"{said}, and step {blamed} led to it: it is now {name}; {rest}.")
     else:
@@ -101,67 +107,72 @@ def set_blamed_aside(folder: epath.Path) -> int | None:
 
 def load_state(options: RestoreOptions, key: str, path: str, abstract: Any) -> Restored:
   """The whole state of a checkpoint that a key of the configuration names."""
-  return _named_by(key, path, lambda: _state(options, locate(path), abstract))
+  return _with_key_in_errors(key, path, lambda: _state(options, locate(path), abstract))
 
 
 def load_parameters(
   options: RestoreOptions, key: str, path: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
   """Parameters and buffers alone, of a whole state or of exported parameters in any layout."""
-  return _named_by(key, path, lambda: _parameters(options, locate(path), wanted))
+  return _with_key_in_errors(key, path, lambda: _parameters(options, locate(path), wanted))
 
 
 def _state(options: RestoreOptions, folder: epath.Path, abstract: Any) -> Restored:
-  record = readable(folder)
+  metadata = readable(folder)
   wanted = named(abstract)
-  _refuse_other(options.values, folder, record, wanted)
-  position = [name for name in record.arrays if name.startswith(_DATA)]
-  arrays = read(options.storage, folder, wanted | dict.fromkeys(position), record, finite=True)
+  _refuse_other(options.values, folder, metadata, wanted)
+  position = [name for name in metadata.arrays if name.startswith(_DATA)]
+  arrays = read(options.storage, folder, wanted | dict.fromkeys(position), metadata, finite=True)
   return Restored(like(abstract, arrays), {n.removeprefix(_DATA): arrays[n] for n in position}, folder)
 
 
 def _parameters(
   options: RestoreOptions, folder: epath.Path, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-  record = readable(folder)
-  layout, where = Layout(record.stacked), record.parameters
+  metadata = readable(folder)
+  layout, where = Layout(metadata.stacked), metadata.parameters
   stored = {n: s for name, struct in wanted.items() for n, s in layout.stored(name, struct).items()}
-  _refuse_other(options.values, folder, record, {where.get(n, f"params/{n}"): s for n, s in stored.items()})
-  arrays = read(options.storage, folder, {where[n]: s for n, s in stored.items()}, record)
+  _refuse_other(options.values, folder, metadata, {where.get(n, f"params/{n}"): s for n, s in stored.items()})
+  arrays = read(options.storage, folder, {where[n]: s for n, s in stored.items()}, metadata)
   own = {n: arrays[where[n]] for n in stored}
   return {name: layout.load(name, struct, own) for name, struct in wanted.items()}
 
 
-def readable(folder: epath.Path) -> Record:
-  """Its record, on all processes; one of a later release is refused."""
-  record: Record | None = None
-  problem: DamagedError | StorageError | None = None
+def readable(folder: epath.Path) -> CheckpointMetadata:
+  """Its metadata, on all processes; that of a later release is an error."""
+  metadata: CheckpointMetadata | None = None
+  problem: CorruptCheckpointError | StorageError | None = None
   try:
-    record = Record.read(folder)
-  except (DamagedError, StorageError) as error:
+    metadata = CheckpointMetadata.read(folder)
+  except (CorruptCheckpointError, StorageError) as error:
     problem = error
-  for kind in (StorageError, DamagedError):
+  for kind in (StorageError, CorruptCheckpointError):
     if any_process(isinstance(problem, kind)):
-      raise problem if isinstance(problem, kind) else kind("another process cannot read its record")
-  assert record is not None
-  if record.schema > SCHEMA:
-    raise ConfigError(f"{folder} has schema {record.schema}, and this release reads up to {SCHEMA}: take a newer one.")
-  return record
+      raise problem if isinstance(problem, kind) else kind("another process cannot read its metadata")
+  assert metadata is not None
+  if metadata.schema > SCHEMA:
+    raise ConfigError(
+      f"{folder} has schema {metadata.schema}, and this release reads up to {SCHEMA}: take a newer one."
+    )
+  return metadata
 
 
 def _refuse_other(
-  values: Mapping[str, Any], folder: epath.Path, record: Record, wanted: Mapping[str, jax.ShapeDtypeStruct]
+  values: Mapping[str, Any],
+  folder: epath.Path,
+  metadata: CheckpointMetadata,
+  wanted: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
   """A checkpoint of something else is the user's mistake, not damage."""
   for name, struct in wanted.items():
-    has, wants = record.arrays.get(name), Array(tuple(struct.shape), str(struct.dtype))
+    has, wants = metadata.arrays.get(name), ArrayMetadata(tuple(struct.shape), str(struct.dtype))
     if has is None or (has.shape, has.dtype) != (wants.shape, wants.dtype):
       there = "has none" if has is None else f"has {has.dtype}{list(has.shape)}"
       here = f"this run wants {wants.dtype}{list(wants.shape)}"
-      raise ConfigError(f"{folder} {there} for {name}, and {here}.{_differences(values, record)}")
+      raise ConfigError(f"{folder} {there} for {name}, and {here}.{_differences(values, metadata)}")
 
 
-def _differences(values: Mapping[str, Any], record: Record) -> str:
+def _differences(values: Mapping[str, Any], metadata: CheckpointMetadata) -> str:
   """Keys that changed since, as the end of a message; those that cannot change a shape would only distract."""
   names = (
     "run_name",
@@ -176,28 +187,31 @@ def _differences(values: Mapping[str, Any], record: Record) -> str:
   )
   changed = [
     f"{key}={entry['value']} there, {value} here"
-    for key, entry in record.config.items()
+    for key, entry in metadata.config.items()
     if not key.startswith(names) and str(value := values.get(key)) != str(entry["value"])
   ]
   return f" Keys that differ: {'; '.join(changed[:5])}." if changed else ""
 
 
-def _named_by(key: str, path: str, load: Any) -> Any:
+def _with_key_in_errors(key: str, path: str, load: Any) -> Any:
   try:
     return load()
-  except DamagedError as damage:
+  except CorruptCheckpointError as damage:
     raise RunError(f"{key}={path} is damaged: {damage}.") from None
   except NotFiniteError as problem:
-    raise RunError(f"{key}={path} holds no state to go on from: {problem}.") from None
+    raise RunError(f"{key}={path} holds no state to resume from: {problem}.") from None
 
 
-def _agreed(steps: list[int]) -> list[int]:
+def _steps_of_first_process(steps: list[int]) -> list[int]:
   """What process 0 sees: a shared folder may look different elsewhere for a moment."""
   return [int(step) for step in broadcast_from_first(" ".join(map(str, steps[:_TRIED]))).split()]
 
 
-def set_aside(path: epath.Path, kind: str) -> epath.Path:
-  """Renames a step. A run that is restarted unchanged comes to the same numbers again: of those one is enough."""
+def quarantine(path: epath.Path, kind: str) -> epath.Path:
+  """Quarantines a step: renames it, so that no run takes it and a person can look at it. `kind` is the new suffix.
+
+  A run that is restarted unchanged comes to the same nonfinite numbers again, so only one such step is kept.
+  """
   if kind == _NONFINITE:
     path.with_name(f"{path.name}.{kind}").rmtree(missing_ok=True)
   names = (path.with_name(f"{path.name}.{kind}{n}") for n in ("", *(f"-{i}" for i in range(2, 1000))))

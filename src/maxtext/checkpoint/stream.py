@@ -2,7 +2,7 @@
 
 Orbax writes and reads whole arrays. Here TensorStore does it underneath, by the same names and in the same layout, so
 that `restore` cannot tell the difference. What is on disk is noted in a journal, with its part of the checksums, and a
-writer that is started again goes on behind it.
+writer that is started again continues after it.
 """
 
 import json
@@ -24,8 +24,15 @@ from maxtext.checkpoint.checksum import checksum_of_part
 from maxtext.checkpoint.files import CHUNK, STATE, saved_checksums
 from maxtext.checkpoint.journal import Journal
 from maxtext.checkpoint.layout import Layout
+from maxtext.checkpoint.metadata import (
+  FILE,
+  ITEM,
+  ArrayMetadata,
+  CheckpointMetadata,
+  CorruptCheckpointError,
+  checksum_file,
+)
 from maxtext.checkpoint.options import ArrayStorage
-from maxtext.checkpoint.record import FILE, ITEM, Array, DamagedError, Record, checksum_file
 from maxtext.checkpoint.restore import readable
 from maxtext.checkpoint.storage import StorageError, reason, retried
 from maxtext.checkpoint.tree import nested
@@ -43,14 +50,14 @@ class StreamWriter:
   Args:
     storage: the form of the files.
     target: the folder to make; until it is whole, it has `.unfinished` behind its name.
-    arrays: every parameter's shape and number format.
+    arrays: every parameter's shape and dtype.
     request: tells where it comes from; a folder that was begun from elsewhere is not continued.
 
   Attributes:
     folder: where it grows; other files may be put there.
   """
 
-  def __init__(self, storage: ArrayStorage, target: Path, arrays: Mapping[str, Array], request: Any) -> None:
+  def __init__(self, storage: ArrayStorage, target: Path, arrays: Mapping[str, ArrayMetadata], request: Any) -> None:
     self._storage, self._arrays = storage, {f"params/{n}": a for n, a in arrays.items()}
     self._journal = Journal(target, (self._arrays, request))
     self.folder = self._journal.folder
@@ -70,7 +77,7 @@ class StreamWriter:
     return (f"params/{name}", index) in self._done
 
   def put(self, name: str, index: Index, piece: np.ndarray) -> None:
-    """Writes a piece of a parameter. The array may be of another number format, and a view of anything."""
+    """Writes a piece of a parameter. The array may be of another dtype, and a view of anything."""
     name = f"params/{name}"
     about = self._arrays[name]
     assert about.shape[len(index) :] == piece.shape, (name, about.shape, index, piece.shape)
@@ -89,7 +96,7 @@ class StreamWriter:
     self._noted.append({"name": name, "index": index, "sum": sums % 2**32})
 
   def finish(self, step: int, keys: Mapping[str, Any]) -> Path:
-    """Has Orbax describe what is there, adds the record and gives the folder its name."""
+    """Has Orbax describe what is there, adds the metadata and gives the folder its name."""
     self._wait()
     handler = ocp.PyTreeCheckpointHandler(
       use_ocdbt=self._storage.use_ocdbt,
@@ -103,10 +110,10 @@ class StreamWriter:
     state = epath.Path(self.folder / STATE)
     handler.save(state, args=ocp.args.PyTreeSave(nested({name: _Written() for name in self._arrays})))
     handler.finalize(state)
-    record = Record(step, self._arrays, 0, keys, processes=1)
+    metadata = CheckpointMetadata(step, self._arrays, 0, keys, processes=1)
     (self.folder / ITEM).mkdir(exist_ok=True)
     (self.folder / ITEM / checksum_file(0)).write_text(json.dumps([self._sums[name] for name in sorted(self._arrays)]))
-    (self.folder / ITEM / FILE).write_text(json.dumps(record.to_json()))
+    (self.folder / ITEM / FILE).write_text(json.dumps(metadata.to_json()))
     return self._journal.finish()
 
   def _count(self, entry: Mapping[str, Any]) -> None:
@@ -143,10 +150,10 @@ class StreamReader:
   """Parameters of a checkpoint, of a run or alone, read a piece at a time. Who has read everything calls `check`."""
 
   def __init__(self, folder: epath.Path) -> None:
-    self.folder, self.record = folder, readable(folder)
+    self.folder, self.metadata = folder, readable(folder)
     self._sums: dict[str, int] = {}
-    self._layout = Layout(self.record.stacked)
-    self._names = self.record.parameters
+    self._layout = Layout(self.metadata.stacked)
+    self._names = self.metadata.parameters
     self._ocdbt = type_handlers.is_ocdbt_checkpoint(self.folder / STATE)
     self._context = type_handlers.get_ts_context(use_ocdbt=self._ocdbt)
     self._open: dict[str, Any] = {}
@@ -156,7 +163,7 @@ class StreamReader:
   ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]]:
     """The arrays that should hold a parameter, with the shape that each should have and has."""
     return {
-      stored: (tuple(wanted.shape), self.record.arrays[self._names[stored]].shape if stored in self._names else None)
+      stored: (tuple(wanted.shape), self.metadata.arrays[self._names[stored]].shape if stored in self._names else None)
       for stored, wanted in self._layout.stored(name, struct).items()
     }
 
@@ -164,7 +171,7 @@ class StreamReader:
     """What stands at an index into a parameter of that many dimensions."""
     stored, place = self._layout.place(name, index, dims)
     full = self._names[stored]
-    about = self.record.arrays[full]
+    about = self.metadata.arrays[full]
     where = tuple(
       slice(i, i + 1) if isinstance(i, int) else slice(0, size) for i, size in zip(place, about.shape, strict=True)
     )
@@ -179,7 +186,7 @@ class StreamReader:
     except StorageError:
       raise
     except (ValueError, OSError) as error:
-      raise DamagedError(f"{full} cannot be read: {reason(error)}") from error
+      raise CorruptCheckpointError(f"{full} cannot be read: {reason(error)}") from error
     return found.reshape([size for i, size in zip(place, found.shape, strict=True) if not isinstance(i, int)])
 
   def take_sums(self) -> dict[str, int]:
@@ -188,11 +195,11 @@ class StreamReader:
     return sums
 
   def check(self, sums: Mapping[str, int]) -> None:
-    """Raises `DamagedError` if arrays, all of which were read, are not what was saved."""
-    found = saved_checksums(self.folder, self.record, range(self.record.processes))
-    saved = dict(zip(sorted(self.record.arrays), found, strict=True))
+    """Raises `CorruptCheckpointError` if arrays, all of which were read, are not what was saved."""
+    found = saved_checksums(self.folder, self.metadata, range(self.metadata.processes))
+    saved = dict(zip(sorted(self.metadata.arrays), found, strict=True))
     if wrong := sorted(name for name, value in sums.items() if value != saved[name]):
-      raise DamagedError(f"{wrong[0]} is not what was saved (checksum)")
+      raise CorruptCheckpointError(f"{wrong[0]} is not what was saved (checksum)")
 
   def _store(self, name: str) -> Any:
     if name not in self._open:

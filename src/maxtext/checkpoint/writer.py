@@ -14,10 +14,10 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from maxtext.checkpoint.files import contents, handlers
 from maxtext.checkpoint.location import failures, unfinished_in
+from maxtext.checkpoint.metadata import NotFiniteError
 from maxtext.checkpoint.nonfinite import NonfiniteNote
 from maxtext.checkpoint.options import CheckpointOptions
 from maxtext.checkpoint.quiet import quiet_failed_saves
-from maxtext.checkpoint.record import NotFiniteError
 from maxtext.checkpoint.storage import reason
 from maxtext.checkpoint.tree import named
 from maxtext.distributed.lease import LeaseLostError
@@ -37,7 +37,7 @@ class Writer:
     options: when it saves, and what it keeps.
     folder: its folder of checkpoints.
     keys: every key with its value and origin.
-    began: the step that the run goes on from; 0 is a new one.
+    began: the step that the run resumes from; 0 is a new run.
     fence: asked before a step counts; raises `LeaseLostError` where the folder is another run's by now.
   """
 
@@ -63,7 +63,7 @@ class Writer:
     return step % self._options.period == 0
 
   def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
-    """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run goes on."""
+    """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run continues."""
     self.wait()
     arrays = named({**named(state), "data": dict(position)})
     try:

@@ -9,7 +9,7 @@ from maxtext.optim.options import ScheduleOptions
 
 
 def learning_rate(options: ScheduleOptions) -> optax.Schedule:
-  """A linear rise, then what the kind of schedule says, down to the final fraction, which is then kept."""
+  """A linear warm-up, then the decay of the schedule's kind to the final fraction, which stays from there on."""
   warmup = int(options.warmup_fraction * options.steps)
   rise = optax.linear_schedule(0.0, options.peak, max(warmup, 1))
   rest = _AFTER_WARMUP[options.kind](options, max(options.steps - warmup, 1))

@@ -32,7 +32,7 @@ def save(program: Program, lowered: jax.stages.Lowered, compiled: jax.stages.Com
 
 
 def load(program: Program, path: Path) -> Any:
-  """The step, to be called instead of compiling; refused if it was compiled from or for something else."""
+  """The step, to be called instead of compiling; an error if it was compiled from or for something else."""
   try:
     with zipfile.ZipFile(path) as file:
       about, executable = json.loads(file.read("about.json")), file.read("executable")

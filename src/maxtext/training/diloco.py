@@ -70,11 +70,11 @@ class Diloco:
       sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(AXIS, *leaf.sharding.spec))
       return jax.ShapeDtypeStruct((self.replicas, *leaf.shape), leaf.dtype, sharding=sharding)
 
-    def beside(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def place_outer(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
       owner = state.params.get(getattr(path[-1], "key", ""), state.step)
       return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=owner.sharding)
 
-    outer = jax.tree_util.tree_map_with_path(beside, jax.eval_shape(self._outer.init, state.params))
+    outer = jax.tree_util.tree_map_with_path(place_outer, jax.eval_shape(self._outer.init, state.params))
     params, buffers, opt_state = jax.tree.map(replicated, (state.params, state.buffers, state.opt_state))
     return TrainState(state.step, state.params, state.buffers, DilocoState(params, buffers, opt_state, outer))
 

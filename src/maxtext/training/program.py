@@ -230,7 +230,7 @@ class Program:
     return {name: value / targets for name, value in sums.items()} | {"tokens": targets}
 
   def _check_types(self) -> None:
-    """Refuses a step with an operation whose sharding does not follow from its operands' and is not said."""
+    """Raises where an operation of the step has a sharding that neither follows from its operands nor is given."""
     try:
       self.step.eval_shape(*self.arguments)
     except ShardingTypeError as error:
@@ -260,7 +260,7 @@ def _diloco(config: MaxTextConfig, mesh: Mesh) -> diloco.Diloco | None:
 
 
 def _compiler_options(config: MaxTextConfig, mesh: Mesh) -> dict[str, str | bool]:
-  """What the compiler is told beside the program."""
+  """Compiler options of this run."""
   dump_flags = config.dump_hlo_xla_flags if config.dump_hlo else ""
   plan_flags = config.compile_xla_flags if config.compile_topology else ""
   options = compiler_options(mesh.devices.flat[0], f"{plan_flags} {dump_flags}")

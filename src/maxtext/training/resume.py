@@ -81,10 +81,10 @@ class RunCheckpoints:
 
   def saved_config(self, step: int) -> Mapping[str, Any]:
     """The configuration that a step of this run was saved with; empty where it is missing or cannot be read."""
-    from maxtext.checkpoint.record import Record
+    from maxtext.checkpoint.metadata import CheckpointMetadata
 
     try:
-      return Record.read(self._folder / str(step)).config
+      return CheckpointMetadata.read(self._folder / str(step)).config
     except Exception:  # damage, disks, object stores: it is only for a line
       return {}
 
@@ -112,11 +112,11 @@ class RunCheckpoints:
     c = self._config
     if not c.enable_checkpointing:
       return None
-    # Hosts remember names for a while, so process 0 decides.
+    # Hosts cache folder listings for a while, so process 0 decides.
     there = broadcast_from_first("there" if is_there(self._folder) else "") == "there"
-    from maxtext.checkpoint.restore import resume, set_blamed_aside
+    from maxtext.checkpoint.restore import quarantine_blamed, resume
 
-    blamed = set_blamed_aside(self._folder) if there else None
+    blamed = quarantine_blamed(self._folder) if there else None
     if c.enable_emergency_checkpoint:
       from maxtext.checkpoint.local import local_folder, resume_locally
 

@@ -44,8 +44,8 @@ def abstract_state(
   params_on_host: bool = False,
   optimizer_on_host: bool = False,
 ) -> TrainState:
-  """Shapes, number formats and placement of the whole state between steps. What the optimizer keeps per parameter lives
-  where the parameter is updated; either may rest in the host's memory."""
+  """Shapes, dtypes and placement of the whole state between steps. Optimizer state of a parameter lives where the
+  parameter is updated; either may rest in the host's memory."""
   replicated = NamedSharding(model.how.mesh, PartitionSpec())
 
   def rest(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding, on_host: bool) -> jax.ShapeDtypeStruct:

@@ -19,7 +19,7 @@ Frozen = Mapping[str, tuple[Model, Params]]
 
 
 class Gradients(NamedTuple):
-  """What a batch says about the parameters."""
+  """Loss, metrics and gradients of a batch, and the buffers after it."""
 
   loss: jax.Array
   metrics: Metrics
@@ -48,7 +48,7 @@ def make_train_step(
     updated: where each parameter's gradient is summed and its update computed; None is where it lives.
     clip: largest gradient norm; 0 is no limit. Apart from the optimizer, so that its state does not depend on it.
     accumulation: micro-batches that a batch holds.
-    grad_dtype: number format in which gradients are summed and reach the optimizer.
+    grad_dtype: dtype in which gradients are summed and reach the optimizer.
     post_update: applied to parameters and buffers, with what layers measured, once the optimizer is done.
     frozen: the objective's frozen models, by name.
     seed: of the objective's random keys.
@@ -107,8 +107,8 @@ def gradients(
   frozen: Frozen | None = None,
   context: Callable[[jax.typing.ArrayLike], StepContext] | None = None,
 ) -> Gradients:
-  """Gradients of the whole batch, one micro-batch at a time, each kept where `placed` says, or where its parameter
-  lives; and the buffers after it, with what layers measured over all of it. `context` makes the objective's from the
+  """Gradients of the whole batch, one micro-batch at a time, each sharded as `placed` says, or as its parameter; and
+  the buffers after it, with what layers measured over all of it. `context` makes the objective's context from the
   number of a micro-batch."""
   context = context or partial(StepContext, 0, 0)
   total, places = objective.weight(batch), placed or update_shardings(model, over_data=False)

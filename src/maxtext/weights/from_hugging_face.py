@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxtext.checkpoint.metadata import ArrayMetadata
 from maxtext.checkpoint.options import array_storage, restore_options
-from maxtext.checkpoint.record import Array
 from maxtext.checkpoint.restore import load_parameters
 from maxtext.checkpoint.stream import StreamWriter
 from maxtext.checkpoint.tokenizer import SIDE_FOLDER
@@ -43,7 +43,7 @@ def convert_from_hugging_face(
 ) -> Path:
   """Writes a checkpoint of parameters, part by part, and returns its folder. Started again, it resumes."""
   weights, others = HuggingFaceWeights.of(config, model, folder), side_files(folder)
-  arrays = {path: Array(model.struct(path).shape, str(model.struct(path).dtype)) for path in weights.parts}
+  arrays = {path: ArrayMetadata(model.struct(path).shape, str(model.struct(path).dtype)) for path in weights.parts}
   files = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in folder.files()]
   writer = StreamWriter(array_storage(config), target, arrays, files)
   pieces = [(path, name, number) for path, parts in weights.parts.items() for name, number in parts]

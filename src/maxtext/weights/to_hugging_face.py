@@ -13,7 +13,7 @@ from etils import epath
 
 from maxtext.checkpoint.files import CHUNK
 from maxtext.checkpoint.journal import Journal
-from maxtext.checkpoint.record import DamagedError
+from maxtext.checkpoint.metadata import CorruptCheckpointError
 from maxtext.checkpoint.stream import StreamReader
 from maxtext.checkpoint.tokenizer import SIDE_FOLDER, kind_of, open_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
@@ -46,7 +46,7 @@ def convert_to_hugging_face(
   """
   try:
     return _HuggingFaceWriter(config, model, source, target, most).write(progress)
-  except DamagedError as damage:
+  except CorruptCheckpointError as damage:
     raise RunError(f"{source} is damaged: {damage}.") from None
 
 
@@ -58,7 +58,7 @@ class _HuggingFaceWriter:
     self._tensors = {name: tensors[name] for name in sorted(tensors, key=_natural)}
     self._check_shapes()
     self._shards = self._plan(most)
-    record = self._reader.record.to_json()["digest"]
+    record = self._reader.metadata.to_json()["digest"]
     self._journal = Journal(target, (str(source.absolute()), record, config.weight_dtype.value, most))
 
   def write(self, progress: Progress) -> Path:

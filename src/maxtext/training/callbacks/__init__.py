@@ -1,1 +1,1 @@
-"""What hangs on the loop from outside."""
+"""Callbacks of the training loop."""

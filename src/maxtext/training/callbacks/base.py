@@ -1,4 +1,4 @@
-"""The form of a callback."""
+"""The interface of a callback."""
 
 from collections.abc import Callable
 

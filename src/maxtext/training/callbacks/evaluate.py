@@ -16,8 +16,8 @@ _LOG = logging.getLogger(__name__)
 class Evaluate(Callback):
   """Evaluates every `interval` steps and adds what it finds to that step's metrics, with the prefix `eval_`.
 
-  The run ends when the loss comes down to `target`; 0 is no target. An evaluation that gives nothing was told to end,
-  and the run ends with it.
+  The run ends when the loss comes down to `target`; 0 is no target. An evaluation that returns None was stopped by a
+  signal, and the run ends with it.
   """
 
   def __init__(self, evaluate: Callable[[TrainState], dict[str, float] | None], interval: int, target: float) -> None:

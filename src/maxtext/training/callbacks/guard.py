@@ -20,7 +20,7 @@ def nonfinite_metric(metrics: Mapping[str, float]) -> str:
 
 
 class LossGuard(Callback):
-  """Looks at every finished step; sinks have its metrics before the run ends."""
+  """Ends the run at the first step that is not finite; metric writers have its metrics before that."""
 
   def __init__(self, on_nan: bool, on_inf: bool) -> None:
     self._on_nan, self._on_inf = on_nan, on_inf
@@ -29,7 +29,7 @@ class LossGuard(Callback):
     if self.ends(metrics):
       name = nonfinite_metric(metrics)
       how, key = ("not a number", "nan") if math.isnan(metrics[name]) else ("infinite", "inf")
-      raise RunError(f"{_WATCHED[name]} is {how} at step {step}; abort_on_{key}_loss=false would go on.")
+      raise RunError(f"{_WATCHED[name]} is {how} at step {step}; abort_on_{key}_loss=false would continue.")
 
   def ends(self, metrics: Mapping[str, float]) -> bool:
     """Whether the run ends with these metrics, and its state is not worth keeping."""

@@ -1,4 +1,4 @@
-"""Keeping the state of a run: by period, when it ends, and when it is told to end."""
+"""Saving checkpoints: by period, at the end of the run, and when a signal ends it."""
 
 import logging
 import signal
@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class SaveLocally(Callback):
-  """Keeps this process's parts of the state on its own disk, by period."""
+  """Saves this process's shards of the state on its own disk, by period."""
 
   def __init__(self, writer: LocalWriter, guard: LossGuard) -> None:
     self._writer, self._guard = writer, guard
@@ -43,7 +43,7 @@ class SaveLocally(Callback):
 class Save(Callback):
   """Saves through a writer, and ends the run with a checkpoint when a signal asks for it.
 
-  A state whose loss ends the run is not kept.
+  A state whose loss ends the run is not saved.
   """
 
   def __init__(self, writer: Writer, interrupt: Interrupt, guard: LossGuard, on_completion: bool) -> None:
@@ -103,9 +103,9 @@ class Save(Callback):
 
   def _say_late(self) -> None:
     """A preempted machine goes about now."""
-    kept = "none was saved by this process" if self._writer.last is None else f"step {self._writer.last} is safe"
+    last = "none was saved by this process" if self._writer.last is None else f"step {self._writer.last} is safe"
     who = f" on process {jax.process_index()}" if jax.process_count() > 1 else ""
     _LOG.warning(
-      f"maxtext: {NOTICE_SECONDS:g} s after the signal{who} step {self._step} is not saved yet, and {kept}: whoever "
+      f"maxtext: {NOTICE_SECONDS:g} s after the signal{who} step {self._step} is not saved yet, and {last}: whoever "
       f"ends this machine must wait longer (Kubernetes: terminationGracePeriodSeconds).",
     )

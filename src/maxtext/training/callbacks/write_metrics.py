@@ -9,13 +9,13 @@ from maxtext.training.callbacks.base import Callback
 class WriteMetrics(Callback):
   """Gives the metrics of every step to every metric writer."""
 
-  def __init__(self, sinks: Sequence[MetricWriter]) -> None:
-    self._sinks = sinks
+  def __init__(self, writers: Sequence[MetricWriter]) -> None:
+    self._writers = writers
 
   def on_step(self, step: int, metrics: dict[str, float]) -> None:
-    for sink in self._sinks:
-      sink.write(step, metrics)
+    for writer in self._writers:
+      writer.write(step, metrics)
 
   def close(self) -> None:
-    for sink in self._sinks:
-      sink.close()
+    for writer in self._writers:
+      writer.close()

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: a JSON file beside the arrays. Reading it needs neither JAX nor Orbax."""
+"""The metadata of a checkpoint: a JSON file beside the arrays. Reading it needs neither JAX nor Orbax."""
 
 import hashlib
 import json
@@ -20,12 +20,12 @@ NOT_FINITE = "is not finite"
 PARAMETERS = ("params/", "buffers/")  # before the paths of a model's own arrays
 
 
-class DamagedError(Exception):
-  """A checkpoint that cannot be what was saved; the text says what is wrong with it."""
+class CorruptCheckpointError(Exception):
+  """A checkpoint that is not what was saved; the text says what is wrong with it."""
 
 
 class NotFiniteError(ValueError):
-  """A state with NaN or infinities in it, from which no run can go on; the text says where."""
+  """A state with NaN or infinities in it, from which no run can resume; the text says where."""
 
   @staticmethod
   def of(names: Sequence[str]) -> "NotFiniteError":
@@ -35,7 +35,7 @@ class NotFiniteError(ValueError):
 
 
 @dataclass(frozen=True)
-class Array:
+class ArrayMetadata:
   """One array of a checkpoint."""
 
   shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Array:
 
 
 @dataclass(frozen=True)
-class Record:
+class CheckpointMetadata:
   """The description of a checkpoint.
 
   Attributes:
@@ -57,12 +57,12 @@ class Record:
     arrays: every array under its name, as 'params/token_embedder/embedding'.
     stacked: dimension of stacked weights that runs over layers; None where each layer is apart.
     config: every key with its value and origin.
-    processes: how many wrote it; each has left the checksums of its parts beside the record.
+    processes: how many wrote it; each has left the checksums of its parts beside this file.
     schema: the version of this description and of the names.
   """
 
   step: int
-  arrays: Mapping[str, Array]
+  arrays: Mapping[str, ArrayMetadata]
   stacked: int | None
   config: Mapping[str, Mapping[str, Any]]
   processes: int
@@ -79,21 +79,21 @@ class Record:
     return {"digest": _digest(body), "body": body}
 
   @staticmethod
-  def read(folder: epath.Path) -> "Record":
-    """The record of a step's folder."""
+  def read(folder: epath.Path) -> "CheckpointMetadata":
+    """Reads the metadata of a step's folder; raises `CorruptCheckpointError`."""
     file = folder / ITEM / FILE
     try:
       content = json.loads(retried(file, file.read_text))
       body = content["body"]
       whole = content["digest"] == _digest(body)
     except (FileNotFoundError, NotADirectoryError):
-      raise DamagedError(f"{ITEM}/{FILE} is missing") from None
+      raise CorruptCheckpointError(f"{ITEM}/{FILE} is missing") from None
     except (IsADirectoryError, ValueError, KeyError, TypeError):
-      raise DamagedError(f"{ITEM}/{FILE} cannot be read") from None
+      raise CorruptCheckpointError(f"{ITEM}/{FILE} cannot be read") from None
     if not whole:
-      raise DamagedError(f"{ITEM}/{FILE} is not what was written")
-    arrays = {name: Array(tuple(a["shape"]), a["dtype"]) for name, a in body["arrays"].items()}
-    return Record(body["step"], arrays, body["stacked"], body["config"], body["processes"], body["schema"])
+      raise CorruptCheckpointError(f"{ITEM}/{FILE} is not what was written")
+    arrays = {name: ArrayMetadata(tuple(a["shape"]), a["dtype"]) for name, a in body["arrays"].items()}
+    return CheckpointMetadata(body["step"], arrays, body["stacked"], body["config"], body["processes"], body["schema"])
 
 
 def checksum_file(process: int) -> str:
