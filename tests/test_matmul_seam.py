@@ -332,6 +332,18 @@ def test_a_convolution_has_three_passes():
   ]
 
 
+def test_own_gradients_are_refused_where_shardings_are_types():
+  config = tiny(shard_mode="explicit", ici_fsdp_parallelism=4, ici_tensor_parallelism=2, per_device_batch_size=1)
+  p = program(config, 8)
+  run = LanguageModeling()
+  for one in (Lora(), Everything()):
+    model = changed(p.model, matmul=(one,))
+    jax.eval_shape(partial(gradients, model, run), model.params, model.buffers, p.batch)
+  model = changed(p.model, matmul=(Passes(),))
+  with pytest.raises(ValueError, match="needs shard_mode=auto"):
+    jax.eval_shape(partial(gradients, model, run), model.params, model.buffers, p.batch)
+
+
 @pytest.mark.slow
 def test_an_implementation_does_all_three_passes():
   case = "mixtral"
