@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxtext import load_config
 from maxtext.kernels.attention import Attention
 from maxtext.layers.attention import GQA
+from maxtext.layers.context import Context
+from maxtext.layers.convolution import CausalConvolution
 from maxtext.layers.delta_net import DeltaNet
-from maxtext.layers.make import Buffer, Statistic
+from maxtext.layers.make import Buffer, Make, Statistic
 from maxtext.layers.matmul import Matmul, each_pass
 from maxtext.layers.mla import MLA
 from maxtext.layers.weight_format import StoredWeight
@@ -308,8 +311,42 @@ def loss_gradients(model, config, **kwargs):
   return run(params, buffers, batch)
 
 
-@pytest.mark.parametrize("case", ["mixtral", pytest.param("qwen3_next", marks=pytest.mark.slow)])
-def test_an_implementation_does_all_three_passes(case):
+def test_a_convolution_has_three_passes():
+  passes, rng = Passes(factor=2.0), np.random.default_rng(0)
+  how = program(tiny()).model.how
+  x, seen = (jnp.asarray(rng.standard_normal((2, 9, 2, 4)), jnp.float32) for _ in range(2))
+  positions = jnp.broadcast_to(jnp.concatenate([jnp.arange(5), jnp.arange(4)]), (2, 9))
+  context = Context.of(positions, jnp.broadcast_to(jnp.repeat(jnp.arange(2), jnp.array([5, 4])), (2, 9)), (), "float32")
+
+  def grads(how):
+    graph, state = nnx.split(
+      CausalConvolution(Make(0, jnp.float32).at("conv"), 3, {"heads": 2, "head_dim": 4}, how, step=2)
+    )
+    return jax.grad(lambda x, s: (nnx.merge(graph, s)(x, context, None)[0] * seen).sum(), (0, 1))(x, state)
+
+  (by_x, by_weight), (x_found, weight_found) = grads(how), grads(dataclasses.replace(how, matmul=(passes,)))
+  np.testing.assert_allclose(x_found, by_x, atol=1e-6)
+  np.testing.assert_allclose(weight_found["weight"][...], 2 * by_weight["weight"][...], atol=1e-6)
+  assert [c[1:] for c in passes.calls] == [
+    ("convolution", pass_) for pass_ in ("forward", "input_gradient", "weight_gradient")
+  ]
+
+
+def test_own_gradients_are_refused_where_shardings_are_types():
+  config = tiny(shard_mode="explicit", ici_fsdp_parallelism=4, ici_tensor_parallelism=2, per_device_batch_size=1)
+  p = program(config, 8)
+  run = LanguageModeling()
+  for one in (Lora(), Everything()):
+    model = changed(p.model, matmul=(one,))
+    jax.eval_shape(partial(gradients, model, run), model.params, model.buffers, p.batch)
+  model = changed(p.model, matmul=(Passes(),))
+  with pytest.raises(ValueError, match="needs shard_mode=auto"):
+    jax.eval_shape(partial(gradients, model, run), model.params, model.buffers, p.batch)
+
+
+@pytest.mark.slow
+def test_an_implementation_does_all_three_passes():
+  case = "mixtral"
   config = load_config(**(CASES[case]["keys"] | RUN | {"dtype": "float32", "max_target_length": 8}))
   plain = program(config).model
   passes = Passes(factor=2.0)

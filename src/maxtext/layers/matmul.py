@@ -168,6 +168,10 @@ def each_pass(
   `How.matmul`, since the variables of others do not exist in the backward pass.
   """
   assert isinstance(next_, PlainMatmul), "an implementation that uses each_pass is the last one of How.matmul"
+  if next_.mesh is not None:
+    raise ValueError(
+      "a matmul that does its own gradients (each_pass) needs shard_mode=auto: its shardings are no types"
+    )
   return _each_pass(operation, next_, call, x, weight)
 
 
