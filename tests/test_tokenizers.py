@@ -144,7 +144,7 @@ def test_grammars_know_every_token(made, kind):
 
 
 def test_grammars_refuse_tokens_without_bytes(tmp_path):
-  words = tokenizers.TextTokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="</s>"))
+  words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="</s>"))
   words.save(str(tmp_path / "tokenizer.json"))
   (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
   tokenizer = open_kind({"huggingface": tmp_path}, "huggingface", add_bos=False)
@@ -234,7 +234,7 @@ FORGED = [
 def controlled(tmp_path_factory):
   """A vocabulary with the special tokens of all templates, some of which are looked for after normalisation."""
   folder = vocabularies.hugging_face(tmp_path_factory.mktemp("controlled"), size=280)
-  tokenizer = tokenizers.TextTokenizer.from_file(str(folder / "tokenizer.json"))
+  tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
   tokenizer.no_truncation()
   tokenizer.normalizer = tokenizers.normalizers.NFKC()
   odd = {"[INST]", "<|user|>"}

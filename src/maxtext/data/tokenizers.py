@@ -64,7 +64,7 @@ def train_tokenizer(texts: Iterable[str], size: int, characters: int, folder: Pa
     characters: where reading ends.
     folder: for the files.
   """
-  from tokenizers import TextTokenizer, decoders, models, pre_tokenizers, trainers
+  from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
   special = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
   alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -73,7 +73,7 @@ def train_tokenizer(texts: Iterable[str], size: int, characters: int, folder: Pa
   trainer = trainers.BpeTrainer(
     vocab_size=size, special_tokens=list(special.values()), initial_alphabet=alphabet, show_progress=False
   )
-  bpe = TextTokenizer(models.BPE())
+  bpe = Tokenizer(models.BPE())
   bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   bpe.decoder = decoders.ByteLevel()
   bpe.train_from_iterator(_first_characters(texts, characters), trainer)
@@ -290,7 +290,7 @@ class _HuggingFace(Vocabulary):
 
     file = _find(options, "tokenizer.json", beside=self._BESIDE)
     try:
-      self._documents = tokenizers.TextTokenizer.from_file(str(file))
+      self._documents = tokenizers.Tokenizer.from_file(str(file))
     except Exception:  # the library raises Exception itself
       raise _unreadable_error(options, "a tokenizer.json of Hugging Face") from None
     self._documents.no_truncation()
