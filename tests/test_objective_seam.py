@@ -128,6 +128,25 @@ def test_a_mesh_of_eight_and_accumulation_give_what_one_device_does(alone):
       np.testing.assert_allclose(value, plain[1][name], atol=2e-5, err_msg=name)
 
 
+class Ordered(Preference):
+  """Reports in which order it sees the tokens of a row."""
+
+  def __call__(self, models, batch, context):
+    loss, _ = super().__call__(models, batch, context)
+    positions = batch["chosen"]["positions"]
+    return loss, {"order": (positions * jnp.arange(positions.shape[1]) ** 2).sum().astype(jnp.float32)}
+
+
+@pytest.mark.mesh
+def test_fields_with_a_length_come_in_context_parallel_order():
+  config = tiny(**(KEYS | EIGHT | {"per_device_batch_size": 1}))
+  p = Program.of(config, make_mesh(config, jax.devices()[:8]), Ordered(), optax.sgd(0.1), DATA)
+  _, metrics = p.step(p.init(), next(p.feed()).batch, p.init_frozen())
+  positions = p.model.how.attention.order.apply(pairs(0)["chosen"]["positions"])
+  assert positions[0].tolist() != sorted(positions[0])
+  assert float(metrics["order"]) == (positions * np.arange(16) ** 2).sum() / 8
+
+
 def test_keys_are_a_function_of_seed_step_part_and_path():
   def draw(seed=0, step=3, part=0, path="a"):
     return np.asarray(jax.random.key_data(jax.jit(lambda s, p: StepContext(s, seed, p).key(path))(step, part)))
