@@ -31,7 +31,7 @@ def load(folder: Path, size: Size) -> dict:
   return jax.jit(lambda params: jax.tree.map(jnp.copy, params))(params)  # NumPy's memory has larger pages than JAX's
 
 
-def empty_cache(size: Size) -> jax.Array:
+def init_cache(size: Size) -> jax.Array:
   """Keys and values of every layer, heads before positions."""
   return jnp.zeros((size.layers, 2, size.rows, size.heads, size.length, size.head_dim))
 

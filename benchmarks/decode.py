@@ -96,7 +96,7 @@ def by_hand(folder: Path, size: bare.Size) -> Decode:
   params, step = bare_decode.load(folder, size), bare_decode.make_step(size)
 
   def start() -> Step:
-    cache, tokens, position = bare_decode.empty_cache(size), jnp.arange(size.rows) + 1, 0
+    cache, tokens, position = bare_decode.init_cache(size), jnp.arange(size.rows) + 1, 0
 
     def one() -> np.ndarray:
       nonlocal cache, tokens, position

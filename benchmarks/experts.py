@@ -12,16 +12,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext import load_config
-from maxtext.layers.experts import Mixture
-from maxtext.layers.make import Make
+from maxtext.layers.experts import MoE
 from maxtext.layers.mlp import MLP
+from maxtext.layers.param_factory import ParamFactory
 from maxtext.layers.router import Router
 from maxtext.mesh.devices import make_mesh
-from maxtext.models.execution.execution import how
+from maxtext.models.execution.execution import execution_config
 
 
 def compiled(spec, width, execution, x):
-  graph, state = nnx.split(spec.build(Make(0, jnp.float32), width, execution))
+  graph, state = nnx.split(spec.build(ParamFactory(0, jnp.float32), width, execution))
   step = jax.jit(jax.grad(lambda state, x: jnp.square(nnx.merge(graph, state)(x)[0]).sum(), (0, 1)))
   step = step.lower(state, x).compile()
   return lambda: jax.block_until_ready(step(state, x))
@@ -46,9 +46,9 @@ def main():
     parser.add_argument(f"--{name}", type=int, default=default)
   a = parser.parse_args()
   config = load_config(dataset_type="synthetic", dtype="float32", num_experts=a.experts, jax_cache_dir="")
-  execution = how(config, make_mesh(config, jax.devices()[:1]))
+  execution = execution_config(config, make_mesh(config, jax.devices()[:1]))
   x = jax.random.normal(jax.random.key(0), (8, a.tokens // 8, a.width))
-  specs = {"dense": MLP(a.chosen * a.hidden), "experts": Mixture(Router(a.experts, a.chosen), a.hidden)}
+  specs = {"dense": MLP(a.chosen * a.hidden), "experts": MoE(Router(a.experts, a.chosen), a.hidden)}
   runs = {name: compiled(spec, a.width, execution, x) for name, spec in specs.items()}
   for run in runs.values():
     run()

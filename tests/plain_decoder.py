@@ -130,7 +130,7 @@ def best_blocks(query, keys, positions, documents, s, size, count):
 
 def ahead(params, number, hidden, next_tokens, positions, documents):
   """Module `number`: M [RMSNorm(Emb(next)); RMSNorm(h)] through a layer, then its norm."""
-  own = {n.removeprefix(f"ahead/{number}/"): v for n, v in params.items() if n.startswith(f"ahead/{number}/")}
+  own = {n.removeprefix(f"mtp/{number}/"): v for n, v in params.items() if n.startswith(f"mtp/{number}/")}
   tokens = rms(params["embedding/table"][next_tokens]) * own["token_norm/scale"]
   joined = np.concatenate([tokens, rms(hidden) * own["hidden_norm/scale"]], axis=-1) @ own["join/weight"]
   inside = {n.removeprefix("stack/layers/0/"): v[0] for n, v in own.items() if n.startswith("stack/")}

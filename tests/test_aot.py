@@ -16,10 +16,10 @@ import pytest
 from flax import nnx
 
 from maxtext import load_config
-from maxtext.layers.make import Make
+from maxtext.layers.param_factory import ParamFactory
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
-from maxtext.models.execution.execution import how
+from maxtext.models.execution.execution import execution_config
 from maxtext.models.mixture import mixture
 from maxtext.plan.compile import program_for
 from maxtext.plan.hlo import CompiledProgram, Transfer
@@ -143,7 +143,7 @@ def test_70b_lowers_for_50944_chips_without_an_array():
   )
   start = time.perf_counter()
   program, _ = program_for(config)
-  mesh = program.model.how.mesh
+  mesh = program.model.execution.sharding.mesh
   assert mesh.size == 50944
   assert (mesh.shape["data"], mesh.shape["fsdp"]) == (199, 256)
   lowered = program.lower()
@@ -212,11 +212,11 @@ def moved_by_experts(**keys) -> Counter:
     ici_expert_parallelism=4, per_device_batch_size=1, compile_topology="v5p-8", **keys,
   )  # fmt: skip
   mesh = make_mesh(config, Topology.named(config.compile_topology).devices())
-  execution = how(config, mesh)
-  graph, state = nnx.split(nnx.eval_shape(lambda: mixture(config).build(Make(0, jnp.float32), 256, execution)))
+  execution = execution_config(config, mesh)
+  graph, state = nnx.split(nnx.eval_shape(lambda: mixture(config).build(ParamFactory(0, jnp.float32), 256, execution)))
 
   def placed(shape, dtype, axes):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=execution.rules.sharding(mesh, axes, shape))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=execution.sharding.rules.sharding(mesh, axes, shape))
 
   def loss(x, weights):
     y, _ = nnx.merge(graph, nnx.from_flat_state(list(zip(paths, weights, strict=True))))(x)

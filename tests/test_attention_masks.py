@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from maxtext.kernels.attention import Attention, chunked, largest_logits, reference
-from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.kernels.splash import SplashBlocks
-from maxtext.kernels.token_order import TokenOrder
+from maxtext.kernels.attention import AttentionKernel, chunked, largest_logits, reference
+from maxtext.kernels.attention_mask import ScoreSpec, Tokens
+from maxtext.kernels.load_balance import LoadBalancedOrder
+from maxtext.kernels.splash_attention import SplashBlocks
 from maxtext.mesh.devices import make_mesh
 from tests.support import tiny
 
 B, S, H, K, D = 2, 256, 4, 2, 16
 SCALE = D**-0.5
 CASES = {
-  "spans": (Scoring(SCALE), True),
-  "spans in a window": (Scoring(SCALE, 40), True),
-  "spans across chunks": (Scoring(SCALE, 48, chunked=True), True),
-  "both ways": (Scoring(SCALE, causal=False), False),
-  "a window both ways": (Scoring(SCALE, 40, causal=False), False),
-  "chunks both ways": (Scoring(SCALE, 48, chunked=True, causal=False), False),
+  "spans": (ScoreSpec(SCALE), True),
+  "spans in a window": (ScoreSpec(SCALE, 40), True),
+  "spans across chunks": (ScoreSpec(SCALE, 48, chunked=True), True),
+  "both ways": (ScoreSpec(SCALE, causal=False), False),
+  "a window both ways": (ScoreSpec(SCALE, 40, causal=False), False),
+  "chunks both ways": (ScoreSpec(SCALE, 48, chunked=True, causal=False), False),
 }
 every_case = pytest.mark.parametrize(("scoring", "spanned"), CASES.values(), ids=CASES.keys())
 
@@ -87,9 +87,9 @@ def test_plain_and_chunked_attention_see_what_the_mask_says(scoring, spanned, se
 
 SPLIT = {
   "gathered": {},
-  "gathered, striped": {"order": TokenOrder("striped", 4)},
+  "gathered, striped": {"order": LoadBalancedOrder("striped", 4)},
   "ring": {"ring": True},
-  "ring, chunks swapped": {"ring": True, "order": TokenOrder("dual_chunk_swap", 4)},
+  "ring, chunks swapped": {"ring": True, "order": LoadBalancedOrder("dual_chunk_swap", 4)},
 }
 
 
@@ -101,8 +101,8 @@ def test_rows_split_over_devices_see_the_same(case, options):
   q, k, v = draw(0, B, S, H, D), draw(1, B, S, K, D), draw(2, B, S, K, D)
   mesh = make_mesh(tiny(ici_tensor_parallelism=2, ici_fsdp_parallelism=4), jax.devices()[:8])
   spec = PartitionSpec(None, "fsdp", "tensor", None)
-  attention = Attention("chunked", **options)
-  order = attention.order or TokenOrder("striped", 1)
+  attention = AttentionKernel("chunked", **options)
+  order = attention.order or LoadBalancedOrder("striped", 1)
 
   @jax.jit
   def run(q, k, v, tokens):
@@ -118,7 +118,7 @@ def test_splash_sees_both_ways(case):
   tokens = tokens_of(False, segmented=case != "a window both ways")  # a window is one of places, not of positions
   q, k, v = draw(0, B, S, H, 128), draw(1, B, S, K, 128), draw(2, B, S, K, 128)
   mesh, spec = make_mesh(tiny(), jax.devices()[:1]), PartitionSpec(None, None, None, None)
-  attention = Attention("splash", blocks=SplashBlocks(*(128,) * 8), interpret=True)
+  attention = AttentionKernel("splash", blocks=SplashBlocks(*(128,) * 8), interpret=True)
   run = jax.jit(lambda q, k, v: attention(q, k, v, tokens, scoring, mesh=mesh, q_spec=spec, kv_spec=spec))
   np.testing.assert_allclose(run(q, k, v), by_hand(q, k, v, tokens, scoring), atol=2e-5)
 
@@ -128,4 +128,4 @@ def test_kernels_without_spans_say_so(kernel):
   q, kv = jnp.zeros((B, S, H, D)), jnp.zeros((B, S, K, D))
   mesh, spec = make_mesh(tiny(), jax.devices()[:1]), PartitionSpec(None, None, None, None)
   with pytest.raises(ValueError, match=f"by the {kernel} kernel: write attention=chunked"):
-    Attention(kernel)(q, kv, kv, tokens_of(True), Scoring(SCALE), mesh=mesh, q_spec=spec, kv_spec=spec)
+    AttentionKernel(kernel)(q, kv, kv, tokens_of(True), ScoreSpec(SCALE), mesh=mesh, q_spec=spec, kv_spec=spec)

@@ -8,9 +8,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext import load_config
 from maxtext.configs.types import SplashAttention
-from maxtext.kernels.attention import Attention
-from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.kernels.splash import SplashBlocks, seen_blocks
+from maxtext.kernels.attention import AttentionKernel
+from maxtext.kernels.attention_mask import ScoreSpec, Tokens
+from maxtext.kernels.splash_attention import SplashBlocks, seen_blocks
 from maxtext.mesh.topology import Topology
 from maxtext.plan import kernel_blocks
 from maxtext.plan.compile import program_for
@@ -19,10 +19,10 @@ from maxtext.plan.hlo import CompiledProgram
 
 LENGTH = 2048
 SCORING = {
-  "causal": Scoring(1.0),
-  "window": Scoring(1.0, window=300),
-  "chunks": Scoring(1.0, window=512, chunked=True),
-  "chunks across blocks": Scoring(1.0, window=384, chunked=True),
+  "causal": ScoreSpec(1.0),
+  "window": ScoreSpec(1.0, window=300),
+  "chunks": ScoreSpec(1.0, window=512, chunked=True),
+  "chunks across blocks": ScoreSpec(1.0, window=384, chunked=True),
 }
 
 
@@ -42,7 +42,7 @@ def test_a_plan_counts_the_blocks_that_a_kernel_multiplies(fused):
   """Of other heights than widths; queries and keys meet in 2 products forward, 7 backward, or 5 where it is fused."""
   topology, heads, width = Topology.named("v5p-8"), 2, 128
   mesh, spec = Mesh(np.array(topology.devices()[:1]), ("one",)), PartitionSpec(None, None, None, None)
-  attend = Attention("splash", blocks=SplashBlocks(512, 256, 256, 512, 256, 256, 512, 256, fused))
+  attend = AttentionKernel("splash", blocks=SplashBlocks(512, 256, 256, 512, 256, 256, 512, 256, fused))
 
   def total(q, k, v, positions):
     out = attend(q, k, v, Tokens(positions), SCORING["causal"], None, mesh=mesh, q_spec=spec, kv_spec=spec)

@@ -21,9 +21,9 @@ from maxtext.inference.engine import Engine, PrefillChunk, dropless
 from maxtext.inference.prefix_cache import PrefixCache
 from maxtext.inference.sampling import SamplingParams
 from maxtext.inference.scheduler import Request, Scheduler
-from maxtext.kernels import step as step_kernel
-from maxtext.layers.cache import Rounding
-from maxtext.layers.pages import Pages, insert_row
+from maxtext.kernels import decode_attention as step_kernel
+from maxtext.layers.kv_cache import KVCacheQuantization
+from maxtext.layers.paged_kv_cache import PagedKVCache, insert_row
 from maxtext.models.model import Model
 from tests.cases import cases
 from tests.support import program, tiny
@@ -91,16 +91,16 @@ def reader(name, keys=()):
 def paged_reader(name, keys):
   """The same for a cache in pages, of those layers that keep the whole text; None where none does."""
   plain = model_of(name, keys)
-  model = Model.of(plain.spec, replace(plain.how, cache_pages=Pages(count=9, size=8, alignment=12)))
+  model = Model.of(plain.spec, plain.execution.replace(cache_pages=PagedKVCache(count=9, size=8, alignment=12)))
   decoder, step = model.bind(parameters(name)), jax.jit(partial(forward_step, model))
-  kinds = decoder.cache_slots(1, LENGTH)
+  kinds = decoder.cache_specs(1, LENGTH)
 
   @jax.jit
   def in_pages(row):
     def put(kind, whole, one):
       return insert_row(whole, one, PAGES[0]) if kind.paged else one
 
-    return jax.tree.map(put, kinds, decoder.empty_cache(1, LENGTH), row)
+    return jax.tree.map(put, kinds, decoder.init_cache(1, LENGTH), row)
 
   def read(row):
     found, cache = [], in_pages(row)
@@ -151,7 +151,7 @@ def test_a_step_reads_as_far_as_any_row_has_come(keys):
   beside, same = step(params, rows, tokens, positions, active=jnp.array([True, True]))
   np.testing.assert_array_equal(alone[0], beside[0])
   np.testing.assert_array_equal(*(jax.tree.leaves(c)[0][:, 0] for c in (cache, same)))
-  whole, _ = jax.jit(partial(forward_step, Model.of(model.spec, replace(model.how, cache_block=None))))(
+  whole, _ = jax.jit(partial(forward_step, Model.of(model.spec, model.execution.replace(cache_block=None))))(
     params, rows, tokens, positions
   )
   np.testing.assert_allclose(beside, whole, atol=1e-5, rtol=0)
@@ -171,19 +171,19 @@ def test_the_kernel_for_one_token_reads_and_writes_a_layer_in_place(monkeypatch,
   axes = {f"ici_{axis}_parallelism": 2, "ici_fsdp_parallelism": 1}
   model = program(tiny(head_dim=128, **axes), devices=2).model
   params, rng, T = jax.jit(lambda: operator.or_(*model.init(0)))(), np.random.default_rng(0), 64
-  empty = jax.jit(lambda p: model.bind(p).empty_cache(3, T))(params)
+  empty = jax.jit(lambda p: model.bind(p).init_cache(3, T))(params)
   rows = jax.tree.map(lambda a: jnp.asarray(rng.standard_normal(a.shape, np.float32)), empty)
   tokens, positions = jnp.array([[3], [4], [5]]), jnp.array([0, 21, T - 1])
 
   def advanced(**changes):
-    how = replace(model.how, attention=replace(model.how.attention, interpret=True), **changes)
-    return jax.jit(partial(forward_step, Model.of(model.spec, how)))(params, rows, tokens, positions)
+    execution = model.execution.replace(attention=replace(model.execution.kernels.attention, interpret=True), **changes)
+    return jax.jit(partial(forward_step, Model.of(model.spec, execution)))(params, rows, tokens, positions)
 
   (logits, cache), (expected, written) = advanced(cache_kernel=True), advanced(cache_block=None)
   assert np.abs(expected - advanced(cache_block=16)[0]).max() < 1e-5
   np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=0)
   jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5, rtol=0), cache, written)
-  with_kernel = jax.make_jaxpr(partial(forward_step, Model.of(model.spec, replace(model.how, cache_kernel=True))))
+  with_kernel = jax.make_jaxpr(partial(forward_step, Model.of(model.spec, model.execution.replace(cache_kernel=True))))
   assert ("pallas_call" in str(with_kernel(params, rows, tokens, positions))) == calls
 
 
@@ -231,7 +231,15 @@ def test_a_rounded_cache_serves_chunks_and_shared_beginnings():
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 6), (2, 3, 7)])
-@pytest.mark.parametrize("rounding", [Rounding(8, True), Rounding(8, False), Rounding(4, True), Rounding(4, False)])
+@pytest.mark.parametrize(
+  "rounding",
+  [
+    KVCacheQuantization(8, True),
+    KVCacheQuantization(8, False),
+    KVCacheQuantization(4, True),
+    KVCacheQuantization(4, False),
+  ],
+)
 def test_rounding_is_to_the_nearest(rounding, shape):
   x = np.random.default_rng(0).standard_normal(shape, np.float32)
   x[0, 0] = 0.0

@@ -1,6 +1,5 @@
 """The contracts that later work stands on: one Linear, one Stack, one batch, hidden apart from logits, caches."""
 
-import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -10,10 +9,10 @@ import optax
 import pytest
 from flax import nnx
 
-from maxtext.layers.cache import Slots, extend
 from maxtext.layers.context import Context
-from maxtext.layers.make import Buffer, Make
+from maxtext.layers.kv_cache import CacheSpec, update_cache
 from maxtext.layers.matmul import Matmul
+from maxtext.layers.param_factory import Buffer, ParamFactory
 from maxtext.layers.stack import Stack
 from maxtext.models.model import Model
 from maxtext.training.objectives.language_modeling import LanguageModeling
@@ -57,7 +56,7 @@ class FakeQuantization(Matmul):
 
 
 def through(model: Model, *implementations, **kwargs) -> Model:
-  return Model.of(model.spec, dataclasses.replace(model.how, matmul=implementations), **kwargs)
+  return Model.of(model.spec, model.execution.replace(matmul=implementations), **kwargs)
 
 
 def train(model: Model, batch, steps=15, accumulation=1):
@@ -115,8 +114,8 @@ def test_fake_quantization_trains_inside_linear(scan, accumulation):
 class Probe:
   """A layer that shows what a stack handed to it."""
 
-  def build(self, make: Make, width, how):
-    return ProbeLayer(make, width)
+  def build(self, factory: ParamFactory, width, execution):
+    return ProbeLayer(factory, width)
 
 
 class ProbeLayer(nnx.Module):
@@ -127,26 +126,26 @@ class ProbeLayer(nnx.Module):
     x = x * self.scale[...] + layer_input + context.positions[..., None]
     seen = jnp.zeros(())
     if cache is not None:
-      cache, layer, _ = extend(cache, repeat, context, {"sum": x})
+      cache, layer, _ = update_cache(cache, repeat, context, {"sum": x})
       seen = layer["sum"].sum()
     return x, {"repeat": repeat, "norm": jnp.abs(x).sum(), "seen": seen}, cache
 
-  def cache_slots(self, batch, length):
-    return {"sum": Slots((batch, length, 3), (None, None, None), jnp.float32)}
+  def cache_specs(self, batch, length):
+    return {"sum": CacheSpec((batch, length, 3), (None, None, None), jnp.float32)}
 
 
 @pytest.mark.parametrize("turns", [1, 2])
 @pytest.mark.parametrize("scan", [True, False])
 def test_stack_passes_inputs_reports_and_cache(scan, turns):
   R, C, B, S, E = 4, 2, 2, 3, 3
-  how = dataclasses.replace(program(tiny()).model.how, scan=scan)
-  how = dataclasses.replace(how, remat=how.remat * turns)
-  stack = Stack(Make(0, jnp.float32), (Probe(),) * C, R, E, how)
+  execution = program(tiny()).model.execution.replace(scan=scan)
+  execution = execution.replace(remat=execution.remat * turns)
+  stack = Stack(ParamFactory(0, jnp.float32), (Probe(),) * C, R, E, execution)
   rng = np.random.default_rng(0)
   x = rng.standard_normal((B, S, E)).astype(np.float32)
   inputs = [rng.standard_normal((R, B, S, E)).astype(np.float32) for _ in range(C)]
   positions = np.broadcast_to(np.arange(S), (B, S))
-  cache = [{n: jnp.zeros(s.shape) for n, s in layer.items()} for layer in stack.cache_slots(B, S + 2)]
+  cache = [{n: jnp.zeros(s.shape) for n, s in layer.items()} for layer in stack.cache_specs(B, S + 2)]
 
   for kept in (None, cache):
     out, reports, new = stack(x, inputs, Context(positions, None, {}), kept)
@@ -188,7 +187,7 @@ def test_layer_inputs_join_the_residual_of_their_layer():
 def test_a_cache_lives_where_its_activations_do():
   p = program(tiny(ici_fsdp_parallelism=4, ici_tensor_parallelism=2, per_device_batch_size=1), devices=8)
   params, _ = jax.jit(p.model.init)(0)
-  cache = jax.jit(lambda params: p.model.bind(params).empty_cache(batch=8, length=16))(params)
+  cache = jax.jit(lambda params: p.model.bind(params).init_cache(batch=8, length=16))(params)
   keys = cache[0][0]["key"]
   assert keys.shape == (2, 8, 2, 16, 8)
   assert keys.addressable_shards[0].data.shape == (2, 2, 1, 16, 8)
@@ -213,7 +212,7 @@ def test_prefill_and_decode_equal_the_forward_pass(changes):
     return decoder.logits(hidden), cache
 
   expected = forward(batch.inputs, batch.positions)
-  cache = model.bind(params).empty_cache(batch=2, length=20)
+  cache = model.bind(params).init_cache(batch=2, length=20)
   prefill = 7
   logits, cache = cached(batch.inputs[:, :prefill], batch.positions[:, :prefill], cache)
   np.testing.assert_allclose(logits, expected[:, :prefill], atol=1e-5)

@@ -659,7 +659,7 @@ def test_layers_that_predict_further_tokens_go_through(folder_of, tmp_path):
   ours = parameters(tmp_path / "params1")
   for path, name in {"join/weight": "eh_proj.weight", "token_norm/scale": "enorm.weight",
                      "hidden_norm/scale": "hnorm.weight", "norm/scale": "shared_head.norm.weight"}.items():  # fmt: skip
-    np.testing.assert_array_equal(ours[f"ahead/0/{path}"], further[layer + name].T, err_msg=name)
+    np.testing.assert_array_equal(ours[f"mtp/0/{path}"], further[layer + name].T, err_msg=name)
 
 
 def test_block_scaled_weights_are_multiplied_out(tiny, tmp_path):

@@ -12,12 +12,12 @@ from flax import nnx
 
 from maxtext.layers.context import Context
 from maxtext.layers.delta_net import DeltaNet
-from maxtext.layers.make import Make
-from maxtext.layers.norm import Norm
+from maxtext.layers.norm import RMSNormSpec
+from maxtext.layers.param_factory import ParamFactory
 from tests.support import program, tiny
 
 B, S, E = 2, 70, 48
-SPEC = DeltaNet(2, 4, 8, 6, span=4, chunk=16, norm=Norm(1e-6, scale_in_float32=False))
+SPEC = DeltaNet(2, 4, 8, 6, span=4, chunk=16, norm=RMSNormSpec(1e-6, scale_in_float32=False))
 ROW = np.broadcast_to(np.arange(S), (B, S))
 INPUT = jnp.asarray(np.random.default_rng(1).standard_normal((B, S, E)), jnp.float32)
 FIRST = jnp.zeros((), jnp.int32)
@@ -25,7 +25,7 @@ FIRST = jnp.zeros((), jnp.int32)
 
 @pytest.fixture(scope="module")
 def layer():
-  layer = SPEC.build(Make(0, jnp.float32), E, program(tiny()).model.how)
+  layer = SPEC.build(ParamFactory(0, jnp.float32), E, program(tiny()).model.execution)
   for i, (_, variable) in enumerate(nnx.to_flat_state(nnx.state(layer))):
     variable.set_value(jnp.asarray(np.random.default_rng(i).standard_normal(variable[...].shape) * 0.5, jnp.float32))
   return layer
@@ -73,7 +73,7 @@ def test_equals_its_reference(family):
   values |= {"log_rate": t.pop("A_log"), "decay_bias": t.pop("dt_bias"), "norm/scale": t.pop("norm.weight")}
   values["out/weight"] = t.pop("out_proj.weight").T
   assert not t
-  layer = SPEC.build(Make(0, jnp.float32), E, program(tiny()).model.how)
+  layer = SPEC.build(ParamFactory(0, jnp.float32), E, program(tiny()).model.execution)
   for path, variable in nnx.to_flat_state(nnx.state(layer)):
     variable.set_value(jnp.asarray(values.pop("/".join(map(str, path))).reshape(variable[...].shape)))
   assert not values
@@ -86,8 +86,8 @@ def test_equals_its_reference(family):
 def test_prefill_and_decode_equal_the_forward_pass(layer):
   """In pieces of any length, and in rows of a cache that still hold what another request left."""
   expected, _ = layer(INPUT, context(ROW), None, FIRST)
-  slots = layer.cache_slots(B, 1000)
-  assert slots == layer.cache_slots(B, 1), "it does not grow"
+  slots = layer.cache_specs(B, 1000)
+  assert slots == layer.cache_specs(B, 1), "it does not grow"
   rng = np.random.default_rng(0)
   cache = {n: jnp.asarray(rng.standard_normal(s.stacked(2).shape), s.dtype) for n, s in slots.items()}
   other = {n: np.asarray(a[0]) for n, a in cache.items()}
@@ -117,7 +117,7 @@ def test_documents_are_apart(layer):
 
 @pytest.mark.slow
 def test_keys_of_unit_length_are_a_choice(layer):
-  plain = dataclasses.replace(SPEC, unit_keys=False).build(Make(0, jnp.float32), E, layer.how)
+  plain = dataclasses.replace(SPEC, unit_keys=False).build(ParamFactory(0, jnp.float32), E, layer.execution)
   nnx.update(plain, nnx.state(layer))
   short = INPUT[:, :4]
   y, _ = plain(short, context(ROW[:, :4]), None, FIRST)
@@ -129,7 +129,7 @@ def test_keys_of_unit_length_are_a_choice(layer):
 @pytest.mark.mesh
 def test_a_mesh_is_one_device(layer):
   on_mesh = program(tiny(ici_fsdp_parallelism=2, ici_tensor_parallelism=2, per_device_batch_size=1), devices=4)
-  other = SPEC.build(Make(0, jnp.float32), E, on_mesh.model.how)
+  other = SPEC.build(ParamFactory(0, jnp.float32), E, on_mesh.model.execution)
   nnx.update(other, nnx.state(layer))
 
   def run(module):

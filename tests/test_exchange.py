@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from maxtext.kernels.exchange import Carrier, planned, reference
+from maxtext.kernels.ragged_all_to_all import RaggedAllToAll, plan_exchange, reference
 
 pytestmark = pytest.mark.mesh
 
@@ -42,9 +42,9 @@ def test_rows_go_to_their_group_and_back(room):
   assert (max(map(len, there)) > room) == (room == 12), "in one of the two cases some find no room"
 
   def local(x, counts):
-    exchange = planned(counts[0], room, AXES)
-    arrived, again = jax.vjp(lambda x: Carrier().there(x, exchange, room, AXES), x[0])
-    returned = Carrier().back(arrived, exchange, M, AXES)
+    exchange = plan_exchange(counts[0], room, AXES)
+    arrived, again = jax.vjp(lambda x: RaggedAllToAll().dispatch(x, exchange, room, AXES), x[0])
+    returned = RaggedAllToAll().back(arrived, exchange, M, AXES)
     return arrived[None], returned[None], again(arrived)[0][None], exchange.sizes[None]
 
   arrived, returned, gradient, sizes = on_devices(local)(rows, counts)

@@ -10,17 +10,17 @@ import pytest
 from flax import nnx
 
 from maxtext import ConfigError
-from maxtext.kernels.exchange import Carrier
 from maxtext.kernels.grouped_matmul import GroupedMatmul, Tiles
-from maxtext.layers.dispatch import Dispatch
-from maxtext.layers.experts import Mixture
-from maxtext.layers.make import Buffer, Make
+from maxtext.kernels.ragged_all_to_all import RaggedAllToAll
+from maxtext.layers.expert_dispatch import ExpertDispatch
+from maxtext.layers.experts import MoE
 from maxtext.layers.matmul import Matmul
 from maxtext.layers.mlp import MLP
-from maxtext.layers.router import Groups, Router
+from maxtext.layers.param_factory import Buffer, ParamFactory
+from maxtext.layers.router import ExpertGroups, Router
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
-from maxtext.models.execution.execution import how
+from maxtext.models.execution.execution import execution_config
 from maxtext.models.execution.expert_dispatch import dispatch
 from maxtext.models.mixture import mixture
 from maxtext.models.model import Model
@@ -44,8 +44,8 @@ def model_of(config, devices=1, **changes):
   spec = program(tiny()).model.spec
   block = dataclasses.replace(spec.groups[0].cycle[0], feed_forward=mixture(config))
   group = dataclasses.replace(spec.groups[0], cycle=(block,))
-  execution = how(config, make_mesh(config, jax.devices()[:devices]))
-  return Model.of(dataclasses.replace(spec, groups=(group,)), dataclasses.replace(execution, **changes))
+  execution = execution_config(config, make_mesh(config, jax.devices()[:devices]))
+  return Model.of(dataclasses.replace(spec, groups=(group,)), execution.replace(**changes))
 
 
 def train(model, steps=6):
@@ -103,7 +103,7 @@ def test_a_mesh_trains_like_one_device(one_device, changes, part):
 def test_experts_that_cannot_be_dealt_out_are_refused():
   config = tiny(**EXPERTS | {"shard_exp_on_fsdp": True, "ici_fsdp_parallelism": 8, "per_device_batch_size": 1})
   with pytest.raises(ConfigError, match="shard_exp_on_fsdp=true splits the experts over 8 devices, which does not"):
-    how(config, make_mesh(config, jax.devices()))
+    execution_config(config, make_mesh(config, jax.devices()))
 
 
 @pytest.mark.slow
@@ -153,16 +153,24 @@ def test_keys_become_a_mixture():
     "load_balance_loss_weight": 0.5,
   }  # fmt: skip
   router = Router(
-    16, 3, "sigmoid", True, 2.5, Groups(4, 2, 2), selection_bias=True, selection_bias_rate=0.25, balance_weight=0.5
+    16,
+    3,
+    "sigmoid",
+    True,
+    2.5,
+    ExpertGroups(4, 2, 2),
+    selection_bias=True,
+    selection_bias_rate=0.25,
+    balance_weight=0.5,
   )
-  assert mixture(tiny(**keys)) == Mixture(router, 40, "silu", 7.0, bias=True, shared=MLP(80))
-  assert mixture(tiny(num_experts=2)) == Mixture(Router(2, 1, normalize=False), 80)
+  assert mixture(tiny(**keys)) == MoE(router, 40, "silu", 7.0, bias=True, shared=MLP(80))
+  assert mixture(tiny(num_experts=2)) == MoE(Router(2, 1, normalize=False), 80)
   grouped = tiny(num_experts=4, n_routing_groups=2, topk_routing_group=1)
-  assert mixture(grouped).router.groups == Groups(2, 1, 1)
+  assert mixture(grouped).router.groups == ExpertGroups(2, 1, 1)
 
 
 def test_keys_become_a_dispatch():
-  mesh = program(tiny()).model.how.mesh
+  mesh = program(tiny()).model.execution.sharding.mesh
 
   def of(**keys):
     return dispatch(tiny(num_experts=4, **keys), mesh)
@@ -180,7 +188,7 @@ def test_keys_become_a_dispatch():
   assert of(use_random_routing=True) == dataclasses.replace(of(), random=True)
   ring = {"ici_expert_parallelism": 2, "use_ring_of_experts": True}
   assert of(**ring) == dataclasses.replace(of(), carrier=None)
-  assert of().carrier == Carrier("reference")
+  assert of().carrier == RaggedAllToAll("reference")
   assert of(use_custom_sort_vjp=False) == dataclasses.replace(of(), gather_gradients=False)
   sizes = dict(zip(("batch_seq", "embed_dim", "mlp_dim"), (128, 256, 384), strict=True))
   tiles = {f"{w}_tile_{p}_{d}": s for w in ("wi", "wo") for p in ("fwd", "dlhs", "drhs") for d, s in sizes.items()}
@@ -213,7 +221,7 @@ def test_keys_become_a_dispatch():
   ],
 )
 def test_mistakes_are_named(keys, message):
-  mesh = program(tiny()).model.how.mesh
+  mesh = program(tiny()).model.execution.sharding.mesh
   with pytest.raises(ConfigError) as error:
     build_model(tiny(**keys, strict=True), mesh)
   assert message in str(error.value)
@@ -242,12 +250,12 @@ class Lora(Matmul):
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_implementations_of_the_matmul_reach_experts(devices):
   config = tiny(**(MESH if devices == 8 else {}))
-  plain = program(config, devices).model.how
-  make, spec = Make(0, jnp.float32), Mixture(Router(4, 2), 24)
+  plain = program(config, devices).model.execution
+  make, spec = ParamFactory(0, jnp.float32), MoE(Router(4, 2), 24)
   x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 6, 48)), jnp.float32)
-  for experts in (Dispatch(), Dispatch("dense"), Dispatch(wi=GroupedMatmul("ragged_dot"))):
+  for experts in (ExpertDispatch(), ExpertDispatch("dense"), ExpertDispatch(wi=GroupedMatmul("ragged_dot"))):
     execution = dataclasses.replace(plain, experts=experts)
-    adapted = spec.build(make, 48, dataclasses.replace(execution, matmul=(Lora(),)))
+    adapted = spec.build(make, 48, execution.replace(matmul=(Lora(),)))
     graph, state = nnx.split(adapted)
 
     @jax.jit

@@ -10,40 +10,43 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxtext.kernels.exchange import Carrier
 from maxtext.kernels.grouped_matmul import GroupedMatmul, Tiles
-from maxtext.layers.dispatch import Dispatch
-from maxtext.layers.experts import Mixture
-from maxtext.layers.make import Make
+from maxtext.kernels.ragged_all_to_all import RaggedAllToAll
+from maxtext.layers.expert_dispatch import ExpertDispatch
+from maxtext.layers.experts import MoE
 from maxtext.layers.mlp import MLP
-from maxtext.layers.router import Groups, Router
+from maxtext.layers.param_factory import ParamFactory
+from maxtext.layers.router import ExpertGroups, Router
 from tests.support import program, tiny
 
 B, S, E, F, X = 8, 6, 32, 24, 8
 INPUT, PROBE = (jnp.asarray(np.random.default_rng(i).standard_normal((B, S, E)), jnp.float32) for i in (1, 2))
 PLAIN = Router(X, 3)
 SPECS = {
-  "plain": Mixture(PLAIN, F),
-  "biased, clamped": Mixture(Router(X, 3, bias=True), F, limit=0.5, bias=True),
-  "weighted inputs, shared": Mixture(Router(X, 1, "sigmoid", normalize=False), F, weigh_inputs=True, shared=MLP(F)),
-  "grouped, chosen by bias": Mixture(
-    Router(X, 3, "sigmoid", scale=2.5, groups=Groups(4, 2, 2), selection_bias=True), F, shared=MLP(F), shared_gate=True
+  "plain": MoE(PLAIN, F),
+  "biased, clamped": MoE(Router(X, 3, bias=True), F, limit=0.5, bias=True),
+  "weighted inputs, shared": MoE(Router(X, 1, "sigmoid", normalize=False), F, weigh_inputs=True, shared=MLP(F)),
+  "grouped, chosen by bias": MoE(
+    Router(X, 3, "sigmoid", scale=2.5, groups=ExpertGroups(4, 2, 2), selection_bias=True),
+    F,
+    shared=MLP(F),
+    shared_gate=True,
   ),
 }
 PALLAS = GroupedMatmul("megablox", forward=Tiles(128), by_rows=Tiles(128), by_weights=Tiles(128), interpret=True)
 WAYS = {
-  "dropless": Dispatch(),
-  "dropless, scattering gradients": Dispatch(gather_gradients=False),
-  "dropless, ragged_dot": Dispatch(wi=GroupedMatmul("ragged_dot"), wo=GroupedMatmul("ragged_dot")),
-  "dropless, megablox": Dispatch(wi=PALLAS, wo=PALLAS),
-  "dropless, buffer": Dispatch(buffer=float(X)),
-  "capacity": Dispatch("capacity", capacity=float(X)),
+  "dropless": ExpertDispatch(),
+  "dropless, scattering gradients": ExpertDispatch(gather_gradients=False),
+  "dropless, ragged_dot": ExpertDispatch(wi=GroupedMatmul("ragged_dot"), wo=GroupedMatmul("ragged_dot")),
+  "dropless, megablox": ExpertDispatch(wi=PALLAS, wo=PALLAS),
+  "dropless, buffer": ExpertDispatch(buffer=float(X)),
+  "capacity": ExpertDispatch("capacity", capacity=float(X)),
 }
 ON_MESHES = {
-  "dense": Dispatch("dense"),
-  "sent": Dispatch(carrier=Carrier()),
-  "sent, scattering gradients": Dispatch(carrier=Carrier(), gather_gradients=False),
-  "sent, megablox, buffer": Dispatch(carrier=Carrier(), wi=PALLAS, wo=PALLAS, buffer=2.0),
+  "dense": ExpertDispatch("dense"),
+  "sent": ExpertDispatch(carrier=RaggedAllToAll()),
+  "sent, scattering gradients": ExpertDispatch(carrier=RaggedAllToAll(), gather_gradients=False),
+  "sent, megablox, buffer": ExpertDispatch(carrier=RaggedAllToAll(), wi=PALLAS, wo=PALLAS, buffer=2.0),
 }
 QUICK = (
   ("biased, clamped", "dropless"), ("grouped, chosen by bias", "capacity"), ("biased, clamped", "sent"),
@@ -57,13 +60,13 @@ def draw(seed, *shape):
 
 
 @pytest.fixture(scope="module")
-def how():
-  return program(tiny()).model.how
+def execution():
+  return program(tiny()).model.execution
 
 
 @pytest.fixture(scope="module")
 def how_on_mesh():
-  return program(tiny(**MESH), devices=8).model.how
+  return program(tiny(**MESH), devices=8).model.execution
 
 
 def randomised(layer, seed=0):
@@ -74,9 +77,9 @@ def randomised(layer, seed=0):
   return layer
 
 
-def run(spec, how, x, probe):
+def run(spec, execution, x, probe):
   """Output, report, and gradients of the input and of all parameters."""
-  graph, params, buffers = nnx.split(randomised(spec.build(Make(0, jnp.float32), E, how)), nnx.Param, ...)
+  graph, params, buffers = nnx.split(randomised(spec.build(ParamFactory(0, jnp.float32), E, execution)), nnx.Param, ...)
 
   @jax.jit
   @partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
@@ -89,8 +92,8 @@ def run(spec, how, x, probe):
 
 
 @pytest.fixture(scope="module")
-def dense(how):
-  plain = dataclasses.replace(how, experts=Dispatch("dense"))
+def dense(execution):
+  plain = execution.replace(experts=ExpertDispatch("dense"))
   return {name: run(spec, plain, INPUT, PROBE) for name, spec in SPECS.items()}
 
 
@@ -108,8 +111,8 @@ def check(found, expected):
     if name == "biased, clamped" or way in ("dropless", "capacity")
   ],
 )
-def test_dispatches_agree(how, dense, name, way):
-  found, report = run(SPECS[name], dataclasses.replace(how, experts=WAYS[way]), INPUT, PROBE)
+def test_dispatches_agree(execution, dense, name, way):
+  found, report = run(SPECS[name], execution.replace(experts=WAYS[way]), INPUT, PROBE)
   check(found, dense[name][0])
   assert report.get("dropped_tokens", 0) == 0
 
@@ -132,7 +135,9 @@ def test_a_mesh_is_one_device(how_on_mesh, dense, name, way):
 @pytest.mark.mesh
 def test_experts_are_split_and_work_is_not_repeated(how_on_mesh):
   """A device multiplies its half of the experts, and of each its half of the hidden width."""
-  layer = SPECS["plain"].build(Make(0, jnp.float32), E, dataclasses.replace(how_on_mesh, experts=Dispatch("dense")))
+  layer = SPECS["plain"].build(
+    ParamFactory(0, jnp.float32), E, dataclasses.replace(how_on_mesh, experts=ExpertDispatch("dense"))
+  )
   graph, state = nnx.split(layer)
   text = jax.jit(lambda x, state: nnx.merge(graph, state)(x)[0]).lower(INPUT, state).as_text()
   products = [line for line in text.splitlines() if "dot_general" in line and "batching_dims" in line]
@@ -145,7 +150,7 @@ def test_experts_are_split_and_work_is_not_repeated(how_on_mesh):
 def test_gradients_of_experts_are_summed_in_the_runs_number_format(how_on_mesh):
   """Twice the bytes would go over the links otherwise."""
   half = dataclasses.replace(how_on_mesh, dtype=jnp.bfloat16)
-  graph, params, buffers = nnx.split(SPECS["plain"].build(Make(0, jnp.float32), E, half), nnx.Param, ...)
+  graph, params, buffers = nnx.split(SPECS["plain"].build(ParamFactory(0, jnp.float32), E, half), nnx.Param, ...)
 
   def loss(params):
     return nnx.merge(graph, params, buffers, copy=True)(INPUT.astype(jnp.bfloat16))[0].sum()
@@ -172,35 +177,37 @@ def by_hand(routing, factor):
 
 
 @pytest.mark.mesh
-def test_dropped_tokens_are_counted_and_add_nothing(how, how_on_mesh):
-  for where in (how, how_on_mesh):
-    layer = randomised(SPECS["plain"].build(Make(0, jnp.float32), E, where))
+def test_dropped_tokens_are_counted_and_add_nothing(execution, how_on_mesh):
+  for where in (execution, how_on_mesh):
+    layer = randomised(SPECS["plain"].build(ParamFactory(0, jnp.float32), E, where))
     routing, _ = layer.router(INPUT)
     kept = by_hand(routing, 0.75)
     assert 0.1 < 1 - kept.mean() < 0.9
-    experts = dataclasses.replace(how.experts, method="dense")
+    experts = dataclasses.replace(execution.kernels.experts, method="dense")
     expected, _ = experts(layer.experts, INPUT, routing._replace(weights=routing.weights * kept), 0, X, X, False)
-    layer.how = dataclasses.replace(where, experts=Dispatch("capacity", capacity=0.75))
+    layer.execution = dataclasses.replace(where, experts=ExpertDispatch("capacity", capacity=0.75))
     y, report = jax.jit(lambda x, layer=layer: layer(x))(INPUT)
     np.testing.assert_allclose(y, expected, atol=1e-5)
     assert report["dropped_tokens"] == pytest.approx(1 - kept.mean())
 
 
-@pytest.mark.parametrize("carrier", [None, Carrier()], ids=["gathered", "sent"])
+@pytest.mark.parametrize("carrier", [None, RaggedAllToAll()], ids=["gathered", "sent"])
 def test_a_bounded_buffer_drops_what_does_not_fit(how_on_mesh, carrier):
-  layer = randomised(SPECS["plain"].build(Make(0, jnp.float32), E, how_on_mesh))
-  layer.how = dataclasses.replace(how_on_mesh, experts=Dispatch(buffer=0.5, carrier=carrier))
+  layer = randomised(SPECS["plain"].build(ParamFactory(0, jnp.float32), E, how_on_mesh))
+  layer.execution = dataclasses.replace(how_on_mesh, experts=ExpertDispatch(buffer=0.5, carrier=carrier))
   y, report = jax.jit(lambda x: layer(x))(INPUT)
   assert report["dropped_tokens"] == pytest.approx(0.5), "both shards have room for half of an even share"
   assert jnp.isfinite(y).all()
 
 
 @pytest.mark.slow
-def test_load_balance_loss(how):
+def test_load_balance_loss(execution):
   torch = pytest.importorskip("torch")
   from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-  layer = randomised(Mixture(dataclasses.replace(PLAIN, balance_weight=0.01), F).build(Make(0, jnp.float32), E, how))
+  layer = randomised(
+    MoE(dataclasses.replace(PLAIN, balance_weight=0.01), F).build(ParamFactory(0, jnp.float32), E, execution)
+  )
   _, report = layer(INPUT)
   logits = torch.tensor(np.asarray(INPUT @ layer.router.logits.weight[...]).reshape(-1, X))
   expected = 0.01 * load_balancing_loss_func((logits,), X, PLAIN.per_token)
@@ -209,10 +216,10 @@ def test_load_balance_loss(how):
   assert report["expert_load"] == pytest.approx(load.max() / load.mean())
 
 
-def test_the_selection_bias_evens_the_load(how):
+def test_the_selection_bias_evens_the_load(execution):
   """It moves against the load by its rate, weights are those of the scores alone, and no gradient touches it."""
   router = Router(X, 2, "sigmoid", selection_bias=True, selection_bias_rate=0.05)
-  layer = randomised(router.build(Make(0, jnp.float32), E, how))
+  layer = randomised(router.build(ParamFactory(0, jnp.float32), E, execution))
   layer.selection_bias.set_value(jnp.linspace(0, 2, X))
   scores = jax.nn.sigmoid(INPUT @ layer.logits.weight[...])
 
@@ -236,27 +243,27 @@ def test_the_selection_bias_evens_the_load(how):
   assert after["expert_load"] < 0.7 * before["expert_load"]
 
 
-def test_random_routing_ignores_the_router(how):
-  layer = randomised(Router(X, 2).build(Make(0, jnp.float32), E, how))
-  layer.how = dataclasses.replace(how, experts=Dispatch(random=True))
+def test_random_routing_ignores_the_router(execution):
+  layer = randomised(Router(X, 2).build(ParamFactory(0, jnp.float32), E, execution))
+  layer.execution = execution.replace(experts=ExpertDispatch(random=True))
   x = jnp.broadcast_to(INPUT[:1, :1], (8, 64, E))  # all tokens alike
   routing, report = layer(x)
   assert report["expert_load"] < 1.5
   assert len(np.unique(routing.experts)) == X
 
 
-def test_the_run_says_where_float32_is(how):
-  half = dataclasses.replace(how, dtype=jnp.bfloat16)
+def test_the_run_says_where_float32_is(execution):
+  half = execution.replace(dtype=jnp.bfloat16)
   x = INPUT.astype(jnp.bfloat16)
-  exact = Router(X, 2).build(Make(0, jnp.float32), E, how).logits(x)
+  exact = Router(X, 2).build(ParamFactory(0, jnp.float32), E, execution).logits(x)
   for spec, experts, same in (
-    (Router(X, 2), Dispatch(), False),
-    (Router(X, 2), Dispatch(float32_logits=True), True),
-    (Router(X, 2, float32=True), Dispatch(), True),
+    (Router(X, 2), ExpertDispatch(), False),
+    (Router(X, 2), ExpertDispatch(float32_logits=True), True),
+    (Router(X, 2, float32=True), ExpertDispatch(), True),
   ):
-    layer = spec.build(Make(0, jnp.float32), E, dataclasses.replace(half, experts=experts))
+    layer = spec.build(ParamFactory(0, jnp.float32), E, dataclasses.replace(half, experts=experts))
     assert bool((layer._logits(x) == exact).all()) is same
-  layer = SPECS["plain"].build(Make(0, jnp.float32), E, half)
+  layer = SPECS["plain"].build(ParamFactory(0, jnp.float32), E, half)
   routing, _ = layer.router(x)
-  sums = [Dispatch(float32_sum=f)(layer.experts, x, routing, 0, X, X, False)[0].dtype for f in (True, False)]
+  sums = [ExpertDispatch(float32_sum=f)(layer.experts, x, routing, 0, X, X, False)[0].dtype for f in (True, False)]
   assert sums == [jnp.float32, jnp.bfloat16]

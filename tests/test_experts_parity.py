@@ -8,56 +8,56 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxtext.layers.experts import Mixture
-from maxtext.layers.make import Make
+from maxtext.layers.experts import MoE
 from maxtext.layers.mlp import MLP
-from maxtext.layers.router import Groups, Router
+from maxtext.layers.param_factory import ParamFactory
+from maxtext.layers.router import ExpertGroups, Router
 from tests.support import program, tiny
 
 torch, transformers = (pytest.importorskip(name) for name in ("torch", "transformers"))
 pytestmark = pytest.mark.parity
 
 B, S, E, F, X, K = 2, 9, 48, 24, 8, 3
-SOFTMAX, SIGMOID, GROUPS = Router(X, K), Router(X, K, "sigmoid"), Groups(4, 2, 2)
+SOFTMAX, SIGMOID, GROUPS = Router(X, K), Router(X, K, "sigmoid"), ExpertGroups(4, 2, 2)
 SIZES = {"hidden_size": E, "num_attention_heads": 4, "num_experts_per_tok": K, "moe_intermediate_size": F}
 LOCAL = {"hidden_size": E, "num_experts_per_tok": K, "intermediate_size": F, "num_local_experts": X}
 GROUPED = SIZES | {"n_routed_experts": X, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 
 # Name of the module and its block, of the configuration and what it is given, and our spec.
 CASES = {
-  "mixtral.MixtralSparseMoeBlock": ("MixtralConfig", LOCAL, Mixture(SOFTMAX, F)),
+  "mixtral.MixtralSparseMoeBlock": ("MixtralConfig", LOCAL, MoE(SOFTMAX, F)),
   "qwen3_moe.Qwen3MoeSparseMoeBlock": (
-    "Qwen3MoeConfig", SIZES | {"num_experts": X, "norm_topk_prob": False}, Mixture(replace(SOFTMAX, normalize=False), F)
+    "Qwen3MoeConfig", SIZES | {"num_experts": X, "norm_topk_prob": False}, MoE(replace(SOFTMAX, normalize=False), F)
   ),
   "qwen3_next.Qwen3NextSparseMoeBlock": (
     "Qwen3NextConfig",
     SIZES | {"num_experts": X, "norm_topk_prob": True, "shared_expert_intermediate_size": 40},
-    Mixture(SOFTMAX, F, shared=MLP(40), shared_gate=True),
+    MoE(SOFTMAX, F, shared=MLP(40), shared_gate=True),
   ),
   "deepseek_v2.DeepseekV2Moe": (
     "DeepseekV2Config",
     GROUPED | {"topk_method": "group_limited_greedy", "n_shared_experts": 2, "norm_topk_prob": False},
-    Mixture(
+    MoE(
       replace(SOFTMAX, normalize=False, scale=2.5, groups=replace(GROUPS, best=1), float32=True), F, shared=MLP(2 * F)
     ),
   ),
   "deepseek_v3.DeepseekV3MoE": (
     "DeepseekV3Config",
     GROUPED | {"n_shared_experts": 1, "norm_topk_prob": True},
-    Mixture(replace(SIGMOID, scale=2.5, groups=GROUPS, selection_bias=True, float32=True), F, shared=MLP(F)),
+    MoE(replace(SIGMOID, scale=2.5, groups=GROUPS, selection_bias=True, float32=True), F, shared=MLP(F)),
   ),
   "gpt_oss.GptOssMLP": (
-    "GptOssConfig", LOCAL | {"swiglu_limit": 0.5}, Mixture(replace(SOFTMAX, bias=True), F, limit=0.5, bias=True)
+    "GptOssConfig", LOCAL | {"swiglu_limit": 0.5}, MoE(replace(SOFTMAX, bias=True), F, limit=0.5, bias=True)
   ),
   "llama4.Llama4TextMoe": (
     "Llama4TextConfig",
     LOCAL | {"num_experts_per_tok": 1},
-    Mixture(replace(SIGMOID, per_token=1, normalize=False), F, weigh_inputs=True, shared=MLP(F)),
+    MoE(replace(SIGMOID, per_token=1, normalize=False), F, weigh_inputs=True, shared=MLP(F)),
   ),
   "gemma4.Gemma4TextRouter": (
     "Gemma4TextConfig",
     {"hidden_size": E, "moe_intermediate_size": F, "num_experts": X, "top_k_experts": K, "enable_moe_block": True},
-    Mixture(replace(SOFTMAX, expert_scale=True, input_norm=1e-6), F, "gelu"),
+    MoE(replace(SOFTMAX, expert_scale=True, input_norm=1e-6), F, "gelu"),
   ),
 }  # fmt: skip
 
@@ -81,7 +81,7 @@ def test_block(name):
     expected = block(x)
   expected = (expected[0] if isinstance(expected, tuple) else expected).reshape(B, S, E)
 
-  layer = spec.build(Make(0, jnp.float32), E, program(tiny()).model.how)
+  layer = spec.build(ParamFactory(0, jnp.float32), E, program(tiny()).model.execution)
   values = translated(block.state_dict(), input_major=kind in ("GptOssMLP", "Llama4TextMoe"))
   for path, variable in nnx.to_flat_state(nnx.state(layer)):
     value = values.pop("/".join(map(str, path)))

@@ -10,7 +10,7 @@ from maxtext import ConfigError
 from maxtext.data.batch import Batch
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
-from maxtext.models.clip import clip_queries_and_keys
+from maxtext.models.qk_clip import apply_qk_clip
 from maxtext.training.objectives.base import Models, StepContext
 from maxtext.training.objectives.language_modeling import LanguageModeling
 from maxtext.training.state import initial_state
@@ -75,7 +75,7 @@ def test_hidden_states(keys, plain, documents):
   if documents is not PACKED:  # a row that is one document may come without segments, and then in pieces
     alone = jax.jit(lambda p: model.bind(p).hidden(batch.inputs, batch.positions)[0])(params)
     np.testing.assert_allclose(alone, hidden, atol=1e-5)
-    cache = model.bind(params).empty_cache(2, 40)
+    cache = model.bind(params).init_cache(2, 40)
     step = jax.jit(lambda p, t, s, c: model.bind(p).hidden(t, s, cache=c)[::2])
     for start, end in ((0, 9), (9, 10), (10, 11), (11, 32)):
       piece, cache = step(params, batch.inputs[:, start:end], batch.positions[:, start:end], cache)
@@ -102,7 +102,7 @@ def test_tokens_after_the_next_are_predicted(documents):
     hidden = plain_decoder.forward(exact, tokens, positions, documents)
     for depth in (1, 2):
       upcoming = np.roll(batch.targets[row], 1 - depth)
-      hidden = plain_decoder.ahead(exact, depth - 1, hidden, upcoming, positions, documents)
+      hidden = plain_decoder.mtp(exact, depth - 1, hidden, upcoming, positions, documents)
       logits = hidden @ exact["head/weight"]
       for s in range(32 - depth):
         if documents[s] == documents[s + depth]:
@@ -155,7 +155,7 @@ def test_queries_and_keys_are_shrunk_where_logits_are_large():
   expected = largest(model, params, batch)
   np.testing.assert_allclose(seen[name], expected, rtol=1e-4)
   threshold = float(np.median(expected))
-  clipped, _ = clip_queries_and_keys(model, threshold, params, seen)
+  clipped, _ = apply_qk_clip(model, threshold, params, seen)
   first = largest(model, clipped, batch)[0]  # a later layer's inputs have changed
   np.testing.assert_allclose(first, np.minimum(expected[0], threshold), rtol=1e-4)
   for path, value in clipped.items():
@@ -170,7 +170,7 @@ def test_the_step_shrinks_what_the_whole_batch_saw(accumulation):
   model, optimizer = program(config).model, optax.sgd(0.0)
   step = make_train_step(
     model, LanguageModeling(), optimizer, lambda s: 0.0, accumulation=accumulation,
-    post_update=lambda p, b: clip_queries_and_keys(model, 0.5, p, b),
+    post_update=lambda p, b: apply_qk_clip(model, 0.5, p, b),
   )  # fmt: skip
   batch = batch_of(PACKED)
   state = jax.jit(lambda: initial_state(model, optimizer, 0))()

@@ -23,10 +23,10 @@ from maxtext.layers.attention import GQA
 from maxtext.layers.block import Block
 from maxtext.layers.embedding import feature_indices, merge_features
 from maxtext.layers.mlp import MLP
-from maxtext.layers.norm import CenteredNorm, Norm
-from maxtext.layers.pages import Pages
+from maxtext.layers.norm import LayerNormSpec, RMSNormSpec
+from maxtext.layers.paged_kv_cache import PagedKVCache
 from maxtext.layers.patches import LinearProjector, PatchProjection
-from maxtext.layers.rope import Rope, rotary_table
+from maxtext.layers.rope import RotaryEmbedding, rotary_table
 from maxtext.mesh.devices import make_mesh
 from maxtext.models import standard
 from maxtext.models.build import FAMILIES as FAMILIES_OF_MODELS
@@ -96,7 +96,7 @@ def components(section, interleaved):
 @pytest.mark.parametrize("section", [(24, 20, 20), (2, 3, 3), (3, 3, 2)])
 def test_each_frequency_turns_by_its_component(section, interleaved):
   head_dim = 2 * sum(section)
-  rope = Rope(head_dim, 1e6, mrope_sections=section, mrope_interleaved=interleaved)
+  rope = RotaryEmbedding(head_dim, 1e6, mrope_sections=section, mrope_interleaved=interleaved)
   positions = np.random.default_rng(0).integers(0, 50, (2, 9, 3), dtype=np.int32)
   cos, sin = rotary_table(rope, positions, jnp.float32)
   for j, axis in enumerate(components(section, interleaved)):
@@ -121,16 +121,16 @@ def test_three_components_turn_as_in_transformers(interleaved):
   positions = np.random.default_rng(0).integers(0, 50, (2, 9, 3), dtype=np.int32)
   table = getattr(module, f"{kind}RotaryEmbedding")(config)
   wanted = table(torch.zeros(1), torch.from_numpy(positions).permute(2, 0, 1))
-  rope = Rope(128, 1e6, mrope_sections=tuple(section), mrope_interleaved=interleaved)
+  rope = RotaryEmbedding(128, 1e6, mrope_sections=tuple(section), mrope_interleaved=interleaved)
   for ours, theirs in zip(rotary_table(rope, positions, jnp.float32), wanted, strict=True):
     np.testing.assert_allclose(ours[:, :, 0], theirs[..., :64].numpy(), atol=1e-5)
 
 
 def test_text_turns_alike_by_one_component_and_by_three():
-  rope = Rope(16, mrope_sections=(2, 3, 3), mrope_interleaved=True)
+  rope = RotaryEmbedding(16, mrope_sections=(2, 3, 3), mrope_interleaved=True)
   positions = np.arange(20, dtype=np.int32)[None]
   tables = [
-    rotary_table(Rope(16), positions, jnp.float32),
+    rotary_table(RotaryEmbedding(16), positions, jnp.float32),
     rotary_table(rope, positions, jnp.float32),
     rotary_table(rope, np.stack([positions] * 3, -1), jnp.float32),
   ]
@@ -171,14 +171,14 @@ def with_mrope(model, sections):
   (block,) = group.cycle
   rope = replace(block.mixer.rope, mrope_sections=sections, mrope_interleaved=True)
   block = replace(block, mixer=replace(block.mixer, rope=rope))
-  return Model.of(replace(spec, groups=(replace(group, cycle=(block,)),)), model.how)
+  return Model.of(replace(spec, groups=(replace(group, cycle=(block,)),)), model.execution)
 
 
 def test_sections_that_do_not_fit_are_named():
   with pytest.raises(ValueError, match=r"\[2, 3, 2\] have 7 frequencies together, and head_dim=16 has 8"):
-    Rope(16, mrope_sections=(2, 3, 2))
+    RotaryEmbedding(16, mrope_sections=(2, 3, 2))
   with pytest.raises(ValueError, match="positions have 3 components"):
-    rotary_table(Rope(16), np.zeros((1, 2, 3), np.int32), jnp.float32)
+    rotary_table(RotaryEmbedding(16), np.zeros((1, 2, 3), np.int32), jnp.float32)
 
 
 def test_layers_that_choose_keys_take_no_spans():
@@ -198,7 +198,7 @@ SPANS[0, 3:14], SPANS[0, 20:24], SPANS[1, 9:16], SPANS[1, 17:24] = 1, 2, 1, 2
   [
     ("gemma2", {}),
     ("gemma2", {"cache_block": 8, "cache_ahead": 8}),
-    ("gemma2", {"cache_pages": Pages(12, 8)}),
+    ("gemma2", {"cache_pages": PagedKVCache(12, 8)}),
     ("deepseek3", {}),
   ],
 )
@@ -215,7 +215,7 @@ def test_chunks_of_a_prompt_see_the_spans_they_hold(name, changes):
   plain = jax.jit(lambda p: model.bind(p).hidden(tokens, positions)[0])(params)
   assert np.abs(whole - plain)[0, 3:].max(-1).min() > 1e-6
   np.testing.assert_array_equal(whole[0, :3], plain[0, :3])
-  cached = Model.of(model.spec, replace(model.how, **changes))
+  cached = Model.of(model.spec, model.execution.replace(**changes))
   by_blocks = "cache_ahead" in changes  # new tokens displace none that they see
   paged = {"pages": np.arange(10, dtype=np.int32).reshape(2, 5)} if "cache_pages" in changes else {}
 
@@ -224,14 +224,14 @@ def test_chunks_of_a_prompt_see_the_spans_they_hold(name, changes):
     inputs = {"cache": cache, "fresh": fresh, "end": jnp.int32(end) if by_blocks and not fresh else None, **paged}
     return cached.bind(p).hidden(tokens[:, part], positions[:, part], spans=SPANS[:, part], **inputs)[::2]
 
-  cache = jax.jit(lambda p: cached.bind(p).empty_cache(2, 40))(params)
+  cache = jax.jit(lambda p: cached.bind(p).init_cache(2, 40))(params)
   for start, end in ((0, 16), (16, 24), (24, 25)):
     found, cache = jax.jit(chunk, static_argnums=(2, 3))(params, cache, start, end)
     np.testing.assert_allclose(found, whole[:, start:end], atol=2e-4 * float(jnp.abs(whole).max()))
 
 
 WIDTH, PATCHES, SIZE = 24, 6, 12  # of the tower, of an image, of a patch
-NORM = CenteredNorm()
+NORM = LayerNormSpec()
 BLOCK = Block(GQA(4, 2, 8, rope=None, bias=True, causal=False), MLP(40, "gelu", gated=False, bias=True), NORM)
 TOWER = TowerSpec(
   "vision",
@@ -239,7 +239,7 @@ TOWER = TowerSpec(
   PATCHES,
   PatchProjection(SIZE),
   (Group((BLOCK,), 2), Group((BLOCK,), 1)),
-  LinearProjector(Norm()),
+  LinearProjector(RMSNormSpec()),
   NORM,
   learned_positions=True,
   deepstack=(0,),
@@ -341,7 +341,7 @@ def test_tokens_of_an_image_see_each_other_both_ways(toy, toy_params, spanned):
 
 def test_text_alone_gives_the_logits_of_the_decoder(toy, toy_params):
   batch = random_batch(tiny())
-  alone = Model.of(toy.spec.decoder, toy.how)
+  alone = Model.of(toy.spec.decoder, toy.execution)
   assert not any(name.startswith("towers/") for name in alone.params)
   assert {n: a for n, a in toy.params.items() if not n.startswith("towers/")} == alone.params
 
@@ -380,7 +380,7 @@ def test_features_of_early_layers_enter_early_layers(toy, toy_params):
 
 
 def test_layers_of_a_tower_may_be_unrolled(toy, toy_params):
-  inputs, unrolled = toy_batch(tiny()), Model.of(toy.spec, replace(toy.how, scan=False))
+  inputs, unrolled = toy_batch(tiny()), Model.of(toy.spec, toy.execution.replace(scan=False))
   (loss, grads), (other, others) = (
     jax.jit(jax.value_and_grad(partial(toy_loss, m)))(toy_params, *inputs) for m in (toy, unrolled)
   )
@@ -416,14 +416,14 @@ def test_whatever_reads_a_model_sees_its_towers(toy):
   width, hidden, size, out = WIDTH, 40, SIZE, toy.spec.width
   layer = width * 32 + 32 + 2 * (width * 16 + 16) + 32 * width + 2 * width * hidden + hidden + width + 4 * width
   own = size * width + width + PATCHES * width + 3 * layer + 2 * width + 2 * (width + width * out)
-  alone = Model.of(toy.spec.decoder, toy.how)
+  alone = Model.of(toy.spec.decoder, toy.execution)
   assert toy.size == alone.size + own
   split = program(tiny(per_device_batch_size=1, ici_fsdp_parallelism=4, ici_tensor_parallelism=2), 8)
   assert split.state.params.keys() == toy.params.keys()
   placed = {p.path: p for p in placements(split.model)}
   query = placed["towers/vision/groups/0/layers/0/mixer/query/weight"]
   assert (query.shape, query.shards) == ((2, width, 4, 8), 8)
-  assert Model.of(split.model.spec, split.model.how).params.keys() == toy.params.keys()
+  assert Model.of(split.model.spec, split.model.execution).params.keys() == toy.params.keys()
   assert forward_costs(split)[0]["context"].bytes > 0
   assert train_flops_per_token(toy, 32) == train_flops_per_token(alone, 32)
   weights = sum(a.size for n, a in toy.params.items() if n.startswith("towers/") and n.endswith("/weight"))

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from maxtext.kernels.attention import Attention, blockwise, chunked, reference
+from maxtext.kernels.attention import AttentionKernel, blockwise, chunked, reference
+from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.kernels.cross_entropy import cross_entropy, tiled_cross_entropy
-from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.kernels.splash import SplashBlocks
-from maxtext.kernels.step import step
-from maxtext.kernels.token_order import TokenOrder
+from maxtext.kernels.decode_attention import step
+from maxtext.kernels.load_balance import LoadBalancedOrder
+from maxtext.kernels.splash_attention import SplashBlocks
 from maxtext.mesh.devices import make_mesh
 from tests.support import tiny
 
@@ -43,7 +43,7 @@ def test_a_step_over_a_cache_equals_the_reference(case):
   changes, sinks, last = STEPS[case]
   mesh, cached = make_mesh(tiny(), jax.devices()[:1]), PartitionSpec(None, None, None)
   q, new = draw(0, B, H, wide), (draw(1, B, K, wide), draw(2, B, K, wide))
-  positions, scoring = jnp.array(last), Scoring(wide**-0.5, **changes)
+  positions, scoring = jnp.array(last), ScoreSpec(wide**-0.5, **changes)
   held = positions[:, None] - (positions[:, None] - jnp.arange(T)) % T
   never = (held < 0)[:, None, :, None]
   cache = tuple(jnp.where(never, jnp.nan if i == 0 else 0.0, draw(4 + i, R, B, K, T, wide)) for i in range(2))
@@ -87,11 +87,11 @@ def check(attend, plain, qkv, tolerance):
 
 SINKS = draw(4, H)
 CASES = {
-  "causal": (Scoring(SCALE), None),
-  "window": (Scoring(SCALE, 40), None),
-  "chunk": (Scoring(SCALE, 40, chunked=True), None),
-  "cap": (Scoring(SCALE, cap=0.5), None),
-  "sinks": (Scoring(SCALE, 40), SINKS),
+  "causal": (ScoreSpec(SCALE), None),
+  "window": (ScoreSpec(SCALE, 40), None),
+  "chunk": (ScoreSpec(SCALE, 40, chunked=True), None),
+  "cap": (ScoreSpec(SCALE, cap=0.5), None),
+  "sinks": (ScoreSpec(SCALE, 40), SINKS),
 }
 every_case = pytest.mark.parametrize(("scoring", "sinks"), CASES.values(), ids=CASES.keys())
 
@@ -111,7 +111,7 @@ def test_chunked_attention(qkv, packed, scoring, sinks, segmented):
 def test_reference_attention_by_hand(qkv):
   """Caps, chunks and sinks, in plain numpy."""
   q, k, v = (np.asarray(x[:1, :6], np.float64) for x in qkv)
-  scoring = Scoring(0.3, 4, chunked=True, cap=0.5)
+  scoring = ScoreSpec(0.3, 4, chunked=True, cap=0.5)
   found = reference(*(x[:1, :6] for x in qkv), *(Tokens(UNPACKED.positions[:1, :6]),) * 2, scoring, SINKS)
   for h in range(H):
     for s in range(6):
@@ -128,7 +128,7 @@ def on_devices(kernel, qkv, tokens, scoring, sinks, **options):
   P = jax.sharding.PartitionSpec
   kv = P("data", None, "tensor" if qkv[1].shape[2] == 2 else None, None)
   where = {"mesh": mesh, "q_spec": P("data", None, "tensor", None), "kv_spec": kv}
-  attention, probe = Attention(kernel, **options), draw(3, *qkv[0].shape)
+  attention, probe = AttentionKernel(kernel, **options), draw(3, *qkv[0].shape)
 
   def loss(qkv, sinks):
     return (attention(*qkv, tokens, scoring, sinks, **where) * probe).sum()
@@ -160,13 +160,13 @@ def test_splash_attention(packed, case, segmented, fused, kv_heads):
 
 SPLIT = {
   "gathered": ("chunked", {}),
-  "gathered, striped": ("dot_product", {"order": TokenOrder("striped", 4)}),
+  "gathered, striped": ("dot_product", {"order": LoadBalancedOrder("striped", 4)}),
   "ring": ("chunked", {"ring": True}),
-  "ring, chunks swapped": ("dot_product", {"ring": True, "order": TokenOrder("dual_chunk_swap", 4)}),
+  "ring, chunks swapped": ("dot_product", {"ring": True, "order": LoadBalancedOrder("dual_chunk_swap", 4)}),
   "splash": ("splash", {"blocks": SplashBlocks(*(128,) * 8), "interpret": True}),
   "splash, chunks swapped": (
     "splash",
-    {"blocks": SplashBlocks(*(128,) * 8), "interpret": True, "order": TokenOrder("dual_chunk_swap", 4)},
+    {"blocks": SplashBlocks(*(128,) * 8), "interpret": True, "order": LoadBalancedOrder("dual_chunk_swap", 4)},
   ),
 }
 
@@ -188,8 +188,8 @@ def test_rows_split_over_devices(packed, case, kernel, options):
   copies = [Tokens(packed.positions, packed.segments + 3 * copy) for copy in range(length // S)]
   tokens = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *copies)
   qkv = draw(0, B, length, H, 128), draw(1, B, length, K, 128), draw(2, B, length, K, 128)
-  probe, attention = draw(3, *qkv[0].shape), Attention(kernel, **options)
-  order = attention.order or TokenOrder("striped", 1)
+  probe, attention = draw(3, *qkv[0].shape), AttentionKernel(kernel, **options)
+  order = attention.order or LoadBalancedOrder("striped", 1)
 
   def loss(qkv, sinks):
     *turned, where = order.apply(qkv[0]), order.apply(qkv[1]), order.apply(qkv[2]), jax.tree.map(order.apply, tokens)
@@ -211,10 +211,10 @@ def test_parts_of_keys_add_up_in_float32():
   """Of bfloat16, in 8 parts round a ring or in 16 blocks: no further from the truth than all keys at once."""
   mesh = jax.make_mesh((8,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
   q, k, v = (a.astype(jnp.bfloat16) for a in (draw(0, 1, 1024, H, D), draw(1, 1, 1024, K, D), draw(2, 1, 1024, K, D)))
-  tokens, scoring = Tokens(jnp.arange(1024)[None]), Scoring(SCALE)
+  tokens, scoring = Tokens(jnp.arange(1024)[None]), ScoreSpec(SCALE)
   exact = reference(*(a.astype(jnp.float32) for a in (q, k, v)), tokens, tokens, scoring, precision="highest")
   spec = PartitionSpec(None, "context", None, None)
-  split = Attention("chunked", ring=True)
+  split = AttentionKernel("chunked", ring=True)
 
   def read(block):
     keys, values = (jax.lax.dynamic_slice_in_dim(a, block * 64, 64, 1) for a in (k, v))

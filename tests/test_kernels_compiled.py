@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxtext.kernels.attention import Attention
+from maxtext.kernels.attention import AttentionKernel
+from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.kernels.delta_rule import chunked
 from maxtext.kernels.grouped_matmul import GroupedMatmul
-from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.kernels.splash import SplashBlocks
+from maxtext.kernels.splash_attention import SplashBlocks
 from maxtext.layers.indexer import among_best
 from maxtext.mesh.topology import Topology
 
@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.aot, pytest.mark.slow]
 
 B, S, H, K, D = 1, 1024, 4, 2, 128
 SCORING = {
-  "window": Scoring(D**-0.5, 256), "chunk": Scoring(D**-0.5, 256, chunked=True), "cap": Scoring(D**-0.5, cap=30.0),
+  "window": ScoreSpec(D**-0.5, 256), "chunk": ScoreSpec(D**-0.5, 256, chunked=True),
+  "cap": ScoreSpec(D**-0.5, cap=30.0),
 }  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def compiled(mesh, run, *shapes):
 @pytest.mark.parametrize("case", SCORING)
 def test_splash_attention(mesh, case):
   """In rows of several documents, with sinks where there is a window."""
-  attention, whole = Attention("splash", blocks=SplashBlocks(*(512,) * 8)), PartitionSpec(None, None, None, None)
+  attention, whole = AttentionKernel("splash", blocks=SplashBlocks(*(512,) * 8)), PartitionSpec(None, None, None, None)
   sinks = [((H,), jnp.float32)] if case == "window" else []
 
   def run(q, k, v, positions, segments, *sinks):

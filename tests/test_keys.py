@@ -224,7 +224,9 @@ def test_flops_by_hand():
 
 def test_large_arrays_have_an_index():
   """A stack of experts has more than 2^32 elements; nothing is allocated here."""
-  from maxtext.layers.make import Make
+  from maxtext.layers.param_factory import ParamFactory
 
-  shape = jax.eval_shape(lambda: Make(0, jnp.bfloat16)("w", (60, 384, 7168, 2048), (None,) * 4, std=1.0).get_value())
+  shape = jax.eval_shape(
+    lambda: ParamFactory(0, jnp.bfloat16)("w", (60, 384, 7168, 2048), (None,) * 4, std=1.0).get_value()
+  )
   assert shape.shape == (60, 384, 7168, 2048)

@@ -82,7 +82,7 @@ def test_loss_and_evaluation_count_by_weight_and_a_mesh_with_reordered_tokens_ag
     c = config(folder, steps=2, per_device_batch_size=4 / devices, eval_per_device_batch_size=4 / devices,
                eval_interval=1, eval_steps=1, generate_padding_batch_eval=True, **mesh)  # fmt: skip
     p, history = program(c, devices), History()
-    assert (p.model.how.attention.order is not None) == (devices > 1)
+    assert (p.model.execution.kernels.attention.order is not None) == (devices > 1)
     state = run_loop(p.step, p.init(), p.feed(), range(2), [history])
     found.append([*history.losses, p.evaluate(state)["loss"]])
     first = arrays(next(p.feed()))

@@ -47,7 +47,7 @@ def test_nothing_large_is_held_whole(name):
 @pytest.mark.parametrize("name", cases(PARAMETERS, gate=largest_of_each_kind()))
 def test_the_step_lowers(name):
   program = program_of(name)
-  assert f"num_partitions = {program.model.how.mesh.size}" in program.lower().as_text()
+  assert f"num_partitions = {program.model.execution.sharding.mesh.size}" in program.lower().as_text()
 
 
 def _local(array):

@@ -1,6 +1,5 @@
 """The matmul seam: it sees every matmul of every family once, and what stands on it works wherever a model runs."""
 
-import dataclasses
 import json
 import re
 from collections import Counter
@@ -15,14 +14,14 @@ import pytest
 from flax import nnx
 
 from maxtext import load_config
-from maxtext.kernels.attention import Attention
+from maxtext.kernels.attention import AttentionKernel
 from maxtext.layers.attention import GQA
 from maxtext.layers.context import Context
 from maxtext.layers.convolution import CausalConvolution
 from maxtext.layers.delta_net import DeltaNet
-from maxtext.layers.make import Buffer, Make, Statistic
 from maxtext.layers.matmul import Matmul, each_pass
 from maxtext.layers.mla import MLA
+from maxtext.layers.param_factory import Buffer, ParamFactory, UpdateStatistic
 from maxtext.layers.weight_format import StoredWeight
 from maxtext.models.model import Model
 from maxtext.training.objectives.language_modeling import LanguageModeling
@@ -39,7 +38,7 @@ def model_of(case, **changes):
 
 
 def changed(model, **changes):
-  return Model.of(model.spec, dataclasses.replace(model.how, **changes))
+  return Model.of(model.spec, model.execution.replace(**changes))
 
 
 def forward(model, params, length=24, **kwargs):
@@ -80,7 +79,7 @@ def expected_sites(model):
     if not name.endswith("/weight"):
       continue
     path, role = name.removesuffix("/weight"), "linear"
-    if "expert" in model.named_dimensions[name]:
+    if "expert" in model.logical_axes[name]:
       role = "experts"
     elif path.endswith("/router/logits"):
       role = "router"
@@ -116,7 +115,7 @@ def outside_the_seam(model):
   times = {
     "delta rule, in chunks": delta,
     "sum over the indexer's heads": indexed,
-    "embedding by one-hot rows": int(model.how.one_hot_embedding),
+    "embedding by one-hot rows": int(model.execution.kernels.one_hot_embedding),
   }
   return sum(times[name] * count for name, count in ELSEWHERE.items())
 
@@ -154,7 +153,7 @@ def test_steps_over_a_cache_pass_through_the_seam(case):
   seam = Everything()
   model = changed(model_of(case, **({"mla_naive_kvcache": False} if case == "deepseek3" else {})), matmul=(seam,))
   params = abstract(model)
-  cache = jax.eval_shape(lambda p: model.bind(p).empty_cache(1, 32), params)
+  cache = jax.eval_shape(lambda p: model.bind(p).init_cache(1, 32), params)
   traced = jax.make_jaxpr(lambda p, c: forward(model, p, 1, cache=c, end=jnp.asarray(3))[0])(params, cache)
   expected = Counter(expected_sites(model))
   for path, role in [s for s in expected if s[0].endswith("mixer/kv")]:  # absorbed into queries and outputs
@@ -190,7 +189,7 @@ def test_a_step_that_reads_blocks_of_the_cache_calls_the_seam():
   seam = Everything()
   model = changed(program(tiny()).model, matmul=(seam,), cache_block=8)
   params = abstract(model)
-  cache = jax.eval_shape(lambda p: model.bind(p).empty_cache(1, 32), params)
+  cache = jax.eval_shape(lambda p: model.bind(p).init_cache(1, 32), params)
   traced = jax.make_jaxpr(lambda p, c: forward(model, p, 1, cache=c, end=jnp.asarray(3))[0])(params, cache)
   assert Counter(seam.calls) == Counter(expected_sites(model))
   assert contractions(traced.jaxpr) == 0
@@ -199,8 +198,8 @@ def test_a_step_that_reads_blocks_of_the_cache_calls_the_seam():
 @pytest.mark.parametrize(
   "changes",
   [
-    {"attention": Attention("splash")},
-    {"attention": Attention("cudnn")},
+    {"attention": AttentionKernel("splash")},
+    {"attention": AttentionKernel("cudnn")},
     {"cache_kernel": True},
   ],
   ids=str,
@@ -251,7 +250,7 @@ class Lora(Matmul):
 
 def stepped(model, params):
   """Logits of a prefix and of one token after the other."""
-  cache = jax.jit(lambda p: model.bind(p).empty_cache(1, 32))(params)
+  cache = jax.jit(lambda p: model.bind(p).init_cache(1, 32))(params)
   tokens, positions = jnp.arange(8)[None] * 5, jnp.arange(8)[None]
 
   @jax.jit
@@ -313,18 +312,18 @@ def loss_gradients(model, config, **kwargs):
 
 def test_a_convolution_has_three_passes():
   passes, rng = Passes(factor=2.0), np.random.default_rng(0)
-  how = program(tiny()).model.how
+  execution = program(tiny()).model.execution
   x, seen = (jnp.asarray(rng.standard_normal((2, 9, 2, 4)), jnp.float32) for _ in range(2))
   positions = jnp.broadcast_to(jnp.concatenate([jnp.arange(5), jnp.arange(4)]), (2, 9))
   context = Context.of(positions, jnp.broadcast_to(jnp.repeat(jnp.arange(2), jnp.array([5, 4])), (2, 9)), (), "float32")
 
-  def grads(how):
+  def grads(execution):
     graph, state = nnx.split(
-      CausalConvolution(Make(0, jnp.float32).at("conv"), 3, {"heads": 2, "head_dim": 4}, how, step=2)
+      CausalConvolution(ParamFactory(0, jnp.float32).at("conv"), 3, {"heads": 2, "head_dim": 4}, execution, step=2)
     )
     return jax.grad(lambda x, s: (nnx.merge(graph, s)(x, context, None)[0] * seen).sum(), (0, 1))(x, state)
 
-  (by_x, by_weight), (x_found, weight_found) = grads(how), grads(dataclasses.replace(how, matmul=(passes,)))
+  (by_x, by_weight), (x_found, weight_found) = grads(execution), grads(execution.replace(matmul=(passes,)))
   np.testing.assert_allclose(x_found, by_x, atol=1e-6)
   np.testing.assert_allclose(weight_found["weight"][...], 2 * by_weight["weight"][...], atol=1e-6)
   assert [c[1:] for c in passes.calls] == [
@@ -370,8 +369,8 @@ class Amax(Matmul):
   name: str = "amax"
 
   def variables(self, make, site, inputs, outputs):
-    now = make("now", (), (), kind=Statistic, dtype=jnp.float32, combine="max")
-    calls = make("calls", (), (), kind=Statistic, dtype=jnp.float32, combine="sum")
+    now = make("now", (), (), kind=UpdateStatistic, dtype=jnp.float32, combine="max")
+    calls = make("calls", (), (), kind=UpdateStatistic, dtype=jnp.float32, combine="sum")
     history = make("history", (3,), (None,), kind=Buffer, dtype=jnp.float32)
     return {"now": now, "calls": calls, "history": history}
 
@@ -505,7 +504,7 @@ def dequantized(model, params):
   found = {}
   for name, array in params.items():
     if f"{name}_scale" in params:
-      one = partial(model.how.weight_format.dequantize, dtype=jnp.float32)
+      one = partial(model.execution.weight_format.dequantize, dtype=jnp.float32)
       for _ in range(model.contracted[name][0]):  # layers, experts
         one = jax.vmap(one)
       array = one({"weight": array, "weight_scale": params[f"{name}_scale"]})

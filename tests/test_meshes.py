@@ -89,7 +89,7 @@ def test_loss_curve_by_a_table_of_ones_own(one_device, tmp_path):
   axes = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4, "sharding_tolerance": 0.5}
   config = tiny(**RUN, **axes, per_device_batch_size=1, custom_mesh_and_rule=rules_file(tmp_path, ""))
   p = program(config, devices=8)
-  assert p.model.how.mesh.axis_names == ("data", "tensor", "fsdp")
+  assert p.model.execution.sharding.mesh.axis_names == ("data", "tensor", "fsdp")
   query = p.state.params["groups/0/layers/0/mixer/query/weight"]
   assert query.sharding.spec == jax.P(None, "tensor", "fsdp", None)
   np.testing.assert_allclose(losses(config, devices=8), one_device, atol=1e-5, rtol=0)
@@ -97,7 +97,7 @@ def test_loss_curve_by_a_table_of_ones_own(one_device, tmp_path):
 
 def test_a_named_table():
   p = program(tiny(custom_mesh_and_rule="fsdp", per_device_batch_size=1), devices=8)
-  assert dict(p.model.how.mesh.shape) == {"data": 1, "fsdp": 8}
+  assert dict(p.model.execution.sharding.mesh.shape) == {"data": 1, "fsdp": 8}
   assert p.state.params["groups/0/layers/0/mixer/query/weight"].sharding.spec == jax.P(None, "fsdp", None, None)
 
 
@@ -295,12 +295,12 @@ def test_the_coordinator_listens_to_this_machine_alone():
 def test_two_simulated_slices(one_device):
   axes = {"num_slices": 2, "dcn_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
   config = tiny(**RUN, per_device_batch_size=1, **axes)
-  mesh = program(config, devices=8).model.how.mesh
+  mesh = program(config, devices=8).model.execution.sharding.mesh
   first_slice = {d.id for d in mesh.devices.reshape(2, 4)[0]}
   assert first_slice == {0, 1, 2, 3}, "data steps over slices, the rest stays within one"
   np.testing.assert_allclose(losses(config, devices=8), one_device, atol=1e-5, rtol=0)
   both = tiny(num_slices=2, dcn_data_parallelism=1, dcn_fsdp_parallelism=2, ici_fsdp_parallelism=4)
-  ids = [d.id for d in program(both, devices=8).model.how.mesh.devices.flat]
+  ids = [d.id for d in program(both, devices=8).model.execution.sharding.mesh.devices.flat]
   assert ids == list(range(8))
   with pytest.raises(ConfigError, match="num_slices=3 does not fit 8 devices in 1 slices"):
     program(tiny(num_slices=3), devices=8)

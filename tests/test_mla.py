@@ -12,19 +12,19 @@ from flax import nnx
 
 from maxtext.layers.context import Context
 from maxtext.layers.indexer import Indexer
-from maxtext.layers.make import Make
 from maxtext.layers.matmul import Matmul
 from maxtext.layers.mla import MLA
-from maxtext.layers.norm import Norm
-from maxtext.layers.rope import Rope, Yarn
+from maxtext.layers.norm import RMSNormSpec
+from maxtext.layers.param_factory import ParamFactory
+from maxtext.layers.rope import RotaryEmbedding, YarnScaling
 from tests.support import program, tiny
 
 B, S, E = 2, 16, 48
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
         "mscale_all_dim": 1.0, "original_max_position_embeddings": 64}  # fmt: skip
-ROPE = Rope(8, 10000.0, scaling=Yarn(40.0, 64), interleaved=True)
+ROPE = RotaryEmbedding(8, 10000.0, scaling=YarnScaling(40.0, 64), interleaved=True)
 SCALE = 24**-0.5 * (0.1 * math.log(40.0) + 1) ** 2
-SPEC = MLA(4, 16, 12, 16, 24, ROPE, SCALE, Norm(1e-6))
+SPEC = MLA(4, 16, 12, 16, 24, ROPE, SCALE, RMSNormSpec(1e-6))
 SPARSE = dataclasses.replace(SPEC, indexer=Indexer(16, 16, 5, dataclasses.replace(ROPE, interleaved=False)))
 SIZES = {"hidden_size": E, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24,
          "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "rope_parameters": YARN,
@@ -38,15 +38,15 @@ NAMES = {
 }  # fmt: skip
 
 CASES = {
-  "deepseek_v2": (dataclasses.replace(SPEC, q_rank=None), {"q_lora_rank": None}),
+  "deepseek_v2": (dataclasses.replace(SPEC, q_lora_rank=None), {"q_lora_rank": None}),
   "deepseek_v3": (SPEC, {"rope_interleave": True}),
   "deepseek_v32": (SPARSE, INDEXER),
 }
 
 
 def layer_of(spec, **changes):
-  how = dataclasses.replace(program(tiny()).model.how, **changes)
-  layer = spec.build(Make(0, jnp.float32), E, how)
+  execution = program(tiny()).model.execution.replace(**changes)
+  layer = spec.build(ParamFactory(0, jnp.float32), E, execution)
   for i, (_, variable) in enumerate(nnx.to_flat_state(nnx.state(layer))):
     variable.set_value(jnp.asarray(np.random.default_rng(i).standard_normal(variable[...].shape) * 0.5, jnp.float32))
   return layer
@@ -112,7 +112,7 @@ def test_prefill_and_decode_equal_the_forward_pass(spec, latent, matmul):
   spec = dataclasses.replace(spec, latent_cache=latent)
   layer, repeat = layer_of(spec, matmul=matmul), jnp.ones((), jnp.int32)
   expected, _ = layer(INPUT, context_of(spec, ROW), None, repeat)
-  slots = layer.cache_slots(B, S + 3)
+  slots = layer.cache_specs(B, S + 3)
   per_token = sum(math.prod(s.shape[1:]) // (S + 3) for s in slots.values()) - (16 if spec.indexer else 0)
   assert per_token == (16 + 8 if latent else 4 * (24 + 12))
   cache = {n: jnp.zeros(s.stacked(2).shape, s.dtype) for n, s in slots.items()}

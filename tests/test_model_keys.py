@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.layers.attention import Temperature
-from maxtext.layers.rope import Rope, Yarn, _frequencies, rotary_table, rotate
+from maxtext.layers.attention import QueryTemperature
+from maxtext.layers.rope import RotaryEmbedding, YarnScaling, _frequencies, rotary_table, rotate
 from tests.support import program, random_batch, tiny
 
 GEMMA4 = {"decoder_block": "gemma4", "rope_type": "default", "sliding_window_size": 8, "base_num_decoder_layers": 6}
@@ -131,14 +131,14 @@ def test_rope_keys(plain):
 def test_partial_and_proportional_rotation():
   x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 3, 1, 8)), jnp.float32)
   positions = jnp.arange(3)[None]
-  partial = rotate(x, rotary_table(Rope(4), positions, jnp.float32))
+  partial = rotate(x, rotary_table(RotaryEmbedding(4), positions, jnp.float32))
   np.testing.assert_array_equal(partial[..., 4:], x[..., 4:])
   assert not np.allclose(partial[0, 1:, :, :4], x[0, 1:, :, :4])
-  share = rotate(x, rotary_table(Rope(8, share=0.5), positions, jnp.float32))
+  share = rotate(x, rotary_table(RotaryEmbedding(8, share=0.5), positions, jnp.float32))
   still = [2, 3, 6, 7]
   np.testing.assert_array_equal(share[..., still], x[..., still])
-  neighbours = rotate(x, rotary_table(Rope(8, interleaved=True), positions, jnp.float32), interleaved=True)
-  halves = rotate(x[..., [0, 2, 4, 6, 1, 3, 5, 7]], rotary_table(Rope(8), positions, jnp.float32))
+  neighbours = rotate(x, rotary_table(RotaryEmbedding(8, interleaved=True), positions, jnp.float32), interleaved=True)
+  halves = rotate(x[..., [0, 2, 4, 6, 1, 3, 5, 7]], rotary_table(RotaryEmbedding(8), positions, jnp.float32))
   np.testing.assert_allclose(neighbours, halves[..., [0, 4, 1, 5, 2, 6, 3, 7]], atol=1e-6)
 
 
@@ -154,10 +154,12 @@ def test_yarn_equals_its_reference(fast, slow, truncate):
                 "original_max_position_embeddings": 4096, "truncate": truncate}  # fmt: skip
   config = LlamaConfig(head_dim=64, max_position_embeddings=163840, rope_parameters=parameters)
   expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
-  np.testing.assert_allclose(_frequencies(Rope(64, scaling=Yarn(40, 4096, fast, slow, truncate))), expected, rtol=1e-5)
+  np.testing.assert_allclose(
+    _frequencies(RotaryEmbedding(64, scaling=YarnScaling(40, 4096, fast, slow, truncate))), expected, rtol=1e-5
+  )
   yarn = {"rope_type": "yarn", "rope_factor": 40, "rope_attention_scaling": True, "beta_fast": fast, "beta_slow": slow}
   scaling = model_of(**yarn, rope_truncate=truncate).spec.groups[0].cycle[0].mixer.rope.scaling
-  assert scaling == Yarn(40, 4096, fast, slow, truncate, pytest.approx(factor))
+  assert scaling == YarnScaling(40, 4096, fast, slow, truncate, pytest.approx(factor))
 
 
 @pytest.mark.slow
@@ -176,5 +178,5 @@ def test_local_and_global_layers():
 
 def test_temperature_grows_with_position():
   np.testing.assert_allclose(
-    Temperature(4)(jnp.array([0, 2, 3, 7])), [1, 1, 1 + 0.1 * np.log(2), 1 + 0.1 * np.log(3)], rtol=1e-6
+    QueryTemperature(4)(jnp.array([0, 2, 3, 7])), [1, 1, 1 + 0.1 * np.log(2), 1 + 0.1 * np.log(3)], rtol=1e-6
   )

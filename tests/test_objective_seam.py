@@ -142,7 +142,7 @@ def test_fields_with_a_length_come_in_context_parallel_order():
   config = tiny(**(KEYS | EIGHT | {"per_device_batch_size": 1}))
   p = Program.of(config, make_mesh(config, jax.devices()[:8]), Ordered(), optax.sgd(0.1), DATA)
   _, metrics = p.step(p.init(), next(p.feed()).batch, p.init_frozen())
-  positions = p.model.how.attention.order.apply(pairs(0)["chosen"]["positions"])
+  positions = p.model.execution.kernels.attention.order.apply(pairs(0)["chosen"]["positions"])
   assert positions[0].tolist() != sorted(positions[0])
   assert float(metrics["order"]) == (positions * np.arange(16) ** 2).sum() / 8
 

@@ -24,9 +24,9 @@ from maxtext.inference.prefix_cache import PrefixCache
 from maxtext.inference.sampling import SamplingParams
 from maxtext.inference.scheduler import Request, Scheduler
 from maxtext.kernels.attention import reference
-from maxtext.kernels.paged import paged
-from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.layers.pages import read_pages
+from maxtext.kernels.attention_mask import ScoreSpec, Tokens
+from maxtext.kernels.paged_attention import paged
+from maxtext.layers.paged_kv_cache import read_pages
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
 from maxtext.models.build import build_model
@@ -216,7 +216,7 @@ def test_the_kernel_equals_the_reference(cap):
   lengths, order = np.array([1, 13, 32, 8], np.int32), iter(np.random.default_rng(0).permutation(N).tolist())
   table = np.array([[next(order) if m * P < length else N for m in range(M)] for length in lengths], np.int32)
   pools = [draw(n, K, R, N, P, W).at[..., D:].set(0).astype(jnp.bfloat16).astype(jnp.float32) for n in (0, 1)]
-  q, layer, scoring = draw(2, B, 1, H, D), jnp.int32(1), Scoring(D**-0.5, cap=cap)
+  q, layer, scoring = draw(2, B, 1, H, D), jnp.int32(1), ScoreSpec(D**-0.5, cap=cap)
   mesh = make_mesh(tiny(ici_data_parallelism=2, ici_fsdp_parallelism=1, ici_tensor_parallelism=2), jax.devices()[:4])
   with pltpu.force_tpu_interpret_mode():
     run = jax.jit(lambda *arrays: paged(*arrays, scoring, 3, mesh, "data", "tensor"))
@@ -231,7 +231,9 @@ def paged_model(mesh, axes, **changes):
   keys = {"attention": "paged", "dtype": "bfloat16", "head_dim": 64, "base_emb_dim": 256, "max_target_length": 256}
   config = tiny(**keys, **axes)
   model = build_model(config, make_mesh(config, mesh))
-  return Model.of(model.spec, replace(model.how, cache_pages=replace(model.how.cache_pages, kernel=True, **changes)))
+  return Model.of(
+    model.spec, model.execution.replace(cache_pages=replace(model.execution.kv_cache.pages, kernel=True, **changes))
+  )
 
 
 @pytest.mark.slow
@@ -242,9 +244,11 @@ def test_a_model_reads_pages_by_the_kernel(axes, calls):
   """Where queries are split further than keys too; where layers are split, pages are gathered."""
   axes = {f"ici_{axis}_parallelism": parts for axis, parts in axes.items()}
   model = paged_model(jax.devices()[:4], axes, count=12, size=8, block=2, alignment=1)
-  gathers = Model.of(model.spec, replace(model.how, cache_pages=replace(model.how.cache_pages, kernel=False)))
+  gathers = Model.of(
+    model.spec, model.execution.replace(cache_pages=replace(model.execution.kv_cache.pages, kernel=False))
+  )
   params, _ = jax.jit(model.init)(0)
-  slots = model.bind(params).cache_slots(2, 32)
+  slots = model.bind(params).cache_specs(2, 32)
   cache = jax.tree.map(lambda kind: draw(0, *kind.shape).astype(kind.dtype), slots)
   pages, fed = np.array([[7, 2, 12, 12], [0, 11, 4, 12]]), (jnp.array([[5], [6]]), jnp.array([10, 16]))
   plain, _ = jax.jit(partial(forward_step, gathers))(params, cache, *fed, pages=pages)
@@ -264,13 +268,13 @@ def test_a_step_on_tpus_reads_pages_where_they_lie(topology):
   """Nothing as large as one layer's part of a pool is copied."""
   pytest.importorskip("libtpu")
   model = paged_model(Topology.named(topology).devices(), {"ici_tensor_parallelism": 2}, count=4096)
-  how, params = model.how, model.params
+  execution, params = model.execution, model.params
 
   def placed(kind):
-    sharding = NamedSharding(how.mesh, how.partition(kind.shape, *kind.axes))
+    sharding = NamedSharding(execution.sharding.mesh, execution.sharding.partition(kind.shape, *kind.axes))
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
 
-  cache = jax.tree.map(placed, model.bind(params).cache_slots(8, 256))
+  cache = jax.tree.map(placed, model.bind(params).cache_specs(8, 256))
   *fed, pages = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 1), (8,), (8, 8)))
   compiled = jax.jit(partial(forward_step, model), donate_argnums=1).lower(params, cache, *fed, pages=pages).compile()
   assert "paged_attention" in compiled.as_text()

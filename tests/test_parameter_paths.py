@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxtext.layers import parameter_paths as paths
-from maxtext.layers.make import Make
+from maxtext.layers.param_factory import ParamFactory
 from maxtext.layers.parameter_paths import LayerPath
 
 QUERY = "groups/0/layers/12/mixer/query/weight"
@@ -17,7 +17,7 @@ QUERY = "groups/0/layers/12/mixer/query/weight"
     ("groups/3/layers/0/mixer_norm/scale", LayerPath(3, 0, "mixer_norm/scale")),
     ("groups/0/layers/1.3/mixer/query/weight", None),  # one repeat, as a checkpoint keeps it
     ("groups/0/layers/1", None),
-    ("ahead/0/stack/layers/0/mixer/query/weight", None),
+    ("mtp/0/stack/layers/0/mixer/query/weight", None),
     ("embedding/table", None),
   ],
 )
@@ -33,10 +33,10 @@ def test_one_repeat_of_a_layer():
 
 
 def test_layers_that_predict_further_tokens():
-  path = paths.prediction_layer(1, "mixer")
-  assert path == "ahead/1/stack/layers/0/mixer"
-  assert paths.prediction_number(path) == 1
-  assert paths.prediction_number(QUERY) is None
+  path = paths.mtp_path(1, "mixer")
+  assert path == "mtp/1/stack/layers/0/mixer"
+  assert paths.mtp_index(path) == 1
+  assert paths.mtp_index(QUERY) is None
 
 
 def test_names_of_a_path():
@@ -53,8 +53,8 @@ def test_names_of_a_path():
   [
     (f"{paths.ANY_LAYER}/mixer/query/weight", QUERY, True),
     (f"{paths.ANY_LAYER}/mixer/query", QUERY, False),
-    (f"{paths.ANY_PREDICTION}/join/weight", "ahead/0/join/weight", True),
-    (f"{paths.ANY_PREDICTION}/join/weight", "ahead/a/join/weight", False),
+    (f"{paths.ANY_PREDICTION}/join/weight", "mtp/0/join/weight", True),
+    (f"{paths.ANY_PREDICTION}/join/weight", "mtp/a/join/weight", False),
     ("a.b/*", "a.b/7", True),
     ("a.b/*", "a-b/7", False),
   ],
@@ -65,4 +65,4 @@ def test_patterns(pattern, path, fit):
 
 def test_values_depend_on_these_paths():
   """The factory's path begins with a slash: initial values are a hash of it."""
-  assert Make(0, jnp.float32).at("groups").at(0).at("norm").path == "/groups/0/norm"
+  assert ParamFactory(0, jnp.float32).at("groups").at(0).at("norm").path == "/groups/0/norm"

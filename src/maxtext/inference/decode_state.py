@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.inference.sampling import SamplerOutput, SamplingState, TokenHistory, sample
-from maxtext.layers.cache import Cache, Slots
-from maxtext.layers.pages import insert_row
+from maxtext.layers.kv_cache import Cache, CacheSpec
+from maxtext.layers.paged_kv_cache import insert_row
 from maxtext.models.model import Model, Params
 
 Caches = list[list[Cache]]
@@ -50,7 +50,7 @@ def init_decode_state(
   """
   zeros, vocab = jnp.zeros(slots, jnp.int32), model.spec.vocab
   history = TokenHistory(jnp.zeros((slots, vocab), bool), jnp.zeros((slots, vocab), jnp.int32))
-  cache = model.bind(params).empty_cache(slots, max_model_len)
+  cache = model.bind(params).init_cache(slots, max_model_len)
   sequences = jnp.zeros((slots, sequence_len), jnp.int32)
   return DecodeState(cache, sequences, zeros, zeros, SamplingState.empty(slots, vocab), history)
 
@@ -90,7 +90,7 @@ def prefill(
 
 
 def insert(
-  cache_slots: list[list[dict[str, Slots]]],
+  cache_specs: list[list[dict[str, CacheSpec]]],
   state: DecodeState,
   row: Caches,
   slot: jax.Array,
@@ -113,7 +113,7 @@ def insert(
   """
   indices, count = jnp.arange(sequence.shape[0]), counts[1]
 
-  def put(kind: Slots, whole: jax.Array, one: jax.Array) -> jax.Array:
+  def put(kind: CacheSpec, whole: jax.Array, one: jax.Array) -> jax.Array:
     if kind.paged:
       return insert_row(whole, one, pages)
     return jax.lax.dynamic_update_slice_in_dim(whole, one, slot, axis=1)
@@ -127,7 +127,7 @@ def insert(
     state.history.output.at[slot].set(token_counts(indices >= counts[0])),
   )
   return DecodeState(
-    jax.tree.map(put, cache_slots, state.cache, row),
+    jax.tree.map(put, cache_specs, state.cache, row),
     state.sequences.at[slot, indices].set(sequence, mode="drop"),
     state.tokens.at[slot].set(sequence[count - 1]),
     state.positions.at[slot].set(count - 1),

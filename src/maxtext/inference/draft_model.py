@@ -7,14 +7,14 @@ random numbers as the large model, so tokens that are likely under both are ofte
 Shapes: B slots, W draft tokens.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
 from maxtext.inference.decode_state import Caches, DecodeState, commit, forward_step, prefill
 from maxtext.inference.sampling import sample
-from maxtext.layers.cache import Slots
+from maxtext.layers.kv_cache import CacheSpec
 from maxtext.models.model import Model, Params
 
 _PREFIX = "draft/"
@@ -34,16 +34,16 @@ class DraftModel:
 
   def with_speculation(self, num_speculative_tokens: int) -> "DraftModel":
     """A copy whose cache, which is never paged, has room for draft tokens that are rejected."""
-    how = replace(self.model.how, cache_ahead=num_speculative_tokens, cache_pages=None)
-    return DraftModel(Model.of(self.model.spec, how), self.params)
+    execution = self.model.execution.replace(cache_ahead=num_speculative_tokens, cache_pages=None)
+    return DraftModel(Model.of(self.model.spec, execution), self.params)
 
-  def cache_slots(self, rows: int, max_model_len: int) -> list[list[dict[str, Slots]]]:
+  def cache_specs(self, rows: int, max_model_len: int) -> list[list[dict[str, CacheSpec]]]:
     """The description of each array of the KV cache."""
-    return self.model.shapes.cache_slots(rows, max_model_len)
+    return self.model.shapes.cache_specs(rows, max_model_len)
 
-  def empty_cache(self, params: Params, rows: int, max_model_len: int) -> Caches:
+  def init_cache(self, params: Params, rows: int, max_model_len: int) -> Caches:
     """An empty KV cache."""
-    return self.model.bind(_draft_params(params)).empty_cache(rows, max_model_len)
+    return self.model.bind(_draft_params(params)).init_cache(rows, max_model_len)
 
   def prefill(
     self, params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array, fresh: bool

@@ -91,7 +91,7 @@ class Engine:
     self.num_speculative_tokens = num_speculative_tokens
     self._spec, self.vocab = model.spec, model.spec.vocab
     self._paged, self.block_table = programs.pages is not None, programs.block_table()
-    min_chunk = _MIN_CHUNK_SPLASH if model.how.attention.kernel == "splash" else _MIN_CHUNK
+    min_chunk = _MIN_CHUNK_SPLASH if model.execution.kernels.attention.kernel == "splash" else _MIN_CHUNK
     self.chunk_sizes = _chunk_sizes(min_chunk, min(chunk_size or max_prompt_len, max_prompt_len))
     # Preempted requests are prefilled with their output, which may be longer than the longest prompt.
     resumes_long = self._paged and self.max_model_len > self.chunk_sizes[-1]
@@ -99,11 +99,11 @@ class Engine:
 
     self.state = jax.jit(programs.init_state)(self._params)
     shardings = jax.tree.map(lambda a: a.sharding, self.state)
-    self._replicated = NamedSharding(model.how.mesh, PartitionSpec())
+    self._replicated = NamedSharding(model.execution.sharding.mesh, PartitionSpec())
     self._full_bitmask = jax.device_put(full_token_bitmask(slots, self.vocab), self._replicated)
     self._prefill = jax.jit(programs.prefill)
     self._prefill_chunk = jax.jit(programs.prefill_chunk, donate_argnums=() if reuse_rows else 1)
-    self._insert = jax.jit(partial(insert, programs.cache_slots()), donate_argnums=0, out_shardings=shardings)
+    self._insert = jax.jit(partial(insert, programs.cache_specs()), donate_argnums=0, out_shardings=shardings)
     out_shardings = (shardings, self._replicated)
     self._decode_step = jax.jit(programs.decode_step, donate_argnums=1, out_shardings=out_shardings)
     self._score = jax.jit(programs.score)
@@ -305,10 +305,10 @@ def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 def dropless(model: Model) -> Model:
   """The model with experts that drop no token: which tokens are dropped would depend on the rest of the batch."""
-  experts = model.how.experts
+  experts = model.execution.kernels.experts
   if not experts.drops:
     return model
-  return Model.of(model.spec, replace(model.how, experts=replace(experts, method="dropless", buffer=None)))
+  return Model.of(model.spec, model.execution.replace(experts=replace(experts, method="dropless", buffer=None)))
 
 
 def _chunk_sizes(shortest: int, longest: int) -> tuple[int, ...]:

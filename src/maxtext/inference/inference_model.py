@@ -125,7 +125,7 @@ def make_engine(
       f"max_prefill_predict_length={c.max_prefill_predict_length} leaves no room for output in "
       f"max_target_length={c.max_target_length}: lower it."
     )
-  if num_speculative_tokens and not model.shapes.takes_back:
+  if num_speculative_tokens and not model.shapes.supports_rollback:
     raise ConfigError(
       f"--num-speculative-tokens {num_speculative_tokens}: this model has recurrent layers, whose state cannot reject "
       "a draft token: leave the flag out."
@@ -136,14 +136,14 @@ def make_engine(
       f"--draft-model: its vocabulary has {draft_model.model.spec.vocab} tokens, the model's {model.spec.vocab}: use a "
       "draft model with the same tokenizer."
     )
-  if draft_model is not None and not draft_model.model.shapes.takes_back:
+  if draft_model is not None and not draft_model.model.shapes.supports_rollback:
     raise ConfigError(
       "--draft-model: that model has recurrent layers, whose state cannot reject a draft token: use another model."
     )
   return Engine(
     model,
     params,
-    slots=global_batch_size(config, model.how.mesh.size),
+    slots=global_batch_size(config, model.execution.sharding.mesh.size),
     max_model_len=c.max_target_length,
     max_prompt_len=c.max_prefill_predict_length,
     chunk_size=c.prefill_chunk_size if c.use_chunked_prefill else None,
@@ -160,10 +160,10 @@ def load_draft_model(config: MaxTextConfig, mesh: Mesh) -> DraftModel:
 
 
 def _check_pages(config: MaxTextConfig, model: Model) -> None:
-  c, pages = config, model.how.cache_pages
+  c, pages = config, model.execution.kv_cache.pages
   if pages is None:
     return
-  if not any(slots.paged for slots in jax.tree.leaves(model.shapes.cache_slots(1, 1))):
+  if not any(slots.paged for slots in jax.tree.leaves(model.shapes.cache_specs(1, 1))):
     raise ConfigError(
       "attention=paged: no layer of this model caches the whole sequence, so there is nothing to page: "
       "write attention=autoselected."

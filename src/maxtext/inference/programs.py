@@ -3,7 +3,7 @@
 Shapes: B slots, S tokens of a chunk, T longest sequence, M most pages of a slot, W draft tokens, V vocabulary.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from maxtext.inference.decode_state import (
 from maxtext.inference.draft_model import DraftModel
 from maxtext.inference.ngram_proposer import propose
 from maxtext.inference.sampling import SamplerOutput, sample
-from maxtext.layers.cache import Slots
-from maxtext.layers.pages import Pages
+from maxtext.layers.kv_cache import CacheSpec
+from maxtext.layers.paged_kv_cache import PagedKVCache
 from maxtext.models.model import Model, Params
 
 
@@ -55,20 +55,20 @@ class Programs:
   ) -> "Programs":
     """Adds room for draft tokens to the caches; `max_model_len` is limited by what the pages of one slot hold."""
     if num_speculative_tokens:
-      model = Model.of(model.spec, replace(model.how, cache_ahead=num_speculative_tokens))
+      model = Model.of(model.spec, model.execution.replace(cache_ahead=num_speculative_tokens))
     if draft_model is not None:
       draft_model = draft_model.with_speculation(num_speculative_tokens)
-    pages = model.how.cache_pages
+    pages = model.execution.kv_cache.pages
     if pages is None:
       return Programs(model, model, draft_model, slots, max_model_len, num_speculative_tokens)
-    unpaged = Model.of(model.spec, replace(model.how, cache_pages=None))
+    unpaged = Model.of(model.spec, model.execution.replace(cache_pages=None))
     max_model_len = min(max_model_len, pages.per_row(max_model_len) * pages.size)
     return Programs(unpaged, model, draft_model, slots, max_model_len, num_speculative_tokens)
 
   @property
-  def pages(self) -> Pages | None:
+  def pages(self) -> PagedKVCache | None:
     """The layout of a paged KV cache; None where each slot has a contiguous row."""
-    return self.slot_model.how.cache_pages
+    return self.slot_model.execution.kv_cache.pages
 
   def block_table(self) -> BlockTable:
     """An empty block table; without pages each slot has one page that holds the longest sequence."""
@@ -76,10 +76,10 @@ class Programs:
       return BlockTable(self.slots, self.max_model_len + self.num_speculative_tokens, self.slots, 1)
     return BlockTable(self.pages.count, self.pages.size, self.slots, self.pages.per_row(self.max_model_len))
 
-  def cache_slots(self) -> list[list[dict[str, Slots]]]:
+  def cache_specs(self) -> list[list[dict[str, CacheSpec]]]:
     """The description of each array of the slots' KV cache."""
-    own = self.slot_model.shapes.cache_slots(self.slots, self.max_model_len)
-    return own if self.draft_model is None else own + self.draft_model.cache_slots(self.slots, self.max_model_len)
+    own = self.slot_model.shapes.cache_specs(self.slots, self.max_model_len)
+    return own if self.draft_model is None else own + self.draft_model.cache_specs(self.slots, self.max_model_len)
 
   def init_state(self, params: Params) -> DecodeState:
     """The state of empty slots. It holds the sequences only if the n-gram proposer reads them."""
@@ -87,13 +87,13 @@ class Programs:
     state = init_decode_state(self.slot_model, params, self.slots, self.max_model_len, sequence_len)
     if self.draft_model is None:
       return state
-    return state._replace(cache=state.cache + self.draft_model.empty_cache(params, self.slots, self.max_model_len))
+    return state._replace(cache=state.cache + self.draft_model.init_cache(params, self.slots, self.max_model_len))
 
   def prefill(self, params: Params, tokens: jax.Array, count: jax.Array) -> Caches:
     """A new row after the first `count` [1] tokens of [1,S]."""
-    row = self.row_model.bind(params).empty_cache(1, self.max_model_len)
+    row = self.row_model.bind(params).init_cache(1, self.max_model_len)
     if self.draft_model is not None:
-      row = row + self.draft_model.empty_cache(params, 1, self.max_model_len)
+      row = row + self.draft_model.init_cache(params, 1, self.max_model_len)
     return self._prefill(params, row, tokens, jnp.zeros((), jnp.int32), count, fresh=True)
 
   def prefill_chunk(self, params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array) -> Caches:

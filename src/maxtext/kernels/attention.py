@@ -1,6 +1,6 @@
 """Attention: softmax(q k^T) v, causal or not, with windows or chunks, segments, spans, a soft cap on logits and sinks.
 
-`reference` is the plain form and the oracle of the others; `Attention` dispatches to one of them.
+`reference` is the plain form and the oracle of the others; `AttentionKernel` dispatches to one of them.
 
 Shapes: B batch, S queries, T keys, H query heads, K key heads, G = H/K query heads per key head, D head dim.
 """
@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxtext.kernels.attention_mask import ScoreSpec, Tokens, gathered, keys_like_queries, scores
 from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
-from maxtext.kernels.ring import ring
-from maxtext.kernels.scores import Scoring, Tokens, gathered, keys_like_queries, scores
-from maxtext.kernels.splash import SplashBlocks, splash
-from maxtext.kernels.sums import Sums
-from maxtext.kernels.token_order import TokenOrder
+from maxtext.kernels.load_balance import LoadBalancedOrder
+from maxtext.kernels.online_softmax import OnlineSoftmax
+from maxtext.kernels.ring_attention import ring
+from maxtext.kernels.splash_attention import SplashBlocks, splash
 from maxtext.mesh.explicit import auto_axes
 from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 
@@ -32,7 +32,7 @@ RESULT = "context"
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionKernel:
   """Self-attention of whole sequences, by one of the kernels.
 
   Attributes:
@@ -45,7 +45,7 @@ class Attention:
   precision: str = "default"
   blocks: SplashBlocks = field(default_factory=SplashBlocks)
   ring: bool = False
-  order: TokenOrder | None = None
+  order: LoadBalancedOrder | None = None
   interpret: bool = False
 
   def __call__(
@@ -54,7 +54,7 @@ class Attention:
     k: jax.Array,
     v: jax.Array,
     tokens: Tokens,
-    scoring: Scoring,
+    scoring: ScoreSpec,
     sinks: jax.Array | None = None,
     *,
     chosen: jax.Array | None = None,
@@ -110,7 +110,7 @@ class Attention:
     k: jax.Array,
     v: jax.Array,
     tokens: Tokens,
-    scoring: Scoring,
+    scoring: ScoreSpec,
     sinks: jax.Array | None,
     mesh: Mesh,
     q_spec: PartitionSpec,
@@ -148,13 +148,13 @@ def reference(
   v: jax.Array,
   queries: Tokens,
   keys: Tokens,
-  scoring: Scoring,
+  scoring: ScoreSpec,
   sinks: jax.Array | None = None,
   precision: str = "default",
   chosen: jax.Array | None = None,
   matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
-  """The plain form: a key is visible if `Scoring.sees` it, it is of the same segment, and chosen [B,1 or H,S,T].
+  """The plain form: a key is visible if `ScoreSpec.sees` it, it is of the same segment, and chosen [B,1 or H,S,T].
 
   A sink is a logit of its own per head, which takes its share of the softmax and gives nothing.
   """
@@ -173,7 +173,7 @@ def chunked(
   v: jax.Array,
   queries: Tokens,
   keys: Tokens,
-  scoring: Scoring,
+  scoring: ScoreSpec,
   sinks: jax.Array | None = None,
   precision: str = "default",
   chunks: int = 8,
@@ -206,7 +206,7 @@ def blockwise(
   read: Callable[[jax.Array], tuple[jax.Array, jax.Array, Tokens]],
   blocks: jax.Array,
   queries: Tokens,
-  scoring: Scoring,
+  scoring: ScoreSpec,
   sinks: jax.Array | None = None,
   precision: str = "default",
   matmuls: AttentionMatmuls = PLAIN,
@@ -219,15 +219,15 @@ def blockwise(
   _, values, _ = jax.eval_shape(read, jnp.zeros((), jnp.int32))
   K, D = values.shape[2:]
 
-  def join(block: jax.Array, sums: Sums) -> Sums:
+  def join(block: jax.Array, sums: OnlineSoftmax) -> OnlineSoftmax:
     k, v, keys = read(block)
     return sums.join(q, k, v, queries, keys, scoring, precision, matmuls)
 
-  return jax.lax.fori_loop(0, blocks, join, Sums.empty((B, K, H // K, S), D, sinks)).mean.astype(values.dtype)
+  return jax.lax.fori_loop(0, blocks, join, OnlineSoftmax.empty((B, K, H // K, S), D, sinks)).mean.astype(values.dtype)
 
 
 def largest_logits(
-  q: jax.Array, k: jax.Array, tokens: Tokens, scoring: Scoring, precision: str = "default", chunks: int = 8
+  q: jax.Array, k: jax.Array, tokens: Tokens, scoring: ScoreSpec, precision: str = "default", chunks: int = 8
 ) -> jax.Array:
   """The largest logit of each head [H], before any cap, over all queries and the keys they see; no gradient flows
   through it."""
@@ -245,7 +245,7 @@ def largest_logits(
   return jnp.stack(found).max(0).reshape(q.shape[2])
 
 
-def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scoring: Scoring) -> jax.Array:
+def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scoring: ScoreSpec) -> jax.Array:
   assert scoring.cap is None, "refused when the model is built"
   assert not scoring.chunked, "refused when the model is built"
   mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])

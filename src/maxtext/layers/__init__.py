@@ -1,1 +1,1 @@
-"""Building blocks of models. They take a small spec (what) and a `How` (how this run executes it), never a config."""
+"""Building blocks of models. They take a small spec (what) and an `ExecutionConfig` (how), never the configuration."""

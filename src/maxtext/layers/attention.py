@@ -11,19 +11,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.layers.cache import Cache, Slots, extend, rings
+from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.layers.cached_attention import CACHED, QUERIES, CachedAttention
-from maxtext.layers.clip import largest_logit, per_head, watch
 from maxtext.layers.context import Context
-from maxtext.layers.how import How
-from maxtext.layers.key_blocks import KeyBlocks
+from maxtext.layers.execution import ExecutionConfig
+from maxtext.layers.kv_cache import Cache, CacheSpec, cache_arrays, update_cache
 from maxtext.layers.linear import Linear
-from maxtext.layers.make import Make
 from maxtext.layers.matmul import attention_matmuls
-from maxtext.layers.norm import Norm, RMSNorm
+from maxtext.layers.moba import MoBA
+from maxtext.layers.norm import RMSNorm, RMSNormSpec
+from maxtext.layers.param_factory import ParamFactory
 from maxtext.layers.parameter_paths import split
-from maxtext.layers.rope import Rope, rotate
+from maxtext.layers.qk_clip import largest_logit, per_head, watch
+from maxtext.layers.rope import RotaryEmbedding, rotate
 
 _KV = ("activation_batch", "activation_length", "activation_kv_heads", "activation_head_dim")
 
@@ -37,13 +37,13 @@ class QueryKeyNorm:
     rotated: after the rotation instead of before it.
   """
 
-  norm: Norm
+  norm: RMSNormSpec
   over: Literal["head", "all"] = "head"
   rotated: bool = False
 
 
 @dataclass(frozen=True)
-class Temperature:
+class QueryTemperature:
   """Queries grow with the logarithm of how many times `length` fits into their position."""
 
   length: int
@@ -78,7 +78,7 @@ class GQA:
   heads: int
   kv_heads: int
   head_dim: int
-  rope: Rope | None
+  rope: RotaryEmbedding | None
   window: int | None = None
   chunked: bool = False
   scale: float | None = None
@@ -86,14 +86,14 @@ class GQA:
   bias: bool = False
   out_bias: bool = False
   qk_norm: QueryKeyNorm | None = None
-  value_norm: Norm | None = None
+  value_norm: RMSNormSpec | None = None
   shared_values: bool = False
   sinks: bool = False
-  temperature: Temperature | None = None
+  temperature: QueryTemperature | None = None
   gated: bool = False
   out_width: int | None = None
   fused: bool = False
-  blocks: KeyBlocks | None = None
+  blocks: MoBA | None = None
   watched: bool = False
   causal: bool = True
 
@@ -103,23 +103,23 @@ class GQA:
     return self.heads * self.head_dim
 
   @property
-  def ropes(self) -> tuple[Rope, ...]:
+  def ropes(self) -> tuple[RotaryEmbedding, ...]:
     """The rotary tables it needs."""
     return () if self.rope is None else (self.rope,)
 
   @property
-  def scoring(self) -> Scoring:
+  def scoring(self) -> ScoreSpec:
     """What the kernel is told."""
     scale = self.head_dim**-0.5 if self.scale is None else self.scale
-    return Scoring(scale, self.window, self.chunked, self.cap, self.causal)
+    return ScoreSpec(scale, self.window, self.chunked, self.cap, self.causal)
 
   @property
-  def kept_back(self) -> int | None:
+  def cache_window(self) -> int | None:
     """How far back keys are kept; None is all the way, as where blocks are chosen by all their keys."""
     return None if self.blocks is not None else self.window
 
   @property
-  def any_order(self) -> bool:
+  def order_invariant(self) -> bool:
     """Whether the tokens of a row may stand in any order, since positions say what comes before what."""
     return self.blocks is None and not self.watched
 
@@ -133,38 +133,40 @@ class GQA:
     factors = {"key": key, "query": (groups / key[..., None]).reshape(gamma.shape)}
     return {n: per_head(w, factors[split(n)[0]]) for n, w in weights.items() if split(n)[0] in factors}
 
-  def build(self, make: Make, width: int, how: How) -> "GroupedQueryAttention":
+  def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> "GroupedQueryAttention":
     """The layer."""
-    return GroupedQueryAttention(make, self, width, how)
+    return GroupedQueryAttention(factory, self, width, execution)
 
 
 class GroupedQueryAttention(nnx.Module):
   """Projections, norms, rotation, attention, output projection."""
 
-  def __init__(self, make: Make, spec: GQA, width: int, how: How) -> None:
-    self.spec, self.how = spec, how
-    self.matmuls = attention_matmuls(how.matmul, make.module_path, how.fused_attention)
+  def __init__(self, factory: ParamFactory, spec: GQA, width: int, execution: ExecutionConfig) -> None:
+    self.spec, self.execution = spec, execution
+    self.matmuls = attention_matmuls(execution.matmul, factory.module_path, execution.fused_attention)
     x, q = {"embed": width}, {"heads": spec.heads, "head_dim": spec.head_dim}
     kv, out = {"kv_heads": spec.kv_heads, "head_dim": spec.head_dim}, {"embed": spec.out_width or width}
 
     def product(name: str, outputs: dict[str, int]) -> Linear:
-      return Linear(make.at(name), x, outputs, how, f"{name}_proj", bias=spec.bias)
+      return Linear(factory.scope(name), x, outputs, execution, f"{name}_proj", bias=spec.bias)
 
     self.qkv = product("qkv", {"qkv": 3, **q}) if spec.fused else None
     self.query = None if spec.fused else product("query", q)
     self.key = None if spec.fused else product("key", kv)
     self.value = None if spec.fused or spec.shared_values else product("value", kv)
-    self.out = Linear(make.at("out"), q, out, how, "out_proj", bias=spec.out_bias)
-    self.gate = Linear(make.at("gate"), x, q, how, "query_proj") if spec.gated else None
-    self.query_norm, self.key_norm = self._head_norms(make)
-    self.value_norm = None if spec.value_norm is None else spec.value_norm.build(make.at("value_norm"), spec.head_dim)
-    self.sinks = make("sinks", (spec.heads,), ("heads",)) if spec.sinks else None
-    self.largest_logit = largest_logit(make, spec.heads) if spec.watched else None
+    self.out = Linear(factory.scope("out"), q, out, execution, "out_proj", bias=spec.out_bias)
+    self.gate = Linear(factory.scope("gate"), x, q, execution, "query_proj") if spec.gated else None
+    self.query_norm, self.key_norm = self._head_norms(factory)
+    self.value_norm = (
+      None if spec.value_norm is None else spec.value_norm.build(factory.scope("value_norm"), spec.head_dim)
+    )
+    self.sinks = factory("sinks", (spec.heads,), ("heads",)) if spec.sinks else None
+    self.largest_logit = largest_logit(factory, spec.heads) if spec.watched else None
 
   def __call__(
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
   ) -> tuple[jax.Array, Cache | None]:
-    spec, how = self.spec, self.how
+    spec, execution = self.spec, self.execution
     assert cache is None or spec.causal, "an encoder sees all of its input at once"
     q, k, v = self._projected(x)
     if self.value_norm is not None:
@@ -172,38 +174,42 @@ class GroupedQueryAttention(nnx.Module):
     q, k = self._placed(self.query_norm, q, context, QUERIES), self._placed(self.key_norm, k, context, _KV)
     if spec.temperature is not None:
       q = q * spec.temperature(context.positions)[..., None, None].astype(q.dtype)
-    v = how.shard(v, *_KV)
+    v = execution.sharding.constrain(v, *_KV)
     tokens = Tokens(context.positions, context.segments, context.spans)
     sinks = None if self.sinks is None else self.sinks[...]
     if cache is not None and not context.fresh:
-      over = CachedAttention(how, spec.scoring, sinks, spec.blocks, self.matmuls)
-      table = context.pages if spec.kept_back is None else None
+      over = CachedAttention(execution, spec.scoring, sinks, spec.blocks, self.matmuls)
+      table = context.pages if spec.cache_window is None else None
       out, cache = over(q, {"key": k, "value": v}, cache, repeat, context, table)
       return self._out(x, out), cache
     if cache is not None:
-      cache, seen, _ = extend(cache, repeat, context, {"key": k, "value": v}, how.cache_rounding)
+      cache, seen, _ = update_cache(cache, repeat, context, {"key": k, "value": v}, execution.kv_cache.quantization)
       k, v = seen["key"], seen["value"]
     chosen = None if spec.blocks is None else spec.blocks.chosen(q, k, tokens, tokens)
-    watch(self.largest_logit, q, k, tokens, spec.scoring, how.precision)
-    q_spec, kv_spec = how.partition(q.shape, *QUERIES), how.partition(k.shape, *_KV)
-    out = how.attention(
+    watch(self.largest_logit, q, k, tokens, spec.scoring, execution.numerics.precision)
+    q_spec, kv_spec = execution.sharding.partition(q.shape, *QUERIES), execution.sharding.partition(k.shape, *_KV)
+    out = execution.kernels.attention(
       q, k, v, tokens, spec.scoring, sinks,
-      chosen=chosen, mesh=how.mesh, q_spec=q_spec, kv_spec=kv_spec, matmuls=self.matmuls,
+      chosen=chosen, mesh=execution.sharding.mesh, q_spec=q_spec, kv_spec=kv_spec, matmuls=self.matmuls,
     )  # fmt: skip
     return self._out(x, out), cache
 
-  def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
+  def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]:
     """The cache of one layer."""
-    spec, how = self.spec, self.how
-    reach = length if spec.kept_back is None else min(spec.kept_back, length)
-    slots = Slots((batch, spec.kv_heads, reach + how.cache_ahead, spec.head_dim), CACHED, how.dtype)
-    pages = how.cache_pages if spec.kept_back is None else None
-    return rings({"key": slots, "value": slots}, how.cache_rounding, pages)
+    spec, execution = self.spec, self.execution
+    reach = length if spec.cache_window is None else min(spec.cache_window, length)
+    slots = CacheSpec(
+      (batch, spec.kv_heads, reach + execution.kv_cache.speculative_tokens, spec.head_dim),
+      CACHED,
+      execution.numerics.dtype,
+    )
+    pages = execution.kv_cache.pages if spec.cache_window is None else None
+    return cache_arrays({"key": slots, "value": slots}, execution.kv_cache.quantization, pages)
 
   def _out(self, x: jax.Array, out: jax.Array) -> jax.Array:
     if self.gate is not None:
       out = out * jax.nn.sigmoid(self.gate(x))
-    return self.out(self.how.shard(out, *QUERIES))
+    return self.out(self.execution.sharding.constrain(out, *QUERIES))
 
   def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     if self.qkv is not None:
@@ -214,12 +220,12 @@ class GroupedQueryAttention(nnx.Module):
     k = self.key(x)
     return self.query(x), k, k if self.value is None else self.value(x)
 
-  def _head_norms(self, make: Make) -> tuple[RMSNorm | None, RMSNorm | None]:
+  def _head_norms(self, factory: ParamFactory) -> tuple[RMSNorm | None, RMSNorm | None]:
     spec, norms = self.spec, self.spec.qk_norm
     if norms is None:
       return None, None
     q, k = (spec.head_dim * (n if norms.over == "all" else 1) for n in (spec.heads, spec.kv_heads))
-    return norms.norm.build(make.at("query_norm"), q), norms.norm.build(make.at("key_norm"), k)
+    return norms.norm.build(factory.scope("query_norm"), q), norms.norm.build(factory.scope("key_norm"), k)
 
   def _placed(self, norm: RMSNorm | None, x: jax.Array, context: Context, axes: tuple[str, ...]) -> jax.Array:
     """Queries or keys, normed and turned to their positions in the order of the spec."""
@@ -234,4 +240,4 @@ class GroupedQueryAttention(nnx.Module):
       return x if rope is None else rotate(x, context.table(rope), rope.interleaved)
 
     x = normed(turned(x)) if norms is not None and norms.rotated else turned(normed(x))
-    return self.how.shard(x, *axes)
+    return self.execution.sharding.constrain(x, *axes)

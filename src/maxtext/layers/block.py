@@ -8,15 +8,15 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.layers.cache import Cache, Slots
 from maxtext.layers.context import Context
-from maxtext.layers.engram import Engram
-from maxtext.layers.how import How
-from maxtext.layers.make import Buffer, Make
-from maxtext.layers.norm import AnyNorm, NormLayer
-from maxtext.layers.rope import Rope
+from maxtext.layers.engram import EngramMemory
+from maxtext.layers.execution import ExecutionConfig
+from maxtext.layers.hyper_connections import HyperConnections, HyperConnectionWeights, branch_input, rejoined
+from maxtext.layers.kv_cache import Cache, CacheSpec
+from maxtext.layers.norm import NormLayer, NormSpec
+from maxtext.layers.param_factory import Buffer, ParamFactory
+from maxtext.layers.rope import RotaryEmbedding
 from maxtext.layers.stack import LayerSpec, Report
-from maxtext.layers.streams import Streams, StreamWeights, branch_input, rejoined
 
 RESIDUAL = ("activation_batch", "activation_norm_length", "activation_embed")
 _Other = TypeVar("_Other")
@@ -32,7 +32,7 @@ class MixerLayer(Protocol):
     """The mixed tokens and the extended cache."""
     ...
 
-  def cache_slots(self, batch: int, length: int) -> dict[str, Slots]: ...
+  def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]: ...
 
 
 class FeedForwardLayer(Protocol):
@@ -47,7 +47,7 @@ class Mixer(Protocol):
   """What mixes tokens of a sequence."""
 
   @property
-  def ropes(self) -> tuple[Rope, ...]: ...
+  def ropes(self) -> tuple[RotaryEmbedding, ...]: ...
 
   @property
   def attention_width(self) -> int: ...
@@ -55,13 +55,13 @@ class Mixer(Protocol):
   @property
   def window(self) -> int | None: ...
 
-  def build(self, make: Make, width: int, how: How) -> MixerLayer: ...
+  def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> MixerLayer: ...
 
 
 class FeedForward(Protocol):
   """What works on each token alone."""
 
-  def build(self, make: Make, width: int, how: How) -> FeedForwardLayer: ...
+  def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> FeedForwardLayer: ...
 
 
 class Layer(LayerSpec, Protocol):
@@ -89,39 +89,41 @@ class Block:
 
   mixer: Mixer
   feed_forward: FeedForward
-  norm: AnyNorm | None
-  mixer_post_norm: AnyNorm | None = None
-  feed_forward_post_norm: AnyNorm | None = None
+  norm: NormSpec | None
+  mixer_post_norm: NormSpec | None = None
+  feed_forward_post_norm: NormSpec | None = None
   feed_forward_norms_itself: bool = False
   output_scale: bool = False
-  streams: Streams | None = None
-  memory: Engram | None = None
+  streams: HyperConnections | None = None
+  memory: EngramMemory | None = None
 
-  def build(self, make: Make, width: int, how: How) -> "DecoderBlock":
+  def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> "DecoderBlock":
     """The layer."""
-    return DecoderBlock(make, self, width, how)
+    return DecoderBlock(factory, self, width, execution)
 
 
 class DecoderBlock(nnx.Module):
   """Two residual branches, normed on either side as the spec says."""
 
-  def __init__(self, make: Make, spec: Block, width: int, how: How) -> None:
-    self.how = how
+  def __init__(self, factory: ParamFactory, spec: Block, width: int, execution: ExecutionConfig) -> None:
+    self.execution = execution
 
-    def norm(spec: AnyNorm | None, name: str) -> NormLayer | None:
-      return None if spec is None else spec.build(make.at(name), width)
+    def norm(spec: NormSpec | None, name: str) -> NormLayer | None:
+      return None if spec is None else spec.build(factory.scope(name), width)
 
     self.mixer_norm = norm(spec.norm, "mixer_norm")
-    self.mixer = spec.mixer.build(make.at("mixer"), width, how)
+    self.mixer = spec.mixer.build(factory.scope("mixer"), width, execution)
     self.mixer_post_norm = norm(spec.mixer_post_norm, "mixer_post_norm")
     self.feed_forward_norm = norm(None if spec.feed_forward_norms_itself else spec.norm, "feed_forward_norm")
-    self.feed_forward = spec.feed_forward.build(make.at("feed_forward"), width, how)
+    self.feed_forward = spec.feed_forward.build(factory.scope("feed_forward"), width, execution)
     self.feed_forward_post_norm = norm(spec.feed_forward_post_norm, "feed_forward_post_norm")
     streams = spec.streams
-    self.mixer_streams = None if streams is None else streams.build(make.at("mixer_streams"), width, how)
-    self.feed_forward_streams = None if streams is None else streams.build(make.at("feed_forward_streams"), width, how)
-    self.memory = None if spec.memory is None else spec.memory.build(make.at("memory"), width, how)
-    self.output_scale = make("output_scale", (1,), (None,), fill=1.0, kind=Buffer) if spec.output_scale else None
+    self.mixer_streams = None if streams is None else streams.build(factory.scope("mixer_streams"), width, execution)
+    self.feed_forward_streams = (
+      None if streams is None else streams.build(factory.scope("feed_forward_streams"), width, execution)
+    )
+    self.memory = None if spec.memory is None else spec.memory.build(factory.scope("memory"), width, execution)
+    self.output_scale = factory("output_scale", (1,), (None,), fill=1.0, kind=Buffer) if spec.output_scale else None
 
   def __call__(
     self, x: jax.Array, layer_input: jax.Array | None, context: Context, cache: Cache | None, repeat: jax.Array
@@ -150,20 +152,20 @@ class DecoderBlock(nnx.Module):
     return x, report, extended
 
   def _joined(
-    self, streams: StreamWeights | None, x: jax.Array, branch: Callable[[jax.Array], tuple[jax.Array, _Other]]
+    self, streams: HyperConnectionWeights | None, x: jax.Array, branch: Callable[[jax.Array], tuple[jax.Array, _Other]]
   ) -> tuple[jax.Array, _Other]:
     """The residual, one stream or several, after a branch; and what else the branch returned."""
     if streams is None:
       y, other = branch(x)
-      return self.how.shard(x + y, *RESIDUAL), other
+      return self.execution.sharding.constrain(x + y, *RESIDUAL), other
     read, write, mix = streams(x)
-    y, other = branch(self.how.shard(branch_input(x, read), *RESIDUAL))
-    return self.how.shard(rejoined(x, y, write, mix), *_STREAMS), other
+    y, other = branch(self.execution.sharding.constrain(branch_input(x, read), *RESIDUAL))
+    return self.execution.sharding.constrain(rejoined(x, y, write, mix), *_STREAMS), other
 
-  def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
+  def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]:
     """The cache of one layer."""
-    own = {} if self.memory is None else self.memory.cache_slots(batch)
-    return self.mixer.cache_slots(batch, length) | own
+    own = {} if self.memory is None else self.memory.cache_specs(batch)
+    return self.mixer.cache_specs(batch, length) | own
 
 
 def _normed(norm: NormLayer | None, x: jax.Array) -> jax.Array:

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxtext.kernels.attention import blockwise, reference
+from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.kernels.attention_matmuls import AttentionMatmuls
-from maxtext.kernels.paged import paged
-from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.layers.cache import Cache, extend, extend_by_blocks
+from maxtext.kernels.paged_attention import paged
 from maxtext.layers.context import Context
-from maxtext.layers.how import How
-from maxtext.layers.key_blocks import KeyBlocks
+from maxtext.layers.execution import ExecutionConfig
+from maxtext.layers.kv_cache import Cache, update_by_blocks, update_cache
+from maxtext.layers.moba import MoBA
 
 QUERIES = ("activation_batch", "activation_length", "activation_heads", "activation_head_dim")
 CACHED = ("activation_batch", "activation_kv_heads", "activation_length", "activation_head_dim")
@@ -34,10 +34,10 @@ class CachedAttention:
     matmuls: of scores and values, but where a kernel does them itself.
   """
 
-  how: How
-  scoring: Scoring
+  execution: ExecutionConfig
+  scoring: ScoreSpec
   sinks: jax.Array | None
-  blocks: KeyBlocks | None
+  blocks: MoBA | None
   matmuls: AttentionMatmuls
 
   def __call__(
@@ -51,67 +51,77 @@ class CachedAttention:
     """
     if table is not None:
       return self._in_pages(q, new, cache, repeat, context, table)
-    where = self.how.partition(cache["key"].shape, "layers", *CACHED)
+    where = self.execution.sharding.partition(cache["key"].shape, "layers", *CACHED)
     if self._in_place(cache, where, context):
       return self._by_kernel(q, new, cache, where, repeat, context)
-    if context.end is not None and self.how.cache_block is not None and self.blocks is None:
-      return self._by_blocks(q, new, cache, repeat, context, self.how.cache_block)
-    cache, seen, keys = extend(cache, repeat, context, new, self.how.cache_rounding)
+    if context.end is not None and self.execution.kv_cache.block is not None and self.blocks is None:
+      return self._by_blocks(q, new, cache, repeat, context, self.execution.kv_cache.block)
+    cache, seen, keys = update_cache(cache, repeat, context, new, self.execution.kv_cache.quantization)
     return self._at_once(q, seen, context, keys), cache
 
   def _at_once(self, q: jax.Array, seen: Cache, context: Context, keys: Tokens) -> jax.Array:
     k, v, tokens = seen["key"], seen["value"], Tokens(context.positions, spans=context.spans)
     assert self.blocks is None or context.spans is None, "blocks are chosen among earlier ones"
     chosen = None if self.blocks is None else self.blocks.chosen(q, k, tokens, keys)
-    return reference(q, k, v, tokens, keys, self.scoring, self.sinks, self.how.precision, chosen, self.matmuls)
+    return reference(
+      q, k, v, tokens, keys, self.scoring, self.sinks, self.execution.numerics.precision, chosen, self.matmuls
+    )
 
   def _by_blocks(
     self, q: jax.Array, new: Cache, cache: Cache, repeat: jax.Array, context: Context, size: int
   ) -> tuple[jax.Array, Cache]:
-    cache, blocks = extend_by_blocks(cache, repeat, context, new, size, self.how.cache_rounding)
+    cache, blocks = update_by_blocks(cache, repeat, context, new, size, self.execution.kv_cache.quantization)
 
     def read(block: jax.Array) -> tuple[jax.Array, jax.Array, Tokens]:
       seen, where = blocks.read(block)
       return seen["key"], seen["value"], where
 
     tokens = Tokens(context.positions, spans=context.spans)
-    precision, matmuls = self.how.precision, self.matmuls
+    precision, matmuls = self.execution.numerics.precision, self.matmuls
     return blockwise(q, read, blocks.count, tokens, self.scoring, self.sinks, precision, matmuls), cache
 
   def _in_place(self, cache: Cache, where: PartitionSpec, context: Context) -> bool:
     """Whether the kernel for one new token per row serves this step."""
-    how = self.how
+    execution = self.execution
     one = context.end is not None and context.positions.shape[1] == 1
-    if not how.cache_kernel or not one or self.blocks is not None or how.cache_rounding is not None:
+    if (
+      not execution.kernels.decode_attention
+      or not one
+      or self.blocks is not None
+      or execution.kv_cache.quantization is not None
+    ):
       return False
-    from maxtext.kernels.step import fits  # Pallas takes half a second to import
+    from maxtext.kernels.decode_attention import fits  # Pallas takes half a second to import
 
     return fits(cache["key"], where)
 
   def _by_kernel(
     self, q: jax.Array, new: Cache, cache: Cache, where: PartitionSpec, repeat: jax.Array, context: Context
   ) -> tuple[jax.Array, Cache]:
-    from maxtext.kernels.step import step
+    from maxtext.kernels.decode_attention import step
 
-    how, stack = self.how, (cache["key"], cache["value"])
+    execution, stack = self.execution, (cache["key"], cache["value"])
     out, (key, value) = step(
       q[:, 0], (new["key"][:, 0], new["value"][:, 0]), stack, repeat, context.positions[:, 0], self.scoring, self.sinks,
-      mesh=how.mesh, cache_spec=where, most=how.cache_block, interpret=how.attention.interpret,
+      mesh=execution.sharding.mesh, cache_spec=where, most=execution.kv_cache.block,
+      interpret=execution.kernels.attention.interpret,
     )  # fmt: skip
     return out[:, None], cache | {"key": key, "value": value}
 
   def _in_pages(
     self, q: jax.Array, new: Cache, cache: Cache, repeat: jax.Array, context: Context, table: jax.Array
   ) -> tuple[jax.Array, Cache]:
-    how, pages = self.how, self.how.cache_pages
+    execution, pages = self.execution, self.execution.kv_cache.pages
     assert pages is not None
-    cache, seen, keys = extend(cache, repeat, context, new, how.cache_rounding, table)
+    cache, seen, keys = update_cache(cache, repeat, context, new, execution.kv_cache.quantization, table)
     # The kernel takes one query per row and keys in bfloat16, and knows neither windows nor sinks nor chosen keys.
     plain = self.scoring.window is None and self.blocks is None and self.sinks is None
-    exact = how.cache_rounding is None and jnp.dtype(how.dtype) == jnp.bfloat16
+    exact = execution.kv_cache.quantization is None and jnp.dtype(execution.numerics.dtype) == jnp.bfloat16
     pools = cache["key"], cache["value"]
-    heads, *others = how.partition(pools[0].shape, *_POOL)
+    heads, *others = execution.sharding.partition(pools[0].shape, *_POOL)
     if not (pages.kernel and plain and exact and q.shape[1] == 1) or any(others):
       return self._at_once(q, seen, context, keys), cache
-    rows, lengths = how.partition(q.shape, *QUERIES)[0], context.positions[:, 0] + 1
-    return paged(q, *pools, repeat, table, lengths, self.scoring, pages.block, how.mesh, rows, heads), cache
+    rows, lengths = execution.sharding.partition(q.shape, *QUERIES)[0], context.positions[:, 0] + 1
+    return paged(
+      q, *pools, repeat, table, lengths, self.scoring, pages.block, execution.sharding.mesh, rows, heads
+    ), cache

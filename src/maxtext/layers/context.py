@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from maxtext.layers.rope import Rope, Table, rotary_table
+from maxtext.layers.rope import RotaryEmbedding, Table, rotary_table
 
 
 @jax.tree_util.register_dataclass
@@ -20,7 +20,7 @@ class Context:
     segments: [B,S] document of each token, or None where a row is one document.
     spans: [B,S] tokens of a document with the same number, other than 0, see each other both ways; None is none. A
       cache does not keep them, so a chunk of a prompt has all of a span.
-    tables: rotary tables, one per distinct `Rope` of the model.
+    tables: rotary tables, one per distinct `RotaryEmbedding` of the model.
     tokens: [B,S] the tokens themselves, for layers that look them up.
     count: [B] how many tokens of each row count, from the first on; those after them leave nothing in a cache. None is
       all.
@@ -44,7 +44,7 @@ class Context:
   def of(
     positions: jax.Array,
     segments: jax.Array | None,
-    ropes: Iterable[Rope],
+    ropes: Iterable[RotaryEmbedding],
     dtype: jax.typing.DTypeLike,
     tokens: jax.Array | None = None,
     count: jax.Array | None = None,
@@ -62,7 +62,7 @@ class Context:
     tables = {repr(r): rotary_table(r, turned_by, dtype) for r in dict.fromkeys(ropes)}
     return Context(positions, segments, tables, tokens, count, pages, fresh, end, spans)
 
-  def table(self, rope: Rope) -> Table:
+  def table(self, rope: RotaryEmbedding) -> Table:
     """The rotary table of a layer."""
     return self.tables[repr(rope)]
 

@@ -9,24 +9,30 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.layers.cache import latest
 from maxtext.layers.context import Context
-from maxtext.layers.how import How
-from maxtext.layers.make import Make
+from maxtext.layers.execution import ExecutionConfig
+from maxtext.layers.kv_cache import latest
 from maxtext.layers.matmul import matmul, matmul_variables, within
 from maxtext.layers.matmul_call import MatmulCall, Site
+from maxtext.layers.param_factory import ParamFactory
 
 
 class CausalConvolution(nnx.Module):
   """Each channel is a weighted sum of its last `span` tokens, `step` apart."""
 
   def __init__(
-    self, make: Make, span: int, channels: Mapping[str, int], how: How, step: int = 1, std: float | None = None
+    self,
+    factory: ParamFactory,
+    span: int,
+    channels: Mapping[str, int],
+    execution: ExecutionConfig,
+    step: int = 1,
+    std: float | None = None,
   ) -> None:
-    self.how, self.span, self.step, self.site = how, span, step, Site(make.module_path, "convolution")
+    self.execution, self.span, self.step, self.site = execution, span, step, Site(factory.module_path, "convolution")
     std = span**-0.5 if std is None else std
-    self.weight = make("weight", (span, *channels.values()), (None, *channels), std=std)
-    self.matmul = matmul_variables(how.matmul, make, self.site, {"taps": span}, channels)
+    self.weight = factory("weight", (span, *channels.values()), (None, *channels), std=std)
+    self.matmul = matmul_variables(execution.matmul, factory, self.site, {"taps": span}, channels)
 
   @property
   def reach(self) -> int:
@@ -43,11 +49,11 @@ class CausalConvolution(nnx.Module):
     documents = jnp.pad(document, ((0, 0), (self.reach, 0)))
     taps = self.span, self.step
     call = MatmulCall(self.site, "btcd,wcd->bscd", x.dtype, taps=taps, documents=(document, documents))
-    y = matmul(self.how.matmul, self.matmul, call, x, self.weight[...])
+    y = matmul(self.execution.matmul, self.matmul, call, x, self.weight[...])
     return y, within(latest(x, self.reach, context), latest(documents, self.reach, context), document[:, -1:])
 
   def end_update(self) -> None:
     """Lets implementations of the matmul do what follows from the statistics of an update."""
-    for one in self.how.matmul:
+    for one in self.execution.matmul:
       if one.wants(self.site):
         one.end_update(self.site, self.matmul[one.name])

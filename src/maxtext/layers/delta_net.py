@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.kernels.delta_rule import chunked, recurrent
-from maxtext.layers.cache import Cache, Slots, replaced
 from maxtext.layers.context import Context
 from maxtext.layers.convolution import CausalConvolution
-from maxtext.layers.how import How
+from maxtext.layers.execution import ExecutionConfig
+from maxtext.layers.kv_cache import Cache, CacheSpec, replaced
 from maxtext.layers.linear import Linear
-from maxtext.layers.make import Make
-from maxtext.layers.norm import Norm
-from maxtext.layers.rope import Rope
+from maxtext.layers.norm import RMSNormSpec
+from maxtext.layers.param_factory import ParamFactory
+from maxtext.layers.rope import RotaryEmbedding
 
 _HEADS = ("activation_batch", "activation_length", "activation_heads", "activation_head_dim")
 _STATE = ("activation_batch", "activation_heads", None, None)
@@ -39,10 +39,10 @@ class DeltaNet:
   key_heads: int
   value_heads: int
   key_dim: int
-  value_dim: int
+  v_head_dim: int
   span: int = 4
   chunk: int = 64
-  norm: Norm = field(default_factory=Norm)
+  norm: RMSNormSpec = field(default_factory=RMSNormSpec)
   unit_keys: bool = True
 
   @property
@@ -53,45 +53,45 @@ class DeltaNet:
   @property
   def attention_width(self) -> int:
     """Width of all value heads together, as the mean of keys and values."""
-    return self.value_heads * (self.key_dim + self.value_dim) // 2
+    return self.value_heads * (self.key_dim + self.v_head_dim) // 2
 
   @property
-  def ropes(self) -> tuple[Rope, ...]:
+  def ropes(self) -> tuple[RotaryEmbedding, ...]:
     """It needs no positions."""
     return ()
 
-  def build(self, make: Make, width: int, how: How) -> "GatedDeltaNet":
+  def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> "GatedDeltaNet":
     """The layer."""
-    return GatedDeltaNet(make, self, width, how)
+    return GatedDeltaNet(factory, self, width, execution)
 
 
 class GatedDeltaNet(nnx.Module):
   """Projections, convolution, delta rule, gated norm, output projection."""
 
-  def __init__(self, make: Make, spec: DeltaNet, width: int, how: How) -> None:
-    self.spec, self.how = spec, how
+  def __init__(self, factory: ParamFactory, spec: DeltaNet, width: int, execution: ExecutionConfig) -> None:
+    self.spec, self.execution = spec, execution
     x, per_head = {"embed": width}, {"heads": spec.value_heads}
     keys = {"heads": spec.key_heads, "head_dim": spec.key_dim}
-    values = {**per_head, "head_dim": spec.value_dim}
-    self.query = Linear(make.at("query"), x, keys, how, "query_proj")
-    self.key = Linear(make.at("key"), x, keys, how, "key_proj")
-    self.value = Linear(make.at("value"), x, values, how, "value_proj")
-    self.gate = Linear(make.at("gate"), x, values, how, "delta_gate_proj")
-    self.decay = Linear(make.at("decay"), x, per_head, how, "delta_decay_proj")
-    self.strength = Linear(make.at("strength"), x, per_head, how, "delta_strength_proj")
-    self.query_conv = CausalConvolution(make.at("query_conv"), spec.span, keys, how)
-    self.key_conv = CausalConvolution(make.at("key_conv"), spec.span, keys, how)
-    self.value_conv = CausalConvolution(make.at("value_conv"), spec.span, values, how)
-    self.log_rate = make("log_rate", (spec.value_heads,), ("heads",), std=0.5, fill=1.0)
-    self.decay_bias = make("decay_bias", (spec.value_heads,), ("heads",), fill=1.0)
-    self.norm = spec.norm.build(make.at("norm"), spec.value_dim)
-    self.out = Linear(make.at("out"), values, x, how, "out_proj")
+    values = {**per_head, "head_dim": spec.v_head_dim}
+    self.query = Linear(factory.scope("query"), x, keys, execution, "query_proj")
+    self.key = Linear(factory.scope("key"), x, keys, execution, "key_proj")
+    self.value = Linear(factory.scope("value"), x, values, execution, "value_proj")
+    self.gate = Linear(factory.scope("gate"), x, values, execution, "delta_gate_proj")
+    self.decay = Linear(factory.scope("decay"), x, per_head, execution, "delta_decay_proj")
+    self.strength = Linear(factory.scope("strength"), x, per_head, execution, "delta_strength_proj")
+    self.query_conv = CausalConvolution(factory.scope("query_conv"), spec.span, keys, execution)
+    self.key_conv = CausalConvolution(factory.scope("key_conv"), spec.span, keys, execution)
+    self.value_conv = CausalConvolution(factory.scope("value_conv"), spec.span, values, execution)
+    self.log_rate = factory("log_rate", (spec.value_heads,), ("heads",), std=0.5, fill=1.0)
+    self.decay_bias = factory("decay_bias", (spec.value_heads,), ("heads",), fill=1.0)
+    self.norm = spec.norm.build(factory.scope("norm"), spec.v_head_dim)
+    self.out = Linear(factory.scope("out"), values, x, execution, "out_proj")
 
   def __call__(
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
   ) -> tuple[jax.Array, Cache | None]:
-    spec, how = self.spec, self.how
-    own = None if cache is None else {n: cache[n][repeat] for n in self.cache_slots(x.shape[0], 0)}
+    spec, execution = self.spec, self.execution
+    own = None if cache is None else {n: cache[n][repeat] for n in self.cache_specs(x.shape[0], 0)}
     tails, mixed = {}, {}
     for name, project, mix in (
       ("query", self.query, self.query_conv),
@@ -99,8 +99,8 @@ class GatedDeltaNet(nnx.Module):
       ("value", self.value, self.value_conv),
     ):
       tail = None if own is None else own[f"{name}_tail"]
-      y, tails[f"{name}_tail"] = mix(how.shard(project(x), *_HEADS), context, tail)
-      mixed[name] = how.shard(jax.nn.silu(y), *_HEADS)
+      y, tails[f"{name}_tail"] = mix(execution.sharding.constrain(project(x), *_HEADS), context, tail)
+      mixed[name] = execution.sharding.constrain(jax.nn.silu(y), *_HEADS)
     q, k = (self._per_value_head(mixed[name]) for name in ("query", "key"))
     decay = self.decay(x).astype(jnp.float32) + self.decay_bias[...].astype(jnp.float32)
     g = -jnp.exp(self.log_rate[...].astype(jnp.float32)) * jax.nn.softplus(decay)
@@ -113,20 +113,20 @@ class GatedDeltaNet(nnx.Module):
     out = self.norm(out.astype(x.dtype)) * jax.nn.silu(self.gate(x).astype(jnp.float32)).astype(x.dtype)
     if cache is not None:
       cache = replaced(cache, repeat, {"state": state} | tails)
-    return self.out(how.shard(out, *_HEADS)), cache
+    return self.out(execution.sharding.constrain(out, *_HEADS)), cache
 
-  def cache_slots(self, batch: int, length: int) -> dict[str, Slots]:
+  def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]:
     """The cache of one layer; its size does not depend on the length."""
     spec, before = self.spec, self.spec.span - 1
 
-    def tail(heads: int, dim: int) -> Slots:
-      return Slots((batch, before, heads, dim), _HEADS, self.how.dtype, ring=False)
+    def tail(heads: int, dim: int) -> CacheSpec:
+      return CacheSpec((batch, before, heads, dim), _HEADS, self.execution.numerics.dtype, ring=False)
 
     return {
-      "state": Slots((batch, spec.value_heads, spec.key_dim, spec.value_dim), _STATE, jnp.float32, ring=False),
+      "state": CacheSpec((batch, spec.value_heads, spec.key_dim, spec.v_head_dim), _STATE, jnp.float32, ring=False),
       "query_tail": tail(spec.key_heads, spec.key_dim),
       "key_tail": tail(spec.key_heads, spec.key_dim),
-      "value_tail": tail(spec.value_heads, spec.value_dim),
+      "value_tail": tail(spec.value_heads, spec.v_head_dim),
     }
 
   def _per_value_head(self, x: jax.Array) -> jax.Array:
@@ -137,4 +137,6 @@ class GatedDeltaNet(nnx.Module):
 
   def _empty_state(self, batch: int) -> jax.Array:
     spec = self.spec
-    return self.how.shard(jnp.zeros((batch, spec.value_heads, spec.key_dim, spec.value_dim), jnp.float32), *_STATE)
+    return self.execution.sharding.constrain(
+      jnp.zeros((batch, spec.value_heads, spec.key_dim, spec.v_head_dim), jnp.float32), *_STATE
+    )

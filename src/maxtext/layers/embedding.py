@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxtext.layers.how import How
-from maxtext.layers.make import Make
+from maxtext.layers.execution import ExecutionConfig
+from maxtext.layers.param_factory import ParamFactory
 from maxtext.mesh.explicit import auto_axes
 
 _TOKENS = ("activation_embed_and_logits_batch", "activation_length")
@@ -18,17 +18,21 @@ _TOKENS = ("activation_embed_and_logits_batch", "activation_length")
 class Embedding(nnx.Module):
   """Rows of a table [V,E], times a constant."""
 
-  def __init__(self, make: Make, vocab: int, width: int, how: How, std: float, scale: float = 1.0) -> None:
-    self.how, self.scale = how, scale
-    self.table = make("table", (vocab, width), ("vocab", "embed"), std=std)
+  def __init__(
+    self, factory: ParamFactory, vocab: int, width: int, execution: ExecutionConfig, std: float, scale: float = 1.0
+  ) -> None:
+    self.execution, self.scale = execution, scale
+    self.table = factory("table", (vocab, width), ("vocab", "embed"), std=std)
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Looks up [B,S] to [B,S,E]."""
     # Gathering the width first lets the partitioner index whole rows; it would rematerialise the table otherwise.
-    table = self.how.shard(self.table[...].astype(self.how.dtype), "vocab", None)
-    one_hot = self.how.one_hot_embedding
+    table = self.execution.sharding.constrain(self.table[...].astype(self.execution.numerics.dtype), "vocab", None)
+    one_hot = self.execution.kernels.one_hot_embedding
     rows = (
-      jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype) @ table if one_hot else _rows(self.how, table, tokens)
+      jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype) @ table
+      if one_hot
+      else _rows(self.execution, table, tokens)
     )
     return rows if self.scale == 1.0 else rows * jnp.asarray(self.scale, rows.dtype)
 
@@ -41,21 +45,23 @@ class Embedding(nnx.Module):
 class Positions(nnx.Module):
   """Rows of a learned table [P,E], one per position; added to the tokens' rows."""
 
-  def __init__(self, make: Make, length: int, width: int, how: How) -> None:
-    self.how = how
-    self.table = make("table", (length, width), (None, "embed"), std=0.02)
+  def __init__(self, factory: ParamFactory, length: int, width: int, execution: ExecutionConfig) -> None:
+    self.execution = execution
+    self.table = factory("table", (length, width), (None, "embed"), std=0.02)
 
   def __call__(self, positions: jax.Array) -> jax.Array:
     """Looks up [B,S] to [B,S,E]."""
-    table = self.how.shard(self.table[...].astype(self.how.dtype), None, None)
-    return _rows(self.how, table, positions)
+    table = self.execution.sharding.constrain(self.table[...].astype(self.execution.numerics.dtype), None, None)
+    return _rows(self.execution, table, positions)
 
 
-def _rows(how: How, table: jax.Array, index: jax.Array) -> jax.Array:
-  if not how.explicit:
+def _rows(execution: ExecutionConfig, table: jax.Array, index: jax.Array) -> jax.Array:
+  if not execution.sharding.explicit:
     return table[index]
   shape = *index.shape, table.shape[1]
-  return table.at[index].get(out_sharding=how.rules.sharding(how.mesh, (*_TOKENS, None), shape))
+  return table.at[index].get(
+    out_sharding=execution.sharding.rules.sharding(execution.sharding.mesh, (*_TOKENS, None), shape)
+  )
 
 
 def sinusoids(positions: jax.Array, width: int, dtype: jax.typing.DTypeLike) -> jax.Array:

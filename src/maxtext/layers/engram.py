@@ -11,20 +11,20 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.layers.cache import Cache, Slots, latest, replaced
 from maxtext.layers.context import Context
 from maxtext.layers.convolution import CausalConvolution
-from maxtext.layers.how import How
+from maxtext.layers.execution import ExecutionConfig
+from maxtext.layers.kv_cache import Cache, CacheSpec, latest, replaced
 from maxtext.layers.linear import Linear
-from maxtext.layers.make import Make
-from maxtext.layers.norm import Norm
+from maxtext.layers.norm import RMSNormSpec
+from maxtext.layers.param_factory import ParamFactory
 
 _MEMORY = ("activation_batch", "activation_length", None)
 _STREAMS = ("activation_batch", "activation_length", None, "activation_embed")
 
 
 @dataclass(frozen=True)
-class Engram:
+class EngramMemory:
   """The memory of one layer.
 
   Attributes:
@@ -39,7 +39,7 @@ class Engram:
   head_dim: int
   span: int
   seed: int
-  norm: Norm
+  norm: RMSNormSpec
   streams: int = 1
 
   @property
@@ -53,49 +53,53 @@ class Engram:
     drawn = np.random.default_rng(self.seed).integers(0, 2**31, size=self.longest, dtype=np.uint32)
     return drawn * 2 + 1
 
-  def build(self, make: Make, width: int, how: How) -> "NgramMemory":
+  def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> "NgramMemory":
     """The layer."""
-    return NgramMemory(make, self, width, how)
+    return NgramMemory(factory, self, width, execution)
 
 
 class NgramMemory(nnx.Module):
   """(streams, context, cache, repeat) to (what is added to the streams, cache)."""
 
-  def __init__(self, make: Make, spec: Engram, width: int, how: How) -> None:
-    self.spec, self.how, self.width = spec, how, width
+  def __init__(self, factory: ParamFactory, spec: EngramMemory, width: int, execution: ExecutionConfig) -> None:
+    self.spec, self.execution, self.width = spec, execution, width
     sizes = [size for length in spec.sizes for size in length]
     memory, streams = {"latent_out": len(sizes) * spec.head_dim}, {"streams": spec.streams, "embed": width}
-    self.table = make("table", (sum(sizes), spec.head_dim), (None, "memory"), std=spec.head_dim**-0.5)
-    self.key = Linear(make.at("key"), memory, streams, how, "engram_key", bias=True)
-    self.value = Linear(make.at("value"), memory, {"embed": width}, how, "engram_value", bias=True)
-    self.norm = spec.norm.build(make.at("norm"), width)
+    self.table = factory("table", (sum(sizes), spec.head_dim), (None, "memory"), std=spec.head_dim**-0.5)
+    self.key = Linear(factory.scope("key"), memory, streams, execution, "engram_key", bias=True)
+    self.value = Linear(factory.scope("value"), memory, {"embed": width}, execution, "engram_value", bias=True)
+    self.norm = spec.norm.build(factory.scope("norm"), width)
     self.key_norm, self.query_norm, self.value_norm = (
-      spec.norm.build(make.at(f"{name}_norm", streams=spec.streams), width) for name in ("key", "query", "value")
+      spec.norm.build(factory.scope(f"{name}_norm", streams=spec.streams), width) for name in ("key", "query", "value")
     )
-    self.convolution = CausalConvolution(make.at("convolution"), spec.span, streams, how, step=spec.longest, std=0.0)
+    self.convolution = CausalConvolution(
+      factory.scope("convolution"), spec.span, streams, execution, step=spec.longest, std=0.0
+    )
 
   def __call__(
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
   ) -> tuple[jax.Array, Cache | None]:
     """x is [B,S,N,E]."""
-    own = None if cache is None else {n: cache[n][repeat] for n in self.cache_slots(x.shape[0])}
+    own = None if cache is None else {n: cache[n][repeat] for n in self.cache_specs(x.shape[0])}
     rows, last = self._rows(context, None if own is None else own["memory_tokens"])
-    memory = self.how.shard(self.table[...].astype(self.how.dtype)[rows].reshape(*rows.shape[:2], -1), *_MEMORY)
+    memory = self.execution.sharding.constrain(
+      self.table[...].astype(self.execution.numerics.dtype)[rows].reshape(*rows.shape[:2], -1), *_MEMORY
+    )
     alike = (self.key_norm(self.key(memory)) * self.query_norm(self.norm(x))).astype(jnp.float32).sum(-1, keepdims=True)
     gate = jax.nn.sigmoid(_signed_root(alike * self.width**-0.5)).astype(x.dtype)
-    value = self.how.shard(gate * self.value(memory)[:, :, None], *_STREAMS)
+    value = self.execution.sharding.constrain(gate * self.value(memory)[:, :, None], *_STREAMS)
     mixed, tail = self.convolution(self.value_norm(value), context, None if own is None else own["memory_tail"])
     if cache is not None:
       cache = replaced(cache, repeat, {"memory_tokens": last, "memory_tail": tail})
     return checkpoint_name(jax.nn.silu(mixed) + value, "engram"), cache
 
-  def cache_slots(self, batch: int) -> dict[str, Slots]:
+  def cache_specs(self, batch: int) -> dict[str, CacheSpec]:
     """The last tokens, and what of them the convolution still sees."""
     spec = self.spec
     tail = (batch, self.convolution.reach, spec.streams, self.width)
     return {
-      "memory_tokens": Slots((batch, spec.longest - 1), ("activation_batch", None), jnp.int32, ring=False),
-      "memory_tail": Slots(tail, _STREAMS, self.how.dtype, ring=False),
+      "memory_tokens": CacheSpec((batch, spec.longest - 1), ("activation_batch", None), jnp.int32, ring=False),
+      "memory_tail": CacheSpec(tail, _STREAMS, self.execution.numerics.dtype, ring=False),
     }
 
   def _rows(self, context: Context, before: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -10,9 +10,9 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from maxtext.layers.dispatch import Routing
-from maxtext.layers.how import How
-from maxtext.layers.make import Buffer, Combine, check_assigned
+from maxtext.layers.execution import ExecutionConfig
+from maxtext.layers.expert_dispatch import Routing
+from maxtext.layers.param_factory import Buffer, Combine, check_assigned
 from maxtext.layers.pipeline import AXIS as STAGE
 from maxtext.layers.weight_format import PlainFormat
 from maxtext.mesh import explicit
@@ -24,8 +24,8 @@ _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 _COMPUTED = {"expert": "activation_expert", "expert_mlp": "activation_mlp"}
 
 
-def over_mesh(
-  how: How,
+def expert_parallel(
+  execution: ExecutionConfig,
   experts: nnx.Module,
   x: jax.Array,
   routing: Routing,
@@ -45,22 +45,22 @@ def over_mesh(
     run: (module, x, routing, first expert, number of experts, parts of the width, mesh axes to send tokens over) to
       (x, dropped), on one device.
   """
-  mesh = how.mesh
-  *tokens, widths = how.partition((*x.shape[:2], hidden), *_HIDDEN)
-  owners, parts = mesh_axes_of(how.partition((count,), "activation_expert")[0]), mesh_axes_of(widths)
+  mesh = execution.sharding.mesh
+  *tokens, widths = execution.sharding.partition((*x.shape[:2], hidden), *_HIDDEN)
+  owners, parts = mesh_axes_of(execution.sharding.partition((count,), "activation_expert")[0]), mesh_axes_of(widths)
   holders = [mesh_axes_of(part) for part in tokens]
   travel = [tuple(axis for axis in axes if axis in owners) for axes in holders]
   summed = (*parts, *(axis for axis in owners if axis not in travel[0] + travel[1]))
   everyone = tuple(dict.fromkeys((*holders[0], *holders[1], *owners)))
   own = count // num_shards_of(mesh, owners)
   # Devices that hold other experts and the same tokens have nothing to send to each other.
-  sent = owners if how.experts.sends and set(owners) <= set(travel[0] + travel[1]) else ()
+  sent = owners if execution.kernels.experts.sends and set(owners) <= set(travel[0] + travel[1]) else ()
   if sent:
     travel = [(), ()]
 
   graph, state = nnx.split(experts)
   variables = nnx.to_flat_state(state)
-  specs = [_spec(how, variable) for _, variable in variables]
+  specs = [_spec(execution, variable) for _, variable in variables]
   buffers = [i for i, (_, variable) in enumerate(variables) if isinstance(variable, Buffer)]
   kept = [i for i in buffers if variables[i][1].combine is not None]
 
@@ -86,8 +86,8 @@ def over_mesh(
     return y, dropped, found
 
   spec = PartitionSpec(*tokens, None)
-  values = [_handed_over(how, variable) for _, variable in variables]
-  if how.explicit:  # what enters is moved first, else the compiler does it
+  values = [_handed_over(execution, variable) for _, variable in variables]
+  if execution.sharding.explicit:  # what enters is moved first, else the compiler does it
     x, routing = jax.tree.map(lambda a: explicit.reshard(a, mesh, spec), (x, routing))
     values = [explicit.reshard(value, mesh, own) for value, own in zip(values, specs, strict=True)]
   y, dropped, assigned = jax.shard_map(
@@ -107,20 +107,20 @@ def _rebuilt(variables: list[Any], values: list[jax.Array]) -> Any:
   )
 
 
-def _spec(how: How, variable: Any) -> PartitionSpec:
+def _spec(execution: ExecutionConfig, variable: Any) -> PartitionSpec:
   shape = variable[...].shape
   axes = variable.axes[len(variable.axes) - len(shape) :]  # a loop over layers has taken the first away
-  return how.partition(shape, *(_COMPUTED.get(axis) for axis in axes))
+  return execution.sharding.partition(shape, *(_COMPUTED.get(axis) for axis in axes))
 
 
-def _handed_over(how: How, variable: Any) -> jax.Array:
+def _handed_over(execution: ExecutionConfig, variable: Any) -> jax.Array:
   """Parameters go in the run's number format, so that their gradients are summed over devices in it, as elsewhere.
 
   Implementations of the matmul and formats of weights see them as they are.
   """
   value = variable[...]
-  plain = not how.matmul and isinstance(how.weight_format, PlainFormat)
-  return value.astype(how.dtype) if plain and not isinstance(variable, Buffer) else value
+  plain = not execution.matmul and isinstance(execution.weight_format, PlainFormat)
+  return value.astype(execution.numerics.dtype) if plain and not isinstance(variable, Buffer) else value
 
 
 def _combined(

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.layers.context import Context
-from maxtext.layers.how import How
+from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.linear import Linear
-from maxtext.layers.make import Make
 from maxtext.layers.matmul import matmul
 from maxtext.layers.matmul_call import MatmulCall, Site
-from maxtext.layers.norm import CenteredNorm
-from maxtext.layers.rope import Rope, rotate
+from maxtext.layers.norm import LayerNormSpec
+from maxtext.layers.param_factory import ParamFactory
+from maxtext.layers.rope import RotaryEmbedding, rotate
 
 
 @dataclass(frozen=True)
@@ -30,25 +30,27 @@ class Indexer:
   heads: int
   head_dim: int
   count: int
-  rope: Rope
+  rope: RotaryEmbedding
 
-  def build(self, make: Make, width: int, latent: int, how: How) -> "KeyIndexer":
+  def build(self, factory: ParamFactory, width: int, latent: int, execution: ExecutionConfig) -> "KeyIndexer":
     """The layer."""
-    return KeyIndexer(make, self, width, latent, how)
+    return KeyIndexer(factory, self, width, latent, execution)
 
 
 class KeyIndexer(nnx.Module):
   """(x, latent of queries, context, keys) to which keys are chosen; no gradient flows through the choice."""
 
-  def __init__(self, make: Make, spec: Indexer, width: int, latent: int, how: How) -> None:
-    self.spec, self.how, self.site = spec, how, Site(make.module_path, "indexer_scores")
+  def __init__(self, factory: ParamFactory, spec: Indexer, width: int, latent: int, execution: ExecutionConfig) -> None:
+    self.spec, self.execution, self.site = spec, execution, Site(factory.module_path, "indexer_scores")
     heads = {"heads": spec.heads}
     self.query = Linear(
-      make.at("query"), {"latent": latent}, {**heads, "head_dim": spec.head_dim}, how, "indexer_query_proj"
+      factory.scope("query"), {"latent": latent}, {**heads, "head_dim": spec.head_dim}, execution, "indexer_query_proj"
     )
-    self.key = Linear(make.at("key"), {"embed": width}, {"latent_out": spec.head_dim}, how, "indexer_key_proj")
-    self.key_norm = CenteredNorm(1e-6).build(make.at("key_norm"), spec.head_dim)
-    self.weights = Linear(make.at("weights"), {"embed": width}, heads, how, "indexer_weights")
+    self.key = Linear(
+      factory.scope("key"), {"embed": width}, {"latent_out": spec.head_dim}, execution, "indexer_key_proj"
+    )
+    self.key_norm = LayerNormSpec(1e-6).build(factory.scope("key_norm"), spec.head_dim)
+    self.weights = Linear(factory.scope("weights"), {"embed": width}, heads, execution, "indexer_weights")
 
   def keys(self, x: jax.Array, context: Context) -> jax.Array:
     """Keys [B,S,D] of tokens."""
@@ -59,8 +61,8 @@ class KeyIndexer(nnx.Module):
     """[B,S,T] in float32, of all keys, visible or not."""
     spec = self.spec
     q = rotate(self.query(latent), context.table(spec.rope), spec.rope.interleaved)
-    call = MatmulCall(self.site, "bshd,btd->bsht", jnp.float32, self.how.precision)
-    products = matmul(self.how.matmul, {}, call, q, keys)
+    call = MatmulCall(self.site, "bshd,btd->bsht", jnp.float32, self.execution.numerics.precision)
+    products = matmul(self.execution.matmul, {}, call, q, keys)
     weights = self.weights(x).astype(jnp.float32) * spec.heads**-0.5
     return jnp.einsum("bsh,bsht->bst", weights, jax.nn.relu(products * spec.head_dim**-0.5))
 

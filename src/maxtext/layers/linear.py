@@ -8,10 +8,10 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.layers.how import How
-from maxtext.layers.make import Make
+from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.matmul import matmul, matmul_variables
 from maxtext.layers.matmul_call import LETTERS, MatmulCall, Role, Site
+from maxtext.layers.param_factory import ParamFactory
 from maxtext.mesh import explicit
 
 
@@ -30,25 +30,25 @@ class Linear(nnx.Module):
 
   def __init__(
     self,
-    make: Make,
+    factory: ParamFactory,
     inputs: Mapping[str, int],
     outputs: Mapping[str, int],
-    how: How,
+    execution: ExecutionConfig,
     name: str,
     tied: bool = False,
     bias: bool = False,
     role: Role = "linear",
   ) -> None:
-    self.how, self.name, self.site = how, name, Site(make.module_path, role)
+    self.execution, self.name, self.site = execution, name, Site(factory.module_path, role)
     self.inputs, self.outputs = len(inputs), len(outputs)
-    std = (how.init_scale / prod(inputs.values())) ** 0.5
-    stored = {} if tied else how.weight_format.variables(make, self.site, inputs, outputs, std)
+    std = (execution.numerics.init_scale / prod(inputs.values())) ** 0.5
+    stored = {} if tied else execution.weight_format.variables(factory, self.site, inputs, outputs, std)
     self.stored = tuple(stored)
     self.weight: nnx.Variable | None = stored.pop("weight", None)
     for part, variable in stored.items():
       setattr(self, part, variable)
-    self.bias = make("bias", tuple(outputs.values()), tuple(outputs)) if bias else None
-    self.matmul = matmul_variables(how.matmul, make, self.site, inputs, outputs)
+    self.bias = factory("bias", tuple(outputs.values()), tuple(outputs)) if bias else None
+    self.matmul = matmul_variables(execution.matmul, factory, self.site, inputs, outputs)
 
   def __call__(
     self, x: jax.Array, weight: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None
@@ -57,22 +57,30 @@ class Linear(nnx.Module):
     kept, letters = x.ndim - self.inputs, LETTERS[: x.ndim]
     outputs = LETTERS[x.ndim : x.ndim + self.outputs]
     contraction = f"{letters},{letters[kept:]}{outputs}->{letters[:kept]}{outputs}"
-    call = MatmulCall(self.site, contraction, dtype or self.how.dtype, self.how.precision)
+    call = MatmulCall(self.site, contraction, dtype or self.execution.numerics.dtype, self.execution.numerics.precision)
     y = self._run(call, x, weight)
     if self.bias is not None:
       bias = self.bias[...].astype(y.dtype)
-      y = y + (explicit.match_sharding(bias, y, self.how.mesh) if self.how.explicit else bias)
+      y = y + (
+        explicit.match_sharding(bias, y, self.execution.sharding.mesh) if self.execution.sharding.explicit else bias
+      )
     return checkpoint_name(y, self.name)
 
   def contract(self, role: Role, contraction: str, x: jax.Array, part: tuple[int, int]) -> jax.Array:
     """Part of the weight's last dimension in another contraction, which is a site of its own at the same path; without
     bias and name."""
-    call = MatmulCall(Site(self.site.path, role), contraction, self.how.dtype, self.how.precision, part=part)
+    call = MatmulCall(
+      Site(self.site.path, role),
+      contraction,
+      self.execution.numerics.dtype,
+      self.execution.numerics.precision,
+      part=part,
+    )
     return self._run(call, x, None)
 
   def end_update(self) -> None:
     """Lets implementations of the matmul do what follows from the statistics of an update."""
-    for one in self.how.matmul:
+    for one in self.execution.matmul:
       if one.wants(self.site):
         one.end_update(self.site, self.matmul[one.name])
 
@@ -80,6 +88,13 @@ class Linear(nnx.Module):
     weight: Any = tied
     if self.weight is not None:
       arrays = {name: getattr(self, name)[...] for name in self.stored}
-      weight = self.how.weight_format.load(self.site, arrays)
+      weight = self.execution.weight_format.load(self.site, arrays)
     assert weight is not None
-    return matmul(self.how.matmul, self.matmul, call, x, weight, self.how.mesh if self.how.explicit else None)
+    return matmul(
+      self.execution.matmul,
+      self.matmul,
+      call,
+      x,
+      weight,
+      self.execution.sharding.mesh if self.execution.sharding.explicit else None,
+    )

@@ -1,8 +1,8 @@
 """The matmul seam: the one operation that every matmul of a model calls, and that a run can put something in front of.
 
 A weight meets an activation, and attention multiplies two activations, through `matmul` alone. Quantization, scaling
-for fp8, LoRA and statistics are `Matmul`s in `How.matmul`; what a weight is stored as is a `WeightFormat`. Without any,
-`PlainMatmul` is all there is.
+for fp8, LoRA and statistics are `Matmul`s in `ExecutionConfig.matmul`; what a weight is stored as is a `WeightFormat`.
+Without any, `PlainMatmul` is all there is.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
-from maxtext.layers.make import Make
 from maxtext.layers.matmul_call import ATTENTION, MatmulCall, Next, Site
+from maxtext.layers.param_factory import ParamFactory
 from maxtext.layers.weight_format import StoredWeight
 from maxtext.mesh import explicit
 
@@ -38,7 +38,7 @@ class Matmul:
     return site.role not in ATTENTION
 
   def variables(
-    self, make: Make, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int]
+    self, factory: ParamFactory, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int]
   ) -> dict[str, nnx.Variable]:
     """Variables to keep beside a weight with these logical axes. Only sites with a weight of their own have any."""
     return {}
@@ -50,22 +50,26 @@ class Matmul:
 
     `weight` is the second operand: an array, a `StoredWeight` where the run's format is not the plain one, or the keys
     or values of attention. It is in its own dtype and whole, whatever `call.dtype` and `call.part` say. Buffers among
-    its own variables may be assigned to, if they say how they are combined (`Make`).
+    its own variables may be assigned to, if they say how they are combined (`ParamFactory`).
     """
     return next_(call, x, weight)
 
   def end_update(self, site: Site, own: Mapping[str, nnx.Variable]) -> None:
-    """Follows the optimizer's update, if the model has a `Statistic`; variables have leading dimensions of layers and
-    experts here."""
+    """Follows the optimizer's update, if the model has an `UpdateStatistic`; variables have leading dimensions of
+    layers and experts here."""
 
 
 def matmul_variables(
-  implementations: Sequence[Matmul], make: Make, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int]
+  implementations: Sequence[Matmul],
+  factory: ParamFactory,
+  site: Site,
+  inputs: Mapping[str, int],
+  outputs: Mapping[str, int],
 ) -> nnx.Dict:
   """What all implementations keep beside a weight, by their names."""
   wanting = [one for one in implementations if one.wants(site)]
-  below = make.at("matmul")
-  return nnx.Dict({one.name: nnx.Dict(one.variables(below.at(one.name), site, inputs, outputs)) for one in wanting})
+  below = factory.scope("matmul")
+  return nnx.Dict({one.name: nnx.Dict(one.variables(below.scope(one.name), site, inputs, outputs)) for one in wanting})
 
 
 def matmul(
@@ -165,7 +169,7 @@ def each_pass(
   Forward it gets (x, weight), for the gradient of x (gradient, weight), for that of the weight (x, gradient), each with
   the contraction of that pass; `next_` does any of them. What it returns is the gradient, whatever it did to the
   operands, so rounding is straight-through. `operation` closes over no array; the implementation stands last in
-  `How.matmul`, since the variables of others do not exist in the backward pass.
+  `ExecutionConfig.matmul`, since the variables of others do not exist in the backward pass.
   """
   assert isinstance(next_, PlainMatmul), "an implementation that uses each_pass is the last one of How.matmul"
   if next_.mesh is not None:

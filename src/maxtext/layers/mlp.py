@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.layers.how import How
+from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.linear import Linear
-from maxtext.layers.make import Make
+from maxtext.layers.param_factory import ParamFactory
 
 _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 
@@ -42,27 +42,27 @@ class MLP:
   limit: float | None = None
   bias: bool = False
 
-  def build(self, make: Make, width: int, how: How) -> "FeedForward":
+  def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> "MLPLayer":
     """The layer."""
-    return FeedForward(make, self, width, how)
+    return MLPLayer(factory, self, width, execution)
 
 
-class FeedForward(nnx.Module):
+class MLPLayer(nnx.Module):
   """Two or three products around an activation."""
 
-  def __init__(self, make: Make, spec: MLP, width: int, how: How) -> None:
-    self.how, self.limit, self.activation = how, spec.limit, ACTIVATIONS[spec.activation]
+  def __init__(self, factory: ParamFactory, spec: MLP, width: int, execution: ExecutionConfig) -> None:
+    self.execution, self.limit, self.activation = execution, spec.limit, ACTIVATIONS[spec.activation]
     x, wide = {"embed": width}, {"mlp": spec.width}
-    self.gate = Linear(make.at("gate"), x, wide, how, "mlpwi_0", bias=spec.bias) if spec.gated else None
-    self.up = Linear(make.at("up"), x, wide, how, "mlpwi_1" if spec.gated else "mlpwi", bias=spec.bias)
-    self.down = Linear(make.at("down"), wide, x, how, "mlpwo", bias=spec.bias)
+    self.gate = Linear(factory.scope("gate"), x, wide, execution, "mlpwi_0", bias=spec.bias) if spec.gated else None
+    self.up = Linear(factory.scope("up"), x, wide, execution, "mlpwi_1" if spec.gated else "mlpwi", bias=spec.bias)
+    self.down = Linear(factory.scope("down"), wide, x, execution, "mlpwo", bias=spec.bias)
 
   def __call__(self, x: jax.Array, real: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The output, and what a layer reports (nothing here; experts report their load, of tokens that are `real`)."""
     up = self._bounded(self.up(x))
     gate = None if self.gate is None else self._bounded(self.gate(x), from_below=False)
     hidden = self._activate(up) if gate is None else self._activate(gate) * up
-    return self.down(self.how.shard(hidden, *_HIDDEN)), {}
+    return self.down(self.execution.sharding.constrain(hidden, *_HIDDEN)), {}
 
   def _bounded(self, x: jax.Array, from_below: bool = True) -> jax.Array:
     if self.limit is None:
@@ -70,4 +70,6 @@ class FeedForward(nnx.Module):
     return jnp.clip(x, -self.limit if from_below else None, self.limit)
 
   def _activate(self, x: jax.Array) -> jax.Array:
-    return self.activation(x.astype(jnp.float32) if self.how.activations_in_float32 else x).astype(x.dtype)
+    return self.activation(x.astype(jnp.float32) if self.execution.numerics.activations_in_float32 else x).astype(
+      x.dtype
+    )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.layers.make import Make
+from maxtext.layers.param_factory import ParamFactory
 
 
 def unit_rms(x: jax.Array, epsilon: float, axis: int | tuple[int, ...] = -1) -> jax.Array:
@@ -28,14 +28,14 @@ class NormLayer(Protocol):
   def __call__(self, x: jax.Array) -> jax.Array: ...
 
 
-class AnyNorm(Protocol):
+class NormSpec(Protocol):
   """What a block may be normed by."""
 
-  def build(self, make: Make, width: int) -> NormLayer: ...
+  def build(self, factory: ParamFactory, width: int) -> NormLayer: ...
 
 
 @dataclass(frozen=True)
-class Norm:
+class RMSNormSpec:
   """Unit root mean square, computed in float32, times a learned scale.
 
   Attributes:
@@ -49,28 +49,28 @@ class Norm:
   scaled: bool = True
   scale_in_float32: bool = False
 
-  def build(self, make: Make, width: int) -> "RMSNorm":
+  def build(self, factory: ParamFactory, width: int) -> "RMSNorm":
     """The layer."""
-    return RMSNorm(make, self, width)
+    return RMSNorm(factory, self, width)
 
 
 @dataclass(frozen=True)
-class CenteredNorm:
+class LayerNormSpec:
   """Zero mean and unit variance, in float32, times a learned scale, plus a learned bias."""
 
   epsilon: float = 1e-5
 
-  def build(self, make: Make, width: int) -> "LayerNorm":
+  def build(self, factory: ParamFactory, width: int) -> "LayerNorm":
     """The layer."""
-    return LayerNorm(make, self, width)
+    return LayerNorm(factory, self, width)
 
 
 class RMSNorm(nnx.Module):
-  """The layer of `Norm`."""
+  """The layer of `RMSNormSpec`."""
 
-  def __init__(self, make: Make, spec: Norm, width: int) -> None:
+  def __init__(self, factory: ParamFactory, spec: RMSNormSpec, width: int) -> None:
     self.spec = spec
-    self.scale = make("scale", (width,), ("norm",), fill=1.0 - spec.offset) if spec.scaled else None
+    self.scale = factory("scale", (width,), ("norm",), fill=1.0 - spec.offset) if spec.scaled else None
 
   def __call__(self, x: jax.Array) -> jax.Array:
     y = unit_rms(x, self.spec.epsilon)
@@ -82,12 +82,12 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-  """The layer of `CenteredNorm`."""
+  """The layer of `LayerNormSpec`."""
 
-  def __init__(self, make: Make, spec: CenteredNorm, width: int) -> None:
+  def __init__(self, factory: ParamFactory, spec: LayerNormSpec, width: int) -> None:
     self.epsilon = spec.epsilon
-    self.scale = make("scale", (width,), ("norm",), fill=1.0)
-    self.bias = make("bias", (width,), ("norm",))
+    self.scale = factory("scale", (width,), ("norm",), fill=1.0)
+    self.bias = factory("bias", (width,), ("norm",))
 
   def __call__(self, x: jax.Array) -> jax.Array:
     y = x.astype(jnp.float32)

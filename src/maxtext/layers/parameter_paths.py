@@ -2,7 +2,7 @@
 
 A path is names joined by `/`: of modules, from the decoder down, and of the variable in the last. A group is a stack of
 repeated cycles of layers, and `layers/<place>` is a place in the cycle: its repeats are one array, stacked on
-dimension 0. Layers that predict further tokens are at `ahead/<number>/stack/layers/0`, one of each.
+dimension 0. Layers that predict further tokens are at `mtp/<number>/stack/layers/0`, one of each.
 """
 
 import re
@@ -11,12 +11,12 @@ from typing import NamedTuple
 ANY_LAYER = "groups/*/layers/*"
 """A pattern (see `fits`) of the layers of groups."""
 
-ANY_PREDICTION = "ahead/*"
+ANY_PREDICTION = "mtp/*"
 """A pattern of the modules that predict further tokens."""
 
 _LAYER = re.compile(r"(?:towers/([^/]+)/)?groups/(\d+)/layers/(\d+)/(.*)", re.DOTALL)
 _TOWER = re.compile(r"towers/([^/]+)/")
-_PREDICTION = re.compile(r"ahead/(\d+)/")
+_PREDICTION = re.compile(r"mtp/(\d+)/")
 
 
 class LayerPath(NamedTuple):
@@ -67,9 +67,9 @@ def below(path: str) -> str:
   return path.partition("/")[2]
 
 
-def prediction_layer(number: int, rest: str) -> str:
+def mtp_path(number: int, rest: str) -> str:
   """The path of a variable or module in the layer of a module that predicts further tokens."""
-  return join("ahead", number, "stack/layers/0", rest)
+  return join("mtp", number, "stack/layers/0", rest)
 
 
 def tower_name(path: str) -> str:
@@ -78,7 +78,7 @@ def tower_name(path: str) -> str:
   return "" if found is None else found[1]
 
 
-def prediction_number(path: str) -> int | None:
+def mtp_index(path: str) -> int | None:
   """Which of the modules that predict further tokens a path is of; None where it is of none."""
   found = _PREDICTION.match(path)
   return None if found is None else int(found[1])

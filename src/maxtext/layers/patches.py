@@ -9,10 +9,10 @@ from typing import Protocol
 import jax
 from flax import nnx
 
-from maxtext.layers.how import How
+from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.linear import Linear
-from maxtext.layers.make import Make
-from maxtext.layers.norm import AnyNorm
+from maxtext.layers.norm import NormSpec
+from maxtext.layers.param_factory import ParamFactory
 
 
 class TowerEnd(Protocol):
@@ -24,7 +24,7 @@ class TowerEnd(Protocol):
 class FrontEnd(Protocol):
   """What inputs of a tower become tokens by."""
 
-  def build(self, make: Make, width: int, how: How) -> TowerEnd:
+  def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> TowerEnd:
     """From inputs to tokens of this width."""
     ...
 
@@ -32,7 +32,7 @@ class FrontEnd(Protocol):
 class Projector(Protocol):
   """What outputs of a tower become features by."""
 
-  def build(self, make: Make, width: int, out_width: int, how: How) -> TowerEnd:
+  def build(self, factory: ParamFactory, width: int, out_width: int, execution: ExecutionConfig) -> TowerEnd:
     """From the tower's width to the decoder's."""
     ...
 
@@ -48,30 +48,32 @@ class PatchProjection:
   size: int
   bias: bool = True
 
-  def build(self, make: Make, width: int, how: How) -> Linear:
+  def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> Linear:
     """[N,T,P] to [N,T,W]."""
-    return Linear(make, {"narrow": self.size}, {"embed": width}, how, "patch_proj", bias=self.bias)
+    return Linear(factory, {"narrow": self.size}, {"embed": width}, execution, "patch_proj", bias=self.bias)
 
 
 @dataclass(frozen=True)
 class LinearProjector:
   """A norm, if there is one, and a linear projection."""
 
-  norm: AnyNorm | None = None
+  norm: NormSpec | None = None
   bias: bool = False
 
-  def build(self, make: Make, width: int, out_width: int, how: How) -> "ProjectorLayer":
+  def build(self, factory: ParamFactory, width: int, out_width: int, execution: ExecutionConfig) -> "ProjectorLayer":
     """[N,T,W] to [N,T,E]."""
-    return ProjectorLayer(make, self, width, out_width, how)
+    return ProjectorLayer(factory, self, width, out_width, execution)
 
 
 class ProjectorLayer(nnx.Module):
   """The layer of `LinearProjector`."""
 
-  def __init__(self, make: Make, spec: LinearProjector, width: int, out_width: int, how: How) -> None:
-    self.norm = None if spec.norm is None else spec.norm.build(make.at("norm"), width)
+  def __init__(
+    self, factory: ParamFactory, spec: LinearProjector, width: int, out_width: int, execution: ExecutionConfig
+  ) -> None:
+    self.norm = None if spec.norm is None else spec.norm.build(factory.scope("norm"), width)
     out = {"latent_out": out_width}
-    self.out = Linear(make.at("out"), {"embed": width}, out, how, "projector_out", bias=spec.bias)
+    self.out = Linear(factory.scope("out"), {"embed": width}, out, execution, "projector_out", bias=spec.bias)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     return self.out(x if self.norm is None else self.norm(x))

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxtext.layers.make import Combine
+from maxtext.layers.param_factory import Combine
 from maxtext.mesh.rules import mesh_axes_of
 
 AXIS = "stage"

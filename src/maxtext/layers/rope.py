@@ -1,6 +1,6 @@
 """Rotary positions: pairs of dimensions turn by position times frequency.
 
-A pair is (j, j + D/2), or (2j, 2j + 1) where a `Rope` is interleaved.
+A pair is (j, j + D/2), or (2j, 2j + 1) where a `RotaryEmbedding` is interleaved.
 """
 
 import math
@@ -28,7 +28,7 @@ class Scaling(Protocol):
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearScaling:
   """Every wavelength is stretched by `factor`."""
 
   factor: float
@@ -40,7 +40,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class LongContext:
+class LongContextScaling:
   """By wavelength: long ones are stretched by `factor`, short ones kept, those between blended."""
 
   factor: float
@@ -57,7 +57,7 @@ class LongContext:
 
 
 @dataclass(frozen=True)
-class Yarn:
+class YarnScaling:
   """By dimension: those that turn more than `fast` times in the original length are kept, less than `slow` stretched.
 
   Attributes:
@@ -87,7 +87,7 @@ class Yarn:
 
 
 @dataclass(frozen=True)
-class Rope:
+class RotaryEmbedding:
   """Frequencies of one kind of layer.
 
   Attributes:
@@ -129,7 +129,7 @@ class Rope:
     return np.where(used < np.asarray(sections)[component], component, 0)
 
 
-def rotary_table(spec: Rope, positions: jax.Array, dtype: jax.typing.DTypeLike) -> Table:
+def rotary_table(spec: RotaryEmbedding, positions: jax.Array, dtype: jax.typing.DTypeLike) -> Table:
   """Cosine and sine for positions [B,S], or [B,S,C] of C components; made once per call and shared by all layers with
   this spec.
 
@@ -151,7 +151,7 @@ def rotate(x: jax.Array, table: Table, interleaved: bool = False) -> jax.Array:
   return jnp.stack(pair, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(pair, axis=-1)
 
 
-def _angles(spec: Rope, positions: jax.Array) -> jax.Array:
+def _angles(spec: RotaryEmbedding, positions: jax.Array) -> jax.Array:
   """What each frequency is multiplied by, [B,S,1,1], or [B,S,1,D/2] where positions have components."""
   if positions.ndim == 2:
     return positions[..., None, None]
@@ -164,7 +164,7 @@ def _angles(spec: Rope, positions: jax.Array) -> jax.Array:
   return found[..., None, :]
 
 
-def _frequencies(spec: Rope) -> np.ndarray:
+def _frequencies(spec: RotaryEmbedding) -> np.ndarray:
   half = spec.head_dim // 2
   frequency = (spec.theta / spec.shortest) ** (-np.arange(half, dtype=np.float64) / half) / spec.shortest
   if spec.scaling is not None:

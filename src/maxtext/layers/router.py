@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.layers.dispatch import Routing
-from maxtext.layers.how import How
+from maxtext.layers.execution import ExecutionConfig
+from maxtext.layers.expert_dispatch import Routing
 from maxtext.layers.linear import Linear
-from maxtext.layers.make import Buffer, Make, Statistic
 from maxtext.layers.norm import unit_rms
+from maxtext.layers.param_factory import Buffer, ParamFactory, UpdateStatistic
 from maxtext.mesh.explicit import auto_axes
 
 
 @dataclass(frozen=True)
-class Groups:
+class ExpertGroups:
   """A token chooses among the experts of its best groups only.
 
   Attributes:
@@ -60,7 +60,7 @@ class Router:
   score: Literal["softmax", "sigmoid"] = "softmax"
   normalize: bool = True
   scale: float = 1.0
-  groups: Groups | None = None
+  groups: ExpertGroups | None = None
   bias: bool = False
   selection_bias: bool = False
   selection_bias_rate: float = 0.0
@@ -69,31 +69,31 @@ class Router:
   float32: bool = False
   balance_weight: float = 0.0
 
-  def build(self, make: Make, width: int, how: How) -> "TopKRouter":
+  def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> "TopKRouterLayer":
     """The layer."""
-    return TopKRouter(make, self, width, how)
+    return TopKRouterLayer(factory, self, width, execution)
 
 
-class TopKRouter(nnx.Module):
+class TopKRouterLayer(nnx.Module):
   """x [B,S,E] to a routing and a report."""
 
-  def __init__(self, make: Make, spec: Router, width: int, how: How) -> None:
-    self.spec, self.how = spec, how
+  def __init__(self, factory: ParamFactory, spec: Router, width: int, execution: ExecutionConfig) -> None:
+    self.spec, self.execution = spec, execution
     self.logits = Linear(
-      make.at("logits"), {"embed": width}, {"router": spec.count}, how, "router_logits", role="router"
+      factory.scope("logits"), {"embed": width}, {"router": spec.count}, execution, "router_logits", role="router"
     )
     per_expert = (spec.count,), (None,)
-    self.bias = make("bias", *per_expert) if spec.bias else None
+    self.bias = factory("bias", *per_expert) if spec.bias else None
     self.selection_bias = (
-      make("selection_bias", *per_expert, kind=Buffer, dtype=jnp.float32) if spec.selection_bias else None
+      factory("selection_bias", *per_expert, kind=Buffer, dtype=jnp.float32) if spec.selection_bias else None
     )
     self.tokens = (
-      make("tokens", *per_expert, kind=Statistic, dtype=jnp.float32, combine="sum")
+      factory("tokens", *per_expert, kind=UpdateStatistic, dtype=jnp.float32, combine="sum")
       if spec.selection_bias and spec.selection_bias_rate
       else None
     )
-    self.expert_scale = make("expert_scale", *per_expert, fill=1.0) if spec.expert_scale else None
-    self.input_scale = make("input_scale", (width,), ("norm",), fill=1.0) if spec.input_norm is not None else None
+    self.expert_scale = factory("expert_scale", *per_expert, fill=1.0) if spec.expert_scale else None
+    self.input_scale = factory("input_scale", (width,), ("norm",), fill=1.0) if spec.input_norm is not None else None
 
   def __call__(self, x: jax.Array, real: jax.Array | None = None) -> tuple[Routing, dict[str, jax.Array]]:
     """Tokens that are not `real` [B,S] are routed too, but do not count in the load."""
@@ -107,7 +107,7 @@ class TopKRouter(nnx.Module):
     if self.expert_scale is not None:
       scale = self.expert_scale[...].astype(jnp.float32)
       weights = weights * auto_axes(lambda scale, experts: scale[experts], jax.typeof(experts).sharding, scale, experts)
-    counted = None if real is None else self.how.shard(real.astype(jnp.float32), *_TOKENS)
+    counted = None if real is None else self.execution.sharding.constrain(real.astype(jnp.float32), *_TOKENS)
     tokens, total = _sum(jax.nn.one_hot(experts, spec.count, dtype=jnp.float32).sum(2), counted)
     load = tokens / total  # of each expert, per token
     even = spec.per_token / spec.count
@@ -130,9 +130,9 @@ class TopKRouter(nnx.Module):
     epsilon = self.spec.input_norm
     if epsilon is not None and self.input_scale is not None:
       x = unit_rms(x, epsilon).astype(x.dtype) * (self.input_scale[...] * x.shape[-1] ** -0.5).astype(x.dtype)
-    exact = self.spec.float32 or self.how.experts.float32_logits
+    exact = self.spec.float32 or self.execution.kernels.experts.float32_logits
     logits = self.logits(x, dtype=jnp.float32 if exact else None).astype(jnp.float32)
-    if self.how.experts.random:
+    if self.execution.kernels.experts.random:
       logits = jax.random.normal(jax.random.key(0), logits.shape)
     return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
 

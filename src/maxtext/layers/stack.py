@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.layers.cache import Cache, Slots
 from maxtext.layers.context import Context
-from maxtext.layers.how import How, Remat
-from maxtext.layers.make import Buffer, Make, check_assigned
+from maxtext.layers.execution import ExecutionConfig, RematSpec
+from maxtext.layers.kv_cache import Cache, CacheSpec
+from maxtext.layers.param_factory import Buffer, ParamFactory, check_assigned
 from maxtext.layers.pipeline import Pipeline, gathered, pipelined
 
 Report = dict[str, jax.Array]
@@ -30,13 +30,13 @@ class DecoderLayer(Protocol):
     """The residual, a report, and the extended cache; `repeat` is the layer's row in stacked caches."""
     ...
 
-  def cache_slots(self, batch: int, length: int) -> dict[str, Slots]: ...
+  def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]: ...
 
 
 class LayerSpec(Protocol):
   """What a stack is built from."""
 
-  def build(self, make: Make, width: int, how: How) -> DecoderLayer: ...
+  def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> DecoderLayer: ...
 
 
 class _Kept(NamedTuple):
@@ -55,17 +55,17 @@ class Stack(nnx.Module):
 
   def __init__(
     self,
-    make: Make,
+    factory: ParamFactory,
     cycle: Sequence[LayerSpec],
     repeats: int,
     width: int,
-    how: How,
+    execution: ExecutionConfig,
     pipeline: Pipeline | None = None,
   ) -> None:
-    assert repeats % len(how.remat) == 0, "checked when the model is built"
-    self.repeats, self.how, self.pipeline = repeats, how, pipeline
+    assert repeats % len(execution.remat) == 0, "checked when the model is built"
+    self.repeats, self.execution, self.pipeline = repeats, execution, pipeline
     self.layers = nnx.List(
-      [spec.build(make.at("layers").at(i, layers=repeats), width, how) for i, spec in enumerate(cycle)]
+      [spec.build(factory.scope("layers").scope(i, layers=repeats), width, execution) for i, spec in enumerate(cycle)]
     )
 
   def __call__(
@@ -74,7 +74,10 @@ class Stack(nnx.Module):
     graphs, weights = zip(*(nnx.split(layer) for layer in self.layers), strict=True)
     inputs = [None] * len(graphs) if layer_inputs is None else layer_inputs
     if cache is None:
-      passes = [[_remat(_pass(graph), policy, self.how.scan) for graph in graphs] for policy in self.how.remat]
+      passes = [
+        [_remat(_pass(graph), policy, self.execution.scan_layers) for graph in graphs]
+        for policy in self.execution.remat
+      ]
     else:  # nothing is differentiated through a cache, so nothing is rematerialised with one
       passes = [[_pass(graph) for graph in graphs]]
     turns = len(passes)
@@ -97,7 +100,7 @@ class Stack(nnx.Module):
       count = jax.tree.leaves(layers)[0].shape[0]
       # A CPU copies what is folded, even by one.
       folded = jax.tree.map(lambda w: w.reshape(count // turns, turns, *w.shape[1:]), layers) if turns > 1 else layers
-      loop = jax.lax.scan if self.how.scan else _unrolled
+      loop = jax.lax.scan if self.execution.scan_layers else _unrolled
       (x, caches), kept = loop(partial(turn, context), (x, caches), (jnp.arange(0, count, turns), *folded))
       return x, jax.tree.map(lambda w: w.reshape(count, *w.shape[2:]), kept), caches
 
@@ -110,9 +113,9 @@ class Stack(nnx.Module):
       nnx.update(layer, left.buffers)
     return x, [left.report for left in kept], None if cache is None else caches
 
-  def cache_slots(self, batch: int, length: int) -> list[dict[str, Slots]]:
+  def cache_specs(self, batch: int, length: int) -> list[dict[str, CacheSpec]]:
     """The cache of the stack."""
-    return [{n: s.stacked(self.repeats) for n, s in layer.cache_slots(batch, length).items()} for layer in self.layers]
+    return [{n: s.stacked(self.repeats) for n, s in layer.cache_specs(batch, length).items()} for layer in self.layers]
 
   def _through_stages(
     self, run: Callable[..., tuple[jax.Array, list[_Kept]]], x: jax.Array, context: Context, layers: Any
@@ -129,7 +132,9 @@ class Stack(nnx.Module):
     variables = _assigned(states)
     before = [(v.get_value()[:count], v.combine) for v in variables]
     first, rest = (jax.tree.map(lambda w, cut=cut: w[cut], layers) for cut in (slice(count), slice(count, None)))
-    x, reports, found = pipelined(self.pipeline, self.how.mesh, outcome, x, context, first, self._ready, before)
+    x, reports, found = pipelined(
+      self.pipeline, self.execution.sharding.mesh, outcome, x, context, first, self._ready, before
+    )
     if count < self.repeats:
       x, more, others = outcome(x, context, rest)
       reports = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), reports, more)
@@ -148,7 +153,11 @@ class Stack(nnx.Module):
 
     def whole(weight: nnx.Variable) -> nnx.Variable:
       value = weight.get_value()
-      return weight.replace(gathered(self.how.mesh, self.how.partition(value.shape[3:], *weight.axes[1:]), value))
+      return weight.replace(
+        gathered(
+          self.execution.sharding.mesh, self.execution.sharding.partition(value.shape[3:], *weight.axes[1:]), value
+        )
+      )
 
     weights, inputs = layers
     return jax.tree.map(whole, weights, is_leaf=lambda v: isinstance(v, nnx.Variable)), inputs
@@ -177,7 +186,7 @@ def _pass(graph: Any) -> Callable[..., tuple[jax.Array, Cache | None, _Kept]]:
   return run
 
 
-def _remat(run: Callable, policy: Remat, scanned: bool) -> Callable:
+def _remat(run: Callable, policy: RematSpec, scanned: bool) -> Callable:
   keep = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=policy.saved,
     names_which_can_be_offloaded=policy.offloaded,

@@ -11,15 +11,15 @@ from typing import Any, Protocol
 import jax
 from flax import nnx
 
-from maxtext.layers.make import Make
 from maxtext.layers.matmul_call import MatmulCall, Next, Site
+from maxtext.layers.param_factory import ParamFactory
 
 
 class WeightFormat(Protocol):
   """How weights are stored. Hashable: it is part of what a program depends on."""
 
   def variables(
-    self, make: Make, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int], std: float
+    self, factory: ParamFactory, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int], std: float
   ) -> dict[str, nnx.Variable]:
     """The arrays of a weight [inputs, outputs] whose initial values have this deviation, by the names that their paths
     end in: `weight` is one of them, the others begin with `weight_`. A format may store some sites in other ways."""
@@ -54,11 +54,11 @@ class PlainFormat:
   """One array in the run's weight dtype."""
 
   def variables(
-    self, make: Make, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int], std: float
+    self, factory: ParamFactory, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int], std: float
   ) -> dict[str, nnx.Variable]:
     """`weight` alone."""
     shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)
-    return {"weight": make("weight", shape, axes, std=std, contracted=len(inputs))}
+    return {"weight": factory("weight", shape, axes, std=std, contracted=len(inputs))}
 
   def load(self, site: Site, arrays: Mapping[str, jax.Array]) -> "jax.Array | StoredWeight":
     """The array."""

@@ -16,9 +16,9 @@ from maxtext.configs.derived import scaled_sizes
 from maxtext.configs.types import DecoderBlockType
 from maxtext.configs.unsupported import keys_with_no_effect
 from maxtext.configs.values import default_of, plain_value
-from maxtext.layers.how import How
+from maxtext.layers.execution import ExecutionConfig, Numerics, Sharding
 from maxtext.models import families
-from maxtext.models.execution.execution import how_of_model, sharding_rules
+from maxtext.models.execution.execution import execution_of_model, sharding_rules
 from maxtext.models.features import with_features
 from maxtext.models.model import Model
 from maxtext.models.spec import DecoderSpec
@@ -50,13 +50,16 @@ _DESCRIBES_EXPERTS = {"moe_expert_input_dim", "base_moe_mlp_dim", "interleave_mo
 def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
   """The model of a run, abstract."""
   spec = model_spec(config)
-  return Model.of(spec, how_of_model(config, mesh, spec), _trained(config))
+  return Model.of(spec, execution_of_model(config, mesh, spec), _trained(config))
 
 
 def abstract_model(config: MaxTextConfig) -> Model:
   """The model alone, for who never runs it: nothing that a mesh or a kernel would need is looked at."""
   mesh = Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(config.mesh_axes)), config.mesh_axes)
-  return Model.of(model_spec(config), How(mesh, sharding_rules(config, mesh), weight_dtype=config.weight_dtype.value))
+  return Model.of(
+    model_spec(config),
+    ExecutionConfig(Sharding(mesh, sharding_rules(config, mesh)), Numerics(weight_dtype=config.weight_dtype.value)),
+  )
 
 
 def model_spec(config: MaxTextConfig) -> DecoderSpec:

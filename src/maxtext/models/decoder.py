@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.layers.block import RESIDUAL
-from maxtext.layers.cache import Cache, Slots
 from maxtext.layers.context import Context
 from maxtext.layers.embedding import Embedding, Positions, sinusoids
-from maxtext.layers.how import How
+from maxtext.layers.execution import ExecutionConfig
+from maxtext.layers.kv_cache import Cache, CacheSpec
 from maxtext.layers.linear import Linear
-from maxtext.layers.make import Make
+from maxtext.layers.param_factory import ParamFactory
 from maxtext.layers.stack import Stack
 from maxtext.models.spec import DecoderSpec, towers_of
 from maxtext.models.tower import Tower
@@ -32,30 +32,32 @@ class Decoder(nnx.Module):
   among what `embed` returns.
   """
 
-  def __init__(self, spec: DecoderSpec, how: How, seed: jax.typing.ArrayLike | None) -> None:
-    self.spec, self.how = spec, how
-    make = Make(seed, how.weight_dtype)
+  def __init__(self, spec: DecoderSpec, execution: ExecutionConfig, seed: jax.typing.ArrayLike | None) -> None:
+    self.spec, self.execution = spec, execution
+    factory = ParamFactory(seed, execution.numerics.weight_dtype)
     std = spec.width**-0.5 if spec.tied else 1.0
-    self.embedding = Embedding(make.at("embedding"), spec.vocab, spec.width, how, std, spec.embedding_scale)
+    self.embedding = Embedding(factory.scope("embedding"), spec.vocab, spec.width, execution, std, spec.embedding_scale)
     rows = spec.learned_positions
-    self.positions = None if rows is None else Positions(make.at("positions"), rows, spec.width, how)
-    groups = make.at("groups")
-    pipelines = how.pipelines or (None,) * len(spec.groups)
+    self.positions = None if rows is None else Positions(factory.scope("positions"), rows, spec.width, execution)
+    groups = factory.scope("groups")
+    pipelines = execution.pipelines or (None,) * len(spec.groups)
     self.groups = nnx.List(
       [
-        Stack(groups.at(i), group.cycle, group.repeats, spec.width, how, pipeline)
+        Stack(groups.scope(i), group.cycle, group.repeats, spec.width, execution, pipeline)
         for i, (group, pipeline) in enumerate(zip(spec.groups, pipelines, strict=True))
       ]
     )
-    self.final_norm = spec.final_norm.build(make.at("final_norm"), spec.width)
-    further = make.at("ahead")
-    self.ahead = nnx.List(
-      [] if spec.ahead is None else [spec.ahead.build(further.at(i), spec.width, how) for i in range(spec.ahead.count)]
+    self.final_norm = spec.final_norm.build(factory.scope("final_norm"), spec.width)
+    further = factory.scope("mtp")
+    self.mtp = nnx.List(
+      []
+      if spec.mtp is None
+      else [spec.mtp.build(further.scope(i), spec.width, execution) for i in range(spec.mtp.count)]
     )
-    beside = make.at("towers")
-    self.towers = nnx.Dict({t.name: Tower(beside.at(t.name), t, spec.width, how) for t in towers_of(spec)})
+    beside = factory.scope("towers")
+    self.towers = nnx.Dict({t.name: Tower(beside.scope(t.name), t, spec.width, execution) for t in towers_of(spec)})
     width, vocab = {"embed": spec.width}, {"vocab": spec.vocab}
-    self.head = Linear(make.at("head"), width, vocab, how, "logits", tied=spec.tied, role="head")
+    self.head = Linear(factory.scope("head"), width, vocab, execution, "logits", tied=spec.tied, role="head")
 
   def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
     """Tokens [B,S] at positions [B,S] to embeddings [B,S,E], what `hidden` takes in their place.
@@ -67,8 +69,8 @@ class Decoder(nnx.Module):
     if self.positions is not None:
       x = x + self.positions(positions)
     if self.spec.sinusoidal_positions:
-      x = x + sinusoids(positions, self.spec.width, self.how.dtype)
-    return self.how.shard(x, *_TOKENS)
+      x = x + sinusoids(positions, self.spec.width, self.execution.numerics.dtype)
+    return self.execution.sharding.constrain(x, *_TOKENS)
 
   def hidden(
     self,
@@ -98,21 +100,31 @@ class Decoder(nnx.Module):
     a cache, only the first `count` [B] tokens of a row count, `fresh` says that nothing is in it, and `end` that
     nothing behind that position is needed; `pages` [B,M] are those of each row.
     """
-    how = self.how
+    execution = self.execution
     if tokens is None and embeddings is None:
       raise ValueError("hidden() takes tokens, embeddings, or both; both are None.")
-    if tokens is None and self.spec.looks_up_tokens:
+    if tokens is None and self.spec.needs_tokens:
       raise ValueError("hidden() needs the tokens beside their embeddings: layers of this model look them up.")
     if spans is not None and self.spec.chooses_keys:
       raise ValueError("spans are not supported by layers that choose the keys a query sees (MoBA, an indexer).")
-    looked_up = tokens if self.spec.looks_up_tokens else None
+    looked_up = tokens if self.spec.needs_tokens else None
     context = Context.of(
-      positions, segments, self.spec.ropes, how.dtype, looked_up, count, fresh, pages, end, rotary_positions, spans
+      positions,
+      segments,
+      self.spec.ropes,
+      execution.numerics.dtype,
+      looked_up,
+      count,
+      fresh,
+      pages,
+      end,
+      rotary_positions,
+      spans,
     )
     if embeddings is None:
       assert tokens is not None
       embeddings = self.embed(tokens, positions)
-    x, reports, caches = self._spread(how.shard(embeddings, *RESIDUAL)), [], []
+    x, reports, caches = self._spread(execution.sharding.constrain(embeddings, *RESIDUAL)), [], []
     for i, group in enumerate(self.groups):
       own_inputs, own_cache = (None if tree is None else tree[i] for tree in (layer_inputs, cache))
       x, report, extended = group(x, own_inputs, context, own_cache)
@@ -120,7 +132,7 @@ class Decoder(nnx.Module):
       caches.append(extended)
     return self.final_norm(self._gathered(x)), reports, None if cache is None else caches
 
-  def further(
+  def mtp_hidden(
     self,
     hidden: jax.Array,
     next_tokens: jax.Array,
@@ -136,11 +148,16 @@ class Decoder(nnx.Module):
     say nothing.
     """
     context = Context.of(
-      positions, segments, self.spec.ropes, self.how.dtype, rotary_positions=rotary_positions, spans=spans
+      positions,
+      segments,
+      self.spec.ropes,
+      self.execution.numerics.dtype,
+      rotary_positions=rotary_positions,
+      spans=spans,
     )
     found, reports = [], []
-    for layer in self.ahead:
-      tokens = self.how.shard(self.embedding(next_tokens), *RESIDUAL)
+    for layer in self.mtp:
+      tokens = self.execution.sharding.constrain(self.embedding(next_tokens), *RESIDUAL)
       hidden, report = layer(hidden, tokens, context)
       found.append(hidden)
       reports.append(report)
@@ -156,29 +173,29 @@ class Decoder(nnx.Module):
 
   def logits(self, x: jax.Array) -> jax.Array:
     """Hidden states [B,S,E] to logits [B,S,V]."""
-    how, spec = self.how, self.spec
-    dtype = jnp.float32 if how.logits_dot_in_float32 else how.dtype
+    execution, spec = self.execution, self.spec
+    dtype = jnp.float32 if execution.numerics.logits_dot_in_float32 else execution.numerics.dtype
     weight = self.embedding.as_head if spec.tied else None
-    logits = how.shard(self.head(x, weight, dtype), *_LOGITS)
-    if how.cast_logits_to_float32:
+    logits = execution.sharding.constrain(self.head(x, weight, dtype), *_LOGITS)
+    if execution.numerics.cast_logits_to_float32:
       logits = logits.astype(jnp.float32)
     if spec.logit_scale != 1.0:
       logits = logits * spec.logit_scale
     return logits if spec.logit_cap is None else spec.logit_cap * jnp.tanh(logits / spec.logit_cap)
 
   @property
-  def takes_back(self) -> bool:
+  def supports_rollback(self) -> bool:
     """Whether the last tokens can be taken back from a cache: every layer has places for them."""
-    return all(slots.ring for slots in jax.tree.leaves(self.cache_slots(1, 1)))
+    return all(slots.ring for slots in jax.tree.leaves(self.cache_specs(1, 1)))
 
-  def cache_slots(self, batch: int, length: int) -> list[list[dict[str, Slots]]]:
+  def cache_specs(self, batch: int, length: int) -> list[list[dict[str, CacheSpec]]]:
     """The arrays of a cache for `length` positions."""
-    return [group.cache_slots(batch, length) for group in self.groups]
+    return [group.cache_specs(batch, length) for group in self.groups]
 
-  def empty_cache(self, batch: int, length: int) -> list[list[Cache]]:
+  def init_cache(self, batch: int, length: int) -> list[list[Cache]]:
     """That cache, placed like the activations it will hold."""
 
-    def zeros(slots: Slots) -> jax.Array:
-      return self.how.shard(jnp.zeros(slots.shape, slots.dtype), *slots.axes)
+    def zeros(slots: CacheSpec) -> jax.Array:
+      return self.execution.sharding.constrain(jnp.zeros(slots.shape, slots.dtype), *slots.axes)
 
-    return jax.tree.map(zeros, self.cache_slots(batch, length))
+    return jax.tree.map(zeros, self.cache_specs(batch, length))

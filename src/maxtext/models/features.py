@@ -5,14 +5,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.layers.ahead import Ahead
 from maxtext.layers.attention import GQA
 from maxtext.layers.block import Block, Layer
-from maxtext.layers.engram import Engram
-from maxtext.layers.key_blocks import KeyBlocks
+from maxtext.layers.engram import EngramMemory
+from maxtext.layers.hyper_connections import HyperConnections
 from maxtext.layers.mla import MLA
-from maxtext.layers.norm import Norm
-from maxtext.layers.streams import Streams
+from maxtext.layers.moba import MoBA
+from maxtext.layers.mtp import MultiTokenPrediction
+from maxtext.layers.norm import RMSNormSpec
 from maxtext.models.spec import DecoderSpec, Group
 
 
@@ -26,7 +26,7 @@ def with_features(config: MaxTextConfig, spec: DecoderSpec) -> DecoderSpec:
 def _key_blocks(config: MaxTextConfig, spec: DecoderSpec) -> DecoderSpec:
   if not config.moba:
     return spec
-  blocks = KeyBlocks(config.moba_chunk_size, config.moba_topk)
+  blocks = MoBA(config.moba_chunk_size, config.moba_topk)
 
   def change(block: Block) -> Block:
     if not isinstance(block.mixer, GQA):
@@ -55,7 +55,7 @@ def _streams(config: MaxTextConfig, spec: DecoderSpec) -> DecoderSpec:
   count = config.mhc_expansion_rate
   if count == 1:
     return spec
-  streams = Streams(count, config.sinkhorn_iterations)
+  streams = HyperConnections(count, config.sinkhorn_iterations)
   changed = _each_block(config, spec, f"mhc_expansion_rate={count}", lambda block: replace(block, streams=streams))
   return replace(changed, streams=count)
 
@@ -67,7 +67,7 @@ def _ahead(config: MaxTextConfig, spec: DecoderSpec) -> DecoderSpec:
   last = spec.groups[-1].cycle[-1]
   if spec.streams > 1 and isinstance(last, Block):  # its layers take what the final norm returns, which is one stream
     last = replace(last, streams=None)
-  return replace(spec, ahead=Ahead(count, last, spec.final_norm))
+  return replace(spec, mtp=MultiTokenPrediction(count, last, spec.final_norm))
 
 
 def _memory(config: MaxTextConfig, spec: DecoderSpec) -> DecoderSpec:
@@ -81,8 +81,8 @@ def _memory(config: MaxTextConfig, spec: DecoderSpec) -> DecoderSpec:
     if not isinstance(layer, Block):
       raise _refused(config, f"engram_layers={c.engram_layers}", "whose layers have no place for it")
     seed = c.engram_seed + 10007 * number
-    norm = Norm(c.normalization_layer_epsilon)
-    memory = Engram(tables[number], c.engram_head_dim, c.engram_kernel_size, seed, norm, spec.streams)
+    norm = RMSNormSpec(c.normalization_layer_epsilon)
+    memory = EngramMemory(tables[number], c.engram_head_dim, c.engram_kernel_size, seed, norm, spec.streams)
     return replace(layer, memory=memory)
 
   count = sum(len(group.cycle) * group.repeats for group in spec.groups)

@@ -54,7 +54,7 @@ def _attention(groups: tuple[Group, ...], seen: Callable[[int | None], float]) -
 
 def active_share(model: Model, path: str) -> Fraction:
   """The share of a parameter that one token meets: of experts, those that it goes to."""
-  if "expert" not in model.named_dimensions[path]:
+  if "expert" not in model.logical_axes[path]:
     return Fraction(1)
   found = LayerPath.parse(path)
   where = groups_of(model.spec, found.tower)[found.group].cycle[found.place] if found else model.spec

@@ -34,7 +34,7 @@ def decoder(config: MaxTextConfig, feed_forward: FeedForward) -> DecoderSpec:
     key_heads=c.gdn_num_key_heads,
     value_heads=c.gdn_num_value_heads,
     key_dim=c.gdn_key_head_dim,
-    value_dim=c.gdn_value_head_dim,
+    v_head_dim=c.gdn_value_head_dim,
     span=c.gdn_conv_kernel_dim,
     chunk=c.gdn_chunk_size,
     norm=standard.norm(c),

@@ -5,17 +5,17 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from maxtext.configs import MaxTextConfig
-from maxtext.layers.experts import Mixture
+from maxtext.layers.experts import MoE
 from maxtext.layers.mlp import MLP
-from maxtext.layers.router import Groups, Router
+from maxtext.layers.router import ExpertGroups, Router
 
 
-def mixture(config: MaxTextConfig, router_changes: Mapping[str, Any] | None = None, **changes: Any) -> Mixture:
+def mixture(config: MaxTextConfig, router_changes: Mapping[str, Any] | None = None, **changes: Any) -> MoE:
   """The mixture that the keys describe, but for what a family has otherwise."""
   c = config
   score: Literal["softmax", "sigmoid"] = "sigmoid" if c.routed_score_func == "sigmoid" else "softmax"
   # A group is judged by its best expert where scores compete, and by its best two where each stands alone.
-  groups = Groups(c.n_routing_groups, c.topk_routing_group, {"softmax": 1, "sigmoid": 2}[score])
+  groups = ExpertGroups(c.n_routing_groups, c.topk_routing_group, {"softmax": 1, "sigmoid": 2}[score])
   router = Router(
     count=c.num_experts,
     per_token=c.num_experts_per_tok,
@@ -36,7 +36,7 @@ def mixture(config: MaxTextConfig, router_changes: Mapping[str, Any] | None = No
     "bias": c.mlp_bias,
     "shared": MLP(c.shared_experts * width, activation) if c.shared_experts else None,
   }
-  return Mixture(**(values | changes))
+  return MoE(**(values | changes))
 
 
 def expert_width(config: MaxTextConfig) -> int:

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.layers.how import How
-from maxtext.layers.make import Buffer, Statistic
+from maxtext.layers.execution import ExecutionConfig
+from maxtext.layers.param_factory import Buffer, UpdateStatistic
 from maxtext.layers.parameter_paths import join, one_layer
 from maxtext.models.decoder import Decoder
 from maxtext.models.spec import DecoderSpec
@@ -33,7 +33,7 @@ class Model:
   """
 
   spec: DecoderSpec
-  how: How
+  execution: ExecutionConfig
   params: dict[str, jax.ShapeDtypeStruct]
   buffers: dict[str, jax.ShapeDtypeStruct]
   statistics: dict[str, jax.ShapeDtypeStruct]
@@ -41,9 +41,9 @@ class Model:
   _variables: tuple[tuple[str, tuple, type[nnx.Variable], dict[str, Any]], ...]
 
   @staticmethod
-  def of(spec: DecoderSpec, how: How, trained: Callable[[str], bool] = lambda path: True) -> "Model":
+  def of(spec: DecoderSpec, execution: ExecutionConfig, trained: Callable[[str], bool] = lambda path: True) -> "Model":
     """Builds the modules with shapes for values; nothing is allocated. `trained` says which parameters are, by path."""
-    graph, state = nnx.split(Decoder(spec, how, seed=None))
+    graph, state = nnx.split(Decoder(spec, execution, seed=None))
     variables: list[tuple] = []
     params: dict[str, jax.ShapeDtypeStruct] = {}
     buffers: dict[str, jax.ShapeDtypeStruct] = {}
@@ -51,11 +51,11 @@ class Model:
     for path, variable in nnx.to_flat_state(state):
       name, value = join(*path), variable.get_value()
       variables.append((name, path, type(variable), variable.get_metadata()))
-      sharding = how.rules.sharding(how.mesh, variable.axes, value.shape)
+      sharding = execution.sharding.rules.sharding(execution.sharding.mesh, variable.axes, value.shape)
       struct = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
       own = buffers if isinstance(variable, Buffer) or not trained(name) else params
-      (statistics if isinstance(variable, Statistic) else own)[name] = struct
-    return Model(spec, how, params, buffers, statistics, graph, tuple(variables))
+      (statistics if isinstance(variable, UpdateStatistic) else own)[name] = struct
+    return Model(spec, execution, params, buffers, statistics, graph, tuple(variables))
 
   @property
   def size(self) -> int:
@@ -68,7 +68,7 @@ class Model:
     return [n for n, *_ in self._variables if "/matmul/" not in n and n not in self.statistics]
 
   @property
-  def named_dimensions(self) -> dict[str, tuple[str | None, ...]]:
+  def logical_axes(self) -> dict[str, tuple[str | None, ...]]:
     """The named dimensions of every parameter and buffer."""
     return {name: metadata["axes"] for name, _, _, metadata in self._variables}
 
@@ -90,7 +90,7 @@ class Model:
 
   def init(self, seed: jax.typing.ArrayLike) -> tuple[Params, Params]:
     """Initial parameters and buffers; call it under `jax.jit` with the shardings of the abstract trees."""
-    _, state = nnx.split(Decoder(self.spec, self.how, seed))
+    _, state = nnx.split(Decoder(self.spec, self.execution, seed))
     values = _values(state)
     return {n: values[n] for n in self.params}, {n: values[n] for n in self.buffers}
 
@@ -113,11 +113,11 @@ class Model:
     A CPU copies what it cuts out of a stack, in every step, and a loop's weights too. Stacked inside a program and
     cut there, they cost nothing: the compiler sees that it gets what it had.
     """
-    dimensions, found = self.named_dimensions, Params()
+    dimensions, found = self.logical_axes, Params()
     while params:
       name, value = params.popitem()
       shared_out = any(self.struct(name).sharding.spec[:1])
-      whole = self.how.scan or dimensions[name][:1] != ("layers",) or shared_out
+      whole = self.execution.scan_layers or dimensions[name][:1] != ("layers",) or shared_out
       found |= {name: value} if whole else {one_layer(name, i): value[i] for i in range(value.shape[0])}
     return found
 

@@ -27,7 +27,7 @@ class Placement:
 def placements(model: Model) -> list[Placement]:
   """Every parameter and buffer, in the order of the model."""
   rows = []
-  for path, axes in model.named_dimensions.items():
+  for path, axes in model.logical_axes.items():
     if path in model.statistics:
       continue
     struct = model.struct(path)

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, fields
 
-from maxtext.layers.ahead import Ahead
 from maxtext.layers.block import Layer
-from maxtext.layers.norm import AnyNorm
+from maxtext.layers.mtp import MultiTokenPrediction
+from maxtext.layers.norm import NormSpec
 from maxtext.layers.patches import FrontEnd, Projector
-from maxtext.layers.rope import Rope
+from maxtext.layers.rope import RotaryEmbedding
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class DecoderSpec:
   vocab: int
   width: int
   groups: tuple[Group, ...]
-  final_norm: AnyNorm
+  final_norm: NormSpec
   tied: bool = False
   logit_scale: float = 1.0
   logit_cap: float | None = None
@@ -48,10 +48,10 @@ class DecoderSpec:
   learned_positions: int | None = None
   sinusoidal_positions: bool = False
   streams: int = 1
-  ahead: Ahead | None = None
+  mtp: MultiTokenPrediction | None = None
 
   @property
-  def looks_up_tokens(self) -> bool:
+  def needs_tokens(self) -> bool:
     """Whether layers need the tokens themselves."""
     return any(getattr(layer, "memory", None) is not None for group in self.groups for layer in group.cycle)
 
@@ -62,13 +62,13 @@ class DecoderSpec:
     return any(getattr(m, name, None) is not None for m in mixers for name in ("blocks", "indexer"))
 
   @property
-  def any_order(self) -> bool:
+  def order_invariant(self) -> bool:
     """Whether the tokens of a row may stand in any order, since positions say what comes before what."""
     mixers = [layer.mixer for group in self.groups for layer in group.cycle]
-    return all(getattr(m, "any_order", False) for m in mixers) and self.ahead is None and not self.looks_up_tokens
+    return all(getattr(m, "any_order", False) for m in mixers) and self.mtp is None and not self.needs_tokens
 
   @property
-  def ropes(self) -> tuple[Rope, ...]:
+  def ropes(self) -> tuple[RotaryEmbedding, ...]:
     """The distinct rotary tables of all layers."""
     return _ropes(self.groups)
 
@@ -96,12 +96,12 @@ class TowerSpec:
   front_end: FrontEnd
   groups: tuple[Group, ...]
   projector: Projector
-  final_norm: AnyNorm | None = None
+  final_norm: NormSpec | None = None
   learned_positions: bool = False
   deepstack: tuple[int, ...] = ()
 
   @property
-  def ropes(self) -> tuple[Rope, ...]:
+  def ropes(self) -> tuple[RotaryEmbedding, ...]:
     """The distinct rotary tables of all layers."""
     return _ropes(self.groups)
 
@@ -139,5 +139,5 @@ def groups_of(spec: DecoderSpec, tower: str = "") -> tuple[Group, ...]:
   return next(t.groups for t in towers_of(spec) if t.name == tower) if tower else spec.groups
 
 
-def _ropes(groups: tuple[Group, ...]) -> tuple[Rope, ...]:
+def _ropes(groups: tuple[Group, ...]) -> tuple[RotaryEmbedding, ...]:
   return tuple(dict.fromkeys(rope for group in groups for block in group.cycle for rope in block.mixer.ropes))

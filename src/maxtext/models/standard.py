@@ -11,9 +11,9 @@ from maxtext.configs.types import RopeType
 from maxtext.layers.attention import GQA, QueryKeyNorm
 from maxtext.layers.block import Block, FeedForward, Mixer
 from maxtext.layers.mlp import MLP
-from maxtext.layers.norm import Norm
+from maxtext.layers.norm import RMSNormSpec
 from maxtext.layers.parameter_paths import ANY_LAYER
-from maxtext.layers.rope import Linear, LongContext, Rope, Scaling, Yarn
+from maxtext.layers.rope import LinearScaling, LongContextScaling, RotaryEmbedding, Scaling, YarnScaling
 from maxtext.models.spec import DecoderSpec, Group, cycles
 from maxtext.models.weight_table import Weight
 
@@ -103,12 +103,12 @@ def mlp(config: MaxTextConfig, **changes: Any) -> MLP:
   return MLP(**(values | changes))
 
 
-def norm(config: MaxTextConfig, **changes: Any) -> Norm:
+def norm(config: MaxTextConfig, **changes: Any) -> RMSNormSpec:
   """The norm of every layer."""
-  return Norm(config.normalization_layer_epsilon, **changes)
+  return RMSNormSpec(config.normalization_layer_epsilon, **changes)
 
 
-def rope(config: MaxTextConfig, head_dim: int, **changes: Any) -> Rope:
+def rope(config: MaxTextConfig, head_dim: int, **changes: Any) -> RotaryEmbedding:
   """Rotary positions; `head_dim` is that of the heads they turn."""
   c = config
   values: dict[str, Any] = {
@@ -119,20 +119,20 @@ def rope(config: MaxTextConfig, head_dim: int, **changes: Any) -> Rope:
   }
   if "scaling" not in changes:
     changes["scaling"] = scaling(c)
-  return Rope(**(values | changes))
+  return RotaryEmbedding(**(values | changes))
 
 
 def scaling(config: MaxTextConfig) -> Scaling | None:
   """How positions beyond the length of the first training are reached."""
   c = config
   if c.rope_type == RopeType.LLAMA3_1 and c.rope_use_scale:
-    return LongContext(c.rope_factor, c.original_max_position_embeddings)
+    return LongContextScaling(c.rope_factor, c.original_max_position_embeddings)
   if c.rope_type == RopeType.YARN:
     multiplier = 0.1 * math.log(c.rope_factor) + 1.0 if c.rope_attention_scaling else 1.0
-    return Yarn(
+    return YarnScaling(
       c.rope_factor, c.original_max_position_embeddings, c.beta_fast, c.beta_slow, c.rope_truncate, multiplier
     )
-  return Linear(c.rope_linear_scaling_factor) if c.rope_linear_scaling_factor != 1.0 else None
+  return LinearScaling(c.rope_linear_scaling_factor) if c.rope_linear_scaling_factor != 1.0 else None
 
 
 LAYER = ANY_LAYER

@@ -12,8 +12,8 @@ from flax import nnx
 from maxtext.layers.block import RESIDUAL
 from maxtext.layers.context import Context
 from maxtext.layers.embedding import Positions
-from maxtext.layers.how import How
-from maxtext.layers.make import Make
+from maxtext.layers.execution import ExecutionConfig
+from maxtext.layers.param_factory import ParamFactory
 from maxtext.layers.stack import Stack
 from maxtext.models.spec import TowerSpec
 
@@ -21,21 +21,23 @@ from maxtext.models.spec import TowerSpec
 class Tower(nnx.Module):
   """Inputs to features that are as wide as the decoder."""
 
-  def __init__(self, make: Make, spec: TowerSpec, out_width: int, how: How) -> None:
-    how = _execution(how, spec)
-    self.spec, self.how = spec, how
-    self.front_end = spec.front_end.build(make.at("front_end"), spec.width, how)
+  def __init__(self, factory: ParamFactory, spec: TowerSpec, out_width: int, execution: ExecutionConfig) -> None:
+    execution = _execution(execution, spec)
+    self.spec, self.execution = spec, execution
+    self.front_end = spec.front_end.build(factory.scope("front_end"), spec.width, execution)
     rows = spec.length if spec.learned_positions else None
-    self.positions = None if rows is None else Positions(make.at("positions"), rows, spec.width, how)
-    groups = make.at("groups")
+    self.positions = None if rows is None else Positions(factory.scope("positions"), rows, spec.width, execution)
+    groups = factory.scope("groups")
     self.groups = nnx.List(
-      [Stack(groups.at(i), group.cycle, group.repeats, spec.width, how) for i, group in enumerate(spec.groups)]
+      [Stack(groups.scope(i), group.cycle, group.repeats, spec.width, execution) for i, group in enumerate(spec.groups)]
     )
-    self.final_norm = None if spec.final_norm is None else spec.final_norm.build(make.at("final_norm"), spec.width)
-    self.projector = spec.projector.build(make.at("projector"), spec.width, out_width, how)
-    deepstack = make.at("deepstack")
+    self.final_norm = (
+      None if spec.final_norm is None else spec.final_norm.build(factory.scope("final_norm"), spec.width)
+    )
+    self.projector = spec.projector.build(factory.scope("projector"), spec.width, out_width, execution)
+    deepstack = factory.scope("deepstack")
     self.deepstack = nnx.List(
-      [spec.projector.build(deepstack.at(i), spec.width, out_width, how) for i, _ in enumerate(spec.deepstack)]
+      [spec.projector.build(deepstack.scope(i), spec.width, out_width, execution) for i, _ in enumerate(spec.deepstack)]
     )
 
   def __call__(
@@ -63,28 +65,31 @@ class Tower(nnx.Module):
       segments: [N,T] tokens see those of their own segment, so that padding may be one, or several inputs share a row.
       rotary_positions: [N,T], or [N,T,C] of C components, where they differ from `positions`.
     """
-    how, spec = self.how, self.spec
-    x = self.front_end(inputs.astype(how.dtype))
+    execution, spec = self.execution, self.spec
+    x = self.front_end(inputs.astype(execution.numerics.dtype))
     if x.shape[1] > spec.length:
       raise ValueError(f"tower {spec.name}: an input has {x.shape[1]} tokens, and at most {spec.length} are expected.")
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-    context = Context.of(positions, segments, spec.ropes, how.dtype, rotary_positions=rotary_positions)
+    context = Context.of(positions, segments, spec.ropes, execution.numerics.dtype, rotary_positions=rotary_positions)
     if self.positions is not None:
       x = x + self.positions(positions)
-    x, taken = how.shard(x, *RESIDUAL), {}
+    x, taken = execution.sharding.constrain(x, *RESIDUAL), {}
     for i, group in enumerate(self.groups):
       x, _, _ = group(x, None, context, None)
       taken[i] = x
     last = x if self.final_norm is None else self.final_norm(x)
     further = zip(self.deepstack, spec.deepstack, strict=True)
     found = [self.projector(last), *(projector(taken[i]) for projector, i in further)]
-    return [how.shard(features, *RESIDUAL) for features in found]
+    return [execution.sharding.constrain(features, *RESIDUAL) for features in found]
 
 
-def _execution(how: How, spec: TowerSpec) -> How:
+def _execution(execution: ExecutionConfig, spec: TowerSpec) -> ExecutionConfig:
   """How a tower runs beside its decoder: in no pipeline, its tokens in order, by splash where its blocks fit."""
-  attention, parts = replace(how.attention, order=None), how.rules.num_shards(how.mesh, "activation_length")
+  attention, parts = (
+    replace(execution.kernels.attention, order=None),
+    execution.sharding.rules.num_shards(execution.sharding.mesh, "activation_length"),
+  )
   if attention.kernel == "splash" and not attention.blocks.fit(spec.length // parts, spec.length):
     attention = replace(attention, kernel="chunked")
-  return replace(how, attention=attention, pipelines=(), remat=how.remat[:1])
+  return execution.replace(attention=attention, pipelines=(), remat=execution.remat[:1])

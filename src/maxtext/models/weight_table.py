@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxtext.layers.block import Layer
-from maxtext.layers.parameter_paths import LayerPath, fits, prediction_number
+from maxtext.layers.parameter_paths import LayerPath, fits, mtp_index
 from maxtext.models.spec import DecoderSpec, groups_of
 
 
@@ -65,7 +65,7 @@ def layer_numbers(spec: DecoderSpec, path: str) -> list[int]:
 
   Layers that predict further tokens are counted after the last one.
   """
-  if (number := prediction_number(path)) is not None:
+  if (number := mtp_index(path)) is not None:
     return [sum(len(group.cycle) * group.repeats for group in spec.groups) + number]
   found = LayerPath.parse(path)
   if found is None:

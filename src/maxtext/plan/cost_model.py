@@ -9,7 +9,7 @@ from typing import Any, cast
 import jax
 from jax.extend import core
 
-from maxtext.layers.how import Remat
+from maxtext.layers.execution import RematSpec
 from maxtext.training.program import Program
 
 
@@ -45,7 +45,7 @@ def forward_costs(program: Program) -> tuple[dict[str, TensorCost], int]:
   return {name: TensorCost(size, flops[name]) for name, size in sizes.items()}, inputs
 
 
-def saved_bytes(costs: Mapping[str, TensorCost], turns: Sequence[Remat]) -> float:
+def saved_bytes(costs: Mapping[str, TensorCost], turns: Sequence[RematSpec]) -> float:
   """Bytes that layers save under alternating remat policies, without their inputs."""
   return sum(costs[name].bytes for turn in turns for name in turn.saved if name in costs) / len(turns)
 

@@ -15,8 +15,8 @@ from typing import Literal, get_args
 import numpy as np
 from jax.sharding import Mesh
 
-from maxtext.kernels.scores import Scoring
-from maxtext.kernels.splash import seen_blocks
+from maxtext.kernels.attention_mask import ScoreSpec
+from maxtext.kernels.splash_attention import seen_blocks
 from maxtext.mesh.topology import Topology
 from maxtext.plan.hlo import CompiledProgram, Instruction, called_computations, loop_body
 
@@ -225,7 +225,7 @@ def _attention(part: str, products: int, i: Instruction) -> float:
   q, kv = (_block(i, f"block_{side}{part}") for side in ("q", "kv"))
   down, across = queries[-2] // q, keys[-2] // kv
   causal = prod(mask[-2:]) == down * across and queries[-2] == keys[-2]
-  seen = int(seen_blocks(Scoring(1.0), queries[-2], q, kv).sum()) if causal else prod(mask[-2:])
+  seen = int(seen_blocks(ScoreSpec(1.0), queries[-2], q, kv).sum()) if causal else prod(mask[-2:])
   return products * 2.0 * prod(queries) / queries[-2] * seen * q * kv
 
 

@@ -21,9 +21,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.configs.types import SplashAttention
-from maxtext.kernels.attention import Attention
-from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.kernels.splash import SplashBlocks, seen_blocks
+from maxtext.kernels.attention import AttentionKernel
+from maxtext.kernels.attention_mask import ScoreSpec, Tokens
+from maxtext.kernels.splash_attention import SplashBlocks, seen_blocks
 from maxtext.layers.attention import GQA
 from maxtext.layers.mla import MLA
 from maxtext.mesh.compiler import compiler_options
@@ -49,7 +49,7 @@ class AttentionShape:
 
   query_width: int
   value_width: int
-  scoring: Scoring
+  scoring: ScoreSpec
   sinks: bool
 
 
@@ -64,7 +64,7 @@ class Cost:
 def kernel_efficiency(program: Program, topology: Topology) -> dict[str, float]:
   """The FLOP/s of each kernel relative to default blocks; empty if the run has default blocks, or if these do not
   divide its rows."""
-  blocks, shapes, default = program.model.how.attention.blocks, attention_shapes(program), SplashBlocks()
+  blocks, shapes, default = program.model.execution.kernels.attention.blocks, attention_shapes(program), SplashBlocks()
   length = program.config.max_target_length
   if blocks == default or not shapes or length % min(default.q, length):
     return {}
@@ -94,7 +94,7 @@ def best_blocks(program: Program, topology: Topology) -> dict[str, int]:
 def attention_shapes(program: Program) -> dict[AttentionShape, int]:
   """The attention shapes that the splash kernel computes, each with its number of layers."""
   found: dict[AttentionShape, int] = {}
-  if program.model.how.attention.kernel == "splash":
+  if program.model.execution.kernels.attention.kernel == "splash":
     for group in program.model.spec.groups:
       for kind in filter(None, (_attention_shape(block.mixer) for block in group.cycle)):
         found[kind] = found.get(kind, 0) + group.repeats
@@ -139,7 +139,7 @@ def _attention_shape(mixer: Any) -> AttentionShape | None:
   if isinstance(mixer, GQA) and mixer.blocks is None:
     return AttentionShape(mixer.head_dim, mixer.head_dim, mixer.scoring, mixer.sinks)
   if isinstance(mixer, MLA) and mixer.indexer is None:
-    return AttentionShape(mixer.key_dim, mixer.value_dim, mixer.scoring, sinks=False)
+    return AttentionShape(mixer.key_dim, mixer.v_head_dim, mixer.scoring, sinks=False)
   return None
 
 
@@ -160,7 +160,7 @@ def _costs(
     topology,
     tuple(shapes),
     config.max_target_length,
-    jnp.dtype(program.model.how.dtype).name,
+    jnp.dtype(program.model.execution.numerics.dtype).name,
     program.batch.segments is not None,
     config.compile_xla_flags,
   )
@@ -185,7 +185,7 @@ def _cost(
   q, kv = (min(getattr(blocks, field), length) for field in kernel.fields[:2])
   for (kind, layers), one in zip(shapes.items(), schedules, strict=True):
     by_segments = kind.scoring.chunked and job.segments  # compared in the kernel, which skips no block then
-    seen = seen_blocks(Scoring(1.0) if by_segments else kind.scoring, length, q, kv)
+    seen = seen_blocks(ScoreSpec(1.0) if by_segments else kind.scoring, length, q, kv)
     grid = seen.T if kernel.keys_down else seen
     flops = 2.0 * (kernel.by_query * kind.query_width + kernel.by_value * kind.value_width) * q * kv
     steps = len(grid) * int(grid.sum(1).max())
@@ -212,7 +212,7 @@ def _compile_kernels(
   job: _CompileJob, kind: AttentionShape, blocks: SplashBlocks, device: jax.Device, folder: Path
 ) -> dict[str, KernelSchedule]:
   mesh = Mesh(np.array([device]), ("one",))
-  attend, spec = Attention("splash", blocks=blocks), PartitionSpec(None, None, None, None)
+  attend, spec = AttentionKernel("splash", blocks=blocks), PartitionSpec(None, None, None, None)
 
   def total(floats: list[jax.Array], positions: jax.Array, segments: jax.Array | None) -> jax.Array:
     q, k, v, *sinks = floats

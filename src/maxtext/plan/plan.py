@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.layers.how import How
+from maxtext.layers.execution import ExecutionConfig
 from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 from maxtext.mesh.topology import Topology
 from maxtext.models.flops import train_flops_per_token
@@ -124,7 +124,7 @@ def make_plan(config: MaxTextConfig) -> Plan:
   """Compiles the step and reads what the compiler says of it; without a compiler, reckons the least it takes."""
   start = time.perf_counter()
   program, topology = program_for(config)
-  mesh, chip = program.model.how.mesh, topology.chip
+  mesh, chip = program.model.execution.sharding.mesh, topology.chip
   memory, found = _compiled(program, topology) if topology.compiles else (_memory_lower_bound(program, topology), None)
   rows, length = program.batch.inputs.shape
   chips = mesh.size // chip.devices
@@ -156,9 +156,9 @@ def _compiled(program: Program, topology: Topology) -> tuple[Memory, Estimate | 
   stats, text = compiled.memory_analysis(), compiled.as_text()
   assert stats is not None, "the TPU compiler gives both"
   assert text is not None
-  how, parsed = program.model.how, CompiledProgram.parse(text)
-  filled, attended = _filled_rows(program.config, how), kernel_efficiency(program, topology)
-  found = estimate(parsed, topology, how.mesh, CALIBRATION[topology.name], filled, attended)
+  execution, parsed = program.model.execution, CompiledProgram.parse(text)
+  filled, attended = _filled_rows(program.config, execution), kernel_efficiency(program, topology)
+  found = estimate(parsed, topology, execution.sharding.mesh, CALIBRATION[topology.name], filled, attended)
   return _memory(program, topology, stats.peak_memory_in_bytes, stats.temp_size_in_bytes), found
 
 
@@ -171,8 +171,10 @@ def _memory_lower_bound(program: Program, topology: Topology) -> Memory:
       f"compile_topology={config.compile_topology} here; leave it out."
     )
   work, inputs = forward_costs(program)
-  how, grad_dtype = program.model.how, jnp.dtype(config.grad_dtype.value)
-  kept = int((inputs + saved_bytes(work, how.remat)) / (config.gradient_accumulation_steps * how.mesh.size))
+  execution, grad_dtype = program.model.execution, jnp.dtype(config.grad_dtype.value)
+  kept = int(
+    (inputs + saved_bytes(work, execution.remat)) / (config.gradient_accumulation_steps * execution.sharding.mesh.size)
+  )
   gradients = bytes_per_device(
     {n: jax.ShapeDtypeStruct(p.shape, grad_dtype, sharding=p.sharding) for n, p in state.params.items()}
   )
@@ -180,10 +182,12 @@ def _memory_lower_bound(program: Program, topology: Topology) -> Memory:
   return _memory(program, topology, bytes_per_device((state, program.batch)) + temporaries, temporaries)
 
 
-def _filled_rows(config: MaxTextConfig, how: How) -> float:
+def _filled_rows(config: MaxTextConfig, execution: ExecutionConfig) -> float:
   """The share of a device's rows of experts that hold a token if all experts get as many."""
-  owners = num_shards_of(how.mesh, mesh_axes_of(how.partition((config.num_experts,), "activation_expert")[0]))
-  room = min(how.experts.buffer or owners, owners)  # over an even share
+  owners = num_shards_of(
+    execution.sharding.mesh, mesh_axes_of(execution.sharding.partition((config.num_experts,), "activation_expert")[0])
+  )
+  room = min(execution.kernels.experts.buffer or owners, owners)  # over an even share
   return 1 / max(room, 1)
 
 

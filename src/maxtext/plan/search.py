@@ -25,7 +25,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import RematAndOffload, RematLocation
 from maxtext.configs.values import default_of, plain_value
 from maxtext.mesh.topology import Topology
-from maxtext.models.execution.execution import how
+from maxtext.models.execution.execution import execution_config
 from maxtext.models.flops import train_flops_per_token
 from maxtext.plan.compile import program_for
 from maxtext.plan.cost_model import forward_costs, saved_bytes
@@ -129,9 +129,9 @@ def search(
 
 def candidates(config: MaxTextConfig, program: Program, topology: Topology) -> list[Candidate]:
   """Meshes, rematerialisation and batches, the most promising first; what cannot fit is left out."""
-  model, mesh, chip = program.model, program.model.how.mesh, topology.chip
+  model, mesh, chip = program.model, program.model.execution.sharding.mesh, topology.chip
   costs, inputs = forward_costs(program)
-  weights = sum(a.size for a in model.params.values()) * jnp.dtype(model.how.dtype).itemsize
+  weights = sum(a.size for a in model.params.values()) * jnp.dtype(model.execution.numerics.dtype).itemsize
   links = 2 * len(topology.shape) * chip.link_bandwidth
   layers = sum(group.repeats * len(group.cycle) for group in model.spec.groups)
   length, total = config.max_target_length, program.batch.inputs.size
@@ -142,7 +142,7 @@ def candidates(config: MaxTextConfig, program: Program, topology: Topology) -> l
   for all_keys in POLICIES:
     names = {*costs, "context"}
     policy = own | {key: value for key, value in all_keys.items() if key not in _SAVED_NAMES or key in names}
-    turns = how(config.model_copy(update=_typed(policy)), mesh).remat
+    turns = execution_config(config.model_copy(update=_typed(policy)), mesh).remat
     keeps = saved_bytes(costs, turns)
     again = sum(w.flops for turn in turns for name, w in costs.items() if name not in {*turn.saved, *_NEVER_RECOMPUTED})
     attended = attention * sum("context" not in turn.saved for turn in turns)

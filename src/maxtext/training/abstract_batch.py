@@ -10,7 +10,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import eval_batch_size, global_batch_size
 from maxtext.configs.types import DatasetType
 from maxtext.data.batch import BatchSource
-from maxtext.layers.how import How
+from maxtext.layers.execution import ExecutionConfig
 from maxtext.mesh.rules import LOGICAL_AXES, mesh_axes_of, num_shards_of
 from maxtext.training import diloco
 from maxtext.training.objectives.base import BATCH, LENGTH, Field, Objective, token_batch
@@ -19,10 +19,15 @@ _ROWS = {"per_device_batch_size": global_batch_size, "eval_per_device_batch_size
 
 
 def abstract_batch(
-  config: MaxTextConfig, how: How, objective: Objective, data: BatchSource | None, key: str, accumulation: int = 1
+  config: MaxTextConfig,
+  execution: ExecutionConfig,
+  objective: Objective,
+  data: BatchSource | None,
+  key: str,
+  accumulation: int = 1,
 ) -> Any:
   """The tree of the objective's fields with a `jax.ShapeDtypeStruct` for each. `key` gives the rows per device."""
-  mesh, rows = how.mesh, _ROWS[key](config, how.mesh.size)
+  mesh, rows = execution.sharding.mesh, _ROWS[key](config, execution.sharding.mesh.size)
   own = config.input_data_sharding_logical_axes
   if len(own) != 2 or not set(own) <= set(LOGICAL_AXES):
     raise ConfigError(
@@ -30,13 +35,13 @@ def abstract_batch(
       f"[activation_embed_and_logits_batch, activation_norm_length]."
     )
   replicas = (diloco.AXIS,) if diloco.AXIS in mesh.shape else ()
-  _check_rows(config, how, key, rows // accumulation, (*replicas, *dict(how.rules.pairs)[own[0]]))
+  _check_rows(config, execution, key, rows // accumulation, (*replicas, *dict(execution.sharding.rules.pairs)[own[0]]))
   names = dict(zip((BATCH, LENGTH), own, strict=True))
 
   def array(path: Any, field: Field) -> jax.ShapeDtypeStruct:
     _check_field(objective, jax.tree_util.keystr(path), field, rows)
     axes = [names.get(axis, axis) if axis else None for axis in field.axes]
-    first, *rest = how.rules.partition(mesh, axes, field.shape)
+    first, *rest = execution.sharding.rules.partition(mesh, axes, field.shape)
     sharding = NamedSharding(mesh, PartitionSpec((*replicas, *mesh_axes_of(first)), *rest))
     return jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=sharding)
 
@@ -70,8 +75,10 @@ def _check_field(objective: Objective, path: str, field: Field, rows: int) -> No
     raise ConfigError(f"{where}: '{unknown[0]}' is neither '{LENGTH}' nor a name of logical_axis_rules.")
 
 
-def _check_rows(config: MaxTextConfig, how: How, key: str, micro: int, split: tuple[str, ...]) -> None:
-  mesh = how.mesh
+def _check_rows(
+  config: MaxTextConfig, execution: ExecutionConfig, key: str, micro: int, split: tuple[str, ...]
+) -> None:
+  mesh = execution.sharding.mesh
   shards = num_shards_of(mesh, split)
   over = " x ".join(f"{a}={mesh.shape[a]}" for a in split if mesh.shape[a] > 1)
   if micro % shards:

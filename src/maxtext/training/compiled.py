@@ -45,12 +45,12 @@ def load(program: Program, path: Path) -> Any:
   ]:
     raise ConfigError(f"compiled_trainstep_file={path} is another step. {_named(program.config, about, different)}")
   inputs, outputs = jax.tree.structure((program.arguments, {})), lowered.out_tree
-  devices = list(program.model.how.mesh.devices.flat)
+  devices = list(program.model.execution.sharding.mesh.devices.flat)
   return serialize_executable.deserialize_and_load(executable, inputs, outputs, execution_devices=devices)
 
 
 def _about(program: Program, lowered: jax.stages.Lowered) -> dict[str, str]:
-  mesh = program.model.how.mesh
+  mesh = program.model.execution.sharding.mesh
   device = mesh.devices.flat[0]
   text = re.sub(r"loc\(.*?\)|@jit_\w+", "", lowered.as_text())
   return {

@@ -21,7 +21,7 @@ def build_frozen(
     for name, frozen in described.items()
   }
   for name, (_, other) in built.items():
-    if other.how.attention.order != model.how.attention.order:
+    if other.execution.kernels.attention.order != model.execution.kernels.attention.order:
       raise ConfigError(
         f"The frozen model '{name}' wants another context-parallel order of tokens than the trained one: give both the "
         f"same context_parallel_load_balance and context_parallel_strategy."

@@ -24,8 +24,8 @@ from maxtext.mesh.compiler import compiler_options
 from maxtext.mesh.devices import with_devices
 from maxtext.mesh.explicit import auto_axes
 from maxtext.models.build import build_model
-from maxtext.models.clip import clip_queries_and_keys
 from maxtext.models.model import Model, Params
+from maxtext.models.qk_clip import apply_qk_clip
 from maxtext.optim.optimizer import make_optimizer
 from maxtext.optim.options import optimizer_options, schedule_options
 from maxtext.optim.schedules import learning_rate
@@ -89,7 +89,7 @@ class Program:
       clip=config.gradient_clipping_threshold,
       accumulation=config.gradient_accumulation_steps,
       grad_dtype=config.grad_dtype.value,
-      post_update=partial(clip_queries_and_keys, model, config.qk_clip_threshold) if config.use_qk_clip else None,
+      post_update=partial(apply_qk_clip, model, config.qk_clip_threshold) if config.use_qk_clip else None,
       frozen={name: other for name, (_, other) in frozen_models.items()},
       seed=config.init_weights_seed,
     )
@@ -106,7 +106,7 @@ class Program:
 
     def in_token_order(batch: Any) -> Any:
       """Rows in the order in which their parts have the same work."""
-      order = model.how.attention.order
+      order = model.execution.kernels.attention.order
       if order is None:
         return batch
 
@@ -141,16 +141,18 @@ class Program:
       config,
       model,
       state,
-      abstract_batch(config, model.how, trained, data, "per_device_batch_size", config.gradient_accumulation_steps),
+      abstract_batch(
+        config, model.execution, trained, data, "per_device_batch_size", config.gradient_accumulation_steps
+      ),
       {name: other.params | other.buffers for name, (_, other) in frozen_models.items()},
       jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated)),
       jit(init, out_shardings=shardings),
-      abstract_batch(config, model.how, trained, data, "eval_per_device_batch_size"),
+      abstract_batch(config, model.execution, trained, data, "eval_per_device_batch_size"),
       SynchronizedCompile(jit(evaluate, out_shardings=replicated), batch=2),
       frozen_models,
       data,
     )
-    if model.how.explicit:
+    if model.execution.sharding.explicit:
       made._check_types()
     return made
 

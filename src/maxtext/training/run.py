@@ -132,7 +132,7 @@ def train(
     ]
     for callback in callbacks:
       closing.callback(callback.close)
-    mesh = program.model.how.mesh
+    mesh = program.model.execution.sharding.mesh
     flops = train_flops_per_token(program.model, config.max_target_length) / mesh.size
     if frozen:
       step = partial(_with_frozen, step, frozen)
@@ -248,7 +248,7 @@ def _peak_flops(mesh: Mesh) -> float:
 
 
 def _introduce(program: Program, run: RunDirectory) -> None:
-  model, mesh = program.model, program.model.how.mesh
+  model, mesh = program.model, program.model.execution.sharding.mesh
   axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1) or "one device"
   rows, length = jax.tree.leaves(program.batch)[0].shape[0], program.config.max_target_length
   _LOG.info(

@@ -46,7 +46,7 @@ def abstract_state(
 ) -> TrainState:
   """Shapes, dtypes and placement of the whole state between steps. Optimizer state of a parameter lives where the
   parameter is updated; either may rest in the host's memory."""
-  replicated = NamedSharding(model.how.mesh, PartitionSpec())
+  replicated = NamedSharding(model.execution.sharding.mesh, PartitionSpec())
 
   def rest(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding, on_host: bool) -> jax.ShapeDtypeStruct:
     sharding = sharding.with_memory_kind("pinned_host") if on_host else sharding

@@ -167,7 +167,7 @@ def _match_shape(name: str, tensor: TensorLayout, source: TensorSource, model: M
   if source.shape == tensor.shape:
     return source
   spare = source.shape[1:] == tensor.shape[1:] and abs(source.shape[0] - tensor.shape[0]) <= SPARE_ROWS
-  if spare and "vocab" in model.named_dimensions[tensor.slices[0].path]:
+  if spare and "vocab" in model.logical_axes[tensor.slices[0].path]:
     return _ResizedVocabulary(source, tensor.shape[0])
   raise ConfigError(f"{name} is {list(source.shape)} in the folder, and this model has {list(tensor.shape)}.")
 

@@ -7,9 +7,9 @@ from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import ReorderStrategy, SplashAttention
-from maxtext.kernels.attention import Attention, Kernel
-from maxtext.kernels.splash import SplashBlocks
-from maxtext.kernels.token_order import TokenOrder
+from maxtext.kernels.attention import AttentionKernel, Kernel
+from maxtext.kernels.load_balance import LoadBalancedOrder
+from maxtext.kernels.splash_attention import SplashBlocks
 from maxtext.models.spec import DecoderSpec, groups_of, towers_of
 
 _PLATFORMS = ("tpu", "gpu", "cuda", "cpu")
@@ -24,7 +24,7 @@ _KERNELS: Mapping[str, Mapping[str, Kernel]] = {
 }
 
 
-def attention(config: MaxTextConfig, mesh: Mesh, parts: int) -> Attention:
+def attention(config: MaxTextConfig, mesh: Mesh, parts: int) -> AttentionKernel:
   """How a run attends on a mesh that splits rows into so many parts."""
   c = config
   blocks = SplashBlocks(
@@ -39,7 +39,7 @@ def attention(config: MaxTextConfig, mesh: Mesh, parts: int) -> Attention:
     c.sa_use_fused_bwd_kernel,
   )
   kernel, ring = _kernel(c, mesh, blocks, parts), c.context_parallel_strategy == "ring"
-  return Attention(kernel, c.matmul_precision.value, blocks, ring, _order(c, mesh, parts))
+  return AttentionKernel(kernel, c.matmul_precision.value, blocks, ring, _order(c, mesh, parts))
 
 
 def check_attention(config: MaxTextConfig, spec: DecoderSpec, kernel: Kernel) -> None:
@@ -88,7 +88,7 @@ def _check_splash(config: MaxTextConfig, blocks: SplashBlocks, parts: int) -> No
       )
 
 
-def _order(config: MaxTextConfig, mesh: Mesh, parts: int) -> TokenOrder | None:
+def _order(config: MaxTextConfig, mesh: Mesh, parts: int) -> LoadBalancedOrder | None:
   """The order of tokens in rows that are split, where the parts are to have the same work."""
   c = config
   if c.max_target_length % parts:
@@ -97,7 +97,7 @@ def _order(config: MaxTextConfig, mesh: Mesh, parts: int) -> TokenOrder | None:
     return None
   ring, asked = c.context_parallel_strategy == "ring", c.context_parallel_reorder_strategy
   striped = ring if asked is ReorderStrategy.AUTO else asked is ReorderStrategy.STRIPED
-  order = TokenOrder("striped" if striped else "dual_chunk_swap", parts)
+  order = LoadBalancedOrder("striped" if striped else "dual_chunk_swap", parts)
   if c.max_target_length % order.divisor:
     raise ConfigError(
       f"max_target_length={c.max_target_length} is not a multiple of {order.divisor}, which "

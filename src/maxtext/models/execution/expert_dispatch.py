@@ -5,17 +5,17 @@ from typing import Any
 from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.kernels.exchange import Carrier
 from maxtext.kernels.grouped_matmul import GroupedMatmul, Kernel, Tiles
-from maxtext.layers.beside import Beside
-from maxtext.layers.dispatch import Dispatch
-from maxtext.layers.experts import Mixture
+from maxtext.kernels.ragged_all_to_all import RaggedAllToAll
+from maxtext.layers.dense_and_experts import DenseAndExperts
+from maxtext.layers.expert_dispatch import ExpertDispatch
+from maxtext.layers.experts import MoE
 from maxtext.models.spec import DecoderSpec
 
 _KERNELS: dict[str, Kernel] = {"tpu": "megablox", "cpu": "tiled"}
 
 
-def dispatch(config: MaxTextConfig, mesh: Mesh) -> Dispatch:
+def dispatch(config: MaxTextConfig, mesh: Mesh) -> ExpertDispatch:
   """How a run executes mixtures of experts on a mesh."""
   c = config
   platform = mesh.devices.flat[0].platform
@@ -33,13 +33,15 @@ def dispatch(config: MaxTextConfig, mesh: Mesh) -> Dispatch:
     by_weights=Tiles(c.wo_tile_drhs_batch_seq, c.wo_tile_drhs_mlp_dim, c.wo_tile_drhs_embed_dim),
     **settings,
   )
-  return Dispatch(
+  return ExpertDispatch(
     method="dropless" if c.sparse_matmul else "capacity" if c.capacity_factor > 0 else "dense",
     capacity=c.capacity_factor,
     buffer=c.ragged_buffer_factor if c.sparse_matmul and c.ragged_buffer_factor > 0 else None,
     wi=wi,
     wo=wo,
-    carrier=None if c.use_ring_of_experts else Carrier("reference" if platform == "cpu" else "ragged_all_to_all"),
+    carrier=None
+    if c.use_ring_of_experts
+    else RaggedAllToAll("reference" if platform == "cpu" else "ragged_all_to_all"),
     float32_sum=c.float32_weight_sum,
     float32_logits=c.float32_gate_logits,
     random=c.use_random_routing,
@@ -49,7 +51,7 @@ def dispatch(config: MaxTextConfig, mesh: Mesh) -> Dispatch:
 
 def check_experts(config: MaxTextConfig, spec: DecoderSpec) -> None:
   """Refuses experts that the family does not have."""
-  has = any(isinstance(block.feed_forward, Mixture | Beside) for group in spec.groups for block in group.cycle)
+  has = any(isinstance(block.feed_forward, MoE | DenseAndExperts) for group in spec.groups for block in group.cycle)
   if config.num_experts > 1 and not has:
     raise ConfigError(
       f"num_experts={config.num_experts} has no effect on decoder_block={config.decoder_block.value}, a family without "

@@ -2,31 +2,32 @@
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import global_batch_size
-from maxtext.layers.how import How
+from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.pipeline import AXIS, Pipeline
 from maxtext.models.spec import DecoderSpec
 
 
-def pipelines(config: MaxTextConfig, spec: DecoderSpec, how: How) -> tuple[Pipeline | None, ...]:
+def pipelines(config: MaxTextConfig, spec: DecoderSpec, execution: ExecutionConfig) -> tuple[Pipeline | None, ...]:
   """One for each group of layers: the largest group goes through the stages, the others run before and after it."""
-  stages = how.mesh.shape.get(AXIS, 1)
+  stages = execution.sharding.mesh.shape.get(AXIS, 1)
   if stages == 1:
     return ()
   largest = max(range(len(spec.groups)), key=lambda i: spec.groups[i].repeats * len(spec.groups[i].cycle))
   group = spec.groups[largest]
-  made = _pipeline(config, how, stages, len(group.cycle), group.repeats)
+  made = _pipeline(config, execution, stages, len(group.cycle), group.repeats)
   return tuple(made if i == largest else None for i in range(len(spec.groups)))
 
 
-def _pipeline(config: MaxTextConfig, how: How, stages: int, cycle: int, repeats: int) -> Pipeline:
+def _pipeline(config: MaxTextConfig, execution: ExecutionConfig, stages: int, cycle: int, repeats: int) -> Pipeline:
   c = config
   per_stage, asked = c.num_layers_per_pipeline_stage, c.pipeline_parallel_layers
   layers = cycle * repeats if asked == -1 else asked
   over = f"{stages} stages x num_layers_per_pipeline_stage={per_stage}"
-  if per_stage < 1 or per_stage % (cycle * len(how.remat)):
+  if per_stage < 1 or per_stage % (cycle * len(execution.remat)):
     raise ConfigError(
-      f"num_layers_per_pipeline_stage={per_stage} must be a multiple of {cycle * len(how.remat)}: this model's layers "
-      f"go round a cycle of {cycle}" + (f", and {len(how.remat)} remat policies take turns." if how.remat[1:] else ".")
+      f"num_layers_per_pipeline_stage={per_stage} must be a multiple of {cycle * len(execution.remat)}: this model's "
+      f"layers go round a cycle of {cycle}"
+      + (f", and {len(execution.remat)} remat policies take turns." if execution.remat[1:] else ".")
     )
   if not 0 < layers <= cycle * repeats or layers % (stages * per_stage):
     raise ConfigError(
@@ -39,13 +40,13 @@ def _pipeline(config: MaxTextConfig, how: How, stages: int, cycle: int, repeats:
   delay = 2 if c.pipeline_delay_activation_forwarding else 1
   least, micro = delay * stages, c.num_pipeline_microbatches
   count = least if micro == -1 else micro
-  rows = global_batch_size(c, how.mesh.size) // c.gradient_accumulation_steps
-  groups = how.rules.num_shards(how.mesh, "activation_batch")
+  rows = global_batch_size(c, execution.sharding.mesh.size) // c.gradient_accumulation_steps
+  groups = execution.sharding.rules.num_shards(execution.sharding.mesh, "activation_batch")
   if count < least:
     raise ConfigError(f"num_pipeline_microbatches={count} must be at least {least}, to keep {stages} stages busy.")
   if rows % (count * groups):
     raise ConfigError(
       f"num_pipeline_microbatches={count}: {rows} sequences of a batch cannot be cut into {count} parts for {groups} "
-      f"groups of devices: make per_device_batch_size a multiple of {count * groups / how.mesh.size:g}."
+      f"groups of devices: make per_device_batch_size a multiple of {count * groups / execution.sharding.mesh.size:g}."
     )
   return Pipeline(stages, count, per_stage // cycle, layers // cycle, delay, c.pipeline_fsdp_ag_once)

@@ -11,7 +11,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import RopeType
 from maxtext.layers.indexer import Indexer
 from maxtext.layers.mla import MLA
-from maxtext.layers.norm import Norm
+from maxtext.layers.norm import RMSNormSpec
 from maxtext.layers.parameter_paths import ANY_PREDICTION
 from maxtext.models import standard
 from maxtext.models.hugging_face import READS, STANDARD, Entries, Field, HuggingFace, absent, rope, rope_entries
@@ -48,13 +48,13 @@ def _attention(c: MaxTextConfig) -> MLA:
   )
   return MLA(
     heads=c.base_num_query_heads,
-    plain_dim=c.qk_nope_head_dim,
-    value_dim=c.v_head_dim,
-    kv_rank=c.kv_lora_rank,
-    q_rank=c.q_lora_rank or None,
+    qk_nope_head_dim=c.qk_nope_head_dim,
+    v_head_dim=c.v_head_dim,
+    kv_lora_rank=c.kv_lora_rank,
+    q_lora_rank=c.q_lora_rank or None,
     rope=standard.rope(c, c.qk_rope_head_dim),
     scale=(c.qk_nope_head_dim + c.qk_rope_head_dim) ** -0.5 * correction**2,
-    norm=Norm(1e-6),
+    norm=RMSNormSpec(1e-6),
     latent_cache=not c.mla_naive_kvcache,
     indexer=indexer if c.use_indexer else None,
   )
@@ -89,7 +89,7 @@ _JOIN = {
 
 def weights(spec: DecoderSpec) -> Table:
   """The names; queries go by another one where they have a latent."""
-  latent = any(isinstance(b.mixer, MLA) and b.mixer.q_rank is not None for g in spec.groups for b in g.cycle)
+  latent = any(isinstance(b.mixer, MLA) and b.mixer.q_lora_rank is not None for g in spec.groups for b in g.cycle)
   products = _PRODUCTS | ({"query": "q_b_proj"} if latent else {})
   attention = f"{_OURS}/mixer", f"{_THEIRS}.self_attn"
   own = (

@@ -8,8 +8,8 @@ from typing import Any
 
 from maxtext.configs import MaxTextConfig
 from maxtext.layers.attention import GQA, QueryKeyNorm
-from maxtext.layers.beside import Beside
-from maxtext.layers.experts import Mixture
+from maxtext.layers.dense_and_experts import DenseAndExperts
+from maxtext.layers.experts import MoE
 from maxtext.models import standard
 from maxtext.models.hugging_face import (
   CAPPED,
@@ -32,14 +32,14 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
   """The decoder that a configuration describes."""
   c = config
   norm, dense = standard.norm(c, scale_in_float32=True), standard.mlp(c)
-  feed_forward = Beside(dense, _experts(c), norm) if c.num_experts > 1 else dense
+  feed_forward = DenseAndExperts(dense, _experts(c), norm) if c.num_experts > 1 else dense
   changes = {"norm": norm, "output_scale": True, "feed_forward_norms_itself": c.num_experts > 1}
   layers = tuple(standard.block(c, mixer, feed_forward, **changes) for mixer in (*[_near(c)] * 5, _far(c)))
   groups = cycles(layers, c.base_num_decoder_layers)
   return standard.decoder(c, groups, final_norm=norm, **standard.multiplied_embeddings(c))
 
 
-def _experts(c: MaxTextConfig) -> Mixture:
+def _experts(c: MaxTextConfig) -> MoE:
   router = {"normalize": True, "input_norm": c.normalization_layer_epsilon, "expert_scale": True}
   return mixture(c, router, shared=None)
 

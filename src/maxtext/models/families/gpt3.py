@@ -3,7 +3,7 @@
 from typing import Any
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.layers.norm import CenteredNorm
+from maxtext.layers.norm import LayerNormSpec
 from maxtext.models import standard
 from maxtext.models.hugging_face import Entries, HuggingFace
 from maxtext.models.spec import DecoderSpec, cycles
@@ -13,7 +13,7 @@ from maxtext.models.weight_table import Weight, fused
 def spec(config: MaxTextConfig) -> DecoderSpec:
   """The decoder that a configuration describes."""
   c = config
-  norm = CenteredNorm(c.normalization_layer_epsilon)
+  norm = LayerNormSpec(c.normalization_layer_epsilon)
   mixer = standard.attention(c, rope=None, bias=True, out_bias=True, fused=c.fused_qkv)
   layer = standard.block(c, mixer, standard.mlp(c, bias=True), norm=norm)
   return standard.decoder(c, cycles((layer,), c.base_num_decoder_layers), final_norm=norm)

@@ -9,8 +9,8 @@ from typing import Any
 
 from maxtext.configs import MaxTextConfig
 from maxtext.configs.types import RopeType
-from maxtext.layers.attention import GQA, QueryKeyNorm, Temperature
-from maxtext.layers.rope import LongContext
+from maxtext.layers.attention import GQA, QueryKeyNorm, QueryTemperature
+from maxtext.layers.rope import LongContextScaling
 from maxtext.models import standard
 from maxtext.models.hugging_face import LEFT_OUT, READS, STANDARD, Entries, HuggingFace, absent, rope
 from maxtext.models.mixture import expert_width, mixture
@@ -33,11 +33,11 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
 def _attention(c: MaxTextConfig, last: bool) -> GQA:
   chunk = c.chunk_attn_window_size
   if last:
-    temperature = Temperature(chunk) if c.temperature_tuning else None
+    temperature = QueryTemperature(chunk) if c.temperature_tuning else None
     return standard.attention(c, rope=None, qk_norm=None, temperature=temperature)
   # Long wavelengths are stretched and short ones kept, with nothing between.
   scaled = c.rope_type == RopeType.LLAMA3_1 and c.rope_use_scale
-  scaling = LongContext(c.rope_factor, c.original_max_position_embeddings, low=1.0, high=1.0) if scaled else None
+  scaling = LongContextScaling(c.rope_factor, c.original_max_position_embeddings, low=1.0, high=1.0) if scaled else None
   turns = standard.rope(c, c.head_dim, scaling=scaling, interleaved=True)
   qk_norm = QueryKeyNorm(standard.norm(c, scaled=False), rotated=True) if c.use_qk_norm else None
   return standard.attention(c, rope=turns, qk_norm=qk_norm, window=chunk, chunked=True)

@@ -1,7 +1,7 @@
 """A Qwen 3 whose layers have one residual: attention into a narrow space, experts there, and a product back."""
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.layers.chain import Chain
+from maxtext.layers.bottleneck import Bottleneck
 from maxtext.models import standard
 from maxtext.models.hugging_face import EXPERTS, EXPERTS_READS, READS, STANDARD, HuggingFace
 from maxtext.models.mixture import mixture
@@ -19,7 +19,7 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
       f"which is what enters the experts."
     )
   mixer = standard.attention(c, out_width=narrow)
-  layer = Chain(mixer, mixture(c), standard.norm(c))
+  layer = Bottleneck(mixer, mixture(c), standard.norm(c))
   return standard.decoder(c, cycles((layer,), c.base_num_decoder_layers))
 
 

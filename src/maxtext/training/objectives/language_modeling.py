@@ -45,9 +45,9 @@ class LanguageModeling(Objective):
 
   def _mtp_loss(self, decoder: Decoder, hidden: jax.Array, batch: Batch) -> tuple[dict[str, jax.Array], list[Any]]:
     """The weighted mean loss of multi-token prediction over its layers, by name, and their auxiliary outputs."""
-    if not decoder.ahead:
+    if not decoder.mtp:
       return {}, []
-    states, auxiliary = decoder.further(hidden, batch.targets, batch.positions, batch.segments)
+    states, auxiliary = decoder.mtp_hidden(hidden, batch.targets, batch.positions, batch.segments)
     losses = []
     for distance, state in enumerate(states, 1):
       known = jnp.arange(batch.targets.shape[1]) < batch.targets.shape[1] - distance

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxtext.kernels.scores import Scoring, Tokens, gathered, keys_like_queries
-from maxtext.kernels.token_order import TokenOrder
+from maxtext.kernels.attention_mask import ScoreSpec, Tokens, gathered, keys_like_queries
+from maxtext.kernels.load_balance import LoadBalancedOrder
 from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 
 
@@ -58,14 +58,14 @@ def splash(
   k: jax.Array,
   v: jax.Array,
   tokens: Tokens,
-  scoring: Scoring,
+  scoring: ScoreSpec,
   sinks: jax.Array | None,
   *,
   mesh: Mesh,
   q_spec: PartitionSpec,
   kv_spec: PartitionSpec,
   blocks: SplashBlocks,
-  order: TokenOrder | None,
+  order: LoadBalancedOrder | None,
   result: str,
   interpret: bool,
 ) -> jax.Array:
@@ -113,7 +113,7 @@ def splash(
   )(attend, q, k, v, segments, sinks)
 
 
-def seen_blocks(scoring: Scoring, length: int, q: int, kv: int) -> np.ndarray:
+def seen_blocks(scoring: ScoreSpec, length: int, q: int, kv: int) -> np.ndarray:
   """Which blocks of keys each block of queries sees something of, [length/q, length/kv]; not for encoders."""
   assert scoring.causal
   queries, first_keys = np.arange(length).reshape(-1, q), np.arange(0, length, kv)
@@ -124,7 +124,7 @@ def seen_blocks(scoring: Scoring, length: int, q: int, kv: int) -> np.ndarray:
   return (first_keys <= last) & (first_keys + kv > first)
 
 
-def _mask(scoring: Scoring, length: int, heads: int, order: TokenOrder | None) -> Any:
+def _mask(scoring: ScoreSpec, length: int, heads: int, order: LoadBalancedOrder | None) -> Any:
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
   shape, window = (length, length), scoring.window

@@ -7,7 +7,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class TokenOrder:
+class LoadBalancedOrder:
   """How the tokens of a row are dealt to its parts.
 
   Attributes:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
-from maxtext.kernels.token_order import TokenOrder
+from maxtext.kernels.load_balance import LoadBalancedOrder
 
 # The logit of a key that is not seen: low enough to vanish, high enough that differences of two stay finite.
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoreSpec:
   """How a query weighs keys, and which it sees.
 
   Attributes:
@@ -85,12 +85,12 @@ def scores(
   k: jax.Array,
   queries: Tokens,
   keys: Tokens,
-  scoring: Scoring,
+  scoring: ScoreSpec,
   precision: str = "default",
   chosen: jax.Array | None = None,
   matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
-  """Logits [B,K,G,S,T] in float32, `MASKED` where a key is not visible (`Scoring.sees`), of another segment, or not
+  """Logits [B,K,G,S,T] in float32, `MASKED` where a key is not visible (`ScoreSpec.sees`), of another segment, or not
   chosen."""
   B, S, H, D = q.shape
   K = k.shape[2]
@@ -126,7 +126,7 @@ def keys_like_queries(
   return k, v, q_spec
 
 
-def gathered(parts: Any, axes: tuple[str, ...], order: TokenOrder | None) -> Any:
+def gathered(parts: Any, axes: tuple[str, ...], order: LoadBalancedOrder | None) -> Any:
   """Inside `shard_map`: whole rows [B,T,...], in the order of the text, of the parts that devices along `axes` hold."""
   if not axes:
     return parts

@@ -32,7 +32,7 @@ class Slices(NamedTuple):
   arriving: jax.Array
 
 
-class Exchange(NamedTuple):
+class ExchangePlan(NamedTuple):
   """Rows of groups that belong to devices, brought there sorted by group, and their results back.
 
   Attributes:
@@ -46,7 +46,7 @@ class Exchange(NamedTuple):
   sizes: jax.Array
 
 
-def planned(counts: jax.Array, room: int, axes: tuple[str, ...]) -> Exchange:
+def plan_exchange(counts: jax.Array, room: int, axes: tuple[str, ...]) -> ExchangePlan:
   """For rows that are sorted by the device [D] and the group [G] that they go to, of which there are counts [D,G].
 
   On arrival rows of a group stand together, in the order of the devices that they came from. What finds no room is not
@@ -62,11 +62,11 @@ def planned(counts: jax.Array, room: int, axes: tuple[str, ...]) -> Exchange:
   there = Slices(starts[own], kept[own], places[own], kept[:, own])
   back = Slices(places[:, own], kept[:, own], starts[:, own], kept[own])
   there, back = jax.tree.map(jnp.ravel, (there, back))
-  return Exchange(there, back, kept[:, own].sum(0))
+  return ExchangePlan(there, back, kept[:, own].sum(0))
 
 
 @dataclass(frozen=True)
-class Carrier:
+class RaggedAllToAll:
   """What carries rows.
 
   Attributes:
@@ -75,11 +75,11 @@ class Carrier:
 
   kernel: Kernel = "reference"
 
-  def there(self, x: jax.Array, exchange: Exchange, room: int, axes: tuple[str, ...]) -> jax.Array:
+  def dispatch(self, x: jax.Array, exchange: ExchangePlan, room: int, axes: tuple[str, ...]) -> jax.Array:
     """Rows [M,W] to [R,W], zeros where no row came."""
     return _carried(self, (x.shape[0], room), axes, x, exchange.there, exchange.back)
 
-  def back(self, x: jax.Array, exchange: Exchange, rows: int, axes: tuple[str, ...]) -> jax.Array:
+  def combine(self, x: jax.Array, exchange: ExchangePlan, rows: int, axes: tuple[str, ...]) -> jax.Array:
     """Rows [R,W] to [M,W], zeros for those that were not sent."""
     return _carried(self, (x.shape[0], rows), axes, x, exchange.back, exchange.there)
 
@@ -108,7 +108,7 @@ def reference(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _carried(
-  carrier: Carrier, rows: tuple[int, int], axes: tuple[str, ...], x: jax.Array, way: Slices, return_way: Slices
+  carrier: RaggedAllToAll, rows: tuple[int, int], axes: tuple[str, ...], x: jax.Array, way: Slices, return_way: Slices
 ) -> jax.Array:
   """The gradient goes the other way."""
   carry = {"reference": reference, "ragged_all_to_all": jax.lax.ragged_all_to_all}[carrier.kernel]
@@ -116,13 +116,13 @@ def _carried(
 
 
 def _carried_forward(
-  carrier: Carrier, rows: tuple[int, int], axes: tuple[str, ...], x: jax.Array, way: Slices, return_way: Slices
+  carrier: RaggedAllToAll, rows: tuple[int, int], axes: tuple[str, ...], x: jax.Array, way: Slices, return_way: Slices
 ) -> tuple[jax.Array, tuple[Slices, Slices]]:
   return _carried(carrier, rows, axes, x, way, return_way), (way, return_way)
 
 
 def _carried_backward(
-  carrier: Carrier, rows: tuple[int, int], axes: tuple[str, ...], ways: tuple[Slices, Slices], grad: jax.Array
+  carrier: RaggedAllToAll, rows: tuple[int, int], axes: tuple[str, ...], ways: tuple[Slices, Slices], grad: jax.Array
 ) -> tuple[jax.Array, None, None]:
   way, return_way = ways
   return _carried(carrier, rows[::-1], axes, grad, return_way, way), None, None

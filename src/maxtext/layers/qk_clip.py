@@ -8,17 +8,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.kernels.attention import largest_logits
-from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.layers.make import Make, Statistic
+from maxtext.kernels.attention_mask import ScoreSpec, Tokens
+from maxtext.layers.param_factory import ParamFactory, UpdateStatistic
 
 
-def largest_logit(make: Make, heads: int) -> nnx.Variable:
+def largest_logit(factory: ParamFactory, heads: int) -> nnx.Variable:
   """A statistic [H]: the largest logits of one update, all its micro-batches together."""
-  return make("largest_logit", (heads,), (None,), kind=Statistic, dtype=jnp.float32, combine="max")
+  return factory("largest_logit", (heads,), (None,), kind=UpdateStatistic, dtype=jnp.float32, combine="max")
 
 
 def watch(
-  buffer: nnx.Variable | None, q: jax.Array, k: jax.Array, tokens: Tokens, scoring: Scoring, precision: str
+  buffer: nnx.Variable | None, q: jax.Array, k: jax.Array, tokens: Tokens, scoring: ScoreSpec, precision: str
 ) -> None:
   """Raises the buffer, if there is one, to the largest logits of these queries and keys."""
   if buffer is not None:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxtext.kernels.attention_mask import MASKED, ScoreSpec, Tokens, scores
 from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
-from maxtext.kernels.scores import MASKED, Scoring, Tokens, scores
 
 
-class Sums(NamedTuple):
+class OnlineSoftmax(NamedTuple):
   """Of the parts so far: largest logit and sum [B,K,G,S], weighted values [B,K,G,S,D]."""
 
   largest: jax.Array
@@ -22,13 +22,13 @@ class Sums(NamedTuple):
   values: jax.Array
 
   @staticmethod
-  def empty(shape: tuple[int, int, int, int], width: int, sinks: jax.Array | None) -> "Sums":
+  def empty(shape: tuple[int, int, int, int], width: int, sinks: jax.Array | None) -> "OnlineSoftmax":
     """Of no part; a sink is a logit that every query sees, and that gives nothing."""
     values = jnp.zeros((*shape, width))
     if sinks is None:
-      return Sums(jnp.full(shape, MASKED), jnp.zeros(shape), values)
+      return OnlineSoftmax(jnp.full(shape, MASKED), jnp.zeros(shape), values)
     column = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(1, *shape[1:3], 1), shape)
-    return Sums(column, jnp.ones(shape), values)
+    return OnlineSoftmax(column, jnp.ones(shape), values)
 
   def join(
     self,
@@ -37,10 +37,10 @@ class Sums(NamedTuple):
     v: jax.Array,
     queries: Tokens,
     keys: Tokens,
-    scoring: Scoring,
+    scoring: ScoreSpec,
     precision: str,
     matmuls: AttentionMatmuls = PLAIN,
-  ) -> "Sums":
+  ) -> "OnlineSoftmax":
     """With the keys and values of one more part."""
     logits = scores(q, k, queries, keys, scoring, precision, matmuls=matmuls)
     largest = jnp.maximum(self.largest, logits.max(-1))
@@ -49,7 +49,7 @@ class Sums(NamedTuple):
     values = matmuls.values(
       "bkgst,btkd->bkgsd", weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
     )
-    return Sums(largest, self.total * shrunk + weights.sum(-1), self.values * shrunk[..., None] + values)
+    return OnlineSoftmax(largest, self.total * shrunk + weights.sum(-1), self.values * shrunk[..., None] + values)
 
   @property
   def mean(self) -> jax.Array:

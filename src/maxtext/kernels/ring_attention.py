@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import jax
 
+from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
-from maxtext.kernels.scores import Scoring, Tokens
-from maxtext.kernels.sums import Sums
+from maxtext.kernels.online_softmax import OnlineSoftmax
 
 
 def ring(
@@ -18,7 +18,7 @@ def ring(
   k: jax.Array,
   v: jax.Array,
   queries: Tokens,
-  scoring: Scoring,
+  scoring: ScoreSpec,
   sinks: jax.Array | None,
   precision: str,
   *,
@@ -31,16 +31,16 @@ def ring(
   K = k.shape[2]
   onward = [(part, (part + 1) % parts) for part in range(parts)]
 
-  def join(sums: Sums, k: jax.Array, v: jax.Array, keys: Tokens) -> Sums:
+  def join(sums: OnlineSoftmax, k: jax.Array, v: jax.Array, keys: Tokens) -> OnlineSoftmax:
     return sums.join(q, k, v, queries, keys, scoring, precision, matmuls)
 
-  one: Callable[..., Sums] = jax.checkpoint(join)
+  one: Callable[..., OnlineSoftmax] = jax.checkpoint(join)
 
-  def turn(carry: tuple[Sums, tuple], _: None) -> tuple[tuple[Sums, tuple], None]:
+  def turn(carry: tuple[OnlineSoftmax, tuple], _: None) -> tuple[tuple[OnlineSoftmax, tuple], None]:
     sums, visiting = carry
     passed_on = jax.tree.map(lambda x: jax.lax.ppermute(x, axes, onward), visiting)
     return (one(sums, *visiting), passed_on), None
 
-  start = Sums.empty((B, K, H // K, S), v.shape[-1], sinks)
+  start = OnlineSoftmax.empty((B, K, H // K, S), v.shape[-1], sinks)
   (sums, _), _ = jax.lax.scan(turn, (start, (k, v, queries)), None, length=parts)
   return sums.mean.astype(v.dtype)

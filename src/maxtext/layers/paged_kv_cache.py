@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 
 @dataclass(frozen=True)
-class Pages:
+class PagedKVCache:
   """The pages of a cache.
 
   Attributes:

@@ -21,8 +21,9 @@ Combine = Literal["max", "sum", "mean", "equal"]
 class Buffer(nnx.Variable):
   """What the step carries but no gradient touches: router biases, statistics of quantization.
 
-  A layer that assigns to one in its forward pass says how values found side by side are joined (`combine` of `Make`).
-  Micro-batches of an accumulated batch come one after the other, and each finds what the one before left.
+  A layer that assigns to one in its forward pass says how values found side by side are joined (`combine` of
+  `ParamFactory`). Micro-batches of an accumulated batch come one after the other, and each finds what the one before
+  left.
   """
 
 
@@ -36,7 +37,7 @@ def check_assigned(path: tuple[Any, ...], before: Any, after: nnx.Variable) -> N
     )
 
 
-class Statistic(Buffer):
+class UpdateStatistic(Buffer):
   """What layers measure over one update, all its micro-batches together; no part of the state or of the weights.
 
   It is zero when an update begins, each micro-batch adds its own to what is there (by sum, maximum, ...), and when the
@@ -45,7 +46,7 @@ class Statistic(Buffer):
 
 
 @dataclass(frozen=True)
-class Make:
+class ParamFactory:
   """Makes the variables of one module; `at` goes one module down. Copies of a module are stacked on leading dimensions.
 
   Attributes:
@@ -63,7 +64,7 @@ class Make:
     """The path of the module, as the paths of its parameters begin."""
     return self.path.removeprefix("/")
 
-  def at(self, name: str | int, **copies: int) -> "Make":
+  def scope(self, name: str | int, **copies: int) -> "ParamFactory":
     """The factory of a child module, or of copies of it: at("experts", expert=8)."""
     return dataclasses.replace(self, path=join(self.path, name), stack=(*self.stack, *copies.items()))
 

@@ -3,7 +3,6 @@
 Shapes: B batch, S sequence, E width.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,35 +12,35 @@ from flax import nnx
 
 from maxtext.layers.block import Layer
 from maxtext.layers.context import Context
-from maxtext.layers.how import How
+from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.linear import Linear
-from maxtext.layers.make import Make
-from maxtext.layers.norm import AnyNorm
+from maxtext.layers.norm import NormSpec
+from maxtext.layers.param_factory import ParamFactory
 from maxtext.layers.stack import Stack
 
 
 @dataclass(frozen=True)
-class Ahead:
+class MultiTokenPrediction:
   """`count` modules, each with one layer of its own."""
 
   count: int
   layer: Layer
-  norm: AnyNorm
+  norm: NormSpec
 
-  def build(self, make: Make, width: int, how: How) -> "AheadLayer":
+  def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> "MTPLayer":
     """One of the modules."""
-    return AheadLayer(make, self, width, how)
+    return MTPLayer(factory, self, width, execution)
 
 
-class AheadLayer(nnx.Module):
+class MTPLayer(nnx.Module):
   """Joins what was known of a token with the token that follows, and passes both through a layer."""
 
-  def __init__(self, make: Make, spec: Ahead, width: int, how: How) -> None:
-    self.token_norm = spec.norm.build(make.at("token_norm"), width)
-    self.hidden_norm = spec.norm.build(make.at("hidden_norm"), width)
-    self.join = Linear(make.at("join"), {"embed": 2 * width}, {"latent_out": width}, how, "ahead_join")
-    self.stack = Stack(make, (spec.layer,), 1, width, dataclasses.replace(how, remat=how.remat[:1]))
-    self.norm = spec.norm.build(make.at("norm"), width)
+  def __init__(self, factory: ParamFactory, spec: MultiTokenPrediction, width: int, execution: ExecutionConfig) -> None:
+    self.token_norm = spec.norm.build(factory.scope("token_norm"), width)
+    self.hidden_norm = spec.norm.build(factory.scope("hidden_norm"), width)
+    self.join = Linear(factory.scope("join"), {"embed": 2 * width}, {"latent_out": width}, execution, "ahead_join")
+    self.stack = Stack(factory, (spec.layer,), 1, width, execution.replace(remat=execution.remat[:1]))
+    self.norm = spec.norm.build(factory.scope("norm"), width)
 
   def __call__(self, hidden: jax.Array, token: jax.Array, context: Context) -> tuple[jax.Array, list[Any]]:
     """Normed hidden states [B,S,E] and embeddings of the next tokens [B,S,E] to normed hidden states and a report."""

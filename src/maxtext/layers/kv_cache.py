@@ -17,9 +17,9 @@ from typing import Literal, TypeVar
 import jax
 import jax.numpy as jnp
 
-from maxtext.kernels.scores import Tokens
+from maxtext.kernels.attention_mask import Tokens
 from maxtext.layers.context import Context
-from maxtext.layers.pages import Pages, read_pages, write_pages
+from maxtext.layers.paged_kv_cache import PagedKVCache, read_pages, write_pages
 
 Cache = dict[str, jax.Array]
 Part = TypeVar("Part")
@@ -28,7 +28,7 @@ _NOWHERE = 2**30  # a position that no query sees
 
 
 @dataclass(frozen=True)
-class Slots:
+class CacheSpec:
   """One array of a cache before it exists; with named dimensions, so that it lives where its layer does.
 
   Attributes:
@@ -42,14 +42,14 @@ class Slots:
   ring: bool = True
   paged: bool = False
 
-  def stacked(self, repeats: int) -> "Slots":
+  def stacked(self, repeats: int) -> "CacheSpec":
     """The same for a stack of layers."""
     first = int(self.paged)  # behind the heads of a pool
     shape = (*self.shape[:first], repeats, *self.shape[first:])
     axes = (*self.axes[:first], "layers", *self.axes[first:])
     return replace(self, shape=shape, axes=axes)
 
-  def in_pages(self, pages: Pages) -> "Slots":
+  def in_pages(self, pages: PagedKVCache) -> "CacheSpec":
     """The pool [H,N,P,W] that takes the place of rings [B,T,W] or [B,H,T,W]."""
     heads, axis = (self.shape[1], self.axes[1]) if len(self.shape) == 4 else (1, None)
     shape, axes = (heads, pages.count, pages.size, self.shape[-1]), (axis, None, None, self.axes[-1])
@@ -57,7 +57,7 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Rounding:
+class KVCacheQuantization:
   """How numbers of a ring are kept as whole numbers: the largest of those that share a scale is the largest there is.
 
   Attributes:
@@ -68,14 +68,14 @@ class Rounding:
   bits: Literal[4, 8]
   per_head: bool
 
-  def slots(self, ring: Slots) -> tuple[Slots, Slots]:
+  def slots(self, ring: CacheSpec) -> tuple[CacheSpec, CacheSpec]:
     """Of the whole numbers and of their scales."""
     *outer, width = ring.shape
     shared = outer if self.per_head or len(outer) == 2 else [outer[0], 1, *outer[2:]]
     per_byte = 8 // self.bits
     return (
-      Slots((*outer, -(-width // per_byte)), ring.axes, jnp.int8),
-      Slots((*shared, 1), ring.axes, jnp.float32),
+      CacheSpec((*outer, -(-width // per_byte)), ring.axes, jnp.int8),
+      CacheSpec((*shared, 1), ring.axes, jnp.float32),
     )
 
   def rounded(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -97,7 +97,9 @@ class Rounding:
     return (numbers * scale).astype(like.dtype)
 
 
-def rings(slots: dict[str, Slots], rounding: Rounding | None, pages: Pages | None = None) -> dict[str, Slots]:
+def cache_arrays(
+  slots: dict[str, CacheSpec], rounding: KVCacheQuantization | None, pages: PagedKVCache | None = None
+) -> dict[str, CacheSpec]:
   """The arrays that keep rings, rounded or as they are, each row's on its own or in pages."""
   if pages is not None:
     slots = {n: replace(s, shape=(*s.shape[:-1], pages.width(s.shape[-1]))) for n, s in slots.items()}
@@ -105,12 +107,12 @@ def rings(slots: dict[str, Slots], rounding: Rounding | None, pages: Pages | Non
   return kept if pages is None else {n: s.in_pages(pages) for n, s in kept.items()}
 
 
-def extend(
+def update_cache(
   cache: Cache,
   repeat: jax.Array,
   context: Context,
   new: Cache,
-  rounding: Rounding | None = None,
+  rounding: KVCacheQuantization | None = None,
   table: jax.Array | None = None,
 ) -> tuple[Cache, Cache, Tokens]:
   """Writes `new` [B,S,D] or [B,S,H,D] of one layer at the tokens' positions.
@@ -125,7 +127,7 @@ def extend(
   assert context.segments is None, "a cached row is one document"
   positions, kept = context.positions, _kept(new, rounding)
   if table is not None:
-    return _extend_pages(cache, repeat, context, table, kept, new, rounding)
+    return _update_pages(cache, repeat, context, table, kept, new, rounding)
   whole = cache | {n: _written(cache[n], repeat, context, x) for n, x in kept.items()}
   if context.fresh:
     return whole, _restored(kept, new, rounding), _tokens(context, positions)
@@ -139,7 +141,7 @@ def extend(
 
 
 @dataclass(frozen=True)
-class Blocks:
+class CacheBlocks:
   """One layer's rings, which are read some places at a time, and only as far as any row has come.
 
   Attributes:
@@ -151,9 +153,9 @@ class Blocks:
   read: Callable[[jax.Array], tuple[Cache, Tokens]]
 
 
-def extend_by_blocks(
-  cache: Cache, repeat: jax.Array, context: Context, new: Cache, size: int, rounding: Rounding | None = None
-) -> tuple[Cache, Blocks]:
+def update_by_blocks(
+  cache: Cache, repeat: jax.Array, context: Context, new: Cache, size: int, rounding: KVCacheQuantization | None = None
+) -> tuple[Cache, CacheBlocks]:
   """`extend` for rings in which new tokens take no place that one of them looks at; a block has `size` places."""
   assert context.end is not None
   kept, last = _kept(new, rounding), context.positions[:, -1]
@@ -168,7 +170,7 @@ def extend_by_blocks(
     held = jnp.where(places >= block * size, _held(places, last, T), _NOWHERE)
     return _restored(layer, new, rounding), _tokens(context, held)
 
-  return whole, Blocks(-(-jnp.minimum(context.end, T) // size), read)
+  return whole, CacheBlocks(-(-jnp.minimum(context.end, T) // size), read)
 
 
 def replaced(cache: Cache, repeat: jax.Array, new: Cache) -> Cache:
@@ -192,24 +194,24 @@ def _with_scales(arrays: dict[str, Part], split: Callable[[Part], tuple[Part, Pa
   return {part: half for name, x in arrays.items() for part, half in zip((name, _scale(name)), split(x), strict=True)}
 
 
-def _kept(new: Cache, rounding: Rounding | None) -> Cache:
+def _kept(new: Cache, rounding: KVCacheQuantization | None) -> Cache:
   return new if rounding is None else _with_scales(new, rounding.rounded)
 
 
-def _restored(kept: Cache, like: Cache, rounding: Rounding | None) -> Cache:
+def _restored(kept: Cache, like: Cache, rounding: KVCacheQuantization | None) -> Cache:
   if rounding is None:
     return kept
   return {name: rounding.restored(kept[name], kept[_scale(name)], x) for name, x in like.items()}
 
 
-def _extend_pages(
+def _update_pages(
   cache: Cache,
   repeat: jax.Array,
   context: Context,
   table: jax.Array,
   kept: Cache,
   new: Cache,
-  rounding: Rounding | None,
+  rounding: KVCacheQuantization | None,
 ) -> tuple[Cache, Cache, Tokens]:
   """Nothing comes round in pages, so every place that a token sees has been written when it looks."""
   whole = cache | {n: write_pages(cache[n], repeat, table, context.positions, x) for n, x in kept.items()}

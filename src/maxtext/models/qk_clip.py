@@ -5,11 +5,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from maxtext.layers.parameter_paths import LayerPath, prediction_layer
+from maxtext.layers.parameter_paths import LayerPath, mtp_path
 from maxtext.models.model import Model, Params
 
 
-def clip_queries_and_keys(model: Model, threshold: float, params: Params, buffers: Params) -> tuple[Params, Params]:
+def apply_qk_clip(model: Model, threshold: float, params: Params, buffers: Params) -> tuple[Params, Params]:
   """Parameters after an update, by the largest logits among the buffers, which stay as they are."""
   params = dict(params)
   for path, mixer in _mixers(model):
@@ -27,6 +27,6 @@ def _mixers(model: Model) -> Iterator[tuple[str, Any]]:
   for g, group in enumerate(spec.groups):
     for place, layer in enumerate(group.cycle):
       yield str(LayerPath(g, place, "mixer")), layer.mixer
-  if spec.ahead is not None:
-    for i in range(spec.ahead.count):
-      yield prediction_layer(i, "mixer"), spec.ahead.layer.mixer
+  if spec.mtp is not None:
+    for i in range(spec.mtp.count):
+      yield mtp_path(i, "mixer"), spec.mtp.layer.mixer

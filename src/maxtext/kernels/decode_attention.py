@@ -2,7 +2,7 @@
 
 It is told which layer of the stack it is for, so no slice of the cache is ever made: each block of places comes from
 memory once, those that a row has not come to not at all, and only the tile that holds the new token goes back. Position
-p stands in place p mod T, as in every ring (`layers/cache.py`).
+p stands in place p mod T, as in every ring (`layers/kv_cache.py`).
 
 Shapes: R layers of the stack, B rows, H query heads, K key heads, G = H/K query heads per key head, T places, D width.
 """
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
-from maxtext.kernels.scores import MASKED, Scoring
+from maxtext.kernels.attention_mask import MASKED, ScoreSpec
 
 Ref = Any  # a part of an array that is in on-chip memory
 
@@ -41,7 +41,7 @@ def step(
   cache: tuple[jax.Array, jax.Array],
   layer: jax.Array,
   positions: jax.Array,
-  scoring: Scoring,
+  scoring: ScoreSpec,
   sinks: jax.Array | None,
   *,
   mesh: Mesh,
@@ -74,7 +74,7 @@ def _local(
   positions: jax.Array,
   sinks: jax.Array | None,
   *,
-  scoring: Scoring,
+  scoring: ScoreSpec,
   most: int | None,
   interpret: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -131,7 +131,7 @@ def _block(T: int, tile: int, most: int) -> int:
 def _kernel(
   layer: Ref, last: Ref, q: Ref, new_key: Ref, new_value: Ref, bottom: Ref, keys: Ref, values: Ref, out: Ref,
   key_tile: Ref, value_tile: Ref, largest: Ref, total: Ref, summed: Ref, *,
-  scoring: Scoring, T: int, block: int, tile: int, sunk: bool,
+  scoring: ScoreSpec, T: int, block: int, tile: int, sunk: bool,
 ) -> None:  # fmt: skip
   """One block of places of one row."""
   b, t = pl.program_id(0), pl.program_id(1)

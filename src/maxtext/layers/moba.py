@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from maxtext.kernels.scores import Tokens
+from maxtext.kernels.attention_mask import Tokens
 
 
 @dataclass(frozen=True)
-class KeyBlocks:
+class MoBA:
   """Blocks of `size` keys, `count` of which a query sees, its own counted."""
 
   size: int

@@ -12,39 +12,39 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxtext.layers.how import How
+from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.linear import Linear
-from maxtext.layers.make import Make
 from maxtext.layers.norm import unit_rms
+from maxtext.layers.param_factory import ParamFactory
 
 
 @dataclass(frozen=True)
-class Streams:
+class HyperConnections:
   """How many, and how often rows and columns of the mixing are normalised in turn."""
 
   count: int
   iterations: int = 20
   epsilon: float = 1e-6
 
-  def build(self, make: Make, width: int, how: How) -> "StreamWeights":
+  def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> "HyperConnectionWeights":
     """What one branch of a layer needs."""
-    return StreamWeights(make, self, width, how)
+    return HyperConnectionWeights(factory, self, width, execution)
 
 
-class StreamWeights(nnx.Module):
+class HyperConnectionWeights(nnx.Module):
   """Streams [B,S,N,E] to the weights with which a branch reads, mixes and writes them."""
 
-  def __init__(self, make: Make, spec: Streams, width: int, how: How) -> None:
+  def __init__(self, factory: ParamFactory, spec: HyperConnections, width: int, execution: ExecutionConfig) -> None:
     self.spec = spec
     n = spec.count
     inputs, outputs = {"streams": n, "embed": width}, {"router": 2 * n + n * n}
-    self.product = Linear(make.at("product"), inputs, outputs, how, "stream_weights")
-    self.scale = make("scale", (n, width), (None, "norm"), fill=1.0)
-    self.gain = make("gain", (3,), (None,), fill=0.01)
+    self.product = Linear(factory.scope("product"), inputs, outputs, execution, "stream_weights")
+    self.scale = factory("scale", (n, width), (None, "norm"), fill=1.0)
+    self.gain = factory("gain", (3,), (None,), fill=0.01)
     # At first a branch reads the mean, writes its output to all, and hardly mixes.
-    self.read_bias = make("read_bias", (n,), (None,), fill=-log(n - 1))
-    self.write_bias = make("write_bias", (n,), (None,))
-    self.mix_bias = make("mix_bias", (n, n), (None, None), fill=5 * np.eye(n))
+    self.read_bias = factory("read_bias", (n,), (None,), fill=-log(n - 1))
+    self.write_bias = factory("write_bias", (n,), (None,))
+    self.mix_bias = factory("mix_bias", (n, n), (None, None), fill=5 * np.eye(n))
 
   def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Weights of reading [B,S,N], of writing [B,S,N], and of mixing [B,S,N,N], in float32."""

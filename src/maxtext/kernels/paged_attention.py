@@ -1,7 +1,7 @@
 """Attention of one query per row over keys in pages, by JAX's kernel for TPUs, which reads no page of another row.
 
 It rounds keys and values to bfloat16, whatever they are kept in. Its reference is plain attention over the gathered
-pages (`layers/pages.py`).
+pages (`layers/paged_kv_cache.py`).
 
 Shapes: B rows, H query heads, K key heads, R stacked layers, N pages, P places of a page, M most pages of a row, D head
 dim, W head dim in the pool.
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from maxtext.kernels.scores import MASKED, Scoring
+from maxtext.kernels.attention_mask import MASKED, ScoreSpec
 
 
 def paged(
@@ -21,7 +21,7 @@ def paged(
   layer: jax.Array,
   table: jax.Array,
   lengths: jax.Array,
-  scoring: Scoring,
+  scoring: ScoreSpec,
   block: int,
   mesh: Mesh,
   rows: str | tuple[str, ...] | None,

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from maxtext.kernels.exchange import Carrier, planned
 from maxtext.kernels.grouped_matmul import GroupedMatmul
+from maxtext.kernels.ragged_all_to_all import RaggedAllToAll, plan_exchange
 
 
 class Routing(NamedTuple):
@@ -32,7 +32,7 @@ class Experts(Protocol):
 
 
 @dataclass(frozen=True)
-class Dispatch:
+class ExpertDispatch:
   """How a run executes mixtures of experts.
 
   Attributes:
@@ -53,7 +53,7 @@ class Dispatch:
   buffer: float | None = None
   wi: GroupedMatmul = field(default_factory=GroupedMatmul)
   wo: GroupedMatmul = field(default_factory=GroupedMatmul)
-  carrier: Carrier | None = None
+  carrier: RaggedAllToAll | None = None
   float32_sum: bool = True
   float32_logits: bool = False
   random: bool = False
@@ -171,9 +171,9 @@ class Dispatch:
     assert self.carrier is not None
     devices = wanted.shape[0]
     room = self._room(x.shape[0] * devices, 1 / devices)
-    exchange = planned(wanted, room, over)
-    out = experts(self.carrier.there(x, exchange, room, over), exchange.sizes)
-    return self.carrier.back(out, exchange, x.shape[0], over), exchange.there.sizes.sum()
+    exchange = plan_exchange(wanted, room, over)
+    out = experts(self.carrier.dispatch(x, exchange, room, over), exchange.sizes)
+    return self.carrier.combine(out, exchange, x.shape[0], over), exchange.there.sizes.sum()
 
   def _room(self, rows: int, share: float) -> int:
     """Rows that a device has room for, of all that could come, of which an even share would."""

@@ -1,0 +1,154 @@
+"""How a run executes a model, beside what the model is: numerics, sharding, kernels, rematerialization, pipelines, KV
+cache, and the implementation of matmuls."""
+
+import dataclasses
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxtext.kernels.attention import AttentionKernel
+from maxtext.layers.expert_dispatch import ExpertDispatch
+from maxtext.layers.kv_cache import KVCacheQuantization
+from maxtext.layers.matmul import Matmul
+from maxtext.layers.paged_kv_cache import PagedKVCache
+from maxtext.layers.pipeline import Pipeline
+from maxtext.layers.weight_format import PlainFormat, WeightFormat
+from maxtext.mesh.explicit import is_explicit
+from maxtext.mesh.rules import Rules
+
+
+@dataclass(frozen=True)
+class Numerics:
+  """Dtypes and precisions.
+
+  Attributes:
+    dtype: of activations and matmuls.
+    weight_dtype: of stored parameters.
+    precision: of matmuls, as `jax.lax` takes it.
+    init_scale: times the variance of initial weights.
+  """
+
+  dtype: Any = jnp.float32
+  weight_dtype: Any = jnp.float32
+  precision: str = "default"
+  activations_in_float32: bool = False
+  logits_dot_in_float32: bool = False
+  cast_logits_to_float32: bool = True
+  init_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Sharding:
+  """The device mesh, and the table from logical axes to mesh axes."""
+
+  mesh: Mesh
+  rules: Rules
+
+  def partition(self, shape: tuple[int, ...], *axes: str | None) -> PartitionSpec:
+    """The partition of an array with these logical axes over the mesh."""
+    return self.rules.partition(self.mesh, axes, shape)
+
+  def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+    """Tells the compiler where an activation lives, or reshards it where shardings are types."""
+    if self.mesh.size == 1:
+      return x
+    place = jax.sharding.reshard if self.explicit else jax.lax.with_sharding_constraint
+    return place(x, NamedSharding(self.mesh, self.partition(x.shape, *axes)))
+
+  @property
+  def explicit(self) -> bool:
+    """Whether shardings are part of types."""
+    return is_explicit(self.mesh)
+
+
+@dataclass(frozen=True)
+class Kernels:
+  """Which implementation of an operation runs.
+
+  Attributes:
+    experts: how tokens reach their experts, with the grouped matmuls.
+    one_hot_embedding: embeds tokens by a matmul with one-hot rows instead of a gather.
+    decode_attention: steps of one token per row read and write the KV cache by the Pallas kernel for TPUs.
+  """
+
+  attention: AttentionKernel = field(default_factory=AttentionKernel)
+  experts: ExpertDispatch = field(default_factory=ExpertDispatch)
+  one_hot_embedding: bool = False
+  decode_attention: bool = False
+
+
+@dataclass(frozen=True)
+class RematSpec:
+  """What one layer saves for its backward pass, by the names given in the layers; the rest is recomputed."""
+
+  saved: tuple[str, ...] = ()
+  offloaded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+  """How KV caches are stored and read.
+
+  Attributes:
+    quantization: of keys and values; None stores them in the dtype of activations.
+    pages: the pool that rows share, for layers that attend to all earlier tokens; None gives each row its own ring.
+    block: most positions that a decode step reads at once; None reads a row whole.
+    speculative_tokens: positions behind a row's last token that draft tokens may occupy.
+  """
+
+  quantization: KVCacheQuantization | None = None
+  pages: PagedKVCache | None = None
+  block: int | None = None
+  speculative_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ExecutionConfig:
+  """Everything a layer must know of the run. Hashable: a compiled program depends on it.
+
+  Attributes:
+    remat: policies that take turns over the layers of a stack.
+    scan_layers: loops over stacked layers by `jax.lax.scan`; otherwise the loop is unrolled.
+    pipelines: of the first, second, ... group of layers; empty where there are no stages.
+    matmul: implementations that every matmul passes through, the outermost first.
+    weight_format: which arrays are stored for a weight.
+  """
+
+  sharding: Sharding
+  numerics: Numerics = field(default_factory=Numerics)
+  kernels: Kernels = field(default_factory=Kernels)
+  remat: tuple[RematSpec, ...] = (RematSpec(),)
+  scan_layers: bool = True
+  pipelines: tuple[Pipeline | None, ...] = ()
+  kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
+  matmul: tuple[Matmul, ...] = ()
+  weight_format: WeightFormat = field(default_factory=PlainFormat)
+
+  @property
+  def fused_attention(self) -> str | None:
+    """The setting with which a kernel does the matmuls of attention itself; None if there is none."""
+    if self.kernels.attention.fused:
+      return f"attention kernel {self.kernels.attention.kernel!r}"
+    if self.kernels.decode_attention:
+      return "Kernels.decode_attention"
+    return "PagedKVCache.kernel" if self.kv_cache.pages is not None and self.kv_cache.pages.kernel else None
+
+  def replace(self, **changes: Any) -> "ExecutionConfig":
+    """A copy with other values of its fields, or of fields of its parts, whose names are unique among them."""
+    own: dict[str, Any] = {}
+    of_parts: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+      part = _PART_OF.get(name)
+      if part is None:
+        own[name] = value
+      else:
+        of_parts.setdefault(part, {})[name] = value
+    parts = {part: dataclasses.replace(own.get(part, getattr(self, part)), **inner) for part, inner in of_parts.items()}
+    return dataclasses.replace(self, **own | parts)
+
+
+_PARTS = {"sharding": Sharding, "numerics": Numerics, "kernels": Kernels, "kv_cache": KVCacheConfig}
+_PART_OF = {field.name: part for part, kind in _PARTS.items() for field in fields(kind)}
