@@ -76,7 +76,7 @@ def contents(folder):
 def parameters(folder):
   """Every array of a checkpoint of parameters, whole."""
   reader = StreamReader(epath.Path(folder))
-  names = {name.removeprefix("params/"): array for name, array in reader.record.arrays.items()}
+  names = {name.removeprefix("params/"): array for name, array in reader.metadata.arrays.items()}
   found = {name: reader.read(name, (), len(array.shape)) for name, array in names.items()}
   reader.check(reader.take_sums())
   return found
