@@ -91,7 +91,7 @@ def reader(name, keys=()):
 def paged_reader(name, keys):
   """The same for a cache in pages, of those layers that keep the whole text; None where none does."""
   plain = model_of(name, keys)
-  model = Model.of(plain.spec, plain.execution.replace(cache_pages=PagedKVCache(count=9, size=8, alignment=12)))
+  model = Model.of(plain.spec, plain.execution.replace(pages=PagedKVCache(count=9, size=8, alignment=12)))
   decoder, step = model.bind(parameters(name)), jax.jit(partial(forward_step, model))
   kinds = decoder.cache_specs(1, LENGTH)
 
@@ -151,7 +151,7 @@ def test_a_step_reads_as_far_as_any_row_has_come(keys):
   beside, same = step(params, rows, tokens, positions, active=jnp.array([True, True]))
   np.testing.assert_array_equal(alone[0], beside[0])
   np.testing.assert_array_equal(*(jax.tree.leaves(c)[0][:, 0] for c in (cache, same)))
-  whole, _ = jax.jit(partial(forward_step, Model.of(model.spec, model.execution.replace(cache_block=None))))(
+  whole, _ = jax.jit(partial(forward_step, Model.of(model.spec, model.execution.replace(block=None))))(
     params, rows, tokens, positions
   )
   np.testing.assert_allclose(beside, whole, atol=1e-5, rtol=0)
@@ -179,11 +179,13 @@ def test_the_kernel_for_one_token_reads_and_writes_a_layer_in_place(monkeypatch,
     execution = model.execution.replace(attention=replace(model.execution.kernels.attention, interpret=True), **changes)
     return jax.jit(partial(forward_step, Model.of(model.spec, execution)))(params, rows, tokens, positions)
 
-  (logits, cache), (expected, written) = advanced(cache_kernel=True), advanced(cache_block=None)
-  assert np.abs(expected - advanced(cache_block=16)[0]).max() < 1e-5
+  (logits, cache), (expected, written) = advanced(decode_attention=True), advanced(block=None)
+  assert np.abs(expected - advanced(block=16)[0]).max() < 1e-5
   np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=0)
   jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5, rtol=0), cache, written)
-  with_kernel = jax.make_jaxpr(partial(forward_step, Model.of(model.spec, model.execution.replace(cache_kernel=True))))
+  with_kernel = jax.make_jaxpr(
+    partial(forward_step, Model.of(model.spec, model.execution.replace(decode_attention=True)))
+  )
   assert ("pallas_call" in str(with_kernel(params, rows, tokens, positions))) == calls
 
 

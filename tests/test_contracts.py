@@ -138,7 +138,7 @@ class ProbeLayer(nnx.Module):
 @pytest.mark.parametrize("scan", [True, False])
 def test_stack_passes_inputs_reports_and_cache(scan, turns):
   R, C, B, S, E = 4, 2, 2, 3, 3
-  execution = program(tiny()).model.execution.replace(scan=scan)
+  execution = program(tiny()).model.execution.replace(scan_layers=scan)
   execution = execution.replace(remat=execution.remat * turns)
   stack = Stack(ParamFactory(0, jnp.float32), (Probe(),) * C, R, E, execution)
   rng = np.random.default_rng(0)

@@ -380,7 +380,7 @@ def test_features_of_early_layers_enter_early_layers(toy, toy_params):
 
 
 def test_layers_of_a_tower_may_be_unrolled(toy, toy_params):
-  inputs, unrolled = toy_batch(tiny()), Model.of(toy.spec, toy.execution.replace(scan=False))
+  inputs, unrolled = toy_batch(tiny()), Model.of(toy.spec, toy.execution.replace(scan_layers=False))
   (loss, grads), (other, others) = (
     jax.jit(jax.value_and_grad(partial(toy_loss, m)))(toy_params, *inputs) for m in (toy, unrolled)
   )

@@ -187,7 +187,7 @@ def test_kernels_of_attention_call_the_seam(kernel):
 
 def test_a_step_that_reads_blocks_of_the_cache_calls_the_seam():
   seam = Everything()
-  model = changed(program(tiny()).model, matmul=(seam,), cache_block=8)
+  model = changed(program(tiny()).model, matmul=(seam,), block=8)
   params = abstract(model)
   cache = jax.eval_shape(lambda p: model.bind(p).init_cache(1, 32), params)
   traced = jax.make_jaxpr(lambda p, c: forward(model, p, 1, cache=c, end=jnp.asarray(3))[0])(params, cache)

@@ -232,7 +232,7 @@ def paged_model(mesh, axes, **changes):
   config = tiny(**keys, **axes)
   model = build_model(config, make_mesh(config, mesh))
   return Model.of(
-    model.spec, model.execution.replace(cache_pages=replace(model.execution.kv_cache.pages, kernel=True, **changes))
+    model.spec, model.execution.replace(pages=replace(model.execution.kv_cache.pages, kernel=True, **changes))
   )
 
 
@@ -244,9 +244,7 @@ def test_a_model_reads_pages_by_the_kernel(axes, calls):
   """Where queries are split further than keys too; where layers are split, pages are gathered."""
   axes = {f"ici_{axis}_parallelism": parts for axis, parts in axes.items()}
   model = paged_model(jax.devices()[:4], axes, count=12, size=8, block=2, alignment=1)
-  gathers = Model.of(
-    model.spec, model.execution.replace(cache_pages=replace(model.execution.kv_cache.pages, kernel=False))
-  )
+  gathers = Model.of(model.spec, model.execution.replace(pages=replace(model.execution.kv_cache.pages, kernel=False)))
   params, _ = jax.jit(model.init)(0)
   slots = model.bind(params).cache_specs(2, 32)
   cache = jax.tree.map(lambda kind: draw(0, *kind.shape).astype(kind.dtype), slots)

@@ -34,7 +34,7 @@ class DraftModel:
 
   def with_speculation(self, num_speculative_tokens: int) -> "DraftModel":
     """A copy whose cache, which is never paged, has room for draft tokens that are rejected."""
-    execution = self.model.execution.replace(cache_ahead=num_speculative_tokens, cache_pages=None)
+    execution = self.model.execution.replace(speculative_tokens=num_speculative_tokens, pages=None)
     return DraftModel(Model.of(self.model.spec, execution), self.params)
 
   def cache_specs(self, rows: int, max_model_len: int) -> list[list[dict[str, CacheSpec]]]:

@@ -55,13 +55,13 @@ class Programs:
   ) -> "Programs":
     """Adds room for draft tokens to the caches; `max_model_len` is limited by what the pages of one slot hold."""
     if num_speculative_tokens:
-      model = Model.of(model.spec, model.execution.replace(cache_ahead=num_speculative_tokens))
+      model = Model.of(model.spec, model.execution.replace(speculative_tokens=num_speculative_tokens))
     if draft_model is not None:
       draft_model = draft_model.with_speculation(num_speculative_tokens)
     pages = model.execution.kv_cache.pages
     if pages is None:
       return Programs(model, model, draft_model, slots, max_model_len, num_speculative_tokens)
-    unpaged = Model.of(model.spec, model.execution.replace(cache_pages=None))
+    unpaged = Model.of(model.spec, model.execution.replace(pages=None))
     max_model_len = min(max_model_len, pages.per_row(max_model_len) * pages.size)
     return Programs(unpaged, model, draft_model, slots, max_model_len, num_speculative_tokens)
 

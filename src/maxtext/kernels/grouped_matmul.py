@@ -81,20 +81,20 @@ def reference(x: jax.Array, weights: jax.Array, sizes: jax.Array, precision: str
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_hand(how: GroupedMatmul, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-  return how._product(x, weights, sizes, how.forward, turned=False)
+def _by_hand(kernel: GroupedMatmul, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+  return kernel._product(x, weights, sizes, kernel.forward, turned=False)
 
 
 def _forward(
-  how: GroupedMatmul, x: jax.Array, weights: jax.Array, sizes: jax.Array
+  kernel: GroupedMatmul, x: jax.Array, weights: jax.Array, sizes: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  return _by_hand(how, x, weights, sizes), (x, weights, sizes)
+  return _by_hand(kernel, x, weights, sizes), (x, weights, sizes)
 
 
-def _backward(how: GroupedMatmul, kept: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _backward(kernel: GroupedMatmul, kept: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
   x, weights, sizes = kept
-  by_rows = how._product(grad, weights, sizes, how.by_rows, turned=True)
-  return by_rows, how._weights_gradient(x, grad, sizes).astype(weights.dtype), None
+  by_rows = kernel._product(grad, weights, sizes, kernel.by_rows, turned=True)
+  return by_rows, kernel._weights_gradient(x, grad, sizes).astype(weights.dtype), None
 
 
 _by_hand.defvjp(_forward, _backward)

@@ -48,11 +48,9 @@ class Decoder(nnx.Module):
       ]
     )
     self.final_norm = spec.final_norm.build(factory.scope("final_norm"), spec.width)
-    further = factory.scope("mtp")
+    mtp = factory.scope("mtp")
     self.mtp = nnx.List(
-      []
-      if spec.mtp is None
-      else [spec.mtp.build(further.scope(i), spec.width, execution) for i in range(spec.mtp.count)]
+      [] if spec.mtp is None else [spec.mtp.build(mtp.scope(i), spec.width, execution) for i in range(spec.mtp.count)]
     )
     beside = factory.scope("towers")
     self.towers = nnx.Dict({t.name: Tower(beside.scope(t.name), t, spec.width, execution) for t in towers_of(spec)})
