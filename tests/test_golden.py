@@ -1,6 +1,8 @@
 """Checkpoints that older releases wrote are still read. `python -m tests.test_golden` writes one for a new schema."""
 
+import dataclasses
 import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from etils import epath
 
+from maxtext import ConfigError
 from maxtext.checkpoint.metadata import SCHEMA, CheckpointMetadata
 from maxtext.checkpoint.options import checkpoint_options, restore_options
 from maxtext.checkpoint.restore import load_parameters, resume
@@ -46,6 +49,19 @@ def test_an_old_layout_is_restored(schema, tmp_path):
     restore_options(tiny(**KEYS)), "load_parameters_path", str(tmp_path / schema), expected.params
   )
   assert all(np.array_equal(params[name], expected.params[name]) for name in params)
+
+
+def test_a_path_that_was_renamed_is_named(tmp_path):
+  """The layers of multi-token prediction were at `ahead/` in the first schema."""
+  shutil.copytree(FOLDER / "schema-1", tmp_path / "old")
+  folder = epath.Path(tmp_path / "old" / "3")
+  metadata = CheckpointMetadata.read(folder)
+  arrays = {n.replace("params/embedding/", "params/ahead/0/"): array for n, array in metadata.arrays.items()}
+  assert arrays.keys() != metadata.arrays.keys()
+  written = json.dumps(dataclasses.replace(metadata, arrays=arrays).to_json())
+  (folder / "record" / "record.json").write_text(written)
+  with pytest.raises(ConfigError, match=r"in which ahead/0/.* had another name than in this release: start a new run"):
+    resume(restore_options(tiny(**KEYS)), epath.Path(tmp_path / "old"), golden_state())
 
 
 def test_every_schema_has_one():

@@ -14,7 +14,8 @@ from maxtext.checkpoint.storage import retried
 from maxtext.configs.secrets import redact_entries
 from maxtext.layers.parameter_paths import below
 
-SCHEMA = 1  # raised when an older release could no longer read what is written; see docs/checkpoints.md
+SCHEMA = 2  # raised when an older release could no longer read what is written; see docs/checkpoints.md
+MOVED = {"ahead/": 2}  # beginnings of parameter paths that have another name since that schema
 ITEM, FILE = "record", "record.json"
 NOT_FINITE = "is not finite"
 PARAMETERS = ("params/", "buffers/")  # before the paths of a model's own arrays
@@ -72,6 +73,12 @@ class CheckpointMetadata:
   def parameters(self) -> dict[str, str]:
     """The arrays that belong to the model, by their paths in it, with their names here."""
     return {below(name): name for name in self.arrays if name.startswith(PARAMETERS)}
+
+  @property
+  def moved(self) -> str | None:
+    """The first path of the model that has another name in this release."""
+    old = tuple(path for path, schema in MOVED.items() if self.schema < schema)
+    return next((path for path in self.parameters if path.startswith(old)), None) if old else None
 
   def to_json(self) -> dict[str, Any]:
     """Everything, with a digest that tells a damaged file."""

@@ -154,6 +154,11 @@ def readable(folder: epath.Path) -> CheckpointMetadata:
     raise ConfigError(
       f"{folder} has schema {metadata.schema}, and this release reads up to {SCHEMA}: take a newer one."
     )
+  if metadata.moved is not None:
+    raise ConfigError(
+      f"{folder} has schema {metadata.schema}, in which {metadata.moved} had another name than in this release: start a "
+      f"new run, with another run_name."
+    )
   return metadata
 
 
