@@ -190,7 +190,7 @@ def test_a_description_that_is_no_model_here_is_refused(change, message, tiny, t
     ("mistral", {"final_logits_soft_cap": 30.0}, "logit_cap is 30.0 here and None there"),
     ("qwen2", {"attention_bias": False}, "layer.mixer.bias is False here and True there"),
     ("qwen3", {"use_qk_norm": False}, "layer.mixer.qk_norm is None here and QueryKeyNorm there"),
-    ("gemma2", {"use_post_ffw_norm": False}, "layer.feed_forward_post_norm is None here and Norm there"),
+    ("gemma2", {"use_post_ffw_norm": False}, "layer.feed_forward_post_norm is None here and RMSNormSpec there"),
     ("gpt2_as_gpt3", {"head_dim": 8}, "layer.mixer.head_dim is 8 here and 12 there"),
     ("deepseek3", {"rope_type": "default", "original_max_position_embeddings": 4096}, "config.json has no YaRN"),
     ("deepseek2_lite", {"rope_interleave": False}, "layer.mixer.rope.interleaved is False here and True there"),

@@ -67,7 +67,7 @@ def test_layers_that_devices_share_out_stay_in_their_stack():
   model = program(tiny(scan_layers=False, ici_pipeline_parallelism=2, per_device_batch_size=2), devices=2).model
   layers = [name for name in model.params if name.startswith("groups/")]
   assert {model.struct(name).sharding.spec[0] for name in layers} == {"stage"}
-  assert model.apart(dict(model.params)).keys() == model.params.keys()
+  assert model.unstack_layers(dict(model.params)).keys() == model.params.keys()
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_layers_that_are_not_looped_over_have_arrays_of_their_own(case, referenc
   looped = write(*loaded(configure(case), reference), prompt)
   model, params = loaded(configure(case, scan_layers=False), reference)
   layers = {name: value.shape[0] for name, value in params.items() if name.startswith("groups/")}
-  apart = model.apart(params)
+  apart = model.unstack_layers(params)
   assert not params, "a stack that is still held would double what the engine needs"
   assert len(apart) == len(model.params) + len(model.buffers) - len(layers) + sum(layers.values())
   for one, other in zip(write(model, apart, prompt), looped, strict=True):

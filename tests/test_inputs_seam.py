@@ -197,8 +197,8 @@ SPANS[0, 3:14], SPANS[0, 20:24], SPANS[1, 9:16], SPANS[1, 17:24] = 1, 2, 1, 2
   ("name", "changes"),
   [
     ("gemma2", {}),
-    ("gemma2", {"cache_block": 8, "cache_ahead": 8}),
-    ("gemma2", {"cache_pages": PagedKVCache(12, 8)}),
+    ("gemma2", {"block": 8, "speculative_tokens": 8}),
+    ("gemma2", {"pages": PagedKVCache(12, 8)}),
     ("deepseek3", {}),
   ],
 )
@@ -216,8 +216,8 @@ def test_chunks_of_a_prompt_see_the_spans_they_hold(name, changes):
   assert np.abs(whole - plain)[0, 3:].max(-1).min() > 1e-6
   np.testing.assert_array_equal(whole[0, :3], plain[0, :3])
   cached = Model.of(model.spec, model.execution.replace(**changes))
-  by_blocks = "cache_ahead" in changes  # new tokens displace none that they see
-  paged = {"pages": np.arange(10, dtype=np.int32).reshape(2, 5)} if "cache_pages" in changes else {}
+  by_blocks = "speculative_tokens" in changes  # new tokens displace none that they see
+  paged = {"pages": np.arange(10, dtype=np.int32).reshape(2, 5)} if "pages" in changes else {}
 
   def chunk(p, cache, start, end):
     part, fresh = slice(start, end), start == 0 and not paged

@@ -284,7 +284,7 @@ def test_layers_that_are_not_looped_over(tmp_path):
   """Parameters come as training has them, stacked; the engine has each layer's."""
   looped, apart = (LLM.of(random_model(tmp_path, scan_layers=scan)) for scan in (True, False))
   model = apart.engine.model
-  engine = make_engine(apart.config, model, model.apart(parameters(apart, 0)), num_speculative_tokens=2)
+  engine = make_engine(apart.config, model, model.unstack_layers(parameters(apart, 0)), num_speculative_tokens=2)
   apart = LLM.of(replace(apart._model, engine=engine))
   for llm in (looped, apart):
     llm.update_params(parameters(llm, 3), 1)

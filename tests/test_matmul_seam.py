@@ -200,7 +200,7 @@ def test_a_step_that_reads_blocks_of_the_cache_calls_the_seam():
   [
     {"attention": AttentionKernel("splash")},
     {"attention": AttentionKernel("cudnn")},
-    {"cache_kernel": True},
+    {"decode_attention": True},
   ],
   ids=str,
 )
@@ -319,7 +319,7 @@ def test_a_convolution_has_three_passes():
 
   def grads(execution):
     graph, state = nnx.split(
-      CausalConvolution(ParamFactory(0, jnp.float32).at("conv"), 3, {"heads": 2, "head_dim": 4}, execution, step=2)
+      CausalConvolution(ParamFactory(0, jnp.float32).scope("conv"), 3, {"heads": 2, "head_dim": 4}, execution, step=2)
     )
     return jax.grad(lambda x, s: (nnx.merge(graph, s)(x, context, None)[0] * seen).sum(), (0, 1))(x, state)
 

@@ -65,4 +65,4 @@ def test_patterns(pattern, path, fit):
 
 def test_values_depend_on_these_paths():
   """The factory's path begins with a slash: initial values are a hash of it."""
-  assert ParamFactory(0, jnp.float32).at("groups").at(0).at("norm").path == "/groups/0/norm"
+  assert ParamFactory(0, jnp.float32).scope("groups").scope(0).scope("norm").path == "/groups/0/norm"

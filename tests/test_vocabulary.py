@@ -9,7 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE, DOCS = ROOT / "src" / "maxtext", ROOT / "docs"
-ROW = re.compile(r"^\| (?P<term>[^|]+?) \| \[[^]]+\]\((?P<page>[\w-]+\.md)(?:#(?P<anchor>[\w-]+))?\) \| `(?P<code>[^`]+)` \|$")
+ROW = re.compile(
+  r"^\| (?P<term>[^|]+?) \| \[[^]]+\]\((?P<page>[\w-]+\.md)(?:#(?P<anchor>[\w-]+))?\) \| `(?P<code>[^`]+)` \|$"
+)
 TERMS = [match for line in (DOCS / "glossary.md").read_text().splitlines() if (match := ROW.match(line))]
 LINK = re.compile(r"\[[^]\n]+\]\((?!https?:)(?P<page>[\w./-]*?\.md)?(?:#(?P<anchor>[\w-]+))?\)")
 

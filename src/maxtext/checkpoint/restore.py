@@ -1,7 +1,7 @@
-"""Bringing a checkpoint back, onto any mesh and any number of processes.
+"""Restoring a checkpoint, onto any mesh and any number of processes.
 
-`resume` takes a run's latest good step, and quarantines corrupt ones; `load_state` and `load_parameters` take another
-run's, which they never touch.
+`resume` takes a run's latest good step, and quarantines every corrupt checkpoint; `load_state` and `load_parameters` take
+another run's, which they never touch.
 """
 
 import logging
@@ -156,8 +156,8 @@ def readable(folder: epath.Path) -> CheckpointMetadata:
     )
   if metadata.moved is not None:
     raise ConfigError(
-      f"{folder} has schema {metadata.schema}, in which {metadata.moved} had another name than in this release: start a "
-      f"new run, with another run_name."
+      f"{folder} has schema {metadata.schema}, in which {metadata.moved} had another name than in this release: start "
+      f"a new run, with another run_name."
     )
   return metadata
 

@@ -1,4 +1,4 @@
-"""Saving a run's steps with Orbax's manager: when one is due, in the background, and what happens when one fails."""
+"""Asynchronous checkpointing with Orbax's manager: when a save is due, and what happens when one fails."""
 
 import asyncio
 import time

@@ -18,7 +18,7 @@ class Batch:
     targets: [B,S] tokens.
     positions: [B,S] position within the document.
     segments: [B,S] document number within the row from 1, 0 for padding; None where each row is one document.
-    weights: [B,S] share of each target in the loss.
+    weights: [B,S] weight of each target in the loss: the loss mask.
   """
 
   inputs: Any

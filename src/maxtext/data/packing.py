@@ -1,4 +1,4 @@
-"""Packing: which documents go into a row, from their sizes alone.
+"""Sequence packing: which documents go into a row, from their sizes alone.
 
 The state of a stream is three numbers, and packing a row advances it:
 

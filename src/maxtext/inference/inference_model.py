@@ -186,7 +186,7 @@ def load_params(config: MaxTextConfig, model: Model) -> Params:
   """The parameters and buffers of `load_parameters_path`."""
   if not config.load_parameters_path:
     raise ConfigError("load_parameters_path is not set: give a run folder, a checkpoint, or exported parameters.")
-  return model.apart(load_weights(config, model, model.params | model.buffers))
+  return model.unstack_layers(load_weights(config, model, model.params | model.buffers))
 
 
 def load_run_tokenizer(config: MaxTextConfig) -> TextTokenizer:

@@ -205,7 +205,7 @@ class LLM:
       ValueError: a path, shape, dtype or sharding differs; the message names the path, and nothing is changed.
     """
     model = self.engine.model
-    self.engine.update_params(model.apart(validate_params(model.params | model.buffers, params)), version)
+    self.engine.update_params(model.unstack_layers(validate_params(model.params | model.buffers, params)), version)
 
   def _encode(self, prompt: Prompt) -> list[int]:
     if not isinstance(prompt, str):

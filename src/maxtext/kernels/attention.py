@@ -57,7 +57,7 @@ class AttentionKernel:
     scoring: ScoreSpec,
     sinks: jax.Array | None = None,
     *,
-    chosen: jax.Array | None = None,
+    selected: jax.Array | None = None,
     mesh: Mesh,
     q_spec: PartitionSpec,
     kv_spec: PartitionSpec,
@@ -72,10 +72,10 @@ class AttentionKernel:
     assert matmuls == PLAIN or not self.fused, "refused when the layer is built"
     if tokens.spans is not None and self.kernel in ("splash", "cudnn"):
       raise ValueError(f"spans are not supported by the {self.kernel} kernel: write attention=chunked or dot_product.")
-    if chosen is not None:
+    if selected is not None:
       assert tokens.spans is None, "checked by the decoder"
       assert self.order is None, "refused when the model is built"
-      out = chunked(q, k, v, tokens, tokens, scoring, sinks, self.precision, chosen=chosen, matmuls=matmuls)
+      out = chunked(q, k, v, tokens, tokens, scoring, sinks, self.precision, selected=selected, matmuls=matmuls)
       return checkpoint_name(out, RESULT)
     if self.kernel == "splash":
       return splash(
@@ -151,7 +151,7 @@ def reference(
   scoring: ScoreSpec,
   sinks: jax.Array | None = None,
   precision: str = "default",
-  chosen: jax.Array | None = None,
+  selected: jax.Array | None = None,
   matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
   """The plain form: a key is visible if `ScoreSpec.sees` it, it is of the same segment, and chosen [B,1 or H,S,T].
@@ -159,7 +159,7 @@ def reference(
   A sink is a logit of its own per head, which takes its share of the softmax and gives nothing.
   """
   B, S, H, _ = q.shape
-  logits = scores(q, k, queries, keys, scoring, precision, chosen, matmuls)
+  logits = scores(q, k, queries, keys, scoring, precision, selected, matmuls)
   if sinks is not None:
     column = sinks.astype(jnp.float32).reshape(1, *logits.shape[1:3], 1, 1)
     logits = jnp.concatenate([logits, jnp.broadcast_to(column, (*logits.shape[:-1], 1))], axis=-1)
@@ -177,7 +177,7 @@ def chunked(
   sinks: jax.Array | None = None,
   precision: str = "default",
   chunks: int = 8,
-  chosen: jax.Array | None = None,
+  selected: jax.Array | None = None,
   ordered: bool = True,
   matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
@@ -195,9 +195,9 @@ def chunked(
     first, last = 0, k.shape[1] if later else end
     if ordered and scoring.causal and scoring.window is not None:
       first = max(0, start - scoring.window + 1)
-    own = None if chosen is None else chosen[:, :, start:end, first:last]
+    own = None if selected is None else selected[:, :, start:end, first:last]
     here, there = queries.part(start, end), keys.part(first, last)
-    out.append(one(q[:, start:end], k[:, first:last], v[:, first:last], here, there, sinks=sinks, chosen=own))
+    out.append(one(q[:, start:end], k[:, first:last], v[:, first:last], here, there, sinks=sinks, selected=own))
   return jnp.concatenate(out, axis=1)
 
 

@@ -87,7 +87,7 @@ def scores(
   keys: Tokens,
   scoring: ScoreSpec,
   precision: str = "default",
-  chosen: jax.Array | None = None,
+  selected: jax.Array | None = None,
   matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
   """Logits [B,K,G,S,T] in float32, `MASKED` where a key is not visible (`ScoreSpec.sees`), of another segment, or not
@@ -103,8 +103,8 @@ def scores(
   if queries.segments is not None and keys.segments is not None:
     visible &= queries.segments[:, :, None] == keys.segments[:, None, :]
   visible = visible[:, None, None]
-  if chosen is not None:
-    visible = visible & chosen.reshape(B, *((K, H // K) if chosen.shape[1] == H else (1, 1)), *chosen.shape[2:])
+  if selected is not None:
+    visible = visible & selected.reshape(B, *((K, H // K) if selected.shape[1] == H else (1, 1)), *selected.shape[2:])
   return jnp.where(visible, logits, MASKED)
 
 

@@ -1,4 +1,4 @@
-"""Orders of a row's tokens in which every part of a row that is split over devices has the same causal work."""
+"""Load balancing of context parallelism: token orders in which every device has the same causal work."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""Attention by JAX's splash kernel for TPUs, which skips blocks of keys that no query of a block sees.
+"""Splash attention: JAX's kernel for TPUs, which skips blocks of keys that no query of a block sees.
 
 Shapes: B batch, S queries, H query heads, K key heads, D head dim.
 """

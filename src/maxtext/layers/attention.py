@@ -1,4 +1,5 @@
-"""Grouped-query attention; multi-head and multi-query are its two ends.
+"""Grouped-query attention (GQA), of which multi-head and multi-query attention are special cases; with RoPE, sliding
+windows, QK norm, soft caps and attention sinks.
 
 Shapes: B batch, S sequence, T cached positions, E width, H query heads, K key heads, D head dim.
 """
@@ -22,7 +23,7 @@ from maxtext.layers.moba import MoBA
 from maxtext.layers.norm import RMSNorm, RMSNormSpec
 from maxtext.layers.param_factory import ParamFactory
 from maxtext.layers.parameter_paths import split
-from maxtext.layers.qk_clip import largest_logit, per_head, watch
+from maxtext.layers.qk_clip import largest_logit, per_head, track_max_logits
 from maxtext.layers.rope import RotaryEmbedding, rotate
 
 _KV = ("activation_batch", "activation_length", "activation_kv_heads", "activation_head_dim")
@@ -94,7 +95,7 @@ class GQA:
   out_width: int | None = None
   fused: bool = False
   blocks: MoBA | None = None
-  watched: bool = False
+  tracked: bool = False
   causal: bool = True
 
   @property
@@ -121,9 +122,9 @@ class GQA:
   @property
   def order_invariant(self) -> bool:
     """Whether the tokens of a row may stand in any order, since positions say what comes before what."""
-    return self.blocks is None and not self.watched
+    return self.blocks is None and not self.tracked
 
-  def clipped(self, weights: Mapping[str, jax.Array], gamma: jax.Array) -> dict[str, jax.Array]:
+  def clip_weights(self, weights: Mapping[str, jax.Array], gamma: jax.Array) -> dict[str, jax.Array]:
     """Weights of a stack of layers, by their path in the layer, that multiply the logits of its heads by gamma [R,H].
 
     Each key head is shrunk by the root of what the query head with the largest logits needs, and queries by the rest.
@@ -161,7 +162,7 @@ class GroupedQueryAttention(nnx.Module):
       None if spec.value_norm is None else spec.value_norm.build(factory.scope("value_norm"), spec.head_dim)
     )
     self.sinks = factory("sinks", (spec.heads,), ("heads",)) if spec.sinks else None
-    self.largest_logit = largest_logit(factory, spec.heads) if spec.watched else None
+    self.largest_logit = largest_logit(factory, spec.heads) if spec.tracked else None
 
   def __call__(
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
@@ -185,12 +186,12 @@ class GroupedQueryAttention(nnx.Module):
     if cache is not None:
       cache, seen, _ = update_cache(cache, repeat, context, {"key": k, "value": v}, execution.kv_cache.quantization)
       k, v = seen["key"], seen["value"]
-    chosen = None if spec.blocks is None else spec.blocks.chosen(q, k, tokens, tokens)
-    watch(self.largest_logit, q, k, tokens, spec.scoring, execution.numerics.precision)
+    selected = None if spec.blocks is None else spec.blocks.selected(q, k, tokens, tokens)
+    track_max_logits(self.largest_logit, q, k, tokens, spec.scoring, execution.numerics.precision)
     q_spec, kv_spec = execution.sharding.partition(q.shape, *QUERIES), execution.sharding.partition(k.shape, *_KV)
     out = execution.kernels.attention(
       q, k, v, tokens, spec.scoring, sinks,
-      chosen=chosen, mesh=execution.sharding.mesh, q_spec=q_spec, kv_spec=kv_spec, matmuls=self.matmuls,
+      selected=selected, mesh=execution.sharding.mesh, q_spec=q_spec, kv_spec=kv_spec, matmuls=self.matmuls,
     )  # fmt: skip
     return self._out(x, out), cache
 

@@ -62,9 +62,9 @@ class CachedAttention:
   def _at_once(self, q: jax.Array, seen: Cache, context: Context, keys: Tokens) -> jax.Array:
     k, v, tokens = seen["key"], seen["value"], Tokens(context.positions, spans=context.spans)
     assert self.blocks is None or context.spans is None, "blocks are chosen among earlier ones"
-    chosen = None if self.blocks is None else self.blocks.chosen(q, k, tokens, keys)
+    selected = None if self.blocks is None else self.blocks.selected(q, k, tokens, keys)
     return reference(
-      q, k, v, tokens, keys, self.scoring, self.sinks, self.execution.numerics.precision, chosen, self.matmuls
+      q, k, v, tokens, keys, self.scoring, self.sinks, self.execution.numerics.precision, selected, self.matmuls
     )
 
   def _by_blocks(

@@ -39,5 +39,5 @@ class DenseAndExpertsLayer(nnx.Module):
   def __call__(self, x: jax.Array, real: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The output, and what the experts report."""
     dense, _ = self.dense(self.dense_norm(x))
-    chosen, report = self.experts(self.experts_norm(x), real, router_input=x)
-    return self.dense_post_norm(dense) + self.experts_post_norm(chosen), report
+    selected, report = self.experts(self.experts_norm(x), real, router_input=x)
+    return self.dense_post_norm(dense) + self.experts_post_norm(selected), report

@@ -101,11 +101,11 @@ class ExpertDispatch:
     self, experts: Experts, x: jax.Array, part: Routing, count: int, total: int, weigh_inputs: bool
   ) -> tuple[jax.Array, jax.Array]:
     B, S, E = x.shape
-    chosen = jax.nn.one_hot(part.experts, count, dtype=jnp.float32)
-    weights = (chosen * part.weights[..., None]).sum(2).reshape(B * S, count).T[..., None]
+    selected = jax.nn.one_hot(part.experts, count, dtype=jnp.float32)
+    weights = (selected * part.weights[..., None]).sum(2).reshape(B * S, count).T[..., None]
     rows = jnp.broadcast_to(x.reshape(1, B * S, E), (count, B * S, E))
     if weigh_inputs:
-      rows, weights = rows * weights.astype(x.dtype), chosen.sum(2).reshape(B * S, count).T[..., None]
+      rows, weights = rows * weights.astype(x.dtype), selected.sum(2).reshape(B * S, count).T[..., None]
     y = self._weighted(experts(rows, None), weights).sum(0)
     return y.reshape(B, S, E), jnp.zeros((), jnp.int32)
 

@@ -1,4 +1,4 @@
-"""Experts over a mesh: who holds which experts and which part of them, and how tokens travel.
+"""Expert parallelism: which device holds which experts, and which part of them, and how tokens reach them.
 
 Shapes: B batch, S sequence, K experts per token, E width.
 """

@@ -1,11 +1,11 @@
-"""Caches: what layers keep of the tokens that they have seen, one array per name for a whole stack, written in place.
+"""The KV cache: what layers store of the tokens they have seen, one array per name for a whole stack, written in place.
 
-Keys and values are rings [R,B,T,D], or [R,B,H,T,D], heads first as products with them want it: position p stands in
-place p mod T, so T need only reach as far back as the layer looks. What does not grow with the sequence (the state of a
-delta net, the last tokens of a convolution) is kept whole. Rings that reach all the way back may lie in pages that rows
-share (`pages.py`).
+Keys and values are rings [R,B,T,D], or [R,B,H,T,D] with heads first, as matmuls with them want it: position p is stored
+at p mod T, so T need only reach as far back as the layer attends. What does not grow with the sequence (the state of a
+delta net, the last tokens of a convolution) is stored whole. Rings of layers that attend to all earlier tokens may be
+paged (`paged_kv_cache.py`).
 
-A ring may be rounded: it holds whole numbers of a few bits, and `<name>_scale` beside it what they are multiplied by.
+With KV-cache quantization a ring stores integers of a few bits, and `<name>_scale` beside it their scales.
 
 Shapes: R repeats of the stacked layers, B batch, S new tokens, T places of the ring, H heads, D width, W last tokens.
 """

@@ -171,7 +171,9 @@ def each_pass(
   operands, so rounding is straight-through. `operation` closes over no array; the implementation stands last in
   `ExecutionConfig.matmul`, since the variables of others do not exist in the backward pass.
   """
-  assert isinstance(next_, PlainMatmul), "an implementation that uses each_pass is the last one of How.matmul"
+  assert isinstance(next_, PlainMatmul), (
+    "an implementation that uses each_pass is the last one of ExecutionConfig.matmul"
+  )
   if next_.mesh is not None:
     raise ValueError(
       "a matmul that does its own gradients (each_pass) needs shard_mode=auto: its shardings are no types"

@@ -23,7 +23,7 @@ from maxtext.layers.linear import Linear
 from maxtext.layers.matmul import attention_matmuls
 from maxtext.layers.norm import RMSNormSpec
 from maxtext.layers.param_factory import ParamFactory
-from maxtext.layers.qk_clip import largest_logit, per_head, watch
+from maxtext.layers.qk_clip import largest_logit, per_head, track_max_logits
 from maxtext.layers.rope import RotaryEmbedding, rotate
 
 _HEADS = ("activation_batch", "activation_length", "activation_heads", "activation_head_dim")
@@ -58,7 +58,7 @@ class MLA:
   norm: RMSNormSpec = field(default_factory=RMSNormSpec)
   latent_cache: bool = False
   indexer: Indexer | None = None
-  watched: bool = False
+  tracked: bool = False
 
   @property
   def window(self) -> int | None:
@@ -88,9 +88,9 @@ class MLA:
   @property
   def order_invariant(self) -> bool:
     """Whether the tokens of a row may stand in any order, since positions say what comes before what."""
-    return self.indexer is None and not self.watched
+    return self.indexer is None and not self.tracked
 
-  def clipped(self, weights: Mapping[str, jax.Array], gamma: jax.Array) -> dict[str, jax.Array]:
+  def clip_weights(self, weights: Mapping[str, jax.Array], gamma: jax.Array) -> dict[str, jax.Array]:
     """Weights of a stack of layers, by their path in the layer, that multiply the logits of its heads by gamma [R,H].
 
     Queries and keys share it, but the rotated key belongs to all heads, so its queries take all of theirs.
@@ -128,7 +128,7 @@ class LatentAttention(nnx.Module):
     self.kv_norm = spec.norm.build(factory.scope("kv_norm"), spec.kv_lora_rank)
     self.kv = Linear(factory.scope("kv"), {"latent": spec.kv_lora_rank}, kv, execution, "key_proj")
     self.out = Linear(factory.scope("out"), {**heads, "head_dim": spec.v_head_dim}, x, execution, "out_proj")
-    self.largest_logit = largest_logit(factory, spec.heads) if spec.watched else None
+    self.largest_logit = largest_logit(factory, spec.heads) if spec.tracked else None
     indexer = spec.indexer
     self.indexer = (
       None if indexer is None or rank is None else indexer.build(factory.scope("indexer"), width, rank, execution)
@@ -150,10 +150,10 @@ class LatentAttention(nnx.Module):
     if cache is not None:
       cache, seen, keys = update_cache(cache, repeat, context, seen, execution.kv_cache.quantization, context.pages)
     assert self.indexer is None or context.spans is None, "the indexer chooses among earlier keys"
-    chosen = None if self.indexer is None else self.indexer(x, narrow, context, seen["index_key"], keys.positions)
+    selected = None if self.indexer is None else self.indexer(x, narrow, context, seen["index_key"], keys.positions)
     alone = cache is None or context.fresh  # tokens see each other alone
     if spec.latent_cache and not alone:
-      out = self._absorbed(plain, turned, seen["latent"], seen["position"], queries, keys, chosen)
+      out = self._absorbed(plain, turned, seen["latent"], seen["position"], queries, keys, selected)
       return self.out(execution.sharding.constrain(out, *_HEADS)), cache
 
     q, (k, v) = (
@@ -161,11 +161,11 @@ class LatentAttention(nnx.Module):
       self._keys_and_values(seen),
     )
     if alone:
-      watch(self.largest_logit, q, k, queries, spec.scoring, execution.numerics.precision)
+      track_max_logits(self.largest_logit, q, k, queries, spec.scoring, execution.numerics.precision)
       q_spec, kv_spec = (execution.sharding.partition(a.shape, *_HEADS) for a in (q, v))
       out = execution.kernels.attention(
         q, k, v, queries, spec.scoring,
-        chosen=chosen, mesh=execution.sharding.mesh, q_spec=q_spec, kv_spec=kv_spec, matmuls=self.matmuls,
+        selected=selected, mesh=execution.sharding.mesh, q_spec=q_spec, kv_spec=kv_spec, matmuls=self.matmuls,
       )  # fmt: skip
     else:
       out = reference(
@@ -176,7 +176,7 @@ class LatentAttention(nnx.Module):
         keys,
         spec.scoring,
         precision=execution.numerics.precision,
-        chosen=chosen,
+        selected=selected,
         matmuls=self.matmuls,
       )
     return self.out(execution.sharding.constrain(out, *_HEADS)), cache
@@ -227,7 +227,7 @@ class LatentAttention(nnx.Module):
     position: jax.Array,
     queries: Tokens,
     slots: Tokens,
-    chosen: jax.Array | None,
+    selected: jax.Array | None,
   ) -> jax.Array:
     """Attention over the latents themselves, as one key head: q (W c) = (q W) c, and sum w (W c) = W (sum w c)."""
     cut = self.spec.qk_nope_head_dim
@@ -242,7 +242,7 @@ class LatentAttention(nnx.Module):
       slots,
       self.spec.scoring,
       precision=self.execution.numerics.precision,
-      chosen=chosen,
+      selected=selected,
       matmuls=self.matmuls,
     )
     return self.kv.contract("mla_absorb_value", "bshl,lhv->bshv", summed, (cut, cut + self.spec.v_head_dim))

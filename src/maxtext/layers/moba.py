@@ -18,7 +18,7 @@ class MoBA:
   size: int
   count: int
 
-  def chosen(self, q: jax.Array, k: jax.Array, queries: Tokens, keys: Tokens) -> jax.Array:
+  def selected(self, q: jax.Array, k: jax.Array, queries: Tokens, keys: Tokens) -> jax.Array:
     """Which keys [B,T,K,D] each query [B,S,H,D] may see as far as blocks go, [B,H,S,T]; no gradient flows through it.
 
     Blocks are those of a document. Keys stand in the order of their positions; the block of a query is the last one

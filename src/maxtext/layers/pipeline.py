@@ -1,4 +1,4 @@
-"""Layers dealt to stages, and a batch sent through them in micro-batches.
+"""Pipeline parallelism: layers assigned to stages, and a batch sent through them in micro-batches.
 
 Every stage is a slice of arrays whose first dimension is split over the mesh axis `stage`; all stages run at once, each
 on another micro-batch, and hand their results to the next by shifting that dimension. Where there are more layers than

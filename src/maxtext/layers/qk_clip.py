@@ -17,7 +17,7 @@ def largest_logit(factory: ParamFactory, heads: int) -> nnx.Variable:
   return factory("largest_logit", (heads,), (None,), kind=UpdateStatistic, dtype=jnp.float32, combine="max")
 
 
-def watch(
+def track_max_logits(
   buffer: nnx.Variable | None, q: jax.Array, k: jax.Array, tokens: Tokens, scoring: ScoreSpec, precision: str
 ) -> None:
   """Raises the buffer, if there is one, to the largest logits of these queries and keys."""

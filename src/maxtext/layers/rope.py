@@ -1,4 +1,4 @@
-"""Rotary positions: pairs of dimensions turn by position times frequency.
+"""Rotary position embeddings (RoPE): pairs of dimensions are rotated by position times frequency.
 
 A pair is (j, j + D/2), or (2j, 2j + 1) where a `RotaryEmbedding` is interleaved.
 """

@@ -1,7 +1,7 @@
-"""The only place that loops over layers and decides what they keep for the backward pass.
+"""The only place that loops over layers and decides on rematerialization: what they save for the backward pass.
 
 A stack is R repeats of a short cycle of layers. Their parameters are stacked on dimension 0 whatever the loop, so a
-checkpoint knows neither the loop nor the rematerialisation.
+checkpoint knows neither the loop nor the rematerialization.
 """
 
 from collections.abc import Callable, Sequence

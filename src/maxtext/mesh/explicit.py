@@ -1,5 +1,5 @@
-"""Operations on a mesh with explicit axes. There an array's sharding is part of its type, and every movement of data is
-written in the program; the compiler adds none.
+"""Explicit sharding: operations on a mesh with explicit axes. There an array's sharding is part of its type, and every
+movement of data is written in the program; the compiler adds none.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,8 @@
-"""Logical axis rules: the mesh axes that each logical axis is sharded over.
+"""Sharding rules: the mesh axes that each logical axis is sharded over.
 
 Every dimension of every array has a logical axis (`LogicalAxis`). One table in the configuration maps logical axes to
-mesh axes. Parallelism strategies (data, FSDP, tensor, ...) differ only in the shape of the mesh and in this table.
+mesh axes. Data parallelism, FSDP, tensor parallelism and so on differ only in the
+shape of the mesh and in this table.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

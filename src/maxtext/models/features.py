@@ -46,7 +46,7 @@ def _watched(config: MaxTextConfig, spec: DecoderSpec) -> DecoderSpec:
       return block
     if isinstance(mixer, GQA) and (mixer.qk_norm is not None or mixer.fused):
       raise _refused(config, "use_qk_clip=true", "whose queries and keys are normed, or one product with the values")
-    return replace(block, mixer=replace(mixer, watched=True))
+    return replace(block, mixer=replace(mixer, tracked=True))
 
   return _each_block(config, spec, "use_qk_clip=true", change)
 

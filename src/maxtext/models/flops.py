@@ -1,4 +1,4 @@
-"""How much arithmetic a model asks for, by the usual count."""
+"""The FLOPs of a training step by the usual count, which MFU is computed from."""
 
 import dataclasses
 from collections.abc import Callable, Iterator

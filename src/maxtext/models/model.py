@@ -100,13 +100,13 @@ class Model:
     return self._bound({**self.params, **self.buffers, **self.statistics})
 
   def bind(self, params: Params) -> Decoder:
-    """The decoder with these parameters and buffers, or what `apart` makes of them; statistics are zero if not given.
+    """The decoder with these parameters and buffers, stacked or from `unstack_layers`; statistics are zero if not given.
 
     It costs Python time, so call it inside `jax.jit`.
     """
     return self._bound({name: self._whole(params, name) for name, *_ in self._variables})
 
-  def apart(self, params: Params) -> Params:
+  def unstack_layers(self, params: Params) -> Params:
     """Takes parameters out of a dict; those of layers that are not looped over come back layer by layer, but where
     devices share the layers of a stack out among them.
 

@@ -18,7 +18,7 @@ def apply_qk_clip(model: Model, threshold: float, params: Params, buffers: Param
       continue
     gamma = jnp.minimum(1.0, threshold / jnp.maximum(largest, threshold))
     own = {name.removeprefix(f"{path}/"): value for name, value in params.items() if name.startswith(f"{path}/")}
-    params |= {f"{path}/{name}": value for name, value in mixer.clipped(own, gamma).items()}
+    params |= {f"{path}/{name}": value for name, value in mixer.clip_weights(own, gamma).items()}
   return params, buffers
 
 

@@ -65,7 +65,7 @@ class DecoderSpec:
   def order_invariant(self) -> bool:
     """Whether the tokens of a row may stand in any order, since positions say what comes before what."""
     mixers = [layer.mixer for group in self.groups for layer in group.cycle]
-    return all(getattr(m, "any_order", False) for m in mixers) and self.mtp is None and not self.needs_tokens
+    return all(getattr(m, "order_invariant", False) for m in mixers) and self.mtp is None and not self.needs_tokens
 
   @property
   def ropes(self) -> tuple[RotaryEmbedding, ...]:

@@ -28,9 +28,9 @@ _NOT_OF_THE_COMPUTATION = {
   "selection_bias_rate",
   "chunk",
   "latent_cache",
-  "watched",
+  "tracked",
   "fused",
-  "ahead",
+  "mtp",
 }
 
 

@@ -1,4 +1,4 @@
-"""From Hugging Face: parameters of a folder as a checkpoint, or directly on the devices of a run."""
+"""Weight conversion from Hugging Face: parameters of a folder as a checkpoint, or directly on the devices of a run."""
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping
