@@ -1,7 +1,7 @@
 """Restoring a checkpoint, onto any mesh and any number of processes.
 
-`resume` takes a run's latest good step, and quarantines every corrupt checkpoint; `load_state` and `load_parameters` take
-another run's, which they never touch.
+`resume` takes a run's latest good step, and quarantines every corrupt checkpoint; `load_state` and `load_parameters`
+take another run's, which they never touch.
 """
 
 import logging

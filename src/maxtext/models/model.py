@@ -100,7 +100,7 @@ class Model:
     return self._bound({**self.params, **self.buffers, **self.statistics})
 
   def bind(self, params: Params) -> Decoder:
-    """The decoder with these parameters and buffers, stacked or from `unstack_layers`; statistics are zero if not given.
+    """The decoder with these parameters and buffers, stacked or from `unstack_layers`; statistics default to zero.
 
     It costs Python time, so call it inside `jax.jit`.
     """
