@@ -128,7 +128,7 @@ def best_blocks(query, keys, positions, documents, s, size, count):
   return own & np.isin(block, [block[s], *kept])
 
 
-def ahead(params, number, hidden, next_tokens, positions, documents):
+def mtp(params, number, hidden, next_tokens, positions, documents):
   """Module `number`: M [RMSNorm(Emb(next)); RMSNorm(h)] through a layer, then its norm."""
   own = {n.removeprefix(f"mtp/{number}/"): v for n, v in params.items() if n.startswith(f"mtp/{number}/")}
   tokens = rms(params["embedding/table"][next_tokens]) * own["token_norm/scale"]

@@ -65,7 +65,7 @@ def execution():
 
 
 @pytest.fixture(scope="module")
-def how_on_mesh():
+def execution_on_mesh():
   return program(tiny(**MESH), devices=8).model.execution
 
 
@@ -126,17 +126,17 @@ def test_dispatches_agree(execution, dense, name, way):
     for way in ("dropless", "capacity", "dropless, megablox", "dropless, buffer", *ON_MESHES)
   ],
 )
-def test_a_mesh_is_one_device(how_on_mesh, dense, name, way):
-  found, report = run(SPECS[name], dataclasses.replace(how_on_mesh, experts=(WAYS | ON_MESHES)[way]), INPUT, PROBE)
+def test_a_mesh_is_one_device(execution_on_mesh, dense, name, way):
+  found, report = run(SPECS[name], execution_on_mesh.replace(experts=(WAYS | ON_MESHES)[way]), INPUT, PROBE)
   check(found, dense[name][0])
   assert report.get("dropped_tokens", 0) == 0
 
 
 @pytest.mark.mesh
-def test_experts_are_split_and_work_is_not_repeated(how_on_mesh):
+def test_experts_are_split_and_work_is_not_repeated(execution_on_mesh):
   """A device multiplies its half of the experts, and of each its half of the hidden width."""
   layer = SPECS["plain"].build(
-    ParamFactory(0, jnp.float32), E, dataclasses.replace(how_on_mesh, experts=ExpertDispatch("dense"))
+    ParamFactory(0, jnp.float32), E, execution_on_mesh.replace(experts=ExpertDispatch("dense"))
   )
   graph, state = nnx.split(layer)
   text = jax.jit(lambda x, state: nnx.merge(graph, state)(x)[0]).lower(INPUT, state).as_text()
@@ -147,9 +147,9 @@ def test_experts_are_split_and_work_is_not_repeated(how_on_mesh):
 
 
 @pytest.mark.mesh
-def test_gradients_of_experts_are_summed_in_the_runs_number_format(how_on_mesh):
+def test_gradients_of_experts_are_summed_in_the_runs_number_format(execution_on_mesh):
   """Twice the bytes would go over the links otherwise."""
-  half = dataclasses.replace(how_on_mesh, dtype=jnp.bfloat16)
+  half = execution_on_mesh.replace(dtype=jnp.bfloat16)
   graph, params, buffers = nnx.split(SPECS["plain"].build(ParamFactory(0, jnp.float32), E, half), nnx.Param, ...)
 
   def loss(params):
@@ -177,24 +177,24 @@ def by_hand(routing, factor):
 
 
 @pytest.mark.mesh
-def test_dropped_tokens_are_counted_and_add_nothing(execution, how_on_mesh):
-  for where in (execution, how_on_mesh):
+def test_dropped_tokens_are_counted_and_add_nothing(execution, execution_on_mesh):
+  for where in (execution, execution_on_mesh):
     layer = randomised(SPECS["plain"].build(ParamFactory(0, jnp.float32), E, where))
     routing, _ = layer.router(INPUT)
     kept = by_hand(routing, 0.75)
     assert 0.1 < 1 - kept.mean() < 0.9
     experts = dataclasses.replace(execution.kernels.experts, method="dense")
     expected, _ = experts(layer.experts, INPUT, routing._replace(weights=routing.weights * kept), 0, X, X, False)
-    layer.execution = dataclasses.replace(where, experts=ExpertDispatch("capacity", capacity=0.75))
+    layer.execution = where.replace(experts=ExpertDispatch("capacity", capacity=0.75))
     y, report = jax.jit(lambda x, layer=layer: layer(x))(INPUT)
     np.testing.assert_allclose(y, expected, atol=1e-5)
     assert report["dropped_tokens"] == pytest.approx(1 - kept.mean())
 
 
 @pytest.mark.parametrize("carrier", [None, RaggedAllToAll()], ids=["gathered", "sent"])
-def test_a_bounded_buffer_drops_what_does_not_fit(how_on_mesh, carrier):
-  layer = randomised(SPECS["plain"].build(ParamFactory(0, jnp.float32), E, how_on_mesh))
-  layer.execution = dataclasses.replace(how_on_mesh, experts=ExpertDispatch(buffer=0.5, carrier=carrier))
+def test_a_bounded_buffer_drops_what_does_not_fit(execution_on_mesh, carrier):
+  layer = randomised(SPECS["plain"].build(ParamFactory(0, jnp.float32), E, execution_on_mesh))
+  layer.execution = execution_on_mesh.replace(experts=ExpertDispatch(buffer=0.5, carrier=carrier))
   y, report = jax.jit(lambda x: layer(x))(INPUT)
   assert report["dropped_tokens"] == pytest.approx(0.5), "both shards have room for half of an even share"
   assert jnp.isfinite(y).all()
@@ -261,7 +261,7 @@ def test_the_run_says_where_float32_is(execution):
     (Router(X, 2), ExpertDispatch(float32_logits=True), True),
     (Router(X, 2, float32=True), ExpertDispatch(), True),
   ):
-    layer = spec.build(ParamFactory(0, jnp.float32), E, dataclasses.replace(half, experts=experts))
+    layer = spec.build(ParamFactory(0, jnp.float32), E, half.replace(experts=experts))
     assert bool((layer._logits(x) == exact).all()) is same
   layer = SPECS["plain"].build(ParamFactory(0, jnp.float32), E, half)
   routing, _ = layer.router(x)

@@ -111,3 +111,20 @@ def test_a_process_whose_supervisor_was_gone_before_it_began_does_not_begin():
   command = [sys.executable, "-I", "-S", die_with_parent.__file__, "1", "-", "echo", "began"]
   done = subprocess.run(command, capture_output=True, text=True, check=False)
   assert (done.returncode, done.stdout) == (1, "")
+
+
+@pytest.mark.parametrize("moment", ["starting all", "ended with code"])
+def test_a_signal_while_it_writes_a_message_ends_it(moment):
+  """Not only while it sleeps between two starts: the output here sends the signal in the middle of a message."""
+  script = f"""if True:
+    import os, signal, sys
+    from maxtext.distributed.supervisor import supervise
+    class Out:
+      def write(self, text):
+        if {moment!r} in text:
+          os.kill(os.getpid(), signal.SIGTERM)
+      def flush(self):
+        pass
+    sys.exit(supervise(["false"], 1, 30, out=Out()))"""
+  done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+  assert (done.returncode, done.stderr) == (143, "")

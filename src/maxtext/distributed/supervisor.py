@@ -71,27 +71,10 @@ def supervise(
   if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGTERM, _terminated)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
-  failed_starts, furthest = 0, -1
-  with tempfile.TemporaryDirectory(prefix="maxtext-launch-") as folder:
-    progress = Path(folder) / "step"
-    own = dict(environment or {}) | {VARIABLE: str(progress)}
-    while True:
-      failure = _run_once(command, processes, own, stall_timeout, grace_seconds, out)
-      if failure is None:
-        return 0
-      _write(out, f"maxtext: {failure}.\n")
-      if failure.code in _NOT_RETRIED:
-        return max(failure.code, 1)
-      before, furthest = furthest, max(furthest, read_progress(progress))
-      failed_starts = 1 if furthest > before else failed_starts + 1
-      if failed_starts > restarts:
-        return 1
-      seconds = backoff_seconds(failed_starts)
-      _write(out, f"maxtext: starting all {processes} again in {seconds:.1f} s ({failed_starts} of {restarts}).\n")
-      try:
-        time.sleep(seconds)
-      except KeyboardInterrupt as asked:
-        return _exit_code(asked)
+  try:
+    return _run_with_restarts(command, processes, restarts, environment, stall_timeout, grace_seconds, out)
+  except KeyboardInterrupt as asked:  # between two runs; `_watch` waits for the processes of a run
+    return _exit_code(asked)
 
 
 def backoff_seconds(attempt: int) -> float:
@@ -116,6 +99,35 @@ def _exit_code(asked: KeyboardInterrupt) -> int:
 
 def _terminated(number: int, frame: Any) -> None:
   raise _Terminated
+
+
+def _run_with_restarts(
+  command: Sequence[str],
+  processes: int,
+  restarts: int,
+  environment: Mapping[str, str] | None,
+  stall_timeout: float,
+  grace_seconds: float,
+  out: TextIO,
+) -> int:
+  failed_starts, furthest = 0, -1
+  with tempfile.TemporaryDirectory(prefix="maxtext-launch-") as folder:
+    progress = Path(folder) / "step"
+    own = dict(environment or {}) | {VARIABLE: str(progress)}
+    while True:
+      failure = _run_once(command, processes, own, stall_timeout, grace_seconds, out)
+      if failure is None:
+        return 0
+      _write(out, f"maxtext: {failure}.\n")
+      if failure.code in _NOT_RETRIED:
+        return max(failure.code, 1)
+      before, furthest = furthest, max(furthest, read_progress(progress))
+      failed_starts = 1 if furthest > before else failed_starts + 1
+      if failed_starts > restarts:
+        return 1
+      seconds = backoff_seconds(failed_starts)
+      _write(out, f"maxtext: starting all {processes} again in {seconds:.1f} s ({failed_starts} of {restarts}).\n")
+      time.sleep(seconds)
 
 
 def _run_once(
