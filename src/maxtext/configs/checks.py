@@ -108,16 +108,16 @@ def _engram(c: MaxTextConfig) -> str | None:
 
 
 def _routing_groups(c: MaxTextConfig) -> str | None:
-  groups, kept = c.n_routing_groups, c.topk_routing_group
+  groups, selected = c.n_routing_groups, c.topk_routing_group
   if groups <= 0:
     return None
   if c.num_experts % groups or c.num_experts // groups < 2:
     return f"n_routing_groups={groups} must divide num_experts={c.num_experts} into groups of two or more."
-  if not 1 <= kept <= groups:
-    return f"topk_routing_group={kept} must be from 1 to n_routing_groups={groups}."
-  if c.num_experts_per_tok > kept * (c.num_experts // groups):
+  if not 1 <= selected <= groups:
+    return f"topk_routing_group={selected} must be from 1 to n_routing_groups={groups}."
+  if c.num_experts_per_tok > selected * (c.num_experts // groups):
     return (
-      f"num_experts_per_tok={c.num_experts_per_tok} is more than the experts of topk_routing_group={kept} of "
+      f"num_experts_per_tok={c.num_experts_per_tok} is more than the experts of topk_routing_group={selected} of "
       f"n_routing_groups={groups}."
     )
   return None
@@ -153,7 +153,7 @@ def _context(c: MaxTextConfig) -> str | None:
   return None
 
 
-def _ahead(c: MaxTextConfig) -> str | None:
+def _mtp(c: MaxTextConfig) -> str | None:
   if c.mtp_num_layers >= c.max_target_length:
     return f"mtp_num_layers={c.mtp_num_layers} must be below max_target_length={c.max_target_length}."
   return None
@@ -352,7 +352,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _engram,
   _remat,
   _tiling,
-  _ahead,
+  _mtp,
   _context,
   _length,
   _evaluation,

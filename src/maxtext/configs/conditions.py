@@ -1,6 +1,6 @@
 """Conditions on a configuration, each of which declares the keys that it reads.
 
-The table of unsupported options is written with them, so that which key decides over which others can be looked up.
+The table of unsupported options uses them, so that `maxtext config explain` can list the keys that a key affects.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ class Condition:
   """A predicate on a configuration.
 
   Attributes:
-    keys: those it depends on.
+    keys: the keys it depends on.
     test: whether it holds, from the values of these keys and no others.
   """
 
@@ -53,7 +53,7 @@ def is_above(key: str, bound: float) -> Condition:
 
 
 def is_in_bucket(key: str) -> Condition:
-  """The value is a path in a store of objects."""
+  """The value is a path in an object store."""
   return Condition((key,), lambda values: in_bucket(values[key]))
 
 
@@ -63,7 +63,7 @@ def is_parallel_over(axis: str) -> Condition:
 
 
 def names_remat_policy(policy: RematPolicy) -> Condition:
-  """The policy is among those that take turns over the layers."""
+  """remat_policy names this policy, alone or among others."""
   return Condition(("remat_policy",), lambda values: policy in remat_policies(values["remat_policy"]))
 
 

@@ -1,4 +1,4 @@
-"""What follows from the keys once the number of devices is known: pure functions, no devices."""
+"""Values derived from the keys and the number of devices: pure functions that need no devices."""
 
 from math import ceil, prod
 from typing import Any, Literal
@@ -40,29 +40,29 @@ def derive(config: MaxTextConfig, devices: int, slices: int = 1) -> DerivedValue
 
 
 def with_devices(config: MaxTextConfig, devices: int, slices: int = 1) -> MaxTextConfig:
-  """The same run with every derived value in it, but folders of a run that has no name yet."""
+  """The configuration with every derived value, except the folders of a run without a name."""
   known = derive(config, devices, slices).model_dump()
   folders = () if config.run_name else _FOLDERS
   return _with(config, {key: value for key, value in known.items() if key not in folders})
 
 
 def without_devices(config: MaxTextConfig) -> MaxTextConfig:
-  """The same run with the derived values that need no devices; the others have no attribute."""
+  """The configuration with the derived values that need no devices. Reading the others raises an error."""
   return _with(config, _known(config))
 
 
 def _with(config: MaxTextConfig, known: dict[str, Any]) -> MaxTextConfig:
-  made = config.model_copy(update=known)
+  copy = config.model_copy(update=known)
   for key in DerivedValues.model_fields.keys() - known.keys():
-    made.__dict__.pop(key, None)
-  return made
+    copy.__dict__.pop(key, None)
+  return copy
 
 
 _FOLDERS = ("checkpoint_dir", "metrics_dir", "tensorboard_dir")
 
 
 def _known(config: MaxTextConfig) -> dict[str, Any]:
-  """What follows from the keys alone."""
+  """The derived values that need no devices."""
   c, custom = config, RematPolicy.CUSTOM in remat_policies(config.remat_policy)
   values = {key.removeprefix("base_"): size for key, size in scaled_sizes(c).items()} | {
     "using_pipeline_parallelism": c.ici_pipeline_parallelism != 1 or c.dcn_pipeline_parallelism != 1,
@@ -73,14 +73,14 @@ def _known(config: MaxTextConfig) -> dict[str, Any]:
   }
   if not c.run_name:
     return values
-  base, stored = c.base_output_directory or "runs", in_bucket(c.base_output_directory)
-  run, here = f"{base.rstrip('/')}/{c.run_name}", f"{'runs' if stored else base.rstrip('/')}/{c.run_name}"
-  folders = (f"{run}/checkpoints/", f"{run}/metrics/" if stored else f"{run}/", f"{here}/tensorboard/")
+  base, remote = c.base_output_directory or "runs", in_bucket(c.base_output_directory)
+  run, local = f"{base.rstrip('/')}/{c.run_name}", f"{'runs' if remote else base.rstrip('/')}/{c.run_name}"
+  folders = (f"{run}/checkpoints/", f"{run}/metrics/" if remote else f"{run}/", f"{local}/tensorboard/")
   return values | dict(zip(_FOLDERS, folders, strict=True))
 
 
 def _ramp(config: MaxTextConfig, rows: int) -> dict[str, Any]:
-  """Of a batch that grows up to `rows`, in stages that have equal shares of the samples."""
+  """Values of the batch-size ramp-up to `rows`, in stages with an equal number of samples."""
   c = config
   if not c.enable_rampup_batch_size:
     return {}
@@ -96,7 +96,7 @@ def _ramp(config: MaxTextConfig, rows: int) -> dict[str, Any]:
 
 
 def scaled_sizes(config: MaxTextConfig) -> dict[str, int]:
-  """The model's sizes after `global_parameter_scale` has multiplied the weights of its layers."""
+  """The model's sizes after `global_parameter_scale` is applied."""
   width, heads, hidden, depth = get_individual_scales(config.global_parameter_scale)
   factors = {
     "base_emb_dim": width,
@@ -111,7 +111,7 @@ def scaled_sizes(config: MaxTextConfig) -> dict[str, int]:
 
 
 def mesh_axes(config: MaxTextConfig) -> list[str]:
-  """The names of the mesh's axes; replicas that train apart are the outermost."""
+  """The names of the mesh axes; the DiLoCo axis is the outermost."""
   return (["diloco"] if config.enable_diloco and "diloco" not in config.mesh_axes else []) + config.mesh_axes
 
 
@@ -122,19 +122,19 @@ def parallelism(config: MaxTextConfig, network: Literal["ici", "dcn"], count: in
     if key not in keys and getattr(config, key) != 1:
       raise ConfigError(f"{key}={getattr(config, key)} has no axis in mesh_axes={config.mesh_axes}: set it to 1.")
   sizes = [getattr(config, key, 1) for key in keys]
-  product = " x ".join(f"{key}={size}" for key, size in zip(keys, sizes, strict=True) if size != 1) or "1"
+  sizes_text = " x ".join(f"{key}={size}" for key, size in zip(keys, sizes, strict=True) if size != 1) or "1"
   unit = "slices" if network == "dcn" else "devices per slice"
   if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
-    raise ConfigError(f"{product}: sizes are positive, and at most one is -1, which takes what is left.")
+    raise ConfigError(f"{sizes_text}: sizes are positive, and at most one is -1, which takes what is left.")
   known = prod(size for size in sizes if size != -1)
   filled = tuple(count // known if size == -1 else size for size in sizes)
   if prod(filled) != count:
-    raise ConfigError(f"{product} does not multiply to the {count} {unit} there are.")
+    raise ConfigError(f"{sizes_text} does not multiply to the {count} {unit} there are.")
   return filled
 
 
 def global_batch_size(config: MaxTextConfig, devices: int) -> int:
-  """Sequences per update: per device, times devices, times accumulation."""
+  """Sequences per update: per_device_batch_size x devices x gradient_accumulation_steps."""
   rows = config.per_device_batch_size * devices * config.gradient_accumulation_steps
   if rows != int(rows) or rows < 1:
     raise ConfigError(
@@ -145,7 +145,7 @@ def global_batch_size(config: MaxTextConfig, devices: int) -> int:
 
 
 def eval_batch_size(config: MaxTextConfig, devices: int) -> int:
-  """Sequences per batch of evaluation; those of a micro-batch of training where none are named."""
+  """Sequences per evaluation batch; those of a training micro-batch if eval_per_device_batch_size is not set."""
   rows = (config.eval_per_device_batch_size or config.per_device_batch_size) * devices
   if rows != int(rows) or rows < 1:
     raise ConfigError(
@@ -156,7 +156,7 @@ def eval_batch_size(config: MaxTextConfig, devices: int) -> int:
 
 
 def tensors_at(config: MaxTextConfig, place: RematLocation) -> list[str]:
-  """The tensors of a layer that policy custom keeps in one place."""
+  """The tensors of a layer that remat_policy=custom saves in one location."""
   return [name for name in RematAndOffload.model_fields if getattr(config, name) is place]
 
 

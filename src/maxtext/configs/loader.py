@@ -1,9 +1,9 @@
-"""From files and `key=value` to one frozen `MaxTextConfig`.
+"""Builds one frozen `MaxTextConfig` from files and `key=value` overrides.
 
-Later layers win: base.yml, a base.yml of the user's own, the YAML that `custom_mesh_and_rule` names, the model's YAML,
-a user's YAML (or a built-in recipe's name), `M_<KEY>` variables of the environment that the caller hands over, then
-single values. `logical_axis_rules` of a user change the table name by name, unless `override_logical_axis_rules` is
-true.
+Later layers win: base.yml, the user's own base.yml, the YAML that `custom_mesh_and_rule` names, the model's YAML, a
+user's YAML (or a built-in recipe), `M_<KEY>` variables of the environment that the caller passes, then single values.
+`logical_axis_rules` of a user replace the rules of the same logical axes. With `override_logical_axis_rules=true` they
+replace the whole table.
 """
 
 import warnings
@@ -36,10 +36,12 @@ RULE_KEYS = ("mesh_axes", "logical_axis_rules", "data_sharding", "input_data_sha
 
 @dataclass(frozen=True)
 class Resolved:
-  """A configuration, and for each key that is not at its default where its value came from.
+  """A configuration, with the origin of each value that a layer set.
 
   Attributes:
-    warning: a sentence that names what the user set without effect, if anything.
+    config: the configuration.
+    origins: {key: name of the layer that set it}.
+    warning: names the keys that the user set and that have no effect; None if there are none.
   """
 
   config: MaxTextConfig
@@ -49,13 +51,14 @@ class Resolved:
 
 @dataclass(frozen=True)
 class _Layer:
-  """Keys of one origin.
+  """One layer of the configuration.
 
   Attributes:
-    name: of the origin.
-    is_base: whether it lies below the rules and the model.
-    written_by_user: whether somebody wrote it for this run, who is told what of it has no effect.
-    is_whole_table: whether `logical_axis_rules` in it is all there is, and does not change the table below.
+    name: its origin, for messages.
+    values: its keys.
+    is_base: whether it is below the rules and the model.
+    written_by_user: whether the user wrote it, so that keys without effect are reported.
+    is_whole_table: whether its `logical_axis_rules` replace the whole table.
   """
 
   name: str
@@ -66,10 +69,7 @@ class _Layer:
 
 
 def values_and_origins(config: MaxTextConfig, origins: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-  """Every key with its value, as the user writes it and anyone may read it, and where it came from.
-
-  A derived value that is not known is null.
-  """
+  """{key: {"value", "from"}} for every key, with secrets redacted. A derived value that is not known is None."""
   derived = {key for key in DerivedValues.model_fields if getattr(config, key, None) is not None}
   return {
     key: {
@@ -89,7 +89,7 @@ def load_config(
 ) -> MaxTextConfig:
   """Builds a run's configuration.
 
-  Keys that have no effect beside the others are named in one `ConfigWarning`.
+  Keys that have no effect in this combination are named in one `ConfigWarning`.
 
   Args:
     source: a YAML file, the name of a built-in recipe, or the name of a model.
@@ -111,23 +111,23 @@ def resolve(
   strict: bool = False,
   recorded: Collection[str] = (),
 ) -> Resolved:
-  """The same, with where each value came from, and with the warning in hand.
+  """As `load_config`, but also returns the origin of each value, and the warning instead of issuing it.
 
   Args:
-    source: as above.
-    environment: as above.
-    values: single keys.
-    strict: as above.
-    recorded: those of `values` that a run wrote down and nobody gave now.
+    source: as in `load_config`.
+    environment: as in `load_config`.
+    values: single keys, which win over everything.
+    strict: as in `load_config`.
+    recorded: keys in `values` from the record of an earlier run, which are not warned about.
   """
   given = [
     *(_source_layers(source) if source is not None else []),
     _Layer("environment", _environment_layer(environment or {})),
     _Layer("command line", dict(values or {})),
   ]
-  said = {key: value for layer in given for key, value in layer.values.items()}
-  _check_known_keys(said)
-  name, rules = said.get("model_name", "default"), said.get("custom_mesh_and_rule", "")
+  user_values = {key: value for layer in given for key, value in layer.values.items()}
+  _check_known_keys(user_values)
+  name, rules = user_values.get("model_name", "default"), user_values.get("custom_mesh_and_rule", "")
   model = _model_layer(name)
   layers = [
     _Layer("base.yml", _read(_BASE), written_by_user=False),
@@ -135,12 +135,12 @@ def resolve(
     _Layer(f"custom_mesh_and_rule={rules}", _rules_layer(rules), written_by_user=False, is_whole_table=True),
     _Layer(f"model {name}", model, written_by_user=False),
   ]
-  ours = _merge_layers(layers)
+  defaults = _merge_layers(layers)
   above = [layer for layer in given if not layer.is_base]
   layers += above
   config = _build(_merge_layers(layers))
   if not config.override_model_config:
-    _check_model_overrides(config, _build(ours), model.keys() & {key for layer in above for key in layer.values})
+    _check_model_overrides(config, _build(defaults), model.keys() & {key for layer in above for key in layer.values})
   check(config)
   written = {key: layer.written_by_user for layer in layers for key in layer.values}
   warning = no_effect_warning(config, {key for key, by_user in written.items() if by_user} - set(recorded))
@@ -151,9 +151,9 @@ def resolve(
 
 
 def default_layer_keys(values: Mapping[str, Any]) -> set[str]:
-  """The keys that base.yml, the named model and custom rules may set, below those of the user.
+  """The keys that base.yml, the named model and custom rules may set, in layers below the user's.
 
-  A file of rules is not opened, because the record of a run must be readable without it.
+  A file of custom rules is not opened, because the record of a run must be readable without it.
   """
   rules = RULE_KEYS if values.get("custom_mesh_and_rule") else ()
   return {*_read(_BASE), *rules, *_model_layer(values.get("model_name", "default"))}
@@ -185,7 +185,7 @@ def model_names() -> tuple[str, ...]:
 
 
 def canonical_model_name(name: str) -> str:
-  """The shortest name of a model with the same keys; empty if that is this name, or if it is no named model."""
+  """The shortest name of a model with the same keys; empty if it is this name, or if no model has this name."""
   models = _all_models()
   if name not in models:
     return ""
@@ -199,7 +199,7 @@ def _all_models() -> dict[str, dict[str, Any]]:
 
 
 def _source_layers(source: str | Path, below: tuple[Path, ...] = ()) -> list[_Layer]:
-  """What a file, and the files that it starts from, or a recipe, or a model's name say."""
+  """The layers of a file with its `base_config` files, of a recipe, or of a model's name."""
   name, path = str(source), Path(source)
   if path.suffix in (".yml", ".yaml"):
     return _file_layers(name, path if path.exists() else _bundled(path) or path, below)
@@ -229,7 +229,7 @@ def _file_layers(name: str, path: Path, below: tuple[Path, ...]) -> list[_Layer]
 
 
 def _bundled(path: Path) -> Path | None:
-  """The file of this package that a name means, from wherever: base.yml, maxtext/configs/models/NAME.yml."""
+  """The file of this package that a relative or foreign path names: base.yml, maxtext/configs/models/NAME.yml."""
   parts = path.parts
   folders = [i for i, part in enumerate(parts[:-1]) if part in ("configs", "config")]
   if len(parts) > 1 and not folders:
@@ -239,21 +239,20 @@ def _bundled(path: Path) -> Path | None:
 
 
 def _merge_layers(layers: Collection[_Layer]) -> dict[str, Any]:
-  """All values, the last of each key; tables of logical axes are joined name by name."""
-  joined: dict[str, Any] = {}
+  """Merges layers: the last value of each key wins, and logical axis rules are merged by axis."""
+  merged: dict[str, Any] = {}
   override = [layer.values[_OVERRIDE] for layer in layers if _OVERRIDE in layer.values]
   whole = bool(override) and _is_true(override[-1])
   for layer in layers:
-    table = None if whole or layer.is_whole_table else joined.get(_TABLE)
-    joined |= layer.values
+    table = None if whole or layer.is_whole_table else merged.get(_TABLE)
+    merged |= layer.values
     if table is not None and _TABLE in layer.values:
-      joined[_TABLE] = _with_rules(table, layer.values[_TABLE])
-  return joined
+      merged[_TABLE] = _with_rules(table, layer.values[_TABLE])
+  return merged
 
 
 def _with_rules(table: Any, rules: Any) -> Any:
-  """Logical axis rules with some of them replaced; a malformed table is returned as it is, for `Rules.parse` to
-  report."""
+  """Replaces or adds logical axis rules. A malformed table is returned as it is; `Rules.parse` reports it."""
   if not isinstance(rules, list | tuple) or not all(isinstance(rule, list | tuple) and rule for rule in rules):
     return rules
   names = [name for name, *_ in table]
@@ -264,7 +263,7 @@ def _with_rules(table: Any, rules: Any) -> Any:
 def _is_true(value: Any) -> bool:
   try:
     return TypeAdapter(bool).validate_python(value)
-  except ValidationError:  # which the key's type will say
+  except ValidationError:  # validation of the key reports it
     return False
 
 
@@ -278,7 +277,7 @@ def _environment_layer(environment: Mapping[str, str]) -> dict[str, Any]:
       key = variable.removeprefix("M_").lower()
       if key not in MaxTextConfig.model_fields:
         instead = renamed_hint(key, MaxTextConfig.model_fields)
-        if not instead:  # somebody else's variable
+        if not instead:  # a variable of another program
           continue
         raise ConfigError(f"{variable} in the environment names no key.{instead}")
       words.append(f"{key}={text}")
@@ -292,7 +291,7 @@ def _model_layer(name: str) -> dict[str, Any]:
 
 
 def _rules_layer(rules: Any) -> dict[str, Any]:
-  """What `custom_mesh_and_rule` names; a value that is neither file nor name is left to the key's type to refuse."""
+  """The layer that `custom_mesh_and_rule` names. An unknown name gives {}; validation of the key reports it."""
   text = str(plain_value(rules))
   path = Path(text) if text.endswith((".yml", ".yaml")) else _RULES / f"{text}.yml"
   if path.parent == _RULES and not path.exists():
@@ -305,7 +304,7 @@ def _rules_layer(rules: Any) -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-  """YAML in which a key is a word and stands once."""
+  """A YAML loader that rejects duplicate keys."""
 
   def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
     keys = [key.value for key, _ in node.value]
@@ -327,7 +326,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _yaml_problem(error: yaml.YAMLError | UnicodeDecodeError) -> str:
-  """What is wrong and where, without the line itself, which may hold a password."""
+  """The problem and its line number, without the line's text, which may hold a secret."""
   if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
     return f"{error.problem or error.context}, line {error.problem_mark.line + 1}"
   return error.reason if isinstance(error, UnicodeDecodeError) else " ".join(str(error).split())
@@ -351,10 +350,10 @@ def _build(values: Mapping[str, Any]) -> MaxTextConfig:
 
 def _check_model_overrides(config: MaxTextConfig, named: MaxTextConfig, keys: Iterable[str]) -> None:
   for key in sorted(keys):
-    asked, has = getattr(config, key), getattr(named, key)
-    if asked != has:
+    value, expected = getattr(config, key), getattr(named, key)
+    if value != expected:
       raise ConfigError(
-        f"{key}={asked} contradicts model_name={config.model_name}, which has {key}={has}. "
+        f"{key}={value} contradicts model_name={config.model_name}, which has {key}={expected}. "
         f"Add override_model_config=true to change the model."
       )
 

@@ -1,4 +1,4 @@
-"""`pyconfig.initialize(argv)`, the specification's way to a configuration with every derived value in it."""
+"""`pyconfig.initialize(argv)`, the specification's function for a configuration with every derived value."""
 
 import os
 from collections.abc import Sequence
@@ -10,13 +10,15 @@ from maxtext.configs.types import MaxTextConfig
 
 
 def initialize(argv: Sequence[str], **keys: Any) -> MaxTextConfig:
-  """The run that a script's words describe, on the devices that JAX finds.
+  """The configuration that a script's arguments describe, for the devices that JAX finds.
 
   Args:
     argv: the script's name, a YAML file (or a recipe, or a model), then `key=value`.
-    **keys: single keys, which win over all.
+    **keys: single keys, which win over everything.
   """
-  words = [str(word) for word in argv[1:]]
-  source = words.pop(0) if words and "=" not in words[0] else None
-  config = load_config(source, environment=os.environ, **(parse_assignments(words) | keys))
-  return import_module("maxtext.mesh.devices").with_devices(config)  # a room above, and JAX: only when asked for
+  overrides = [str(argument) for argument in argv[1:]]
+  source = overrides.pop(0) if overrides and "=" not in overrides[0] else None
+  config = load_config(source, environment=os.environ, **(parse_assignments(overrides) | keys))
+  return import_module("maxtext.mesh.devices").with_devices(
+    config
+  )  # it is in a higher package and imports JAX, so the import is deferred

@@ -1,9 +1,9 @@
-"""Who reads a key, from the syntax trees of the package's sources; nothing is imported or run.
+"""Finds which files read a key, from the syntax trees of the package's sources; nothing is imported or run.
 
-A read is an attribute of a configuration, or `getattr` of one under a name that the file spells out: as a literal, in a
-table that it loops over, as an f-string, or as the fields of a section. A configuration is what is annotated
-`MaxTextConfig`, what is copied or assigned from one, and what is called `config` and annotated as nothing else. A value
-in the words of an error is not read. The loader also reads keys where they are entries of mappings still.
+A read is an attribute access on a configuration, or `getattr` with a name that the file contains: as a literal, in a
+table that it loops over, as an f-string, or as the fields of a section. A configuration is a variable annotated
+`MaxTextConfig`, one copied or assigned from such a variable, or an unannotated one called `config`. A value in an error
+message does not count as read. In the loader, literal keys of mappings count too.
 """
 
 import ast
@@ -20,12 +20,12 @@ from maxtext.configs.values import default_of
 
 _PACKAGE = Path(__file__).parents[1]
 _LOADER = "configs/loader.py"
-# What describes or judges values, and does nothing with them.
+# Files that describe or check values, and do not use them.
 _NO_READERS = tuple(f"configs/{name}" for name in ("checks.py", "conditions.py", "unsupported.py", "types/"))
 _ANY = r"\w+"
 _CONFIG_NAMES = ("config", "_config")
 _KEYS = frozenset(MaxTextConfig.model_fields)
-# Whoever goes through all keys, or all derived values, reads none of them.
+# A loop over all keys, or over all derived values, does not count as reading them.
 _SECTIONS = {
   name: frozenset(section.model_fields)
   for name, section in vars(types).items()
@@ -34,13 +34,13 @@ _SECTIONS = {
 
 
 def readers_of(key: str) -> list[str]:
-  """The files of the package that read a key, sorted. Only files that may read it are parsed."""
+  """The sorted files of the package that read a key. Only files that may read it are parsed."""
   sections = [name for name, keys in _SECTIONS.items() if key in keys]
   return [name for name, text in _sources().items() if _may_read(text, key, sections) and key in _reads(name)]
 
 
 def _may_read(text: str, key: str, sections: Iterable[str]) -> bool:
-  """Whether a key's name, its section's or one that is composed stands in a source where a read would have it."""
+  """A quick text search: whether a source may read a key by its name, by its section or by an f-string."""
   if key in text and re.search(rf"[.\"']{key}\b", text):
     return True
   if ".model_fields" in text and any(name in text for name in sections):
@@ -54,14 +54,14 @@ def readers() -> dict[str, list[str]]:
 
 
 def reads_of(source: str, mappings: bool = False) -> set[str]:
-  """The keys that a source reads; with `mappings` also literal entries of any mapping."""
+  """The keys that a source reads; with `mappings`, literal keys of any mapping too."""
   found = _Reads(ast.parse(source), mappings)
   return found.attributes | found.computed
 
 
 @cache
 def function_reads(name: str) -> dict[str, set[str]]:
-  """The keys that each function at the top of a file reads as attributes, by the functions' names."""
+  """{function: keys that it reads as attributes} for the top-level functions of a file."""
   tree = ast.parse((_PACKAGE / name).read_text())
   functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
   return {function.name: _Reads(ast.Module([function], [])).attributes for function in functions}
@@ -79,9 +79,9 @@ def _reads(name: str) -> set[str]:
 
 
 class _Reads(ast.NodeVisitor):
-  """Walks a module and collects the keys that are read, as attributes and under computed names.
+  """Walks a module and collects the keys that are read, as attributes and by computed names.
 
-  For each scope it knows which names are configurations, and of which expressions the values of a name come.
+  For each scope it tracks which names are configurations, and the expressions that a name's value comes from.
   """
 
   def __init__(self, tree: ast.Module, mappings: bool = False) -> None:
@@ -90,7 +90,7 @@ class _Reads(ast.NodeVisitor):
     self._configs: ChainMap[str, bool] = ChainMap()
     self._values: ChainMap[str, list[ast.expr]] = ChainMap()
     self._fields = {*_CONFIG_NAMES, *_annotated_fields(tree)}
-    for statement in tree.body:  # tables may stand behind the functions that use them
+    for statement in tree.body:  # tables may be defined after the functions that use them
       self._bind_statement(statement)
     self.visit(tree)
 
@@ -169,10 +169,10 @@ class _Reads(ast.NodeVisitor):
       self._values[node.target.id] = [] if node.value is None else [node.value]
 
   def _bind(self, target: ast.expr, value: ast.expr) -> None:
-    """Notes what an assignment makes of names."""
+    """Records the names that an assignment binds."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-      for one, its in zip(target.elts, value.elts, strict=True):
-        self._bind(one, its)
+      for name, item in zip(target.elts, value.elts, strict=True):
+        self._bind(name, item)
     elif isinstance(target, ast.Name):
       self._configs[target.id] = target.id == "config" or self._is_config(value)
       self._values[target.id] = [*self._values.maps[0].get(target.id, []), value]
@@ -180,7 +180,7 @@ class _Reads(ast.NodeVisitor):
       self._bind_items(target, value)
 
   def _bind_items(self, target: ast.expr, values: ast.expr) -> None:
-    """Notes that names are items of something."""
+    """Records names that are bound to the items of an expression."""
     for name in ast.walk(target):
       if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
         self._configs[name.id] = name.id == "config"
@@ -205,7 +205,7 @@ class _Reads(ast.NodeVisitor):
     return False
 
   def _strings(self, node: ast.AST, seen: frozenset[str] = frozenset()) -> set[str]:
-    """The strings that an expression, or what its names stand for, is made of; f-strings are the keys that they fit."""
+    """The strings in an expression and in the values of its names; an f-string gives the keys that it matches."""
     match node:
       case ast.Constant(value=str(value)):
         return {value}
@@ -237,7 +237,7 @@ class _Reads(ast.NodeVisitor):
 
 
 def _says_config(annotation: ast.expr) -> bool:
-  """Whether an annotation is the configuration's, or that of one that may be None."""
+  """Whether an annotation is `MaxTextConfig`, or a union with it."""
   if isinstance(annotation, ast.BinOp):
     return _says_config(annotation.left) or _says_config(annotation.right)
   return _last_name(annotation) == MaxTextConfig.__name__
@@ -248,7 +248,7 @@ def _is_literal(annotation: ast.expr) -> bool:
 
 
 def _default_kind(condition: ast.expr) -> str:
-  """The type that `isinstance(default_of(key), type)` asks for; empty for any other condition."""
+  """The type in `isinstance(default_of(key), type)`; empty for any other condition."""
   match condition:
     case ast.Call(func=ast.Name(id="isinstance"), args=[ast.Call(func=ast.Name(id="default_of")), kind]):
       return _last_name(kind)
@@ -256,7 +256,7 @@ def _default_kind(condition: ast.expr) -> str:
 
 
 def _annotated_fields(tree: ast.Module) -> set[str]:
-  """The attributes of the module's classes that are configurations."""
+  """The names of class attributes annotated as configurations."""
   fields = [node for group in ast.walk(tree) if isinstance(group, ast.ClassDef) for node in group.body]
   annotated = [node for node in fields if isinstance(node, ast.AnnAssign) and _says_config(node.annotation)]
   return {_last_name(node.target) for node in annotated}

@@ -168,15 +168,15 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     "it is computed from other keys; leave it out",
   ),
   UnsupportedOption(
-    ("sharding_strategy", "context_sharding"), "logical_axis_rules says where everything lies; write that",
+    ("sharding_strategy", "context_sharding"), "logical_axis_rules defines all shardings; write that",
   ),
   UnsupportedOption(
     ("data_sharding",),
-    "a batch is split as logical_axis_rules splits the dimensions that input_data_sharding_logical_axes names",
+    "a batch is sharded by logical_axis_rules, over the logical axes that input_data_sharding_logical_axes names",
   ),
   UnsupportedOption(
     ("custom_mesh", "optimize_mesh_for_tpu_v6e"),
-    "devices stand in the order that JAX finds for their torus; allow_split_physical_axes=true gives it more freedom",
+    "devices have the order that JAX chooses for their torus; allow_split_physical_axes=true gives it more freedom",
   ),
   UnsupportedOption(
     ("internal_compile", "internal_compile_num_devices"), "maxtext plan compiles for compile_topology",
@@ -186,16 +186,16 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_set("compile_topology"),
   ),
   UnsupportedOption(
-    ("compiled_trainstep_file",), "it holds one size of batch, which enable_rampup_batch_size=true changes",
+    ("compiled_trainstep_file",), "the file holds a step for one batch size: write enable_rampup_batch_size=false",
     unless=is_unset("enable_rampup_batch_size"),
   ),
   UnsupportedOption(
-    _PATHWAYS, "it needs Pathways, one process that drives all hosts; here every host runs a process of its own",
+    _PATHWAYS, "it needs Pathways, one process that controls all hosts; here every host runs its own process",
     allowed_values=(False,),
   ),
   FixedOption(
     ("enable_autocheckpoint",),
-    "a run always saves when it is told to end, so there is nothing to turn off; leave it out",
+    "a run always saves a checkpoint when it receives a termination signal; leave it out",
     allowed_values=(True,),
   ),
   UnsupportedOption(
@@ -241,7 +241,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   UnsupportedOption(
     ("checkpoint_todelete_full_path",),
-    "it needs a bucket whose folders can be renamed, which nobody has tried",
+    "it needs a bucket whose folders can be renamed, which is untested",
   ),
   UnsupportedOption(
     _section(t.EmergencyCheckpointing, but=_LOCAL),
@@ -270,13 +270,13 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   UnsupportedOption(
     ("fused_mlp",),
-    "gate and up are two products, side by side; leave it out",
+    "gate and up are two matmuls; leave it out",
   ),
   NoEffectOption(
     _section(t.Engram, but=("engram_layers",)), "it has no effect without engram_layers",
     unless=is_set("engram_layers"),
   ),
-  UnsupportedOption(("mtp_eval_target_module",), "how often further tokens were right is not measured; leave it out"),
+  UnsupportedOption(("mtp_eval_target_module",), "the accuracy of MTP layers is not measured; leave it out"),
   NoEffectOption(
     ("mtp_loss_scaling_factor",), "it has no effect without mtp_num_layers", unless=is_above("mtp_num_layers", 0)
   ),
@@ -319,7 +319,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   UnsupportedOption(
     ("indexer_sparse_training", "indexer_loss_scaling_factor"),
-    "the indexer is not trained yet: it chooses keys by the weights that it has",
+    "the indexer is not trained yet: its weights stay as they are loaded",
     allowed_values=(0.0, False),
   ),
   UnsupportedOption(
@@ -330,7 +330,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   UnsupportedOption(
     ("use_ragged_attention",),
-    "latents, pages and chosen blocks of keys are read in ways of their own: leave it out",
+    "MLA, paged attention and MoBA read the KV cache in other ways: leave it out",
     allowed_values=(False,),
     unless=all_of(is_none_of("attention_type", "mla"), is_none_of("attention", "paged"), is_unset("moba")),
   ),
@@ -349,30 +349,30 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   UnsupportedOption(
     ("use_2d_fsdp_sharding",),
-    "it is how base.yml splits both widths of experts, which shard_exp_on_fsdp=true and other rules change",
+    "base.yml shards both widths of experts, which shard_exp_on_fsdp=true and custom rules change",
     allowed_values=(False,),
     unless=all_of(is_unset("shard_exp_on_fsdp"), is_unset("custom_mesh_and_rule")),
   ),
   UnsupportedOption(
     ("prefuse_moe_weights", "merge_gating_gmm"),
-    "the experts' gate and up weights are kept and multiplied apart",
+    "the experts' gate and up projections are separate weights and separate matmuls",
     allowed_values=(False,),
   ),
   UnsupportedOption(
-    ("padded_base_moe_mlp_dim",), "the kernels cut their tiles to the experts' width, and nothing is padded",
+    ("padded_base_moe_mlp_dim",), "the kernels fit their tiles to the experts' width without padding",
   ),
   UnsupportedOption(
     ("use_gather_mosaic_kernel", "moe_fsdp_use_two_stage_all_gather", "use_batch_split_schedule", "batch_split_factor"),
-    "tokens and expert weights are moved by XLA's own gathers, whole",
+    "tokens and expert weights are gathered whole, by XLA's own collectives",
     allowed_values=(False,),
   ),
   NoEffectOption(
     ("capacity_factor",),
-    "it has no effect on grouped products, which drop no token: write sparse_matmul=false",
+    "it has no effect on grouped matmuls, which drop no token: write sparse_matmul=false",
     unless=is_unset("sparse_matmul"),
   ),
   NoEffectOption(
-    (*_SPARSE, *_TILES), "it has no effect without grouped products: write sparse_matmul=true",
+    (*_SPARSE, *_TILES), "it has no effect without grouped matmuls: write sparse_matmul=true",
     unless=is_set("sparse_matmul"),
   ),
   NoEffectOption(
@@ -391,7 +391,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=negate(_PIPELINED),
   ),
   FixedOption(
-    ("remove_size_one_mesh_axis_from_type",), "the mesh has every axis of mesh_axes, whatever its size",
+    ("remove_size_one_mesh_axis_from_type",), "the mesh always has every axis of mesh_axes, also those of size 1",
     allowed_values=(False,),
   ),
   NoEffectOption(
@@ -415,14 +415,14 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   UnsupportedOption(
     ("pipeline_fsdp_ag_per_repeat",),
-    "stages are at different visits in the same tick; weights are gathered at each, or with pipeline_fsdp_ag_once=true "
-    "before the first",
+    "stages are at different repeats in the same iteration; weights are gathered in each, or once with "
+    "pipeline_fsdp_ag_once=true",
     allowed_values=(False,),
   ),
   UnsupportedOption(
     ("scan_pipeline_iterations", "scan_pipeline_repeats", "set_remat_policy_on_pipeline_iterations",
      "scan_layers_per_stage", "set_remat_policy_on_layers_per_stage"),
-    "a pipeline is one scan over its ticks, and each layer in it follows scan_layers and remat_policy; leave it out",
+    "a pipeline is one scan over its iterations, and its layers follow scan_layers and remat_policy; leave it out",
   ),
   NoEffectOption(
     ("num_layers_per_pipeline_stage", "num_pipeline_repeats", "pipeline_parallel_layers", "num_pipeline_microbatches",
@@ -431,7 +431,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=_PIPELINED,
   ),
   UnsupportedOption(
-    ("use_qk_clip", "routed_bias_update_rate"), "a pipeline leaves it out: layers in it keep no running values",
+    ("use_qk_clip", "routed_bias_update_rate"), "a pipeline does not update buffers of its layers",
     unless=negate(_PIPELINED),
   ),
   UnsupportedOption(
@@ -451,12 +451,12 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   UnsupportedOption(
     ("ici_diloco_parallelism", "dcn_diloco_parallelism"),
-    "devices of a replica that trains apart need enable_diloco=true",
+    "the diloco mesh axis needs enable_diloco=true",
     unless=is_set("enable_diloco"),
   ),
   UnsupportedOption(
     ("shard_optimizer_over_data", "parameter_memory_host_offload", "optimizer_memory_host_offload"),
-    "replicas that train apart keep their state where they are: leave it out with enable_diloco=true",
+    "the state of DiLoCo replicas stays on their own devices: leave it out with enable_diloco=true",
     unless=is_unset("enable_diloco"),
     allowed_values=(False,),
   ),
@@ -467,12 +467,12 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   UnsupportedOption(
     ("train_image_column", "eval_image_column", "expansion_factor_real_data"),
-    "data is text, and every process reads what its devices need",
+    "data is text, and every process reads the rows of its devices",
     allowed_values=(False,),
   ),
   NoEffectOption(
     ("grain_packing_type", "max_segments_per_seq"),
-    "it has no effect on rows of one document (packing=false, dataset_type=olmo_grain), and c4_mlperf always cuts",
+    "it has no effect on rows of one document (packing=false, dataset_type=olmo_grain), and c4_mlperf always splits",
     unless=all_of(
       is_set("packing"), is_none_of("dataset_type", t.DatasetType.OLMO_GRAIN, t.DatasetType.C4MLPERF)
     ),
@@ -545,7 +545,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_set("skip_step_on_spikes"),
   ),
   UnsupportedOption(
-    ("use_tunix_gradient_accumulation",), "accumulation is part of the step; set gradient_accumulation_steps"
+    ("use_tunix_gradient_accumulation",), "accumulation is part of the train step; set gradient_accumulation_steps"
   ),
   NoEffectOption(
     ("eval_steps", "target_eval_loss", "eval_per_device_batch_size"),
@@ -582,20 +582,20 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   UnsupportedOption(
     ("prefill_cache_dir",),
-    "enable_prefix_caching=true keeps beginnings of prompts in memory: leave one of them out",
+    "enable_prefix_caching=true caches prefixes of prompts in memory: leave one of them out",
     unless=is_unset("enable_prefix_caching"),
   ),
   UnsupportedOption(
-    ("model_call_mode",), "layers take what the command asks for: `maxtext train` trains, `maxtext decode` decodes"
+    ("model_call_mode",), "the command decides it: `maxtext train` trains, `maxtext decode` decodes"
   ),
   UnsupportedOption(("enable_llm_inference_pool",), "a server is one process", allowed_values=(False,)),
   UnsupportedOption(
     _section(t.InferenceLayout),
-    "caches have one order of dimensions, and the compiler chooses how they lie in memory",
+    "caches have one order of dimensions, and the compiler chooses their memory layout",
     allowed_values=(False,),
   ),
   UnsupportedOption(
-    _section(t.InferenceServer), "prompts and answers are computed by one server on one mesh: `maxtext serve`"
+    _section(t.InferenceServer), "prefill and decoding run in one server on one mesh: `maxtext serve`"
   ),
   NoEffectOption(
     ("inference_microbenchmark_num_samples",),
@@ -603,7 +603,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_set("multi_sampling"),
   ),
   UnsupportedOption(
-    ("inference_benchmark_test",), "`maxtext bench serve` is the benchmark, and no run is one", allowed_values=(False,)
+    ("inference_benchmark_test",), "`maxtext bench serve` is the benchmark", allowed_values=(False,)
   ),
   NoEffectOption(
     ("prefix_caching_hbm_byte", "prefix_caching_dram_byte"),
@@ -612,7 +612,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   UnsupportedOption(
     ("constant_bound_config", "jax_debug_log_modules", "max_checkify"),
-    "it belongs to a way of debugging that is not implemented yet",
+    "it belongs to a debugging feature that is not implemented yet",
   ),
   UnsupportedOption(
     _section(t.Metrics, t.Tensorboard, t.Profiling, t.HloDump, t.StackTrace, t.Goodput, t.GcpMonitoring,

@@ -1,7 +1,7 @@
-"""Text to tokens and back: SentencePiece, Hugging Face and tiktoken vocabularies behind one class.
+"""Tokenizers: SentencePiece, Hugging Face and tiktoken vocabularies behind one class.
 
-Each library is imported when a vocabulary of its kind is opened. Nothing here imports JAX, so that the processes that
-prepare data start quickly.
+Each library is imported when a vocabulary of its kind is opened. Nothing here imports JAX, so that data workers start
+quickly.
 """
 
 import hashlib
@@ -29,16 +29,20 @@ Message = Mapping[str, Any]
 
 
 def load_tokenizer(options: TokenizerOptions) -> "TextTokenizer":
-  """The tokenizer that `tokenizer_type` and `tokenizer_path` name; refused where the model has too few embeddings."""
+  """Loads the tokenizer that `tokenizer_type` and `tokenizer_path` name.
+
+  Raises:
+    ConfigError: it cannot be read, the model has too few embeddings for it, or it lacks a token that a key adds.
+  """
   if options.path is None:
     raise ConfigError("tokenizer_path is not set: write the path of a vocabulary, or its name on Hugging Face.")
   vocabulary = _OPEN[options.kind](options)
   check_vocab_size(options.vocab_size, vocabulary.size, f"tokenizer_path={options.path}")
-  for key, asked, token, what in (
+  for key, enabled, token, what in (
     ("add_bos", options.add_bos, vocabulary.bos, "beginning"),
     ("add_eos", options.add_eos, vocabulary.eos, "end"),
   ):
-    if asked and token is None:
+    if enabled and token is None:
       raise ConfigError(f"tokenizer_path={options.path} has no {what}-of-sequence token: write {key}=false.")
   content = hashlib.sha256(next(iter(vocabulary.files.values())).read_bytes()).hexdigest()
   return TextTokenizer(
@@ -47,7 +51,7 @@ def load_tokenizer(options: TokenizerOptions) -> "TextTokenizer":
 
 
 def check_vocab_size(vocab_size: int, size: int, whose: str) -> None:
-  """Raises where tokens would have no embedding; embeddings without a token are harmless."""
+  """Raises `ConfigError` if a token would have no embedding. Embeddings without a token are allowed."""
   if size > vocab_size:
     raise ConfigError(
       f"{whose} has {size} tokens, {size - vocab_size} more than vocab_size={vocab_size}: "
@@ -56,13 +60,13 @@ def check_vocab_size(vocab_size: int, size: int, whose: str) -> None:
 
 
 def train_tokenizer(texts: Iterable[str], size: int, characters: int, folder: Path) -> dict[str, Path]:
-  """Trains a byte-level BPE vocabulary, which can write any text, and returns its files in `folder` by name.
+  """Trains a byte-level BPE vocabulary, which can encode any text, and returns {name: file in `folder`}.
 
   Args:
-    texts: documents, of which the first are read.
-    size: tokens, at most.
-    characters: where reading ends.
-    folder: for the files.
+    texts: the documents.
+    size: maximum number of tokens.
+    characters: number of characters to train on, from the start of `texts`.
+    folder: where the files are written.
   """
   from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -84,43 +88,43 @@ def train_tokenizer(texts: Iterable[str], size: int, characters: int, folder: Pa
 
 
 class Vocabulary(Protocol):
-  """What the libraries have in common."""
+  """The interface of a vocabulary, whatever its library."""
 
   size: int  # one more than the largest token
   bos: int | None
   eos: int | None
   pad: int | None
-  files: dict[str, Path]  # all that is needed to open it again, by name in a folder; the first holds the vocabulary
+  files: dict[str, Path]  # {name: file}, all that is needed to open it again; the first holds the vocabulary
   chat_template: str | None = None
 
   def encode(self, text: str, special: bool) -> Sequence[int]:
-    """Tokens; the names of special tokens are read as such, or as any other text."""
+    """Encodes text. `special` reads the names of special tokens as such; otherwise they are plain text."""
     ...
 
   def encode_guarded(self, text: str) -> Sequence[int]:
-    """The same of a rendered conversation, with special tokens; marks in what users wrote (`Guard`) are taken out."""
+    """Encodes a rendered conversation with special tokens, and removes the marks of `Guard` in users' text."""
     ...
 
   def special_names(self, template: str) -> Collection[str]:
-    """Names that `encode` reads as special tokens in what this template writes."""
+    """Names that `encode` reads as special tokens in the output of this template."""
     ...
 
   def decode(self, tokens: list[int]) -> str:
-    """Text without special tokens."""
+    """Decodes tokens to text, without special tokens."""
     ...
 
   def name(self, token: int) -> str:
-    """How a special token is written."""
+    """The name of a special token."""
     ...
 
   def for_grammars(self) -> tuple[str, tuple[Any, ...]]:
-    """All that decides the bytes of tokens, as the processes of grammars read it: the kind, and plain values."""
+    """What grammar worker processes need to know the bytes of each token: the kind, and picklable values."""
     ...
 
 
 @dataclass(frozen=True, eq=False)
 class TextTokenizer:
-  """A vocabulary, and what is added to each document."""
+  """A vocabulary, the special tokens added to each document, and a chat template."""
 
   kind: str
   sha256: str
@@ -146,12 +150,12 @@ class TextTokenizer:
 
   @property
   def pad(self) -> int:
-    """What fills a row; 0 where the vocabulary has nothing for it, since padding never counts."""
+    """The padding token; 0 if the vocabulary has none, since padding has no effect on the loss."""
     return self.vocabulary.pad or 0
 
   @property
   def identity(self) -> dict[str, Any]:
-    """What decides the tokens of a document: two tokenizers that agree in it make the same data."""
+    """What determines the tokens of a document: tokenizers with equal identities make the same data."""
     return {
       "kind": self.kind,
       "sha256": self.sha256,
@@ -161,30 +165,30 @@ class TextTokenizer:
     }
 
   def encode(self, text: str) -> np.ndarray:
-    """The tokens of a document, int32. A special token's name in it is text: documents cannot end themselves."""
+    """Encodes a document to int32 tokens. Names of special tokens in it are plain text."""
     before = [self.bos] if self.add_bos else []
     after = [self.eos] if self.add_eos else []
     return np.array([*before, *self.vocabulary.encode(text, special=False), *after], np.int32)
 
   def decode(self, tokens: Iterable[int]) -> str:
-    """The text of tokens, without special ones."""
+    """Decodes tokens to text, without special tokens."""
     return self.vocabulary.decode([int(token) for token in tokens])
 
   def for_grammars(self) -> tuple[str, tuple[Any, ...]]:
-    """What the processes of grammars must know of the tokens, in plain values."""
+    """What grammar worker processes (structured outputs) need to know about the tokens, in picklable values."""
     if self.eos is None:
       raise ConfigError("The tokenizer has no end-of-sequence token, which answers of a given form end with.")
     return self.vocabulary.for_grammars()
 
   def chat(self, messages: Sequence[Message], *, answer: bool = False, **values: Any) -> np.ndarray:
-    """The tokens of a conversation in the model's own format, int32.
+    """Encodes a conversation in the format of the chat template to int32 tokens.
 
-    Special tokens come from the template alone: their names in messages and values are text.
+    Special tokens come from the template only: their names in messages and values are plain text.
 
     Args:
-      messages: the turns.
+      messages: the turns of the conversation.
       answer: whether to end with the opening of the assistant's next turn.
-      **values: what else the template reads, such as `tools`.
+      **values: other variables of the template, such as `tools`.
     """
     if self._guard.wanted([messages, values]):
       messages, values = self._guard.guarded([messages, values])
@@ -194,11 +198,11 @@ class TextTokenizer:
     return np.array(tokens, np.int32)
 
   def render(self, messages: Sequence[Message], *, answer: bool = False, **values: Any) -> str:
-    """The same as text."""
+    """Renders a conversation as text; the arguments are those of `chat`."""
     if self.chat_template is None:
       raise ConfigError("The tokenizer has no chat template: write chat_template_path=FILE.jinja.")
     specials = {"bos_token": self.bos, "eos_token": self.eos, "pad_token": self.vocabulary.pad}
-    named = {word: self.vocabulary.name(token) for word, token in specials.items() if token is not None}
+    named = {name: self.vocabulary.name(token) for name, token in specials.items() if token is not None}
     return render_template(self.chat_template, messages=messages, add_generation_prompt=answer, **named, **values)
 
   @cached_property
@@ -246,10 +250,10 @@ class _SentencePiece(Vocabulary):
     return [self._control[text]] if text in self._control else self._processor.encode(text)
 
   def _plain(self, text: str) -> list[int]:
-    """Text with marks. The library reads user-defined symbols from any text, but not from parts of it."""
+    """Encodes text with marks. The library finds user-defined symbols in any text, but not across separate calls."""
     chunks: list[list[str]] = [[]]
     most = max(map(len, self._symbols), default=2) - 1
-    end = ""  # of the last chunk: all that can begin a symbol. The chunk itself is put together once, in linear time
+    end = ""  # the last characters of the last chunk, which may begin a symbol; chunks are joined once, at the end
     for part in (remove_marks(part) for part in text.split(BREAK)):
       if self._symbols and self._joins(end, part[:most]):
         chunks.append([])
@@ -260,17 +264,17 @@ class _SentencePiece(Vocabulary):
     return [token for chunk in joined if chunk for token in self._processor.encode(chunk)]
 
   def _joins(self, left: str, right: str) -> bool:
-    """Whether two texts would have a symbol between them that neither has."""
+    """Whether joining two texts creates a symbol across their boundary."""
     return any((left + right).count(s) > left.count(s) + right.count(s) for s in self._symbols)
 
   @cached_property
   def _control(self) -> dict[str, int]:
-    """Tokens that the library itself never reads from text."""
+    """Control tokens, which the library never finds in text."""
     return {self.name(token): token for token in range(self.size) if self._processor.is_control(token)}
 
   @cached_property
   def _symbols(self) -> dict[str, int]:
-    """User-defined symbols in brackets, as some models have for turns; the library reads them from any text."""
+    """User-defined symbols in angle brackets, which some models use for turns; the library finds them in any text."""
     model = self._processor
     names = ((self.name(token), token) for token in range(self.size) if not model.is_control(token))
     return {name: token for name, token in names if re.fullmatch(r"<[^<>\s]+>", name) and self._reads(name, token)}
@@ -280,10 +284,10 @@ class _SentencePiece(Vocabulary):
 
 
 class _HuggingFace(Vocabulary):
-  """A folder with `tokenizer.json`, and what stands beside it; or that file alone."""
+  """A folder with `tokenizer.json` and optional companion files, or that file alone."""
 
   _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-  _LONG = 2**13  # characters from which on other threads must not wait: only of a list is the lock given up
+  _LONG = 2**13  # characters; longer texts are encoded as a batch, which releases the GIL for other threads
 
   def __init__(self, options: TokenizerOptions) -> None:
     import tokenizers
@@ -299,11 +303,11 @@ class _HuggingFace(Vocabulary):
     folder = file.parent
     beside = {name: path for name in self._BESIDE if (path := resolve_inside(folder, name)).exists()}
     self.files = {"tokenizer.json": file, **beside}
-    said = read_json_inside(folder, "special_tokens_map.json") | read_json_inside(folder, "tokenizer_config.json")
-    self.bos, self.eos, self.pad = (self._token(folder, said, f"{which}_token") for which in ("bos", "eos", "pad"))
+    settings = read_json_inside(folder, "special_tokens_map.json") | read_json_inside(folder, "tokenizer_config.json")
+    self.bos, self.eos, self.pad = (self._token(folder, settings, f"{which}_token") for which in ("bos", "eos", "pad"))
     self.size = max(self._documents.get_vocab().values()) + 1
     template = read_text_inside(folder, "chat_template.jinja")
-    self.chat_template = _default_template(folder, said) if template is None else template
+    self.chat_template = _default_template(folder, settings) if template is None else template
 
   def encode(self, text: str, special: bool) -> Sequence[int]:
     return self._encode(self._conversations if special else self._documents, text)
@@ -325,21 +329,21 @@ class _HuggingFace(Vocabulary):
 
   @cached_property
   def _guarded(self) -> Any:
-    """Reads special tokens from text as it stands, and takes the marks out before anything else is done to it."""
+    """A tokenizer that finds special tokens in unnormalized text, and removes the marks before other normalization."""
     from tokenizers import normalizers
 
-    made = json.loads(self._documents.to_str())
-    for token in made["added_tokens"]:
+    content = json.loads(self._documents.to_str())
+    for token in content["added_tokens"]:
       token["normalized"] = token["normalized"] and not token["special"]
-    tokenizer = type(self._documents).from_str(json.dumps(made))
+    tokenizer = type(self._documents).from_str(json.dumps(content))
     marks = [normalizers.Replace(BREAK, ""), normalizers.Replace(DELETE, DELETE[0])]
-    own = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
-    tokenizer.normalizer = normalizers.Sequence([*marks, *own])
+    existing = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+    tokenizer.normalizer = normalizers.Sequence([*marks, *existing])
     return tokenizer
 
   @cached_property
   def _conversations(self) -> Any:
-    """Reading special tokens from text is a state of the library's object, so there are two."""
+    """A second tokenizer that finds special tokens in text: the library stores that mode in the object."""
     return type(self._documents).from_str(self._documents.to_str())
 
   def _encode(self, tokenizer: Any, text: str) -> Sequence[int]:
@@ -347,9 +351,9 @@ class _HuggingFace(Vocabulary):
       return tokenizer.encode(text, add_special_tokens=False).ids
     return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-  def _token(self, folder: Path, said: Mapping[str, Any], which: str) -> int | None:
-    """A special token is written as a string, or as an object around it."""
-    if (name := said.get(which)) is None:
+  def _token(self, folder: Path, settings: Mapping[str, Any], which: str) -> int | None:
+    """The id of a special token, whose entry is a string or an object with `content`."""
+    if (name := settings.get(which)) is None:
       return None
     name = name.get("content") if isinstance(name, Mapping) else name
     if not isinstance(name, str):
@@ -357,7 +361,7 @@ class _HuggingFace(Vocabulary):
     return self._documents.token_to_id(name)
 
 
-# How Meta's tokenizers split text into words.
+# The pre-tokenization pattern of Meta's tokenizers.
 TIKTOKEN_SPLIT = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
   r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -371,13 +375,13 @@ _SPECIAL = 256
 
 
 def tiktoken_special(first: int) -> dict[str, int]:
-  """The special tokens that follow the words of a tiktoken file, by name."""
+  """{name: id} of the special tokens after the tokens of a tiktoken file; `first` is the first id."""
   reserved = (f"<|reserved_special_token_{n}|>" for n in range(2, _SPECIAL))
   return {name: first + place for place, name in enumerate([*_NAMED, *reserved][:_SPECIAL])}
 
 
 class _Tiktoken(Vocabulary):
-  """A file of byte sequences and their ranks, in the layout of Meta's: their way to split, and 256 special tokens."""
+  """A tiktoken file of byte sequences and ranks, with Meta's pre-tokenization and 256 special tokens."""
 
   def __init__(self, options: TokenizerOptions) -> None:
     import tiktoken
@@ -389,7 +393,7 @@ class _Tiktoken(Vocabulary):
     except ValueError:
       raise _unreadable_error(options, "a tiktoken file of base64 words and ranks") from None
     special = tiktoken_special(len(ranks))
-    self._made_of = (file.name, TIKTOKEN_SPLIT, ranks, special)
+    self._arguments = (file.name, TIKTOKEN_SPLIT, ranks, special)
     self._encoding = tiktoken.Encoding(file.name, pat_str=TIKTOKEN_SPLIT, mergeable_ranks=ranks, special_tokens=special)
     self._text, self.size, self.files = len(ranks), self._encoding.n_vocab, {"tokenizer.model": file}
     self.bos, self.eos, self.pad = (special[_NAMED[place]] for place in (0, 1, 4))
@@ -411,7 +415,7 @@ class _Tiktoken(Vocabulary):
     return self._encoding.decode([token])
 
   def for_grammars(self) -> tuple[str, tuple[Any, ...]]:
-    return "tiktoken", (*self._made_of, self.eos)
+    return "tiktoken", (*self._arguments, self.eos)
 
 
 _OPEN: dict[TokenizerType, Callable[[TokenizerOptions], Vocabulary]] = {
@@ -422,7 +426,7 @@ _OPEN: dict[TokenizerType, Callable[[TokenizerOptions], Vocabulary]] = {
 
 
 def _split(text: str, names: Collection[str]) -> list[str]:
-  """Names, and the text between them."""
+  """Splits text into names and the text between them."""
   edges = [edge for span in _names(frozenset(names)).spans(text) for edge in span]
   return [text[a:b] for a, b in pairwise([0, *edges, len(text)]) if a < b]
 
@@ -439,7 +443,7 @@ def _first_characters(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def _find(options: TokenizerOptions, *patterns: str, beside: Sequence[str] = ()) -> Path:
-  """The vocabulary's file: `tokenizer_path` itself, or the first match in that folder, here or on Hugging Face."""
+  """The vocabulary's file: `tokenizer_path` itself, or the first match in that local or Hugging Face folder."""
   path = Path(str(options.path)).expanduser()
   if path.is_file():
     return path
@@ -469,9 +473,9 @@ def _download(options: TokenizerOptions, patterns: list[str]) -> Path:
     ) from None
 
 
-def _default_template(folder: Path, said: Mapping[str, Any]) -> str | None:
+def _default_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
   """The chat template in `tokenizer_config.json`: one, or several by name."""
-  template = said.get("chat_template")
+  template = settings.get("chat_template")
   try:
     if isinstance(template, list):
       template = {t["name"]: t["template"] for t in template}.get("default")
@@ -484,15 +488,15 @@ def _default_template(folder: Path, said: Mapping[str, Any]) -> str | None:
   return template
 
 
-def _unreadable_error(options: TokenizerOptions, form: str) -> ConfigError:
+def _unreadable_error(options: TokenizerOptions, expected: str) -> ConfigError:
   kinds = ", ".join(kind.value for kind in TokenizerType)
   return ConfigError(
-    f"tokenizer_path={options.path} is not {form}: change it, or tokenizer_type to what it is ({kinds})."
+    f"tokenizer_path={options.path} is not {expected}: change it, or tokenizer_type to what it is ({kinds})."
   )
 
 
 def _chat_template(options: TokenizerOptions, vocabulary: Vocabulary) -> str | None:
-  """The one that was written, the one in the file that was named, or the vocabulary's own."""
+  """The chat template of `chat_template_path` or `chat_template`, else the vocabulary's own."""
   if options.chat_template and options.chat_template_path:
     raise ConfigError("chat_template and chat_template_path are both set: leave one out.")
   if options.chat_template_path:

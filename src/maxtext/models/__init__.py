@@ -1,1 +1,1 @@
-"""Model families as data: a spec of blocks and a table of weight names each; one decoder builds them all."""
+"""Model families as data: each has a spec of blocks and a table of weight names. One decoder builds them all."""

@@ -26,20 +26,20 @@ from maxtext.models.weight_table import Table
 
 
 class Family(Protocol):
-  """What a file in `families` has, beside `WEIGHTS` or `weights(spec)` and what it says of itself to Hugging Face."""
+  """The interface of a module in `families`; it also has `WEIGHTS` or `weights(spec)`, and `HUGGING_FACE`."""
 
   def spec(self, config: MaxTextConfig) -> DecoderSpec:
     """The decoder that a configuration describes; a `ModelSpec` where it has towers."""
     ...
 
 
-# Every file in `families` is one; it bears the name that decoder_block gives it.
+# Every module in `families` is a family. Its name is the value of decoder_block.
 FAMILIES: Mapping[DecoderBlockType, Family] = {
   DecoderBlockType(module.name): cast(Family, import_module(f"{families.__name__}.{module.name}"))
   for module in pkgutil.iter_modules(families.__path__)
 }
 
-# Sections that describe a model: what of them its family does not read has no effect on it.
+# Sections that describe a model: their keys have no effect on a family that does not read them.
 _DESCRIBES_A_MODEL = (
   t.ModelArchitecture, t.Attention, t.MlaAttention, t.AttentionIndexer, t.Llama4Attention, t.DeepSeekMoE, t.Qwen3Next,
   t.PositionalEmbedding, t.Rope, t.YarnRope,
@@ -48,13 +48,13 @@ _DESCRIBES_EXPERTS = {"moe_expert_input_dim", "base_moe_mlp_dim", "interleave_mo
 
 
 def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
-  """The model of a run, abstract."""
+  """Builds the abstract model of a run."""
   spec = model_spec(config)
   return Model.of(spec, execution_of_model(config, mesh, spec), _trained(config))
 
 
 def abstract_model(config: MaxTextConfig) -> Model:
-  """The model alone, for who never runs it: nothing that a mesh or a kernel would need is looked at."""
+  """Builds the abstract model on one device, without checking keys of meshes or kernels. It must not be run."""
   mesh = Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(config.mesh_axes)), config.mesh_axes)
   return Model.of(
     model_spec(config),
@@ -63,8 +63,11 @@ def abstract_model(config: MaxTextConfig) -> Model:
 
 
 def model_spec(config: MaxTextConfig) -> DecoderSpec:
-  """What a configuration describes; a key that says something about a model and that its family does not read is
-  refused."""
+  """The architecture that a configuration describes.
+
+  Raises:
+    ConfigError: a key that describes a model is set, and the model's family does not read it.
+  """
   reader = _Reader(config.model_copy(update=scaled_sizes(config)))
   read = cast(MaxTextConfig, reader)
   spec = with_features(read, FAMILIES[config.decoder_block].spec(read))
@@ -80,16 +83,16 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
 
 
 def weight_table(config: MaxTextConfig, spec: DecoderSpec) -> Table:
-  """The names of a model's weights in Hugging Face files."""
+  """The table of a model's weights in Hugging Face files."""
   family = FAMILIES[config.decoder_block]
   if hasattr(family, "weights"):
     return family.weights(spec)
-  assert hasattr(family, "WEIGHTS"), "a family has one of them"
+  assert hasattr(family, "WEIGHTS"), "a family has WEIGHTS or weights()"
   return family.WEIGHTS
 
 
 class _Reader:
-  """A configuration that remembers what was read of it."""
+  """A configuration that records which keys were read."""
 
   def __init__(self, config: MaxTextConfig) -> None:
     self._config, self.read = config, set[str]()
@@ -99,7 +102,7 @@ class _Reader:
     return getattr(self._config, key)
 
 
-# What describes how a model runs, or is checked when a configuration is loaded.
+# Keys that are read for execution, or checked when a configuration is loaded.
 _READ_ELSEWHERE = {
   "decoder_block", "dense_init_scale", "attention", "use_ragged_attention", "ragged_block_size", "use_iota_embed",
   "max_position_embeddings", "qk_clip_threshold", "global_parameter_scale",

@@ -1,4 +1,4 @@
-"""The named models: what each is, from its configuration alone. No array is made."""
+"""The catalogue of named models, from their configurations alone. No array is allocated."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -18,10 +18,10 @@ class Entry:
   """One line of the catalogue.
 
   Attributes:
-    parameters: all of them; `active_parameters`: those that one token meets.
-    context: the most positions it was made for.
-    converts: every weight has a name in Hugging Face files.
-    same_as: the model that it is another name for, with the very same keys; empty where there is none.
+    parameters: number of all parameters; `active_parameters`: number of those that one token uses.
+    context: maximum number of positions.
+    converts: whether every weight has a name in Hugging Face files.
+    same_as: a model with identical keys that this name is an alias of; empty if there is none.
   """
 
   name: str
@@ -34,12 +34,12 @@ class Entry:
 
 
 def catalogue() -> list[Entry]:
-  """Every name of the specification."""
+  """The entries of all named models."""
   return [entry(name) for name in model_names()]
 
 
 def entry(name: str) -> Entry:
-  """One named model."""
+  """The entry of one named model."""
   config = _configuration(name)
   model = abstract_model(config)
   table = weight_table(config, model.spec)
@@ -55,7 +55,7 @@ def entry(name: str) -> Entry:
 
 
 def picture(name: str) -> str:
-  """The layers of a model, or of a recipe's or a file's, from the tokens to the logits, as text."""
+  """The layers of a named model, recipe or configuration file, from tokens to logits, as text."""
   config = _configuration(name)
   model, about = abstract_model(config), entry(name)
   active = "" if about.active_parameters == about.parameters else f", {about.active_parameters:,} for each token"
@@ -65,7 +65,7 @@ def picture(name: str) -> str:
 
 
 def _configuration(name: str) -> MaxTextConfig:
-  """A recipe brings its data with it, a model needs none."""
+  """A model's configuration gets synthetic data; a recipe or file has its own data keys."""
   return load_config(name, dataset_type="synthetic") if name in model_names() else load_config(name)
 
 
@@ -80,15 +80,15 @@ def _layers(spec: DecoderSpec) -> list[str]:
     first += group.repeats * len(group.cycle)
   cap = "" if spec.logit_cap is None else f", capped at {spec.logit_cap:g}"
   head = "the embedding's table" if spec.tied else f"{spec.width} x {spec.vocab}"
-  return [*lines, f"final norm  {_words(spec.final_norm)}", f"head        {head}{cap}"]
+  return [*lines, f"final norm  {_describe(spec.final_norm)}", f"head        {head}{cap}"]
 
 
 def _tower(tower: TowerSpec, width: int) -> list[str]:
-  lines, first = [f"tower       {tower.name}, {tower.width} wide, from {_words(tower.front_end)}"], 0
+  lines, first = [f"tower       {tower.name}, {tower.width} wide, from {_describe(tower.front_end)}"], 0
   for group in tower.groups:
     lines += _group(group, first)
     first += group.repeats * len(group.cycle)
-  return [*lines, f"projector   {_words(tower.projector)} to {width}", ""]
+  return [*lines, f"projector   {_describe(tower.projector)} to {width}", ""]
 
 
 def _group(group: Group, first: int) -> list[str]:
@@ -97,17 +97,17 @@ def _group(group: Group, first: int) -> list[str]:
   for block, same in groupby(group.cycle):
     count = len(list(same))
     lines.append(f"  {count} x")
-    lines += [f"    {field.name:<24} {_words(getattr(block, field.name))}" for field in _said(block)]
+    lines += [f"    {field.name:<24} {_describe(getattr(block, field.name))}" for field in _changed_fields(block)]
   return lines
 
 
-def _words(part: Any) -> str:
-  """A part of a spec: its name, and what is not at its default."""
+def _describe(part: Any) -> str:
+  """A part of a spec as text: its class, and the fields that are not at their defaults."""
   if not dataclasses.is_dataclass(part):
     return f"{part:g}" if isinstance(part, float) else str(part)
-  said = (f"{f.name}={_words(getattr(part, f.name))}" for f in _said(part))
-  return f"{type(part).__name__}({', '.join(said)})"
+  fields = (f"{f.name}={_describe(getattr(part, f.name))}" for f in _changed_fields(part))
+  return f"{type(part).__name__}({', '.join(fields)})"
 
 
-def _said(part: Any) -> Iterable[dataclasses.Field]:
+def _changed_fields(part: Any) -> Iterable[dataclasses.Field]:
   return (f for f in dataclasses.fields(part) if getattr(part, f.name) != f.default)

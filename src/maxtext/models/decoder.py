@@ -1,4 +1,4 @@
-"""One decoder for every spec.
+"""The decoder module, built from any `DecoderSpec`.
 
 Shapes: B batch, S sequence, E width, V vocabulary.
 """
@@ -26,10 +26,10 @@ _LOGITS = ("activation_embed_and_logits_batch", "activation_length", "activation
 
 
 class Decoder(nnx.Module):
-  """Tokens to hidden states, hidden states to logits.
+  """Maps tokens to hidden states, and hidden states to logits.
 
-  The towers of a `ModelSpec` stand beside it: `towers[name](inputs)` returns features, which `merge_features` puts
-  among what `embed` returns.
+  It also holds the towers of a `ModelSpec`: `towers[name](inputs)` returns features, and `merge_features` inserts them
+  into the embeddings from `embed`.
   """
 
   def __init__(self, spec: DecoderSpec, execution: ExecutionConfig, seed: jax.typing.ArrayLike | None) -> None:
@@ -52,16 +52,16 @@ class Decoder(nnx.Module):
     self.mtp = nnx.List(
       [] if spec.mtp is None else [spec.mtp.build(mtp.scope(i), spec.width, execution) for i in range(spec.mtp.count)]
     )
-    beside = factory.scope("towers")
-    self.towers = nnx.Dict({t.name: Tower(beside.scope(t.name), t, spec.width, execution) for t in towers_of(spec)})
+    towers = factory.scope("towers")
+    self.towers = nnx.Dict({t.name: Tower(towers.scope(t.name), t, spec.width, execution) for t in towers_of(spec)})
     width, vocab = {"embed": spec.width}, {"vocab": spec.vocab}
     self.head = Linear(factory.scope("head"), width, vocab, execution, "logits", tied=spec.tied, role="head")
 
   def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-    """Tokens [B,S] at positions [B,S] to embeddings [B,S,E], what `hidden` takes in their place.
+    """Embeds tokens [B,S] at positions [B,S] to [B,S,E], which `hidden` takes as `embeddings`.
 
-    They are scaled, and learned or sinusoidal positions are added, as the spec says. Features of other inputs, such as
-    images, are merged into the result with `merge_features`.
+    Scaling and learned or sinusoidal positions are applied as the spec says. `merge_features` inserts features of
+    other inputs, such as images, into the result.
     """
     x = self.embedding(tokens)
     if self.positions is not None:
@@ -85,18 +85,25 @@ class Decoder(nnx.Module):
     rotary_positions: jax.Array | None = None,
     spans: jax.Array | None = None,
   ) -> tuple[jax.Array, list[Any], list[list[Cache]] | None]:
-    """Tokens [B,S] to normed hidden states [B,S,E], the layers' reports per group, and the extended cache.
+    """Runs the layers on tokens [B,S].
 
-    `embeddings` [B,S,E] take the place of the tokens' own, from `embed`; the tokens may then be None, unless layers
-    look them up (`DecoderSpec.looks_up_tokens`).
+    Args:
+      tokens: [B,S]; may be None if `embeddings` are given, unless layers look tokens up (`DecoderSpec.needs_tokens`).
+      positions: [B,S], of tokens in their document.
+      segments: [B,S]; tokens attend only within their segment.
+      layer_inputs: a list over groups of what a `Stack` takes, or None for a group.
+      cache: a list over groups, from `init_cache`.
+      count: [B]; with a cache, only the first `count` tokens of a row are valid.
+      fresh: whether the cache is empty.
+      pages: [B,M], the block table of a paged KV cache.
+      end: the cache is read only up to this position.
+      embeddings: [B,S,E] from `embed`, used instead of embedding the tokens here.
+      rotary_positions: [B,S] or [B,S,3] (mRoPE: tokens of an image share their time) for RoPE; None uses `positions`.
+      spans: [B,S]; tokens of a document with the same number other than 0 attend to each other in both directions.
+        With a cache, one call must have all tokens of a span.
 
-    `positions` [B,S] order the tokens of a document. Rotary embeddings turn by `rotary_positions`, [B,S] or [B,S,3]
-    (mRoPE: tokens of an image share their time), where they are given. Tokens of a document with the same number in
-    `spans` [B,S], other than 0, see each other both ways; with a cache, one call has all tokens of a span.
-
-    Layer inputs and caches are lists over groups of what a `Stack` takes; the layer inputs of a group may be None. With
-    a cache, only the first `count` [B] tokens of a row count, `fresh` says that nothing is in it, and `end` that
-    nothing behind that position is needed; `pages` [B,M] are those of each row.
+    Returns:
+      The normed hidden states [B,S,E], the auxiliary outputs of each group's layers, and the updated cache.
     """
     execution = self.execution
     if tokens is None and embeddings is None:
@@ -122,13 +129,13 @@ class Decoder(nnx.Module):
     if embeddings is None:
       assert tokens is not None
       embeddings = self.embed(tokens, positions)
-    x, reports, caches = self._spread(execution.sharding.constrain(embeddings, *RESIDUAL)), [], []
+    x, auxiliary, caches = self._expand_streams(execution.sharding.constrain(embeddings, *RESIDUAL)), [], []
     for i, group in enumerate(self.groups):
-      own_inputs, own_cache = (None if tree is None else tree[i] for tree in (layer_inputs, cache))
-      x, report, extended = group(x, own_inputs, context, own_cache)
-      reports.append(report)
-      caches.append(extended)
-    return self.final_norm(self._gathered(x)), reports, None if cache is None else caches
+      group_inputs, group_cache = (None if tree is None else tree[i] for tree in (layer_inputs, cache))
+      x, outputs, updated = group(x, group_inputs, context, group_cache)
+      auxiliary.append(outputs)
+      caches.append(updated)
+    return self.final_norm(self._merge_streams(x)), auxiliary, None if cache is None else caches
 
   def mtp_hidden(
     self,
@@ -139,11 +146,16 @@ class Decoder(nnx.Module):
     rotary_positions: jax.Array | None = None,
     spans: jax.Array | None = None,
   ) -> tuple[list[jax.Array], list[Any]]:
-    """Hidden states that predict the second token on, the third, ..., and the layers' reports.
+    """Runs the multi-token prediction (MTP) layers.
 
-    `hidden` and `next_tokens` [B,S] are those of `hidden()` and what follows its tokens; positions and segments are
-    those that it had. States at the end of a row or of a document, whose further tokens are not known, are there but
-    say nothing.
+    Args:
+      hidden: [B,S,E] from `hidden()`.
+      next_tokens: [B,S], the token after each input token.
+      positions: the arguments of `hidden()`, like the remaining ones.
+
+    Returns:
+      One array of hidden states per layer, for the second next token, the third, ..., and the layers' auxiliary
+      outputs. States at the end of a row or document have no target and are meaningless.
     """
     context = Context.of(
       positions,
@@ -153,24 +165,24 @@ class Decoder(nnx.Module):
       rotary_positions=rotary_positions,
       spans=spans,
     )
-    found, reports = [], []
+    found, auxiliary = [], []
     for layer in self.mtp:
       tokens = self.execution.sharding.constrain(self.embedding(next_tokens), *RESIDUAL)
-      hidden, report = layer(hidden, tokens, context)
+      hidden, outputs = layer(hidden, tokens, context)
       found.append(hidden)
-      reports.append(report)
+      auxiliary.append(outputs)
       next_tokens = jnp.roll(next_tokens, -1, axis=1)
-    return found, reports
+    return found, auxiliary
 
-  def _spread(self, x: jax.Array) -> jax.Array:
+  def _expand_streams(self, x: jax.Array) -> jax.Array:
     streams = self.spec.streams
     return x if streams == 1 else jnp.broadcast_to(x[:, :, None], (*x.shape[:2], streams, x.shape[2]))
 
-  def _gathered(self, x: jax.Array) -> jax.Array:
+  def _merge_streams(self, x: jax.Array) -> jax.Array:
     return x if self.spec.streams == 1 else x.mean(2)
 
   def logits(self, x: jax.Array) -> jax.Array:
-    """Hidden states [B,S,E] to logits [B,S,V]."""
+    """Maps hidden states [B,S,E] to logits [B,S,V]."""
     execution, spec = self.execution, self.spec
     dtype = jnp.float32 if execution.numerics.logits_dot_in_float32 else execution.numerics.dtype
     weight = self.embedding.as_head if spec.tied else None
@@ -183,15 +195,15 @@ class Decoder(nnx.Module):
 
   @property
   def supports_rollback(self) -> bool:
-    """Whether the last tokens can be taken back from a cache: every layer has places for them."""
+    """Whether the last tokens can be removed from a cache: all layers cache per position, without running state."""
     return all(slots.ring for slots in jax.tree.leaves(self.cache_specs(1, 1)))
 
   def cache_specs(self, batch: int, length: int) -> list[list[dict[str, CacheSpec]]]:
-    """The arrays of a cache for `length` positions."""
+    """Shapes, dtypes and logical axes of the arrays of a KV cache for `length` positions."""
     return [group.cache_specs(batch, length) for group in self.groups]
 
   def init_cache(self, batch: int, length: int) -> list[list[Cache]]:
-    """That cache, placed like the activations it will hold."""
+    """An empty KV cache, sharded like the activations it will hold."""
 
     def zeros(slots: CacheSpec) -> jax.Array:
       return self.execution.sharding.constrain(jnp.zeros(slots.shape, slots.dtype), *slots.axes)

@@ -1,7 +1,7 @@
-"""How a family is described to Hugging Face's library: the table behind `config.json`.
+"""Conversion between configurations and Hugging Face's `config.json`.
 
-Each family's file has a `HUGGING_FACE`, or `hugging_face(config)` where it has several classes there. What most of them
-share is here.
+Each family's file has a `HUGGING_FACE`, or `hugging_face(config)` if Hugging Face has several classes for it. This
+file holds what most families share.
 """
 
 import math
@@ -15,17 +15,17 @@ from maxtext.models.mixture import expert_width
 
 Field = str | Callable[[MaxTextConfig], Any]
 Entries = Mapping[str, Any]
-"""What stands in a `config.json`."""
+"""The content of a `config.json`."""
 Reader = Callable[[Entries], Mapping[str, Any]]
-"""From those to keys."""
-LEFT_OUT = object()  # what a function gives where an entry means nothing for this model
+"""From entries of `config.json` to configuration keys."""
+LEFT_OUT = object()  # what a field's function returns if the model has no such entry
 
 
 def absent(**others: Any) -> dict[str, Any]:
-  """What most classes take for entries that a file leaves out, or a function of the others, which null also means."""
+  """Defaults of most classes for missing entries. A callable default takes the other entries, and replaces null too."""
   return {
-    "num_key_value_heads": lambda said: said["num_attention_heads"],
-    "head_dim": lambda said: said["hidden_size"] // said["num_attention_heads"],
+    "num_key_value_heads": lambda entries: entries["num_attention_heads"],
+    "head_dim": lambda entries: entries["hidden_size"] // entries["num_attention_heads"],
     "attention_bias": False,
     "tie_word_embeddings": False,
     **others,
@@ -34,18 +34,18 @@ def absent(**others: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HuggingFace:
-  """A family there.
+  """A family in the Transformers library.
 
   Attributes:
-    architecture: the class.
-    model_type: its name.
-    fields: each entry of `config.json` with our key, or with what makes it from a configuration.
-    reads: keys that entries of other forms give, and those that the class always has, whatever a file says.
-    absent: what the class takes for entries that a file leaves out.
-    expects: entries that are not written, and that may not be otherwise in a file.
-    also: what models that hold one of these are called.
-    prefixes: beginnings of tensors' names in some of its files, with what they stand for.
-    ignored: patterns of tensors that are no weights of the decoder.
+    architecture: the name of the class.
+    model_type: the `model_type` entry.
+    fields: {entry of `config.json`: our key, or a function that computes the entry from a configuration}.
+    reads: functions from entries to keys, and constant keys that hold for every file.
+    absent: the class's defaults for missing entries.
+    expects: entries that are not written, and that must have these values if a file has them.
+    also: `model_type` of multimodal models that contain this one.
+    prefixes: {prefix of tensor names in some files: its replacement}.
+    ignored: patterns of tensors that are not weights of the decoder.
   """
 
   architecture: str
@@ -59,30 +59,30 @@ class HuggingFace:
   ignored: tuple[str, ...] = ()
 
   def config(self, config: MaxTextConfig) -> dict[str, Any]:
-    """The entries of `config.json` that follow from a configuration."""
-    return {"architectures": [self.architecture], "model_type": self.model_type, **_said(self.fields, config)}
+    """The entries of `config.json` for a configuration."""
+    return {"architectures": [self.architecture], "model_type": self.model_type, **_entries(self.fields, config)}
 
   def must_be(self, config: MaxTextConfig) -> dict[str, Any]:
-    """The entries that a file may not contradict."""
-    return self.config(config) | _said(self.expects, config)
+    """The entries that a file must not contradict."""
+    return self.config(config) | _entries(self.expects, config)
 
   def keys(self, content: Entries) -> dict[str, Any]:
     """The keys of the model that a `config.json` describes.
 
     Raises:
-      ConfigError: names an entry that is missing, or that nothing here can do.
+      ConfigError: an entry is missing or not supported; the message names it.
     """
-    said = dict(content)
+    entries = dict(content)
     try:
       for name, value in self.absent.items():
-        if name not in said or (said[name] is None and callable(value)):
-          said[name] = value(said) if callable(value) else value
+        if name not in entries or (entries[name] is None and callable(value)):
+          entries[name] = value(entries) if callable(value) else value
       own = {name: key for name, key in self.fields.items() if isinstance(key, str)}
-      if missing := [name for name in own if said.get(name) is None and name != "max_position_embeddings"]:
+      if missing := [name for name in own if entries.get(name) is None and name != "max_position_embeddings"]:
         raise ConfigError(f"config.json of a {self.model_type} has no {missing[0]}.")
-      found = {key: said[name] for name, key in own.items() if name in said}
+      found = {key: entries[name] for name, key in own.items() if name in entries}
       for read in self.reads:
-        found |= read(said) if callable(read) else read
+        found |= read(entries) if callable(read) else read
     except ConfigError:
       raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -90,13 +90,13 @@ class HuggingFace:
     return found
 
 
-def _said(fields: Mapping[str, Field], config: MaxTextConfig) -> dict[str, Any]:
+def _entries(fields: Mapping[str, Field], config: MaxTextConfig) -> dict[str, Any]:
   values = {name: getattr(config, f) if isinstance(f, str) else f(config) for name, f in fields.items()}
   return {name: value for name, value in values.items() if value is not LEFT_OUT}
 
 
 def rope(config: MaxTextConfig, theta: float | None = None, scaled: bool = True, high: float = 4.0) -> dict[str, Any]:
-  """`rope_parameters` of one kind of layer; `high` is where Llama's scaling ends."""
+  """`rope_parameters` of one kind of layer; `high` is `high_freq_factor` of Llama's scaling."""
   c = config
   plain = {"rope_type": "default", "rope_theta": float(theta or c.rope_max_timescale)}
   scaling = _SCALED[c.rope_type](c) if scaled else {}
@@ -137,27 +137,27 @@ _ACTIVATIONS = {"gelu": "gelu_pytorch_tanh"}
 
 
 def activation(config: MaxTextConfig) -> str:
-  """The name of the feed-forward layer's."""
+  """Hugging Face's name of the feed-forward activation."""
   name = config.mlp_activations[0]
   return _ACTIVATIONS.get(name, name)
 
 
 def rope_entries(content: Entries, layers: str = "full_attention") -> dict[str, Any]:
-  """The rotary positions of one kind of layer, however they are written down: that has changed over the years."""
-  said: dict[str, Any] = content.get("rope_parameters") or {}
-  found: dict[str, Any] = dict(said.get(layers, said))
+  """The RoPE parameters of one kind of layer, from any of the formats that `config.json` has had."""
+  parameters: dict[str, Any] = content.get("rope_parameters") or {}
+  found: dict[str, Any] = dict(parameters.get(layers, parameters))
   if not found and "rope_theta" in content:
     found = {"rope_theta": content["rope_theta"]} | (content.get("rope_scaling") or {})
   kind = found.pop("type", "default")
   return {"rope_type": kind} | found if found else {}
 
 
-def rope_keys(said: Entries) -> dict[str, Any]:
-  """The keys of rotary positions."""
-  found = rope_entries(said) or {"rope_type": "default"}
+def rope_keys(entries: Entries) -> dict[str, Any]:
+  """The RoPE keys."""
+  found = rope_entries(entries) or {"rope_type": "default"}
   if (kind := found["rope_type"]) not in _ROPE_KEYS:
     raise ConfigError(f"config.json has rope_type={kind}, and this version reads {', '.join(_ROPE_KEYS)}.")
-  return {"rope_max_timescale": found.get("rope_theta", 10000), **_ROPE_KEYS[kind](found | {"model": said})}
+  return {"rope_max_timescale": found.get("rope_theta", 10000), **_ROPE_KEYS[kind](found | {"model": entries})}
 
 
 def _long_context_keys(found: Entries) -> dict[str, Any]:
@@ -169,11 +169,13 @@ def _long_context_keys(found: Entries) -> dict[str, Any]:
 
 
 def _yarn_keys(found: Entries) -> dict[str, Any]:
-  """Of attention whose rotated halves are apart; the usual factor on logits, another or none."""
-  usual = 0.1 * math.log(found["factor"]) + 1.0
-  factor = found.get("attention_factor") or usual
-  if not (math.isclose(factor, usual) or factor == 1.0):
-    raise ConfigError(f"config.json has attention_factor={factor}, and here it is 1 or {usual}, which goes by factor.")
+  """YaRN keys for half-split RoPE. The attention factor must be the default one or 1."""
+  default = 0.1 * math.log(found["factor"]) + 1.0
+  factor = found.get("attention_factor") or default
+  if not (math.isclose(factor, default) or factor == 1.0):
+    raise ConfigError(
+      f"config.json has attention_factor={factor}, and here it is 1 or {default}, which goes by factor."
+    )
   first = found["model"].get("max_position_embeddings")
   return {
     "rope_type": "yarn",
@@ -195,33 +197,33 @@ _ROPE_KEYS: Mapping[str, Reader] = {
 }
 
 
-def activation_keys(said: Entries) -> dict[str, Any]:
-  """The key of a gated feed-forward layer's activation."""
-  name = said.get("hidden_activation") or said.get("hidden_act")
+def activation_keys(entries: Entries) -> dict[str, Any]:
+  """The activation key of a gated feed-forward layer."""
+  name = entries.get("hidden_activation") or entries.get("hidden_act")
   ours = {theirs: ours for ours, theirs in _ACTIVATIONS.items()} | {"silu": "silu", "relu": "relu", "gelu_new": "gelu"}
   if name not in ours:
     raise ConfigError(f"config.json has the activation {name}, and this version reads {', '.join(ours)}.")
   return {"mlp_activations": [ours[name], "linear"]}
 
 
-def interval_of(layer_types: list[str] | None, usual: int) -> int:
-  """After how many layers one sees all, from the kinds of all layers; `usual` where a file does not say."""
+def interval_of(layer_types: list[str] | None, default: int) -> int:
+  """The interval between full-attention layers, from the types of all layers; `default` if they are not listed."""
   if not layer_types:
-    return usual
+    return default
   return layer_types.index("full_attention") + 1 if "full_attention" in layer_types else len(layer_types) + 1
 
 
-def layer_types(near: str, interval: Field) -> Callable[[MaxTextConfig], list[str]]:
-  """The kinds of all layers, of which one in so many sees all."""
+def layer_types(local: str, interval: Field) -> Callable[[MaxTextConfig], list[str]]:
+  """Returns a function that lists the types of all layers: one `full_attention` layer per interval, others `local`."""
 
   def kinds(config: MaxTextConfig) -> list[str]:
-    each = getattr(config, interval) if isinstance(interval, str) else interval(config)
-    return [near if (layer + 1) % each else "full_attention" for layer in range(config.base_num_decoder_layers)]
+    step = getattr(config, interval) if isinstance(interval, str) else interval(config)
+    return [local if (layer + 1) % step else "full_attention" for layer in range(config.base_num_decoder_layers)]
 
   return kinds
 
 
-# Heads without a scale of their own, a gated feed-forward layer, one kind of rotary positions.
+# For families with unscaled logits, a gated feed-forward layer and one kind of RoPE.
 READS: tuple[Reader | Mapping[str, Any], ...] = (activation_keys, rope_keys, {"normalize_embedding_logits": False})
 NO_WINDOW: Mapping[str, Field] = {
   "use_sliding_window": lambda c: False,
@@ -244,7 +246,7 @@ STANDARD: Mapping[str, Field] = {
   "rope_parameters": rope,
 }
 
-# Families whose logits may be capped also call the activation otherwise.
+# Families with capped logits have another name for the activation entry.
 CAPPED: Mapping[str, Field] = {
   **{name: field for name, field in STANDARD.items() if name != "hidden_act"},
   "hidden_activation": activation,
@@ -259,24 +261,24 @@ EXPERTS: Mapping[str, Field] = {
   "moe_intermediate_size": expert_width,
 }
 
-EXPERTS_READS: tuple[Reader, ...] = (lambda said: {"base_moe_mlp_dim": said["moe_intermediate_size"]},)
+EXPERTS_READS: tuple[Reader, ...] = (lambda entries: {"base_moe_mlp_dim": entries["moe_intermediate_size"]},)
 NO_DENSE_LAYERS: Mapping[str, Field] = {"mlp_only_layers": lambda c: []}
 
 
-def capped_keys(said: Entries) -> dict[str, Any]:
-  """The keys of caps on both kinds of logits."""
+def capped_keys(entries: Entries) -> dict[str, Any]:
+  """The keys of the soft caps on attention logits and final logits."""
   return {
-    "attn_logits_soft_cap": said.get("attn_logit_softcapping") or 0.0,
-    "final_logits_soft_cap": said.get("final_logit_softcapping") or 0.0,
+    "attn_logits_soft_cap": entries.get("attn_logit_softcapping") or 0.0,
+    "final_logits_soft_cap": entries.get("final_logit_softcapping") or 0.0,
   }
 
 
-# A norm on either side of each branch, tied embeddings that are multiplied by the root of their width.
+# For families with pre- and post-norms, and tied embeddings scaled by the square root of their width.
 CAPPED_READS: tuple[Reader | Mapping[str, Any], ...] = (
   *READS,
   capped_keys,
   {"normalize_embedding_logits": True, "use_post_attn_norm": True, "use_post_ffw_norm": True},
 )
 
-# Some files hold a head that is the embedding again.
+# Some files also hold the head, a copy of the embedding.
 TIED_HEAD = (r"lm_head\.weight",)

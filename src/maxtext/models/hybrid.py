@@ -1,4 +1,4 @@
-"""Decoders in which most layers are gated delta nets and every so many is gated attention."""
+"""Hybrid decoders: gated delta net layers with a gated attention layer at a fixed interval."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ from maxtext.models.weight_table import Table, Weight, fused, of_layers
 
 
 def decoder(config: MaxTextConfig, feed_forward: FeedForward) -> DecoderSpec:
-  """The decoder with this feed-forward layer; all norms but the delta net's own scale by one plus their weight."""
+  """The decoder with this feed-forward layer. All norms except the delta net's own scale by 1 + weight."""
   c = config
   norm = standard.norm(c, offset=1.0)
   delta = DeltaNet(
@@ -61,7 +61,7 @@ _DELTA = {
 
 
 def weights(spec: DecoderSpec, delta: Table) -> Table:
-  """The names, with those of a delta net's products."""
+  """The weight table; `delta` holds the delta net's projections."""
   own = of_layers(spec, lambda layer: {**_DELTA, **delta} if isinstance(layer.mixer, DeltaNet) else _ATTENTION)
   return own | standard.WEIGHTS | standard.EXPERTS | standard.shared_expert("mlp.shared_expert")
 
@@ -80,15 +80,15 @@ FIELDS: dict[str, Field] = {
 }
 
 
-def _read(said: Entries) -> dict[str, Any]:
-  """A share of each head is turned; the shared expert is as wide as some of the others together."""
-  shared, rest = divmod(said["shared_expert_intermediate_size"], said["moe_intermediate_size"])
+def _read(entries: Entries) -> dict[str, Any]:
+  """Keys of partial RoPE and of the shared expert, whose width is a multiple of an expert's."""
+  shared, rest = divmod(entries["shared_expert_intermediate_size"], entries["moe_intermediate_size"])
   if rest:
     raise ConfigError(
-      f"config.json has shared_expert_intermediate_size={said['shared_expert_intermediate_size']}, and here it is a "
-      f"multiple of moe_intermediate_size={said['moe_intermediate_size']}."
+      f"config.json has shared_expert_intermediate_size={entries['shared_expert_intermediate_size']}, and here it is a "
+      f"multiple of moe_intermediate_size={entries['moe_intermediate_size']}."
     )
-  share = rope_entries(said).get("partial_rotary_factor") or said["partial_rotary_factor"]
+  share = rope_entries(entries).get("partial_rotary_factor") or entries["partial_rotary_factor"]
   return {"shared_experts": shared, "partial_rotary_factor": share}
 
 
@@ -96,8 +96,8 @@ HYBRID_READS = (*READS, *EXPERTS_READS, _read, {"use_qk_norm": True})
 ABSENT = absent(
   norm_topk_prob=True,
   partial_rotary_factor=0.25,
-  full_attention_interval=lambda said: interval_of(said.get("layer_types"), 4),
-  intermediate_size=lambda said: said["moe_intermediate_size"],
+  full_attention_interval=lambda entries: interval_of(entries.get("layer_types"), 4),
+  intermediate_size=lambda entries: entries["moe_intermediate_size"],
 )
 EXPECTS: dict[str, Field] = {
   **NO_DENSE_LAYERS,

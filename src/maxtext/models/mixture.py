@@ -1,4 +1,4 @@
-"""From keys to a mixture of experts: what it is, for the families that have one."""
+"""Builds the mixture-of-experts spec from the keys."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,10 +11,10 @@ from maxtext.layers.router import ExpertGroups, Router
 
 
 def mixture(config: MaxTextConfig, router_changes: Mapping[str, Any] | None = None, **changes: Any) -> MoE:
-  """The mixture that the keys describe, but for what a family has otherwise."""
+  """The mixture that the keys describe; a family passes changes for what no key describes."""
   c = config
   score: Literal["softmax", "sigmoid"] = "sigmoid" if c.routed_score_func == "sigmoid" else "softmax"
-  # A group is judged by its best expert where scores compete, and by its best two where each stands alone.
+  # A group's score is its best expert's with softmax, and the sum of its best two with sigmoid.
   groups = ExpertGroups(c.n_routing_groups, c.topk_routing_group, {"softmax": 1, "sigmoid": 2}[score])
   router = Router(
     count=c.num_experts,
@@ -40,6 +40,6 @@ def mixture(config: MaxTextConfig, router_changes: Mapping[str, Any] | None = No
 
 
 def expert_width(config: MaxTextConfig) -> int:
-  """Of an expert's hidden layer."""
-  dense, own = config.base_mlp_dim, config.base_moe_mlp_dim  # models name both, also where only one counts
+  """The width of an expert's hidden layer."""
+  dense, own = config.base_mlp_dim, config.base_moe_mlp_dim  # models set both keys, even if only one applies
   return own if own > 0 else dense

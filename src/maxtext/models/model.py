@@ -1,4 +1,4 @@
-"""A model made abstract: shapes, number formats and placement of every parameter before any array exists.
+"""An abstract model: shape, dtype and sharding of every parameter before any array exists.
 
 At run time parameters are a flat dict {path: array}; the modules are bound to them inside `jax.jit`.
 """
@@ -23,13 +23,13 @@ Params = dict[str, jax.Array]
 
 @dataclass(frozen=True, eq=False)
 class Model:
-  """What initialisation, restore, import, planning and parameter counts all read.
+  """The abstract model that initialisation, checkpoint restore, weight import, planning and parameter counts read.
 
   Attributes:
-    spec: of the decoder, and of its towers where it is a `ModelSpec`.
-    params: {path: shape, dtype and sharding} of what is trained.
-    buffers: the same for what no gradient touches: buffers of layers, and parameters that are not trained.
-    statistics: the same for what layers measure over an update, and nothing keeps.
+    spec: the decoder, with its towers if it is a `ModelSpec`.
+    params: {path: shape, dtype and sharding} of the trained parameters.
+    buffers: the same for everything without gradients: buffers of layers, and frozen parameters.
+    statistics: the same for what layers measure during one update. Checkpoints do not store them.
   """
 
   spec: DecoderSpec
@@ -42,7 +42,7 @@ class Model:
 
   @staticmethod
   def of(spec: DecoderSpec, execution: ExecutionConfig, trained: Callable[[str], bool] = lambda path: True) -> "Model":
-    """Builds the modules with shapes for values; nothing is allocated. `trained` says which parameters are, by path."""
+    """Builds the modules with shapes for values and allocates nothing. `trained` selects trained parameters by path."""
     graph, state = nnx.split(Decoder(spec, execution, seed=None))
     variables: list[tuple] = []
     params: dict[str, jax.ShapeDtypeStruct] = {}
@@ -53,75 +53,75 @@ class Model:
       variables.append((name, path, type(variable), variable.get_metadata()))
       sharding = execution.sharding.rules.sharding(execution.sharding.mesh, variable.axes, value.shape)
       struct = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-      own = buffers if isinstance(variable, Buffer) or not trained(name) else params
-      (statistics if isinstance(variable, UpdateStatistic) else own)[name] = struct
+      target = buffers if isinstance(variable, Buffer) or not trained(name) else params
+      (statistics if isinstance(variable, UpdateStatistic) else target)[name] = struct
     return Model(spec, execution, params, buffers, statistics, graph, tuple(variables))
 
   @property
   def size(self) -> int:
-    """Number of parameters, trained or not, and of the buffers that a file of weights holds."""
+    """Number of elements of all parameters, trained or frozen, and of the buffers that a weight file holds."""
     return sum(self.struct(name).size for name in self.weight_names)
 
   @property
   def weight_names(self) -> list[str]:
-    """What a file of weights holds: every parameter and buffer but those that implementations of the matmul keep."""
+    """Paths of the weights in a weight file: all parameters and buffers, except the state of matmul implementations."""
     return [n for n, *_ in self._variables if "/matmul/" not in n and n not in self.statistics]
 
   @property
   def logical_axes(self) -> dict[str, tuple[str | None, ...]]:
-    """The named dimensions of every parameter and buffer."""
+    """The logical axes of every parameter and buffer."""
     return {name: metadata["axes"] for name, _, _, metadata in self._variables}
 
   @property
   def contracted(self) -> dict[str, tuple[int, int]]:
-    """How many dimensions of each variable stack layers and experts, and how many after them are summed over."""
+    """{path: (number of leading layer and expert dimensions, number of contracted dimensions after them)}."""
     return {name: (metadata["stacked"], metadata["contracted"]) for name, _, _, metadata in self._variables}
 
   @property
   def matrices(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Which dimensions of the stacked layers' weights are summed over and which appear; others are independent."""
+    """{path: (contracted dimensions, output dimensions)} of stacked layers' weights; the rest are batch dimensions."""
     found = {}
     for name, _, _, metadata in self._variables:
       if metadata["contracted"] and metadata["axes"][0] == "layers":
         start, end = metadata["stacked"], len(metadata["axes"])
-        cut = start + metadata["contracted"]
-        found[name] = tuple(range(start, cut)), tuple(range(cut, end))
+        split = start + metadata["contracted"]
+        found[name] = tuple(range(start, split)), tuple(range(split, end))
     return found
 
   def init(self, seed: jax.typing.ArrayLike) -> tuple[Params, Params]:
-    """Initial parameters and buffers; call it under `jax.jit` with the shardings of the abstract trees."""
+    """Returns initial parameters and buffers. Call it under `jax.jit` with the shardings of the abstract trees."""
     _, state = nnx.split(Decoder(self.spec, self.execution, seed))
     values = _values(state)
     return {n: values[n] for n in self.params}, {n: values[n] for n in self.buffers}
 
   @cached_property
   def shapes(self) -> Decoder:
-    """The decoder with shapes for values, to ask what it is made of."""
+    """The decoder with shapes for values, to inspect its modules."""
     return self._bound({**self.params, **self.buffers, **self.statistics})
 
   def bind(self, params: Params) -> Decoder:
-    """The decoder with these parameters and buffers, stacked or from `unstack_layers`; statistics default to zero.
+    """Returns the decoder with these parameters and buffers, stacked or from `unstack_layers`.
 
-    It costs Python time, so call it inside `jax.jit`.
+    Missing statistics are zero. Binding takes Python time, so call it inside `jax.jit`.
     """
-    return self._bound({name: self._whole(params, name) for name, *_ in self._variables})
+    return self._bound({name: self._stacked(params, name) for name, *_ in self._variables})
 
   def unstack_layers(self, params: Params) -> Params:
-    """Takes parameters out of a dict; those of layers that are not looped over come back layer by layer, but where
-    devices share the layers of a stack out among them.
+    """Empties `params` and returns them with one entry per layer.
 
-    A CPU copies what it cuts out of a stack, in every step, and a loop's weights too. Stacked inside a program and
-    cut there, they cost nothing: the compiler sees that it gets what it had.
+    Parameters stay stacked if the layers run in a scan, if they have no layer axis, or if the layer axis is sharded.
+    On a CPU, slicing a stack copies the weights in every step, and so does a scan. When the program itself stacks the
+    layers and slices them, the compiler removes both operations.
     """
-    dimensions, found = self.logical_axes, Params()
+    axes, found = self.logical_axes, Params()
     while params:
       name, value = params.popitem()
-      shared_out = any(self.struct(name).sharding.spec[:1])
-      whole = self.execution.scan_layers or dimensions[name][:1] != ("layers",) or shared_out
-      found |= {name: value} if whole else {one_layer(name, i): value[i] for i in range(value.shape[0])}
+      sharded = any(self.struct(name).sharding.spec[:1])
+      stacked = self.execution.scan_layers or axes[name][:1] != ("layers",) or sharded
+      found |= {name: value} if stacked else {one_layer(name, i): value[i] for i in range(value.shape[0])}
     return found
 
-  def _whole(self, params: Params, name: str) -> jax.Array:
+  def _stacked(self, params: Params, name: str) -> jax.Array:
     if name in params:
       return params[name]
     if (statistic := self.statistics.get(name)) is not None:
@@ -133,20 +133,20 @@ class Model:
     return nnx.merge(self._graph, nnx.from_flat_state(state))
 
   def buffers_of(self, decoder: Decoder) -> Params:
-    """The buffers and statistics as a decoder left them."""
+    """The current buffers and statistics of a bound decoder."""
     values = _values(nnx.state(decoder))
     return {n: values[n] for n in (*self.buffers, *self.statistics)}
 
   def end_update(self, params: Params, buffers: Params) -> Params:
-    """The buffers after an update, from those and the statistics of all its micro-batches."""
+    """Returns the buffers after an update. `buffers` also holds the statistics of all its micro-batches."""
     if not self.statistics:
       return buffers
     decoder = self.bind(params | buffers)
     for _, module in nnx.iter_modules(decoder):
       if hasattr(module, "end_update"):
         module.end_update()
-    ended = self.buffers_of(decoder)
-    return {name: ended[name] for name in self.buffers}
+    updated = self.buffers_of(decoder)
+    return {name: updated[name] for name in self.buffers}
 
   def struct(self, name: str) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of a parameter or buffer."""

@@ -1,4 +1,4 @@
-"""Where each parameter lives, for people and for refusing what stays whole."""
+"""The sharding of each parameter, for printing and for checking that large parameters are sharded."""
 
 from dataclasses import dataclass
 from math import prod
@@ -9,7 +9,7 @@ from maxtext.models.model import Model
 
 @dataclass(frozen=True)
 class Placement:
-  """One parameter on a mesh."""
+  """The sharding of one parameter on a mesh."""
 
   path: str
   shape: tuple[int, ...]
@@ -20,12 +20,12 @@ class Placement:
 
   @property
   def size(self) -> int:
-    """Elements of the whole parameter."""
+    """Number of elements of the whole parameter."""
     return prod(self.shape)
 
 
 def placements(model: Model) -> list[Placement]:
-  """Every parameter and buffer, in the order of the model."""
+  """The placement of every parameter and buffer, in the model's order."""
   rows = []
   for path, axes in model.logical_axes.items():
     if path in model.statistics:
@@ -39,7 +39,7 @@ def placements(model: Model) -> list[Placement]:
 
 
 def table(model: Model) -> str:
-  """A table of all of them."""
+  """All placements as a text table."""
   rows = [
     (p.path, str(list(p.shape)), _names(p.axes), _names(p.mesh_axes), f"{p.bytes_per_device:,}")
     for p in placements(model)

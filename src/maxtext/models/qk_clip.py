@@ -1,4 +1,4 @@
-"""Shrinks query and key weights of heads whose logits grew too large in the update before (QK-clip)."""
+"""QK-clip: scales down the query and key weights of heads whose attention logits exceeded the threshold."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,15 +10,15 @@ from maxtext.models.model import Model, Params
 
 
 def apply_qk_clip(model: Model, threshold: float, params: Params, buffers: Params) -> tuple[Params, Params]:
-  """Parameters after an update, by the largest logits among the buffers, which stay as they are."""
+  """Returns the clipped parameters, and the buffers unchanged. The buffers hold the largest logit of each head."""
   params = dict(params)
   for path, mixer in _mixers(model):
     largest = buffers.get(f"{path}/largest_logit")
     if largest is None:
       continue
     gamma = jnp.minimum(1.0, threshold / jnp.maximum(largest, threshold))
-    own = {name.removeprefix(f"{path}/"): value for name, value in params.items() if name.startswith(f"{path}/")}
-    params |= {f"{path}/{name}": value for name, value in mixer.clip_weights(own, gamma).items()}
+    weights = {name.removeprefix(f"{path}/"): value for name, value in params.items() if name.startswith(f"{path}/")}
+    params |= {f"{path}/{name}": value for name, value in mixer.clip_weights(weights, gamma).items()}
   return params, buffers
 
 

@@ -1,4 +1,4 @@
-"""What a model is, as data: a decoder, and towers whose features enter it."""
+"""Model architectures as data: a decoder, and towers whose features are input to it."""
 
 from dataclasses import dataclass, fields
 
@@ -18,7 +18,7 @@ class Group:
 
 
 def cycles(cycle: tuple[Layer, ...], layers: int) -> tuple[Group, ...]:
-  """`layers` layers that go round a cycle; those of a last, incomplete round are a group of their own."""
+  """Groups of `layers` layers in total that repeat a cycle; an incomplete last repeat is a group of its own."""
   repeats, rest = divmod(layers, len(cycle))
   groups = (Group(cycle, repeats), Group(cycle[:rest], 1))
   return tuple(group for group in groups if group.cycle and group.repeats)
@@ -29,12 +29,12 @@ class DecoderSpec:
   """Embedding, groups of layers, final norm, head.
 
   Attributes:
-    tied: the head is the embedding's table.
-    embedding_scale: times the looked-up rows.
-    learned_positions: rows of a table of positions that is added to the tokens'; None is no table.
-    sinusoidal_positions: fixed sines of positions are added too.
-    streams: residual streams that the layers take and return.
-    ahead: predicts tokens after the next one, while training; None is nothing.
+    tied: whether the head shares the embedding table.
+    embedding_scale: factor on the embeddings.
+    learned_positions: rows of the learned position table; None if there is none.
+    sinusoidal_positions: whether fixed sinusoidal positions are added.
+    streams: number of residual streams that the layers take and return.
+    mtp: multi-token prediction layers, used in training only; None if there are none.
   """
 
   vocab: int
@@ -52,42 +52,42 @@ class DecoderSpec:
 
   @property
   def needs_tokens(self) -> bool:
-    """Whether layers need the tokens themselves."""
+    """Whether layers need the token ids, not only the embeddings."""
     return any(getattr(layer, "memory", None) is not None for group in self.groups for layer in group.cycle)
 
   @property
   def chooses_keys(self) -> bool:
-    """Whether layers choose the keys that a query sees (MoBA, an indexer), which they do among earlier ones."""
+    """Whether layers select the keys that a query attends to (MoBA, an indexer), among earlier keys only."""
     mixers = [layer.mixer for group in self.groups for layer in group.cycle]
     return any(getattr(m, name, None) is not None for m in mixers for name in ("blocks", "indexer"))
 
   @property
   def order_invariant(self) -> bool:
-    """Whether the tokens of a row may stand in any order, since positions say what comes before what."""
+    """Whether the tokens of a row may be in any order, because every layer takes their order from positions."""
     mixers = [layer.mixer for group in self.groups for layer in group.cycle]
     return all(getattr(m, "order_invariant", False) for m in mixers) and self.mtp is None and not self.needs_tokens
 
   @property
   def ropes(self) -> tuple[RotaryEmbedding, ...]:
-    """The distinct rotary tables of all layers."""
+    """The distinct rotary embeddings of all layers."""
     return _ropes(self.groups)
 
 
 @dataclass(frozen=True)
 class TowerSpec:
-  """An encoder of other inputs than tokens: front end, groups of layers, final norm, projector to the decoder's width.
+  """An encoder of inputs other than tokens: front end, groups of layers, final norm, projector to the decoder's width.
 
-  Its layers are those of a decoder, whose mixers see both ways (`GQA(causal=False)`).
+  Its layers are those of a decoder, with bidirectional attention (`GQA(causal=False)`).
 
   Attributes:
     name: its parameters are under `towers/<name>/`.
-    width: of its layers.
-    length: most tokens of one input.
-    front_end: from inputs to tokens.
-    projector: from the tower's width to the decoder's.
-    final_norm: before the projector; None is none.
-    learned_positions: a table of `length` positions is added to the tokens.
-    deepstack: groups whose outputs are features too, each with a projector of its own (deepstack).
+    width: hidden size of its layers.
+    length: maximum number of tokens of one input.
+    front_end: maps inputs to tokens.
+    projector: maps the tower's width to the decoder's.
+    final_norm: the norm before the projector; None if there is none.
+    learned_positions: whether a learned table of `length` positions is added to the tokens.
+    deepstack: indices of groups whose outputs are features too, each with its own projector (DeepStack).
   """
 
   name: str
@@ -102,22 +102,22 @@ class TowerSpec:
 
   @property
   def ropes(self) -> tuple[RotaryEmbedding, ...]:
-    """The distinct rotary tables of all layers."""
+    """The distinct rotary embeddings of all layers."""
     return _ropes(self.groups)
 
 
 @dataclass(frozen=True)
 class ModelSpec(DecoderSpec):
-  """A decoder with towers beside it.
+  """A decoder with towers.
 
-  It is its decoder's spec as well, so whatever reads or changes a decoder's spec keeps the towers.
+  It is a `DecoderSpec` too, so code that reads or changes a decoder's spec preserves the towers.
   """
 
   towers: tuple[TowerSpec, ...] = ()
 
   @staticmethod
   def of(decoder: DecoderSpec, *towers: TowerSpec) -> "ModelSpec":
-    """This decoder with these towers, whose names differ."""
+    """This decoder with these towers, which need distinct names."""
     names = [tower.name for tower in towers]
     if len(set(names)) < len(names):
       raise ValueError(f"towers need names of their own, and these are {names}.")
@@ -130,12 +130,12 @@ class ModelSpec(DecoderSpec):
 
 
 def towers_of(spec: DecoderSpec) -> tuple[TowerSpec, ...]:
-  """The towers of a model; a decoder alone has none."""
+  """The towers of a model; () for a plain `DecoderSpec`."""
   return spec.towers if isinstance(spec, ModelSpec) else ()
 
 
 def groups_of(spec: DecoderSpec, tower: str = "") -> tuple[Group, ...]:
-  """The groups of layers of a tower, or of the decoder where no name is given."""
+  """The groups of layers of a tower, or of the decoder if `tower` is empty."""
   return next(t.groups for t in towers_of(spec) if t.name == tower) if tower else spec.groups
 
 

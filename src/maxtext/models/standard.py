@@ -1,6 +1,6 @@
-"""What most families share: blocks as the keys describe them, and the usual names of their weights.
+"""What most families share: blocks built from the keys, and the usual Hugging Face names of their weights.
 
-A family takes these as they are, or changes what its keys do not say.
+A family uses these functions as they are, or passes changes for what no key describes.
 """
 
 import math
@@ -19,7 +19,7 @@ from maxtext.models.weight_table import Weight
 
 
 def decoder(config: MaxTextConfig, groups: tuple[Group, ...], **changes: Any) -> DecoderSpec:
-  """A decoder of these layers."""
+  """The decoder with these groups of layers; `changes` replace fields of the spec."""
   c = config
   tied = c.logits_via_embedding
   values: dict[str, Any] = {
@@ -37,9 +37,9 @@ def decoder(config: MaxTextConfig, groups: tuple[Group, ...], **changes: Any) ->
 
 
 def multiplied_embeddings(config: MaxTextConfig) -> dict[str, float]:
-  """The changes of a decoder whose embeddings are multiplied by the root of the width.
+  """Changes for a decoder whose embeddings are scaled by the square root of the width.
 
-  Its logits are those of the multiplied table, and normalize_embedding_logits divides them again.
+  A tied head uses the scaled table as well, and normalize_embedding_logits divides its logits by the same factor.
   """
   root = config.base_emb_dim**0.5
   plain = config.normalize_embedding_logits or not config.logits_via_embedding
@@ -47,23 +47,23 @@ def multiplied_embeddings(config: MaxTextConfig) -> dict[str, float]:
 
 
 def dense(config: MaxTextConfig, **attention_changes: Any) -> DecoderSpec:
-  """The decoder whose layers are all alike: attention and a dense feed-forward layer."""
+  """A decoder of identical layers: attention and a dense feed-forward layer."""
   layer = block(config, attention(config, **attention_changes))
   return decoder(config, cycles((layer,), config.base_num_decoder_layers))
 
 
 def block(config: MaxTextConfig, mixer: Mixer, feed_forward: FeedForward | None = None, **changes: Any) -> Block:
-  """A layer with norms where the keys ask for them."""
-  own = changes.setdefault("norm", norm(config))
+  """A layer, with post-norms if the keys enable them."""
+  layer_norm = changes.setdefault("norm", norm(config))
   post: dict[str, Any] = {
-    "mixer_post_norm": own if config.use_post_attn_norm else None,
-    "feed_forward_post_norm": own if config.use_post_ffw_norm else None,
+    "mixer_post_norm": layer_norm if config.use_post_attn_norm else None,
+    "feed_forward_post_norm": layer_norm if config.use_post_ffw_norm else None,
   }
   return Block(mixer, feed_forward or mlp(config), **(post | changes))
 
 
 def attention(config: MaxTextConfig, **changes: Any) -> GQA:
-  """Attention as the keys describe it."""
+  """The attention that the keys describe; `changes` replace fields of its spec."""
   c = config
   if c.attention_type == "mla":
     raise ConfigError(f"attention_type=mla is not what decoder_block={c.decoder_block.value} has: leave it out.")
@@ -86,7 +86,7 @@ def attention(config: MaxTextConfig, **changes: Any) -> GQA:
   return GQA(**(values | changes))
 
 
-# The key that has the length of what each kind of attention sees.
+# The key of the window length of each attention type.
 _WINDOWS = {"local_sliding": "sliding_window_size", "chunk": "chunk_attn_window_size"}
 
 
@@ -109,7 +109,7 @@ def norm(config: MaxTextConfig, **changes: Any) -> RMSNormSpec:
 
 
 def rope(config: MaxTextConfig, head_dim: int, **changes: Any) -> RotaryEmbedding:
-  """Rotary positions; `head_dim` is that of the heads they turn."""
+  """RoPE for heads of width `head_dim`, of which partial_rotary_factor is rotated."""
   c = config
   values: dict[str, Any] = {
     "head_dim": int(head_dim * c.partial_rotary_factor),
@@ -123,7 +123,7 @@ def rope(config: MaxTextConfig, head_dim: int, **changes: Any) -> RotaryEmbeddin
 
 
 def scaling(config: MaxTextConfig) -> Scaling | None:
-  """How positions beyond the length of the first training are reached."""
+  """RoPE scaling for contexts longer than the original training length; None if there is none."""
   c = config
   if c.rope_type == RopeType.LLAMA3_1 and c.rope_use_scale:
     return LongContextScaling(c.rope_factor, c.original_max_position_embeddings)
@@ -159,14 +159,14 @@ WEIGHTS = {
   "head/weight": Weight("lm_head.weight", transposed=True),
 }
 
-# Layers with a norm on either side of each branch call them so.
+# Names of the norms in layers with pre- and post-norms.
 SANDWICH = {
   f"{LAYER}/mixer_post_norm/scale": Weight(f"{_HF_LAYER}.post_attention_layernorm.weight"),
   f"{LAYER}/feed_forward_norm/scale": Weight(f"{_HF_LAYER}.pre_feedforward_layernorm.weight"),
   f"{LAYER}/feed_forward_post_norm/scale": Weight(f"{_HF_LAYER}.post_feedforward_layernorm.weight"),
 }
 
-# A mixture of experts with a tensor for each of them.
+# A mixture of experts with one tensor per expert.
 EXPERTS = {
   f"{LAYER}/feed_forward/router/logits/weight": Weight(f"{_HF_LAYER}.mlp.gate.weight", transposed=True),
   **{
@@ -179,7 +179,7 @@ EXPERTS = {
 
 
 def shared_expert(name: str) -> dict[str, Weight]:
-  """The dense layer beside the experts, and the gate it may have."""
+  """The weights of the shared expert and of its optional gate."""
   names = {f"shared/{part}": f"{name}.{part}_proj" for part in ("gate", "up", "down")} | {"shared_gate": f"{name}_gate"}
   return {
     f"{LAYER}/feed_forward/{ours}/weight": Weight(f"{_HF_LAYER}.{theirs}.weight", transposed=True)

@@ -1,6 +1,6 @@
-"""Encoders whose features enter a decoder: images, sound.
+"""Encoders of images or audio whose features are input to a decoder.
 
-Shapes: N inputs (images, of all rows together), T tokens of an input, W width of the tower, E width of the decoder.
+Shapes: N inputs (all images of a batch), T tokens of an input, W width of the tower, E width of the decoder.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from maxtext.models.spec import TowerSpec
 
 
 class Tower(nnx.Module):
-  """Inputs to features that are as wide as the decoder."""
+  """Encodes inputs to features of the decoder's width."""
 
   def __init__(self, factory: ParamFactory, spec: TowerSpec, out_width: int, execution: ExecutionConfig) -> None:
     execution = _execution(execution, spec)
@@ -47,7 +47,7 @@ class Tower(nnx.Module):
     segments: jax.Array | None = None,
     rotary_positions: jax.Array | None = None,
   ) -> jax.Array:
-    """Inputs [N,...], as the front end takes them, to features [N,T',E]; see `features`."""
+    """Encodes inputs [N,...] to features [N,T',E] of the last layer; see `features`."""
     return self.features(inputs, positions, segments, rotary_positions)[0]
 
   def features(
@@ -57,13 +57,13 @@ class Tower(nnx.Module):
     segments: jax.Array | None = None,
     rotary_positions: jax.Array | None = None,
   ) -> list[jax.Array]:
-    """Features [N,T',E] of the last layer, then those of the groups that `TowerSpec.deepstack` names.
+    """Returns the features [N,T',E] of the last layer, then those of the groups in `TowerSpec.deepstack`.
 
     Args:
-      inputs: [N,...], as the front end takes them.
-      positions: [N,T] of tokens; None counts them from 0.
-      segments: [N,T] tokens see those of their own segment, so that padding may be one, or several inputs share a row.
-      rotary_positions: [N,T], or [N,T,C] of C components, where they differ from `positions`.
+      inputs: [N,...], in the shape that the front end takes.
+      positions: [N,T] of tokens; None means 0, 1, 2, ...
+      segments: [N,T]; tokens attend only within their segment. Use it for padding or for several inputs in a row.
+      rotary_positions: [N,T], or [N,T,C] with C components, if RoPE uses other positions than `positions`.
     """
     execution, spec = self.execution, self.spec
     x = self.front_end(inputs.astype(execution.numerics.dtype))
@@ -74,18 +74,18 @@ class Tower(nnx.Module):
     context = Context.of(positions, segments, spec.ropes, execution.numerics.dtype, rotary_positions=rotary_positions)
     if self.positions is not None:
       x = x + self.positions(positions)
-    x, taken = execution.sharding.constrain(x, *RESIDUAL), {}
+    x, outputs = execution.sharding.constrain(x, *RESIDUAL), {}
     for i, group in enumerate(self.groups):
       x, _, _ = group(x, None, context, None)
-      taken[i] = x
+      outputs[i] = x
     last = x if self.final_norm is None else self.final_norm(x)
-    further = zip(self.deepstack, spec.deepstack, strict=True)
-    found = [self.projector(last), *(projector(taken[i]) for projector, i in further)]
+    deepstack = zip(self.deepstack, spec.deepstack, strict=True)
+    found = [self.projector(last), *(projector(outputs[i]) for projector, i in deepstack)]
     return [execution.sharding.constrain(features, *RESIDUAL) for features in found]
 
 
 def _execution(execution: ExecutionConfig, spec: TowerSpec) -> ExecutionConfig:
-  """How a tower runs beside its decoder: in no pipeline, its tokens in order, by splash where its blocks fit."""
+  """The decoder's execution changed for a tower: no pipeline, no token reordering, splash only if its blocks fit."""
   attention, parts = (
     replace(execution.kernels.attention, order=None),
     execution.sharding.rules.num_shards(execution.sharding.mesh, "activation_length"),

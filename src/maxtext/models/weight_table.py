@@ -1,6 +1,6 @@
-"""How a family's Hugging Face tensors correspond to its parameters.
+"""Mapping between a family's parameters and its Hugging Face tensors.
 
-A table maps patterns of parameter paths, in which `*` stands for a number, to `Weight`s; the first that fits counts.
+A table maps patterns of parameter paths to `Weight`s. `*` in a pattern matches a number; the first match wins.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +17,14 @@ class Weight:
   """One parameter's name and layout in a Hugging Face file.
 
   Attributes:
-    name: the tensor's name; `{layer}` and `{expert}` count. Without `{expert}` a tensor holds all of them, first.
-    transposed: the file holds [out, in]; ours is [in..., out...], the same numbers transposed and reshaped.
-    table: the file holds it in the shape it has here, all dimensions apart.
-    parts: modules, in order, whose outputs stand side by side in the tensor; () where it holds this one alone.
+    name: the tensor's name; `{layer}` and `{expert}` are their indices. Without `{expert}`, a tensor of expert weights
+      has the experts as its first dimension.
+    transposed: the file holds [out, in]; ours is [in..., out...], the same values transposed and reshaped.
+    table: the file holds the same shape as the parameter.
+    parts: modules whose outputs are concatenated in the tensor, in order; () if it holds only this one.
     convolution: the file holds [channels, 1, span]; ours is [span, channels...].
-    blocks: the parts alternate in blocks, as many as this module has heads; "each": number by number; "": one block.
+    blocks: the parts are interleaved in as many blocks as this module has heads; "each": element by element; "": one
+      block.
   """
 
   name: str
@@ -37,40 +39,40 @@ Table = Mapping[str, Weight]
 
 
 def fused(module: str, parts: Sequence[str], name: str, leaf: str = "weight", **layout: Any) -> dict[str, Weight]:
-  """The entries of several modules that share one tensor."""
+  """The table entries of several modules that share one tensor."""
   weight = Weight(name, parts=tuple(parts), **layout)
   return {f"{module}/{part}/{leaf}": weight for part in parts}
 
 
 def find(table: Table, path: str) -> Weight | None:
-  """The entry of a parameter."""
+  """The table entry of a parameter; None if the table has none."""
   for pattern, weight in table.items():
     if fits(pattern, path):
       return weight
   return None
 
 
-def of_layers(spec: DecoderSpec, own: Callable[[Layer], Table], tower: str = "") -> dict[str, Weight]:
-  """Entries for every layer of the decoder, or of a tower, by what it is; their paths start at the layer."""
+def of_layers(spec: DecoderSpec, entries: Callable[[Layer], Table], tower: str = "") -> dict[str, Weight]:
+  """Table entries for all layers of the decoder or a tower. `entries` returns one layer's table, relative to it."""
   return {
     str(LayerPath(g, place, path, tower)): weight
     for g, group in enumerate(groups_of(spec, tower))
     for place, layer in enumerate(group.cycle)
-    for path, weight in own(layer).items()
+    for path, weight in entries(layer).items()
   }
 
 
 def layer_numbers(spec: DecoderSpec, path: str) -> list[int]:
-  """Which layers of the whole decoder, or tower, a parameter holds, in order; none for one that is not of a layer.
+  """Indices of the decoder's or tower's layers that a parameter stacks, in order; [] if it is not in a layer.
 
-  Layers that predict further tokens are counted after the last one.
+  Multi-token prediction layers are numbered after the last layer.
   """
-  if (number := mtp_index(path)) is not None:
-    return [sum(len(group.cycle) * group.repeats for group in spec.groups) + number]
+  if (index := mtp_index(path)) is not None:
+    return [sum(len(group.cycle) * group.repeats for group in spec.groups) + index]
   found = LayerPath.parse(path)
   if found is None:
     return []
   groups = groups_of(spec, found.tower)
-  first = sum(len(group.cycle) * group.repeats for group in groups[: found.group])
-  own = groups[found.group]
-  return [first + repeat * len(own.cycle) + found.place for repeat in range(own.repeats)]
+  first = sum(len(g.cycle) * g.repeats for g in groups[: found.group])
+  group = groups[found.group]
+  return [first + repeat * len(group.cycle) + found.place for repeat in range(group.repeats)]

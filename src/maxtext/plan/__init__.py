@@ -1,2 +1,2 @@
-"""The planner: memory and speed of a run on hardware that is not here, from the train step compiled for its
-topology."""
+"""The planner: estimates memory and speed of a run on hardware that is not attached, from the train step compiled for
+its topology."""

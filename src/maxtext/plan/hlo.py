@@ -1,7 +1,7 @@
-"""Reading a compiled program: what the TPU compiler itself expects each operation to cost.
+"""Parses a compiled program, with the TPU compiler's own cost estimate of each operation.
 
-The scheduled HLO text is parsed into computations; `CompiledProgram` walks them from the entry, counting loop bodies as
-often as they run. Pallas calls carry no estimate, and neither does the time a collective waits for the network.
+The scheduled HLO text is parsed into computations. `CompiledProgram` walks them from the entry, and counts a loop body
+once per iteration. Pallas calls have no estimate, and the time that a collective waits for the network has none either.
 """
 
 import re
@@ -24,8 +24,8 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, 
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-_REDUCE_SCATTER_NAME = "all-reduce-scatter"  # how computations are called that sum and keep a device's part
-_ASYNC_STARTS = ("async-start", "call-start")  # the latter by a core of the chip that moves data
+_REDUCE_SCATTER_NAME = "all-reduce-scatter"  # prefix of the names of computations that reduce and keep one shard
+_ASYNC_STARTS = ("async-start", "call-start")  # the latter runs on a core of the chip that moves data
 _FUSED_COLLECTIVES = ("AsyncCollectiveStart", "AsyncCollectiveDone")
 _TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 _GROUPS_BY_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?: \{([^}]*)\})?")
@@ -35,24 +35,24 @@ _GROUPS_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+
 
 @dataclass(frozen=True)
 class Instruction:
-  """One line of a computation."""
+  """One instruction of a computation."""
 
   name: str
   type: str
   opcode: str
   operands: tuple[str, ...]
   rest: str  # attributes, metadata, backend configuration
-  sent: str = ""  # of a collective that sends what there is into more room: the type of what it sends
+  sent: str = ""  # of a ragged all-to-all: the type of the array it sends, which may be smaller than its output
 
   @property
   def cycles(self) -> int:
-    """The compiler's estimate, 0 where it gives none."""
+    """The compiler's estimate of cycles; 0 if it has none."""
     found = _CYCLES.search(self.rest)
     return int(found[1]) if found else 0
 
   @property
   def op_name(self) -> str | None:
-    """Where in the traced program it comes from; None for what the compiler invented."""
+    """The operation's name in the traced program; None for instructions that the compiler added."""
     found = _OP_NAME.search(self.rest)
     return found[1] if found else None
 
@@ -66,7 +66,7 @@ class Instruction:
 
   @property
   def between_slices(self) -> bool:
-    """Whether it is a collective over the data-centre network, which the compiler writes as a transfer by the hosts."""
+    """Whether it is a collective between slices (DCN), which the compiler writes as a transfer by the hosts."""
     return self.opcode == "recv" and self.collective is not None
 
   @property
@@ -76,15 +76,15 @@ class Instruction:
 
   @property
   def operand_arrays(self) -> list["ArrayType"]:
-    """The arrays that a custom call takes."""
+    """The arrays that are arguments of a custom call."""
     found = re.search(r"operand_layout_constraints=\{(.*?\})\}", self.rest)
     return array_types(found[1]) if found else []
 
   @property
   def bytes(self) -> int:
-    """Size of the result of a collective: all of its arrays, of which a start has the operands too.
+    """Size of a collective's result: the sum of its arrays. A `-start` lists its operands too, so the largest counts.
 
-    Where there is more room than rows on one of its sides, it is the size of the other.
+    For a ragged all-to-all, whose buffers may be larger than the data, it is the smaller of input and output.
     """
     sizes = [array.bytes for array in self.arrays]
     if self.sent:
@@ -93,25 +93,25 @@ class Instruction:
 
   @property
   def frame(self) -> int | None:
-    """Number of the frame of the traced program that it comes from."""
+    """Index of its stack frame in the traced program."""
     found = _FRAME.search(self.rest)
     return int(found[1]) if found else None
 
   @property
   def channel(self) -> str:
-    """Of a collective: the same wherever the program holds it."""
+    """The channel of a collective, shared by all instructions of one collective."""
     found = _CHANNEL.search(self.rest)
     return found[1] if found else self.name
 
   def first_group(self, devices: int) -> np.ndarray:
-    """The devices of one group of a collective, by their place in the program's mesh."""
+    """The devices of one replica group of a collective, by index in the program's mesh."""
     if found := _GROUPS_BY_MESH.search(self.rest):
       sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
       names = re.findall(r"'([^']+)'", found[2] or "") or list(sizes)
       ids = np.arange(prod(sizes.values())).reshape(tuple(sizes.values()))
-      kept = [list(sizes).index(name) for name in names]
-      rest = [i for i in range(len(sizes)) if i not in kept]
-      return ids.transpose(*rest, *kept).reshape(-1, prod(sizes[name] for name in names))[0]
+      grouped = [list(sizes).index(name) for name in names]
+      rest = [i for i in range(len(sizes)) if i not in grouped]
+      return ids.transpose(*rest, *grouped).reshape(-1, prod(sizes[name] for name in names))[0]
     if found := _GROUPS_BY_SHAPE.search(self.rest):
       count, size, dims, order = int(found[1]), int(found[2]), found[3], found[4]
       ids = np.arange(count * size).reshape([int(d) for d in dims.split(",")])
@@ -123,14 +123,14 @@ class Instruction:
 
 @dataclass(frozen=True)
 class ArrayType:
-  """Type and shape of an array."""
+  """Dtype and shape of an array."""
 
   dtype: str
   shape: tuple[int, ...]
 
   @property
   def bytes(self) -> int:
-    """Its size."""
+    """Size of the array."""
     return _BYTES.get(self.dtype, 4) * prod(self.shape)
 
 
@@ -141,11 +141,11 @@ def array_types(text: str) -> list[ArrayType]:
 
 @dataclass(frozen=True)
 class Transfer:
-  """A place of the schedule where a collective starts, ends, or does both and is waited for.
+  """A point of the schedule where a collective starts, ends, or runs synchronously (both).
 
   Attributes:
-    collective: the collective itself.
-    key: shared by the two places where one starts and ends.
+    collective: the collective's instruction.
+    key: shared by the start and the end of one collective.
   """
 
   collective: Instruction
@@ -155,7 +155,7 @@ class Transfer:
 
   @property
   def asynchronous(self) -> bool:
-    """Whether other work may stand between its two places."""
+    """Whether other work may run between its start and its end."""
     return not (self.starts and self.ends)
 
 
@@ -178,16 +178,16 @@ class CompiledProgram:
 
   computations: dict[str, Computation]
   entry: str
-  sources: dict[int, str]  # of each frame of the traced program: its line and its caller's
+  sources: dict[int, str]  # {stack frame of the traced program: its source line and its caller's}
 
   @staticmethod
   def parse(text: str) -> "CompiledProgram":
-    """Reads `compiled.as_text()`."""
+    """Parses `compiled.as_text()`."""
     computations: dict[str, Computation] = {}
     entry = ""
     current: Computation | None = None
-    # A Pallas call's settings may hold line breaks; an instruction starts with two spaces, and `}` ends a computation,
-    # before the name of its thread where that is another.
+    # A Pallas call's configuration may contain line breaks. An instruction starts with two spaces, and `}` ends a
+    # computation, followed by the name of its thread if that is not the main one.
     for line in re.sub(r"\n(?=[\"}](?!, execution_thread)\S)", "", text).splitlines():
       if current is None:
         if found := _COMPUTATION.match(line):
@@ -203,7 +203,7 @@ class CompiledProgram:
     return CompiledProgram(computations, entry, _sources(text))
 
   def walk(self, name: str | None = None, times: int = 1) -> Iterator[tuple[Instruction, int]]:
-    """Every instruction that is scheduled, with how often it runs; fusions are one instruction."""
+    """Yields every scheduled instruction with how often it runs; a fusion is one instruction."""
     for instruction in self.computations[name or self.entry].instructions:
       yield instruction, times
       if instruction.opcode == "while":
@@ -213,7 +213,7 @@ class CompiledProgram:
           yield from self.walk(target, times)
 
   def trips(self, loop: Instruction) -> int:
-    """How often a loop runs: the bound from its condition, the increment from its body."""
+    """The number of iterations of a loop, from the bound in its condition and the increment in its body."""
     condition, body = (self.computations[c] for c in _loop(loop))
     compare = condition.instructions[-1]
     counter, bound = (condition.by_name[o] for o in compare.operands)
@@ -229,19 +229,19 @@ class CompiledProgram:
 
   @property
   def cycles(self) -> int:
-    """Estimated cycles of one run, Pallas calls and waiting for the network not included."""
+    """Estimated cycles of one execution, without Pallas calls and waiting for the network."""
     return sum(instruction.cycles * times for instruction, times in self.walk())
 
   def collectives(self) -> list[tuple[Transfer, int]]:
-    """Where collectives start, with how often each does."""
+    """The starts of collectives, each with how often it runs."""
     found = ((self.transfer(instruction), times) for instruction, times in self.walk())
     return [(transfer, times) for transfer, times in found if transfer and transfer.starts]
 
   def transfer(self, i: Instruction) -> Transfer | None:
-    """What an instruction of the schedule does to a collective; None where it does nothing.
+    """The collective that an instruction starts or ends; None if it does neither.
 
-    The compiler writes one that runs beside products as a fusion that starts it, fusions that hold it beside their
-    product, and a fusion that ends it, all of one channel.
+    The compiler writes a collective that overlaps with matmuls as a fusion that starts it, fusions that hold it and a
+    matmul, and a fusion that ends it, all with the same channel.
     """
     if i.collective:
       return Transfer(i, i.name, ends=not (i.opcode.endswith("-start") or i.between_slices))
@@ -250,15 +250,15 @@ class CompiledProgram:
     if i.opcode not in (*_ASYNC_STARTS, "fusion"):
       return None
     inside = [j for target in called_computations(i) for j in self.computations[target].instructions]
-    held = next((j for j in inside if j.collective), None)
-    if not held:
+    collective = next((j for j in inside if j.collective), None)
+    if not collective:
       return None
     if i.opcode in _ASYNC_STARTS:
-      return Transfer(held, i.name, ends=False)
+      return Transfer(collective, i.name, ends=False)
     if any(target.startswith(_REDUCE_SCATTER_NAME) for target in called_computations(i)):
-      return Transfer(replace(held, opcode="reduce-scatter", type=i.type), i.name)
+      return Transfer(replace(collective, opcode="reduce-scatter", type=i.type), i.name)
     starts, ends = (any(f'custom_call_target="{mark}"' in j.rest for j in inside) for mark in _FUSED_COLLECTIVES)
-    return Transfer(held, f"channel {held.channel}", starts, ends) if starts or ends else None
+    return Transfer(collective, f"channel {collective.channel}", starts, ends) if starts or ends else None
 
 
 def loop_body(loop: Instruction) -> str:
@@ -272,7 +272,7 @@ def called_computations(instruction: Instruction) -> list[str]:
 
 
 def _sources(text: str) -> dict[int, str]:
-  """Reads the tables at the head of the text: frames point to places in files."""
+  """Parses the tables at the start of the text, which map stack frames to source lines."""
   tables: dict[str, dict[int, str]] = {}
   rows: dict[int, str] = {}
   for line in text.splitlines():
@@ -282,23 +282,23 @@ def _sources(text: str) -> dict[int, str]:
       rows = tables.setdefault(line, {})
     elif found := _TABLE_ROW.match(line):
       rows[int(found[1])] = found[2] or found[3]
-  places: dict[int, tuple[str, str]] = {}
+  locations: dict[int, tuple[str, str]] = {}
   for i, row in tables.get("FileLocations", {}).items():
     entry = dict(re.findall(r"(\w+)=(\d+)", row))
     name = tables["FileNames"][int(entry["file_name_id"])]
-    places[i] = name, entry["line"]
+    locations[i] = name, entry["line"]
   frames = {i: dict(re.findall(r"(\w+)=(\d+)", row)) for i, row in tables.get("StackFrames", {}).items()}
 
-  def ours(i: int) -> list[tuple[str, str]]:
-    """Places in this package from the innermost out, one per file."""
+  def package_lines(i: int) -> list[tuple[str, str]]:
+    """Source lines in this package from the innermost frame outwards, one per file."""
     entry = frames[i]
-    name, line = places[int(entry["file_location_id"])]
-    parent = int(entry.get("parent_frame_id", 1)) - 1  # written one too high; 0 is none
-    callers = ours(parent) if parent in frames else []
+    name, line = locations[int(entry["file_location_id"])]
+    parent = int(entry.get("parent_frame_id", 1)) - 1  # stored plus one; 0 means no parent
+    callers = package_lines(parent) if parent in frames else []
     _, package, short = name.rpartition("/maxtext/")
     return [(short, line), *(c for c in callers if c[0] != short)] if package else callers
 
-  return {i: " < ".join(f"{name}:{line}" for name, line in ours(i)[:2]) for i in frames}
+  return {i: " < ".join(f"{name}:{line}" for name, line in package_lines(i)[:2]) for i in frames}
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -312,10 +312,10 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _split_parentheses(text: str) -> tuple[str, str]:
-  """Splits after the bracket that closes the first one."""
+  """Splits a text after the parenthesis that closes its first one."""
   depth = 0
-  for i, letter in enumerate(text):
-    depth += (letter == "(") - (letter == ")")
+  for i, character in enumerate(text):
+    depth += (character == "(") - (character == ")")
     if depth == 0:
       return text[: i + 1], text[i + 1 :]
   raise ValueError(f"unbalanced: {text[:80]}")

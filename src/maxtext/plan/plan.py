@@ -1,4 +1,4 @@
-"""What a run would need and how fast it would be, from the real step compiled for the real topology."""
+"""Memory and speed of a run, estimated from its train step compiled for the target topology."""
 
 import re
 import time
@@ -34,24 +34,27 @@ class Memory:
   parameters: int
   optimizer: int
   batch: int
-  temporaries: int  # activations kept for the backward pass among them
+  temporaries: int  # including activations saved for the backward pass
   peak: int
   there: int
 
 
 @dataclass(frozen=True)
 class Plan:
-  """A run that has not been rented yet. Without an estimate the step did not compile, since it does not fit, or since
-  there is no compiler: then memory is the least that it takes."""
+  """The plan of a run.
+
+  `estimate` is None if the step did not compile, because it does not fit or because there is no compiler. `memory` is
+  then a lower bound.
+  """
 
   model: str
   topology: str
   chips: int
   axes: Mapping[str, int]
-  tokens: int  # a step
+  tokens: int  # per step
   memory: Memory
   state_bytes: int  # of the whole run
-  model_flops: float  # a step and chip
+  model_flops: float  # per step and chip
   peak_flops: float
   compile_seconds: float
   estimate: Estimate | None
@@ -59,26 +62,26 @@ class Plan:
 
   @property
   def fits(self) -> bool:
-    """Whether the step's memory is there."""
+    """Whether the step fits into the device's memory."""
     return self.memory.peak <= self.memory.there
 
   @property
   def least_seconds(self) -> float:
-    """A step at the chip's peak, were there nothing but the model's arithmetic."""
+    """A lower bound of the step time: the model's FLOPs at the chip's peak."""
     return self.model_flops / self.peak_flops
 
   @property
   def mfu(self) -> float | None:
-    """The model's arithmetic over what the chip could do in the estimated time."""
+    """Model FLOPs utilisation: the model's FLOPs over the chip's peak in the estimated time."""
     return self.least_seconds / self.estimate.seconds if self.estimate else None
 
   @property
   def tokens_per_second_per_chip(self) -> float | None:
-    """Speed."""
+    """Estimated throughput."""
     return self.tokens / self.chips / self.estimate.seconds if self.estimate else None
 
   def collectives(self) -> dict[tuple[str, tuple[str, ...]], int]:
-    """Bytes a step and chip, by kind and mesh axes."""
+    """Bytes per step and chip, by kind of collective and mesh axes."""
     found: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for o in self.estimate.operations if self.estimate else ():
       if o.kind == "collective":
@@ -86,11 +89,11 @@ class Plan:
     return dict(found.most_common())
 
   def most_expensive(self, count: int = 10) -> list[Operation]:
-    """The operations that cost most, those of one place in the sources together."""
+    """The most expensive operations, merged by source line."""
     return _merge_operations(self.estimate.operations if self.estimate else ())[:count]
 
   def as_json(self) -> dict[str, Any]:
-    """Everything, for a program to read."""
+    """The whole plan as JSON values."""
     e = self.estimate
     return {
       "model": self.model,
@@ -121,7 +124,7 @@ class Plan:
 
 
 def make_plan(config: MaxTextConfig) -> Plan:
-  """Compiles the step and reads what the compiler says of it; without a compiler, reckons the least it takes."""
+  """Compiles the step and estimates its memory and time. Without a compiler, computes lower bounds."""
   start = time.perf_counter()
   program, topology = program_for(config)
   mesh, chip = program.model.execution.sharding.mesh, topology.chip
@@ -154,7 +157,7 @@ def _compiled(program: Program, topology: Topology) -> tuple[Memory, Estimate | 
   if file:
     save(program, lowered, compiled, Path(file))
   stats, text = compiled.memory_analysis(), compiled.as_text()
-  assert stats is not None, "the TPU compiler gives both"
+  assert stats is not None, "the TPU compiler returns both"
   assert text is not None
   execution, parsed = program.model.execution, CompiledProgram.parse(text)
   filled, attended = _filled_rows(program.config, execution), kernel_efficiency(program, topology)
@@ -163,32 +166,32 @@ def _compiled(program: Program, topology: Topology) -> tuple[Memory, Estimate | 
 
 
 def _memory_lower_bound(program: Program, topology: Topology) -> Memory:
-  """State, and what is larger of the tensors that layers keep for the backward pass and of gradients."""
+  """The state plus the larger of two: tensors saved for the backward pass, and gradients."""
   config, state = program.config, program.state
   if config.compiled_trainstep_file:
     raise ConfigError(
       f"compiled_trainstep_file={config.compiled_trainstep_file}: there is no compiler for "
       f"compile_topology={config.compile_topology} here; leave it out."
     )
-  work, inputs = forward_costs(program)
+  costs, inputs = forward_costs(program)
   execution, grad_dtype = program.model.execution, jnp.dtype(config.grad_dtype.value)
-  kept = int(
-    (inputs + saved_bytes(work, execution.remat)) / (config.gradient_accumulation_steps * execution.sharding.mesh.size)
+  saved = int(
+    (inputs + saved_bytes(costs, execution.remat)) / (config.gradient_accumulation_steps * execution.sharding.mesh.size)
   )
   gradients = bytes_per_device(
     {n: jax.ShapeDtypeStruct(p.shape, grad_dtype, sharding=p.sharding) for n, p in state.params.items()}
   )
-  temporaries = max(kept, gradients)
+  temporaries = max(saved, gradients)
   return _memory(program, topology, bytes_per_device((state, program.batch)) + temporaries, temporaries)
 
 
 def _filled_rows(config: MaxTextConfig, execution: ExecutionConfig) -> float:
-  """The share of a device's rows of experts that hold a token if all experts get as many."""
+  """The fraction of a device's expert rows that hold a token if tokens are spread evenly over experts."""
   owners = num_shards_of(
     execution.sharding.mesh, mesh_axes_of(execution.sharding.partition((config.num_experts,), "activation_expert")[0])
   )
-  room = min(execution.kernels.experts.buffer or owners, owners)  # over an even share
-  return 1 / max(room, 1)
+  capacity = min(execution.kernels.experts.buffer or owners, owners)  # relative to an even share
+  return 1 / max(capacity, 1)
 
 
 def _memory(program: Program, topology: Topology, peak: int, temporaries: int) -> Memory:
@@ -201,12 +204,12 @@ def _memory(program: Program, topology: Topology, peak: int, temporaries: int) -
 
 
 def bytes_per_device(tree: Any) -> int:
-  """What one device holds of a tree of shapes."""
+  """Bytes of a tree of sharded shapes on one device."""
   return sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
 def _needed_bytes(message: str) -> int:
-  """The bytes that the compiler says it would need; other failures are passed on."""
+  """The bytes that an out-of-memory message of the compiler reports; raises `RuntimeError` for other messages."""
   units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
   found = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])", message)
   if not found:
@@ -215,12 +218,12 @@ def _needed_bytes(message: str) -> int:
 
 
 def _merge_operations(operations: Sequence[Operation]) -> list[Operation]:
-  joined: dict[tuple[str, str, bool], Operation] = {}
+  merged: dict[tuple[str, str, bool], Operation] = {}
   for o in operations:
     name = "compute" if o.kind == "compute" else o.name
-    old = joined.get((name, o.source, o.recomputed))
+    old = merged.get((name, o.source, o.recomputed))
     seconds, moved = (old.seconds, old.bytes) if old else (0.0, 0)
-    joined[name, o.source, o.recomputed] = Operation(
+    merged[name, o.source, o.recomputed] = Operation(
       name, o.kind, o.source, o.times, seconds + o.seconds, moved + o.bytes, o.axes, o.recomputed
     )
-  return sorted(joined.values(), key=lambda o: -o.seconds)
+  return sorted(merged.values(), key=lambda o: -o.seconds)

@@ -6,9 +6,9 @@ _GIB = 2**30
 
 
 def as_text(plan: Plan) -> str:
-  """A few lines for a person."""
+  """The plan as a few lines of text."""
   if not plan.compiled:
-    return "\n".join([*_head(plan), *_memory(plan), *_least(plan)])
+    return "\n".join([*_head(plan), *_memory(plan), *_lower_bound(plan)])
   return "\n".join([*_head(plan), *_memory(plan), *_time(plan), f"compiled here in {plan.compile_seconds:.0f} s"])
 
 
@@ -19,16 +19,16 @@ def _head(plan: Plan) -> list[str]:
 
 def _memory(plan: Plan) -> list[str]:
   m = plan.memory
-  least, fits = ("", "fits") if plan.compiled else ("at least ", "may fit")
+  bound, fits = ("", "fits") if plan.compiled else ("at least ", "may fit")
   verdict = fits if plan.fits else "DOES NOT FIT: more chips, fewer sequences per device, or a stricter remat_policy"
   parts = {"parameters": m.parameters, "optimizer": m.optimizer, "batch": m.batch, "temporaries": m.temporaries}
   return [
-    f"memory       {least}{m.peak / _GIB:.1f} of {m.there / _GIB:.1f} GiB per device: {verdict}",
+    f"memory       {bound}{m.peak / _GIB:.1f} of {m.there / _GIB:.1f} GiB per device: {verdict}",
     "             " + ", ".join(f"{name} {size / _GIB:.2f}" for name, size in parts.items()),
   ]
 
 
-def _least(plan: Plan) -> list[str]:
+def _lower_bound(plan: Plan) -> list[str]:
   speed = plan.tokens / plan.chips / plan.least_seconds
   return [
     f"time a step  at least {plan.least_seconds:.2f} s, at most {speed:,.0f} tokens/s/chip: the model's "

@@ -1,1 +1,1 @@
-"""Files and folders that are whole or not there, on disks and in object stores."""
+"""Atomic writes of files and folders, on disks and in object stores."""

@@ -1,8 +1,7 @@
-"""Atomic writes: a file or folder gets its name when all of it is written, so no reader sees a part of it.
+"""Atomic writes: a file or folder gets its name after all of it is written, so no reader sees a partial one.
 
-A durable write is also on the disk before it counts, so that a machine that stops takes back nothing that was
-committed. Stores of objects (paths with `://`) show an object only when it is whole, and keep what they have
-acknowledged; there, nothing is left to do.
+A durable write is also synced to the disk before it is committed, so a crash of the machine loses nothing that was
+committed. Object stores (paths with `://`) are atomic and durable themselves.
 """
 
 import errno
@@ -16,13 +15,13 @@ from typing import BinaryIO
 from etils import epath
 
 UNFINISHED = ".unfinished"
-"""What stands behind the name of a file or folder until it is whole."""
+"""Suffix of the name of a file or folder until it is complete."""
 
-_NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # what file systems say that keep no names apart from files
+_NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # from file systems that cannot sync a folder
 
 
 def sync(path: epath.Path | Path | str) -> None:
-  """Waits until a file, or the names in a folder, are on the disk."""
+  """Syncs a file, or the entries of a folder, to the disk."""
   if "://" in str(path):
     return
   descriptor = os.open(path, os.O_RDONLY)
@@ -36,7 +35,7 @@ def sync(path: epath.Path | Path | str) -> None:
 
 
 def sync_tree(folder: epath.Path | Path) -> None:
-  """The same of everything below a folder."""
+  """Syncs all files and folders below a folder, and the folder itself."""
   for parent, _, files in os.walk(folder, topdown=False):
     for name in files:
       sync(Path(parent, name))
@@ -44,7 +43,7 @@ def sync_tree(folder: epath.Path | Path) -> None:
 
 
 def write_durably(path: epath.Path, text: str) -> None:
-  """Writes a file, and returns when its content is on the disk. It is not atomic: for a folder that is."""
+  """Writes a file and syncs it. The write is not atomic: use it inside a folder that is committed atomically."""
   path.write_text(text)
   sync(path)
 
@@ -52,7 +51,7 @@ def write_durably(path: epath.Path, text: str) -> None:
 def write_atomically(
   path: epath.Path | Path, content: bytes, *, durable: bool = True, unfinished: Path | None = None
 ) -> None:
-  """Makes a file, or replaces it, as a whole; on a disk or in an object store. See `atomic_file`."""
+  """Creates or replaces a file atomically, on a disk or in an object store. See `atomic_file`."""
   if "://" in str(path):
     path.write_bytes(content)
     return
@@ -62,15 +61,15 @@ def write_atomically(
 
 @contextmanager
 def atomic_file(path: Path, *, durable: bool = True, unfinished: Path | None = None) -> Iterator[BinaryIO]:
-  """A file to write to, which takes its name, and the place of the file that had it, at the end of the block.
+  """Yields a file to write to, which replaces `path` at the end of the block.
 
-  Where the block or the disk fails, the old file stays as it was and nothing is left of the new one.
+  If the block or the disk fails, the old file stays unchanged and the new one is removed.
 
   Args:
-    path: on a disk.
-    durable: the content and the name are on the disk when the block has ended.
-    unfinished: its name until then, in the same folder; `path` with `.unfinished` behind it if it is None. Writers that
-      may be at the same file at once need names of their own.
+    path: the file, on a disk.
+    durable: whether the content and the name are synced before the block ends.
+    unfinished: the temporary path, in the same folder; None means `path` with the suffix `.unfinished`. Concurrent
+      writers of the same file need distinct paths.
   """
   unfinished = unfinished or path.with_name(f"{path.name}{UNFINISHED}")
   try:
@@ -89,14 +88,14 @@ def atomic_file(path: Path, *, durable: bool = True, unfinished: Path | None = N
 
 
 def create_atomically(path: Path, content: bytes, unfinished: Path) -> bool:
-  """Makes a file as a whole unless there is one already; returns whether it did. It is not durable.
+  """Creates a file atomically if it does not exist; returns whether it did. The write is not durable.
 
-  On file systems without hard links, as of mounted buckets, the file is there before its content is.
+  On file systems without hard links, such as mounted buckets, the file exists before its content is complete.
 
   Args:
-    path: on a disk.
-    content: of the file.
-    unfinished: a name of this writer alone, in the same folder.
+    path: the file, on a disk.
+    content: its content.
+    unfinished: a temporary path that only this writer uses, in the same folder.
   """
   try:
     unfinished.write_bytes(content)
@@ -115,14 +114,14 @@ def create_atomically(path: Path, content: bytes, unfinished: Path) -> bool:
 
 
 def commit_file(file: Path, path: str) -> None:
-  """Moves a file that is whole to its place on the same disk, durably."""
+  """Durably moves a complete file to its final path on the same disk."""
   sync(file)
   os.replace(file, path)
   sync(os.path.dirname(path))
 
 
 def commit_folder(folder: epath.Path | Path, path: epath.Path | Path) -> None:
-  """Gives a folder that is whole its name on the same disk, durably. There must be no other of that name."""
+  """Durably renames a complete folder to its final path on the same disk, which must not exist."""
   sync_tree(folder)
   os.rename(folder, path)
   sync(path.parent)
@@ -130,9 +129,9 @@ def commit_folder(folder: epath.Path | Path, path: epath.Path | Path) -> None:
 
 @contextmanager
 def atomic_folder(path: epath.Path | Path) -> Iterator[Path]:
-  """A folder to write to, which gets its name at the end of the block, durably.
+  """Yields a folder to write to, which is durably renamed to `path` at the end of the block.
 
-  Until then it has `.unfinished` behind its name. Where the block or the disk fails, nothing is left of it.
+  Until then its name has the suffix `.unfinished`. If the block or the disk fails, the folder is removed.
   """
   unfinished = Path(f"{path}{UNFINISHED}")
   try:

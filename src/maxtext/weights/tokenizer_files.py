@@ -1,4 +1,4 @@
-"""A run's tokenizer as the files that Hugging Face's libraries read: `tokenizer.json` and what stands beside it."""
+"""Writes a run's tokenizer as Hugging Face files: `tokenizer.json` and its companion files."""
 
 import json
 import shutil
@@ -16,21 +16,21 @@ _CONFIG, _VOCABULARY = "tokenizer_config.json", "tokenizer.json"
 
 
 def write_tokenizer(tokenizer: TextTokenizer, folder: Path) -> None:
-  """Writes files with which `AutoTokenizer` makes the tokens of a prompt as the run does.
+  """Writes files from which `AutoTokenizer` encodes prompts as the run does.
 
-  A vocabulary of another library is written as `tokenizer.json` too, beside its own file.
+  A vocabulary of another library is converted to `tokenizer.json`, and its own file is copied too.
   """
   for name, file in tokenizer.vocabulary.files.items():
     shutil.copyfile(file, folder / name)
-  theirs = _MAKE[TokenizerType(tokenizer.kind)](folder)
-  if theirs.post_processor is None and tokenizer.add_bos and tokenizer.bos is not None:
-    theirs.post_processor = _prefix_template(tokenizer.vocabulary.name(tokenizer.bos), tokenizer.bos)
-  theirs.save(str(folder / _VOCABULARY))
-  said = json.loads((folder / _CONFIG).read_text(encoding="utf-8")) if (folder / _CONFIG).exists() else {}
+  converted = _CONVERT[TokenizerType(tokenizer.kind)](folder)
+  if converted.post_processor is None and tokenizer.add_bos and tokenizer.bos is not None:
+    converted.post_processor = _prefix_template(tokenizer.vocabulary.name(tokenizer.bos), tokenizer.bos)
+  converted.save(str(folder / _VOCABULARY))
+  existing = json.loads((folder / _CONFIG).read_text(encoding="utf-8")) if (folder / _CONFIG).exists() else {}
   tokens = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.vocabulary.pad}
   names = {name: tokenizer.vocabulary.name(token) for name, token in tokens.items() if token is not None}
-  plain = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-  write_file(folder / _CONFIG, [_json(plain | names | said)])
+  defaults = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+  write_file(folder / _CONFIG, [_json(defaults | names | existing)])
   if tokenizer.chat_template and tokenizer.chat_template != tokenizer.vocabulary.chat_template:
     write_file(folder / TEMPLATE, [tokenizer.chat_template.encode()])
 
@@ -42,25 +42,25 @@ def _hugging_face(folder: Path) -> Any:
 
 
 def _sentence_piece(folder: Path) -> Any:
-  """The same pieces, scores and changes of text; words are not split, as a piece may hold a space."""
+  """Converts pieces, scores and normalization. There is no pre-tokenization, since a piece may contain a space."""
   import tokenizers
   from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
   from tokenizers import decoders, normalizers
 
-  messages: Any = sentencepiece_model_pb2  # made when it is imported: nothing knows its types
+  messages: Any = sentencepiece_model_pb2  # generated at import time, so it has no static types
   file = folder / "tokenizer.model"
   model = messages.ModelProto.FromString(file.read_bytes())
   pieces, unknown = [(piece.piece, piece.score) for piece in model.pieces], SentencePieceProcessor(str(file)).unk_id()
   result = tokenizers.Tokenizer(_pieces(pieces, unknown, model.trainer_spec))
   rules = model.normalizer_spec
-  changes: list[Any] = [normalizers.Precompiled(rules.precompiled_charsmap)] if rules.precompiled_charsmap else []
+  steps: list[Any] = [normalizers.Precompiled(rules.precompiled_charsmap)] if rules.precompiled_charsmap else []
   if rules.remove_extra_whitespaces:
-    changes += [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
+    steps += [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
   if rules.add_dummy_prefix:
-    changes.append(normalizers.Prepend(_SPACE))
-  result.normalizer = normalizers.Sequence([*changes, normalizers.Replace(" ", _SPACE)])
-  ends: list[Any] = [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
-  result.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    steps.append(normalizers.Prepend(_SPACE))
+  result.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+  strip: list[Any] = [decoders.Strip(" ", 1, 0)] if rules.add_dummy_prefix else []
+  result.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
   kinds = messages.ModelProto.SentencePiece
   result.add_special_tokens(_added(p.piece for p in model.pieces if p.type in (kinds.CONTROL, kinds.UNKNOWN)))
   result.add_tokens(_added(p.piece for p in model.pieces if p.type == kinds.USER_DEFINED))
@@ -87,7 +87,7 @@ def _pieces(pieces: list[tuple[str, float]], unknown: int, trained: Any) -> Any:
 
 
 def _tiktoken(folder: Path) -> Any:
-  """The same ranks; a word that is a token is one, whatever would be joined on the way."""
+  """Converts ranks to merges. A word that is a token is encoded as it, without merges (`ignore_merges`)."""
   import tokenizers
   from tiktoken.load import load_tiktoken_bpe
   from tokenizers import decoders, models, pre_tokenizers
@@ -95,11 +95,11 @@ def _tiktoken(folder: Path) -> Any:
   from maxtext.data.tokenizers import TIKTOKEN_SPLIT, tiktoken_special
 
   ranks = load_tiktoken_bpe(str(folder / "tokenizer.model"))
-  letters = _byte_characters()
-  vocabulary = {"".join(letters[byte] for byte in word): rank for word, rank in ranks.items()}
+  characters = _byte_characters()
+  vocabulary = {"".join(characters[byte] for byte in word): rank for word, rank in ranks.items()}
   merges = []
   for word in sorted(ranks, key=ranks.__getitem__):
-    parts = ["".join(letters[byte] for byte in part) for part in _merge_parts(ranks, word)]
+    parts = ["".join(characters[byte] for byte in part) for part in _merge_parts(ranks, word)]
     if len(parts) == 2:
       merges.append((parts[0], parts[1]))
   result = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
@@ -115,7 +115,7 @@ def _tiktoken(folder: Path) -> Any:
 
 
 def _merge_parts(ranks: Mapping[bytes, int], word: bytes) -> list[bytes]:
-  """A word's parts when everything of a lower rank has been joined: for a token, the two that make it."""
+  """A word's parts after all merges of lower rank. For a token, these are the two parts that merge to it."""
   parts = [word[i : i + 1] for i in range(len(word))]
   while len(parts) > 1:
     joins = [(ranks.get(a + b, ranks[word]), i) for i, (a, b) in enumerate(pairwise(parts))]
@@ -127,10 +127,10 @@ def _merge_parts(ranks: Mapping[bytes, int], word: bytes) -> list[bytes]:
 
 
 def _byte_characters() -> dict[int, str]:
-  """The letter that stands for each byte in byte-level vocabularies: itself where it can be seen, else one above."""
-  seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-  others = [byte for byte in range(256) if byte not in seen]
-  return {byte: chr(byte) for byte in seen} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+  """The character of each byte in byte-level BPE: the byte's own if it is printable, else one from U+0100 on."""
+  printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+  others = [byte for byte in range(256) if byte not in printable]
+  return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
 
 
 def _added(names: Any) -> list[Any]:
@@ -147,7 +147,7 @@ def _prefix_template(name: str, token: int) -> Any:
   )
 
 
-_MAKE = {
+_CONVERT = {
   TokenizerType.HUGGINGFACE: _hugging_face,
   TokenizerType.SENTENCEPIECE: _sentence_piece,
   TokenizerType.TIKTOKEN: _tiktoken,

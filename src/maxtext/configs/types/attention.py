@@ -17,14 +17,14 @@ class Attention(Section):
     "which is autoselected with a cache in pages.",
   )
   attention_type: Literal["global", "local_sliding", "chunk", "mla", "full"] = Field(
-    "global", description="Which keys a query sees."
+    "global", description="Which keys a query attends to."
   )
   share_kv_projections: bool = Field(False, description="True uses one projection for both keys and values.")
   global_num_kv_heads: int = Field(
     0, description="Key-value heads in global attention layers; 0 takes the usual count."
   )
   attention_sink: bool = Field(False, description="True adds a learned logit per head to the softmax denominator.")
-  float32_qk_product: bool = Field(False, description="True computes the query-key product in float32.")
+  float32_qk_product: bool = Field(False, description="True computes the query-key matmul in float32.")
   float32_logits: bool = Field(False, description="True casts attention logits to float32 before softmax.")
   sliding_window_size: int = Field(0, ge=0, description="Window of local_sliding attention, in tokens.")
   chunk_attn_window_size: int = Field(0, ge=0, description="Tokens per chunk when attention is chunked; 0 is unset.")
@@ -36,7 +36,7 @@ class Attention(Section):
   use_ragged_attention: bool = Field(
     False, description="True reads the cache in blocks when decoding, up to what is used of it, on any device."
   )
-  use_tokamax_gmm: bool = Field(False, description="True runs the experts' grouped products with Tokamax.")
+  use_tokamax_gmm: bool = Field(False, description="True runs the experts' grouped matmuls with Tokamax.")
   ragged_block_size: int = Field(256, description="Most cache tokens per block in ragged attention.")
   enable_padding_causal_mask: bool = Field(
     True, description="True masks padding as well as later tokens (GPU fused attention)."
@@ -100,10 +100,10 @@ class SplashAttention(Section):
 
   sa_block_q: int = Field(512, description="Query block, forward.")
   sa_block_kv: int = Field(512, description="Key block held in memory, forward.")
-  sa_block_kv_compute: int = Field(512, description="Key block per product, forward.")
+  sa_block_kv_compute: int = Field(512, description="Key block per matmul, forward.")
   sa_block_q_dkv: int = Field(512, description="Query block, gradient of keys and values.")
   sa_block_kv_dkv: int = Field(512, description="Key block held in memory, gradient of keys and values.")
-  sa_block_kv_dkv_compute: int = Field(512, description="Key block per product, gradient of keys and values.")
+  sa_block_kv_dkv_compute: int = Field(512, description="Key block per matmul, gradient of keys and values.")
   sa_block_q_dq: int = Field(512, description="Query block, gradient of queries.")
   sa_block_kv_dq: int = Field(512, description="Key block, gradient of queries.")
   sa_use_fused_bwd_kernel: bool = Field(False, description="One kernel for the whole backward pass.")
@@ -114,10 +114,10 @@ class SplashAttention(Section):
     -1, description="Fixed guess of the largest logit, in place of a running one; -1 is none."
   )
   cost_estimate_flops_fwd: int = Field(
-    -1, description="Forward operation count told to the compiler; -1 leaves it to the kernel."
+    -1, description="Forward FLOPs reported to the compiler; -1 leaves it to the kernel."
   )
   cost_estimate_flops_bwd: int = Field(
-    -1, description="Backward operation count told to the compiler; -1 leaves it to the kernel."
+    -1, description="Backward FLOPs reported to the compiler; -1 leaves it to the kernel."
   )
   dq_reduction_steps: int = Field(
     0, description="Partial sums of the query gradient (Tokamax); 0 is the kernel's own choice."

@@ -22,7 +22,7 @@ class Checkpointing(Section):
     False, description="True reads weights once and copies them to the other models (RL actor)."
   )
   async_checkpointing: bool = Field(
-    True, description="True writes checkpoints in the background while training goes on."
+    True, description="True writes checkpoints in the background while training continues."
   )
   checkpoint_period: int = Field(10000, description="Steps between checkpoints.")
   max_num_checkpoints_to_keep: int | None = Field(None, description="Most recent checkpoints kept; None keeps all.")
@@ -36,7 +36,7 @@ class Checkpointing(Section):
     None, description="Full path old checkpoints are moved to; None deletes them at once."
   )
   force_unroll: bool = Field(
-    False, description="True writes scanned layers apart, one entry each, in a weights-only checkpoint."
+    False, description="True unstacks scanned layers, one entry each, in a weights-only checkpoint."
   )
   checkpoint_is_quantized: bool = Field(
     False, description="True reads load_parameters_path as already quantized weights."

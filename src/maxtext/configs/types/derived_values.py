@@ -71,7 +71,7 @@ class DerivedValues(Section):
     None, description="Step at which the batch is full size, from the batch ramp-up keys."
   )
   tensors_on_device: None | list[str] = Field(
-    None, description="Activations kept in device memory, from remat keys set to 'device'."
+    None, description="Activations saved in device memory, from remat keys set to 'device'."
   )
   tensors_to_offload: None | list[str] = Field(
     None, description="Activations moved to host memory, from remat keys set to 'offload'."

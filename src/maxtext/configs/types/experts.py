@@ -51,42 +51,40 @@ class MoEGeneral(Section):
 
 
 class MoEKernels(Section):
-  """Kernels and tile sizes of grouped products."""
+  """Kernels and tile sizes of grouped matmuls."""
 
-  megablox: bool = Field(True, description="True runs grouped products with Megablox, false with JAX's ragged_dot.")
-  sparse_matmul: bool = Field(True, description="True multiplies only the routed tokens; false uses dense products.")
-  wi_tile_fwd_batch_seq: int = Field(512, description="Expert input product, forward: tile in tokens.")
-  wi_tile_fwd_embed_dim: int = Field(1024, description="Expert input product, forward: tile in embedding width.")
-  wi_tile_fwd_mlp_dim: int = Field(1024, description="Expert input product, forward: tile in hidden width.")
-  wi_tile_dlhs_batch_seq: int = Field(512, description="Expert input product, activation gradient: tile in tokens.")
+  megablox: bool = Field(True, description="True runs grouped matmuls with Megablox, false with JAX's ragged_dot.")
+  sparse_matmul: bool = Field(True, description="True multiplies only the routed tokens; false uses dense matmuls.")
+  wi_tile_fwd_batch_seq: int = Field(512, description="Expert input matmul, forward: tile in tokens.")
+  wi_tile_fwd_embed_dim: int = Field(1024, description="Expert input matmul, forward: tile in embedding width.")
+  wi_tile_fwd_mlp_dim: int = Field(1024, description="Expert input matmul, forward: tile in hidden width.")
+  wi_tile_dlhs_batch_seq: int = Field(512, description="Expert input matmul, activation gradient: tile in tokens.")
   wi_tile_dlhs_embed_dim: int = Field(
-    1024, description="Expert input product, activation gradient: tile in embedding width."
+    1024, description="Expert input matmul, activation gradient: tile in embedding width."
   )
-  wi_tile_dlhs_mlp_dim: int = Field(
-    1024, description="Expert input product, activation gradient: tile in hidden width."
-  )
-  wi_tile_drhs_batch_seq: int = Field(512, description="Expert input product, weight gradient: tile in tokens.")
+  wi_tile_dlhs_mlp_dim: int = Field(1024, description="Expert input matmul, activation gradient: tile in hidden width.")
+  wi_tile_drhs_batch_seq: int = Field(512, description="Expert input matmul, weight gradient: tile in tokens.")
   wi_tile_drhs_embed_dim: int = Field(
-    1024, description="Expert input product, weight gradient: tile in embedding width."
+    1024, description="Expert input matmul, weight gradient: tile in embedding width."
   )
-  wi_tile_drhs_mlp_dim: int = Field(1024, description="Expert input product, weight gradient: tile in hidden width.")
-  wo_tile_fwd_batch_seq: int = Field(512, description="Expert output product, forward: tile in tokens.")
-  wo_tile_fwd_embed_dim: int = Field(1024, description="Expert output product, forward: tile in embedding width.")
-  wo_tile_fwd_mlp_dim: int = Field(1024, description="Expert output product, forward: tile in hidden width.")
-  wo_tile_dlhs_batch_seq: int = Field(512, description="Expert output product, activation gradient: tile in tokens.")
+  wi_tile_drhs_mlp_dim: int = Field(1024, description="Expert input matmul, weight gradient: tile in hidden width.")
+  wo_tile_fwd_batch_seq: int = Field(512, description="Expert output matmul, forward: tile in tokens.")
+  wo_tile_fwd_embed_dim: int = Field(1024, description="Expert output matmul, forward: tile in embedding width.")
+  wo_tile_fwd_mlp_dim: int = Field(1024, description="Expert output matmul, forward: tile in hidden width.")
+  wo_tile_dlhs_batch_seq: int = Field(512, description="Expert output matmul, activation gradient: tile in tokens.")
   wo_tile_dlhs_embed_dim: int = Field(
-    1024, description="Expert output product, activation gradient: tile in embedding width."
+    1024, description="Expert output matmul, activation gradient: tile in embedding width."
   )
   wo_tile_dlhs_mlp_dim: int = Field(
-    1024, description="Expert output product, activation gradient: tile in hidden width."
+    1024, description="Expert output matmul, activation gradient: tile in hidden width."
   )
-  wo_tile_drhs_batch_seq: int = Field(512, description="Expert output product, weight gradient: tile in tokens.")
+  wo_tile_drhs_batch_seq: int = Field(512, description="Expert output matmul, weight gradient: tile in tokens.")
   wo_tile_drhs_embed_dim: int = Field(
-    1024, description="Expert output product, weight gradient: tile in embedding width."
+    1024, description="Expert output matmul, weight gradient: tile in embedding width."
   )
-  wo_tile_drhs_mlp_dim: int = Field(1024, description="Expert output product, weight gradient: tile in hidden width.")
+  wo_tile_drhs_mlp_dim: int = Field(1024, description="Expert output matmul, weight gradient: tile in hidden width.")
   merge_gating_gmm: bool = Field(
-    False, description="True computes the experts' gate and up products in one grouped call."
+    False, description="True computes the experts' gate and up matmuls in one grouped call."
   )
 
 
@@ -101,7 +99,7 @@ class DeepSeekMoE(Section):
   routed_bias_update_rate: float = Field(
     0.0, description="Step size of routed_bias toward even load; 0 leaves it fixed."
   )
-  mlp_bias: bool = Field(False, description="True adds biases to the feed-forward and expert products.")
+  mlp_bias: bool = Field(False, description="True adds biases to the feed-forward and expert matmuls.")
   n_routing_groups: int = Field(-1, description="Groups the experts are divided into for routing; -1 is no groups.")
   topk_routing_group: int = Field(-1, description="Groups a token may choose experts from; -1 is no limit.")
   use_batch_split_schedule: bool = Field(

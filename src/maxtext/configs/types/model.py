@@ -32,9 +32,9 @@ class ModelArchitecture(Section):
     -1.0, description="Bound at which feed-forward activations are clipped; -1 is no limit."
   )
   normalization_layer_epsilon: float = Field(1e-05, description="Added to the variance in norms.")
-  fused_qkv: bool = Field(False, description="True computes query, key and value in one product.")
+  fused_qkv: bool = Field(False, description="True computes query, key and value in one matmul.")
   attention_bias: bool = Field(False, description="True adds a bias to the attention projections.")
-  fused_mlp: bool = Field(False, description="True computes gate and up projections in one product.")
+  fused_mlp: bool = Field(False, description="True computes gate and up projections in one matmul.")
   qk_norm_with_scale: bool = Field(True, description="True gives query and key norms a learned scale.")
   v_norm_with_scale: bool = Field(True, description="True gives the value norm a learned scale.")
 
@@ -58,7 +58,9 @@ class Engram(Section):
 class MTP(Section):
   """Prediction of several tokens at once."""
 
-  mtp_num_layers: int = Field(0, ge=0, description="Extra layers that each predict one token further ahead; 0 is none.")
+  mtp_num_layers: int = Field(
+    0, ge=0, description="Multi-token prediction (MTP) layers, each of which predicts one token further; 0 is none."
+  )
   mtp_loss_scaling_factor: float = Field(
     0.1, ge=0, description="Weight of the multi-token prediction loss in the total."
   )
@@ -72,7 +74,7 @@ class Logits(Section):
 
   logits_via_embedding: bool = Field(False, description="Use the embedding table as output head.")
   normalize_embedding_logits: bool = Field(True, description="With a tied head, divide logits by sqrt(width).")
-  logits_dot_in_fp32: bool = Field(False, description="Compute the head's product in float32.")
+  logits_dot_in_fp32: bool = Field(False, description="Compute the head's matmul in float32.")
   cast_logits_to_fp32: bool = Field(
     True, description="Keep logits in float32; false keeps them in dtype. The loss is summed in float32 either way."
   )
@@ -92,7 +94,7 @@ class ManifoldConstrainedHyperConnections(Section):
 class PositionalEmbedding(Section):
   """Positions other than rotary."""
 
-  use_iota_embed: bool = Field(False, description="True looks tokens up by a one-hot product instead of a gather.")
+  use_iota_embed: bool = Field(False, description="True looks tokens up by a one-hot matmul instead of a gather.")
   use_untrainable_positional_embedding: bool = Field(
     False, description="True adds fixed sinusoidal positions to the token embeddings."
   )

@@ -1,4 +1,4 @@
-"""Number formats and quantization."""
+"""Dtypes and quantization."""
 
 from typing import Literal
 
@@ -9,13 +9,13 @@ from maxtext.configs.types.section import Section
 
 
 class DataTypes(Section):
-  """Number formats of weights, activations and gradients."""
+  """Dtypes of weights, activations and gradients."""
 
-  dtype: DType = Field(DType.BFLOAT16, description="Activations and the inputs of matrix products.")
+  dtype: DType = Field(DType.BFLOAT16, description="Activations and the inputs of matmuls.")
   grad_dtype: DType = Field(DType.FLOAT32, description="Gradients as they are summed and as the optimizer sees them.")
   weight_dtype: DType = Field(DType.FLOAT32, description="Weights as they are stored.")
   matmul_precision: MatmulPrecision = Field(
-    MatmulPrecision.DEFAULT, description="Precision of matrix products outside attention kernels."
+    MatmulPrecision.DEFAULT, description="Precision of matmuls outside attention kernels."
   )
   activations_in_float32: bool = Field(False, description="Apply activation functions in float32.")
   dtype_mm: str = Field("float32", description="Computation type of the multimodal encoders.")
@@ -25,7 +25,7 @@ class Quantization(Section):
   """Products and caches in few bits."""
 
   quantization: None | QuantizationType = Field(
-    QuantizationType.NONE, description="Number format for quantized matrix products (int8, fp8...); empty is none."
+    QuantizationType.NONE, description="Dtype of quantized matmuls (int8, fp8...); empty is none."
   )
   replicate_quant_scale: bool = Field(
     False, description="True copies quantization scales to all devices rather than sharding them."
@@ -37,7 +37,7 @@ class Quantization(Section):
   kv_quant_axis: KvQuantAxis = Field(
     KvQuantAxis.HEADS_AND_DKV, description="Axes that share one scale in the quantized key-value cache."
   )
-  kv_quant_dtype: Literal["int8", "int4"] = Field("int8", description="Number format of the quantized key-value cache.")
+  kv_quant_dtype: Literal["int8", "int4"] = Field("int8", description="Dtype of the quantized KV cache.")
   quantization_local_shard_count: int = Field(
     -1, description="Shards that each find their own scale range; -1 takes the slice count."
   )

@@ -51,7 +51,7 @@ class AdamW(Section):
   adamw_mask: list[str] = Field(
     default_factory=list, description="Patterns of parameter names left out of AdamW weight decay; empty decays all."
   )
-  mu_dtype: str = Field("", description="Number format of the first moment; empty takes the weights'.")
+  mu_dtype: str = Field("", description="Dtype of the first moment; empty takes the weights'.")
 
 
 class Muon(Section):

@@ -95,7 +95,7 @@ class DcnParallelism(Section):
   """Parallelism between slices, over the data-centre network; -1 takes what is left."""
 
   dcn_diloco_parallelism: int = Field(
-    1, description="Slice groups that train apart and sync now and then (DiLoCo); -1 is the rest."
+    1, description="Slice groups that train independently and synchronise periodically (DiLoCo); -1 is the rest."
   )
   dcn_data_parallelism: int = Field(-1, description="Slices that split the batch.")
   dcn_fsdp_parallelism: int = Field(1, description="Slices that split weights and batch.")
@@ -125,7 +125,7 @@ class IciParallelism(Section):
   """Parallelism inside a slice, over its fast links; -1 takes what is left."""
 
   ici_diloco_parallelism: int = Field(
-    1, description="Device groups in a slice that train apart and sync now and then (DiLoCo)."
+    1, description="Device groups in a slice that train independently and synchronise periodically (DiLoCo)."
   )
   ici_data_parallelism: int = Field(1, description="Devices that split the batch.")
   ici_fsdp_parallelism: int = Field(-1, description="Devices that split weights and batch.")
@@ -189,15 +189,13 @@ class RematAndOffload(Section):
   remat_policy_for_vit: str = Field("minimal", description="Remat policy of the vision encoder's layers.")
   decoder_layer_input: RematLocation = Field(RematLocation.DEVICE, description="Input of a layer (policy custom).")
   context: RematLocation = Field(RematLocation.REMAT, description="Attention output before its projection (custom).")
-  mlpwi: RematLocation = Field(RematLocation.REMAT, description="Feed-forward input product, ungated (custom).")
-  mlpwi_0: RematLocation = Field(RematLocation.REMAT, description="Feed-forward gate product (custom).")
-  mlpwi_1: RematLocation = Field(RematLocation.REMAT, description="Feed-forward up product (custom).")
-  mlpwo: RematLocation = Field(RematLocation.REMAT, description="Feed-forward output product (custom).")
-  moe_mlpwi_0: RematLocation = Field(
-    RematLocation.REMAT, description="Experts' first input product, the gate (custom)."
-  )
-  moe_mlpwi_1: RematLocation = Field(RematLocation.REMAT, description="Experts' second input product (custom).")
-  moe_mlpwo: RematLocation = Field(RematLocation.REMAT, description="Experts' output product (custom).")
+  mlpwi: RematLocation = Field(RematLocation.REMAT, description="Feed-forward input matmul, ungated (custom).")
+  mlpwi_0: RematLocation = Field(RematLocation.REMAT, description="Feed-forward gate matmul (custom).")
+  mlpwi_1: RematLocation = Field(RematLocation.REMAT, description="Feed-forward up matmul (custom).")
+  mlpwo: RematLocation = Field(RematLocation.REMAT, description="Feed-forward output matmul (custom).")
+  moe_mlpwi_0: RematLocation = Field(RematLocation.REMAT, description="Experts' first input matmul, the gate (custom).")
+  moe_mlpwi_1: RematLocation = Field(RematLocation.REMAT, description="Experts' second input matmul (custom).")
+  moe_mlpwo: RematLocation = Field(RematLocation.REMAT, description="Experts' output matmul (custom).")
   query_proj: RematLocation = Field(RematLocation.REMAT, description="Query projection (custom).")
   key_proj: RematLocation = Field(RematLocation.REMAT, description="Key projection (custom).")
   value_proj: RematLocation = Field(RematLocation.REMAT, description="Value projection (custom).")
@@ -228,7 +226,9 @@ class RematAndOffload(Section):
 class DilocoParams(Section):
   """Replicas that meet now and then."""
 
-  enable_diloco: bool = Field(False, description="True trains replicas apart and merges them with an outer optimizer.")
+  enable_diloco: bool = Field(
+    False, description="True trains replicas independently and merges them with an outer optimizer (DiLoCo)."
+  )
   diloco_sync_period: int = Field(36, description="Inner steps between merges of the replicas.")
   diloco_outer_lr: float = Field(0.3, description="Learning rate of the outer optimizer at each merge.")
   diloco_outer_momentum: float = Field(0.9, description="Nesterov momentum of the outer optimizer.")

@@ -34,7 +34,7 @@ class RunInfo(Section):
   debug_sharding: bool = Field(
     False, description="Print every parameter's shape, logical axes, mesh axes and bytes per device."
   )
-  base_output_directory: str = Field("", description="Where runs are kept, also gs://...; empty means ./runs.")
+  base_output_directory: str = Field("", description="Where runs are stored, also gs://...; empty means ./runs.")
   sharding_strategy: None | Literal["experimental"] = Field(
     None, description="Alternative set of sharding rules; None is the standard one."
   )

@@ -1,4 +1,4 @@
-"""Where documents come from. Each source is opened by a function of the options; libraries are imported there."""
+"""Data sources. Each `dataset_type` has a function that opens its sources, and imports its library when called."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from maxtext.data.splits import Split
 
 
 def open_sources(options: DataOptions, split: Split) -> list[DataSource]:
-  """The sources of training or evaluation, with their weights."""
+  """Opens the sources of training or evaluation data, with their mixture weights."""
   return _OPEN[options.kind](options, split)
 
 

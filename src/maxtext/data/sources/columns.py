@@ -1,4 +1,4 @@
-"""Documents in tables: rows whose columns hold text or tokens, read at random."""
+"""Documents in tables with random access, whose columns hold text or tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,12 +16,12 @@ class ColumnDocuments:
   """The documents of a table.
 
   Attributes:
-    sizes: documents in each shard.
-    window: how much is shuffled together.
-    identity: what the rows are, and how they become tokens.
-    counts: what truncation says of lengths.
-    read: gives some rows.
-    where: says which row it is.
+    sizes: number of documents in each shard.
+    window: how many documents are shuffled together.
+    identity: what determines the rows and their tokens.
+    counts: the known limits of document lengths.
+    read: returns the rows with these numbers.
+    where: describes the location of a row, for messages.
   """
 
   def __init__(
@@ -34,7 +34,7 @@ class ColumnDocuments:
     window: ShuffleWindow = FEW_SHARDS,
     values: Callable[[Any], Sequence[Any]] = list,
   ) -> None:
-    """`about` says which data it is, wherever it is; `values` gives the values of a row's columns."""
+    """`about` identifies the data, whatever its location; `values` returns the values of a row's columns."""
     self.sizes, self.window = sizes, window
     self.identity = {"documents": sum(sizes), **about, **encoding.identity}
     self.counts = TokenCounts(None, None if encoding.most is None else [encoding.most] * len(sizes))
@@ -42,5 +42,5 @@ class ColumnDocuments:
     self._encoding, self._values = encoding, values
 
   def tokens(self, record: Any) -> np.ndarray:
-    """The tokens of a row."""
+    """The tokens of the document in a row."""
     return self._encoding(self._values(record))

@@ -1,4 +1,4 @@
-"""From the columns of a record to the tokens of a document."""
+"""Converts the columns of a record to the tokens of a document."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from maxtext.data.splits import Split
 from maxtext.data.tokenizers import TextTokenizer, load_tokenizer
 
 MASK = "_mask"
-"""How the name of a column of loss weights ends."""
+"""Suffix of the name of a column of loss weights."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-  """How values become tokens: several columns of text are one document, a line each; tokens are taken as they are.
+  """Converts values to tokens. Text columns are joined by newlines to one document; token columns are concatenated.
 
-  A column whose name ends in `_mask` brings the loss weight of each token of the column before it.
+  A column whose name ends in `_mask` holds the loss weight of each token of the column before it.
 
   Attributes:
-    columns: the names of the values.
-    tokenizer: None where the data holds tokens.
-    most: tokens after which text is cut; None cuts nothing.
+    columns: the names of the columns.
+    tokenizer: None if the data holds tokens.
+    most: maximum number of tokens, to which text is truncated; None does not truncate.
   """
 
   columns: tuple[str, ...]
@@ -34,21 +34,21 @@ class Encoding:
 
   @staticmethod
   def of(options: DataOptions, split: Split) -> "Encoding":
-    """As the keys of the split say."""
+    """The encoding that the options of a split describe."""
     if not split.tokenize:
       return Encoding(tuple(split.columns), None, None)
-    # A row of inputs has one more token, the last one's target.
+    # One token more than the inputs, since the last input needs a target.
     most = options.length + 1 if options.truncate else None
     return Encoding(tuple(split.columns), load_tokenizer(options.tokenizer), most)
 
   @property
   def identity(self) -> dict[str, Any]:
-    """What decides the tokens."""
+    """What determines the tokens."""
     tokenizer = None if self.tokenizer is None else self.tokenizer.identity
     return {"columns": list(self.columns), "tokenizer": tokenizer, "most": self.most}
 
   def __call__(self, values: Sequence[Any]) -> np.ndarray:
-    """The tokens of one document, from the values of its columns; `WEIGHTED` where one of them is a mask."""
+    """The tokens of one document, from the values of its columns; with dtype `WEIGHTED` if one of them is a mask."""
     if self.tokenizer is None:
       if any(map(_is_mask, self.columns)):
         return _weighted(self.columns, values)
@@ -78,7 +78,7 @@ def _weighted(columns: Sequence[str], values: Sequence[Any]) -> np.ndarray:
 
 
 def _integers(value: Any) -> np.ndarray:
-  """Wide enough for any integer of a file, so that one outside the vocabulary stays what it is."""
+  """Tokens as int64, so that integers outside the vocabulary do not overflow and are detected later."""
   try:
     found = np.asarray(value)
   except ValueError:

@@ -1,6 +1,6 @@
 """Documents in files of records: ArrayRecord and TFRecord of `tf.train.Example`, and Parquet.
 
-All of them have random access: TFRecord by an index of places, Parquet by row group.
+All of them have random access: TFRecord by an index of offsets, Parquet by row group.
 """
 
 import hashlib
@@ -20,30 +20,30 @@ from maxtext.data.sources.tf_record import TFRecordReader, tf_record_shard
 
 
 def open_files(paths: Sequence[str], kind: str, encoding: Encoding, in_order: int, threads: int) -> ColumnDocuments:
-  """The documents of some files; `in_order` of them are shuffled together in formats that are best read in order."""
-  form, columns = FORMATS[kind], encoding.columns
-  shards = [shard for path in paths for shard in form.shards(path, columns)]
+  """Opens the documents of some files. With slow random access, `in_order` documents are shuffled together."""
+  format_, columns = FORMATS[kind], encoding.columns
+  shards = [shard for path in paths for shard in format_.shards(path, columns)]
   names = [[Path(shard.path).name, shard.part, shard.records, os.path.getsize(shard.path)] for shard in shards]
-  records = Records(shards, lambda shard: form.open(shard, columns), threads)
+  records = Records(shards, lambda shard: format_.open(shard, columns), threads)
   return ColumnDocuments(
     records.read,
     encoding,
     [shard.records for shard in shards],
     {"files": hashlib.sha256(repr(names).encode()).hexdigest()},
     records.where,
-    FEW_SHARDS._replace(documents=in_order) if form.in_order else FEW_SHARDS,
-    lambda record: form.values(record, columns),
+    FEW_SHARDS._replace(documents=in_order) if format_.in_order else FEW_SHARDS,
+    lambda record: format_.values(record, columns),
   )
 
 
 class Format(NamedTuple):
-  """A kind of file.
+  """A file format.
 
   Attributes:
-    shards: the parts of a file that are opened as a whole.
-    open: one of them, for some columns.
-    values: of a record's columns.
-    in_order: whether reading far apart is slow.
+    shards: lists the shards of a file, each of which is opened as a whole.
+    open: opens a shard, for some columns.
+    values: returns the values of a record's columns.
+    in_order: whether random access is slow.
   """
 
   shards: Callable[[str, Sequence[str]], list[Shard]]

@@ -1,4 +1,4 @@
-"""`dataset_type=grain`: prepared corpora and files of records, one source or several in given shares."""
+"""`dataset_type=grain`: prepared corpora and record files, one source or a weighted mixture of several."""
 
 import glob
 import json
@@ -20,16 +20,18 @@ Part = tuple[str, float]  # a folder or glob, and its weight
 
 
 def open_grain(options: DataOptions, split: Split) -> list[DataSource]:
-  """Opens all parts, several at a time."""
+  """Opens all parts of the mixture, several at a time."""
   parts = _parts(split)
-  encoding = cache(partial(Encoding.of, options, split))  # only where something is not tokenised yet, and once
+  encoding = cache(
+    partial(Encoding.of, options, split)
+  )  # loads the tokenizer at most once, and only for data that is not tokenised
   with ThreadPoolExecutor(max(1, options.open_threads)) as pool:
     opened = pool.map(lambda part: _open(options, split, encoding, part[0]), parts)
     return [DataSource(documents, weight) for documents, (_, weight) in zip(opened, parts, strict=True)]
 
 
 def source_paths(split: Split) -> list[str]:
-  """The folders and globs that are read."""
+  """The folders and globs of the split."""
   return [place for place, _ in _parts(split)]
 
 
@@ -59,7 +61,7 @@ def _open(options: DataOptions, split: Split, encoding: Callable[[], Encoding], 
 
 
 def _file_parts(key: str, value: str) -> Sequence[Part]:
-  """`glob`, or `glob,weight;glob,weight`."""
+  """Parses `glob`, or `glob,weight;glob,weight`."""
   if not value:
     raise ConfigError(f"dataset_type=grain needs {key}: write the folder of a prepared corpus, or a glob of files.")
   if ";" not in value and "," not in value:
@@ -72,13 +74,13 @@ def _file_parts(key: str, value: str) -> Sequence[Part]:
 
 
 def _mixture_parts(path: str) -> Sequence[Part]:
-  """{"name": {"path": glob, "weight": number}, ...}."""
-  key, form = f"grain_train_mixture_config_path={path}", '{"name": {"path": "glob", "weight": 0.7}, ...}'
+  """Reads a file {"name": {"path": glob, "weight": number}, ...}."""
+  key, expected = f"grain_train_mixture_config_path={path}", '{"name": {"path": "glob", "weight": 0.7}, ...}'
   try:
     listed = json.loads(Path(path).expanduser().read_text())
     parts = [(str(part["path"]), float(part["weight"])) for part in listed.values()]
   except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-    raise ConfigError(f"{key} must be a file of the form {form}: {error!r}.") from None
+    raise ConfigError(f"{key} must be a file of the form {expected}: {error!r}.") from None
   return _checked(key, parts)
 
 

@@ -1,4 +1,4 @@
-"""`dataset_type=hf`: files that the `datasets` library reads, at random, from a memory-mapped copy that it keeps."""
+"""`dataset_type=hf`: data sets of the `datasets` library, with random access to its memory-mapped cache."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from maxtext.data.splits import Split
 
 
 def open_hf(options: DataOptions, split: Split) -> list[DataSource]:
-  """A split that is, or is made, a table on this machine's disk."""
+  """Opens a split, which the library stores as a table on the local disk."""
   hub = options.hub
   data, encoding = load(hub, split, streaming=False), Encoding.of(options, split)
   if missing := set(encoding.columns) - set(data.column_names):
@@ -31,14 +31,14 @@ def open_hf(options: DataOptions, split: Split) -> list[DataSource]:
 
 
 def is_remote(hub: HubOptions, split: Split) -> bool:
-  """Whether the data is elsewhere, and therefore streamed: a name on the hub, or files with a protocol (`gs://`)."""
+  """Whether the data is remote and is therefore streamed: a name on the hub, or files with a protocol (`gs://`)."""
   if split.hf_files:
     return "://" in split.hf_files
   return not Path(hub.path).expanduser().exists()
 
 
 def load(hub: HubOptions, split: Split, streaming: bool) -> Any:
-  """The library's data set."""
+  """Loads the library's data set object."""
   if not hub.path:
     raise ConfigError(
       "dataset_type=hf needs hf_path: write json or parquet beside hf_train_files, or a name on the hub."
@@ -53,7 +53,7 @@ def load(hub: HubOptions, split: Split, streaming: bool) -> Any:
       hub.name,
       data_dir=hub.data_dir,
       data_files=split.hf_files,
-      split="train" if split.hf_files else split.hf_split,  # files without names are one split, which is called so
+      split="train" if split.hf_files else split.hf_split,  # the library's name of the only split of plain files
       token=hub.access_token,
       streaming=streaming,
     )

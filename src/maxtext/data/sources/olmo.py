@@ -1,7 +1,7 @@
-"""`dataset_type=olmo_grain`: sequences of one length in raw files of tokens, listed by an index.
+"""`dataset_type=olmo_grain`: sequences of a fixed length in raw token files, listed by an index.
 
 The index is {"sequence_length": n, "dtype": "int32", "files": [path or {"path": path}, ...]}. A file is an array of
-tokens, with NumPy's header or without; what is left over at its end is no sequence.
+tokens, with or without NumPy's header; an incomplete sequence at its end is ignored.
 """
 
 import json
@@ -18,12 +18,12 @@ from maxtext.data.order import FEW_SHARDS
 from maxtext.data.records import Records, Shard
 from maxtext.data.splits import Split
 
-# A sequence in which up to so many tokens repeat so often teaches only to repeat.
+# A sequence is filtered out if an n-gram up to this length repeats this often in a row.
 LONGEST_PERIOD, MOST_REPEATS = 13, 32
 
 
 def open_olmo(options: DataOptions, split: Split) -> list[DataSource]:
-  """The sequences of an index."""
+  """Opens the sequences of an index."""
   olmo = options.olmo
   if not olmo.index_path:
     raise ConfigError("dataset_type=olmo_grain needs olmo_index_path: write the JSON index of the token files.")
@@ -38,7 +38,7 @@ def open_olmo(options: DataOptions, split: Split) -> list[DataSource]:
 
 
 def is_repetitive(tokens: np.ndarray) -> bool:
-  """Whether some tokens come again and again: `MOST_REPEATS` times in a row, with a period up to `LONGEST_PERIOD`."""
+  """Whether an n-gram of up to `LONGEST_PERIOD` tokens repeats `MOST_REPEATS` times or more in a row."""
   for period in range(1, LONGEST_PERIOD + 1):
     differ = np.flatnonzero(tokens[period:] != tokens[:-period])
     runs = np.diff(differ, prepend=-1, append=max(len(tokens) - period, 0)) - 1
@@ -48,33 +48,33 @@ def is_repetitive(tokens: np.ndarray) -> bool:
 
 
 class _Sequences:
-  """Every sequence is a document; one that repeats itself is an empty document."""
+  """Every sequence is a document; a filtered one is an empty document."""
 
   window = FEW_SHARDS
 
-  def __init__(self, paths: list[Path], length: int, dtype: np.dtype, leave_repeats: bool, threads: int) -> None:
+  def __init__(self, paths: list[Path], length: int, dtype: np.dtype, ngram_filter: bool, threads: int) -> None:
     shards = [Shard(str(path), len(_array(path, dtype)) // length, 0) for path in paths]
     self.sizes = [shard.records for shard in shards]
     self.counts = TokenCounts(sum(self.sizes) * length, [length] * len(paths))
-    self._leave_repeats = leave_repeats
+    self._ngram_filter = ngram_filter
     self._records = Records(shards, lambda shard: _SequenceReader(_array(Path(shard.path), dtype), length), threads)
     self.identity = {
       "documents": sum(self.sizes),
       "files": [[path.name, size] for path, size in zip(paths, self.sizes, strict=True)],
       "length": length,
-      "ngram_filter": leave_repeats,
+      "ngram_filter": ngram_filter,
     }
 
   def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
-    """These sequences."""
+    """The sequences with these numbers."""
     return self._records.read(numbers)
 
   def tokens(self, record: np.ndarray) -> np.ndarray:
-    """A sequence, or nothing."""
-    return record[:0] if self._leave_repeats and is_repetitive(record) else record
+    """The tokens of a sequence; none if it is filtered out."""
+    return record[:0] if self._ngram_filter and is_repetitive(record) else record
 
   def where(self, number: int) -> str:
-    """A file and a sequence of it."""
+    """Describes the file and position of a sequence, for messages."""
     return self._records.where(number)
 
 
@@ -83,7 +83,7 @@ class _SequenceReader:
     self._sequences = tokens[: len(tokens) // length * length].reshape(-1, length)
 
   def read(self, places: list[int]) -> list[np.ndarray]:
-    """The sequences at these places."""
+    """The sequences at these indices."""
     return list(self._sequences[places])
 
 
@@ -96,10 +96,10 @@ def _index(olmo: OlmoOptions) -> tuple[int, np.dtype, list[Path]]:
   except (OSError, ValueError, TypeError, KeyError) as error:
     raise ConfigError(f"olmo_index_path={path} is not an index of token files: {error!r}.") from None
   before, after = olmo.remap_from, olmo.remap_to
-  reshard = [Path(after + file.removeprefix(before) if before and file.startswith(before) else file) for file in listed]
-  if missing := [str(file) for file in reshard if not file.exists()]:
+  files = [Path(after + file.removeprefix(before) if before and file.startswith(before) else file) for file in listed]
+  if missing := [str(file) for file in files if not file.exists()]:
     raise ConfigError(f"{missing[0]}, listed in {path}, is not there: see olmo_path_remap_from and olmo_path_remap_to.")
-  return length, dtype, reshard
+  return length, dtype, files
 
 
 def _array(path: Path, dtype: np.dtype) -> np.ndarray:

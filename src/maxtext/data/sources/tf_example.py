@@ -1,4 +1,4 @@
-"""Reading `tf.train.Example` messages without TensorFlow."""
+"""Parses `tf.train.Example` messages without TensorFlow."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -30,17 +30,17 @@ def feature_values(record: bytes, columns: Sequence[str]) -> list[Any]:
 
 @cache
 def _example() -> Any:
-  """The message class, described here because the library that holds it is TensorFlow."""
+  """The message class, defined here because only TensorFlow contains it."""
   from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
   proto = descriptor_pb2.FileDescriptorProto(name="maxtext/example.proto", package="maxtext", syntax="proto3")
   field = descriptor_pb2.FieldDescriptorProto
 
   def message(name: str, *fields: dict[str, Any], within: Any = proto.message_type) -> Any:
-    made = within.add(name=name)
+    descriptor = within.add(name=name)
     for number, values in enumerate(fields, 1):
-      made.field.add(number=number, label=values.pop("label", field.LABEL_OPTIONAL), **values)
-    return made
+      descriptor.field.add(number=number, label=values.pop("label", field.LABEL_OPTIONAL), **values)
+    return descriptor
 
   many = field.LABEL_REPEATED
   message("BytesList", {"name": "value", "label": many, "type": field.TYPE_BYTES})

@@ -1,7 +1,7 @@
-"""TFRecord files: records of (length, its checksum, content, its checksum), found by an index that is made at opening.
+"""TFRecord files with random access, by an index that is built at opening.
 
-Checksums are masked CRC-32C. Both are checked, that of a length before anything is read by it, so a damaged file is
-named with the record instead of being read from a wrong place.
+A record is (length, checksum of the length, content, checksum of the content). Checksums are masked CRC-32C. Both are
+verified, the length's before it is used, so the error for a damaged file names the file and the record.
 """
 
 import os
@@ -16,20 +16,20 @@ _HEADER, _FOOTER = 12, 4
 
 
 def tf_record_shard(path: str) -> Shard:
-  """A whole file."""
+  """The shard of a whole file."""
   records = len(_index(path))
   return Shard(path, records, records * 16)
 
 
 class TFRecordReader:
-  """An open file."""
+  """Reads records of an open file."""
 
   def __init__(self, path: str) -> None:
     self._path, self._places = path, _index(path)
     self._file = os.open(path, os.O_RDONLY)
 
   def read(self, places: list[int]) -> list[bytes]:
-    """The records at these places."""
+    """The records at these indices."""
     return [self._read(place, *self._places[place].tolist()) for place in places]
 
   def _read(self, place: int, start: int, size: int) -> bytes:
@@ -46,25 +46,25 @@ class TFRecordReader:
 
 
 def _index(path: str) -> np.ndarray:
-  """Start and size of every record's content."""
+  """Offset and size of every record's content."""
   places: list[tuple[int, int]] = []
-  at, end = 0, os.path.getsize(path)
+  offset, end = 0, os.path.getsize(path)
   with open(path, "rb") as file:
-    while at < end:
-      file.seek(at)
+    while offset < end:
+      file.seek(offset)
       header = file.read(_HEADER)
       if len(header) == _HEADER and _checksum(header[:8]) != header[8:]:
         raise _damage(path, len(places), "its length does not have its checksum; or this is no TFRecord file")
       size = struct.unpack("<Q", header[:8])[0] if len(header) == _HEADER else 0
-      if (after := at + _HEADER + size + _FOOTER) > end:
+      if (after := offset + _HEADER + size + _FOOTER) > end:
         raise _damage(path, len(places), f"it ends at byte {after}, and the file is cut short at {end}")
-      places.append((at + _HEADER, size))
-      at = after
+      places.append((offset + _HEADER, size))
+      offset = after
   return np.array(places, np.int64).reshape(-1, 2)
 
 
 def _checksum(content: bytes) -> bytes:
-  """As it stands in the file: rotated and moved, because a CRC over data that contains its own CRC says little."""
+  """The masked CRC-32C as stored in the file: rotated, plus a constant, as the format defines."""
   import google_crc32c
 
   crc = google_crc32c.value(content)

@@ -1,6 +1,6 @@
 """`dataset_type=tfds` and `c4_mlperf`: data sets of TensorFlow Datasets, prepared as ArrayRecord; needs no TensorFlow.
 
-`c4_mlperf` differs in packing alone: documents are joined and cut, as that benchmark has it.
+`c4_mlperf` differs only in packing: documents are concatenated and split, as that benchmark defines.
 """
 
 from maxtext.configs import ConfigError
@@ -12,7 +12,7 @@ from maxtext.data.splits import Split
 
 
 def open_tfds(options: DataOptions, split: Split) -> list[DataSource]:
-  """A split of a data set that lies in `dataset_path`; nothing is downloaded."""
+  """Opens a split of a data set in `dataset_path`; nothing is downloaded."""
   try:
     import tensorflow_datasets as tfds
   except ImportError:

@@ -1,4 +1,4 @@
-"""From configuration keys to execution: what runs a model on a mesh, beside what the model is.
+"""From configuration keys to an `ExecutionConfig`: how a model runs on a mesh.
 
-`execution.py` composes the parts, one file each. Nothing here changes a `DecoderSpec`.
+`execution.py` composes the parts, which have one file each. Nothing here changes a `DecoderSpec`.
 """

@@ -1,4 +1,4 @@
-"""From keys to an attention kernel: which one runs on which devices, with which blocks, in which order of tokens."""
+"""From keys to an attention kernel: the kernel for the platform, its block sizes, and the order of tokens."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,13 +19,13 @@ _KERNELS: Mapping[str, Mapping[str, Kernel]] = {
   "dot_product": dict.fromkeys(_PLATFORMS, "dot_product"),
   "chunked": dict.fromkeys(_PLATFORMS, "chunked"),
   "flash": _FAST,
-  "paged": {"cpu": "chunked", **_FAST},  # of whole texts; what was cached of them lies in pages
+  "paged": {"cpu": "chunked", **_FAST},  # for prefill and training; decoding reads the paged KV cache
   "cudnn_flash_jax": {name: kernel for name, kernel in _FAST.items() if kernel == "cudnn"},
 }
 
 
 def attention(config: MaxTextConfig, mesh: Mesh, parts: int) -> AttentionKernel:
-  """How a run attends on a mesh that splits rows into so many parts."""
+  """The attention kernel of a run on a mesh that shards sequences into `parts`."""
   c = config
   blocks = SplashBlocks(
     c.sa_block_q,
@@ -43,7 +43,7 @@ def attention(config: MaxTextConfig, mesh: Mesh, parts: int) -> AttentionKernel:
 
 
 def check_attention(config: MaxTextConfig, spec: DecoderSpec, kernel: Kernel) -> None:
-  """Refuses what a kernel cannot do for this model: cuDNN has neither soft caps, nor chunks, nor sinks."""
+  """Raises `ConfigError` if the kernel does not support the model: cuDNN has no soft caps, chunks or sinks."""
   names = ("", *(tower.name for tower in towers_of(spec)))
   mixers = [block.mixer for name in names for group in groups_of(spec, name) for block in group.cycle]
   lacking = {
@@ -80,23 +80,23 @@ def _check_splash(config: MaxTextConfig, blocks: SplashBlocks, parts: int) -> No
       "which the splash kernel needs."
     )
   for key, size in zip(SplashAttention.model_fields, dataclasses.astuple(blocks)[:-1], strict=False):
-    own = length // parts if "block_q" in key else length
-    if size < 128 or size % 128 or own % min(size, own):
+    local = length // parts if "block_q" in key else length
+    if size < 128 or size % 128 or local % min(size, local):
       raise ConfigError(
-        f"{key}={size} must be a multiple of 128 that divides {own}, "
-        f"max_target_length={length} over {length // own} devices."
+        f"{key}={size} must be a multiple of 128 that divides {local}, "
+        f"max_target_length={length} over {length // local} devices."
       )
 
 
 def _order(config: MaxTextConfig, mesh: Mesh, parts: int) -> LoadBalancedOrder | None:
-  """The order of tokens in rows that are split, where the parts are to have the same work."""
+  """The load-balanced order of tokens in sequences sharded over `context`; None keeps their order."""
   c = config
   if c.max_target_length % parts:
     raise ConfigError(f"max_target_length={c.max_target_length} cannot be split over {parts} devices in equal parts.")
   if mesh.shape.get("context", 1) == 1 or not c.context_parallel_load_balance:
     return None
-  ring, asked = c.context_parallel_strategy == "ring", c.context_parallel_reorder_strategy
-  striped = ring if asked is ReorderStrategy.AUTO else asked is ReorderStrategy.STRIPED
+  ring, strategy = c.context_parallel_strategy == "ring", c.context_parallel_reorder_strategy
+  striped = ring if strategy is ReorderStrategy.AUTO else strategy is ReorderStrategy.STRIPED
   order = LoadBalancedOrder("striped" if striped else "dual_chunk_swap", parts)
   if c.max_target_length % order.divisor:
     raise ConfigError(

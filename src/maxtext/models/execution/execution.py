@@ -1,4 +1,4 @@
-"""From keys to an `ExecutionConfig`: how a configuration executes a model on a mesh, and what a model cannot have."""
+"""From keys to an `ExecutionConfig`, with checks of which options a model supports."""
 
 from jax.sharding import Mesh
 
@@ -14,15 +14,19 @@ from maxtext.models.spec import DecoderSpec
 
 
 def execution_of_model(config: MaxTextConfig, mesh: Mesh, spec: DecoderSpec) -> ExecutionConfig:
-  """How this configuration executes one model on a mesh; refuses what does not go with it."""
+  """The execution of one model on a mesh.
+
+  Raises:
+    ConfigError: the model does not support an option.
+  """
   execution = execution_config(config, mesh)
   check_attention(config, spec, execution.kernels.attention.kernel)
   check_experts(config, spec)
-  turns = len(execution.remat)
-  if odd := [group.repeats for group in spec.groups if group.repeats % turns]:
+  policies = len(execution.remat)
+  if odd := [group.repeats for group in spec.groups if group.repeats % policies]:
     raise ConfigError(
-      f"remat_policy={config.remat_policy} names {turns} policies that take turns over the layers, and this model "
-      f"repeats {odd[0]} layers, which is not a multiple of {turns}."
+      f"remat_policy={config.remat_policy} names {policies} policies that take turns over the layers, and this model "
+      f"repeats {odd[0]} layers, which is not a multiple of {policies}."
     )
   if execution.kernels.attention.order is not None and not spec.order_invariant:
     raise ConfigError(
@@ -33,7 +37,7 @@ def execution_of_model(config: MaxTextConfig, mesh: Mesh, spec: DecoderSpec) -> 
 
 
 def execution_config(config: MaxTextConfig, mesh: Mesh) -> ExecutionConfig:
-  """How this configuration executes any model on a mesh."""
+  """The execution of any model on a mesh, without the checks and pipelines of one model."""
   c = config
   rules = sharding_rules(c, mesh)
   return ExecutionConfig(
@@ -60,7 +64,7 @@ def execution_config(config: MaxTextConfig, mesh: Mesh) -> ExecutionConfig:
 
 
 def sharding_rules(config: MaxTextConfig, mesh: Mesh) -> Rules:
-  """The table from logical axes to mesh axes."""
+  """The rules that map logical axes to mesh axes."""
   rules = Rules.parse(config.logical_axis_rules, config.mesh_axes)
   if not config.shard_exp_on_fsdp:
     return rules

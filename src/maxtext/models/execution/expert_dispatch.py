@@ -1,4 +1,4 @@
-"""From keys to the dispatch of experts: how a run executes mixtures, with which kernels and tiles."""
+"""From keys to expert dispatch: the method, the grouped-matmul kernel and its tiles."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _KERNELS: dict[str, Kernel] = {"tpu": "megablox", "cpu": "tiled"}
 
 
 def dispatch(config: MaxTextConfig, mesh: Mesh) -> ExpertDispatch:
-  """How a run executes mixtures of experts on a mesh."""
+  """The expert dispatch of a run on a mesh."""
   c = config
   platform = mesh.devices.flat[0].platform
   kernel = _KERNELS.get(platform, "ragged_dot") if c.megablox else "ragged_dot"
@@ -50,7 +50,7 @@ def dispatch(config: MaxTextConfig, mesh: Mesh) -> ExpertDispatch:
 
 
 def check_experts(config: MaxTextConfig, spec: DecoderSpec) -> None:
-  """Refuses experts that the family does not have."""
+  """Raises `ConfigError` if num_experts is set for a family without experts."""
   has = any(isinstance(block.feed_forward, MoE | DenseAndExperts) for group in spec.groups for block in group.cycle)
   if config.num_experts > 1 and not has:
     raise ConfigError(

@@ -1,4 +1,4 @@
-"""From keys to the KV cache of a run: its pages, its quantization, and how much of it a step reads at once."""
+"""From keys to the KV cache of a run: pages, quantization, and how many positions a step reads at once."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -10,14 +10,14 @@ from maxtext.configs.types import KvQuantAxis
 from maxtext.layers.kv_cache import KVCacheQuantization
 from maxtext.layers.paged_kv_cache import PagedKVCache
 
-# Many small products are slow where starting one takes longer than reading what it reads.
+# Positions per block, by platform. Elsewhere small matmuls are slow: launching one takes longer than its reads.
 _BLOCKS = {"cpu": 32}
 
 _BITS: Mapping[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
 
 
 def kv_cache_pages(config: MaxTextConfig, mesh: Mesh) -> PagedKVCache | None:
-  """The pages that caches lie in, if they do."""
+  """The paged KV cache; None unless attention=paged."""
   c = config
   if c.attention != "paged":
     return None
@@ -30,14 +30,14 @@ def kv_cache_pages(config: MaxTextConfig, mesh: Mesh) -> PagedKVCache | None:
 
 
 def kv_cache_quantization(config: MaxTextConfig) -> KVCacheQuantization | None:
-  """How cached keys and values are quantized, if they are."""
+  """The KV-cache quantization; None unless quantize_kvcache is set."""
   if not config.quantize_kvcache:
     return None
   return KVCacheQuantization(_BITS[config.kv_quant_dtype], per_head=config.kv_quant_axis is KvQuantAxis.DKV)
 
 
 def kv_cache_block(config: MaxTextConfig, mesh: Mesh) -> int | None:
-  """The most positions of a cache that a step reads at once; None is any number."""
+  """The maximum number of cache positions that a step reads at once; None is no limit."""
   if config.use_ragged_attention:
     return config.ragged_block_size
   return _BLOCKS.get(mesh.devices.flat[0].platform)

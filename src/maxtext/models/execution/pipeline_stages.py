@@ -1,4 +1,4 @@
-"""From keys to pipelines: which layers of a model go through stages, and how."""
+"""From keys to pipelines: which layers of a model run in pipeline stages, and with which schedule."""
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import global_batch_size
@@ -8,20 +8,20 @@ from maxtext.models.spec import DecoderSpec
 
 
 def pipelines(config: MaxTextConfig, spec: DecoderSpec, execution: ExecutionConfig) -> tuple[Pipeline | None, ...]:
-  """One for each group of layers: the largest group goes through the stages, the others run before and after it."""
+  """One entry per group of layers. The largest group is pipelined; the others (None) run before and after it."""
   stages = execution.sharding.mesh.shape.get(AXIS, 1)
   if stages == 1:
     return ()
   largest = max(range(len(spec.groups)), key=lambda i: spec.groups[i].repeats * len(spec.groups[i].cycle))
   group = spec.groups[largest]
-  made = _pipeline(config, execution, stages, len(group.cycle), group.repeats)
-  return tuple(made if i == largest else None for i in range(len(spec.groups)))
+  pipeline = _pipeline(config, execution, stages, len(group.cycle), group.repeats)
+  return tuple(pipeline if i == largest else None for i in range(len(spec.groups)))
 
 
 def _pipeline(config: MaxTextConfig, execution: ExecutionConfig, stages: int, cycle: int, repeats: int) -> Pipeline:
   c = config
-  per_stage, asked = c.num_layers_per_pipeline_stage, c.pipeline_parallel_layers
-  layers = cycle * repeats if asked == -1 else asked
+  per_stage, requested = c.num_layers_per_pipeline_stage, c.pipeline_parallel_layers
+  layers = cycle * repeats if requested == -1 else requested
   over = f"{stages} stages x num_layers_per_pipeline_stage={per_stage}"
   if per_stage < 1 or per_stage % (cycle * len(execution.remat)):
     raise ConfigError(
@@ -31,7 +31,7 @@ def _pipeline(config: MaxTextConfig, execution: ExecutionConfig, stages: int, cy
     )
   if not 0 < layers <= cycle * repeats or layers % (stages * per_stage):
     raise ConfigError(
-      f"pipeline_parallel_layers={asked}: {layers} of {cycle * repeats} layers cannot be dealt to {over} in whole "
+      f"pipeline_parallel_layers={requested}: {layers} of {cycle * repeats} layers cannot be dealt to {over} in whole "
       f"rounds; take a multiple of {stages * per_stage} up to {cycle * repeats}."
     )
   rounds = layers // (stages * per_stage)

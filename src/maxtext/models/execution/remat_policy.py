@@ -1,4 +1,4 @@
-"""From keys to rematerialisation: which tensors of a layer are kept for the backward pass, and where."""
+"""From keys to rematerialisation: which tensors of a layer are saved for the backward pass, and where."""
 
 from maxtext.configs import MaxTextConfig
 from maxtext.configs.derived import tensors_at
@@ -8,27 +8,27 @@ from maxtext.layers.execution import RematSpec
 
 _QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
 _EXPERTS = ("moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")
-_PRODUCTS = (*_QKV, "out_proj", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", *_EXPERTS)
+_MATMULS = (*_QKV, "out_proj", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", *_EXPERTS)
 
 _REMAT = {
   RematPolicy.FULL: RematSpec(),
-  RematPolicy.MINIMAL: RematSpec(saved=_PRODUCTS),
+  RematPolicy.MINIMAL: RematSpec(saved=_MATMULS),
   RematPolicy.SAVE_DOT_WITH_CONTEXT_EXCEPT_MLP: RematSpec(saved=(*_QKV, "context", "out_proj")),
   RematPolicy.SAVE_DOT_EXCEPT_MLPWI: RematSpec(saved=(*_QKV, "out_proj", "mlpwo", "moe_mlpwo")),
   RematPolicy.SAVE_DOT_EXCEPT_MLP: RematSpec(saved=(*_QKV, "out_proj")),
   RematPolicy.SAVE_QKV_PROJ: RematSpec(saved=_QKV),
   RematPolicy.QKV_PROJ_OFFLOADED: RematSpec(offloaded=_QKV),
-  RematPolicy.MINIMAL_OFFLOADED: RematSpec(offloaded=_PRODUCTS),
+  RematPolicy.MINIMAL_OFFLOADED: RematSpec(offloaded=_MATMULS),
   RematPolicy.SAVE_OUT_PROJ: RematSpec(saved=("out_proj",)),
 }
 
 
 def remat(config: MaxTextConfig) -> tuple[RematSpec, ...]:
-  """What the layers keep, which take turns where several policies are named."""
-  return tuple(_kept(config, policy) for policy in remat_policies(config.remat_policy))
+  """What layers save. With several policies, layers alternate between them."""
+  return tuple(_remat_spec(config, policy) for policy in remat_policies(config.remat_policy))
 
 
-def _kept(config: MaxTextConfig, policy: RematPolicy) -> RematSpec:
+def _remat_spec(config: MaxTextConfig, policy: RematPolicy) -> RematSpec:
   if policy is not RematPolicy.CUSTOM:
     return _REMAT[policy]
   saved, offloaded = (tensors_at(config, place) for place in (RematLocation.DEVICE, RematLocation.OFFLOAD))

@@ -1,6 +1,6 @@
-"""DeepSeek 2, 3 and 3.2, and Kimi K2: latent attention, first dense layers and then experts, of which some are shared.
+"""DeepSeek 2, 3 and 3.2, and Kimi K2: multi-head latent attention (MLA), dense layers followed by MoE layers.
 
-Version 3.2 attends only to the keys that an indexer chooses.
+Version 3.2 attends only to the keys that an indexer selects.
 """
 
 import math
@@ -39,9 +39,9 @@ def _attention(c: MaxTextConfig) -> MLA:
   if c.base_num_kv_heads != c.base_num_query_heads:
     raise ConfigError(
       f"base_num_kv_heads={c.base_num_kv_heads} must be base_num_query_heads={c.base_num_query_heads} with "
-      f"attention_type=mla: each head has its own product with the latent."
+      f"attention_type=mla: each head has its own projection of the latent."
     )
-  # Longer context sharpens attention; published as a correction of the scale by its square.
+  # YaRN's mscale, whose square multiplies the attention scale.
   correction = 0.1 * c.mscale * math.log(c.rope_factor) + 1.0
   indexer = Indexer(
     c.indexer_n_heads, c.indexer_head_dim, c.indexer_topk, standard.rope(c, c.qk_rope_head_dim, interleaved=False)
@@ -61,7 +61,7 @@ def _attention(c: MaxTextConfig) -> MLA:
 
 
 _OURS, _THEIRS = standard.LAYER, "model.layers.{layer}"
-_PRODUCTS = {
+_PROJECTIONS = {
   "query_down": "q_a_proj",
   "kv_down": "kv_a_proj_with_mqa",
   "kv": "kv_b_proj",
@@ -77,8 +77,8 @@ _VECTORS = {
 }
 
 
-# Layers that predict further tokens join what was known with the next token; they share embedding and head.
-_FURTHER = f"{ANY_PREDICTION}/stack/layers/*"
+# MTP layers combine the hidden state with the embedding of the next token. They share the embedding and the head.
+_MTP_LAYER = f"{ANY_PREDICTION}/stack/layers/*"
 _JOIN = {
   "token_norm/scale": Weight(f"{_THEIRS}.enorm.weight"),
   "hidden_norm/scale": Weight(f"{_THEIRS}.hnorm.weight"),
@@ -88,59 +88,62 @@ _JOIN = {
 
 
 def weights(spec: DecoderSpec) -> Table:
-  """The names; queries go by another one where they have a latent."""
+  """The weight table; the query projection has another name if queries have a latent."""
   latent = any(isinstance(b.mixer, MLA) and b.mixer.q_lora_rank is not None for g in spec.groups for b in g.cycle)
-  products = _PRODUCTS | ({"query": "q_b_proj"} if latent else {})
+  projections = _PROJECTIONS | ({"query": "q_b_proj"} if latent else {})
   attention = f"{_OURS}/mixer", f"{_THEIRS}.self_attn"
   own = (
     standard.WEIGHTS
     | standard.EXPERTS
-    | {f"{attention[0]}/{n}/weight": Weight(f"{attention[1]}.{t}.weight", transposed=True) for n, t in products.items()}
+    | {
+      f"{attention[0]}/{n}/weight": Weight(f"{attention[1]}.{t}.weight", transposed=True)
+      for n, t in projections.items()
+    }
     | {f"{attention[0]}/{ours}": Weight(f"{attention[1]}.{theirs}") for ours, theirs in _VECTORS.items()}
     | {f"{_OURS}/feed_forward/router/selection_bias": Weight(f"{_THEIRS}.mlp.gate.e_score_correction_bias")}
     | standard.shared_expert("mlp.shared_experts")
   )
-  further = {path.replace(_OURS, _FURTHER): weight for path, weight in own.items() if path.startswith(_OURS)}
-  return own | further | {f"{ANY_PREDICTION}/{path}": weight for path, weight in _JOIN.items()}
+  mtp = {path.replace(_OURS, _MTP_LAYER): weight for path, weight in own.items() if path.startswith(_OURS)}
+  return own | mtp | {f"{ANY_PREDICTION}/{path}": weight for path, weight in _JOIN.items()}
 
 
 def hugging_face(config: MaxTextConfig) -> HuggingFace:
-  """The class there goes by the router and the indexer."""
+  """The class depends on the router and the indexer."""
   version = "v2" if config.routed_score_func != "sigmoid" else "v32" if config.use_indexer else "v3"
-  # The layer after the last one predicts a token more; where it is read, its copies of embedding and head are not.
+  # Files hold MTP layers after the last layer. Of those that are read, the copies of embedding and head are ignored.
   first = config.base_num_decoder_layers
-  further = "|".join(str(first + i) for i in range(max(config.mtp_num_layers, 1)))
-  return replace(_VERSIONS[version], ignored=(rf"model\.layers\.({further})\..*",))
+  mtp = "|".join(str(first + i) for i in range(max(config.mtp_num_layers, 1)))
+  return replace(_VERSIONS[version], ignored=(rf"model\.layers\.({mtp})\..*",))
 
 
 def _rope_parameters(c: MaxTextConfig) -> dict[str, Any]:
   return rope(c) | {"mscale": c.mscale, "mscale_all_dim": c.mscale}
 
 
-def _read(said: Entries) -> dict[str, Any]:
-  """Attention's scale is corrected for YaRN here, always; no key turns that off."""
-  found = rope_entries(said)
+def _read(entries: Entries) -> dict[str, Any]:
+  """The attention scale always includes the YaRN correction; no key disables it."""
+  found = rope_entries(entries)
   if found.get("rope_type") != "yarn":
     raise ConfigError("config.json has no YaRN, without which this version has no model of this family.")
-  groups = said["n_group"] if said["topk_method"] != "greedy" and said["n_group"] > 1 else -1
+  groups = entries["n_group"] if entries["topk_method"] != "greedy" and entries["n_group"] > 1 else -1
   return {
-    "rope_interleave": said["rope_interleave"],
+    "rope_interleave": entries["rope_interleave"],
     "mscale": found["mscale_all_dim"],
     "rope_attention_scaling": False,
-    "base_moe_mlp_dim": said["moe_intermediate_size"],
-    "q_lora_rank": said["q_lora_rank"] or 0,
+    "base_moe_mlp_dim": entries["moe_intermediate_size"],
+    "q_lora_rank": entries["q_lora_rank"] or 0,
     "n_routing_groups": groups,
-    "topk_routing_group": said["topk_group"] if groups > 0 else -1,
+    "topk_routing_group": entries["topk_group"] if groups > 0 else -1,
   }
 
 
-def _always_interleaved(said: Entries) -> dict[str, Any]:
-  """Whatever the file says: this class does not ask."""
-  return _read({**said, "rope_interleave": True})
+def _always_interleaved(entries: Entries) -> dict[str, Any]:
+  """Ignores `rope_interleave` in the file, as the class does."""
+  return _read({**entries, "rope_interleave": True})
 
 
-def _router_3(said: Entries) -> dict[str, Any]:
-  return {"routed_score_func": "sigmoid", "routed_bias": said["topk_method"] == "noaux_tc"}
+def _router_3(entries: Entries) -> dict[str, Any]:
+  return {"routed_score_func": "sigmoid", "routed_bias": entries["topk_method"] == "noaux_tc"}
 
 
 _FIELDS: dict[str, Field] = {
@@ -163,13 +166,13 @@ _FIELDS: dict[str, Field] = {
   "rope_interleave": lambda c: c.rope_type == RopeType.YARN and c.rope_interleave,
   "rope_parameters": _rope_parameters,
 }
-# What the classes of transformers take for granted, and other readers ask for.
+# Entries that the Transformers classes ignore and other libraries read.
 _ROUTER_2: dict[str, Field] = {"topk_method": lambda c: "group_limited_greedy" if c.n_routing_groups > 1 else "greedy"}
 _ROUTER_3: dict[str, Field] = {
   "topk_method": lambda c: "noaux_tc" if c.routed_bias else "group_limited_greedy",
   "scoring_func": "routed_score_func",
 }
-_AHEAD: dict[str, Field] = {"num_nextn_predict_layers": lambda c: c.mtp_num_layers}
+_MTP: dict[str, Field] = {"num_nextn_predict_layers": lambda c: c.mtp_num_layers}
 _INDEXER: dict[str, Field] = {
   "index_topk": "indexer_topk",
   "index_head_dim": "indexer_head_dim",
@@ -200,7 +203,7 @@ _VERSIONS = {
   "v3": HuggingFace(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
-    {**_FIELDS, **_ROUTER_3, **_AHEAD},
+    {**_FIELDS, **_ROUTER_3, **_MTP},
     (*_READS, _router_3),
     absent=_ABSENT,
     expects=_EXPECTS,
@@ -209,7 +212,7 @@ _VERSIONS = {
   "v32": HuggingFace(
     "DeepseekV32ForCausalLM",
     "deepseek_v32",
-    {**_FIELDS, **_ROUTER_3, **_AHEAD, **_INDEXER},
+    {**_FIELDS, **_ROUTER_3, **_MTP, **_INDEXER},
     (*_READS, _router_3, {"use_indexer": True}),
     absent=_ABSENT,
     expects=_EXPECTS,

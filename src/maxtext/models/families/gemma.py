@@ -1,4 +1,4 @@
-"""Gemma 1: norms scale by one plus their weight, embeddings are multiplied by the root of the width."""
+"""Gemma 1: norms scale by 1 + weight, embeddings are scaled by the square root of the width."""
 
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard

@@ -1,4 +1,4 @@
-"""Gemma 2: local and global layers in turn, a norm on either side of each branch, soft caps on both kinds of logits."""
+"""Gemma 2: alternating local and global layers, pre- and post-norms, soft caps on attention and final logits."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from maxtext.models import standard
 from maxtext.models.hugging_face import CAPPED, CAPPED_READS, TIED_HEAD, Entries, HuggingFace, absent, layer_types
 from maxtext.models.spec import DecoderSpec, cycles
 
-# What queries are divided by the root of, where it is not the head's width; no key says so.
+# query_pre_attn_scalar of the models where it is not head_dim; there is no key for it.
 _QUERY_SCALAR = {"gemma2-27b": 144}
 
 
@@ -26,10 +26,10 @@ def _query_scalar(c: MaxTextConfig) -> int:
   return _QUERY_SCALAR.get(c.model_name, c.head_dim)
 
 
-def _named_scalar(said: Entries) -> dict[str, Any]:
-  """Where it is not the head's width, it goes by the name of the model that has it."""
-  scalar = said["query_pre_attn_scalar"]
-  names = [name for name, own in _QUERY_SCALAR.items() if own == scalar and said["head_dim"] != scalar]
+def _named_scalar(entries: Entries) -> dict[str, Any]:
+  """Sets model_name to the model with this scalar if the scalar is not head_dim."""
+  scalar = entries["query_pre_attn_scalar"]
+  names = [name for name, value in _QUERY_SCALAR.items() if value == scalar and entries["head_dim"] != scalar]
   return {"model_name": names[0], "override_model_config": True} if names else {}
 
 

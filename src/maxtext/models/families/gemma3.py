@@ -1,4 +1,4 @@
-"""Gemma 3 (text): five local layers, then a global one, with rotary positions of their own; queries and keys normed."""
+"""Gemma 3 (text): five local layers per global layer, each kind with its own RoPE; queries and keys are normed."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from maxtext.models.hugging_face import (
 )
 from maxtext.models.spec import DecoderSpec, cycles
 
-# What queries are divided by the root of, where it is not the head's width; no key says so.
+# query_pre_attn_scalar of the models where it is not head_dim; there is no key for it.
 _QUERY_SCALAR = {"gemma3-27b": 168}
 
 
@@ -30,10 +30,10 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
     "scale": _query_scalar(c) ** -0.5,
     "qk_norm": QueryKeyNorm(norm) if c.use_qk_norm else None,
   }
-  turns = standard.rope(c, c.head_dim, theta=_near_theta(c), scaling=None)
-  near = standard.block(c, standard.attention(c, window=c.sliding_window_size, rope=turns, **common), norm=norm)
-  far = standard.block(c, standard.attention(c, **common), norm=norm)
-  groups = cycles((near,) * 5 + (far,), c.base_num_decoder_layers)
+  rotary = standard.rope(c, c.head_dim, theta=_local_theta(c), scaling=None)
+  local = standard.block(c, standard.attention(c, window=c.sliding_window_size, rope=rotary, **common), norm=norm)
+  full = standard.block(c, standard.attention(c, **common), norm=norm)
+  groups = cycles((local,) * 5 + (full,), c.base_num_decoder_layers)
   return standard.decoder(c, groups, final_norm=norm, **standard.multiplied_embeddings(c))
 
 
@@ -41,17 +41,21 @@ def _query_scalar(c: MaxTextConfig) -> int:
   return _QUERY_SCALAR.get(c.model_name, c.head_dim)
 
 
-def _near_theta(c: MaxTextConfig) -> float:
+def _local_theta(c: MaxTextConfig) -> float:
   return c.local_rope_max_timescale if c.local_rope_max_timescale > 0 else c.rope_max_timescale
 
 
-def _read(said: Entries) -> dict[str, Any]:
-  """What queries are divided by goes by a model's name; positions of local layers were an entry of their own once."""
-  scalar, own = said["query_pre_attn_scalar"], "rope_parameters" in said
-  names = [name for name, value in _QUERY_SCALAR.items() if value == scalar and said["head_dim"] != scalar]
-  near = rope_entries(said, "sliding_attention")["rope_theta"] if own else said.get("rope_local_base_freq", 10000)
+def _read(entries: Entries) -> dict[str, Any]:
+  """Sets model_name for an unusual query scalar, and reads the RoPE base of local layers from old and new formats."""
+  scalar, by_layer_type = entries["query_pre_attn_scalar"], "rope_parameters" in entries
+  names = [name for name, value in _QUERY_SCALAR.items() if value == scalar and entries["head_dim"] != scalar]
+  local_theta = (
+    rope_entries(entries, "sliding_attention")["rope_theta"]
+    if by_layer_type
+    else entries.get("rope_local_base_freq", 10000)
+  )
   named = {"model_name": names[0], "override_model_config": True} if names else {}
-  return named | {"use_qk_norm": True, "local_rope_max_timescale": near}
+  return named | {"use_qk_norm": True, "local_rope_max_timescale": local_theta}
 
 
 WEIGHTS = standard.WEIGHTS | standard.SANDWICH
@@ -62,7 +66,7 @@ HUGGING_FACE = HuggingFace(
     **CAPPED,
     "query_pre_attn_scalar": _query_scalar,
     "rope_parameters": lambda c: {
-      "sliding_attention": rope(c, theta=_near_theta(c), scaled=False),
+      "sliding_attention": rope(c, theta=_local_theta(c), scaled=False),
       "full_attention": rope(c),
     },
   },

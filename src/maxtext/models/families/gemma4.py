@@ -1,7 +1,7 @@
-"""Gemma 4 (text): five local layers, then a global one with wider and fewer heads whose values are its keys.
+"""Gemma 4 (text): five local layers per global layer. Global layers have wider and fewer heads, and use keys as values.
 
-Norms scale by their weight in float32, queries and keys are normed and so are values, logits are not scaled at all, and
-each layer's output is multiplied by a number of its own. Where there are experts, a dense layer stands beside them.
+Norms scale by their weight in float32. Queries, keys and values are normed, attention logits are not scaled, and each
+layer has a learned scale on its output. In models with experts, a dense layer runs in parallel with them.
 """
 
 from typing import Any
@@ -34,7 +34,9 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
   norm, dense = standard.norm(c, scale_in_float32=True), standard.mlp(c)
   feed_forward = DenseAndExperts(dense, _experts(c), norm) if c.num_experts > 1 else dense
   changes = {"norm": norm, "output_scale": True, "feed_forward_norms_itself": c.num_experts > 1}
-  layers = tuple(standard.block(c, mixer, feed_forward, **changes) for mixer in (*[_near(c)] * 5, _far(c)))
+  layers = tuple(
+    standard.block(c, mixer, feed_forward, **changes) for mixer in (*[_local_attention(c)] * 5, _global_attention(c))
+  )
   groups = cycles(layers, c.base_num_decoder_layers)
   return standard.decoder(c, groups, final_norm=norm, **standard.multiplied_embeddings(c))
 
@@ -44,22 +46,22 @@ def _experts(c: MaxTextConfig) -> MoE:
   return mixture(c, router, shared=None)
 
 
-def _near(c: MaxTextConfig) -> GQA:
-  turns = standard.rope(c, c.head_dim, theta=_near_theta(c), share=c.local_rope_proportion)
-  return standard.attention(c, window=c.sliding_window_size, rope=turns, shared_values=False, **_common(c))
+def _local_attention(c: MaxTextConfig) -> GQA:
+  rotary = standard.rope(c, c.head_dim, theta=_local_theta(c), share=c.local_rope_proportion)
+  return standard.attention(c, window=c.sliding_window_size, rope=rotary, shared_values=False, **_common(c))
 
 
-def _far(c: MaxTextConfig) -> GQA:
+def _global_attention(c: MaxTextConfig) -> GQA:
   head_dim, kv_heads = c.global_head_dim or c.head_dim, c.global_num_kv_heads or c.base_num_kv_heads
-  turns = standard.rope(c, head_dim, theta=_far_theta(c), share=c.global_rope_proportion)
-  return standard.attention(c, head_dim=head_dim, kv_heads=kv_heads, rope=turns, **_common(c))
+  rotary = standard.rope(c, head_dim, theta=_global_theta(c), share=c.global_rope_proportion)
+  return standard.attention(c, head_dim=head_dim, kv_heads=kv_heads, rope=rotary, **_common(c))
 
 
-def _near_theta(c: MaxTextConfig) -> float:
+def _local_theta(c: MaxTextConfig) -> float:
   return c.local_rope_max_timescale if c.local_rope_max_timescale > 0 else c.rope_max_timescale
 
 
-def _far_theta(c: MaxTextConfig) -> float:
+def _global_theta(c: MaxTextConfig) -> float:
   return c.global_rope_max_timescale if c.global_rope_max_timescale > 0 else c.rope_max_timescale
 
 
@@ -73,7 +75,7 @@ def _common(c: MaxTextConfig) -> dict:
 
 
 _OURS, _THEIRS = standard.LAYER, "model.layers.{layer}"
-_BESIDE = {
+_NORMS = {
   "dense_norm": "pre_feedforward_layernorm",
   "dense_post_norm": "post_feedforward_layernorm_1",
   "experts_norm": "pre_feedforward_layernorm_2",
@@ -85,7 +87,7 @@ WEIGHTS = (
   | standard.SANDWICH
   | {
     f"{_OURS}/output_scale": Weight(f"{_THEIRS}.layer_scalar"),
-    **{f"{_OURS}/feed_forward/{ours}/scale": Weight(f"{_THEIRS}.{name}.weight") for ours, name in _BESIDE.items()},
+    **{f"{_OURS}/feed_forward/{ours}/scale": Weight(f"{_THEIRS}.{name}.weight") for ours, name in _NORMS.items()},
     **{
       f"{_OURS}/feed_forward/dense/{name}/weight": Weight(f"{_THEIRS}.mlp.{name}_proj.weight", transposed=True)
       for name in ("gate", "up", "down")
@@ -101,25 +103,27 @@ WEIGHTS = (
 )
 
 
-def _read(said: Entries) -> dict[str, Any]:
-  """Sizes of global layers are entries of their own, or stand beside the numbers of these layers."""
-  near, far = rope_entries(said, "sliding_attention"), rope_entries(said)
-  layer: Entries = next(iter((said.get("per_layer_config") or {}).values()), {})
-  heads = said.get("num_global_key_value_heads") or layer.get("num_key_value_heads") or said["num_key_value_heads"]
+def _read(entries: Entries) -> dict[str, Any]:
+  """Keys of RoPE, of global layers and of experts. Global sizes are separate entries, or in `per_layer_config`."""
+  local, full = rope_entries(entries, "sliding_attention"), rope_entries(entries)
+  layer: Entries = next(iter((entries.get("per_layer_config") or {}).values()), {})
+  heads = (
+    entries.get("num_global_key_value_heads") or layer.get("num_key_value_heads") or entries["num_key_value_heads"]
+  )
   keys = {
-    "rope_max_timescale": far.get("rope_theta", 1000000),
-    "global_rope_max_timescale": far.get("rope_theta", 1000000),
-    "local_rope_max_timescale": near.get("rope_theta", 10000),
-    "global_rope_proportion": far.get("partial_rotary_factor", 0.25),
-    "global_head_dim": said.get("global_head_dim") or layer.get("head_dim") or said["head_dim"],
+    "rope_max_timescale": full.get("rope_theta", 1000000),
+    "global_rope_max_timescale": full.get("rope_theta", 1000000),
+    "local_rope_max_timescale": local.get("rope_theta", 10000),
+    "global_rope_proportion": full.get("partial_rotary_factor", 0.25),
+    "global_head_dim": entries.get("global_head_dim") or layer.get("head_dim") or entries["head_dim"],
     "global_num_kv_heads": heads,
   }
-  if not said.get("enable_moe_block"):
+  if not entries.get("enable_moe_block"):
     return keys
   return keys | {
-    "num_experts": said["num_experts"],
-    "num_experts_per_tok": said["top_k_experts"],
-    "base_moe_mlp_dim": said["moe_intermediate_size"],
+    "num_experts": entries["num_experts"],
+    "num_experts_per_tok": entries["top_k_experts"],
+    "base_moe_mlp_dim": entries["moe_intermediate_size"],
   }
 
 
@@ -144,8 +148,8 @@ HUGGING_FACE = HuggingFace(
     "top_k_experts": lambda c: c.num_experts_per_tok if c.num_experts > 1 else None,
     "moe_intermediate_size": lambda c: expert_width(c) if c.num_experts > 1 else None,
     "rope_parameters": lambda c: {
-      "sliding_attention": rope(c, theta=_near_theta(c), scaled=False),
-      "full_attention": rope(c, theta=_far_theta(c), scaled=False)
+      "sliding_attention": rope(c, theta=_local_theta(c), scaled=False),
+      "full_attention": rope(c, theta=_global_theta(c), scaled=False)
       | {"rope_type": "proportional", "partial_rotary_factor": c.global_rope_proportion},
     },
   },

@@ -1,4 +1,4 @@
-"""GPT-3: learned positions, centered norms, biases everywhere, a tied head. Weights are laid out as GPT-2's."""
+"""GPT-3: learned positions, LayerNorm, biases everywhere, a tied head. Weights have the layout of GPT-2."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ _NORMS = {
   f"{_LAYER}/feed_forward_norm": f"{_HF_LAYER}.ln_2",
   "final_norm": "transformer.ln_f",
 }
-_PRODUCTS = {"mixer/qkv": "attn.c_attn", "mixer/out": "attn.c_proj", "feed_forward/up": "mlp.c_fc",
+_PROJECTIONS = {"mixer/qkv": "attn.c_attn", "mixer/out": "attn.c_proj", "feed_forward/up": "mlp.c_fc",
              "feed_forward/down": "mlp.c_proj"}  # fmt: skip
 
 WEIGHTS = {
@@ -38,7 +38,7 @@ WEIGHTS = {
   },
   **{
     f"{_LAYER}/{ours}/{leaf}": Weight(f"{_HF_LAYER}.{theirs}.{leaf}")
-    for ours, theirs in _PRODUCTS.items()
+    for ours, theirs in _PROJECTIONS.items()
     for leaf in ("weight", "bias")
   },
   **{
@@ -51,14 +51,14 @@ WEIGHTS = {
 }
 
 
-def _read(said: Entries) -> dict[str, Any]:
-  if said["activation_function"] not in ("gelu_new", "gelu_pytorch_tanh"):
-    raise ConfigError(f"config.json has activation_function={said['activation_function']}, and here it is gelu_new.")
-  heads, longest = said["n_head"], min(said["n_positions"], _LONGEST)
-  return {"base_num_kv_heads": heads, "head_dim": said["n_embd"] // heads, "max_target_length": longest}
+def _read(entries: Entries) -> dict[str, Any]:
+  if entries["activation_function"] not in ("gelu_new", "gelu_pytorch_tanh"):
+    raise ConfigError(f"config.json has activation_function={entries['activation_function']}, and here it is gelu_new.")
+  heads, longest = entries["n_head"], min(entries["n_positions"], _LONGEST)
+  return {"base_num_kv_heads": heads, "head_dim": entries["n_embd"] // heads, "max_target_length": longest}
 
 
-_LONGEST = 2048  # tokens of a text, unless a key says otherwise: there is no position after the last of the table
+_LONGEST = 2048  # default max_target_length; it must not exceed the learned positions
 _ALWAYS = {"mlp_activations": ["gelu"], "normalize_embedding_logits": False, "fused_qkv": True}
 HUGGING_FACE = HuggingFace(
   "GPT2LMHeadModel",
@@ -78,10 +78,10 @@ HUGGING_FACE = HuggingFace(
   (_read, _ALWAYS),
   absent={
     "tie_word_embeddings": True,
-    "n_inner": lambda said: 4 * said["n_embd"],
+    "n_inner": lambda entries: 4 * entries["n_embd"],
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
-    "n_positions": lambda said: said["n_ctx"],
+    "n_positions": lambda entries: entries["n_ctx"],
   },
   expects={
     "scale_attn_weights": lambda c: True,

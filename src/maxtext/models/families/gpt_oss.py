@@ -1,4 +1,4 @@
-"""GPT-OSS: local and global layers in turn, a sink per head, biases everywhere, experts with a clamped activation."""
+"""GPT-OSS: alternating local and global layers, attention sinks, biases everywhere, clamped expert activations."""
 
 from typing import Any
 
@@ -14,10 +14,11 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
   """The decoder that a configuration describes."""
   c = config
   norm = standard.norm(c, scale_in_float32=True)
-  # The router's bias is one of its logits, and so counts in the weights; a softmax over the chosen is over all of them.
+  # The router's bias is added to its logits, so it affects the weights. Normalizing the selected experts' softmax over
+  # all experts is the same as a softmax over the selected ones.
   experts = mixture(c, {"bias": c.routed_bias, "selection_bias": False, "normalize": True})
-  near, far = standard.attention(c, window=c.sliding_window_size), standard.attention(c)
-  cycle = (near,) * (c.inhomogeneous_layer_cycle_interval - 1) + (far,)
+  local, full = standard.attention(c, window=c.sliding_window_size), standard.attention(c)
+  cycle = (local,) * (c.inhomogeneous_layer_cycle_interval - 1) + (full,)
   layers = tuple(standard.block(c, mixer, experts, norm=norm) for mixer in cycle)
   return standard.decoder(c, cycles(layers, c.base_num_decoder_layers), final_norm=norm)
 
@@ -34,9 +35,9 @@ WEIGHTS = standard.WEIGHTS | {
 }
 
 
-def _read(said: Entries) -> dict[str, Any]:
-  interval = interval_of(said.get("layer_types"), 2)
-  return {"base_mlp_dim": said["intermediate_size"], "inhomogeneous_layer_cycle_interval": interval}
+def _read(entries: Entries) -> dict[str, Any]:
+  interval = interval_of(entries.get("layer_types"), 2)
+  return {"base_mlp_dim": entries["intermediate_size"], "inhomogeneous_layer_cycle_interval": interval}
 
 
 _ALWAYS = {

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.3: pre-norm, grouped-query attention, half-split rotary positions, gated feed-forward."""
+"""Llama 2, 3, 3.1 and 3.3: pre-norm, grouped-query attention, half-split RoPE, gated feed-forward."""
 
 from maxtext.models import standard
 from maxtext.models.hugging_face import READS, STANDARD, HuggingFace, absent

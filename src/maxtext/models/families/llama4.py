@@ -1,7 +1,7 @@
-"""Llama 4 (text): three layers that see their own chunk, then one without rotary positions that sees all.
+"""Llama 4 (text): three layers of chunked attention, then one of full attention without RoPE (NoPE).
 
-Experts take an input scaled by the sigmoid of their one chosen logit, beside a shared expert; where
-interleave_moe_layer_step is above 1, only every so many layers have experts.
+Each token has one routed expert, whose input is scaled by the sigmoid of the router logit, and a shared expert. With
+interleave_moe_layer_step=n, every n-th layer has experts.
 """
 
 import math
@@ -22,25 +22,27 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
   """The decoder that a configuration describes."""
   c = config
   experts = mixture(c, {"score": "sigmoid", "normalize": False}, weigh_inputs=True)
-  dense, rounds, step = standard.mlp(c), c.inhomogeneous_layer_cycle_interval, c.interleave_moe_layer_step
+  dense, cycle, step = standard.mlp(c), c.inhomogeneous_layer_cycle_interval, c.interleave_moe_layer_step
   layers = tuple(
-    standard.block(c, _attention(c, last=(i + 1) % c.nope_layer_interval == 0), dense if (i + 1) % step else experts)
-    for i in range(math.lcm(rounds, c.nope_layer_interval, step))
+    standard.block(
+      c, _attention(c, use_nope=(i + 1) % c.nope_layer_interval == 0), dense if (i + 1) % step else experts
+    )
+    for i in range(math.lcm(cycle, c.nope_layer_interval, step))
   )
   return standard.decoder(c, cycles(layers, c.base_num_decoder_layers))
 
 
-def _attention(c: MaxTextConfig, last: bool) -> GQA:
+def _attention(c: MaxTextConfig, use_nope: bool) -> GQA:
   chunk = c.chunk_attn_window_size
-  if last:
+  if use_nope:
     temperature = QueryTemperature(chunk) if c.temperature_tuning else None
     return standard.attention(c, rope=None, qk_norm=None, temperature=temperature)
-  # Long wavelengths are stretched and short ones kept, with nothing between.
+  # Long wavelengths are scaled and short ones are not, without interpolation between them.
   scaled = c.rope_type == RopeType.LLAMA3_1 and c.rope_use_scale
   scaling = LongContextScaling(c.rope_factor, c.original_max_position_embeddings, low=1.0, high=1.0) if scaled else None
-  turns = standard.rope(c, c.head_dim, scaling=scaling, interleaved=True)
+  rotary = standard.rope(c, c.head_dim, scaling=scaling, interleaved=True)
   qk_norm = QueryKeyNorm(standard.norm(c, scaled=False), rotated=True) if c.use_qk_norm else None
-  return standard.attention(c, rope=turns, qk_norm=qk_norm, window=chunk, chunked=True)
+  return standard.attention(c, rope=rotary, qk_norm=qk_norm, window=chunk, chunked=True)
 
 
 _OURS, _THEIRS = f"{standard.LAYER}/feed_forward", "model.layers.{layer}.feed_forward"
@@ -57,13 +59,15 @@ WEIGHTS = standard.WEIGHTS | {
 }
 
 
-def _read(said: Entries) -> dict[str, Any]:
-  """Dense layers have a width of their own, where there are any; the last layer of each round turns nothing."""
-  turned, width = said.get("no_rope_layers") or [], said["intermediate_size"]
-  interval = turned.index(0) + 1 if 0 in turned else len(turned) + 1 if turned else said["no_rope_layer_interval"]
-  mixed = said["interleave_moe_layer_step"] > 1
+def _read(entries: Entries) -> dict[str, Any]:
+  """Dense layers, if there are any, have their own width; the last layer of each cycle has no RoPE."""
+  rope_layers, width = entries.get("no_rope_layers") or [], entries["intermediate_size"]
+  interval = entries["no_rope_layer_interval"]
+  if rope_layers:  # 1 where a layer has RoPE
+    interval = rope_layers.index(0) + 1 if 0 in rope_layers else len(rope_layers) + 1
+  mixed = entries["interleave_moe_layer_step"] > 1
   return {
-    "base_mlp_dim": said["intermediate_size_mlp"] if mixed else width,
+    "base_mlp_dim": entries["intermediate_size_mlp"] if mixed else width,
     "base_moe_mlp_dim": width,
     "nope_layer_interval": interval,
     "inhomogeneous_layer_cycle_interval": interval,
@@ -72,11 +76,11 @@ def _read(said: Entries) -> dict[str, Any]:
 
 
 def _layer_types(c: MaxTextConfig) -> list[str]:
-  last = c.nope_layer_interval
-  return ["chunked_attention" if (i + 1) % last else "full_attention" for i in range(c.base_num_decoder_layers)]
+  interval = c.nope_layer_interval
+  return ["chunked_attention" if (i + 1) % interval else "full_attention" for i in range(c.base_num_decoder_layers)]
 
 
-def _with_experts(c: MaxTextConfig) -> list[int]:
+def _moe_layers(c: MaxTextConfig) -> list[int]:
   return [i for i in range(c.base_num_decoder_layers) if (i + 1) % c.interleave_moe_layer_step == 0]
 
 
@@ -99,7 +103,7 @@ HUGGING_FACE = HuggingFace(
   },
   (*READS, _read),
   absent=absent(no_rope_layer_interval=4, interleave_moe_layer_step=1, use_qk_norm=True, attn_temperature_tuning=True),
-  expects={"attn_scale": lambda c: 0.1, "layer_types": _layer_types, "moe_layers": _with_experts},
+  expects={"attn_scale": lambda c: 0.1, "layer_types": _layer_types, "moe_layers": _moe_layers},
   prefixes={"language_model.": ""},
   ignored=(r"vision_model\..*", r"multi_modal_projector\..*"),
 )

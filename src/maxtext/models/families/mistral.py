@@ -1,4 +1,4 @@
-"""Mistral 7B: as the Llamas; version 0.1 has a sliding window, later ones a longer base of rotary positions."""
+"""Mistral 7B: the Llama architecture; version 0.1 has a sliding window, later versions a larger RoPE base."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ spec = standard.dense
 WEIGHTS = standard.WEIGHTS
 
 
-def _window(said: Entries) -> dict[str, Any]:
-  window = said["sliding_window"]
+def _window(entries: Entries) -> dict[str, Any]:
+  window = entries["sliding_window"]
   return {"attention_type": "local_sliding", "sliding_window_size": window} if window else {}
 
 

@@ -1,4 +1,4 @@
-"""Mixtral: the Mistral layer with experts, whose chosen scores sum to one."""
+"""Mixtral: the Mistral layer with experts; the weights of the selected experts sum to 1."""
 
 from maxtext.configs import MaxTextConfig
 from maxtext.models import standard
@@ -33,5 +33,5 @@ HUGGING_FACE = HuggingFace(
     "num_experts_per_tok": "num_experts_per_tok",
     "sliding_window": lambda c: None,
   },
-  (*READS, lambda said: {"base_mlp_dim": said["intermediate_size"]}, {"attention_bias": False}),
+  (*READS, lambda entries: {"base_mlp_dim": entries["intermediate_size"]}, {"attention_bias": False}),
 )

@@ -1,4 +1,4 @@
-"""OLMo 3: norms on what leaves each branch and none before it; three local layers, then a global one with YaRN."""
+"""OLMo 3: post-norms only; three local layers, then a global one with YaRN."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
   c = config
   norm = standard.norm(c, scale_in_float32=True)
   qk_norm = QueryKeyNorm(norm, over="all") if c.use_qk_norm else None
-  plain = standard.rope(c, c.head_dim, scaling=None)
-  near = standard.attention(c, window=c.sliding_window_size, rope=plain, qk_norm=qk_norm)
-  far = standard.attention(c, qk_norm=qk_norm)
-  cycle = (near,) * (c.inhomogeneous_layer_cycle_interval - 1) + (far,)
+  unscaled = standard.rope(c, c.head_dim, scaling=None)
+  local = standard.attention(c, window=c.sliding_window_size, rope=unscaled, qk_norm=qk_norm)
+  full = standard.attention(c, qk_norm=qk_norm)
+  cycle = (local,) * (c.inhomogeneous_layer_cycle_interval - 1) + (full,)
   norms: dict[str, Any] = {"norm": None, "mixer_post_norm": norm, "feed_forward_post_norm": norm}
   layers = tuple(standard.block(c, mixer, **norms) for mixer in cycle)
   return standard.decoder(c, cycles(layers, c.base_num_decoder_layers), final_norm=norm)
@@ -35,7 +35,7 @@ HUGGING_FACE = HuggingFace(
   },
   (
     *READS,
-    lambda said: {"inhomogeneous_layer_cycle_interval": interval_of(said.get("layer_types"), 4)},
+    lambda entries: {"inhomogeneous_layer_cycle_interval": interval_of(entries.get("layer_types"), 4)},
     {"use_qk_norm": True},
   ),
   absent=absent(sliding_window=4096),

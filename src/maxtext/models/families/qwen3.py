@@ -1,4 +1,4 @@
-"""Qwen 3, dense: queries and keys are normed head by head before they are turned."""
+"""Qwen 3, dense: queries and keys are normed per head before RoPE."""
 
 from maxtext.models import standard
 from maxtext.models.hugging_face import NO_WINDOW, READS, STANDARD, TIED_HEAD, HuggingFace

@@ -1,4 +1,4 @@
-"""Qwen3.5 (text): as Qwen3-Next, with the delta net's products apart and the chosen scores always normalised."""
+"""Qwen3.5 (text): as Qwen3-Next, with separate delta net projections and always normalised expert weights."""
 
 from maxtext.configs import MaxTextConfig
 from maxtext.models import hybrid
@@ -23,7 +23,7 @@ _DELTA = {
 
 
 def weights(spec: DecoderSpec) -> Table:
-  """The names, by what a layer is."""
+  """The weight table, which depends on the kind of each layer."""
   return hybrid.weights(spec, _DELTA)
 
 

@@ -1,4 +1,4 @@
-"""A Qwen 3 whose layers have one residual: attention into a narrow space, experts there, and a product back."""
+"""A Qwen 3 variant with one residual per layer: attention into a bottleneck, experts there, a projection back."""
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.bottleneck import Bottleneck
@@ -23,7 +23,7 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
   return standard.decoder(c, cycles((layer,), c.base_num_decoder_layers))
 
 
-# Nobody else has such a model: the names are those of its closest relative.
+# No public model has this architecture. The names follow Qwen 3 MoE.
 WEIGHTS = (
   standard.WEIGHTS
   | standard.EXPERTS

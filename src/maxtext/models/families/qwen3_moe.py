@@ -29,7 +29,7 @@ HUGGING_FACE = HuggingFace(
   "qwen3_moe",
   {**STANDARD, **EXPERTS, "norm_topk_prob": "norm_topk_prob", "decoder_sparse_step": lambda c: 1},
   (*READS, *EXPERTS_READS, {"use_qk_norm": True}),
-  absent=absent(norm_topk_prob=False, num_experts=lambda said: said["num_local_experts"]),
+  absent=absent(norm_topk_prob=False, num_experts=lambda entries: entries["num_local_experts"]),
   expects={**NO_WINDOW, **NO_DENSE_LAYERS},
   also=("qwen3_omni_moe_text",),
   prefixes={"thinker.model.": "model.", "thinker.lm_head.": "lm_head."},

@@ -13,7 +13,7 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
   return hybrid.decoder(config, mixture(config, shared_gate=True))
 
 
-# Rows alternate by key head: its query, its key, and the values and gates of the value heads it serves.
+# Rows are interleaved by key head: its query, its key, and the values and gates of its value heads.
 _DELTA = fused(
   hybrid.OURS,
   ("query", "key", "value", "gate"),
@@ -24,7 +24,7 @@ _DELTA = fused(
 
 
 def weights(spec: DecoderSpec) -> Table:
-  """The names, by what a layer is."""
+  """The weight table, which depends on the kind of each layer."""
   return hybrid.weights(spec, _DELTA)
 
 
