@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtext import load_config
 from maxtext.configs.types import SplashAttention
 from maxtext.kernels.attention import AttentionKernel
+from maxtext.kernels.attention_inputs import AttentionInputs, AttentionSharding
 from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.kernels.splash_attention import SplashBlocks, seen_blocks
 from maxtext.mesh.topology import Topology
@@ -45,7 +46,8 @@ def test_a_plan_counts_the_blocks_that_a_kernel_multiplies(fused):
   attend = AttentionKernel("splash", blocks=SplashBlocks(512, 256, 256, 512, 256, 256, 512, 256, fused))
 
   def total(q, k, v, positions):
-    out = attend(q, k, v, Tokens(positions), SCORING["causal"], None, mesh=mesh, q_spec=spec, kv_spec=spec)
+    inputs = AttentionInputs(q, k, v, Tokens(positions))
+    out = attend(inputs, SCORING["causal"], AttentionSharding(mesh, spec, spec))
     return out.astype(jnp.float32).sum()
 
   everywhere = NamedSharding(mesh, PartitionSpec())

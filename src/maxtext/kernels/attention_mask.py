@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
 from maxtext.kernels.load_balance import LoadBalancedOrder
@@ -113,17 +112,6 @@ def _together(queries: Tokens, keys: Tokens) -> jax.Array | None:
   if queries.spans is None or keys.spans is None:
     return None
   return (queries.spans[:, :, None] == keys.spans[:, None, :]) & (queries.spans != 0)[:, :, None]
-
-
-def keys_like_queries(
-  q: jax.Array, k: jax.Array, v: jax.Array, q_spec: PartitionSpec, kv_spec: PartitionSpec
-) -> tuple[jax.Array, jax.Array, PartitionSpec]:
-  """Keys and values that are split like the queries, and how; where there are too few heads for it, each query head
-  gets its own."""
-  if q_spec[2] == kv_spec[2]:
-    return k, v, kv_spec
-  k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-  return k, v, q_spec
 
 
 def gathered(parts: Any, axes: tuple[str, ...], order: LoadBalancedOrder | None) -> Any:

@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from maxtext.kernels.attention_mask import ScoreSpec, Tokens, gathered, keys_like_queries
+from maxtext.kernels.attention_inputs import AttentionInputs, AttentionSharding, match_kv_heads
+from maxtext.kernels.attention_mask import ScoreSpec, gathered
 from maxtext.kernels.load_balance import LoadBalancedOrder
 from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 
@@ -54,27 +55,25 @@ class SplashBlocks:
 
 
 def splash(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  tokens: Tokens,
+  inputs: AttentionInputs,
   scoring: ScoreSpec,
-  sinks: jax.Array | None,
-  *,
-  mesh: Mesh,
-  q_spec: PartitionSpec,
-  kv_spec: PartitionSpec,
+  sharding: AttentionSharding,
   blocks: SplashBlocks,
   order: LoadBalancedOrder | None,
+  *,
   result: str,
   interpret: bool,
 ) -> jax.Array:
-  """The kernel on every device, with the keys of whole rows. Its residuals carry the name `result`, so what is
-  returned must not carry it again."""
+  """The kernel on every device, with the keys of whole rows.
+
+  Its residuals have the checkpoint name `result`, so the caller must not name the output so again.
+  """
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
+  inputs, sharding = match_kv_heads(inputs, sharding)
+  q, k, v, tokens, sinks, _ = inputs
+  mesh, q_spec, kv_spec = sharding.mesh, sharding.q_spec, sharding.kv_spec
   S, H = q.shape[1], q.shape[2]
-  k, v, kv_spec = keys_like_queries(q, k, v, q_spec, kv_spec)
   length_axes, parts = mesh_axes_of(q_spec[1]), num_shards_of(mesh, q_spec[1])
   segments = tokens.segments
   if scoring.chunked and (segments is not None or not scoring.causal):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxtext.kernels.attention_inputs import AttentionInputs, AttentionSharding
 from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.layers.cached_attention import CACHED, QUERIES, CachedAttention
 from maxtext.layers.context import Context
@@ -189,10 +190,9 @@ class GroupedQueryAttention(nnx.Module):
     selected = None if spec.blocks is None else spec.blocks.selected(q, k, tokens, tokens)
     track_max_logits(self.largest_logit, q, k, tokens, spec.scoring, execution.numerics.precision)
     q_spec, kv_spec = execution.sharding.partition(q.shape, *QUERIES), execution.sharding.partition(k.shape, *_KV)
-    out = execution.kernels.attention(
-      q, k, v, tokens, spec.scoring, sinks,
-      selected=selected, mesh=execution.sharding.mesh, q_spec=q_spec, kv_spec=kv_spec, matmuls=self.matmuls,
-    )  # fmt: skip
+    inputs = AttentionInputs(q, k, v, tokens, sinks, selected)
+    sharding = AttentionSharding(execution.sharding.mesh, q_spec, kv_spec)
+    out = execution.kernels.attention(inputs, spec.scoring, sharding, self.matmuls)
     return self._out(x, out), cache
 
   def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]:

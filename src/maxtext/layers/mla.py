@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.kernels.attention import reference
+from maxtext.kernels.attention_inputs import AttentionInputs, AttentionSharding
 from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.layers.context import Context
 from maxtext.layers.execution import ExecutionConfig
@@ -163,10 +164,9 @@ class LatentAttention(nnx.Module):
     if alone:
       track_max_logits(self.largest_logit, q, k, queries, spec.scoring, execution.numerics.precision)
       q_spec, kv_spec = (execution.sharding.partition(a.shape, *_HEADS) for a in (q, v))
-      out = execution.kernels.attention(
-        q, k, v, queries, spec.scoring,
-        selected=selected, mesh=execution.sharding.mesh, q_spec=q_spec, kv_spec=kv_spec, matmuls=self.matmuls,
-      )  # fmt: skip
+      inputs = AttentionInputs(q, k, v, queries, selected=selected)
+      sharding = AttentionSharding(execution.sharding.mesh, q_spec, kv_spec)
+      out = execution.kernels.attention(inputs, spec.scoring, sharding, self.matmuls)
     else:
       out = reference(
         q,
