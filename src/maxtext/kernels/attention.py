@@ -1,6 +1,7 @@
 """Attention: softmax(q k^T) v, causal or not, with windows or chunks, segments, spans, a soft cap on logits and sinks.
 
-`reference` is the plain form and the oracle of the others; `AttentionKernel` dispatches to one of them.
+`reference` is the plain implementation, which tests compare the others with; `AttentionKernel` dispatches to one of
+them.
 
 Shapes: B batch, S queries, T keys, H query heads, K key heads, G = H/K query heads per key head, D head dim.
 """
@@ -27,7 +28,7 @@ from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 
 Kernel = Literal["dot_product", "chunked", "splash", "cudnn"]
 
-# The name under which the result may be kept for the backward pass.
+# The checkpoint name of the output, by which a remat policy may save it.
 RESULT = "context"
 
 
@@ -36,8 +37,8 @@ class AttentionKernel:
   """Self-attention of whole sequences, by one of the kernels.
 
   Attributes:
-    ring: where rows are split over devices, keys travel round them; otherwise they are gathered.
-    order: in which the tokens of a row stand; None is that of the text.
+    ring: where rows are sharded along the sequence, use ring attention; otherwise keys are all-gathered.
+    order: the order of the tokens of a row; None is that of the text.
     interpret: run Pallas kernels as plain operations, to test them without a TPU.
   """
 
@@ -130,9 +131,11 @@ def reference(
   selected: jax.Array | None = None,
   matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
-  """The plain form: a key is visible if `ScoreSpec.sees` it, it is of the same segment, and chosen [B,1 or H,S,T].
+  """The plain implementation: a key is visible if `ScoreSpec.sees` it, it is of the same segment, and it is selected.
 
-  A sink is a logit of its own per head, which takes its share of the softmax and gives nothing.
+  Args:
+    sinks: [H] a logit per head that takes part in the softmax and has no value.
+    selected: [B,1 or H,S,T] whether a query may see a key.
   """
   B, S, H, _ = q.shape
   logits = scores(q, k, queries, keys, scoring, precision, selected, matmuls)
@@ -157,18 +160,22 @@ def chunked(
   ordered: bool = True,
   matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
-  """The reference, a chunk of queries at a time, so that only one chunk's logits exist at once, in the backward pass
-  too. Where queries and keys are the same tokens in order, keys after the chunk are never touched, unless spans or
-  attention both ways may need them."""
+  """`reference` on one chunk of queries at a time, so that only one chunk's logits exist at once, in the backward pass
+  too.
+
+  Args:
+    ordered: queries and keys are the same tokens in the order of their positions. Keys after a chunk are then not read,
+      unless spans or bidirectional attention need them.
+  """
   S = q.shape[1]
-  later = not ordered or not scoring.causal or queries.spans is not None
+  bidirectional = not ordered or not scoring.causal or queries.spans is not None
   size = max(128, -(-S // chunks))
   attend = partial(reference, scoring=scoring, precision=precision, matmuls=matmuls)
   one: Callable[..., jax.Array] = jax.checkpoint(attend) if size < S else attend
   out = []
   for start in range(0, S, size):
     end = min(start + size, S)
-    first, last = 0, k.shape[1] if later else end
+    first, last = 0, k.shape[1] if bidirectional else end
     if ordered and scoring.causal and scoring.window is not None:
       first = max(0, start - scoring.window + 1)
     own = None if selected is None else selected[:, :, start:end, first:last]
@@ -187,9 +194,9 @@ def blockwise(
   precision: str = "default",
   matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
-  """The reference over the first `blocks` of keys and values, each read when its turn comes.
+  """`reference` over the first `blocks` blocks of keys and values, read one at a time by `read(block)`.
 
-  Blocks of which a query sees nothing change nothing, to the bit.
+  A block of which a query sees no key leaves its output unchanged to the bit.
   """
   B, S, H, _ = q.shape
   _, values, _ = jax.eval_shape(read, jnp.zeros((), jnp.int32))
@@ -211,11 +218,11 @@ def largest_logits(
   uncapped = dataclasses.replace(scoring, cap=None)
   found = []
   S = q.shape[1]
-  later = not scoring.causal or tokens.spans is not None
+  bidirectional = not scoring.causal or tokens.spans is not None
   size = -(-S // chunks)
   for start in range(0, S, size):
     end = min(start + size, S)
-    last = S if later else end
+    last = S if bidirectional else end
     here, there = tokens.part(start, end), tokens.part(0, last)
     found.append(scores(q[:, start:end], k[:, :last], here, there, uncapped, precision).max((0, 3, 4)))
   return jnp.stack(found).max(0).reshape(q.shape[2])
