@@ -58,7 +58,7 @@ def test_a_plan_counts_the_blocks_that_a_kernel_multiplies(fused):
   seen = seen_blocks(SCORING["causal"], LENGTH, 512, 256).sum() * 512 * 256
   expected = (2 + (5 if fused else 7)) * 2 * heads * width * seen / topology.chip.flops / 1e-6
   assert estimate(program, topology, mesh, per_second).seconds_by_kind()["kernel"] == pytest.approx(expected)
-  faster = estimate(program, topology, mesh, per_second, reach={"fwd": 2.0}).seconds_by_kind()["kernel"]
+  faster = estimate(program, topology, mesh, per_second, kernel_efficiency={"fwd": 2.0}).seconds_by_kind()["kernel"]
   assert faster == pytest.approx(expected * (1 - 1 / (9 if not fused else 7)))
 
 
