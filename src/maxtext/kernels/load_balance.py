@@ -1,4 +1,4 @@
-"""Context-parallel load balancing: token orders in which causal attention costs every device the same."""
+"""Load balancing of context parallelism: token orders in which causal attention costs every device the same."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
