@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from maxtext.kernels.attention import AttentionKernel, chunked, largest_logits, reference
+from maxtext.kernels.attention_inputs import AttentionInputs, AttentionSharding
 from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.kernels.load_balance import LoadBalancedOrder
 from maxtext.kernels.splash_attention import SplashBlocks
@@ -106,8 +107,8 @@ def test_rows_split_over_devices_see_the_same(case, options):
 
   @jax.jit
   def run(q, k, v, tokens):
-    turned = jax.tree.map(order.apply, (q, k, v, tokens))
-    return order.undo(attention(*turned, scoring, mesh=mesh, q_spec=spec, kv_spec=spec))
+    inputs = jax.tree.map(order.apply, AttentionInputs(q, k, v, tokens))
+    return order.undo(attention(inputs, scoring, AttentionSharding(mesh, spec, spec)))
 
   np.testing.assert_allclose(run(q, k, v, tokens), by_hand(q, k, v, tokens, scoring), atol=1e-5)
 
@@ -119,7 +120,8 @@ def test_splash_sees_both_ways(case):
   q, k, v = draw(0, B, S, H, 128), draw(1, B, S, K, 128), draw(2, B, S, K, 128)
   mesh, spec = make_mesh(tiny(), jax.devices()[:1]), PartitionSpec(None, None, None, None)
   attention = AttentionKernel("splash", blocks=SplashBlocks(*(128,) * 8), interpret=True)
-  run = jax.jit(lambda q, k, v: attention(q, k, v, tokens, scoring, mesh=mesh, q_spec=spec, kv_spec=spec))
+  sharding = AttentionSharding(mesh, spec, spec)
+  run = jax.jit(lambda q, k, v: attention(AttentionInputs(q, k, v, tokens), scoring, sharding))
   np.testing.assert_allclose(run(q, k, v), by_hand(q, k, v, tokens, scoring), atol=2e-5)
 
 
@@ -127,5 +129,6 @@ def test_splash_sees_both_ways(case):
 def test_kernels_without_spans_say_so(kernel):
   q, kv = jnp.zeros((B, S, H, D)), jnp.zeros((B, S, K, D))
   mesh, spec = make_mesh(tiny(), jax.devices()[:1]), PartitionSpec(None, None, None, None)
+  inputs = AttentionInputs(q, kv, kv, tokens_of(True))
   with pytest.raises(ValueError, match=f"by the {kernel} kernel: write attention=chunked"):
-    AttentionKernel(kernel)(q, kv, kv, tokens_of(True), ScoreSpec(SCALE), mesh=mesh, q_spec=spec, kv_spec=spec)
+    AttentionKernel(kernel)(inputs, ScoreSpec(SCALE), AttentionSharding(mesh, spec, spec))

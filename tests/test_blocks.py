@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtext import load_config
 from maxtext.configs.types import SplashAttention
 from maxtext.kernels.attention import AttentionKernel
+from maxtext.kernels.attention_inputs import AttentionInputs, AttentionSharding
 from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.kernels.splash_attention import SplashBlocks, seen_blocks
 from maxtext.mesh.topology import Topology
@@ -45,7 +46,8 @@ def test_a_plan_counts_the_blocks_that_a_kernel_multiplies(fused):
   attend = AttentionKernel("splash", blocks=SplashBlocks(512, 256, 256, 512, 256, 256, 512, 256, fused))
 
   def total(q, k, v, positions):
-    out = attend(q, k, v, Tokens(positions), SCORING["causal"], None, mesh=mesh, q_spec=spec, kv_spec=spec)
+    inputs = AttentionInputs(q, k, v, Tokens(positions))
+    out = attend(inputs, SCORING["causal"], AttentionSharding(mesh, spec, spec))
     return out.astype(jnp.float32).sum()
 
   everywhere = NamedSharding(mesh, PartitionSpec())
@@ -56,7 +58,7 @@ def test_a_plan_counts_the_blocks_that_a_kernel_multiplies(fused):
   seen = seen_blocks(SCORING["causal"], LENGTH, 512, 256).sum() * 512 * 256
   expected = (2 + (5 if fused else 7)) * 2 * heads * width * seen / topology.chip.flops / 1e-6
   assert estimate(program, topology, mesh, per_second).seconds_by_kind()["kernel"] == pytest.approx(expected)
-  faster = estimate(program, topology, mesh, per_second, reach={"fwd": 2.0}).seconds_by_kind()["kernel"]
+  faster = estimate(program, topology, mesh, per_second, kernel_efficiency={"fwd": 2.0}).seconds_by_kind()["kernel"]
   assert faster == pytest.approx(expected * (1 - 1 / (9 if not fused else 7)))
 
 

@@ -44,7 +44,7 @@ def test_rows_go_to_their_group_and_back(room):
   def local(x, counts):
     exchange = plan_exchange(counts[0], room, AXES)
     arrived, again = jax.vjp(lambda x: RaggedAllToAll().dispatch(x, exchange, room, AXES), x[0])
-    returned = RaggedAllToAll().back(arrived, exchange, M, AXES)
+    returned = RaggedAllToAll().combine(arrived, exchange, M, AXES)
     return arrived[None], returned[None], again(arrived)[0][None], exchange.sizes[None]
 
   arrived, returned, gradient, sizes = on_devices(local)(rows, counts)

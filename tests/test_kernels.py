@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from maxtext.kernels.attention import AttentionKernel, blockwise, chunked, reference
+from maxtext.kernels.attention_inputs import AttentionInputs, AttentionSharding
 from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.kernels.cross_entropy import cross_entropy, tiled_cross_entropy
 from maxtext.kernels.decode_attention import step
@@ -127,11 +128,11 @@ def on_devices(kernel, qkv, tokens, scoring, sinks, **options):
   mesh = make_mesh(config, jax.devices()[:4])
   P = jax.sharding.PartitionSpec
   kv = P("data", None, "tensor" if qkv[1].shape[2] == 2 else None, None)
-  where = {"mesh": mesh, "q_spec": P("data", None, "tensor", None), "kv_spec": kv}
+  sharding = AttentionSharding(mesh, P("data", None, "tensor", None), kv)
   attention, probe = AttentionKernel(kernel, **options), draw(3, *qkv[0].shape)
 
   def loss(qkv, sinks):
-    return (attention(*qkv, tokens, scoring, sinks, **where) * probe).sum()
+    return (attention(AttentionInputs(*qkv, tokens, sinks), scoring, sharding) * probe).sum()
 
   return jax.jit(jax.value_and_grad(loss, (0, 1) if sinks is not None else (0,)))(qkv, sinks)
 
@@ -192,8 +193,8 @@ def test_rows_split_over_devices(packed, case, kernel, options):
   order = attention.order or LoadBalancedOrder("striped", 1)
 
   def loss(qkv, sinks):
-    *turned, where = order.apply(qkv[0]), order.apply(qkv[1]), order.apply(qkv[2]), jax.tree.map(order.apply, tokens)
-    out = attention(*turned, where, scoring, sinks, mesh=mesh, q_spec=spec, kv_spec=spec)
+    ordered = jax.tree.map(order.apply, (*qkv, tokens))
+    out = attention(AttentionInputs(*ordered, sinks), scoring, AttentionSharding(mesh, spec, spec))
     return (order.undo(out) * probe).sum()
 
   def plain(qkv, sinks):
@@ -224,7 +225,9 @@ def test_parts_of_keys_add_up_in_float32():
     return np.abs(np.asarray(found, np.float32) - np.asarray(exact))[:, 512:].mean()
 
   once = unrounded(reference(q, k, v, tokens, tokens, scoring))
-  ring = unrounded(jax.jit(lambda: split(q, k, v, tokens, scoring, mesh=mesh, q_spec=spec, kv_spec=spec))())
+  ring = unrounded(
+    jax.jit(lambda: split(AttentionInputs(q, k, v, tokens), scoring, AttentionSharding(mesh, spec, spec)))()
+  )
   blocks = unrounded(jax.jit(lambda: blockwise(q, read, jnp.int32(16), tokens, scoring))())
   print(f"errors over that of all keys at once: ring {ring / once:.3f}, blocks {blocks / once:.3f}")
   assert max(ring, blocks) < 1.05 * once

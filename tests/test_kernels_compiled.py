@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.kernels.attention import AttentionKernel
+from maxtext.kernels.attention_inputs import AttentionInputs, AttentionSharding
 from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.kernels.delta_rule import chunked
 from maxtext.kernels.grouped_matmul import GroupedMatmul
@@ -46,8 +47,8 @@ def test_splash_attention(mesh, case):
   sinks = [((H,), jnp.float32)] if case == "window" else []
 
   def run(q, k, v, positions, segments, *sinks):
-    tokens = Tokens(positions, segments)
-    return attention(q, k, v, tokens, SCORING[case], *(sinks or (None,)), mesh=mesh, q_spec=whole, kv_spec=whole)
+    inputs = AttentionInputs(q, k, v, Tokens(positions, segments), *sinks)
+    return attention(inputs, SCORING[case], AttentionSharding(mesh, whole, whole))
 
   rows = [((B, S), jnp.int32)] * 2
   heads = [((B, S, n, D), jnp.bfloat16) for n in (H, K, K)]

@@ -1,1 +1,1 @@
-"""Operations with a fast path, each file with the plain reference beside it. They take arrays and plain settings."""
+"""Operations with a fast path, each in a file with its plain reference. They take arrays and plain settings."""

@@ -1,6 +1,7 @@
 """Attention: softmax(q k^T) v, causal or not, with windows or chunks, segments, spans, a soft cap on logits and sinks.
 
-`reference` is the plain form and the oracle of the others; `AttentionKernel` dispatches to one of them.
+`reference` is the plain implementation, which tests compare the others with; `AttentionKernel` dispatches to one of
+them.
 
 Shapes: B batch, S queries, T keys, H query heads, K key heads, G = H/K query heads per key head, D head dim.
 """
@@ -14,9 +15,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxtext.kernels.attention_mask import ScoreSpec, Tokens, gathered, keys_like_queries, scores
+from maxtext.kernels.attention_inputs import AttentionInputs, AttentionSharding, match_kv_heads
+from maxtext.kernels.attention_mask import ScoreSpec, Tokens, gathered, scores
 from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
 from maxtext.kernels.load_balance import LoadBalancedOrder
 from maxtext.kernels.online_softmax import OnlineSoftmax
@@ -27,7 +28,7 @@ from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 
 Kernel = Literal["dot_product", "chunked", "splash", "cudnn"]
 
-# The name under which the result may be kept for the backward pass.
+# The checkpoint name of the output, by which a remat policy may save it.
 RESULT = "context"
 
 
@@ -36,8 +37,8 @@ class AttentionKernel:
   """Self-attention of whole sequences, by one of the kernels.
 
   Attributes:
-    ring: where rows are split over devices, keys travel round them; otherwise they are gathered.
-    order: in which the tokens of a row stand; None is that of the text.
+    ring: where rows are sharded along the sequence, use ring attention; otherwise keys are all-gathered.
+    order: the order of the tokens of a row; None is that of the text.
     interpret: run Pallas kernels as plain operations, to test them without a TPU.
   """
 
@@ -50,50 +51,35 @@ class AttentionKernel:
 
   def __call__(
     self,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    tokens: Tokens,
+    inputs: AttentionInputs,
     scoring: ScoreSpec,
-    sinks: jax.Array | None = None,
-    *,
-    selected: jax.Array | None = None,
-    mesh: Mesh,
-    q_spec: PartitionSpec,
-    kv_spec: PartitionSpec,
+    sharding: AttentionSharding,
     matmuls: AttentionMatmuls = PLAIN,
   ) -> jax.Array:
-    """q [B,S,H,D], k and v [B,S,K,D], sinks [H] to [B,S,H,D]; mesh and specs are where they live.
+    """The output [B,S,H,D].
 
-    Keys stand in the order of their positions within a segment, so that the order alone is causal, unless `order` says
-    otherwise. Where keys are chosen one by one, [B,1 or H,S,T], no kernel that skips blocks of them helps. The splash
-    and cuDNN kernels do not support spans, and do not call `matmuls`.
+    Tokens of a segment must be in the order of their positions, since kernels take the causal mask from the order of
+    tokens; with `order`, they must be in that order instead. Inputs with selected keys are computed by `chunked`,
+    whatever the kernel, because the others skip whole blocks of keys only. The splash and cuDNN kernels do not support
+    spans, and do not call `matmuls`.
     """
-    assert matmuls == PLAIN or not self.fused, "refused when the layer is built"
-    if tokens.spans is not None and self.kernel in ("splash", "cudnn"):
+    assert matmuls == PLAIN or not self.fused, "checked when the layer is built"
+    if inputs.tokens.spans is not None and self.kernel in ("splash", "cudnn"):
       raise ValueError(f"spans are not supported by the {self.kernel} kernel: write attention=chunked or dot_product.")
-    if selected is not None:
-      assert tokens.spans is None, "checked by the decoder"
-      assert self.order is None, "refused when the model is built"
-      out = chunked(q, k, v, tokens, tokens, scoring, sinks, self.precision, selected=selected, matmuls=matmuls)
-      return checkpoint_name(out, RESULT)
+    if inputs.selected is not None:
+      assert inputs.tokens.spans is None, "checked by the decoder"
+      assert self.order is None, "checked when the model is built"
+      return checkpoint_name(_on_whole_rows(chunked, inputs, scoring, self.precision, matmuls), RESULT)
     if self.kernel == "splash":
-      return splash(
-        q, k, v, tokens, scoring, sinks, mesh=mesh, q_spec=q_spec, kv_spec=kv_spec, blocks=self.blocks,
-        order=self.order, result=RESULT, interpret=self.interpret,
-      )  # fmt: skip
-
-    def placed(run: Callable[..., jax.Array]) -> jax.Array:
-      return auto_axes(run, NamedSharding(mesh, q_spec), q, k, v, tokens, sinks)
-
+      return splash(inputs, scoring, sharding, self.blocks, self.order, result=RESULT, interpret=self.interpret)
     if self.kernel == "cudnn":
-      assert sinks is None, "refused when the model is built"
-      out = placed(lambda q, k, v, tokens, _: _cudnn(q, k, v, tokens.segments, scoring))
-    elif q_spec[1]:
-      out = self._split(q, k, v, tokens, scoring, sinks, mesh, q_spec, kv_spec, matmuls)
+      out = auto_axes(lambda inputs: _cudnn(inputs, scoring), sharding.output, inputs)
+    elif sharding.q_spec[1]:
+      out = self._context_parallel(inputs, scoring, sharding, matmuls)
     else:
-      plain = self._plain(matmuls)
-      out = placed(lambda q, k, v, tokens, sinks: plain(q, k, v, tokens, tokens, scoring, sinks))
+      plain: Callable[..., jax.Array] = chunked if self.kernel == "chunked" else reference
+      run = partial(_on_whole_rows, plain, scoring=scoring, precision=self.precision, matmuls=matmuls)
+      out = auto_axes(lambda inputs: run(inputs), sharding.output, inputs)
     return checkpoint_name(out, RESULT)
 
   @property
@@ -101,45 +87,36 @@ class AttentionKernel:
     """Whether the kernel is one program that does its own matmuls."""
     return self.kernel in ("splash", "cudnn")
 
-  def _plain(self, matmuls: AttentionMatmuls) -> Callable[..., jax.Array]:
-    return partial(chunked if self.kernel == "chunked" else reference, precision=self.precision, matmuls=matmuls)
-
-  def _split(
-    self,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    tokens: Tokens,
-    scoring: ScoreSpec,
-    sinks: jax.Array | None,
-    mesh: Mesh,
-    q_spec: PartitionSpec,
-    kv_spec: PartitionSpec,
-    matmuls: AttentionMatmuls,
+  def _context_parallel(
+    self, inputs: AttentionInputs, scoring: ScoreSpec, sharding: AttentionSharding, matmuls: AttentionMatmuls
   ) -> jax.Array:
-    """Rows are split over devices: each has its queries, and all keys or those that come by."""
-    axes = mesh_axes_of(q_spec[1])
-    k, v, kv_spec = keys_like_queries(q, k, v, q_spec, kv_spec)
-    plain = self._plain(matmuls)
-    if self.kernel == "chunked":
-      plain = partial(plain, ordered=False)
+    """Attention of rows that are sharded along the sequence: a device has its queries, and gets the keys of the whole
+    row by an all-gather, or those of one device at a time in a ring."""
+    inputs, sharding = match_kv_heads(inputs, sharding)
+    mesh, axes = sharding.mesh, mesh_axes_of(sharding.q_spec[1])
+    attend: Callable[..., jax.Array] = partial(chunked, ordered=False) if self.kernel == "chunked" else reference
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, tokens: Tokens, sinks: jax.Array | None) -> jax.Array:
+    def local(inputs: AttentionInputs) -> jax.Array:
       if self.ring:
-        parts = num_shards_of(mesh, axes)
-        return ring(q, k, v, tokens, scoring, sinks, self.precision, axes=axes, parts=parts, matmuls=matmuls)
-      keys, values, key_tokens = gathered((k, v, tokens), axes, None)
-      return plain(q, keys, values, tokens, key_tokens, scoring, sinks)
+        return ring(inputs, scoring, self.precision, axes=axes, shards=num_shards_of(mesh, axes), matmuls=matmuls)
+      q, *kv, tokens, sinks, _ = inputs
+      k, v, keys = gathered((*kv, tokens), axes, None)
+      return attend(q, k, v, tokens, keys, scoring, sinks, self.precision, matmuls=matmuls)
 
-    tokens_spec = jax.tree.map(lambda _: PartitionSpec(*q_spec[:2]), tokens)
-    sinks_spec = None if sinks is None else PartitionSpec(q_spec[2])
-    return jax.shard_map(
-      local,
-      mesh=mesh,
-      in_specs=(q_spec, kv_spec, kv_spec, tokens_spec, sinks_spec),
-      out_specs=q_spec,
-      check_vma=False,
-    )(q, k, v, tokens, sinks)
+    specs, out_specs = sharding.partition(inputs), sharding.q_spec
+    return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(inputs)
+
+
+def _on_whole_rows(
+  attend: Callable[..., jax.Array],
+  inputs: AttentionInputs,
+  scoring: ScoreSpec,
+  precision: str,
+  matmuls: AttentionMatmuls,
+) -> jax.Array:
+  """`reference` or `chunked` on inputs whose queries and keys are the same tokens."""
+  q, k, v, tokens, sinks, selected = inputs
+  return attend(q, k, v, tokens, tokens, scoring, sinks, precision, selected=selected, matmuls=matmuls)
 
 
 def reference(
@@ -154,9 +131,11 @@ def reference(
   selected: jax.Array | None = None,
   matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
-  """The plain form: a key is visible if `ScoreSpec.sees` it, it is of the same segment, and chosen [B,1 or H,S,T].
+  """The plain implementation: a key is visible if `ScoreSpec.sees` it, it is of the same segment, and it is selected.
 
-  A sink is a logit of its own per head, which takes its share of the softmax and gives nothing.
+  Args:
+    sinks: [H] a logit per head that takes part in the softmax and has no value.
+    selected: [B,1 or H,S,T] whether a query may see a key.
   """
   B, S, H, _ = q.shape
   logits = scores(q, k, queries, keys, scoring, precision, selected, matmuls)
@@ -181,18 +160,22 @@ def chunked(
   ordered: bool = True,
   matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
-  """The reference, a chunk of queries at a time, so that only one chunk's logits exist at once, in the backward pass
-  too. Where queries and keys are the same tokens in order, keys after the chunk are never touched, unless spans or
-  attention both ways may need them."""
+  """`reference` on one chunk of queries at a time, so that only one chunk's logits exist at once, in the backward pass
+  too.
+
+  Args:
+    ordered: queries and keys are the same tokens in the order of their positions. Keys after a chunk are then not read,
+      unless spans or bidirectional attention need them.
+  """
   S = q.shape[1]
-  later = not ordered or not scoring.causal or queries.spans is not None
+  bidirectional = not ordered or not scoring.causal or queries.spans is not None
   size = max(128, -(-S // chunks))
   attend = partial(reference, scoring=scoring, precision=precision, matmuls=matmuls)
   one: Callable[..., jax.Array] = jax.checkpoint(attend) if size < S else attend
   out = []
   for start in range(0, S, size):
     end = min(start + size, S)
-    first, last = 0, k.shape[1] if later else end
+    first, last = 0, k.shape[1] if bidirectional else end
     if ordered and scoring.causal and scoring.window is not None:
       first = max(0, start - scoring.window + 1)
     own = None if selected is None else selected[:, :, start:end, first:last]
@@ -211,9 +194,9 @@ def blockwise(
   precision: str = "default",
   matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
-  """The reference over the first `blocks` of keys and values, each read when its turn comes.
+  """`reference` over the first `blocks` blocks of keys and values, read one at a time by `read(block)`.
 
-  Blocks of which a query sees nothing change nothing, to the bit.
+  A block of which a query sees no key leaves its output unchanged to the bit.
   """
   B, S, H, _ = q.shape
   _, values, _ = jax.eval_shape(read, jnp.zeros((), jnp.int32))
@@ -235,19 +218,21 @@ def largest_logits(
   uncapped = dataclasses.replace(scoring, cap=None)
   found = []
   S = q.shape[1]
-  later = not scoring.causal or tokens.spans is not None
+  bidirectional = not scoring.causal or tokens.spans is not None
   size = -(-S // chunks)
   for start in range(0, S, size):
     end = min(start + size, S)
-    last = S if later else end
+    last = S if bidirectional else end
     here, there = tokens.part(start, end), tokens.part(0, last)
     found.append(scores(q[:, start:end], k[:, :last], here, there, uncapped, precision).max((0, 3, 4)))
   return jnp.stack(found).max(0).reshape(q.shape[2])
 
 
-def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, scoring: ScoreSpec) -> jax.Array:
-  assert scoring.cap is None, "refused when the model is built"
-  assert not scoring.chunked, "refused when the model is built"
+def _cudnn(inputs: AttentionInputs, scoring: ScoreSpec) -> jax.Array:
+  assert inputs.sinks is None, "checked when the model is built"
+  assert scoring.cap is None, "checked when the model is built"
+  assert not scoring.chunked, "checked when the model is built"
+  (q, k, v, *_), segments = inputs, inputs.tokens.segments
   mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
   local = None if scoring.window is None else (scoring.window - 1, 0 if scoring.causal else scoring.window - 1)
   return jax.nn.dot_product_attention(

@@ -1,4 +1,4 @@
-"""How queries score keys: which they see, and how strongly. What every attention kernel here starts from.
+"""Attention masks and logits: which keys a query sees, and their scores. Every attention kernel here uses them.
 
 Shapes: B batch, S queries, T keys, H query heads, K key heads, G = H/K query heads per key head, D head dim.
 """
@@ -8,23 +8,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
 from maxtext.kernels.load_balance import LoadBalancedOrder
 
-# The logit of a key that is not seen: low enough to vanish, high enough that differences of two stay finite.
+# The logit of a masked key: low enough to vanish in a softmax, high enough that the difference of two is finite.
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 class Tokens(NamedTuple):
-  """Where tokens stand.
+  """Positions, documents and spans of tokens. A pytree.
 
   Attributes:
     positions: [B,S] within the document.
-    segments: [B,S] document within the row; None: each row is one.
-    spans: [B,S] tokens of one document with the same number, other than 0, see each other both ways (those of an
-      image); None: there are none.
+    segments: [B,S] number of the document within the row; None if each row is one document.
+    spans: [B,S] tokens of one document with the same number, other than 0, attend to each other bidirectionally (those
+      of an image); None if there are no spans.
   """
 
   positions: jax.Array
@@ -38,15 +37,15 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoreSpec:
-  """How a query weighs keys, and which it sees.
+  """How logits are computed, and which keys a query sees.
 
   Attributes:
-    scale: times the product of query and key.
-    window: how far back a query sees, itself counted; None is all the way.
-    chunked: the window does not slide: positions are cut into chunks of that length, and a query sees its own.
-    cap: bounds scaled logits by cap * tanh(logit / cap).
-    causal: a query sees no later key, but for those of its own span; False is an encoder's: a query sees as far ahead
-      as back, or all of its chunk.
+    scale: multiplies the dot product of query and key.
+    window: number of positions that a query sees, up to and including its own; None is all of them.
+    chunked: the window does not slide: positions are divided into chunks of that length, and a query sees its own.
+    cap: soft cap of scaled logits, cap * tanh(logit / cap).
+    causal: a query sees no later key, except those of its own span. False is for encoders: a window then reaches as far
+      forward as back, and a query sees all of its chunk.
   """
 
   scale: float
@@ -58,8 +57,8 @@ class ScoreSpec:
   def sees(self, queries: jax.Array, keys: jax.Array, together: jax.Array | None = None) -> jax.Array:
     """Whether positions `keys` are visible from positions `queries`.
 
-    `together` says which pairs are of one span: there, later keys are visible too, however far ahead. A window or a
-    chunk bounds how far back a query sees within its span as elsewhere.
+    `together` says which pairs are of one span: there, all later keys are visible too. A window or a chunk limits
+    earlier keys within a span as elsewhere.
     """
     gap = queries - keys
     if not self.causal:
@@ -74,7 +73,7 @@ class ScoreSpec:
     return queries // self.window == keys // self.window if self.chunked else jnp.abs(gap) < self.window
 
   def reaches(self, queries: jax.Array, gap: jax.Array) -> jax.Array:
-    """Whether positions `queries` look so far back; in a chunk, to its first position."""
+    """Whether a key `gap` positions before `queries` is within the window, or within the query's chunk."""
     if self.window is None:
       return gap >= 0
     return gap <= queries % self.window if self.chunked else gap < self.window
@@ -91,7 +90,7 @@ def scores(
   matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
   """Logits [B,K,G,S,T] in float32, `MASKED` where a key is not visible (`ScoreSpec.sees`), of another segment, or not
-  chosen."""
+  selected."""
   B, S, H, D = q.shape
   K = k.shape[2]
   grouped = q.reshape(B, S, K, H // K, D)
@@ -115,19 +114,8 @@ def _together(queries: Tokens, keys: Tokens) -> jax.Array | None:
   return (queries.spans[:, :, None] == keys.spans[:, None, :]) & (queries.spans != 0)[:, :, None]
 
 
-def keys_like_queries(
-  q: jax.Array, k: jax.Array, v: jax.Array, q_spec: PartitionSpec, kv_spec: PartitionSpec
-) -> tuple[jax.Array, jax.Array, PartitionSpec]:
-  """Keys and values that are split like the queries, and how; where there are too few heads for it, each query head
-  gets its own."""
-  if q_spec[2] == kv_spec[2]:
-    return k, v, kv_spec
-  k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-  return k, v, q_spec
-
-
 def gathered(parts: Any, axes: tuple[str, ...], order: LoadBalancedOrder | None) -> Any:
-  """Inside `shard_map`: whole rows [B,T,...], in the order of the text, of the parts that devices along `axes` hold."""
+  """Inside `shard_map`: all-gathers rows over the mesh axes `axes` to [B,T,...], in the order of the text."""
   if not axes:
     return parts
 

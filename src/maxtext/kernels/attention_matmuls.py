@@ -1,6 +1,6 @@
-"""The two matmuls of attention as arguments of its kernels, so that a layer can put its own in their place.
+"""The two matmuls of attention as arguments of its kernels, so that a layer can replace them.
 
-Kernels that are one fused program (splash, cuDNN, the decode kernels for TPUs) do their own and take no argument.
+Fused kernels (splash, cuDNN, the decode kernels for TPUs) do their own matmuls and do not take these.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def einsum(
 
 @dataclass(frozen=True)
 class AttentionMatmuls:
-  """What the kernels call: `scores` with queries and keys, `values` with softmax weights and values."""
+  """The matmuls that kernels call: `scores` with queries and keys, `values` with softmax weights and values."""
 
   scores: Einsum = einsum
   values: Einsum = einsum

@@ -1,4 +1,4 @@
-"""Cross-entropy of next tokens, whole or in tiles so that the batch's logits never exist at once.
+"""Cross-entropy of next tokens, at once or in tiles, so that the logits of the whole batch never exist.
 
 Shapes: B batch, S sequence, E width, V vocabulary, N tiles.
 """
@@ -12,7 +12,7 @@ from maxtext.mesh.explicit import auto_axes
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, z_loss: float) -> jax.Array:
-  """Loss per token from logits [B,S,V]: -log p(target) + z_loss * log(partition)^2, in float32 whatever they are."""
+  """Loss per token from logits [B,S,V]: -log p(target) + z_loss * log(partition)^2, computed in float32."""
 
   def losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
     logits = logits.astype(jnp.float32)
@@ -26,9 +26,9 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, z_loss: float) -> jax.A
 def tiled_cross_entropy(
   hidden: jax.Array, logits_of: Callable[[jax.Array], jax.Array], targets: jax.Array, z_loss: float, tiles: int
 ) -> jax.Array:
-  """The same from hidden states [B,S,E], one tile of positions at a time, computed again in the backward pass.
+  """The same from hidden states [B,S,E], one tile of positions at a time, recomputed in the backward pass.
 
-  Tile n holds positions n, n + N, n + 2N, ...: every device then holds part of every tile, however length is split.
+  Tile n holds positions n, n + N, n + 2N, ..., so every device has part of every tile, however the sequence is sharded.
   """
   if tiles == 1:
     return cross_entropy(logits_of(hidden), targets, z_loss)

@@ -1,10 +1,10 @@
-"""Attention of one new token per row over a stack's cache, by a Pallas kernel for TPUs that writes and reads in place.
+"""Decode attention: one new token per row over a stack's KV cache, by a Pallas kernel for TPUs that works in place.
 
-It is told which layer of the stack it is for, so no slice of the cache is ever made: each block of places comes from
-memory once, those that a row has not come to not at all, and only the tile that holds the new token goes back. Position
-p stands in place p mod T, as in every ring (`layers/kv_cache.py`).
+The kernel takes the number of its layer in the stack, so the cache is never sliced. It reads each block of slots from
+memory once, skips blocks that a row has not reached yet, and writes back only the tile with the new token. Position p
+is stored in slot p mod T, as in every ring (`layers/kv_cache.py`).
 
-Shapes: R layers of the stack, B rows, H query heads, K key heads, G = H/K query heads per key head, T places, D width.
+Shapes: R layers of the stack, B rows, H query heads, K key heads, G = H/K query heads per key head, T slots, D width.
 """
 
 from functools import partial
@@ -18,20 +18,20 @@ from jax.sharding import Mesh, PartitionSpec
 
 from maxtext.kernels.attention_mask import MASKED, ScoreSpec
 
-Ref = Any  # a part of an array that is in on-chip memory
+Ref = Any  # a block of an array in on-chip memory
 
-_BLOCK_BYTES = 2**20  # of keys that come at once; as many of values, and the next of both
-_TILE = {2: 16, 4: 8}  # places that a memory tile holds, by the bytes of a number
+_BLOCK_BYTES = 2**20  # of keys per block; values take as much, and the next block of both is prefetched
+_TILE = {2: 16, 4: 8}  # slots in a memory tile, by the bytes of an element
 
 
 def fits(cache: jax.ShapeDtypeStruct | jax.Array, cache_spec: PartitionSpec) -> bool:
-  """Whether the kernel serves a ring: whole tiles of places and of numbers.
+  """Whether the kernel supports a ring: its slots and its width must be whole tiles.
 
-  A device must have all layers and all places of its rows and heads, since it counts them from the first.
+  Layers, slots and width must not be sharded, since the kernel indexes them from 0.
   """
   T, D = cache.shape[-2:]
-  tile, (layers, _, _, places, numbers) = _TILE.get(cache.dtype.itemsize), cache_spec
-  whole = layers is None and places is None and numbers is None
+  tile, (layers, _, _, slots, width) = _TILE.get(cache.dtype.itemsize), cache_spec
+  whole = layers is None and slots is None and width is None
   return whole and tile is not None and T % tile == 0 and D % 128 == 0
 
 
@@ -51,8 +51,8 @@ def step(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   """Queries [B,H,D], new keys and values [B,K,D] at `positions` [B], and the stack's cache, two of [R,B,K,T,D].
 
-  No more than `most` places are read at once; None is as many as fit. Returns what attention returns, [B,H,D], and the
-  cache with the new keys and values.
+  A block has at most `most` slots; None is as many as fit. Returns the output [B,H,D], and the cache with the new keys
+  and values.
   """
   rows, heads = cache_spec[1], cache_spec[2]
   local = partial(_local, scoring=scoring, most=most, interpret=interpret)
@@ -82,14 +82,14 @@ def _local(
   G, dtype = q.shape[1] // K, cache[0].dtype
   tile = _TILE[dtype.itemsize]
   block = _block(T, tile, min(_BLOCK_BYTES // (K * D * dtype.itemsize), most or T))
-  bottom = jnp.full((K, G), MASKED) if sinks is None else sinks.astype(jnp.float32).reshape(K, G)
+  initial = jnp.full((K, G), MASKED) if sinks is None else sinks.astype(jnp.float32).reshape(K, G)
 
   def of_row(*shape: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, *shape), lambda b, t, layer, last: (b, *(0 for _ in shape)))
 
   def read(b: jax.Array, t: jax.Array, layer: jax.Array, last: jax.Array) -> tuple:
-    held = jnp.minimum(last[b], T - 1) // block
-    return layer[0], b, 0, jnp.minimum(t, held), 0  # the block that is there already comes at no cost
+    final = jnp.minimum(last[b], T - 1) // block
+    return layer[0], b, 0, jnp.minimum(t, final), 0  # a block that is already in on-chip memory is not read again
 
   def written(b: jax.Array, t: jax.Array, layer: jax.Array, last: jax.Array) -> tuple:
     return layer[0], b, 0, last[b] % T // tile, 0
@@ -104,7 +104,7 @@ def _local(
     scratch_shapes=[pltpu.VMEM((K, G, n), jnp.float32) for n in (1, 1, D)],
   )
   out, keys, values = pl.pallas_call(
-    partial(_kernel, scoring=scoring, T=T, block=block, tile=tile, sunk=sinks is not None),
+    partial(_kernel, scoring=scoring, T=T, block=block, tile=tile, has_sinks=sinks is not None),
     grid_spec=grid,
     out_shape=[jax.ShapeDtypeStruct((B, K, G, D), q.dtype), *(jax.ShapeDtypeStruct(c.shape, dtype) for c in cache)],
     input_output_aliases={6: 1, 7: 2},
@@ -117,58 +117,58 @@ def _local(
     positions,
     q.reshape(B, K, G, D),
     *(x[:, :, None].astype(dtype) for x in new),
-    bottom[..., None],
+    initial[..., None],
     *cache,
   )
   return out.reshape(B, K * G, D), (keys, values)
 
 
 def _block(T: int, tile: int, most: int) -> int:
-  """Places of a block: whole tiles that divide the ring, one at least."""
+  """Slots of a block: a whole number of tiles, at least one, that divides the ring."""
   return max(n for n in range(tile, T + 1, tile) if T % n == 0 and n <= max(most, tile))
 
 
 def _kernel(
-  layer: Ref, last: Ref, q: Ref, new_key: Ref, new_value: Ref, bottom: Ref, keys: Ref, values: Ref, out: Ref,
+  layer: Ref, last: Ref, q: Ref, new_key: Ref, new_value: Ref, initial: Ref, keys: Ref, values: Ref, out: Ref,
   key_tile: Ref, value_tile: Ref, largest: Ref, total: Ref, summed: Ref, *,
-  scoring: ScoreSpec, T: int, block: int, tile: int, sunk: bool,
+  scoring: ScoreSpec, T: int, block: int, tile: int, has_sinks: bool,
 ) -> None:  # fmt: skip
-  """One block of places of one row."""
+  """One block of slots of one row."""
   b, t = pl.program_id(0), pl.program_id(1)
   position = last[b]
-  place = position % T
+  slot = position % T
   K, G, D = summed.shape
 
   @pl.when(t == 0)
-  def _begin() -> None:
-    largest[...] = bottom[...]
-    total[...] = jnp.full((K, G, 1), 1.0 if sunk else 0.0)
+  def _initialize() -> None:
+    largest[...] = initial[...]
+    total[...] = jnp.full((K, G, 1), 1.0 if has_sinks else 0.0)
     summed[...] = jnp.zeros((K, G, D))
 
-  @pl.when(t == place // block)
-  def _put() -> None:
-    first = (place % block) // tile * tile
-    here = jax.lax.broadcasted_iota(jnp.int32, (K, tile, D), 1) == place % tile
+  @pl.when(t == slot // block)
+  def _write() -> None:
+    first = (slot % block) // tile * tile
+    here = jax.lax.broadcasted_iota(jnp.int32, (K, tile, D), 1) == slot % tile
     for ring, new, written in ((keys, new_key, key_tile), (values, new_value, value_tile)):
       near = pl.ds(pl.multiple_of(first, tile), tile)
       written[...] = jnp.where(here, new[...], ring[:, near])
       ring[:, near] = written[...]
 
   @pl.when(t <= jnp.minimum(position, T - 1) // block)
-  def _join() -> None:
+  def _accumulate() -> None:
     logits = jnp.einsum("kgd,ktd->kgt", q[...], keys[...], preferred_element_type=jnp.float32) * scoring.scale
     if scoring.cap is not None:
       logits = scoring.cap * jnp.tanh(logits / scoring.cap)
-    ahead = t * block + jax.lax.broadcasted_iota(jnp.int32, (K, G, block), 2) - place
-    gap = jnp.where(ahead <= 0, -ahead, T - ahead)  # places ahead of the newest hold what came a round before
+    offset = t * block + jax.lax.broadcasted_iota(jnp.int32, (K, G, block), 2) - slot
+    gap = jnp.where(offset <= 0, -offset, T - offset)  # slots after the newest hold older positions
     logits = jnp.where((gap <= position) & scoring.reaches(position, gap), logits, MASKED)
     above = jnp.maximum(largest[...], logits.max(-1, keepdims=True))
-    weights, shrunk = jnp.exp(logits - above), jnp.exp(largest[...] - above)
-    total[...] = total[...] * shrunk + weights.sum(-1, keepdims=True)
+    weights, correction = jnp.exp(logits - above), jnp.exp(largest[...] - above)
+    total[...] = total[...] * correction + weights.sum(-1, keepdims=True)
     added = jnp.einsum("kgt,ktd->kgd", weights.astype(values.dtype), values[...], preferred_element_type=jnp.float32)
-    summed[...] = summed[...] * shrunk + added
+    summed[...] = summed[...] * correction + added
     largest[...] = above
 
   @pl.when(t == pl.num_programs(1) - 1)
-  def _end() -> None:
+  def _finish() -> None:
     out[...] = (summed[...] / total[...]).astype(out.dtype)

@@ -1,9 +1,9 @@
-"""The gated delta rule: a matrix per head that forgets, and writes the error of what it remembers for a key.
+"""The gated delta rule: a state matrix per head, which decays and is corrected by the error of its value for a key.
 
   S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
 
-`recurrent` is the plain form and the oracle of `chunked`, which does a chunk of tokens in parallel. A token that begins
-a document finds an empty matrix. Everything is float32.
+`recurrent` is the plain implementation, which tests compare `chunked` with; that one computes a chunk of tokens in
+parallel. The state is zero at the first token of a document. Everything is float32.
 
 Shapes: B batch, S sequence, H heads, K key dim, V value dim, C tokens of a chunk, N chunks.
 """
@@ -20,7 +20,7 @@ def recurrent(
   Args:
     q, k: [B,S,H,K].
     v: [B,S,H,V].
-    g, beta: logarithm of what is kept, and strength of writing, [B,S,H].
+    g, beta: logarithm of the decay, and strength of the update, [B,S,H].
     begins: whether a token is the first of its document, [B,S].
     state: [B,H,K,V] before the first token.
 
@@ -50,10 +50,10 @@ def chunked(
   state: jax.Array,
   size: int = 64,
 ) -> tuple[jax.Array, jax.Array]:
-  """The same, a chunk at a time.
+  """The same, one chunk at a time.
 
-  Within a chunk token i's error is beta_i (v_i - S^T k_i) minus what earlier tokens of the chunk wrote for its key, a
-  triangular system that is solved for all tokens at once, for the values and for the part that falls on the state.
+  Within a chunk, token i's error is beta_i (v_i - S^T k_i) minus the updates of earlier tokens of the chunk for its
+  key. This is a triangular system, solved for all tokens at once: for the values, and for the factor of the state.
   """
   S = q.shape[1]
   size = min(size, S)
@@ -62,7 +62,7 @@ def chunked(
   total = jnp.cumsum(g, axis=-1)
   i, j = jnp.arange(size)[:, None], jnp.arange(size)[None]
   seen = ((document[..., :, None] == document[..., None, :]) & (i >= j))[:, :, None]
-  # A later token's decay is masked before the exponential, where it could be infinite and spoil the gradient.
+  # Mask the decay of later tokens before the exponential: it could be infinite there, and the gradient NaN.
   decay = jnp.where(seen, jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], 0.0)), 0.0)
   from_state = jnp.where(document == 0, 1.0, 0.0)[:, :, None] * jnp.exp(total)
   last = jnp.exp(total[..., -1:] - total)
@@ -76,10 +76,10 @@ def chunked(
   near = jnp.einsum("nbhik,nbhjk->nbhij", q, k) * decay
 
   def chunk(state: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-    q, k, values, on_state, near, kept = xs
+    q, k, values, on_state, near, decay = xs
     error = values - on_state @ state
     out = q @ state + near @ error
-    return state * kept[..., None, None] + jnp.einsum("bhck,bhcv->bhkv", k, error), out
+    return state * decay[..., None, None] + jnp.einsum("bhck,bhcv->bhkv", k, error), out
 
   xs = (q * from_state[..., None], k * into_state[..., None], values, on_state, near, from_state[..., -1])
   state, out = jax.lax.scan(chunk, state, xs)
@@ -92,7 +92,7 @@ def _float32(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _in_chunks(x: jax.Array, size: int) -> jax.Array:
-  """[B,S,H,...] to [N,B,H,C,...]; tokens that fill the last chunk write and forget nothing."""
+  """[B,S,H,...] to [N,B,H,C,...]; padding of the last chunk leaves the state unchanged."""
   x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
   B, S, H = x.shape[:3]
   return jnp.moveaxis(x.reshape(B, S // size, size, H, *x.shape[3:]), (1, 3), (0, 2))

@@ -1,6 +1,6 @@
-"""Grouped product: rows that are sorted by group, each group times a weight of its own, nothing padded or dropped.
+"""Grouped matmul: rows sorted by group, each group times its own weight, without padding or dropping rows.
 
-`reference` is the plain form and the oracle of the others; `GroupedMatmul` dispatches to one of them.
+`reference` is the plain implementation, which tests compare the others with; `GroupedMatmul` dispatches to one of them.
 
 Shapes: M rows, G groups, I inputs, O outputs, T rows of a tile.
 """
@@ -18,7 +18,7 @@ Kernel = Literal["reference", "megablox", "ragged_dot", "tiled"]
 
 @dataclass(frozen=True)
 class Tiles:
-  """Tile sizes of one product; none is larger than its dimension in the end."""
+  """Tile sizes of one matmul, which are reduced to its dimensions where they are larger."""
 
   rows: int = 512
   inputs: int = 1024
@@ -27,12 +27,12 @@ class Tiles:
 
 @dataclass(frozen=True)
 class GroupedMatmul:
-  """x [M,I], weights [G,I,O] and sizes [G] to [M,O]; rows after the last group come out as zeros.
+  """x [M,I], weights [G,I,O] and sizes [G] to [M,O]; rows after the last group become zeros.
 
   Attributes:
     kernel: megablox is JAX's Pallas kernel, for TPU; ragged_dot is XLA's, which multiplies every row by every group's
-      weight on a CPU; tiled loops over tiles of rows, for where that costs more than the loop.
-    forward, by_rows, by_weights: tiles of megablox in the product, and in the gradients of its rows and weights.
+      weight on a CPU; tiled loops over tiles of rows, which is faster there.
+    forward, by_rows, by_weights: tiles of megablox in the forward matmul, and in the gradients of rows and of weights.
   """
 
   kernel: Kernel = "tiled"
@@ -43,23 +43,23 @@ class GroupedMatmul:
   interpret: bool = False  # run Pallas kernels as plain operations, to test them without a TPU
 
   def __call__(self, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The product, in the number format of x."""
+    """The result, in the dtype of x."""
     if self.kernel == "reference":
       return reference(x, weights, sizes, self.precision)
     if self.kernel == "ragged_dot":
       out = jax.lax.ragged_dot(x, weights, sizes, precision=self.precision)
       return jnp.where(_in_groups(x, sizes), out, 0)
-    return _by_hand(self, x, weights, sizes)
+    return _with_vjp(self, x, weights, sizes)
 
-  def _product(self, x: jax.Array, weights: jax.Array, sizes: jax.Array, tiles: Tiles, turned: bool) -> jax.Array:
+  def _matmul(self, x: jax.Array, weights: jax.Array, sizes: jax.Array, tiles: Tiles, transposed: bool) -> jax.Array:
     if self.kernel == "tiled":
-      return _tiled_product(x, weights.swapaxes(1, 2) if turned else weights, sizes, self.precision)
+      return _tiled_matmul(x, weights.swapaxes(1, 2) if transposed else weights, sizes, self.precision)
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
-    shape = weights.shape[:0:-1] if turned else weights.shape[1:]
+    shape = weights.shape[:0:-1] if transposed else weights.shape[1:]
     x, tiling, M = _whole_tiles(x, shape, tiles)
     sizes = _with_rest(sizes, x.shape[0])
-    return gmm(x, weights, sizes, x.dtype, tiling, transpose_rhs=turned, interpret=self.interpret)[:M]
+    return gmm(x, weights, sizes, x.dtype, tiling, transpose_rhs=transposed, interpret=self.interpret)[:M]
 
   def _weights_gradient(self, x: jax.Array, grad: jax.Array, sizes: jax.Array) -> jax.Array:
     if self.kernel == "tiled":
@@ -73,7 +73,7 @@ class GroupedMatmul:
 
 
 def reference(x: jax.Array, weights: jax.Array, sizes: jax.Array, precision: str = "default") -> jax.Array:
-  """The plain form: every row times every weight, and its own group's is kept."""
+  """The plain implementation: every row times every weight, masked to that of its group."""
   ends = jnp.cumsum(sizes)
   row = jnp.arange(x.shape[0])[:, None]
   own = (row >= ends - sizes) & (row < ends)
@@ -81,23 +81,25 @@ def reference(x: jax.Array, weights: jax.Array, sizes: jax.Array, precision: str
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_hand(kernel: GroupedMatmul, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-  return kernel._product(x, weights, sizes, kernel.forward, turned=False)
+def _with_vjp(kernel: GroupedMatmul, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+  return kernel._matmul(x, weights, sizes, kernel.forward, transposed=False)
 
 
 def _forward(
   kernel: GroupedMatmul, x: jax.Array, weights: jax.Array, sizes: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  return _by_hand(kernel, x, weights, sizes), (x, weights, sizes)
+  return _with_vjp(kernel, x, weights, sizes), (x, weights, sizes)
 
 
-def _backward(kernel: GroupedMatmul, kept: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-  x, weights, sizes = kept
-  by_rows = kernel._product(grad, weights, sizes, kernel.by_rows, turned=True)
+def _backward(
+  kernel: GroupedMatmul, saved: tuple[jax.Array, ...], grad: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+  x, weights, sizes = saved
+  by_rows = kernel._matmul(grad, weights, sizes, kernel.by_rows, transposed=True)
   return by_rows, kernel._weights_gradient(x, grad, sizes).astype(weights.dtype), None
 
 
-_by_hand.defvjp(_forward, _backward)
+_with_vjp.defvjp(_forward, _backward)
 
 
 def _in_groups(x: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -108,7 +110,8 @@ _TILES = (1024, 256, 64, 16)
 
 
 def _over_tiles(state: Any, start: jax.Array, end: jax.Array, rows: int, step: Callable[..., Any]) -> Any:
-  """Goes over rows [start, end) in tiles, large ones first, by step(size, row, state); the last may pass the end."""
+  """Loops over rows [start, end) in tiles, large ones first: state = step(size, row, state). The last tile may extend
+  beyond the end."""
   sizes = [size for size in _TILES if size <= rows or size == _TILES[-1]]
   carry = start, state
   for size in sizes:
@@ -124,8 +127,9 @@ def _over_tiles(state: Any, start: jax.Array, end: jax.Array, rows: int, step: C
   return carry[1]
 
 
-def _tiled_product(x: jax.Array, weights: jax.Array, sizes: jax.Array, precision: str) -> jax.Array:
-  """Groups in order, tiles of each in order: what a tile writes after its group's end, the next group writes over."""
+def _tiled_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array, precision: str) -> jax.Array:
+  """Loops over groups, and over the tiles of each. Rows that a tile writes beyond the end of its group are overwritten
+  by the next group."""
   M = x.shape[0]
   padded = jnp.pad(x, ((0, _TILES[-1]), (0, 0)))
 
@@ -161,7 +165,7 @@ def _tiled_weights_gradient(x: jax.Array, grad: jax.Array, sizes: jax.Array, pre
 
 
 def _whole_tiles(x: jax.Array, weight: tuple[int, ...], tiles: Tiles) -> tuple[jax.Array, tuple[int, int, int], int]:
-  """Rows padded to whole tiles, the tiles cut to the dimensions, and the number of rows before."""
+  """Rows padded to whole tiles, the tiles reduced to the dimensions, and the number of rows before padding."""
   M = x.shape[0]
   rows = min(tiles.rows, -(-M // 128) * 128)
   tiling = (rows, min(tiles.inputs, weight[0]), min(tiles.outputs, weight[1]))
@@ -169,5 +173,5 @@ def _whole_tiles(x: jax.Array, weight: tuple[int, ...], tiles: Tiles) -> tuple[j
 
 
 def _with_rest(sizes: jax.Array, rows: int) -> jax.Array:
-  """A last group, which has no weight, for the rows after all others."""
+  """The sizes with one more group, which has no weight, for the rows after the last group."""
   return jnp.concatenate([sizes, rows - sizes.sum(keepdims=True)]).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Load balancing of context parallelism: token orders in which every device has the same causal work."""
+"""Load balancing of context parallelism: token orders in which causal attention costs every device the same."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,11 +8,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LoadBalancedOrder:
-  """How the tokens of a row are dealt to its parts.
+  """How the tokens of a row are assigned to its shards.
 
   Attributes:
-    kind: `dual_chunk_swap` gives part i of n the i-th and the i-th last of 2n chunks; `striped` every n-th token.
-    parts: how many devices a row is split over.
+    kind: `dual_chunk_swap` gives shard i of n the i-th and the i-th last of 2n chunks; `striped` every n-th token.
+    parts: number of shards of a row.
   """
 
   kind: Literal["dual_chunk_swap", "striped"]
@@ -20,11 +20,11 @@ class LoadBalancedOrder:
 
   @property
   def divisor(self) -> int:
-    """What the length of a row must be a multiple of."""
+    """The length of a row must be a multiple of this."""
     return self.parts if self.kind == "striped" else 2 * self.parts
 
   def apply(self, x: Any) -> Any:
-    """[B,S,...] in the order of the text to the same in this order."""
+    """Reorders [B,S,...] from the order of the text to this order."""
     B, S, *rest = x.shape
     if self.kind == "striped":
       return x.reshape(B, S // self.parts, self.parts, *rest).swapaxes(1, 2).reshape(x.shape)
@@ -32,7 +32,7 @@ class LoadBalancedOrder:
     return _library(x).stack([chunks[:, 0], chunks[:, 1, ::-1]], axis=2).reshape(x.shape)
 
   def undo(self, x: Any) -> Any:
-    """Back to the order of the text."""
+    """Reorders [B,S,...] from this order to the order of the text."""
     B, S, *rest = x.shape
     if self.kind == "striped":
       return x.reshape(B, self.parts, S // self.parts, *rest).swapaxes(1, 2).reshape(x.shape)
@@ -40,7 +40,7 @@ class LoadBalancedOrder:
     return _library(x).concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], axis=1).reshape(x.shape)
 
   def sequence(self, length: int) -> np.ndarray:
-    """Which token of the text stands at each place."""
+    """The index in the text of each token in this order, [length]."""
     return self.apply(np.arange(length, dtype=np.int32)[None])[0]
 
 

@@ -1,6 +1,6 @@
-"""A softmax over keys that come in parts: what the parts so far say of it, and how one more joins them.
+"""Online softmax: attention over blocks of keys, one after the other.
 
-A part of which a query sees nothing leaves its sums exactly as they are, so it may as well not come.
+A block of which a query sees no key leaves its sums unchanged to the bit, so such a block may be skipped.
 
 Shapes: B batch, S queries, T keys, H query heads, K key heads, G = H/K query heads per key head, D width of values.
 """
@@ -15,7 +15,7 @@ from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
 
 
 class OnlineSoftmax(NamedTuple):
-  """Of the parts so far: largest logit and sum [B,K,G,S], weighted values [B,K,G,S,D]."""
+  """Of the blocks so far: largest logit and sum of exponentials [B,K,G,S], weighted values [B,K,G,S,D]."""
 
   largest: jax.Array
   total: jax.Array
@@ -23,7 +23,7 @@ class OnlineSoftmax(NamedTuple):
 
   @staticmethod
   def empty(shape: tuple[int, int, int, int], width: int, sinks: jax.Array | None) -> "OnlineSoftmax":
-    """Of no part; a sink is a logit that every query sees, and that gives nothing."""
+    """The state before the first block; a sink is a logit that every query sees, without a value."""
     values = jnp.zeros((*shape, width))
     if sinks is None:
       return OnlineSoftmax(jnp.full(shape, MASKED), jnp.zeros(shape), values)
@@ -41,18 +41,20 @@ class OnlineSoftmax(NamedTuple):
     precision: str,
     matmuls: AttentionMatmuls = PLAIN,
   ) -> "OnlineSoftmax":
-    """With the keys and values of one more part."""
+    """The state after one more block of keys and values."""
     logits = scores(q, k, queries, keys, scoring, precision, matmuls=matmuls)
     largest = jnp.maximum(self.largest, logits.max(-1))
     weights = jnp.exp(logits - largest[..., None])
-    shrunk = jnp.exp(self.largest - largest)
+    correction = jnp.exp(self.largest - largest)
     values = matmuls.values(
       "bkgst,btkd->bkgsd", weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
     )
-    return OnlineSoftmax(largest, self.total * shrunk + weights.sum(-1), self.values * shrunk[..., None] + values)
+    return OnlineSoftmax(
+      largest, self.total * correction + weights.sum(-1), self.values * correction[..., None] + values
+    )
 
   @property
   def mean(self) -> jax.Array:
-    """What attention returns, [B,S,H,D]."""
+    """The output of attention, [B,S,H,D]."""
     B, K, G, S, D = self.values.shape
     return jnp.moveaxis(self.values / self.total[..., None], 3, 1).reshape(B, S, K * G, D)

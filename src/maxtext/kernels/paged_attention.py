@@ -1,9 +1,9 @@
-"""Attention of one query per row over keys in pages, by JAX's kernel for TPUs, which reads no page of another row.
+"""Paged attention: one query per row over a paged KV cache, by JAX's kernel for TPUs, which reads only a row's pages.
 
-It rounds keys and values to bfloat16, whatever they are kept in. Its reference is plain attention over the gathered
-pages (`layers/paged_kv_cache.py`).
+It casts keys and values to bfloat16, whatever dtype they are stored in. Its reference is plain attention over the
+gathered pages (`layers/paged_kv_cache.py`).
 
-Shapes: B rows, H query heads, K key heads, R stacked layers, N pages, P places of a page, M most pages of a row, D head
+Shapes: B rows, H query heads, K key heads, R stacked layers, N pages, P slots of a page, M most pages of a row, D head
 dim, W head dim in the pool.
 """
 
@@ -27,14 +27,14 @@ def paged(
   rows: str | tuple[str, ...] | None,
   heads: str | tuple[str, ...] | None,
 ) -> jax.Array:
-  """q [B,1,H,D] over the first `lengths` [B] places of each row's pages in pools [K,R,N,P,W], to [B,1,H,D].
+  """q [B,1,H,D] over the first `lengths` [B] positions of each row's pages in pools [K,R,N,P,W], to [B,1,H,D].
 
-  A pool is handed over whole, since a slice of it for one layer would be a copy: pages are counted through all layers.
+  The kernel takes the pool of all layers, since a slice for one layer would be a copy: page n of layer r is page rN+n.
 
   Args:
-    table: [B,M] pages; N and above stand for none, and are never looked at below the length.
+    table: [B,M] pages; N and above mean no page, and occur only beyond the length.
     block: pages that are read at once.
-    rows, heads: mesh axes that split the rows, and the key heads with their queries; pools are otherwise whole.
+    rows, heads: mesh axes over which rows, and heads, are sharded; pools are sharded by heads only.
   """
   from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 

@@ -1,9 +1,9 @@
-"""Rows sent between devices, as many to each as it is to have.
+"""Ragged all-to-all: every device sends a different number of rows to each other device.
 
-`ragged_all_to_all` of JAX is the fast path, of TPUs and GPUs; `reference` beside it does what JAX documents, by
-gathering all rows, for where the compiler has no such collective, as for a CPU.
+`jax.lax.ragged_all_to_all` is the fast path, on TPUs and GPUs. `reference` computes the same by gathering all rows, for
+backends without that collective, such as CPUs.
 
-Shapes: M rows to send, R rows of room, D devices, G groups of rows for each device, W width.
+Shapes: M rows to send, R rows of capacity, D devices, G groups of rows for each device, W width.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ Kernel = Literal["reference", "ragged_all_to_all"]
 
 
 class Slices(NamedTuple):
-  """Which rows go where, as a device that sends says it; G slices for each device, [D*G] in all.
+  """The slices that a device sends: G for each device, [D*G] in all.
 
   Attributes:
-    starts: first row of each slice here.
-    sizes: rows of each.
-    places: first row of each where it goes.
-    arriving: rows of the slices that come from each device.
+    starts: first row of each slice on this device.
+    sizes: number of rows of each slice.
+    places: first row of each slice on the receiving device.
+    arriving: number of rows of the slices that this device receives.
   """
 
   starts: jax.Array
@@ -33,12 +33,12 @@ class Slices(NamedTuple):
 
 
 class ExchangePlan(NamedTuple):
-  """Rows of groups that belong to devices, brought there sorted by group, and their results back.
+  """Dispatch of rows to the devices of their groups, where they arrive sorted by group, and combine of the results.
 
   Attributes:
-    there: from where rows are to the devices of their groups.
-    back: the same rows from there.
-    sizes: rows of each group of this device, from all devices [G].
+    there: slices of the dispatch.
+    back: slices of the combine, which returns the same rows.
+    sizes: [G] rows of each group of this device, from all devices.
   """
 
   there: Slices
@@ -47,41 +47,41 @@ class ExchangePlan(NamedTuple):
 
 
 def plan_exchange(counts: jax.Array, room: int, axes: tuple[str, ...]) -> ExchangePlan:
-  """For rows that are sorted by the device [D] and the group [G] that they go to, of which there are counts [D,G].
+  """The plan for rows that are sorted by receiving device and group, `counts` [D,G] of each. Runs inside `shard_map`.
 
-  On arrival rows of a group stand together, in the order of the devices that they came from. What finds no room is not
-  sent. Inside a `shard_map`; `axes` are the mesh axes whose devices take part, in the order that numbers them.
+  On arrival rows are sorted by group, and within a group by the device that sent them. Rows beyond the capacity `room`
+  are not sent. `axes` are the mesh axes of the devices that take part, in the order that numbers them.
   """
   counts = jax.lax.all_gather(counts, axes)  # by sender, receiver and group
   senders, receivers, groups = counts.shape
   starts = _starts(counts.reshape(senders, -1)).reshape(counts.shape)
   places = _starts(counts.transpose(1, 2, 0).reshape(receivers, -1)).reshape(receivers, groups, senders)
   places = places.transpose(2, 0, 1)
-  kept = jnp.clip(room - places, 0, counts)
+  sent = jnp.clip(room - places, 0, counts)
   own = jax.lax.axis_index(axes)
-  there = Slices(starts[own], kept[own], places[own], kept[:, own])
-  back = Slices(places[:, own], kept[:, own], starts[:, own], kept[own])
+  there = Slices(starts[own], sent[own], places[own], sent[:, own])
+  back = Slices(places[:, own], sent[:, own], starts[:, own], sent[own])
   there, back = jax.tree.map(jnp.ravel, (there, back))
-  return ExchangePlan(there, back, kept[:, own].sum(0))
+  return ExchangePlan(there, back, sent[:, own].sum(0))
 
 
 @dataclass(frozen=True)
 class RaggedAllToAll:
-  """What carries rows.
+  """Sends rows to the devices of their groups and back.
 
   Attributes:
-    kernel: by which collective.
+    kernel: which implementation of the collective.
   """
 
   kernel: Kernel = "reference"
 
   def dispatch(self, x: jax.Array, exchange: ExchangePlan, room: int, axes: tuple[str, ...]) -> jax.Array:
-    """Rows [M,W] to [R,W], zeros where no row came."""
-    return _carried(self, (x.shape[0], room), axes, x, exchange.there, exchange.back)
+    """Rows [M,W] to [R,W], zeros where no row arrived."""
+    return _transfer(self, (x.shape[0], room), axes, x, exchange.there, exchange.back)
 
   def combine(self, x: jax.Array, exchange: ExchangePlan, rows: int, axes: tuple[str, ...]) -> jax.Array:
     """Rows [R,W] to [M,W], zeros for those that were not sent."""
-    return _carried(self, (x.shape[0], rows), axes, x, exchange.back, exchange.there)
+    return _transfer(self, (x.shape[0], rows), axes, x, exchange.back, exchange.there)
 
 
 def reference(
@@ -94,8 +94,8 @@ def reference(
   *,
   axis_name: tuple[str, ...],
 ) -> jax.Array:
-  """`jax.lax.ragged_all_to_all`, by its documentation: every row that arrives is looked up among all rows."""
-  del send_sizes  # what others receive
+  """`jax.lax.ragged_all_to_all` as documented, by an all-gather from which each device takes its rows."""
+  del send_sizes  # the receivers know their sizes
   starts, places = (jax.lax.all_to_all(a, axis_name, 0, 0, tiled=True) for a in (input_offsets, output_offsets))
   devices = jax.lax.axis_size(axis_name)
   sender = jnp.repeat(jnp.arange(devices), starts.size // devices)
@@ -107,28 +107,28 @@ def reference(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _carried(
-  carrier: RaggedAllToAll, rows: tuple[int, int], axes: tuple[str, ...], x: jax.Array, way: Slices, return_way: Slices
+def _transfer(
+  carrier: RaggedAllToAll, rows: tuple[int, int], axes: tuple[str, ...], x: jax.Array, forward: Slices, reverse: Slices
 ) -> jax.Array:
-  """The gradient goes the other way."""
-  carry = {"reference": reference, "ragged_all_to_all": jax.lax.ragged_all_to_all}[carrier.kernel]
-  return carry(x, jnp.zeros((rows[1], *x.shape[1:]), x.dtype), *way, axis_name=axes)
+  """The transfer; its gradient is the transfer in the opposite direction."""
+  collective = {"reference": reference, "ragged_all_to_all": jax.lax.ragged_all_to_all}[carrier.kernel]
+  return collective(x, jnp.zeros((rows[1], *x.shape[1:]), x.dtype), *forward, axis_name=axes)
 
 
-def _carried_forward(
-  carrier: RaggedAllToAll, rows: tuple[int, int], axes: tuple[str, ...], x: jax.Array, way: Slices, return_way: Slices
+def _transfer_forward(
+  carrier: RaggedAllToAll, rows: tuple[int, int], axes: tuple[str, ...], x: jax.Array, forward: Slices, reverse: Slices
 ) -> tuple[jax.Array, tuple[Slices, Slices]]:
-  return _carried(carrier, rows, axes, x, way, return_way), (way, return_way)
+  return _transfer(carrier, rows, axes, x, forward, reverse), (forward, reverse)
 
 
-def _carried_backward(
-  carrier: RaggedAllToAll, rows: tuple[int, int], axes: tuple[str, ...], ways: tuple[Slices, Slices], grad: jax.Array
+def _transfer_backward(
+  carrier: RaggedAllToAll, rows: tuple[int, int], axes: tuple[str, ...], slices: tuple[Slices, Slices], grad: jax.Array
 ) -> tuple[jax.Array, None, None]:
-  way, return_way = ways
-  return _carried(carrier, rows[::-1], axes, grad, return_way, way), None, None
+  forward, reverse = slices
+  return _transfer(carrier, rows[::-1], axes, grad, reverse, forward), None, None
 
 
-_carried.defvjp(_carried_forward, _carried_backward)
+_transfer.defvjp(_transfer_forward, _transfer_backward)
 
 
 def _starts(sizes: jax.Array) -> jax.Array:

@@ -1,46 +1,44 @@
-"""Attention of rows split over devices, where keys travel round the ring of devices instead of being gathered.
+"""Ring attention: rows are sharded along the sequence, and keys are sent round a ring of devices, not gathered.
 
-Each round weighs the own queries with the keys of one device and passes those on; rounds are joined by their largest
-logits, as in online softmax. No device ever holds the keys of a whole row.
+In each iteration a device attends to the keys of one shard and sends them to the next device; the results are combined
+by an online softmax. No device ever holds the keys of a whole row.
 """
 
 from collections.abc import Callable
 
 import jax
 
+from maxtext.kernels.attention_inputs import AttentionInputs
 from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
 from maxtext.kernels.online_softmax import OnlineSoftmax
 
 
 def ring(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  queries: Tokens,
+  inputs: AttentionInputs,
   scoring: ScoreSpec,
-  sinks: jax.Array | None,
   precision: str,
   *,
   axes: tuple[str, ...],
-  parts: int,
+  shards: int,
   matmuls: AttentionMatmuls = PLAIN,
 ) -> jax.Array:
-  """Inside `shard_map`, with the part of a row that this device holds; `axes` of the mesh form the ring."""
+  """The output of this device's shard of the rows, inside `shard_map`; the mesh axes `axes` form the ring."""
+  q, k, v, queries, sinks, _ = inputs
   B, S, H, _ = q.shape
   K = k.shape[2]
-  onward = [(part, (part + 1) % parts) for part in range(parts)]
+  to_next = [(shard, (shard + 1) % shards) for shard in range(shards)]
 
   def join(sums: OnlineSoftmax, k: jax.Array, v: jax.Array, keys: Tokens) -> OnlineSoftmax:
     return sums.join(q, k, v, queries, keys, scoring, precision, matmuls)
 
   one: Callable[..., OnlineSoftmax] = jax.checkpoint(join)
 
-  def turn(carry: tuple[OnlineSoftmax, tuple], _: None) -> tuple[tuple[OnlineSoftmax, tuple], None]:
-    sums, visiting = carry
-    passed_on = jax.tree.map(lambda x: jax.lax.ppermute(x, axes, onward), visiting)
-    return (one(sums, *visiting), passed_on), None
+  def iteration(carry: tuple[OnlineSoftmax, tuple], _: None) -> tuple[tuple[OnlineSoftmax, tuple], None]:
+    sums, shard = carry
+    following = jax.tree.map(lambda x: jax.lax.ppermute(x, axes, to_next), shard)
+    return (one(sums, *shard), following), None
 
   start = OnlineSoftmax.empty((B, K, H // K, S), v.shape[-1], sinks)
-  (sums, _), _ = jax.lax.scan(turn, (start, (k, v, queries)), None, length=parts)
+  (sums, _), _ = jax.lax.scan(iteration, (start, (k, v, queries)), None, length=shards)
   return sums.mean.astype(v.dtype)

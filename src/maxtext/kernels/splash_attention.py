@@ -1,4 +1,4 @@
-"""Splash attention: JAX's kernel for TPUs, which skips blocks of keys that no query of a block sees.
+"""Splash attention: JAX's kernel for TPUs, which skips blocks of keys that are masked for a whole block of queries.
 
 Shapes: B batch, S queries, H query heads, K key heads, D head dim.
 """
@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from maxtext.kernels.attention_mask import ScoreSpec, Tokens, gathered, keys_like_queries
+from maxtext.kernels.attention_inputs import AttentionInputs, AttentionSharding, match_kv_heads
+from maxtext.kernels.attention_mask import ScoreSpec, gathered
 from maxtext.kernels.load_balance import LoadBalancedOrder
 from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 
@@ -31,14 +32,14 @@ class SplashBlocks:
   fused_backward: bool = False
 
   def fit(self, queries: int, keys: int) -> bool:
-    """Whether the kernel can cut so many queries and keys into these blocks, or into one where they are fewer."""
+    """Whether so many queries and keys can be divided into these blocks, or into one block where they are fewer."""
     by_query = (self.q, self.q_dkv, self.q_dq)
     by_key = (self.kv, self.kv_compute, self.kv_dkv, self.kv_dkv_compute, self.kv_dq)
     pairs = [(queries, by_query), (keys, by_key)]
     return all(length % 128 == 0 and length % min(size, length) == 0 for length, sizes in pairs for size in sizes)
 
   def within(self, queries: int, keys: int, kind: Callable[..., Any]) -> Any:
-    """As the kernel wants them: no block longer than what it cuts, and none for a kernel that is not used."""
+    """Block sizes as the kernel takes them: none longer than its dimension, and None for a kernel that is not used."""
     q_dq, kv_dq = (None, None) if self.fused_backward else (min(self.q_dq, queries), min(self.kv_dq, keys))
     return kind(
       block_q=min(self.q, queries),
@@ -54,31 +55,29 @@ class SplashBlocks:
 
 
 def splash(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  tokens: Tokens,
+  inputs: AttentionInputs,
   scoring: ScoreSpec,
-  sinks: jax.Array | None,
-  *,
-  mesh: Mesh,
-  q_spec: PartitionSpec,
-  kv_spec: PartitionSpec,
+  sharding: AttentionSharding,
   blocks: SplashBlocks,
   order: LoadBalancedOrder | None,
+  *,
   result: str,
   interpret: bool,
 ) -> jax.Array:
-  """The kernel on every device, with the keys of whole rows. Its residuals carry the name `result`, so what is
-  returned must not carry it again."""
+  """The kernel on every device, with the keys of whole rows.
+
+  Its residuals have the checkpoint name `result`, so the caller must not name the output so again.
+  """
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
+  inputs, sharding = match_kv_heads(inputs, sharding)
+  q, k, v, tokens, sinks, _ = inputs
+  mesh, q_spec, kv_spec = sharding.mesh, sharding.q_spec, sharding.kv_spec
   S, H = q.shape[1], q.shape[2]
-  k, v, kv_spec = keys_like_queries(q, k, v, q_spec, kv_spec)
   length_axes, parts = mesh_axes_of(q_spec[1]), num_shards_of(mesh, q_spec[1])
   segments = tokens.segments
   if scoring.chunked and (segments is not None or not scoring.causal):
-    # Chunks are those of the documents: let them be segments of their own.
+    # Chunks are relative to documents: make each chunk a segment.
     assert scoring.window is not None
     chunk = tokens.positions // scoring.window
     segments = chunk if segments is None else segments * (S // scoring.window + 1) + chunk
@@ -114,7 +113,7 @@ def splash(
 
 
 def seen_blocks(scoring: ScoreSpec, length: int, q: int, kv: int) -> np.ndarray:
-  """Which blocks of keys each block of queries sees something of, [length/q, length/kv]; not for encoders."""
+  """Whether a block of queries sees any key of a block of keys, [length/q, length/kv]; for causal attention only."""
   assert scoring.causal
   queries, first_keys = np.arange(length).reshape(-1, q), np.arange(0, length, kv)
   back = queries if scoring.window is None else np.minimum(queries, scoring.window - 1)
@@ -128,8 +127,8 @@ def _mask(scoring: ScoreSpec, length: int, heads: int, order: LoadBalancedOrder 
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
   shape, window = (length, length), scoring.window
-  if not scoring.causal:  # whatever the order of tokens
-    assert window is None or order is None, "only tokens in order have a window both ways"
+  if not scoring.causal:  # does not depend on the order of tokens
+    assert window is None or order is None, "a bidirectional window needs tokens in order"
     full = masks.FullMask(shape) if window is None else masks.LocalMask(shape, (window - 1, window - 1), 0)
     return masks.MultiHeadMask([full] * heads)
   if window is None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxtext.kernels.attention_inputs import AttentionInputs, AttentionSharding
 from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.layers.cached_attention import CACHED, QUERIES, CachedAttention
 from maxtext.layers.context import Context
@@ -31,11 +32,11 @@ _KV = ("activation_batch", "activation_length", "activation_kv_heads", "activati
 
 @dataclass(frozen=True)
 class QueryKeyNorm:
-  """Norms of queries and keys.
+  """QK norm: norms of queries and keys.
 
   Attributes:
-    over: each head is normed alone, or all of them as one vector.
-    rotated: after the rotation instead of before it.
+    over: each head is normalized by itself, or all heads as one vector.
+    rotated: the norm follows RoPE instead of preceding it.
   """
 
   norm: RMSNormSpec
@@ -45,7 +46,7 @@ class QueryKeyNorm:
 
 @dataclass(frozen=True)
 class QueryTemperature:
-  """Queries grow with the logarithm of how many times `length` fits into their position."""
+  """Scales queries by 1 + strength * log(1 + floor((position + 1) / length))."""
 
   length: int
   strength: float = 0.1
@@ -57,23 +58,24 @@ class QueryTemperature:
 
 @dataclass(frozen=True)
 class GQA:
-  """Query heads share key heads in groups of heads/kv_heads.
+  """The spec of grouped-query attention: each key head serves heads/kv_heads query heads.
 
   Attributes:
-    rope: None leaves positions out.
-    window: how far back a query sees; where `chunked`, the length of the chunks it may not look out of.
+    rope: None for a layer without position embeddings.
+    window: length of the sliding window; where `chunked`, length of the chunks, outside of which a query sees nothing.
     scale: of logits; None is head_dim^-0.5.
-    cap: bounds logits by cap * tanh(logit / cap).
+    cap: soft cap of logits, cap * tanh(logit / cap).
     bias: query, key and value projections have biases; `out_bias`: the output projection has one.
     value_norm: of values; `shared_values`: values are the keys before norm and rotation.
-    sinks: each head has a learned logit that takes its share of the softmax.
+    sinks: attention sinks: each head has a learned logit that takes part in the softmax.
     temperature: of queries, by position.
-    gated: a sigmoid gate per head and dimension, of the layer's input, on what attention returns.
-    out_width: of the output, where it is not that of the input.
-    fused: query, key and value are one product; there are as many key heads as query heads.
-    blocks: chooses blocks of keys that a query sees; None lets it see all.
-    watched: keeps the largest logit of each head, until `clipped` is asked for.
-    causal: False sees later tokens too, as in an encoder, which has no cache.
+    gated: the output of attention is multiplied by a sigmoid gate per head and dimension, projected from the layer's
+      input.
+    out_width: width of the output; None is that of the input.
+    fused: query, key and value are one projection; there are as many key heads as query heads.
+    blocks: selects the blocks of keys that a query sees; None lets it see all.
+    tracked: the layer records the largest logit of each head, for QK-clip (`clip_weights`).
+    causal: False for bidirectional attention, as in an encoder, which has no cache.
   """
 
   heads: int
@@ -110,24 +112,24 @@ class GQA:
 
   @property
   def scoring(self) -> ScoreSpec:
-    """What the kernel is told."""
+    """How the kernel computes logits."""
     scale = self.head_dim**-0.5 if self.scale is None else self.scale
     return ScoreSpec(scale, self.window, self.chunked, self.cap, self.causal)
 
   @property
   def cache_window(self) -> int | None:
-    """How far back keys are kept; None is all the way, as where blocks are chosen by all their keys."""
+    """Number of positions that the cache stores; None is all of them, which block selection needs."""
     return None if self.blocks is not None else self.window
 
   @property
   def order_invariant(self) -> bool:
-    """Whether the tokens of a row may stand in any order, since positions say what comes before what."""
+    """Whether the tokens of a row may be in any order, because the layer depends on their positions only."""
     return self.blocks is None and not self.tracked
 
   def clip_weights(self, weights: Mapping[str, jax.Array], gamma: jax.Array) -> dict[str, jax.Array]:
-    """Weights of a stack of layers, by their path in the layer, that multiply the logits of its heads by gamma [R,H].
+    """The weights of stacked layers, by path in the layer, scaled so that logits are multiplied by gamma [R,H].
 
-    Each key head is shrunk by the root of what the query head with the largest logits needs, and queries by the rest.
+    A key head is scaled by the square root of the smallest gamma of its query heads, and each query head by the rest.
     """
     groups = gamma.reshape(*gamma.shape[:-1], self.kv_heads, -1)
     key = jnp.sqrt(groups.min(-1))
@@ -148,13 +150,13 @@ class GroupedQueryAttention(nnx.Module):
     x, q = {"embed": width}, {"heads": spec.heads, "head_dim": spec.head_dim}
     kv, out = {"kv_heads": spec.kv_heads, "head_dim": spec.head_dim}, {"embed": spec.out_width or width}
 
-    def product(name: str, outputs: dict[str, int]) -> Linear:
+    def projection(name: str, outputs: dict[str, int]) -> Linear:
       return Linear(factory.scope(name), x, outputs, execution, f"{name}_proj", bias=spec.bias)
 
-    self.qkv = product("qkv", {"qkv": 3, **q}) if spec.fused else None
-    self.query = None if spec.fused else product("query", q)
-    self.key = None if spec.fused else product("key", kv)
-    self.value = None if spec.fused or spec.shared_values else product("value", kv)
+    self.qkv = projection("qkv", {"qkv": 3, **q}) if spec.fused else None
+    self.query = None if spec.fused else projection("query", q)
+    self.key = None if spec.fused else projection("key", kv)
+    self.value = None if spec.fused or spec.shared_values else projection("value", kv)
     self.out = Linear(factory.scope("out"), q, out, execution, "out_proj", bias=spec.out_bias)
     self.gate = Linear(factory.scope("gate"), x, q, execution, "query_proj") if spec.gated else None
     self.query_norm, self.key_norm = self._head_norms(factory)
@@ -169,10 +171,10 @@ class GroupedQueryAttention(nnx.Module):
   ) -> tuple[jax.Array, Cache | None]:
     spec, execution = self.spec, self.execution
     assert cache is None or spec.causal, "an encoder sees all of its input at once"
-    q, k, v = self._projected(x)
+    q, k, v = self._project(x)
     if self.value_norm is not None:
       v = self.value_norm(v)
-    q, k = self._placed(self.query_norm, q, context, QUERIES), self._placed(self.key_norm, k, context, _KV)
+    q, k = self._rotate(self.query_norm, q, context, QUERIES), self._rotate(self.key_norm, k, context, _KV)
     if spec.temperature is not None:
       q = q * spec.temperature(context.positions)[..., None, None].astype(q.dtype)
     v = execution.sharding.constrain(v, *_KV)
@@ -189,10 +191,9 @@ class GroupedQueryAttention(nnx.Module):
     selected = None if spec.blocks is None else spec.blocks.selected(q, k, tokens, tokens)
     track_max_logits(self.largest_logit, q, k, tokens, spec.scoring, execution.numerics.precision)
     q_spec, kv_spec = execution.sharding.partition(q.shape, *QUERIES), execution.sharding.partition(k.shape, *_KV)
-    out = execution.kernels.attention(
-      q, k, v, tokens, spec.scoring, sinks,
-      selected=selected, mesh=execution.sharding.mesh, q_spec=q_spec, kv_spec=kv_spec, matmuls=self.matmuls,
-    )  # fmt: skip
+    inputs = AttentionInputs(q, k, v, tokens, sinks, selected)
+    sharding = AttentionSharding(execution.sharding.mesh, q_spec, kv_spec)
+    out = execution.kernels.attention(inputs, spec.scoring, sharding, self.matmuls)
     return self._out(x, out), cache
 
   def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]:
@@ -212,7 +213,7 @@ class GroupedQueryAttention(nnx.Module):
       out = out * jax.nn.sigmoid(self.gate(x))
     return self.out(self.execution.sharding.constrain(out, *QUERIES))
 
-  def _projected(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     if self.qkv is not None:
       q, k, v = jnp.unstack(self.qkv(x), axis=2)
       return q, k, v
@@ -228,17 +229,17 @@ class GroupedQueryAttention(nnx.Module):
     q, k = (spec.head_dim * (n if norms.over == "all" else 1) for n in (spec.heads, spec.kv_heads))
     return norms.norm.build(factory.scope("query_norm"), q), norms.norm.build(factory.scope("key_norm"), k)
 
-  def _placed(self, norm: RMSNorm | None, x: jax.Array, context: Context, axes: tuple[str, ...]) -> jax.Array:
-    """Queries or keys, normed and turned to their positions in the order of the spec."""
+  def _rotate(self, norm: RMSNorm | None, x: jax.Array, context: Context, axes: tuple[str, ...]) -> jax.Array:
+    """Queries or keys with QK norm and RoPE applied, in the order of the spec."""
     rope, norms = self.spec.rope, self.spec.qk_norm
 
-    def normed(x: jax.Array) -> jax.Array:
+    def apply_norm(x: jax.Array) -> jax.Array:
       if norm is None or norms is None:
         return x
       return norm(x) if norms.over == "head" else norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
-    def turned(x: jax.Array) -> jax.Array:
+    def apply_rope(x: jax.Array) -> jax.Array:
       return x if rope is None else rotate(x, context.table(rope), rope.interleaved)
 
-    x = normed(turned(x)) if norms is not None and norms.rotated else turned(normed(x))
+    x = apply_norm(apply_rope(x)) if norms is not None and norms.rotated else apply_rope(apply_norm(x))
     return self.execution.sharding.constrain(x, *axes)

@@ -1,4 +1,4 @@
-"""One decoder layer: a mixer over the sequence, then a feed-forward layer, each normed and added to the residual."""
+"""One decoder layer: a mixer over the sequence, then a feed-forward layer, each in a residual branch with norms."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class MixerLayer(Protocol):
   def __call__(
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
   ) -> tuple[jax.Array, Cache | None]:
-    """The mixed tokens and the extended cache."""
+    """The output and the updated cache."""
     ...
 
   def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]: ...
@@ -39,12 +39,12 @@ class FeedForwardLayer(Protocol):
   """A feed-forward layer with its weights."""
 
   def __call__(self, x: jax.Array, real: jax.Array | None = None) -> tuple[jax.Array, Report]:
-    """The output and a report; `real` says which tokens are no padding, None that all are."""
+    """The output and auxiliary outputs; `real` says which tokens are not padding, None means all."""
     ...
 
 
 class Mixer(Protocol):
-  """What mixes tokens of a sequence."""
+  """The spec of a mixer: attention, or another layer that mixes the tokens of a sequence."""
 
   @property
   def ropes(self) -> tuple[RotaryEmbedding, ...]: ...
@@ -59,13 +59,13 @@ class Mixer(Protocol):
 
 
 class FeedForward(Protocol):
-  """What works on each token alone."""
+  """The spec of a feed-forward layer, which processes each token by itself."""
 
   def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> FeedForwardLayer: ...
 
 
 class Layer(LayerSpec, Protocol):
-  """What a decoder is a stack of."""
+  """The spec of a decoder layer."""
 
   @property
   def mixer(self) -> Mixer: ...
@@ -76,15 +76,15 @@ class Layer(LayerSpec, Protocol):
 
 @dataclass(frozen=True)
 class Block:
-  """What one layer is made of: x + after(mixer(before(x))), then the same with the feed-forward layer.
+  """The spec of one layer: x + post_norm(mixer(norm(x))), then the same with the feed-forward layer.
 
   Attributes:
-    norm: of what enters a branch; None is none.
-    mixer_post_norm: of what leaves the mixer, `feed_forward_post_norm`: the feed-forward layer; None is none.
-    feed_forward_norms_itself: what enters the feed-forward layer is not normed here.
-    output_scale: the layer's output is multiplied by a number of its own, which no gradient touches.
-    streams: the residual is several streams; None is one.
-    memory: joins the residual on entry; None is none.
+    norm: of the input of each branch; None for no norm.
+    mixer_post_norm: of the mixer's output, `feed_forward_post_norm`: of the feed-forward layer's; None for no norm.
+    feed_forward_norms_itself: the feed-forward layer has its own norm, so its input is not normalized here.
+    output_scale: the layer's output is multiplied by a scalar buffer, which gets no gradient.
+    streams: hyper-connections between several residual streams; None for a single residual.
+    memory: n-gram memory that is added to the residual before the mixer; None for no memory.
   """
 
   mixer: Mixer
@@ -103,7 +103,7 @@ class Block:
 
 
 class DecoderBlock(nnx.Module):
-  """Two residual branches, normed on either side as the spec says."""
+  """Two residual branches, with the norms of the spec."""
 
   def __init__(self, factory: ParamFactory, spec: Block, width: int, execution: ExecutionConfig) -> None:
     self.execution = execution
@@ -128,7 +128,7 @@ class DecoderBlock(nnx.Module):
   def __call__(
     self, x: jax.Array, layer_input: jax.Array | None, context: Context, cache: Cache | None, repeat: jax.Array
   ) -> tuple[jax.Array, dict[str, jax.Array], Cache | None]:
-    """A layer of a `Stack`; a layer input (features of an image, say) joins the residual on entry."""
+    """A layer of a `Stack`; a layer input (such as image features) is added to the residual first."""
     x = checkpoint_name(x, "decoder_layer_input")
     if layer_input is not None:
       x = x + (layer_input if self.mixer_streams is None else layer_input[..., None, :])
@@ -138,23 +138,23 @@ class DecoderBlock(nnx.Module):
       x = x + found.reshape(x.shape)
 
     def mix(x: jax.Array) -> tuple[jax.Array, Cache | None]:
-      mixed, extended = self.mixer(_normed(self.mixer_norm, x), context, cache, repeat)
-      return _normed(self.mixer_post_norm, mixed), extended
+      mixed, updated = self.mixer(_apply_norm(self.mixer_norm, x), context, cache, repeat)
+      return _apply_norm(self.mixer_post_norm, mixed), updated
 
     def feed(x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-      fed, report = self.feed_forward(_normed(self.feed_forward_norm, x), context.real)
-      return _normed(self.feed_forward_post_norm, fed), report
+      fed, aux = self.feed_forward(_apply_norm(self.feed_forward_norm, x), context.real)
+      return _apply_norm(self.feed_forward_post_norm, fed), aux
 
-    x, extended = self._joined(self.mixer_streams, x, mix)
-    x, report = self._joined(self.feed_forward_streams, x, feed)
+    x, updated = self._add_branch(self.mixer_streams, x, mix)
+    x, aux = self._add_branch(self.feed_forward_streams, x, feed)
     if self.output_scale is not None:
       x = x * self.output_scale[...].astype(x.dtype)
-    return x, report, extended
+    return x, aux, updated
 
-  def _joined(
+  def _add_branch(
     self, streams: HyperConnectionWeights | None, x: jax.Array, branch: Callable[[jax.Array], tuple[jax.Array, _Other]]
   ) -> tuple[jax.Array, _Other]:
-    """The residual, one stream or several, after a branch; and what else the branch returned."""
+    """The residual, one stream or several, after a branch; and the second result of the branch."""
     if streams is None:
       y, other = branch(x)
       return self.execution.sharding.constrain(x + y, *RESIDUAL), other
@@ -168,5 +168,5 @@ class DecoderBlock(nnx.Module):
     return self.mixer.cache_specs(batch, length) | own
 
 
-def _normed(norm: NormLayer | None, x: jax.Array) -> jax.Array:
+def _apply_norm(norm: NormLayer | None, x: jax.Array) -> jax.Array:
   return x if norm is None else norm(x)

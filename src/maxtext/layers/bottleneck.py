@@ -1,4 +1,4 @@
-"""A decoder layer with one residual branch: attention into a narrow space, the feed-forward layer there, and back."""
+"""A bottleneck decoder layer: one residual branch, whose feed-forward layer is narrower than the residual."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from maxtext.layers.param_factory import ParamFactory
 
 @dataclass(frozen=True)
 class Bottleneck:
-  """x + out(feed_forward(norm(mixer(norm(x))))); the mixer's `out_width` is that of the narrow space."""
+  """x + out(feed_forward(norm(mixer(norm(x))))); the mixer's `out_width` is the width of the feed-forward layer."""
 
   mixer: GQA
   feed_forward: FeedForward
@@ -48,8 +48,8 @@ class BottleneckBlock(nnx.Module):
     if layer_input is not None:
       x = x + layer_input
     mixed, cache = self.mixer(self.mixer_norm(x), context, cache, repeat)
-    fed, report = self.feed_forward(self.feed_forward_norm(mixed), context.real)
-    return self.execution.sharding.constrain(x + self.out(fed), *RESIDUAL), report, cache
+    fed, aux = self.feed_forward(self.feed_forward_norm(mixed), context.real)
+    return self.execution.sharding.constrain(x + self.out(fed), *RESIDUAL), aux, cache
 
   def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]:
     """The cache of one layer."""

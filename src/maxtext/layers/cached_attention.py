@@ -1,5 +1,5 @@
-"""Queries over what the cache of their layer holds: in place by a kernel, block by block as far as rows have come, in
-pages, or all of it at once. `attention.py` calls it where something is in the cache already.
+"""Attention over the KV cache of a layer: in place by the decode kernel, block by block up to the longest row, over
+pages, or over the whole cache at once. `attention.py` calls it where the cache is not empty.
 
 Shapes: B rows, S new tokens, H query heads, K key heads, D head width, M pages of a row.
 """
@@ -26,12 +26,12 @@ _POOL = ("activation_kv_heads", "layers", None, None, "activation_head_dim")
 
 @dataclass(frozen=True)
 class CachedAttention:
-  """Extends the cache of a layer by its new tokens, and lets their queries look at it.
+  """Writes new keys and values to the cache of a layer, and attends to it.
 
   Attributes:
-    sinks: [H] what the softmax of each head has besides its keys.
-    blocks: choose keys, by all of them.
-    matmuls: of scores and values, but where a kernel does them itself.
+    sinks: [H] attention sinks, a logit per head.
+    blocks: selects the blocks of keys that a query sees; None lets it see all.
+    matmuls: of scores and values; fused kernels do their own.
   """
 
   execution: ExecutionConfig
@@ -47,12 +47,12 @@ class CachedAttention:
 
     Args:
       repeat: the layer's number in its stack.
-      table: [B,M] the pages of each row, where the layer's keys lie in pages.
+      table: [B,M] the pages of each row; None where the layer's cache is not paged.
     """
     if table is not None:
       return self._in_pages(q, new, cache, repeat, context, table)
     where = self.execution.sharding.partition(cache["key"].shape, "layers", *CACHED)
-    if self._in_place(cache, where, context):
+    if self._kernel_fits(cache, where, context):
       return self._by_kernel(q, new, cache, where, repeat, context)
     if context.end is not None and self.execution.kv_cache.block is not None and self.blocks is None:
       return self._by_blocks(q, new, cache, repeat, context, self.execution.kv_cache.block)
@@ -61,7 +61,7 @@ class CachedAttention:
 
   def _at_once(self, q: jax.Array, seen: Cache, context: Context, keys: Tokens) -> jax.Array:
     k, v, tokens = seen["key"], seen["value"], Tokens(context.positions, spans=context.spans)
-    assert self.blocks is None or context.spans is None, "blocks are chosen among earlier ones"
+    assert self.blocks is None or context.spans is None, "only earlier blocks are selected"
     selected = None if self.blocks is None else self.blocks.selected(q, k, tokens, keys)
     return reference(
       q, k, v, tokens, keys, self.scoring, self.sinks, self.execution.numerics.precision, selected, self.matmuls
@@ -80,8 +80,8 @@ class CachedAttention:
     precision, matmuls = self.execution.numerics.precision, self.matmuls
     return blockwise(q, read, blocks.count, tokens, self.scoring, self.sinks, precision, matmuls), cache
 
-  def _in_place(self, cache: Cache, where: PartitionSpec, context: Context) -> bool:
-    """Whether the kernel for one new token per row serves this step."""
+  def _kernel_fits(self, cache: Cache, where: PartitionSpec, context: Context) -> bool:
+    """Whether the decode kernel, for one new token per row, supports this step."""
     execution = self.execution
     one = context.end is not None and context.positions.shape[1] == 1
     if (
@@ -114,7 +114,7 @@ class CachedAttention:
     execution, pages = self.execution, self.execution.kv_cache.pages
     assert pages is not None
     cache, seen, keys = update_cache(cache, repeat, context, new, execution.kv_cache.quantization, table)
-    # The kernel takes one query per row and keys in bfloat16, and knows neither windows nor sinks nor chosen keys.
+    # The kernel takes one query per row and keys in bfloat16, and supports neither windows nor sinks nor selected keys.
     plain = self.scoring.window is None and self.blocks is None and self.sinks is None
     exact = execution.kv_cache.quantization is None and jnp.dtype(execution.numerics.dtype) == jnp.bfloat16
     pools = cache["key"], cache["value"]

@@ -1,4 +1,4 @@
-"""What every layer of one call shares, token by token."""
+"""Per-token arrays that all layers of one call share."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,22 +12,22 @@ from maxtext.layers.rope import RotaryEmbedding, Table, rotary_table
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Context:
-  """Per-token context. A pytree, handed through stacks explicitly, so that a pipeline can send it along.
+  """Per-token context. A pytree, an explicit argument of stacks, so that a pipeline can send it between stages.
 
   Attributes:
-    positions: [B,S] where tokens stand in their document. They alone order tokens: masks, windows, learned positions
-      and the places of a cache go by them. Rotary tables may go by other positions.
+    positions: [B,S] positions of tokens in their documents. Masks, windows, learned position embeddings and cache slots
+      depend on them; rotary tables may use other positions.
     segments: [B,S] document of each token, or None where a row is one document.
-    spans: [B,S] tokens of a document with the same number, other than 0, see each other both ways; None is none. A
-      cache does not keep them, so a chunk of a prompt has all of a span.
+    spans: [B,S] tokens of a document with the same number, other than 0, attend to each other bidirectionally; None if
+      there are no spans. A cache does not store them, so a prefill chunk must hold a whole span.
     tables: rotary tables, one per distinct `RotaryEmbedding` of the model.
-    tokens: [B,S] the tokens themselves, for layers that look them up.
-    count: [B] how many tokens of each row count, from the first on; those after them leave nothing in a cache. None is
-      all.
-    pages: [B,M] the pages of each row, where some of the cache lies in pages.
-    fresh: the cache is empty, so tokens see each other alone.
-    end: the position behind the last that counts in any row, where the cache has places for all of them; rows are then
-      read up to it. None reads them whole.
+    tokens: [B,S] token ids, for layers that look them up.
+    count: [B] number of valid tokens of each row, which come first; the others are not written to a cache. None means
+      that all are valid.
+    pages: [B,M] the pages of each row, where the cache is paged.
+    fresh: the cache is empty, so attention is over the new tokens only.
+    end: one more than the last valid position of any row, if the cache has a slot for every position; only slots below
+      it are then read. None reads all slots.
   """
 
   positions: jax.Array
@@ -56,10 +56,10 @@ class Context:
   ) -> "Context":
     """Computes the rotary tables of all layers once.
 
-    `rotary_positions`, [B,S] or [B,S,C] of C components, are what they turn by; None is `positions`.
+    They are for `rotary_positions`, [B,S] or [B,S,C] of C components; None is `positions`.
     """
-    turned_by = positions if rotary_positions is None else rotary_positions
-    tables = {repr(r): rotary_table(r, turned_by, dtype) for r in dict.fromkeys(ropes)}
+    rotary = positions if rotary_positions is None else rotary_positions
+    tables = {repr(r): rotary_table(r, rotary, dtype) for r in dict.fromkeys(ropes)}
     return Context(positions, segments, tables, tokens, count, pages, fresh, end, spans)
 
   def table(self, rope: RotaryEmbedding) -> Table:
@@ -68,12 +68,12 @@ class Context:
 
   @property
   def counts(self) -> jax.Array | None:
-    """Whether each token counts, [B,S]; None is all."""
+    """Whether each token is valid, [B,S]; None means all."""
     return None if self.count is None else jnp.arange(self.positions.shape[1]) < self.count[:, None]
 
   @property
   def real(self) -> jax.Array | None:
-    """Whether a token counts and is no padding, [B,S]; None is all."""
+    """Whether each token is valid and not padding, [B,S]; None means all."""
     if self.segments is None:
       return self.counts
     real = self.segments != 0

@@ -1,6 +1,6 @@
-"""A causal convolution of each channel alone, which stops at the start of a document.
+"""A depthwise causal convolution, which does not cross the start of a document.
 
-Shapes: B batch, S sequence, H and D channels, W tokens that it reaches back.
+Shapes: B batch, S sequence, H and D channels, W earlier tokens that it needs.
 """
 
 from collections.abc import Mapping
@@ -36,11 +36,11 @@ class CausalConvolution(nnx.Module):
 
   @property
   def reach(self) -> int:
-    """Tokens before the first that it needs."""
+    """Number of earlier tokens that the first token needs."""
     return (self.span - 1) * self.step
 
   def __call__(self, x: jax.Array, context: Context, tail: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """x [B,S,H,D] and the tokens before it [B,W,H,D] to the sums, and the tokens that a next call needs before it."""
+    """x [B,S,H,D] and the tokens before it [B,W,H,D] to the sums, and the tail for the next call."""
     B = x.shape[0]
     if tail is None:
       tail = jnp.zeros((B, self.reach, *x.shape[2:]), x.dtype)
@@ -53,7 +53,7 @@ class CausalConvolution(nnx.Module):
     return y, within(latest(x, self.reach, context), latest(documents, self.reach, context), document[:, -1:])
 
   def end_update(self) -> None:
-    """Lets implementations of the matmul do what follows from the statistics of an update."""
+    """Calls `end_update` of the implementations of the matmul."""
     for one in self.execution.matmul:
       if one.wants(self.site):
         one.end_update(self.site, self.matmul[one.name])

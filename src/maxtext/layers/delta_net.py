@@ -1,6 +1,6 @@
-"""The gated delta net: linear attention by the gated delta rule, behind a short causal convolution.
+"""The gated delta net: linear attention by the gated delta rule, after a short causal convolution.
 
-Its cache does not grow: a matrix per head, and the last tokens that the convolution still sees.
+Its cache has a fixed size: a state matrix per head, and the last tokens that the convolution needs.
 
 Shapes: B batch, S sequence, E width, H heads (of keys or of values), D head dim, W tokens of the convolution.
 """
@@ -27,13 +27,13 @@ _STATE = ("activation_batch", "activation_heads", None, None)
 
 @dataclass(frozen=True)
 class DeltaNet:
-  """Key heads serve value heads in groups.
+  """The spec of a gated delta net: each key head serves value_heads/key_heads value heads.
 
   Attributes:
-    span: tokens that the convolution sees, the own one counted.
-    chunk: tokens that are computed at once.
+    span: width of the convolution in tokens.
+    chunk: tokens that are computed in parallel.
     norm: of each head's output, before the gate.
-    unit_keys: queries and keys are scaled to length one.
+    unit_keys: queries and keys are normalized to unit length.
   """
 
   key_heads: int
@@ -47,7 +47,7 @@ class DeltaNet:
 
   @property
   def window(self) -> int | None:
-    """Tokens that a query is multiplied with: those of its chunk."""
+    """The chunk: a query is multiplied with the keys of its chunk only."""
     return self.chunk
 
   @property
@@ -57,7 +57,7 @@ class DeltaNet:
 
   @property
   def ropes(self) -> tuple[RotaryEmbedding, ...]:
-    """It needs no positions."""
+    """Empty: the layer uses no position embeddings."""
     return ()
 
   def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> "GatedDeltaNet":
@@ -105,7 +105,7 @@ class GatedDeltaNet(nnx.Module):
     decay = self.decay(x).astype(jnp.float32) + self.decay_bias[...].astype(jnp.float32)
     g = -jnp.exp(self.log_rate[...].astype(jnp.float32)) * jax.nn.softplus(decay)
     beta = jax.nn.sigmoid(self.strength(x).astype(jnp.float32))
-    if context.counts is not None:  # what does not count neither forgets nor writes
+    if context.counts is not None:  # invalid tokens leave the state unchanged
       g, beta = (jnp.where(context.counts[..., None], a, 0.0) for a in (g, beta))
     state = self._empty_state(x.shape[0]) if own is None else own["state"]
     arguments = q * spec.key_dim**-0.5, k, mixed["value"], g, beta, context.begins, state

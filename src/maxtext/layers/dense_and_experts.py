@@ -1,4 +1,4 @@
-"""A dense feed-forward layer and a mixture of experts side by side, each with norms of its own."""
+"""A dense feed-forward layer and a mixture of experts in parallel, each with its own norms."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from maxtext.layers.param_factory import ParamFactory
 
 @dataclass(frozen=True)
 class DenseAndExperts:
-  """after(dense(before(x))) + after(experts(before(x))); the router sees x itself."""
+  """post_norm(dense(norm(x))) + post_norm(experts(norm(x))); the router takes x itself."""
 
   dense: MLP
   experts: MoE
@@ -26,7 +26,7 @@ class DenseAndExperts:
 
 
 class DenseAndExpertsLayer(nnx.Module):
-  """The two, and the sum."""
+  """The layer of `DenseAndExperts`."""
 
   def __init__(self, factory: ParamFactory, spec: DenseAndExperts, width: int, execution: ExecutionConfig) -> None:
     self.dense_norm = spec.norm.build(factory.scope("dense_norm"), width)
@@ -37,7 +37,7 @@ class DenseAndExpertsLayer(nnx.Module):
     self.experts_post_norm = spec.norm.build(factory.scope("experts_post_norm"), width)
 
   def __call__(self, x: jax.Array, real: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The output, and what the experts report."""
+    """The output, and the auxiliary outputs of the experts."""
     dense, _ = self.dense(self.dense_norm(x))
-    selected, report = self.experts(self.experts_norm(x), real, router_input=x)
-    return self.dense_post_norm(dense) + self.experts_post_norm(selected), report
+    selected, aux = self.experts(self.experts_norm(x), real, router_input=x)
+    return self.dense_post_norm(dense) + self.experts_post_norm(selected), aux

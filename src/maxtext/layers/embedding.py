@@ -1,4 +1,4 @@
-"""The token table, which may serve as output head too, positions that are learned, and features of other inputs.
+"""Token embeddings, which may be tied to the output head, learned positions, and features of other modalities.
 
 Shapes: B batch, S sequence, E width, V vocabulary, P positions, N features of a row.
 """
@@ -26,7 +26,7 @@ class Embedding(nnx.Module):
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Looks up [B,S] to [B,S,E]."""
-    # Gathering the width first lets the partitioner index whole rows; it would rematerialise the table otherwise.
+    # All-gather the width first, so that the partitioner indexes whole rows; otherwise it replicates the table.
     table = self.execution.sharding.constrain(self.table[...].astype(self.execution.numerics.dtype), "vocab", None)
     one_hot = self.execution.kernels.one_hot_embedding
     rows = (
@@ -43,7 +43,7 @@ class Embedding(nnx.Module):
 
 
 class Positions(nnx.Module):
-  """Rows of a learned table [P,E], one per position; added to the tokens' rows."""
+  """Learned position embeddings, a table [P,E]; added to the token embeddings."""
 
   def __init__(self, factory: ParamFactory, length: int, width: int, execution: ExecutionConfig) -> None:
     self.execution = execution
@@ -65,7 +65,7 @@ def _rows(execution: ExecutionConfig, table: jax.Array, index: jax.Array) -> jax
 
 
 def sinusoids(positions: jax.Array, width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-  """Fixed positions [B,S] to [B,S,E]: sines in the first half, cosines in the second, of wavelengths up to 10000."""
+  """Sinusoidal position embeddings, [B,S] to [B,S,E]: sines, then cosines; the longest wavelength is 2 pi 10000."""
   half = width // 2
   frequency = 1e4 ** (-jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1))
   angle = positions[..., None].astype(jnp.float32) * frequency
@@ -73,17 +73,18 @@ def sinusoids(positions: jax.Array, width: int, dtype: jax.typing.DTypeLike) -> 
 
 
 def feature_indices(placeholders: np.ndarray, counts: np.ndarray | int) -> np.ndarray:
-  """Which feature of its row each token takes, [B,S] int32: the first placeholder 0, the next 1, ...; -1 is none.
+  """The index of the feature that replaces each token, [B,S] int32: 0 for a row's first placeholder, then 1, ...; -1
+  for other tokens.
 
-  It runs on the host, where tokens are known, and in the order of the text. The result may be reordered along with the
-  tokens, as context parallelism does.
+  It runs on the host, on tokens in the order of the text. The result may be reordered along with the tokens, as context
+  parallelism does.
 
   Args:
-    placeholders: [B,S] whether a token stands for a feature.
-    counts: [B] how many features each row has; one number is that of every row.
+    placeholders: [B,S] whether a token is a placeholder for a feature.
+    counts: [B] number of features of each row; one number applies to every row.
 
   Raises:
-    ValueError: a row has another number of placeholders than of features; it names both.
+    ValueError: the numbers of placeholders and of features of a row differ; the message has both.
   """
   marked = np.asarray(placeholders, bool)
   for row, (places, count) in enumerate(zip(marked.sum(1), np.broadcast_to(counts, marked.shape[:1]), strict=True)):
@@ -95,11 +96,11 @@ def feature_indices(placeholders: np.ndarray, counts: np.ndarray | int) -> np.nd
 def merge_features(
   embeddings: jax.Array, features: jax.Array, indices: jax.typing.ArrayLike, add: bool = False
 ) -> jax.Array:
-  """Embeddings [B,S,E] with features [B,N,E] in the places where `indices` [B,S] are not negative.
+  """Embeddings [B,S,E] with features [B,N,E] at the tokens whose `indices` [B,S] are not negative.
 
   Args:
-    indices: the number of the feature that a place takes, from `feature_indices`; several places may take the same.
-    add: a feature is added to the embedding instead of taking its place.
+    indices: the index of each token's feature, from `feature_indices`; several tokens may have the same.
+    add: a feature is added to the embedding instead of replacing it.
   """
   indices = jnp.asarray(indices)
 

@@ -1,4 +1,4 @@
-"""Memory looked up by n-grams: the last tokens, hashed, name rows of large tables, which join the residual by a gate.
+"""N-gram memory (Engram): hashes of the last tokens select rows of large tables, which a gate adds to the residual.
 
 Shapes: B batch, S sequence, N residual streams, E width, G n-gram lengths, K hash heads, D head dim, M = G*K*D.
 """
@@ -25,14 +25,14 @@ _STREAMS = ("activation_batch", "activation_length", None, "activation_embed")
 
 @dataclass(frozen=True)
 class EngramMemory:
-  """The memory of one layer.
+  """The spec of the memory of one layer.
 
   Attributes:
-    sizes: rows of the tables of each n-gram length, from 2 up; a head of that length each, of different sizes.
+    sizes: for each n-gram length from 2 up, the number of rows of the table of each of its hash heads.
     head_dim: width of a row.
-    span: tokens that the convolution sees, as far apart as the longest n-gram is long.
+    span: taps of the convolution; their distance is the length of the longest n-gram.
     seed: of the multipliers of the hash.
-    streams: residual streams that it reads and writes.
+    streams: number of residual streams.
   """
 
   sizes: tuple[tuple[int, ...], ...]
@@ -44,12 +44,12 @@ class EngramMemory:
 
   @property
   def longest(self) -> int:
-    """Tokens of the longest n-gram."""
+    """Length of the longest n-gram."""
     return len(self.sizes) + 1
 
   @property
   def multipliers(self) -> np.ndarray:
-    """An odd number per place in an n-gram."""
+    """An odd multiplier of the hash for each token of an n-gram."""
     drawn = np.random.default_rng(self.seed).integers(0, 2**31, size=self.longest, dtype=np.uint32)
     return drawn * 2 + 1
 
@@ -59,7 +59,7 @@ class EngramMemory:
 
 
 class NgramMemory(nnx.Module):
-  """(streams, context, cache, repeat) to (what is added to the streams, cache)."""
+  """(streams, context, cache, repeat) to (the update to add to the streams, cache)."""
 
   def __init__(self, factory: ParamFactory, spec: EngramMemory, width: int, execution: ExecutionConfig) -> None:
     self.spec, self.execution, self.width = spec, execution, width
@@ -94,7 +94,7 @@ class NgramMemory(nnx.Module):
     return checkpoint_name(jax.nn.silu(mixed) + value, "engram"), cache
 
   def cache_specs(self, batch: int) -> dict[str, CacheSpec]:
-    """The last tokens, and what of them the convolution still sees."""
+    """The last tokens, and the tail of the convolution."""
     spec = self.spec
     tail = (batch, self.convolution.reach, spec.streams, self.width)
     return {
@@ -103,8 +103,8 @@ class NgramMemory(nnx.Module):
     }
 
   def _rows(self, context: Context, before: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Rows of the table [B,S,G*K], and the last tokens, 0 where the document has none, others from 1."""
-    assert context.tokens is not None, "the decoder hands them on"
+    """Rows of the table [B,S,G*K], and the last tokens plus 1, 0 where the document has fewer."""
+    assert context.tokens is not None, "the decoder passes them"
     spec, (B, S) = self.spec, context.tokens.shape
     reach = spec.longest - 1
     if before is None:
@@ -129,5 +129,5 @@ class NgramMemory(nnx.Module):
 
 
 def _signed_root(x: jax.Array) -> jax.Array:
-  """The square root of the size, with the sign; its slope has a bound near zero."""
+  """sign(x) sqrt(|x|), with |x| clamped from below so that the gradient is bounded near zero."""
   return jnp.sign(x) * jnp.sqrt(jnp.maximum(jnp.abs(x), 1e-6))

@@ -1,5 +1,5 @@
-"""How a run executes a model, beside what the model is: numerics, sharding, kernels, rematerialization, pipelines, KV
-cache, and the implementation of matmuls."""
+"""How a run executes a model, as opposed to what the model is: numerics, sharding, kernels, rematerialization,
+pipelines, KV cache, and the implementation of matmuls."""
 
 import dataclasses
 from dataclasses import dataclass, field, fields
@@ -28,7 +28,7 @@ class Numerics:
     dtype: of activations and matmuls.
     weight_dtype: of stored parameters.
     precision: of matmuls, as `jax.lax` takes it.
-    init_scale: times the variance of initial weights.
+    init_scale: multiplies the variance of initial weights.
   """
 
   dtype: Any = jnp.float32
@@ -52,7 +52,7 @@ class Sharding:
     return self.rules.partition(self.mesh, axes, shape)
 
   def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-    """Tells the compiler where an activation lives, or reshards it where shardings are types."""
+    """Constrains the sharding of an activation, or reshards it under explicit sharding."""
     if self.mesh.size == 1:
       return x
     place = jax.sharding.reshard if self.explicit else jax.lax.with_sharding_constraint
@@ -60,7 +60,7 @@ class Sharding:
 
   @property
   def explicit(self) -> bool:
-    """Whether shardings are part of types."""
+    """Whether the mesh has explicit axes, so that shardings are part of types."""
     return is_explicit(self.mesh)
 
 
@@ -96,7 +96,7 @@ class KVCacheConfig:
     quantization: of keys and values; None stores them in the dtype of activations.
     pages: the pool that rows share, for layers that attend to all earlier tokens; None gives each row its own ring.
     block: most positions that a decode step reads at once; None reads a row whole.
-    speculative_tokens: positions behind a row's last token that draft tokens may occupy.
+    speculative_tokens: slots after a row's last token for draft tokens.
   """
 
   quantization: KVCacheQuantization | None = None
@@ -107,12 +107,12 @@ class KVCacheConfig:
 
 @dataclass(frozen=True)
 class ExecutionConfig:
-  """Everything a layer must know of the run. Hashable: a compiled program depends on it.
+  """Everything that layers need to know about the run. Hashable: a compiled program depends on it.
 
   Attributes:
-    remat: policies that take turns over the layers of a stack.
+    remat: policies that alternate over the layers of a stack.
     scan_layers: loops over stacked layers by `jax.lax.scan`; otherwise the loop is unrolled.
-    pipelines: of the first, second, ... group of layers; empty where there are no stages.
+    pipelines: of the first, second, ... group of layers; empty without pipeline parallelism.
     matmul: implementations that every matmul passes through, the outermost first.
     weight_format: which arrays are stored for a weight.
   """
@@ -129,7 +129,7 @@ class ExecutionConfig:
 
   @property
   def fused_attention(self) -> str | None:
-    """The setting with which a kernel does the matmuls of attention itself; None if there is none."""
+    """The setting that selects a fused attention kernel, which does its own matmuls; None if there is none."""
     if self.kernels.attention.fused:
       return f"attention kernel {self.kernels.attention.kernel!r}"
     if self.kernels.decode_attention:

@@ -1,6 +1,6 @@
-"""How tokens reach the experts they were routed to and come back; the router and the experts are elsewhere.
+"""Dispatch of tokens to the experts they are routed to, and combination of the outputs.
 
-All ways give the same output, except that capacity and a bounded buffer leave out tokens that find no room.
+All methods give the same output, except that `capacity` and a bounded buffer drop tokens beyond the capacity.
 
 Shapes: B batch, S sequence, K experts per token, E width, X experts of this device, N = B*S tokens, M rows, C capacity.
 """
@@ -19,7 +19,7 @@ from maxtext.kernels.ragged_all_to_all import RaggedAllToAll, plan_exchange
 
 
 class Routing(NamedTuple):
-  """Where tokens go: experts [B,S,K] by number, and the weights of their outputs [B,S,K]."""
+  """The experts of each token by number [B,S,K], and the weights of their outputs [B,S,K]."""
 
   experts: jax.Array
   weights: jax.Array
@@ -36,16 +36,16 @@ class ExpertDispatch:
   """How a run executes mixtures of experts.
 
   Attributes:
-    method: dense computes every expert on every token (the plain form); capacity gives each expert the same room in
-      each sequence and drops what does not fit; dropless sorts tokens by expert for grouped products.
-    capacity: room over an even share, for the method of that name.
-    buffer: rows of a device over an even share, for dropless; None has room for all tokens.
-    wi, wo: products of the experts' inputs and outputs, for dropless.
-    carrier: sends tokens to the devices of their experts, for dropless; None has all devices gather all tokens.
+    method: dense computes every expert on every token (the plain implementation); capacity gives each expert the same
+      capacity in each sequence and drops tokens beyond it; dropless sorts tokens by expert for grouped matmuls.
+    capacity: capacity factor, relative to an even load, for the method of that name.
+    buffer: rows of a device relative to an even load, for dropless; None has capacity for all tokens.
+    wi, wo: grouped matmuls of the experts' input and output projections, for dropless.
+    carrier: ragged all-to-all to the devices of the experts, for dropless; None all-gathers tokens.
     float32_sum: outputs are weighted and summed in float32.
-    float32_logits: the router's product is computed in float32.
-    random: tokens go to random experts, to measure speed under even load.
-    gather_gradients: sorting has a gradient that gathers, instead of the scattering one that JAX derives.
+    float32_logits: the router's logits are computed in float32.
+    random: tokens are routed to random experts, to measure speed under an even load.
+    gather_gradients: the gradient of sorting is a gather, instead of the scatter that JAX derives.
   """
 
   method: Literal["dense", "capacity", "dropless"] = "dropless"
@@ -61,12 +61,12 @@ class ExpertDispatch:
 
   @property
   def drops(self) -> bool:
-    """Whether tokens can be left out."""
+    """Whether tokens can be dropped."""
     return self.method == "capacity" or self.buffer is not None
 
   @property
   def sends(self) -> bool:
-    """Whether tokens are sent to the devices of their experts, and not gathered there."""
+    """Whether tokens are sent by a ragged all-to-all, and not all-gathered."""
     return self.method == "dropless" and self.carrier is not None
 
   def __call__(
@@ -82,20 +82,20 @@ class ExpertDispatch:
   ) -> tuple[jax.Array, jax.Array]:
     """Output [B,S,E] of `count` of `total` experts, from number `first` on, and how many of their tokens were dropped.
 
-    Weights multiply the experts' outputs, or their inputs. With mesh axes to send tokens over, each device there has
-    `count` experts and tokens of its own, and the output is that of all experts.
+    Weights multiply the experts' outputs, or with `weigh_inputs` their inputs. With mesh axes `over`, tokens are sent
+    between the devices along them: each has `count` experts and its own tokens, and the output is that of all experts.
     """
     if over:
       return self._dropless(experts, x, routing, count, total, weigh_inputs, over)
     local = routing.experts - first
     own = (local >= 0) & (local < count)
     part = Routing(jnp.where(own, local, count), jnp.where(own, routing.weights, 0))
-    way: Callable[..., tuple[jax.Array, jax.Array]] = {
+    method: Callable[..., tuple[jax.Array, jax.Array]] = {
       "dense": self._dense,
       "capacity": self._capacity,
       "dropless": self._dropless,
     }[self.method]
-    return way(experts, x, part, count, total, weigh_inputs)
+    return method(experts, x, part, count, total, weigh_inputs)
 
   def _dense(
     self, experts: Experts, x: jax.Array, part: Routing, count: int, total: int, weigh_inputs: bool
@@ -114,24 +114,24 @@ class ExpertDispatch:
   ) -> tuple[jax.Array, jax.Array]:
     B, S, E = x.shape
     K = part.experts.shape[2]
-    room = min(math.ceil(S * K / total * self.capacity), S)
+    capacity = min(math.ceil(S * K / total * self.capacity), S)
     expert = part.experts.reshape(B, S * K)
     queue = jax.nn.one_hot(expert, count, dtype=jnp.int32).cumsum(1)
-    place = jnp.take_along_axis(queue, jnp.minimum(expert, count - 1)[..., None], axis=2)[..., 0] - 1
-    kept = (expert < count) & (place < room)
-    # Which token stands in each place of each expert's queue; S stands for none.
+    slot = jnp.take_along_axis(queue, jnp.minimum(expert, count - 1)[..., None], axis=2)[..., 0] - 1
+    fits = (expert < count) & (slot < capacity)
+    # The token in each slot of each expert; S for an empty slot.
     row, token = jnp.arange(B)[:, None], jnp.arange(S * K)[None] // K
-    where = row, jnp.where(kept, expert, count), place
-    standing = jnp.full((B, count, room), S).at[where].set(jnp.broadcast_to(token, (B, S * K)), mode="drop")
-    rows = x.at[jnp.arange(B)[:, None, None], standing].get(mode="fill", fill_value=0)
-    weights = jnp.where(kept, part.weights.reshape(B, S * K), 0)
+    where = row, jnp.where(fits, expert, count), slot
+    occupant = jnp.full((B, count, capacity), S).at[where].set(jnp.broadcast_to(token, (B, S * K)), mode="drop")
+    rows = x.at[jnp.arange(B)[:, None, None], occupant].get(mode="fill", fill_value=0)
+    weights = jnp.where(fits, part.weights.reshape(B, S * K), 0)
     if weigh_inputs:
-      scale = jnp.zeros((B, count, room)).at[where].set(weights, mode="drop")
-      rows, weights = rows * scale[..., None].astype(x.dtype), kept.astype(jnp.float32)
-    out = experts(rows.swapaxes(0, 1).reshape(count, B * room, E), None).reshape(count, B, room, E)
-    back = out.at[jnp.where(kept, expert, count), row, place].get(mode="fill", fill_value=0)
+      scale = jnp.zeros((B, count, capacity)).at[where].set(weights, mode="drop")
+      rows, weights = rows * scale[..., None].astype(x.dtype), fits.astype(jnp.float32)
+    out = experts(rows.swapaxes(0, 1).reshape(count, B * capacity, E), None).reshape(count, B, capacity, E)
+    back = out.at[jnp.where(fits, expert, count), row, slot].get(mode="fill", fill_value=0)
     y = self._weighted(back, weights[..., None]).reshape(B, S, K, E).sum(2)
-    return y, ((expert < count) & ~kept).sum()
+    return y, ((expert < count) & ~fits).sum()
 
   def _dropless(
     self,
@@ -145,38 +145,38 @@ class ExpertDispatch:
   ) -> tuple[jax.Array, jax.Array]:
     B, S, E = x.shape
     K = part.experts.shape[2]
-    named = total if over else count  # experts that tokens may go to; others stand behind them
+    known = total if over else count  # number of experts here; tokens of other experts are sorted behind them
     expert, weights = part.experts.reshape(-1), part.weights.reshape(-1, 1)
     order = jnp.argsort(expert, stable=True)
-    place = jnp.argsort(order)
-    wanted = jnp.bincount(expert, length=named).astype(jnp.int32)
-    rows = expert.size if over else self._room(expert.size, count / total)
+    slot = jnp.argsort(order)
+    wanted = jnp.bincount(expert, length=known).astype(jnp.int32)
+    rows = expert.size if over else self._row_capacity(expert.size, count / total)
     move = _move if self.gather_gradients else _gather
     order = order[:rows]
-    sorted_rows = move(x.reshape(B * S, E), order, place, K)
+    sorted_rows = move(x.reshape(B * S, E), order, slot, K)
     if weigh_inputs:
-      sorted_rows, weights = sorted_rows * weights[order].astype(x.dtype), (expert < named)[:, None]
+      sorted_rows, weights = sorted_rows * weights[order].astype(x.dtype), (expert < known)[:, None]
     if over:
-      out, sent = self._sent(experts, sorted_rows, wanted.reshape(-1, count), over)
+      out, sent = self._send(experts, sorted_rows, wanted.reshape(-1, count), over)
     else:
       sizes = jnp.diff(jnp.minimum(jnp.cumsum(wanted), rows), prepend=0)
       out, sent = experts(sorted_rows, sizes), sizes.sum()
-    y = self._weighted(move(out, place, order, 1), weights).reshape(B, S, K, E).sum(2)
+    y = self._weighted(move(out, slot, order, 1), weights).reshape(B, S, K, E).sum(2)
     return y, wanted.sum() - sent
 
-  def _sent(
+  def _send(
     self, experts: Experts, x: jax.Array, wanted: jax.Array, over: tuple[str, ...]
   ) -> tuple[jax.Array, jax.Array]:
-    """Rows [M,E], sorted by expert, to the same from the devices of their experts [D,X], and how many were sent."""
+    """Outputs of rows [M,E], sorted by expert, `wanted` [D,X] for each device and expert, and how many were sent."""
     assert self.carrier is not None
     devices = wanted.shape[0]
-    room = self._room(x.shape[0] * devices, 1 / devices)
-    exchange = plan_exchange(wanted, room, over)
-    out = experts(self.carrier.dispatch(x, exchange, room, over), exchange.sizes)
+    capacity = self._row_capacity(x.shape[0] * devices, 1 / devices)
+    exchange = plan_exchange(wanted, capacity, over)
+    out = experts(self.carrier.dispatch(x, exchange, capacity, over), exchange.sizes)
     return self.carrier.combine(out, exchange, x.shape[0], over), exchange.there.sizes.sum()
 
-  def _room(self, rows: int, share: float) -> int:
-    """Rows that a device has room for, of all that could come, of which an even share would."""
+  def _row_capacity(self, rows: int, share: float) -> int:
+    """Capacity of a device in rows: at most `rows`, of which it gets `share` under an even load."""
     return rows if self.buffer is None else min(rows, math.ceil(rows * share * self.buffer))
 
   def _weighted(self, out: jax.Array, weights: jax.Array) -> jax.Array:
@@ -185,13 +185,13 @@ class ExpertDispatch:
 
 
 def _gather(x: jax.Array, rows: jax.Array, back: jax.Array, copies: int) -> jax.Array:
-  """Rows of x, as if each of its rows stood `copies` times; zeros where there is none."""
+  """Rows of x repeated `copies` times each, by index; zeros for an index out of range."""
   return x.at[rows // copies].get(mode="fill", fill_value=0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _move(x: jax.Array, rows: jax.Array, back: jax.Array, copies: int) -> jax.Array:
-  """The same where `back` undoes `rows`, so that the gradient gathers too."""
+  """The same where `back` is the inverse of `rows`, so that the gradient is a gather too."""
   return _gather(x, rows, back, copies)
 
 
@@ -201,8 +201,8 @@ def _move_forward(
   return _gather(x, rows, back, copies), (rows, back)
 
 
-def _move_backward(copies: int, kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, None, None]:
-  spread = _gather(grad, kept[1], kept[0], 1)
+def _move_backward(copies: int, saved: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, None, None]:
+  spread = _gather(grad, saved[1], saved[0], 1)
   return spread.reshape(-1, copies, grad.shape[-1]).sum(1), None, None
 
 

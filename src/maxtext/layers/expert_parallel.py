@@ -1,4 +1,4 @@
-"""Expert parallelism: which device holds which experts, and which part of them, and how tokens reach them.
+"""Expert parallelism: experts, and their hidden width, are sharded over devices, and tokens are sent to them.
 
 Shapes: B batch, S sequence, K experts per token, E width.
 """
@@ -20,7 +20,7 @@ from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 
 _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 
-# Where dimensions of the experts' variables are split while they compute; all others are whole.
+# Logical axes of the experts' variables that stay sharded in the computation, and as what; others are gathered.
 _COMPUTED = {"expert": "activation_expert", "expert_mlp": "activation_mlp"}
 
 
@@ -33,16 +33,16 @@ def expert_parallel(
   hidden: int,
   run: Callable[..., tuple[jax.Array, jax.Array]],
 ) -> tuple[jax.Array, jax.Array]:
-  """x [B,S,E] to the same, and the number of dropped tokens, on all devices together.
+  """The output [B,S,E] of x [B,S,E], and the number of dropped tokens on all devices.
 
-  A device holds some experts, and of each a part of its hidden width, like that of a dense layer. Where tokens are
-  sent, each goes to the devices of its experts and its results come back. Else a device takes the tokens of all devices
-  that hold other experts, computes its own, and the results go back by a reduce-scatter.
+  A device holds some of the experts, and a shard of their hidden width, as for a dense layer. With a ragged all-to-all,
+  a token is sent to the devices of its experts and its outputs are sent back. Otherwise tokens are all-gathered from
+  the devices that hold other experts, and outputs are reduce-scattered.
 
   Args:
-    experts: the module, whose variables are handed to each device as its part.
+    experts: the module, whose variables are sharded over the devices.
     count, hidden: number of experts and their hidden width.
-    run: (module, x, routing, first expert, number of experts, parts of the width, mesh axes to send tokens over) to
+    run: (module, x, routing, first expert, number of experts, shards of the width, mesh axes to send tokens over) to
       (x, dropped), on one device.
   """
   mesh = execution.sharding.mesh
@@ -53,7 +53,7 @@ def expert_parallel(
   summed = (*parts, *(axis for axis in owners if axis not in travel[0] + travel[1]))
   everyone = tuple(dict.fromkeys((*holders[0], *holders[1], *owners)))
   own = count // num_shards_of(mesh, owners)
-  # Devices that hold other experts and the same tokens have nothing to send to each other.
+  # Devices with different experts and the same tokens need no all-to-all.
   sent = owners if execution.kernels.experts.sends and set(owners) <= set(travel[0] + travel[1]) else ()
   if sent:
     travel = [(), ()]
@@ -62,10 +62,10 @@ def expert_parallel(
   variables = nnx.to_flat_state(state)
   specs = [_spec(execution, variable) for _, variable in variables]
   buffers = [i for i, (_, variable) in enumerate(variables) if isinstance(variable, Buffer)]
-  kept = [i for i in buffers if variables[i][1].combine is not None]
+  combined = [i for i in buffers if variables[i][1].combine is not None]
 
   def local(x: jax.Array, routing: Routing, values: list[jax.Array]) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    module = nnx.merge(graph, _rebuilt(variables, values))
+    module = nnx.merge(graph, _rebuild(variables, values))
     first = jax.lax.axis_index(owners) * own if owners else 0
     for dim, axes in enumerate(travel):
       if axes:
@@ -81,27 +81,27 @@ def expert_parallel(
       check_assigned(left[i][0], values[i], left[i][1])
     found = [
       _combined(variables[i][1].combine, values[i], left[i][1][...], specs[i], mesh.axis_names, holders[0] + holders[1])
-      for i in kept
+      for i in combined
     ]
     return y, dropped, found
 
   spec = PartitionSpec(*tokens, None)
-  values = [_handed_over(execution, variable) for _, variable in variables]
-  if execution.sharding.explicit:  # what enters is moved first, else the compiler does it
+  values = [_local_value(execution, variable) for _, variable in variables]
+  if execution.sharding.explicit:  # reshard the inputs here; with auto axes the compiler does it
     x, routing = jax.tree.map(lambda a: explicit.reshard(a, mesh, spec), (x, routing))
     values = [explicit.reshard(value, mesh, own) for value, own in zip(values, specs, strict=True)]
   y, dropped, assigned = jax.shard_map(
     local,
     mesh=mesh,
     in_specs=(spec, spec, specs),
-    out_specs=(spec, PartitionSpec(), [specs[i] for i in kept]),
+    out_specs=(spec, PartitionSpec(), [specs[i] for i in combined]),
     check_vma=False,
   )(x, routing, values)
-  nnx.update(experts, _rebuilt([variables[i] for i in kept], assigned))
+  nnx.update(experts, _rebuild([variables[i] for i in combined], assigned))
   return y, dropped
 
 
-def _rebuilt(variables: list[Any], values: list[jax.Array]) -> Any:
+def _rebuild(variables: list[Any], values: list[jax.Array]) -> Any:
   return nnx.from_flat_state(
     [(path, type(v)(value, **v.get_metadata())) for (path, v), value in zip(variables, values, strict=True)]
   )
@@ -109,14 +109,14 @@ def _rebuilt(variables: list[Any], values: list[jax.Array]) -> Any:
 
 def _spec(execution: ExecutionConfig, variable: Any) -> PartitionSpec:
   shape = variable[...].shape
-  axes = variable.axes[len(variable.axes) - len(shape) :]  # a loop over layers has taken the first away
+  axes = variable.axes[len(variable.axes) - len(shape) :]  # a scan over layers has removed the first
   return execution.sharding.partition(shape, *(_COMPUTED.get(axis) for axis in axes))
 
 
-def _handed_over(execution: ExecutionConfig, variable: Any) -> jax.Array:
-  """Parameters go in the run's number format, so that their gradients are summed over devices in it, as elsewhere.
+def _local_value(execution: ExecutionConfig, variable: Any) -> jax.Array:
+  """The value of a variable, cast to the run's dtype, so that its gradient is summed over devices in that dtype.
 
-  Implementations of the matmul and formats of weights see them as they are.
+  With implementations of the matmul or a weight format, which need the stored value, it is not cast.
   """
   value = variable[...]
   plain = not execution.matmul and isinstance(execution.weight_format, PlainFormat)
@@ -131,10 +131,10 @@ def _combined(
   mesh_axes: tuple[str, ...],
   holders: tuple[str, ...],
 ) -> jax.Array:
-  """What the devices that share a buffer make of what each assigned to it.
+  """The combined value of a buffer from those that each device assigned.
 
-  Sums and means are over devices that hold different tokens; those that hold parts of an expert's width see the same.
-  Stages of a pipeline run different layers, and have nothing to agree on.
+  Sums and means are over devices with different tokens; devices with shards of an expert's width have the same tokens.
+  Pipeline stages run different layers, so values are not combined over them.
   """
   split = {axis for part in spec for axis in mesh_axes_of(part)}
   free = tuple(axis for axis in mesh_axes if axis not in split and axis != STAGE)

@@ -1,4 +1,4 @@
-"""The mixture of experts: a router, experts that tokens are sent to, and one that every token passes through.
+"""The mixture of experts (MoE): a router, routed experts, and a shared expert that every token passes through.
 
 Shapes: B batch, S sequence, E width, X experts (of this device), M rows, C rows per expert, I inputs, O outputs.
 """
@@ -25,17 +25,17 @@ from maxtext.layers.router import Router
 
 @dataclass(frozen=True)
 class MoE:
-  """What a mixture is.
+  """The spec of a mixture of experts.
 
   Attributes:
     router: chooses experts; their number is in it.
     width: hidden width of an expert.
     activation: of the gate.
-    limit: clamps gate and up, and up counts from 1: (up + 1) * gate * sigmoid(1.702 gate), for any activation.
-    bias: the experts' products have biases.
-    weigh_inputs: the router's weights multiply what enters the experts, not what leaves them.
-    shared: a dense layer beside the experts.
-    shared_gate: the shared layer's output is multiplied by the sigmoid of a learned product of the input.
+    limit: clamps gate and up, and computes (up + 1) * gate * sigmoid(1.702 gate), whatever the activation.
+    bias: the experts' projections have biases.
+    weigh_inputs: the router's weights multiply the experts' inputs, not their outputs.
+    shared: a shared expert, that every token passes through.
+    shared_gate: the shared expert's output is multiplied by the sigmoid of a projection of the input.
   """
 
   router: Router
@@ -53,7 +53,7 @@ class MoE:
 
 
 class MixtureOfExperts(nnx.Module):
-  """Routes, dispatches, and adds the shared layer."""
+  """Routes tokens, dispatches them, and adds the shared expert."""
 
   def __init__(self, factory: ParamFactory, spec: MoE, width: int, execution: ExecutionConfig) -> None:
     self.spec, self.execution = spec, execution
@@ -68,20 +68,20 @@ class MixtureOfExperts(nnx.Module):
   def __call__(
     self, x: jax.Array, real: jax.Array | None = None, router_input: jax.Array | None = None
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The output and a report; the router sees x unless it is given something else to see."""
-    routing, report = self.router(x if router_input is None else router_input, real)
-    y, dropped = self._routed(x, routing)
+    """The output and auxiliary outputs; the router takes `router_input`, or x where that is None."""
+    routing, aux = self.router(x if router_input is None else router_input, real)
+    y, dropped = self._dispatch(x, routing)
     y = y.astype(x.dtype)
     if self.execution.kernels.experts.drops:
-      report["dropped_tokens"] = dropped / routing.experts.size
+      aux["dropped_tokens"] = dropped / routing.experts.size
     if self.shared is not None:
       shared, _ = self.shared(x)
       if self.shared_gate is not None:
         shared = shared * jax.nn.sigmoid(self.shared_gate(x))
       y = y + shared
-    return y, report
+    return y, aux
 
-  def _routed(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+  def _dispatch(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
     execution, spec = self.execution, self.spec
     total = spec.router.count
     if execution.sharding.mesh.size == 1:
@@ -98,7 +98,7 @@ class MixtureOfExperts(nnx.Module):
 
 
 class ExpertMLP(nnx.Module):
-  """act(x gate) * (x up), then down, with weights of each expert's own."""
+  """act(x gate) * (x up), then down, with its own weights for each expert."""
 
   def __init__(self, factory: ParamFactory, spec: MoE, width: int, execution: ExecutionConfig) -> None:
     self.execution, self.activation, self.limit = execution, ACTIVATIONS[spec.activation], spec.limit
@@ -111,7 +111,7 @@ class ExpertMLP(nnx.Module):
   def __call__(self, x: jax.Array, sizes: jax.Array | None, parts: int = 1) -> jax.Array:
     """Rows [M,E] sorted by expert with their sizes [X], or [X,C,E] without.
 
-    `parts` counts the devices that each hold a part of the hidden width and whose outputs will be summed.
+    `parts` is the number of devices that the hidden width is sharded over, whose outputs will be summed.
     """
     wi, wo = self.execution.kernels.experts.wi, self.execution.kernels.experts.wo
     hidden = self._activate(self.gate.grouped(x, sizes, wi), self.up.grouped(x, sizes, wi))
@@ -126,10 +126,10 @@ class ExpertMLP(nnx.Module):
 
 
 class ExpertLinear(Linear):
-  """A `Linear` per expert; the factory it is given makes one copy of every variable for each."""
+  """A `Linear` per expert; its factory stacks the variables of all experts."""
 
   def grouped(self, x: jax.Array, sizes: jax.Array | None, kernel: GroupedMatmul, parts: int = 1) -> jax.Array:
-    """Rows [M,I] with sizes [X], or [X,C,I], to the same of O."""
+    """Rows [M,I] with sizes [X] to [M,O], or [X,C,I] to [X,C,O]."""
     dtype = self.execution.numerics.dtype
     contraction = "xci,xio->xco" if sizes is None else "mi,xio->mo"
     call = MatmulCall(
@@ -143,6 +143,6 @@ class ExpertLinear(Linear):
 
 
 def _expert_of_each_row(sizes: jax.Array, rows: int) -> jax.Array:
-  """The last one's number for rows after all experts."""
+  """The expert of each row; rows after the last group have that of the last expert."""
   ends = jnp.cumsum(sizes)[:-1]
   return jnp.searchsorted(ends, jnp.arange(rows), side="right")

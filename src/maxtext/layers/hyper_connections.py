@@ -1,5 +1,5 @@
-"""Manifold-constrained hyper-connections: several residual streams, which a layer reads, mixes and writes by weights of
-its own for each token. The mixing is doubly stochastic, so that signals neither grow nor fade with depth.
+"""Manifold-constrained hyper-connections: several residual streams, which a branch of a layer reads, mixes and writes
+with weights per token. The mixing matrix is doubly stochastic, so that signals neither grow nor vanish with depth.
 
 Shapes: B batch, S sequence, N streams, E width.
 """
@@ -20,14 +20,14 @@ from maxtext.layers.param_factory import ParamFactory
 
 @dataclass(frozen=True)
 class HyperConnections:
-  """How many, and how often rows and columns of the mixing are normalised in turn."""
+  """Number of streams, and iterations of the normalization of the mixing matrix (Sinkhorn-Knopp)."""
 
   count: int
   iterations: int = 20
   epsilon: float = 1e-6
 
   def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> "HyperConnectionWeights":
-    """What one branch of a layer needs."""
+    """The weights of one branch of a layer."""
     return HyperConnectionWeights(factory, self, width, execution)
 
 
@@ -41,13 +41,13 @@ class HyperConnectionWeights(nnx.Module):
     self.product = Linear(factory.scope("product"), inputs, outputs, execution, "stream_weights")
     self.scale = factory("scale", (n, width), (None, "norm"), fill=1.0)
     self.gain = factory("gain", (3,), (None,), fill=0.01)
-    # At first a branch reads the mean, writes its output to all, and hardly mixes.
+    # Initially a branch reads the mean of the streams, writes to all of them, and mixes little.
     self.read_bias = factory("read_bias", (n,), (None,), fill=-log(n - 1))
     self.write_bias = factory("write_bias", (n,), (None,))
     self.mix_bias = factory("mix_bias", (n, n), (None, None), fill=5 * np.eye(n))
 
   def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights of reading [B,S,N], of writing [B,S,N], and of mixing [B,S,N,N], in float32."""
+    """Read weights [B,S,N], write weights [B,S,N], and the mixing matrix [B,S,N,N], in float32."""
     n = self.spec.count
     y = unit_rms(x, self.spec.epsilon, axis=(-2, -1)) * self.scale[...].astype(jnp.float32)
     found = jnp.split(self.product(y, dtype=jnp.float32), [n, 2 * n], axis=-1)
@@ -60,19 +60,18 @@ class HyperConnectionWeights(nnx.Module):
 
 
 def branch_input(x: jax.Array, read: jax.Array) -> jax.Array:
-  """Streams [B,S,N,E] to what enters a branch [B,S,E]."""
+  """Streams [B,S,N,E] to the input of a branch [B,S,E]."""
   return jnp.einsum("bsn,bsne->bse", read, x.astype(jnp.float32)).astype(x.dtype)
 
 
 def rejoined(x: jax.Array, y: jax.Array, write: jax.Array, mix: jax.Array) -> jax.Array:
-  """The streams after a branch returned y [B,S,E]."""
+  """The streams after a branch with output y [B,S,E]."""
   mixed = jnp.einsum("bsnm,bsme->bsne", mix, x.astype(jnp.float32))
   return (mixed + write[..., None] * y[..., None, :].astype(jnp.float32)).astype(x.dtype)
 
 
 def _doubly_stochastic(logits: jax.Array, iterations: int) -> jax.Array:
-  """Columns, then rows, are divided by their sums, again and again (Sinkhorn-Knopp); as logarithms, which do not
-  overflow."""
+  """Sinkhorn-Knopp: normalizes columns and rows alternately, in log space, which does not overflow."""
   for _ in range(iterations):
     logits = logits - jax.nn.logsumexp(logits, axis=-2, keepdims=True)
     logits = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""A small scorer that chooses the keys each query attends to.
+"""The indexer of sparse attention: a small scorer that selects the keys each query attends to.
 
 Shapes: B batch, S queries, T keys, E width, H its heads, D its head dim, L width of the queries' latent.
 """
@@ -21,7 +21,7 @@ from maxtext.layers.rope import RotaryEmbedding, rotate
 
 @dataclass(frozen=True)
 class Indexer:
-  """Keys are scored by a weighted sum over heads of relu(query key), and the best `count` are chosen.
+  """Keys are scored by a weighted sum over heads of relu(query key), and the `count` best are selected.
 
   Attributes:
     rope: of the first dimensions of its queries and keys.
@@ -38,7 +38,7 @@ class Indexer:
 
 
 class KeyIndexer(nnx.Module):
-  """(x, latent of queries, context, keys) to which keys are chosen; no gradient flows through the choice."""
+  """(x, latent of queries, context, keys) to which keys are selected; no gradient flows through the selection."""
 
   def __init__(self, factory: ParamFactory, spec: Indexer, width: int, latent: int, execution: ExecutionConfig) -> None:
     self.spec, self.execution, self.site = spec, execution, Site(factory.module_path, "indexer_scores")
@@ -58,7 +58,7 @@ class KeyIndexer(nnx.Module):
     return rotate(key, context.table(self.spec.rope), self.spec.rope.interleaved)[:, :, 0]
 
   def scores(self, x: jax.Array, latent: jax.Array, context: Context, keys: jax.Array) -> jax.Array:
-    """[B,S,T] in float32, of all keys, visible or not."""
+    """Scores [B,S,T] of all keys, masked or not, in float32."""
     spec = self.spec
     q = rotate(self.query(latent), context.table(spec.rope), spec.rope.interleaved)
     call = MatmulCall(self.site, "bshd,btd->bsht", jnp.float32, self.execution.numerics.precision)
@@ -69,7 +69,7 @@ class KeyIndexer(nnx.Module):
   def __call__(
     self, x: jax.Array, latent: jax.Array, context: Context, keys: jax.Array, positions: jax.Array
   ) -> jax.Array:
-    """Whether each key [B,T,D], at its position [B,T], is chosen, [B,1,S,T]."""
+    """Whether each key [B,T,D], at its position [B,T], is selected, [B,1,S,T]."""
     scores = jax.lax.stop_gradient(self.scores(x, latent, context, keys))
     visible = context.positions[:, :, None] >= positions[:, None, :]
     if context.segments is not None:
@@ -79,7 +79,7 @@ class KeyIndexer(nnx.Module):
 
 
 def among_best(scores: jax.Array, count: int) -> jax.Array:
-  """Whether each of the last dimension is among its `count` largest, the earlier of equal ones first."""
+  """Whether each element is among the `count` largest of its last dimension; of equal ones, the first win."""
   best = jax.lax.top_k(scores, count)[1]
   flat = jnp.zeros((scores.size // scores.shape[-1], scores.shape[-1]), bool)
   rows = jnp.arange(flat.shape[0])[:, None]

@@ -7,7 +7,7 @@ paged (`paged_kv_cache.py`).
 
 With KV-cache quantization a ring stores integers of a few bits, and `<name>_scale` beside it their scales.
 
-Shapes: R repeats of the stacked layers, B batch, S new tokens, T places of the ring, H heads, D width, W last tokens.
+Shapes: R repeats of the stacked layers, B batch, S new tokens, T slots of the ring, H heads, D width, W last tokens.
 """
 
 from collections.abc import Callable
@@ -24,16 +24,16 @@ from maxtext.layers.paged_kv_cache import PagedKVCache, read_pages, write_pages
 Cache = dict[str, jax.Array]
 Part = TypeVar("Part")
 
-_NOWHERE = 2**30  # a position that no query sees
+_UNSEEN = 2**30  # a position that no query sees
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-  """One array of a cache before it exists; with named dimensions, so that it lives where its layer does.
+  """The shape, logical axes and dtype of one array of a cache; the logical axes shard it like its layer.
 
   Attributes:
-    ring: positions have places of their own, so the last tokens can be taken back; what is kept whole cannot.
-    paged: it is a pool of pages, and belongs to no row.
+    ring: every position has a slot, so the last tokens can be rolled back; a state that is stored whole cannot.
+    paged: the array is a pool of pages, which all rows share.
   """
 
   shape: tuple[int, ...]
@@ -44,13 +44,13 @@ class CacheSpec:
 
   def stacked(self, repeats: int) -> "CacheSpec":
     """The same for a stack of layers."""
-    first = int(self.paged)  # behind the heads of a pool
+    first = int(self.paged)  # after the heads of a pool
     shape = (*self.shape[:first], repeats, *self.shape[first:])
     axes = (*self.axes[:first], "layers", *self.axes[first:])
     return replace(self, shape=shape, axes=axes)
 
   def in_pages(self, pages: PagedKVCache) -> "CacheSpec":
-    """The pool [H,N,P,W] that takes the place of rings [B,T,W] or [B,H,T,W]."""
+    """The pool [H,N,P,W] that replaces rings [B,T,W] or [B,H,T,W]."""
     heads, axis = (self.shape[1], self.axes[1]) if len(self.shape) == 4 else (1, None)
     shape, axes = (heads, pages.count, pages.size, self.shape[-1]), (axis, None, None, self.axes[-1])
     return replace(self, shape=shape, axes=axes, paged=True)
@@ -58,18 +58,18 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class KVCacheQuantization:
-  """How numbers of a ring are kept as whole numbers: the largest of those that share a scale is the largest there is.
+  """Quantization of keys and values to integers, symmetric, with the scale from the largest magnitude.
 
   Attributes:
-    bits: 8; or 4, and then a byte holds two numbers.
-    per_head: a scale for each head of a token instead of one for all of them.
+    bits: 8, or 4 with two integers to a byte.
+    per_head: each head of a token has its own scale, instead of one for all heads.
   """
 
   bits: Literal[4, 8]
   per_head: bool
 
   def slots(self, ring: CacheSpec) -> tuple[CacheSpec, CacheSpec]:
-    """Of the whole numbers and of their scales."""
+    """The specs of the integers and of their scales."""
     *outer, width = ring.shape
     shared = outer if self.per_head or len(outer) == 2 else [outer[0], 1, *outer[2:]]
     per_byte = 8 // self.bits
@@ -79,7 +79,7 @@ class KVCacheQuantization:
     )
 
   def rounded(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Numbers [B,S,D] or [B,S,H,D] as they are kept, and their scales."""
+    """Quantizes x [B,S,D] or [B,S,H,D]: the integers as they are stored, and their scales."""
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(-1 if self.per_head else tuple(range(2, x.ndim)), keepdims=True)
     scale = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny * 2**self.bits) / (2 ** (self.bits - 1) - 1)
@@ -91,8 +91,8 @@ class KVCacheQuantization:
     return (high << 4) | (low & 15), scale
 
   def restored(self, numbers: jax.Array, scale: jax.Array, like: jax.Array) -> jax.Array:
-    """What was rounded, as wide and in the number format of `like`."""
-    if self.bits == 4:  # shifts of signed numbers keep the sign
+    """Dequantizes to the width and dtype of `like`."""
+    if self.bits == 4:  # shifts of signed integers extend the sign
       numbers = jnp.concatenate([(numbers << 4) >> 4, numbers >> 4], axis=-1)[..., : like.shape[-1]]
     return (numbers * scale).astype(like.dtype)
 
@@ -100,11 +100,11 @@ class KVCacheQuantization:
 def cache_arrays(
   slots: dict[str, CacheSpec], rounding: KVCacheQuantization | None, pages: PagedKVCache | None = None
 ) -> dict[str, CacheSpec]:
-  """The arrays that keep rings, rounded or as they are, each row's on its own or in pages."""
+  """The arrays of a cache with these rings: quantized or not, one ring per row or paged."""
   if pages is not None:
     slots = {n: replace(s, shape=(*s.shape[:-1], pages.width(s.shape[-1]))) for n, s in slots.items()}
-  kept = slots if rounding is None else _with_scales(slots, rounding.slots)
-  return kept if pages is None else {n: s.in_pages(pages) for n, s in kept.items()}
+  stored = slots if rounding is None else _with_scales(slots, rounding.slots)
+  return stored if pages is None else {n: s.in_pages(pages) for n, s in stored.items()}
 
 
 def update_cache(
@@ -121,32 +121,32 @@ def update_cache(
     table: [B,M] the pages of each row, where the arrays are pools.
 
   Returns:
-    The stack's cache; what the tokens may look at, in one layer's arrays; and where that stands. Tokens see what is
-    kept of themselves too, so that pieces of any length give the same.
+    The stack's cache; the keys and values of this layer that the tokens may see; and their positions. These include
+    the new tokens as they are stored, so that chunks of any length give the same result.
   """
   assert context.segments is None, "a cached row is one document"
-  positions, kept = context.positions, _kept(new, rounding)
+  positions, stored = context.positions, _quantize(new, rounding)
   if table is not None:
-    return _update_pages(cache, repeat, context, table, kept, new, rounding)
-  whole = cache | {n: _written(cache[n], repeat, context, x) for n, x in kept.items()}
+    return _update_pages(cache, repeat, context, table, stored, new, rounding)
+  whole = cache | {n: _write(cache[n], repeat, context, x) for n, x in stored.items()}
   if context.fresh:
-    return whole, _restored(kept, new, rounding), _tokens(context, positions)
-  if positions.shape[1] == 1:  # one token takes the place of one that it does not see
-    layer = {n: _layer(whole[n], repeat) for n in kept}
-    return whole, _restored(layer, new, rounding), _tokens(context, _held_all(layer, positions[:, -1]))
-  before = {n: _layer(cache[n], repeat) for n in kept}
-  seen = {n: jnp.concatenate([before[n], x.astype(before[n].dtype)], axis=1) for n, x in kept.items()}
-  places = jnp.concatenate([_held_all(before, positions[:, 0] - 1), positions], axis=1)
-  return whole, _restored(seen, new, rounding), _tokens(context, places)
+    return whole, _dequantize(stored, new, rounding), _tokens(context, positions)
+  if positions.shape[1] == 1:  # one token overwrites one that it does not see
+    layer = {n: _layer(whole[n], repeat) for n in stored}
+    return whole, _dequantize(layer, new, rounding), _tokens(context, _positions_in_ring(layer, positions[:, -1]))
+  before = {n: _layer(cache[n], repeat) for n in stored}
+  seen = {n: jnp.concatenate([before[n], x.astype(before[n].dtype)], axis=1) for n, x in stored.items()}
+  seen_positions = jnp.concatenate([_positions_in_ring(before, positions[:, 0] - 1), positions], axis=1)
+  return whole, _dequantize(seen, new, rounding), _tokens(context, seen_positions)
 
 
 @dataclass(frozen=True)
 class CacheBlocks:
-  """One layer's rings, which are read some places at a time, and only as far as any row has come.
+  """One layer's rings, read in blocks of slots, up to the longest row.
 
   Attributes:
-    count: blocks that any row needs.
-    read: what stands in a block [B,T,D] or [B,T,H,D], and where.
+    count: number of blocks that the longest row needs.
+    read: the content of a block [B,T,D] or [B,T,H,D], and its positions.
   """
 
   count: jax.Array
@@ -156,30 +156,30 @@ class CacheBlocks:
 def update_by_blocks(
   cache: Cache, repeat: jax.Array, context: Context, new: Cache, size: int, rounding: KVCacheQuantization | None = None
 ) -> tuple[Cache, CacheBlocks]:
-  """`extend` for rings in which new tokens take no place that one of them looks at; a block has `size` places."""
+  """`update_cache` for rings where new tokens overwrite no slot that one of them sees; a block has `size` slots."""
   assert context.end is not None
-  kept, last = _kept(new, rounding), context.positions[:, -1]
-  whole = cache | {n: _written(cache[n], repeat, context, x) for n, x in kept.items()}
-  T = next(whole[n].shape[-2] for n in kept)
+  stored, last = _quantize(new, rounding), context.positions[:, -1]
+  whole = cache | {n: _write(cache[n], repeat, context, x) for n, x in stored.items()}
+  T = next(whole[n].shape[-2] for n in stored)
   size = min(size, T)
 
   def read(block: jax.Array) -> tuple[Cache, Tokens]:
-    start = jnp.minimum(block * size, T - size)  # the last block may begin among the places of the one before
-    layer = {n: _layer(whole[n], repeat, (start, size)) for n in kept}
-    places = start + jnp.arange(size)
-    held = jnp.where(places >= block * size, _held(places, last, T), _NOWHERE)
-    return _restored(layer, new, rounding), _tokens(context, held)
+    start = jnp.minimum(block * size, T - size)  # the last block may overlap the one before
+    layer = {n: _layer(whole[n], repeat, (start, size)) for n in stored}
+    slots = start + jnp.arange(size)
+    positions = jnp.where(slots >= block * size, _positions_in_slots(slots, last, T), _UNSEEN)
+    return _dequantize(layer, new, rounding), _tokens(context, positions)
 
   return whole, CacheBlocks(-(-jnp.minimum(context.end, T) // size), read)
 
 
 def replaced(cache: Cache, repeat: jax.Array, new: Cache) -> Cache:
-  """Writes what one layer keeps whole [B,...], whatever the length."""
+  """Overwrites the arrays of one layer [B,...] that are stored whole."""
   return cache | {n: cache[n].at[repeat].set(x.astype(cache[n].dtype)) for n, x in new.items()}
 
 
 def latest(line: jax.Array, width: int, context: Context) -> jax.Array:
-  """The last W tokens that count of a row [B,W+S,...] in which W older ones stand before the new ones."""
+  """The last W valid tokens of rows [B,W+S,...] that hold W older tokens and then the new ones."""
   if context.count is None:
     return line[:, line.shape[1] - width :]
   return jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, width))(line, context.count)
@@ -190,18 +190,18 @@ def _scale(name: str) -> str:
 
 
 def _with_scales(arrays: dict[str, Part], split: Callable[[Part], tuple[Part, Part]]) -> dict[str, Part]:
-  """Each in two, the second by the name of its scale."""
+  """Splits each array in two: the integers under its name, and the scales under `<name>_scale`."""
   return {part: half for name, x in arrays.items() for part, half in zip((name, _scale(name)), split(x), strict=True)}
 
 
-def _kept(new: Cache, rounding: KVCacheQuantization | None) -> Cache:
+def _quantize(new: Cache, rounding: KVCacheQuantization | None) -> Cache:
   return new if rounding is None else _with_scales(new, rounding.rounded)
 
 
-def _restored(kept: Cache, like: Cache, rounding: KVCacheQuantization | None) -> Cache:
+def _dequantize(stored: Cache, like: Cache, rounding: KVCacheQuantization | None) -> Cache:
   if rounding is None:
-    return kept
-  return {name: rounding.restored(kept[name], kept[_scale(name)], x) for name, x in like.items()}
+    return stored
+  return {name: rounding.restored(stored[name], stored[_scale(name)], x) for name, x in like.items()}
 
 
 def _update_pages(
@@ -209,38 +209,38 @@ def _update_pages(
   repeat: jax.Array,
   context: Context,
   table: jax.Array,
-  kept: Cache,
+  stored: Cache,
   new: Cache,
   rounding: KVCacheQuantization | None,
 ) -> tuple[Cache, Cache, Tokens]:
-  """Nothing comes round in pages, so every place that a token sees has been written when it looks."""
-  whole = cache | {n: write_pages(cache[n], repeat, table, context.positions, x) for n, x in kept.items()}
-  seen = _restored({n: read_pages(whole[n], repeat, table, x) for n, x in kept.items()}, new, rounding)
-  places = next(iter(seen.values())).shape[1]
-  return whole, seen, _tokens(context, jnp.broadcast_to(jnp.arange(places), (table.shape[0], places)))
+  """Pages are not rings: no slot is overwritten, so tokens can be written before they are read."""
+  whole = cache | {n: write_pages(cache[n], repeat, table, context.positions, x) for n, x in stored.items()}
+  seen = _dequantize({n: read_pages(whole[n], repeat, table, x) for n, x in stored.items()}, new, rounding)
+  length = next(iter(seen.values())).shape[1]
+  return whole, seen, _tokens(context, jnp.broadcast_to(jnp.arange(length), (table.shape[0], length)))
 
 
-def _tokens(context: Context, places: jax.Array) -> Tokens:
-  """What stands at positions `places` [B,T]: of new tokens, which follow one another, the span is known."""
+def _tokens(context: Context, positions: jax.Array) -> Tokens:
+  """The tokens at these positions [B,T]. Spans are known for the new tokens only, whose positions are consecutive."""
   if context.spans is None:
-    return Tokens(places)
-  index, count = places - context.positions[:, :1], context.positions.shape[1]
+    return Tokens(positions)
+  index, count = positions - context.positions[:, :1], context.positions.shape[1]
   spans = jnp.take_along_axis(context.spans, jnp.clip(index, 0, count - 1), axis=1)
-  return Tokens(places, spans=jnp.where((index >= 0) & (index < count), spans, 0))
+  return Tokens(positions, spans=jnp.where((index >= 0) & (index < count), spans, 0))
 
 
-def _written(array: jax.Array, repeat: jax.Array, context: Context, new: jax.Array) -> jax.Array:
-  """Tokens that do not count, and those that later ones of this call displace, are left out."""
+def _write(array: jax.Array, repeat: jax.Array, context: Context, new: jax.Array) -> jax.Array:
+  """Writes new tokens to their slots, except invalid ones and those that later tokens of this call overwrite."""
   T, positions = array.shape[-2], context.positions
   rows = jnp.arange(positions.shape[0])[:, None]
   last = positions[:, -1:] if context.count is None else positions[:, :1] + context.count[:, None] - 1
-  kept = (positions <= last) & (positions > last - T)
+  stored = (positions <= last) & (positions > last - T)
   heads = (slice(None),) * (array.ndim - 4)
-  return array.at[repeat, rows, *heads, jnp.where(kept, positions % T, T)].set(new.astype(array.dtype), mode="drop")
+  return array.at[repeat, rows, *heads, jnp.where(stored, positions % T, T)].set(new.astype(array.dtype), mode="drop")
 
 
 def _layer(array: jax.Array, repeat: jax.Array, part: tuple[jax.Array, int] | None = None) -> jax.Array:
-  """One layer's part, with tokens before heads as new ones have it; `part` is the first place, and how many."""
+  """The arrays of one layer, with tokens before heads; `part` is the first slot and the number of slots."""
   if part is None:
     layer = jax.lax.dynamic_index_in_dim(array, repeat, axis=0, keepdims=False)
   else:
@@ -251,13 +251,13 @@ def _layer(array: jax.Array, repeat: jax.Array, part: tuple[jax.Array, int] | No
   return layer.swapaxes(1, 2) if layer.ndim == 4 else layer
 
 
-def _held(places: jax.Array, last: jax.Array, T: int) -> jax.Array:
-  """The position in each of some places of a ring [B,T] after position `last` [B] was written."""
-  positions = last[:, None] - (last[:, None] - places) % T
-  return jnp.where(positions >= 0, positions, _NOWHERE)
+def _positions_in_slots(slots: jax.Array, last: jax.Array, T: int) -> jax.Array:
+  """The positions [B,T] in these slots of a ring after position `last` [B] was written."""
+  positions = last[:, None] - (last[:, None] - slots) % T
+  return jnp.where(positions >= 0, positions, _UNSEEN)
 
 
-def _held_all(layer: Cache, last: jax.Array) -> jax.Array:
-  """The same for all places."""
+def _positions_in_ring(layer: Cache, last: jax.Array) -> jax.Array:
+  """The same for all slots."""
   T = next(iter(layer.values())).shape[1]
-  return _held(jnp.arange(T), last, T)
+  return _positions_in_slots(jnp.arange(T), last, T)

@@ -1,4 +1,4 @@
-"""The weight of a matmul with its bias and its name; the matmul itself is that of the seam (`matmul.py`)."""
+"""A linear layer: weight, bias and checkpoint name; the matmul goes through the matmul seam (`matmul.py`)."""
 
 from collections.abc import Mapping
 from math import prod
@@ -19,12 +19,12 @@ class Linear(nnx.Module):
   """Contracts the last dimensions of x with the first of the weight.
 
   Args:
-    make: factory of this module's variables.
-    inputs: named dimensions that are contracted, with their sizes.
-    outputs: named dimensions that appear instead.
-    name: the name under which the output may be kept for the backward pass.
-    tied: has no weight of its own and is called with another module's.
-    bias: adds a learned bias to the product.
+    factory: of this module's variables.
+    inputs: logical axes that are contracted, with their sizes.
+    outputs: logical axes of the output, with their sizes.
+    name: checkpoint name of the output, by which a remat policy may save it.
+    tied: the layer has no weight, and is called with that of another module.
+    bias: adds a learned bias to the output.
     role: of the matmul at its site.
   """
 
@@ -53,10 +53,10 @@ class Linear(nnx.Module):
   def __call__(
     self, x: jax.Array, weight: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None
   ) -> jax.Array:
-    """`weight` is given where it is tied; `dtype` is that of the product where it is not the run's."""
-    kept, letters = x.ndim - self.inputs, LETTERS[: x.ndim]
+    """The output. `weight` is that of a tied layer; `dtype` is that of the matmul, None for the run's."""
+    outer, letters = x.ndim - self.inputs, LETTERS[: x.ndim]
     outputs = LETTERS[x.ndim : x.ndim + self.outputs]
-    contraction = f"{letters},{letters[kept:]}{outputs}->{letters[:kept]}{outputs}"
+    contraction = f"{letters},{letters[outer:]}{outputs}->{letters[:outer]}{outputs}"
     call = MatmulCall(self.site, contraction, dtype or self.execution.numerics.dtype, self.execution.numerics.precision)
     y = self._run(call, x, weight)
     if self.bias is not None:
@@ -67,8 +67,8 @@ class Linear(nnx.Module):
     return checkpoint_name(y, self.name)
 
   def contract(self, role: Role, contraction: str, x: jax.Array, part: tuple[int, int]) -> jax.Array:
-    """Part of the weight's last dimension in another contraction, which is a site of its own at the same path; without
-    bias and name."""
+    """Another contraction with a slice `part` of the weight's last dimension, without bias and checkpoint name. It is
+    a site of its own at the same path."""
     call = MatmulCall(
       Site(self.site.path, role),
       contraction,
@@ -79,7 +79,7 @@ class Linear(nnx.Module):
     return self._run(call, x, None)
 
   def end_update(self) -> None:
-    """Lets implementations of the matmul do what follows from the statistics of an update."""
+    """Calls `end_update` of the implementations of the matmul."""
     for one in self.execution.matmul:
       if one.wants(self.site):
         one.end_update(self.site, self.matmul[one.name])

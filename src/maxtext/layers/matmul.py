@@ -1,8 +1,8 @@
-"""The matmul seam: the one operation that every matmul of a model calls, and that a run can put something in front of.
+"""The matmul seam: the one operation that every matmul of a model calls, and that a run can wrap or replace.
 
-A weight meets an activation, and attention multiplies two activations, through `matmul` alone. Quantization, scaling
-for fp8, LoRA and statistics are `Matmul`s in `ExecutionConfig.matmul`; what a weight is stored as is a `WeightFormat`.
-Without any, `PlainMatmul` is all there is.
+All matmuls of weights with activations, and those of attention, go through `matmul`. Quantization, fp8 scaling, LoRA
+and statistics are `Matmul`s in `ExecutionConfig.matmul`; how a weight is stored is a `WeightFormat`. Without any,
+`PlainMatmul` computes the result.
 """
 
 import dataclasses
@@ -28,19 +28,19 @@ class Matmul:
   """An implementation of the seam; this one changes nothing. Hashable: it is part of what a program depends on.
 
   Attributes:
-    name: stands in the paths of its variables, `<module>/matmul/<name>/...`; two of one run have different names.
+    name: part of the paths of its variables, `<module>/matmul/<name>/...`; unique within a run.
   """
 
   name: str = "plain"
 
   def wants(self, site: Site) -> bool:
-    """Whether it takes part in this matmul. Those of attention are refused where a fused kernel does them."""
+    """Whether it applies to this matmul. It may not want those of attention where a fused kernel does them."""
     return site.role not in ATTENTION
 
   def variables(
     self, factory: ParamFactory, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int]
   ) -> dict[str, nnx.Variable]:
-    """Variables to keep beside a weight with these logical axes. Only sites with a weight of their own have any."""
+    """Variables that belong to a weight with these logical axes. Only sites with a weight have any."""
     return {}
 
   def __call__(
@@ -49,14 +49,14 @@ class Matmul:
     """The result. `next_(call, x, weight)` is the next implementation's, or the plain one.
 
     `weight` is the second operand: an array, a `StoredWeight` where the run's format is not the plain one, or the keys
-    or values of attention. It is in its own dtype and whole, whatever `call.dtype` and `call.part` say. Buffers among
-    its own variables may be assigned to, if they say how they are combined (`ParamFactory`).
+    or values of attention. It is not cast to `call.dtype`, nor sliced to `call.part`. Buffers among its variables may
+    be assigned to, if they have a `combine` (`ParamFactory`).
     """
     return next_(call, x, weight)
 
   def end_update(self, site: Site, own: Mapping[str, nnx.Variable]) -> None:
-    """Follows the optimizer's update, if the model has an `UpdateStatistic`; variables have leading dimensions of
-    layers and experts here."""
+    """Called after the optimizer's update, if the model has an `UpdateStatistic`; here variables have the leading
+    dimensions of layers and experts."""
 
 
 def matmul_variables(
@@ -66,7 +66,7 @@ def matmul_variables(
   inputs: Mapping[str, int],
   outputs: Mapping[str, int],
 ) -> nnx.Dict:
-  """What all implementations keep beside a weight, by their names."""
+  """The variables of all implementations for a weight, by the names of the implementations."""
   wanting = [one for one in implementations if one.wants(site)]
   below = factory.scope("matmul")
   return nnx.Dict({one.name: nnx.Dict(one.variables(below.scope(one.name), site, inputs, outputs)) for one in wanting})
@@ -80,10 +80,10 @@ def matmul(
   weight: Any,
   mesh: Mesh | None = None,
 ) -> jax.Array:
-  """One matmul of the model: through all implementations that want it, the first of them first.
+  """One matmul of the model, through all implementations that want it, the first one outermost.
 
   Args:
-    mesh: where shardings are types, the mesh; None elsewhere.
+    mesh: the mesh, under explicit sharding; otherwise None.
   """
   step: Next = PlainMatmul(mesh)
   for one in reversed(implementations):
@@ -93,7 +93,7 @@ def matmul(
 
 
 def attention_matmuls(implementations: Sequence[Matmul], path: str, fused: str | None) -> AttentionMatmuls:
-  """The two matmuls of attention at a path. `fused` names the run's setting by which a kernel does them itself."""
+  """The two matmuls of attention at a path. `fused` names the setting that selects a fused kernel, if any."""
   sites = Site(path, "attention_scores"), Site(path, "attention_values")
   wanting = [one for one in implementations if any(one.wants(site) for site in sites)]
   if not wanting:
@@ -104,13 +104,13 @@ def attention_matmuls(implementations: Sequence[Matmul], path: str, fused: str |
       "fused kernel that does them itself: choose attention=chunked or attention=dot_product and leave the kernels of "
       "the cache out, or let the implementation's `wants` leave out attention_scores and attention_values."
     )
-  scores, values = (_Attending(tuple(implementations), site) for site in sites)
+  scores, values = (_AttentionEinsum(tuple(implementations), site) for site in sites)
   return AttentionMatmuls(scores, values)
 
 
 @dataclass(frozen=True)
 class PlainMatmul:
-  """The plain operation, which follows from the call and the operands alone, in all three passes."""
+  """The plain operation, in all three passes; it depends on the call and the operands only."""
 
   mesh: Mesh | None = None
 
@@ -140,7 +140,7 @@ class PlainMatmul:
 
   def _gradient(self, call: MatmulCall, first: jax.Array, second: jax.Array) -> jax.Array:
     """The matmul is linear in each operand, so its gradients are its transposes, at any value of the operand."""
-    assert call.part is None, "nothing is differentiated through a cache"
+    assert call.part is None, "there are no gradients through a cache"
     a, b, result = call.terms
     sizes = dict(zip(a + b, first.shape + second.shape, strict=True))
     if call.group_sizes is not None:
@@ -163,13 +163,14 @@ def each_pass(
   x: jax.Array,
   weight: jax.Array,
 ) -> jax.Array:
-  """A matmul whose three passes are all done by `operation(call, next_, first, second)`, told apart by
+  """A matmul whose three passes are all computed by `operation(call, next_, first, second)`, distinguished by
   `call.site.pass_`.
 
-  Forward it gets (x, weight), for the gradient of x (gradient, weight), for that of the weight (x, gradient), each with
-  the contraction of that pass; `next_` does any of them. What it returns is the gradient, whatever it did to the
-  operands, so rounding is straight-through. `operation` closes over no array; the implementation stands last in
-  `ExecutionConfig.matmul`, since the variables of others do not exist in the backward pass.
+  The operands are (x, weight) in the forward pass, (gradient, weight) for the gradient of x, and (x, gradient) for that
+  of the weight, with the contraction of that pass; `next_` computes any of them. The result is taken as the gradient
+  whatever was done to the operands, so quantization is straight-through. `operation` must not close over arrays. The
+  implementation must be the last of `ExecutionConfig.matmul`, since the variables of others do not exist in the
+  backward pass.
   """
   assert isinstance(next_, PlainMatmul), (
     "an implementation that uses each_pass is the last one of ExecutionConfig.matmul"
@@ -193,9 +194,9 @@ def _each_pass_forward(
 
 
 def _each_pass_backward(
-  operation: Any, plain: Next, kept: tuple[MatmulCall, jax.Array, jax.Array], grad: jax.Array
+  operation: Any, plain: Next, saved: tuple[MatmulCall, jax.Array, jax.Array], grad: jax.Array
 ) -> tuple[None, jax.Array, jax.Array]:
-  call, x, weight = kept
+  call, x, weight = saved
   by_input = operation(call.transposed("input_gradient"), plain, grad, weight)
   by_weight = operation(call.transposed("weight_gradient"), plain, x, grad)
   return None, by_input.astype(x.dtype), by_weight.astype(weight.dtype)
@@ -211,8 +212,8 @@ def _link(
 
 
 @dataclass(frozen=True)
-class _Attending:
-  """A contraction of an attention kernel, at its site."""
+class _AttentionEinsum:
+  """A matmul of attention at its site, through the seam."""
 
   implementations: tuple[Matmul, ...]
   site: Site
@@ -225,7 +226,7 @@ class _Attending:
 
 
 def _convolution(call: MatmulCall, x: jax.Array, weight: jax.Array) -> jax.Array:
-  """Tokens [B,T,...], those before the first included, and weights [W,...] to sums [B,S,...] within documents."""
+  """Tokens [B,T,...], which begin with earlier ones, and weights [W,...] to sums [B,S,...] within documents."""
   assert call.taps is not None
   assert call.documents is not None
   (span, step), (own, every) = call.taps, call.documents
@@ -238,5 +239,5 @@ def _convolution(call: MatmulCall, x: jax.Array, weight: jax.Array) -> jax.Array
 
 
 def within(x: jax.Array, documents: jax.Array, own: jax.Array) -> jax.Array:
-  """Tokens [B,S,...] of `documents` [B,S], zero where those are not `own`."""
+  """Tokens [B,S,...], set to zero where their `documents` [B,S] differ from `own`."""
   return jnp.where((documents == own)[(..., *(None,) * (x.ndim - 2))], x, 0)

@@ -1,6 +1,6 @@
-"""What a matmul of a model is: where it stands, and what is computed there. See `matmul.py`.
+"""The description of one matmul of a model: its site, and what is computed there. See `matmul.py`.
 
-Letters of contractions: those of einsum; x stands for experts, m for rows that are sorted by expert.
+Contractions are einsum subscripts; x is the axis of experts, m that of rows sorted by expert.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ Role = Literal[
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
 ATTENTION: tuple[Role, ...] = ("attention_scores", "attention_values")
 
-# Letters that contractions of any number of dimensions are written with.
+# Letters for contractions of any number of dimensions.
 LETTERS = "abcdefghijklmnopqrstuvw"
 
 
@@ -46,19 +46,19 @@ class Site:
 )
 @dataclass(frozen=True)
 class MatmulCall:
-  """All that says what is computed, but the two operands. A pytree, so it may be an argument of transformed functions.
+  """A matmul without its two operands. A pytree, so that it can be an argument of transformed functions.
 
   Attributes:
     contraction: einsum subscripts of the two operands and the result. Rows that are sorted by expert are "mi,xio->mo":
-      each row meets the weight of its own expert. A convolution is "btcd,wcd->bscd".
-    dtype: that both operands are cast to; None leaves them as they are.
+      each row is multiplied by the weight of its expert. A convolution is "btcd,wcd->bscd".
+    dtype: to which both operands are cast; None does not cast them.
     precision: of the plain operation.
     preferred_element_type: of the result; None is that of the operands.
-    kernel: of rows that are sorted by expert.
-    part: first and last (excluded) column of the weight's last dimension that take part; None is all.
-    taps: how many tokens a convolution sums, and how far they are apart.
+    kernel: the grouped matmul of rows sorted by expert.
+    part: range (start, end) of the weight's last dimension; None is all of it.
+    taps: number of taps of a convolution, and their distance.
     group_sizes: [X] rows of each expert.
-    documents: of a convolution: the document of each token [B,S], and of each with those before the first [B,T].
+    documents: of a convolution: the document of each token [B,S], and of each token with the earlier ones [B,T].
   """
 
   site: Site

@@ -1,9 +1,9 @@
-"""Multi-head latent attention: keys and values are products of one narrow latent per token.
+"""Multi-head latent attention (MLA): keys and values are projections of one narrow latent per token.
 
-A head's query and key are [without position | rotated]; the rotated part of the key is one for all heads.
+A head's query and key are [nope part | rope part]: without position, and rotated. Heads share the rope part of keys.
 
-Shapes: B batch, S sequence, T cached positions, E width, H heads, N width without position, R rotated width, V value
-width, L latent width.
+Shapes: B batch, S sequence, T cached positions, E width, H heads, N width of the nope part, R width of the rope part, V
+value width, L latent width.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.kernels.attention import reference
+from maxtext.kernels.attention_inputs import AttentionInputs, AttentionSharding
 from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.layers.context import Context
 from maxtext.layers.execution import ExecutionConfig
@@ -33,19 +34,19 @@ _LATENT = ("activation_batch", "activation_length", None)
 
 @dataclass(frozen=True)
 class MLA:
-  """What latent attention is.
+  """The spec of multi-head latent attention.
 
   Attributes:
-    plain_dim: width of a head's query and key that knows no position.
-    value_dim: width of a head's value.
-    kv_rank: width of the latent of keys and values.
-    q_rank: width of the latent of queries; None projects them directly.
-    rope: of the rest of queries and keys, whose width is its head_dim.
-    scale: of logits; None is the width of a query to the -0.5.
+    qk_nope_head_dim: width of a head's query and key without position.
+    v_head_dim: width of a head's value.
+    kv_lora_rank: width of the latent of keys and values.
+    q_lora_rank: width of the latent of queries; None projects them directly.
+    rope: of the rope part of queries and keys, whose width is its head_dim.
+    scale: of logits; None is key_dim^-0.5.
     norm: of the latents.
-    latent_cache: the cache holds latents, and a head's products with the latent move to its query and its output.
-    indexer: chooses the keys that a query sees; None lets it see all.
-    watched: keeps the largest logit of each head, until `clipped` is asked for.
+    latent_cache: the cache stores latents, and the projections from the latent are absorbed into queries and outputs.
+    indexer: selects the keys that a query sees; None lets it see all.
+    tracked: the layer records the largest logit of each head, for QK-clip (`clip_weights`).
   """
 
   heads: int
@@ -62,7 +63,7 @@ class MLA:
 
   @property
   def window(self) -> int | None:
-    """How far back a query sees."""
+    """None: a query sees all earlier keys."""
     return None
 
   @property
@@ -82,24 +83,25 @@ class MLA:
 
   @property
   def scoring(self) -> ScoreSpec:
-    """What the kernel is told."""
+    """How the kernel computes logits."""
     return ScoreSpec(self.key_dim**-0.5 if self.scale is None else self.scale)
 
   @property
   def order_invariant(self) -> bool:
-    """Whether the tokens of a row may stand in any order, since positions say what comes before what."""
+    """Whether the tokens of a row may be in any order, because the layer depends on their positions only."""
     return self.indexer is None and not self.tracked
 
   def clip_weights(self, weights: Mapping[str, jax.Array], gamma: jax.Array) -> dict[str, jax.Array]:
-    """Weights of a stack of layers, by their path in the layer, that multiply the logits of its heads by gamma [R,H].
+    """The weights of stacked layers, by path in the layer, scaled so that logits are multiplied by gamma [R,H].
 
-    Queries and keys share it, but the rotated key belongs to all heads, so its queries take all of theirs.
+    Nope parts of queries and keys are scaled by sqrt(gamma) each. All heads share the rope part of keys, so the rope
+    part of queries is scaled by gamma.
     """
     root = jnp.sqrt(gamma)
-    plain, turned = jnp.split(weights["query/weight"], [self.qk_nope_head_dim], axis=-1)
+    nope_part, rope_part = jnp.split(weights["query/weight"], [self.qk_nope_head_dim], axis=-1)
     key, value = jnp.split(weights["kv/weight"], [self.qk_nope_head_dim], axis=-1)
     return {
-      "query/weight": jnp.concatenate([per_head(plain, root), per_head(turned, gamma)], axis=-1),
+      "query/weight": jnp.concatenate([per_head(nope_part, root), per_head(rope_part, gamma)], axis=-1),
       "kv/weight": jnp.concatenate([per_head(key, root), value], axis=-1),
     }
 
@@ -109,7 +111,7 @@ class MLA:
 
 
 class LatentAttention(nnx.Module):
-  """Latents, their norms, products with them, rotation, attention, output projection."""
+  """Latents, their norms, up-projections, RoPE, attention, output projection."""
 
   def __init__(self, factory: ParamFactory, spec: MLA, width: int, execution: ExecutionConfig) -> None:
     self.spec, self.execution = spec, execution
@@ -133,7 +135,9 @@ class LatentAttention(nnx.Module):
     self.indexer = (
       None if indexer is None or rank is None else indexer.build(factory.scope("indexer"), width, rank, execution)
     )
-    assert (self.indexer is None) == (indexer is None), "an indexer's queries are products of the queries' latent"
+    assert (self.indexer is None) == (indexer is None), (
+      "the queries of an indexer are projections of the queries' latent"
+    )
 
   def __call__(
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
@@ -141,32 +145,31 @@ class LatentAttention(nnx.Module):
     spec, execution = self.spec, self.execution
     narrow = x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
     table = context.table(spec.rope)
-    plain, turned = jnp.split(self.query(narrow), [spec.qk_nope_head_dim], axis=-1)
-    turned = rotate(turned, table, spec.rope.interleaved)
+    nope_part, rope_part = jnp.split(self.query(narrow), [spec.qk_nope_head_dim], axis=-1)
+    rope_part = rotate(rope_part, table, spec.rope.interleaved)
     latent, position = jnp.split(self.kv_down(x), [spec.kv_lora_rank], axis=-1)
     latent, position = self.kv_norm(latent), rotate(position[..., None, :], table, spec.rope.interleaved)[..., 0, :]
     queries = Tokens(context.positions, context.segments, context.spans)
-    seen, keys = self._kept(x, latent, position, context), queries
+    seen, keys = self._cache_entries(x, latent, position, context), queries
     if cache is not None:
       cache, seen, keys = update_cache(cache, repeat, context, seen, execution.kv_cache.quantization, context.pages)
-    assert self.indexer is None or context.spans is None, "the indexer chooses among earlier keys"
+    assert self.indexer is None or context.spans is None, "the indexer selects earlier keys only"
     selected = None if self.indexer is None else self.indexer(x, narrow, context, seen["index_key"], keys.positions)
-    alone = cache is None or context.fresh  # tokens see each other alone
-    if spec.latent_cache and not alone:
-      out = self._absorbed(plain, turned, seen["latent"], seen["position"], queries, keys, selected)
+    uncached = cache is None or context.fresh  # nothing is in the cache yet
+    if spec.latent_cache and not uncached:
+      out = self._attend_to_latents(nope_part, rope_part, seen["latent"], seen["position"], queries, keys, selected)
       return self.out(execution.sharding.constrain(out, *_HEADS)), cache
 
     q, (k, v) = (
-      execution.sharding.constrain(jnp.concatenate([plain, turned], axis=-1), *_HEADS),
+      execution.sharding.constrain(jnp.concatenate([nope_part, rope_part], axis=-1), *_HEADS),
       self._keys_and_values(seen),
     )
-    if alone:
+    if uncached:
       track_max_logits(self.largest_logit, q, k, queries, spec.scoring, execution.numerics.precision)
       q_spec, kv_spec = (execution.sharding.partition(a.shape, *_HEADS) for a in (q, v))
-      out = execution.kernels.attention(
-        q, k, v, queries, spec.scoring,
-        selected=selected, mesh=execution.sharding.mesh, q_spec=q_spec, kv_spec=kv_spec, matmuls=self.matmuls,
-      )  # fmt: skip
+      inputs = AttentionInputs(q, k, v, queries, selected=selected)
+      sharding = AttentionSharding(execution.sharding.mesh, q_spec, kv_spec)
+      out = execution.kernels.attention(inputs, spec.scoring, sharding, self.matmuls)
     else:
       out = reference(
         q,
@@ -183,13 +186,17 @@ class LatentAttention(nnx.Module):
 
   def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]:
     """The cache of one layer."""
-    spec, dtype, places = self.spec, self.execution.numerics.dtype, length + self.execution.kv_cache.speculative_tokens
+    spec, dtype, slots_per_row = (
+      self.spec,
+      self.execution.numerics.dtype,
+      length + self.execution.kv_cache.speculative_tokens,
+    )
 
     def narrow(width: int) -> CacheSpec:
-      return CacheSpec((batch, places, width), _LATENT, dtype)
+      return CacheSpec((batch, slots_per_row, width), _LATENT, dtype)
 
     def heads(width: int) -> CacheSpec:
-      return CacheSpec((batch, spec.heads, places, width), _CACHED, dtype)
+      return CacheSpec((batch, spec.heads, slots_per_row, width), _CACHED, dtype)
 
     if spec.latent_cache:
       slots = {"latent": narrow(spec.kv_lora_rank), "position": narrow(spec.rope.head_dim)}
@@ -199,40 +206,40 @@ class LatentAttention(nnx.Module):
       slots |= {"index_key": narrow(spec.indexer.head_dim)}
     return cache_arrays(slots, self.execution.kv_cache.quantization, self.execution.kv_cache.pages)
 
-  def _kept(self, x: jax.Array, latent: jax.Array, position: jax.Array, context: Context) -> Cache:
-    """What a cache holds of new tokens."""
+  def _cache_entries(self, x: jax.Array, latent: jax.Array, position: jax.Array, context: Context) -> Cache:
+    """The cache entries of new tokens."""
     if self.spec.latent_cache:
       new = {"latent": latent, "position": position}
     else:
-      new = dict(zip(("key", "value"), self._products(latent, position), strict=True))
+      new = dict(zip(("key", "value"), self._up_project(latent, position), strict=True))
     return new if self.indexer is None else new | {"index_key": self.indexer.keys(x, context)}
 
-  def _keys_and_values(self, kept: Cache) -> tuple[jax.Array, jax.Array]:
+  def _keys_and_values(self, cached: Cache) -> tuple[jax.Array, jax.Array]:
     if self.spec.latent_cache:
-      return self._products(kept["latent"], kept["position"])
-    return kept["key"], kept["value"]
+      return self._up_project(cached["latent"], cached["position"])
+    return cached["key"], cached["value"]
 
-  def _products(self, latent: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys [B,T,H,N+R] and values [B,T,H,V] of latents [B,T,L] and rotated keys [B,T,R]."""
-    plain, value = jnp.split(self.kv(latent), [self.spec.qk_nope_head_dim], axis=-1)
-    turned = jnp.broadcast_to(position[..., None, :], (*plain.shape[:-1], position.shape[-1]))
-    key = jnp.concatenate([plain, turned], axis=-1)
+  def _up_project(self, latent: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys [B,T,H,N+R] and values [B,T,H,V] of latents [B,T,L] and the rope part of keys [B,T,R]."""
+    nope_part, value = jnp.split(self.kv(latent), [self.spec.qk_nope_head_dim], axis=-1)
+    rope_part = jnp.broadcast_to(position[..., None, :], (*nope_part.shape[:-1], position.shape[-1]))
+    key = jnp.concatenate([nope_part, rope_part], axis=-1)
     return self.execution.sharding.constrain(key, *_HEADS), self.execution.sharding.constrain(value, *_HEADS)
 
-  def _absorbed(
+  def _attend_to_latents(
     self,
-    plain: jax.Array,
-    turned: jax.Array,
+    nope_part: jax.Array,
+    rope_part: jax.Array,
     latent: jax.Array,
     position: jax.Array,
     queries: Tokens,
     slots: Tokens,
     selected: jax.Array | None,
   ) -> jax.Array:
-    """Attention over the latents themselves, as one key head: q (W c) = (q W) c, and sum w (W c) = W (sum w c)."""
+    """Weight absorption: attention over latents, as one key head: q (W c) = (q W) c, and sum w (W c) = W (sum w c)."""
     cut = self.spec.qk_nope_head_dim
-    absorbed = self.kv.contract("mla_absorb_key", "bshn,lhn->bshl", plain, (0, cut))
-    q = jnp.concatenate([absorbed, turned], axis=-1)
+    absorbed = self.kv.contract("mla_absorb_key", "bshn,lhn->bshl", nope_part, (0, cut))
+    q = jnp.concatenate([absorbed, rope_part], axis=-1)
     key = jnp.concatenate([latent, position], axis=-1)[:, :, None]
     summed = reference(
       q,

@@ -18,7 +18,7 @@ from maxtext.layers.param_factory import ParamFactory
 _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 
 
-# By the names that configurations use; gelu is the form with tanh, which the published models were trained with.
+# By the names of the configuration; gelu is the tanh approximation, which published models were trained with.
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
   "silu": jax.nn.silu,
   "gelu": partial(jax.nn.gelu, approximate=True),
@@ -32,8 +32,8 @@ class MLP:
   """act(x gate) * (x up), or act(x up) where it is not gated; then down.
 
   Attributes:
-    limit: bounds the gate from above and `up` from both sides, before the activation.
-    bias: all products have biases.
+    limit: clamps the gate from above and `up` from both sides, before the activation.
+    bias: all projections have biases.
   """
 
   width: int
@@ -48,7 +48,7 @@ class MLP:
 
 
 class MLPLayer(nnx.Module):
-  """Two or three products around an activation."""
+  """The layer of `MLP`."""
 
   def __init__(self, factory: ParamFactory, spec: MLP, width: int, execution: ExecutionConfig) -> None:
     self.execution, self.limit, self.activation = execution, spec.limit, ACTIVATIONS[spec.activation]
@@ -58,13 +58,13 @@ class MLPLayer(nnx.Module):
     self.down = Linear(factory.scope("down"), wide, x, execution, "mlpwo", bias=spec.bias)
 
   def __call__(self, x: jax.Array, real: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The output, and what a layer reports (nothing here; experts report their load, of tokens that are `real`)."""
-    up = self._bounded(self.up(x))
-    gate = None if self.gate is None else self._bounded(self.gate(x), from_below=False)
+    """The output, and auxiliary outputs, of which there are none."""
+    up = self._clamp(self.up(x))
+    gate = None if self.gate is None else self._clamp(self.gate(x), from_below=False)
     hidden = self._activate(up) if gate is None else self._activate(gate) * up
     return self.down(self.execution.sharding.constrain(hidden, *_HIDDEN)), {}
 
-  def _bounded(self, x: jax.Array, from_below: bool = True) -> jax.Array:
+  def _clamp(self, x: jax.Array, from_below: bool = True) -> jax.Array:
     if self.limit is None:
       return x
     return jnp.clip(x, -self.limit if from_below else None, self.limit)

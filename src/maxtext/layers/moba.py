@@ -1,4 +1,4 @@
-"""Mixture of block attention: a query sees its own block of keys and the past blocks whose mean key it likes best.
+"""Mixture of block attention (MoBA): a query sees its own block of keys, and earlier blocks with the best mean keys.
 
 Shapes: B batch, S queries, T keys, H query heads, K key heads, D head dim, N blocks.
 """
@@ -13,15 +13,15 @@ from maxtext.kernels.attention_mask import Tokens
 
 @dataclass(frozen=True)
 class MoBA:
-  """Blocks of `size` keys, `count` of which a query sees, its own counted."""
+  """A query sees `count` blocks of `size` keys, including its own."""
 
   size: int
   count: int
 
   def selected(self, q: jax.Array, k: jax.Array, queries: Tokens, keys: Tokens) -> jax.Array:
-    """Which keys [B,T,K,D] each query [B,S,H,D] may see as far as blocks go, [B,H,S,T]; no gradient flows through it.
+    """Whether a key [B,T,K,D] is in a selected block of a query [B,S,H,D], [B,H,S,T]; no gradient flows through it.
 
-    Blocks are those of a document. Keys stand in the order of their positions; the block of a query is the last one
+    Blocks do not cross documents. Keys must be in the order of their positions; the block of a query is the last one
     that begins at or before it.
     """
     q, k = (jax.lax.stop_gradient(a).astype(jnp.float32) for a in (q, k))
@@ -44,7 +44,7 @@ class MoBA:
     return jnp.einsum("bhsn,btn->bhst", jnp.where(scores > -jnp.inf, best, 0), member) > 0
 
   def _numbers(self, keys: Tokens) -> tuple[jax.Array, int]:
-    """The block of each key within its row, and how many there may be."""
+    """The block number of each key within its row, and the largest possible number of blocks."""
     T = keys.positions.shape[1]
     if keys.segments is None:
       return keys.positions // self.size, -(-T // self.size)

@@ -1,4 +1,4 @@
-"""Layers after the last one that each predict one token further, as extra targets while training.
+"""Multi-token prediction (MTP): modules after the last layer that each predict one token further, in training.
 
 Shapes: B batch, S sequence, E width.
 """
@@ -21,7 +21,7 @@ from maxtext.layers.stack import Stack
 
 @dataclass(frozen=True)
 class MultiTokenPrediction:
-  """`count` modules, each with one layer of its own."""
+  """The spec of `count` modules, with one layer each."""
 
   count: int
   layer: Layer
@@ -33,7 +33,7 @@ class MultiTokenPrediction:
 
 
 class MTPLayer(nnx.Module):
-  """Joins what was known of a token with the token that follows, and passes both through a layer."""
+  """Projects a hidden state and the embedding of the next token to one input of a layer."""
 
   def __init__(self, factory: ParamFactory, spec: MultiTokenPrediction, width: int, execution: ExecutionConfig) -> None:
     self.token_norm = spec.norm.build(factory.scope("token_norm"), width)
@@ -43,7 +43,7 @@ class MTPLayer(nnx.Module):
     self.norm = spec.norm.build(factory.scope("norm"), width)
 
   def __call__(self, hidden: jax.Array, token: jax.Array, context: Context) -> tuple[jax.Array, list[Any]]:
-    """Normed hidden states [B,S,E] and embeddings of the next tokens [B,S,E] to normed hidden states and a report."""
+    """Normed hidden states and embeddings of the next tokens [B,S,E] to normed hidden states and auxiliary outputs."""
     joined = self.join(jnp.concatenate([self.token_norm(token), self.hidden_norm(hidden)], axis=-1))
-    hidden, report, _ = self.stack(joined, None, context, None)
-    return self.norm(hidden), report
+    hidden, aux, _ = self.stack(joined, None, context, None)
+    return self.norm(hidden), aux

@@ -14,9 +14,9 @@ def unit_rms(x: jax.Array, epsilon: float, axis: int | tuple[int, ...] = -1) -> 
   """x over its root mean square along those dimensions, computed and returned in float32.
 
   Args:
-    x: in any number format.
-    epsilon: added to the mean square, so that zeros stay zeros.
-    axis: what the mean is over.
+    x: of any dtype.
+    epsilon: added to the mean square, so that zeros give zeros.
+    axis: dimensions of the mean.
   """
   x = x.astype(jnp.float32)
   return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=axis, keepdims=True) + epsilon)
@@ -29,7 +29,7 @@ class NormLayer(Protocol):
 
 
 class NormSpec(Protocol):
-  """What a block may be normed by."""
+  """The spec of a norm."""
 
   def build(self, factory: ParamFactory, width: int) -> NormLayer: ...
 
@@ -40,8 +40,8 @@ class RMSNormSpec:
 
   Attributes:
     offset: added to the learned scale, which then starts at 1 - offset.
-    scaled: there is a scale at all.
-    scale_in_float32: scale before the result is cast to the activations' format; always with an offset.
+    scaled: the norm has a learned scale.
+    scale_in_float32: scale before the result is cast to the dtype of activations; always so with an offset.
   """
 
   epsilon: float = 1e-6

@@ -13,17 +13,17 @@ from flax import nnx
 
 from maxtext.layers.parameter_paths import join
 
-# How values of a buffer are joined that devices or the micro-batches of a pipeline found by themselves, each from the
-# same value before: the largest, that value with everyone's difference to it, the mean, or any, since all are equal.
+# How the values of a buffer are combined that devices, or micro-batches of a pipeline, computed in parallel from an old
+# value: the maximum, the old value plus the sum of all differences to it, the mean, or any, since all are equal.
 Combine = Literal["max", "sum", "mean", "equal"]
 
 
 class Buffer(nnx.Variable):
-  """What the step carries but no gradient touches: router biases, statistics of quantization.
+  """State of the model that gets no gradient: router biases, statistics of quantization.
 
-  A layer that assigns to one in its forward pass says how values found side by side are joined (`combine` of
-  `ParamFactory`). Micro-batches of an accumulated batch come one after the other, and each finds what the one before
-  left.
+  A buffer that the forward pass assigns to must say how values that were computed in parallel are combined (`combine`
+  of `ParamFactory`). With gradient accumulation, micro-batches run one after the other, and each starts from the value
+  that the one before assigned.
   """
 
 
@@ -38,19 +38,20 @@ def check_assigned(path: tuple[Any, ...], before: Any, after: nnx.Variable) -> N
 
 
 class UpdateStatistic(Buffer):
-  """What layers measure over one update, all its micro-batches together; no part of the state or of the weights.
+  """A statistic over all micro-batches of one update; it is not part of the train state.
 
-  It is zero when an update begins, each micro-batch adds its own to what is there (by sum, maximum, ...), and when the
-  update is done the layer's `end_update` does what follows from it.
+  It is zero at the start of an update, each micro-batch accumulates into it (by sum, maximum, ...), and after the
+  update the layer's `end_update` reads it.
   """
 
 
 @dataclass(frozen=True)
 class ParamFactory:
-  """Makes the variables of one module; `at` goes one module down. Copies of a module are stacked on leading dimensions.
+  """Creates the variables of one module; `scope` gives the factory of a child. Copies of a module are stacked on
+  leading dimensions.
 
   Attributes:
-    seed: of the values; None makes shapes without values, which needs no trace.
+    seed: of the initial values; None creates shapes without values, which needs no trace.
     stack: the leading dimensions, outermost first, as (name, size).
   """
 
@@ -61,11 +62,11 @@ class ParamFactory:
 
   @property
   def module_path(self) -> str:
-    """The path of the module, as the paths of its parameters begin."""
+    """The path of the module, with which the paths of its parameters begin."""
     return self.path.removeprefix("/")
 
   def scope(self, name: str | int, **copies: int) -> "ParamFactory":
-    """The factory of a child module, or of copies of it: at("experts", expert=8)."""
+    """The factory of a child module, or of stacked copies of it: scope("experts", expert=8)."""
     return dataclasses.replace(self, path=join(self.path, name), stack=(*self.stack, *copies.items()))
 
   def __call__(
@@ -81,10 +82,10 @@ class ParamFactory:
     contracted: int = 0,
     combine: Combine | None = None,
   ) -> nnx.Variable:
-    """A variable with named dimensions (None: never split): normal around `fill`, cut at three deviations.
+    """A variable with logical axes (None is never sharded), normal around `fill`, truncated at three sigma.
 
-    `contracted` counts the leading dimensions that a product sums over, for optimizers that see matrices. `combine` is
-    for buffers that the forward pass assigns to; None is for those that it leaves alone.
+    `contracted` is the number of leading dimensions that a matmul contracts, for optimizers of matrices. `combine` is
+    for buffers that the forward pass assigns to; None for all others.
     """
     dtype = dtype or self.dtype
     shape, axes = (*(size for _, size in self.stack), *shape), (*(name for name, _ in self.stack), *axes)
@@ -103,18 +104,18 @@ def _normal(stream: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   """Each element from a hash of its own index: any shard can be computed alone, and it compiles in a tenth of the time
   of `jax.random`, which would be a quarter of a small run's start-up."""
   key = _mix(stream)
-  # A stack of experts may have more than 2^32 elements: an index is two numbers, of leading and of other dimensions.
+  # A stack of experts may have more than 2^32 elements, so an index is two integers: of leading and other dimensions.
   cut = next(i for i in range(min(1, len(shape)), len(shape) + 1) if math.prod(shape[i:]) <= 2**32)
   outer, inner = _index(shape, range(cut)), _index(shape, range(cut, len(shape)))
   bits = _mix(_mix(inner ^ _mix(key + 2)) + _mix(outer ^ _mix(key + 1)))
   symmetric = ((bits >> 8).astype(jnp.float32) + 0.5) * 2.0**-23 - 1.0
   mass = math.erf(3 / math.sqrt(2))
-  deviation = math.sqrt(1 - 6 * math.exp(-4.5) / (math.sqrt(2 * math.pi) * mass))  # of a normal cut at three
+  deviation = math.sqrt(1 - 6 * math.exp(-4.5) / (math.sqrt(2 * math.pi) * mass))  # of a normal truncated at three
   return jax.lax.erf_inv(symmetric * mass) * (math.sqrt(2) / deviation)
 
 
 def _index(shape: tuple[int, ...], dims: range) -> jax.Array:
-  """Each element's number among those dimensions, in row-major order."""
+  """The row-major index of each element in these dimensions."""
   index = jnp.zeros(shape, jnp.uint32)
   for dim in dims:
     stride = math.prod(shape[dim + 1 : dims.stop])
@@ -123,7 +124,7 @@ def _index(shape: tuple[int, ...], dims: range) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-  """A bijection of 32 bits that makes neighbouring numbers unrelated (two multiplications, as in murmur3)."""
+  """A mixing function of 32 bits, which is a bijection (two multiplications, as in murmur3)."""
   x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
   x = (x ^ (x >> 15)) * jnp.uint32(0x735A2D97)
   return x ^ (x >> 15)

@@ -1,6 +1,6 @@
-"""The two ends of a tower in their plain form: patches to the tower's width, and its outputs to the decoder's.
+"""Front end and projector of a tower: patches to the tower's width, and its outputs to the decoder's width.
 
-Shapes: N inputs (images), T patches or tokens, P numbers of a patch, W width of the tower, E width of the decoder.
+Shapes: N inputs (images), T patches or tokens, P values of a patch, W width of the tower, E width of the decoder.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class TowerEnd(Protocol):
 
 
 class FrontEnd(Protocol):
-  """What inputs of a tower become tokens by."""
+  """The spec of a front end, which converts inputs of a tower to tokens."""
 
   def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> TowerEnd:
     """From inputs to tokens of this width."""
@@ -30,7 +30,7 @@ class FrontEnd(Protocol):
 
 
 class Projector(Protocol):
-  """What outputs of a tower become features by."""
+  """The spec of a projector, which converts outputs of a tower to features."""
 
   def build(self, factory: ParamFactory, width: int, out_width: int, execution: ExecutionConfig) -> TowerEnd:
     """From the tower's width to the decoder's."""
@@ -39,10 +39,10 @@ class Projector(Protocol):
 
 @dataclass(frozen=True)
 class PatchProjection:
-  """One linear projection of each patch: a convolution whose stride is its size, on patches that are cut out already.
+  """A linear projection of each patch: a convolution whose stride is its size, on patches that are already extracted.
 
   Attributes:
-    size: numbers of a patch, P.
+    size: values of a patch, P.
   """
 
   size: int
@@ -55,7 +55,7 @@ class PatchProjection:
 
 @dataclass(frozen=True)
 class LinearProjector:
-  """A norm, if there is one, and a linear projection."""
+  """An optional norm and a linear projection."""
 
   norm: NormSpec | None = None
   bias: bool = False

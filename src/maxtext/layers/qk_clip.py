@@ -1,4 +1,4 @@
-"""What attention needs so that weights can be shrunk where logits grew too large.
+"""QK-clip: statistics of attention logits, by which query and key weights are scaled down where logits are too large.
 
 Shapes: R stacked layers, H heads, D head dim.
 """
@@ -13,7 +13,7 @@ from maxtext.layers.param_factory import ParamFactory, UpdateStatistic
 
 
 def largest_logit(factory: ParamFactory, heads: int) -> nnx.Variable:
-  """A statistic [H]: the largest logits of one update, all its micro-batches together."""
+  """A statistic [H]: the largest logit of each head over all micro-batches of one update."""
   return factory("largest_logit", (heads,), (None,), kind=UpdateStatistic, dtype=jnp.float32, combine="max")
 
 

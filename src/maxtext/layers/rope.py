@@ -15,15 +15,15 @@ Table = tuple[jax.Array, jax.Array]  # cosine and sine, [B,S,1,D/2]
 
 
 class Scaling(Protocol):
-  """A way to serve positions beyond the length a model was first trained on."""
+  """A scaling of frequencies for positions beyond the length that a model was pre-trained on."""
 
   @property
   def multiplier(self) -> float:
-    """Of cosine and sine, so of queries and keys."""
+    """Factor of cosine and sine, and so of queries and keys."""
     ...
 
   def stretch(self, frequency: np.ndarray, theta: float) -> np.ndarray:
-    """Frequencies [D/2] to slower ones."""
+    """Frequencies [D/2] to lower ones."""
     ...
 
 
@@ -35,13 +35,13 @@ class LinearScaling:
   multiplier: float = 1.0
 
   def stretch(self, frequency: np.ndarray, theta: float) -> np.ndarray:
-    """All alike."""
+    """Divides all frequencies by the factor."""
     return frequency / self.factor
 
 
 @dataclass(frozen=True)
 class LongContextScaling:
-  """By wavelength: long ones are stretched by `factor`, short ones kept, those between blended."""
+  """By wavelength: long ones are stretched by `factor`, short ones unchanged, those between interpolated."""
 
   factor: float
   original_length: int
@@ -50,15 +50,15 @@ class LongContextScaling:
   multiplier: float = 1.0
 
   def stretch(self, frequency: np.ndarray, theta: float) -> np.ndarray:
-    """By the full turns within the original length; with low = high there is nothing between."""
-    turns = self.original_length * frequency / (2 * math.pi)
-    keep = np.clip((turns - self.low) / max(self.high - self.low, 1e-9), 0, 1)
+    """By the number of full rotations within the original length; with low = high nothing is interpolated."""
+    rotations = self.original_length * frequency / (2 * math.pi)
+    keep = np.clip((rotations - self.low) / max(self.high - self.low, 1e-9), 0, 1)
     return frequency * ((1 - keep) / self.factor + keep)
 
 
 @dataclass(frozen=True)
 class YarnScaling:
-  """By dimension: those that turn more than `fast` times in the original length are kept, less than `slow` stretched.
+  """By dimension: those with over `fast` rotations in the original length are unchanged, under `slow` stretched.
 
   Attributes:
     truncate: the two bounds are rounded outwards to whole dimensions.
@@ -72,13 +72,13 @@ class YarnScaling:
   multiplier: float = 1.0
 
   def stretch(self, frequency: np.ndarray, theta: float) -> np.ndarray:
-    """A linear ramp between the dimensions that turn `fast` and `slow` times."""
+    """A linear ramp between the dimensions with `fast` and `slow` rotations."""
     dim = 2 * len(frequency)
 
-    def turning(times: float) -> float:
-      return dim * math.log(self.original_length / (2 * math.pi * times)) / (2 * math.log(theta))
+    def dimension_with(rotations: float) -> float:
+      return dim * math.log(self.original_length / (2 * math.pi * rotations)) / (2 * math.log(theta))
 
-    low, high = turning(self.fast), turning(self.slow)
+    low, high = dimension_with(self.fast), dimension_with(self.slow)
     if self.truncate:
       low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -88,17 +88,17 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class RotaryEmbedding:
-  """Frequencies of one kind of layer.
+  """The rotary frequencies of a layer.
 
   Attributes:
-    head_dim: dimensions that the pairs are made of; those of a head beyond it are left alone.
-    shortest: the least wavelength, over 2 pi.
-    share: the share of the pairs, the fastest ones, that turn at all.
+    head_dim: number of rotated dimensions, the first of a head; others are unchanged.
+    shortest: the shortest wavelength, divided by 2 pi.
+    share: the share of the pairs that are rotated, those with the highest frequencies.
     interleaved: neighbouring dimensions are a pair.
-    mrope_sections: how many frequencies turn by each component of positions that have several (mRoPE: time, height,
-      width); None lets all turn by the one component there is.
-    mrope_interleaved: frequencies take components in turn (0, 1, 2, 0, 1, 2, ...; when a later component's section is
-      used up, the first takes its turns), instead of in contiguous runs.
+    mrope_sections: number of frequencies of each component of positions that have several (mRoPE: time, height, width);
+      None for positions of one component.
+    mrope_interleaved: frequencies alternate between components (0, 1, 2, 0, 1, 2, ...; where the section of a later
+      component is used up, 0 replaces it), instead of contiguous sections.
   """
 
   head_dim: int
@@ -120,12 +120,12 @@ class RotaryEmbedding:
 
   @property
   def components(self) -> np.ndarray:
-    """Which component of a position each frequency turns by, [D/2]."""
+    """The component of positions that each frequency uses, [D/2]."""
     sections = self.mrope_sections or (self.head_dim // 2,)
     if not self.mrope_interleaved:
       return np.repeat(np.arange(len(sections)), sections)
-    turn = np.arange(self.head_dim // 2)
-    component, used = turn % len(sections), turn // len(sections)
+    index = np.arange(self.head_dim // 2)
+    component, used = index % len(sections), index // len(sections)
     return np.where(used < np.asarray(sections)[component], component, 0)
 
 
@@ -133,7 +133,7 @@ def rotary_table(spec: RotaryEmbedding, positions: jax.Array, dtype: jax.typing.
   """Cosine and sine for positions [B,S], or [B,S,C] of C components; made once per call and shared by all layers with
   this spec.
 
-  A position of one component is that of all of them, so text gives the same table to the bit either way.
+  A position of one component applies to all components, so text gives the same table to the bit either way.
   """
   angle = _angles(spec, positions).astype(jnp.float32) * jnp.asarray(_frequencies(spec), jnp.float32)
   multiplier = 1.0 if spec.scaling is None else spec.scaling.multiplier
@@ -143,16 +143,16 @@ def rotary_table(spec: RotaryEmbedding, positions: jax.Array, dtype: jax.typing.
 def rotate(x: jax.Array, table: Table, interleaved: bool = False) -> jax.Array:
   """Applies the rotation to heads [B,S,H,D], or to their first dimensions where the table is narrower."""
   cos, sin = table
-  turned = 2 * cos.shape[-1]
-  if turned < x.shape[-1]:
-    return jnp.concatenate([rotate(x[..., :turned], table, interleaved), x[..., turned:]], axis=-1)
+  rotated = 2 * cos.shape[-1]
+  if rotated < x.shape[-1]:
+    return jnp.concatenate([rotate(x[..., :rotated], table, interleaved), x[..., rotated:]], axis=-1)
   a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else jnp.split(x, 2, axis=-1)
   pair = (a * cos - b * sin, b * cos + a * sin)
   return jnp.stack(pair, axis=-1).reshape(x.shape) if interleaved else jnp.concatenate(pair, axis=-1)
 
 
 def _angles(spec: RotaryEmbedding, positions: jax.Array) -> jax.Array:
-  """What each frequency is multiplied by, [B,S,1,1], or [B,S,1,D/2] where positions have components."""
+  """The position that each frequency is multiplied by, [B,S,1,1], or [B,S,1,D/2] where positions have components."""
   if positions.ndim == 2:
     return positions[..., None, None]
   count, sections = positions.shape[-1], spec.mrope_sections

@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and with what weight.
+"""The router of a mixture of experts: selects the experts of each token, and their weights.
 
 Shapes: B batch, S sequence, E width, X experts, K experts per token, G groups.
 """
@@ -20,12 +20,12 @@ from maxtext.mesh.explicit import auto_axes
 
 @dataclass(frozen=True)
 class ExpertGroups:
-  """A token chooses among the experts of its best groups only.
+  """Group-limited routing: the experts of a token are selected from its best groups only.
 
   Attributes:
-    count: groups that the experts are divided into.
-    kept: groups that a token may choose from.
-    best: a group is as good as the sum of its best so many experts.
+    count: number of groups that the experts are divided into.
+    kept: number of groups that a token selects.
+    best: the score of a group is the sum of its `best` largest expert scores.
   """
 
   count: int
@@ -35,24 +35,24 @@ class ExpertGroups:
 
 @dataclass(frozen=True)
 class Router:
-  """Scores, choice and weights.
+  """The spec of a top-k router.
 
-  Softmax over the chosen experts alone is `softmax` with `normalize`: the two are the same numbers.
+  A softmax over the selected experts only is `softmax` with `normalize`: the weights are the same.
 
   Attributes:
-    count: experts.
-    per_token: experts that a token goes to.
-    score: function of the logits that gives scores.
-    normalize: the chosen scores are divided by their sum.
+    count: number of experts.
+    per_token: number of experts per token (top-k).
+    score: function from logits to scores.
+    normalize: the selected scores are divided by their sum.
     scale: multiplies the weights.
-    groups: limits the choice.
+    groups: group-limited routing; None selects from all experts.
     bias: the logits have a learned bias.
-    selection_bias: a number per expert is added to scores when experts are chosen, but not to their weights.
-    selection_bias_rate: what that number moves by in each update, up for experts with less than an even load.
-    expert_scale: a learned number per expert multiplies its weight.
-    input_norm: epsilon of a norm of what enters, with a learned scale over sqrt(E); None takes the input as it is.
-    float32: logits are computed in float32 whatever the run's number format.
-    balance_weight: of the loss that grows as the load becomes uneven.
+    selection_bias: a bias per expert is added to scores for the selection, but not to the weights.
+    selection_bias_rate: the step of that bias in each update, upwards for experts with less than an even load.
+    expert_scale: a learned factor per expert multiplies its weight.
+    input_norm: epsilon of a norm of the input, with a learned scale over sqrt(E); None for no norm.
+    float32: logits are computed in float32 whatever the run's dtype.
+    balance_weight: of the load-balancing loss.
   """
 
   count: int
@@ -75,7 +75,7 @@ class Router:
 
 
 class TopKRouterLayer(nnx.Module):
-  """x [B,S,E] to a routing and a report."""
+  """x [B,S,E] to a routing and auxiliary outputs."""
 
   def __init__(self, factory: ParamFactory, spec: Router, width: int, execution: ExecutionConfig) -> None:
     self.spec, self.execution = spec, execution
@@ -96,10 +96,10 @@ class TopKRouterLayer(nnx.Module):
     self.input_scale = factory("input_scale", (width,), ("norm",), fill=1.0) if spec.input_norm is not None else None
 
   def __call__(self, x: jax.Array, real: jax.Array | None = None) -> tuple[Routing, dict[str, jax.Array]]:
-    """Tokens that are not `real` [B,S] are routed too, but do not count in the load."""
+    """Tokens that are not `real` [B,S] are routed too, but are not included in the load."""
     spec = self.spec
     scores = _SCORES[spec.score](self._logits(x))
-    experts = self._choose(jax.lax.stop_gradient(scores))
+    experts = self._select(jax.lax.stop_gradient(scores))
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if spec.normalize:
       weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
@@ -111,16 +111,16 @@ class TopKRouterLayer(nnx.Module):
     tokens, total = _sum(jax.nn.one_hot(experts, spec.count, dtype=jnp.float32).sum(2), counted)
     load = tokens / total  # of each expert, per token
     even = spec.per_token / spec.count
-    report = {"expert_load": load.max() / even}
+    aux = {"expert_load": load.max() / even}
     if spec.balance_weight:
       share = _sum(scores / scores.sum(-1, keepdims=True), counted)[0] / total
-      report["load_balance_loss"] = spec.balance_weight * spec.count * (load * share).sum()
+      aux["load_balance_loss"] = spec.balance_weight * spec.count * (load * share).sum()
     if self.tokens is not None:
       self.tokens.set_value(self.tokens[...] + jax.lax.stop_gradient(tokens))
-    return Routing(experts, weights), report
+    return Routing(experts, weights), aux
 
   def end_update(self) -> None:
-    """Moves the selection bias, by the load of the whole update: a step of its rate towards an even one."""
+    """Moves the selection bias by its rate towards an even load, from the load of the whole update."""
     if self.tokens is not None and self.selection_bias is not None:
       tokens = self.tokens[...]
       step = self.spec.selection_bias_rate * jnp.sign(tokens.mean(-1, keepdims=True) - tokens)
@@ -136,19 +136,19 @@ class TopKRouterLayer(nnx.Module):
       logits = jax.random.normal(jax.random.key(0), logits.shape)
     return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)
 
-  def _choose(self, scores: jax.Array) -> jax.Array:
+  def _select(self, scores: jax.Array) -> jax.Array:
     if self.selection_bias is not None:
       scores = scores + self.selection_bias[...]
     if (groups := self.spec.groups) is not None:
       grouped = scores.reshape(*scores.shape[:-1], groups.count, -1)
-      quality = jax.lax.top_k(grouped, groups.best)[0].sum(-1)
-      kept = jax.nn.one_hot(jax.lax.top_k(quality, groups.kept)[1], groups.count).sum(-2)
-      scores = jnp.where(kept[..., None] > 0, grouped, -jnp.inf).reshape(scores.shape)
+      group_scores = jax.lax.top_k(grouped, groups.best)[0].sum(-1)
+      selected = jax.nn.one_hot(jax.lax.top_k(group_scores, groups.kept)[1], groups.count).sum(-2)
+      scores = jnp.where(selected[..., None] > 0, grouped, -jnp.inf).reshape(scores.shape)
     return jax.lax.top_k(scores, self.spec.per_token)[1]
 
 
 def _sum(values: jax.Array, counted: jax.Array | None) -> tuple[jax.Array, jax.Array | float]:
-  """The sum [X] of values [B,S,X] over the tokens that count [B,S], and how many those are."""
+  """The sum [X] of values [B,S,X] over the tokens where `counted` [B,S] is 1, and their number."""
   if counted is None:
     return values.sum((0, 1)), float(values.shape[0] * values.shape[1])
   return (values * counted[..., None]).sum((0, 1)), jnp.maximum(counted.sum(), 1.0)

@@ -1,7 +1,7 @@
-"""The only place that loops over layers and decides on rematerialization: what they save for the backward pass.
+"""The only place that loops over layers and applies rematerialization, which decides what the backward pass saves.
 
-A stack is R repeats of a short cycle of layers. Their parameters are stacked on dimension 0 whatever the loop, so a
-checkpoint knows neither the loop nor the rematerialization.
+A stack is R repeats of a short cycle of layers. Their parameters are stacked on dimension 0 whatever the loop, so
+checkpoints depend neither on the loop nor on rematerialization.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,30 +27,31 @@ class DecoderLayer(Protocol):
   def __call__(
     self, x: jax.Array, layer_input: jax.Array | None, context: Context, cache: Cache | None, repeat: jax.Array
   ) -> tuple[jax.Array, Report, Cache | None]:
-    """The residual, a report, and the extended cache; `repeat` is the layer's row in stacked caches."""
+    """The residual, auxiliary outputs, and the updated cache; `repeat` is the layer's index in stacked caches."""
     ...
 
   def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]: ...
 
 
 class LayerSpec(Protocol):
-  """What a stack is built from."""
+  """The spec of a layer of a stack."""
 
   def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> DecoderLayer: ...
 
 
-class _Kept(NamedTuple):
-  """What one pass of a layer leaves behind besides x and the cache."""
+class _LayerResults(NamedTuple):
+  """The results of one layer besides x and the cache."""
 
-  report: Report
+  aux: Report
   buffers: Any
 
 
 class Stack(nnx.Module):
-  """(x, per-layer inputs, per-token context, cache) to (x, per-layer reports, cache).
+  """(x, per-layer inputs, per-token context, cache) to (x, per-layer auxiliary outputs, cache).
 
-  Per-layer inputs and reports are lists over the cycle of pytrees with leading dimension R; a cache is a list over the
-  cycle of arrays [R,...], carried through the loop and written in place. Buffers that layers assign to are updated.
+  Per-layer inputs and auxiliary outputs are lists over the cycle of pytrees with leading dimension R; a cache is a list
+  over the cycle of arrays [R,...], carried through the loop and updated in place. Buffers that layers assign to are
+  updated.
   """
 
   def __init__(
@@ -78,75 +79,83 @@ class Stack(nnx.Module):
         [_remat(_pass(graph), policy, self.execution.scan_layers) for graph in graphs]
         for policy in self.execution.remat
       ]
-    else:  # nothing is differentiated through a cache, so nothing is rematerialised with one
+    else:  # there are no gradients through a cache, so no rematerialization
       passes = [[_pass(graph) for graph in graphs]]
-    turns = len(passes)
+    policies = len(passes)
 
-    def turn(
+    def body(
       context: Context, carry: tuple[jax.Array, Any], xs: tuple[jax.Array, Any, Any]
     ) -> tuple[tuple[jax.Array, Any], Any]:
       (x, caches), (first, weights, inputs) = carry, xs
-      kept: list[list[_Kept]] = []
+      results: list[list[_LayerResults]] = []
       for t, cycle in enumerate(passes):
-        own_weights, own_inputs = jax.tree.map(lambda w, t=t: w[t] if turns > 1 else w, (weights, inputs))
-        kept.append([])
+        own_weights, own_inputs = jax.tree.map(lambda w, t=t: w[t] if policies > 1 else w, (weights, inputs))
+        results.append([])
         for i, one in enumerate(cycle):
-          x, caches[i], left = one(x, own_weights[i], own_inputs[i], context, caches[i], first + t)
-          kept[t].append(left)
-      return (x, caches), jax.tree.map(lambda *k: jnp.stack(k), *kept)
+          x, caches[i], result = one(x, own_weights[i], own_inputs[i], context, caches[i], first + t)
+          results[t].append(result)
+      return (x, caches), jax.tree.map(lambda *k: jnp.stack(k), *results)
 
-    def run(x: jax.Array, context: Context, layers: Any, caches: list[Any]) -> tuple[jax.Array, list[_Kept], list[Any]]:
-      """Through consecutive layers, whose weights and inputs are stacked."""
+    def run(
+      x: jax.Array, context: Context, layers: Any, caches: list[Any]
+    ) -> tuple[jax.Array, list[_LayerResults], list[Any]]:
+      """Runs consecutive layers, whose weights and inputs are stacked."""
       count = jax.tree.leaves(layers)[0].shape[0]
-      # A CPU copies what is folded, even by one.
-      folded = jax.tree.map(lambda w: w.reshape(count // turns, turns, *w.shape[1:]), layers) if turns > 1 else layers
+      # On a CPU this reshape is a copy, even with one policy.
+      folded = (
+        jax.tree.map(lambda w: w.reshape(count // policies, policies, *w.shape[1:]), layers) if policies > 1 else layers
+      )
       loop = jax.lax.scan if self.execution.scan_layers else _unrolled
-      (x, caches), kept = loop(partial(turn, context), (x, caches), (jnp.arange(0, count, turns), *folded))
-      return x, jax.tree.map(lambda w: w.reshape(count, *w.shape[2:]), kept), caches
+      (x, caches), results = loop(partial(body, context), (x, caches), (jnp.arange(0, count, policies), *folded))
+      return x, jax.tree.map(lambda w: w.reshape(count, *w.shape[2:]), results), caches
 
     layers, empty = (weights, inputs), [None] * len(graphs)
     if self.pipeline is not None and cache is None:
-      x, reports = self._through_stages(lambda x, c, layers: run(x, c, layers, empty)[:2], x, context, layers)
-      return x, reports, None
-    x, kept, caches = run(x, context, layers, empty if cache is None else list(cache))
-    for layer, left in zip(self.layers, kept, strict=True):
-      nnx.update(layer, left.buffers)
-    return x, [left.report for left in kept], None if cache is None else caches
+      x, aux = self._through_stages(lambda x, c, layers: run(x, c, layers, empty)[:2], x, context, layers)
+      return x, aux, None
+    x, results, caches = run(x, context, layers, empty if cache is None else list(cache))
+    for layer, result in zip(self.layers, results, strict=True):
+      nnx.update(layer, result.buffers)
+    return x, [result.aux for result in results], None if cache is None else caches
 
   def cache_specs(self, batch: int, length: int) -> list[dict[str, CacheSpec]]:
     """The cache of the stack."""
     return [{n: s.stacked(self.repeats) for n, s in layer.cache_specs(batch, length).items()} for layer in self.layers]
 
   def _through_stages(
-    self, run: Callable[..., tuple[jax.Array, list[_Kept]]], x: jax.Array, context: Context, layers: Any
+    self, run: Callable[..., tuple[jax.Array, list[_LayerResults]]], x: jax.Array, context: Context, layers: Any
   ) -> tuple[jax.Array, list[Report]]:
-    """The first layers in a pipeline, the others after it. Buffers that say how they are combined are updated."""
+    """Runs the first layers in the pipeline, and the others after it. Buffers with a `combine` are updated."""
     assert self.pipeline is not None
     count = self.pipeline.repeats
     states = [nnx.state(layer, Buffer) for layer in self.layers]
 
     def outcome(x: jax.Array, context: Context, layers: Any) -> tuple[jax.Array, list[Report], list[jax.Array]]:
-      x, kept = run(x, context, layers)
-      return x, [left.report for left in kept], [v.get_value() for v in _assigned([left.buffers for left in kept])]
+      x, results = run(x, context, layers)
+      return (
+        x,
+        [result.aux for result in results],
+        [v.get_value() for v in _assigned([result.buffers for result in results])],
+      )
 
     variables = _assigned(states)
     before = [(v.get_value()[:count], v.combine) for v in variables]
     first, rest = (jax.tree.map(lambda w, cut=cut: w[cut], layers) for cut in (slice(count), slice(count, None)))
-    x, reports, found = pipelined(
-      self.pipeline, self.execution.sharding.mesh, outcome, x, context, first, self._ready, before
+    x, aux, found = pipelined(
+      self.pipeline, self.execution.sharding.mesh, outcome, x, context, first, self._gather_weights, before
     )
     if count < self.repeats:
       x, more, others = outcome(x, context, rest)
-      reports = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), reports, more)
+      aux = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), aux, more)
       found = [jnp.concatenate([a, b]) for a, b in zip(found, others, strict=True)]
     for variable, value in zip(variables, found, strict=True):
       variable.set_value(value)
     for layer, state in zip(self.layers, states, strict=True):
       nnx.update(layer, state)
-    return x, reports
+    return x, aux
 
-  def _ready(self, layers: Any) -> Any:
-    """Weights and inputs of a pipeline's layers, as its ticks take them."""
+  def _gather_weights(self, layers: Any) -> Any:
+    """Weights and inputs of a pipeline's layers, gathered over FSDP where that is done once."""
     assert self.pipeline is not None
     if not self.pipeline.gather_once:
       return layers
@@ -164,24 +173,24 @@ class Stack(nnx.Module):
 
 
 def _assigned(states: list[Any]) -> list[nnx.Variable]:
-  """The buffers of a cycle that say how their values are combined."""
+  """The buffers of a cycle with a `combine`."""
   flat = (variable for state in states for _, variable in nnx.to_flat_state(state))
   return [variable for variable in flat if variable.combine is not None]
 
 
-def _pass(graph: Any) -> Callable[..., tuple[jax.Array, Cache | None, _Kept]]:
-  """One layer as a function of its arguments alone, with nothing closed over, so that it may be a pipeline's stage."""
+def _pass(graph: Any) -> Callable[..., tuple[jax.Array, Cache | None, _LayerResults]]:
+  """One layer as a function that closes over no array, so that it can run in a pipeline stage."""
 
   def run(
     x: jax.Array, weights: Any, layer_input: Any, context: Context, cache: Cache | None, repeat: jax.Array
-  ) -> tuple[jax.Array, Cache | None, _Kept]:
+  ) -> tuple[jax.Array, Cache | None, _LayerResults]:
     layer = nnx.merge(graph, weights)
     before = [variable.get_value() for _, variable in nnx.to_flat_state(nnx.state(layer, Buffer))]
-    x, report, cache = layer(x, layer_input, context, cache, repeat)
+    x, aux, cache = layer(x, layer_input, context, cache, repeat)
     buffers = nnx.state(layer, Buffer)
     for (path, variable), value in zip(nnx.to_flat_state(buffers), before, strict=True):
       check_assigned(path, value, variable)
-    return x, cache, _Kept(report, buffers)
+    return x, cache, _LayerResults(aux, buffers)
 
   return run
 

@@ -1,7 +1,7 @@
-"""What is stored for a weight: one array in the run's weight dtype, or several, such as integers and their scales.
+"""How a weight is stored: one array in the run's weight dtype, or several, such as integers and their scales.
 
-Only the weights of `Linear` and of experts have a format. The arrays of a format are parameters beside each other, and
-the matmul reads them as they are: a weight that is stored in eight bits never exists in sixteen outside of it.
+Only the weights of `Linear` and of experts have a format. The arrays of a format are sibling parameters, and the matmul
+reads them as they are stored: a weight of eight bits is never dequantized outside of it.
 """
 
 from collections.abc import Mapping

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.configs.types import SplashAttention
 from maxtext.kernels.attention import AttentionKernel
+from maxtext.kernels.attention_inputs import AttentionInputs, AttentionSharding
 from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.kernels.splash_attention import SplashBlocks, seen_blocks
 from maxtext.layers.attention import GQA
@@ -212,13 +213,13 @@ def _compile_kernels(
   job: _CompileJob, kind: AttentionShape, blocks: SplashBlocks, device: jax.Device, folder: Path
 ) -> dict[str, KernelSchedule]:
   mesh = Mesh(np.array([device]), ("one",))
-  attend, spec = AttentionKernel("splash", blocks=blocks), PartitionSpec(None, None, None, None)
+  attend, whole = AttentionKernel("splash", blocks=blocks), PartitionSpec(None, None, None, None)
+  sharding = AttentionSharding(mesh, whole, whole)
 
   def total(floats: list[jax.Array], positions: jax.Array, segments: jax.Array | None) -> jax.Array:
     q, k, v, *sinks = floats
-    tokens = Tokens(positions, segments)
-    out = attend(q, k, v, tokens, kind.scoring, *(sinks or (None,)), mesh=mesh, q_spec=spec, kv_spec=spec)
-    return out.astype(jnp.float32).sum()
+    inputs = AttentionInputs(q, k, v, Tokens(positions, segments), *sinks)
+    return attend(inputs, kind.scoring, sharding).astype(jnp.float32).sum()
 
   def struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
