@@ -254,7 +254,7 @@ def test_implementations_of_the_matmul_reach_experts(devices):
   make, spec = ParamFactory(0, jnp.float32), MoE(Router(4, 2), 24)
   x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 6, 48)), jnp.float32)
   for experts in (ExpertDispatch(), ExpertDispatch("dense"), ExpertDispatch(wi=GroupedMatmul("ragged_dot"))):
-    execution = dataclasses.replace(plain, experts=experts)
+    execution = plain.replace(experts=experts)
     adapted = spec.build(make, 48, execution.replace(matmul=(Lora(),)))
     graph, state = nnx.split(adapted)
 

@@ -57,7 +57,7 @@ def arrays(fed):
 def test_weights_follow_their_tokens_and_a_resumed_run_has_the_same(folder, packing, workers):
   p = program(config(folder, grain_packing_type=packing, grain_worker_count=workers))
   feed = p.feed()
-  whole = [(arrays(fed), fed.position()) for fed in itertools.islice(feed, 5)]
+  whole = [(arrays(fed), fed.iterator_state()) for fed in itertools.islice(feed, 5)]
   feed.close()
   for (_, targets, _, segments, weights), _ in whole:
     assert weights.dtype == np.float32
