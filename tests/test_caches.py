@@ -189,7 +189,7 @@ def test_the_kernel_for_one_token_reads_and_writes_a_layer_in_place(monkeypatch,
   assert ("pallas_call" in str(with_kernel(params, rows, tokens, positions))) == calls
 
 
-def rounded(dtype, axis):
+def quantize(dtype, axis):
   return (("quantize_kvcache", True), ("kv_quant_dtype", dtype), ("kv_quant_axis", axis))
 
 
@@ -245,12 +245,12 @@ def test_a_rounded_cache_serves_chunks_and_shared_beginnings():
 def test_rounding_is_to_the_nearest(rounding, shape):
   x = np.random.default_rng(0).standard_normal(shape, np.float32)
   x[0, 0] = 0.0
-  numbers, scale = rounding.rounded(x)
+  numbers, scale = rounding.quantize(x)
   per_head = rounding.per_head and len(shape) == 4
   assert scale.shape == ((2, 3, 4, 1) if per_head else (2, 3, *(1,) * (len(shape) - 2)))
   largest = np.abs(x).max(-1 if per_head else tuple(range(2, x.ndim)), keepdims=True)
   step = largest / {8: 127, 4: 7}[rounding.bits]
-  restored = np.asarray(rounding.restored(numbers, scale, x))
+  restored = np.asarray(rounding.dequantize(numbers, scale, x))
   assert (np.abs(restored - x) <= step / 2 + 1e-6).all()
   assert numbers.nbytes == np.ceil(shape[-1] * rounding.bits / 8) * math.prod(shape[:-1])
 

@@ -78,7 +78,7 @@ class KVCacheQuantization:
       CacheSpec((*shared, 1), ring.axes, jnp.float32),
     )
 
-  def rounded(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def quantize(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantizes x [B,S,D] or [B,S,H,D]: the integers as they are stored, and their scales."""
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(-1 if self.per_head else tuple(range(2, x.ndim)), keepdims=True)
@@ -90,7 +90,7 @@ class KVCacheQuantization:
     low, high = jnp.split(even, 2, axis=-1)
     return (high << 4) | (low & 15), scale
 
-  def restored(self, numbers: jax.Array, scale: jax.Array, like: jax.Array) -> jax.Array:
+  def dequantize(self, numbers: jax.Array, scale: jax.Array, like: jax.Array) -> jax.Array:
     """Dequantizes to the width and dtype of `like`."""
     if self.bits == 4:  # shifts of signed integers extend the sign
       numbers = jnp.concatenate([(numbers << 4) >> 4, numbers >> 4], axis=-1)[..., : like.shape[-1]]
@@ -195,13 +195,13 @@ def _with_scales(arrays: dict[str, Part], split: Callable[[Part], tuple[Part, Pa
 
 
 def _quantize(new: Cache, rounding: KVCacheQuantization | None) -> Cache:
-  return new if rounding is None else _with_scales(new, rounding.rounded)
+  return new if rounding is None else _with_scales(new, rounding.quantize)
 
 
 def _dequantize(stored: Cache, like: Cache, rounding: KVCacheQuantization | None) -> Cache:
   if rounding is None:
     return stored
-  return {name: rounding.restored(stored[name], stored[_scale(name)], x) for name, x in like.items()}
+  return {name: rounding.dequantize(stored[name], stored[_scale(name)], x) for name, x in like.items()}
 
 
 def _update_pages(
