@@ -189,7 +189,7 @@ def test_the_kernel_for_one_token_reads_and_writes_a_layer_in_place(monkeypatch,
   assert ("pallas_call" in str(with_kernel(params, rows, tokens, positions))) == calls
 
 
-def quantize(dtype, axis):
+def rounded(dtype, axis):
   return (("quantize_kvcache", True), ("kv_quant_dtype", dtype), ("kv_quant_axis", axis))
 
 
