@@ -5,7 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from maxtext.configs.explain import explain
+from maxtext.configs import ConfigError
+from maxtext.configs.explain import explain, search_keys
 from maxtext.configs.loader import Resolved, parse_assignments, values_and_origins
 from maxtext.configs.types import DerivedValues, MaxTextConfig
 from maxtext.configs.unsupported import unsupported_keys
@@ -14,7 +15,7 @@ from maxtext.weights.resolve import resolve_source
 
 
 def add_commands(commands: Any) -> None:
-  """Adds `config show`, `config explain` and `config unsupported` to the parser."""
+  """Adds the actions of `maxtext config` to the parser."""
   parser = commands.add_parser("config", help="show a configuration, explain a key")
   actions = parser.add_subparsers(required=True, metavar="ACTION")
   show = actions.add_parser("show", help="the resolved run, with where each value came from")
@@ -25,6 +26,11 @@ def add_commands(commands: Any) -> None:
   explained = actions.add_parser("explain", help="type, default, meaning and readers of a key")
   explained.add_argument("key", metavar="KEY")
   explained.set_defaults(run=_explain)
+  search = actions.add_parser("search", help="the keys whose name or description has these words")
+  search.add_argument("words", nargs="+", metavar="WORD")
+  search.set_defaults(run=_search)
+  schema = actions.add_parser("schema", help="the JSON schema of a configuration file, for editors")
+  schema.set_defaults(run=_schema)
   unsupported = actions.add_parser("unsupported", help="the keys that are not supported whatever else is set, and why")
   unsupported.add_argument("--count", action="store_true", help="only how many")
   unsupported.set_defaults(run=_unsupported)
@@ -76,6 +82,21 @@ def _changed(config: MaxTextConfig) -> set[str]:
 
 def _explain(arguments: argparse.Namespace) -> int:
   print(explain(arguments.key))
+  return 0
+
+
+def _search(arguments: argparse.Namespace) -> int:
+  found = search_keys(arguments.words)
+  if not found:
+    raise ConfigError(f"No key has '{' '.join(arguments.words)}' in its name or description: try fewer words.")
+  width = max(map(len, found))
+  for key, description in found.items():
+    print(f"{key:<{width}}  {description}")
+  return 0
+
+
+def _schema(arguments: argparse.Namespace) -> int:
+  print(json.dumps(MaxTextConfig.model_json_schema(), indent=1, default=str))
   return 0
 
 

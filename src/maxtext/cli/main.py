@@ -5,12 +5,29 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from maxtext.cli import bench, checkpoint, config, convert, data, decode, launch, models, plan, report, serve
+import maxtext
+from maxtext.cli import (
+  bench,
+  checkpoint,
+  config,
+  convert,
+  data,
+  decode,
+  doctor,
+  launch,
+  models,
+  plan,
+  report,
+  runs,
+  serve,
+)
 from maxtext.cli.platform import leave_out_absent_tpu
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.configs.secrets import redact, redact_arguments
+from maxtext.configs.types import MaxTextConfig
 from maxtext.logs import setup_logging
 
 
@@ -40,14 +57,26 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
   parser = _parser()
   arguments, rest = parser.parse_known_args(argv)
   if rest and not (hasattr(arguments, "overrides") and all(re.match(r"\w+=", argument) for argument in rest)):
-    parser.error(f"unrecognized arguments: {' '.join(redact_arguments(rest))}")
+    parser.error(f"unrecognized arguments: {' '.join(redact_arguments(rest))}{_flag_hint(rest)}")
   if rest:
     arguments.overrides += rest
   return arguments
 
 
+def _flag_hint(rest: Sequence[str]) -> str:
+  """How to write a key that was given as a flag, the way of other tools; empty where none was."""
+  for flag, value in zip(rest, [*rest[1:], ""], strict=True):
+    name, equals, own = flag.removeprefix("--").partition("=")
+    key = name.replace("-", "_")
+    if flag.startswith("--") and key in MaxTextConfig.model_fields:
+      given = own if equals else value if value and not value.startswith("--") else "true"
+      return f". Keys are written without dashes: {redact_arguments([f'{key}={given}'])[0]}"
+  return ""
+
+
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(prog="maxtext", description="Train and serve large language models with JAX.")
+  parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
   train = commands.add_parser("train", help="train a model", description="Train a model.")
   config.add_overrides(train)
@@ -57,13 +86,23 @@ def _parser() -> argparse.ArgumentParser:
   bench.add_commands(commands)
   launch.add_command(commands)
   report.add_command(commands)
+  runs.add_command(commands)
   plan.add_command(commands)
   data.add_commands(commands)
   config.add_commands(commands)
   checkpoint.add_commands(commands)
   models.add_command(commands)
   convert.add_commands(commands)
+  doctor.add_command(commands)
   return parser
+
+
+class _Version(argparse.Action):
+  """Reads the version only when it is asked for, which keeps `--help` instant."""
+
+  def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    print(f"maxtext {maxtext.__version__}")
+    parser.exit()
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -1,12 +1,15 @@
 """`maxtext config explain`: what a key is, what reads it, and what it is checked with, from the sources alone."""
 
 import re
+from collections.abc import Sequence
+from enum import Enum
+from typing import get_args
 
 from maxtext.configs.checks import RULES
 from maxtext.configs.errors import ConfigError
 from maxtext.configs.readers import function_reads, readers_of
 from maxtext.configs.renamed_keys import renamed_hint
-from maxtext.configs.types import MaxTextConfig
+from maxtext.configs.types import MaxTextConfig, RematPolicy
 from maxtext.configs.unsupported import (
   UNSUPPORTED,
   FixedOption,
@@ -27,6 +30,8 @@ def explain(key: str) -> str:
     f"  type     {type_of(key)}",
     f"  default  {plain_value(default_of(key))!r}",
   ]
+  if values := values_of(key):
+    lines.append(f"  values   {', '.join(values)}")
   for option in unsupported_options_of(key):
     lines.append(f"  {_describe(option)}")
   if together := keys_checked_with(key):
@@ -58,6 +63,27 @@ def keys_affected_by(key: str) -> list[str]:
   """Keys that are unsupported, or have no effect, unless this one has some value."""
   options = (option for option in UNSUPPORTED if option.unless and key in option.unless.keys)
   return sorted({other for option in options for other in option.keys})
+
+
+# Keys that are texts, in which names of an enumeration are separated by commas.
+_LISTS_OF = {"remat_policy": RematPolicy}
+
+
+def values_of(key: str) -> list[str]:
+  """The values of an enumeration, or the names that a list of policies is made of; empty for other keys."""
+  annotation = _LISTS_OF.get(key, MaxTextConfig.model_fields[key].annotation)
+  kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type) and issubclass(kind, Enum)]
+  return [repr(member.value) if member.value == "" else str(member.value) for kind in kinds for member in kind]
+
+
+def search_keys(words: Sequence[str]) -> dict[str, str]:
+  """The keys in whose name or description every word occurs, with their descriptions; those with most of the words in their names come first."""
+  found = {}
+  for key, info in MaxTextConfig.model_fields.items():
+    text = f"{key} {key.replace('_', ' ')} {info.description}".lower()
+    if all(word.lower() in text for word in words):
+      found[key] = info.description or ""
+  return dict(sorted(found.items(), key=lambda item: -sum(word.lower() in item[0] for word in words)))
 
 
 def type_of(key: str) -> str:
