@@ -78,3 +78,16 @@ def test_explain_lists_values(capsys):
   assert "  values   adamw, adam_pax, sgd, muon" in capsys.readouterr().out
   main(["config", "explain", "remat_policy"])
   assert "  values   full, minimal," in capsys.readouterr().out
+
+
+def test_a_model_larger_than_the_memory_is_answered_before_anything_is_made(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  assert main(["train", "llama3.1-70b", "dataset_type=synthetic"]) == 2
+  said = capsys.readouterr().err
+  assert re.fullmatch(
+    r"maxtext: llama3.1-70b: parameters and optimizer state take [\d,.]+ GB of the memory of this host, which has "
+    r"[\d,.]+ GB\. Take a smaller model, or more devices to shard it over \(ici_fsdp_parallelism\); `maxtext plan` says "
+    r"how many it needs\.\n",
+    said,
+  )
+  assert not list(tmp_path.iterdir()), "no folder is left"

@@ -77,7 +77,10 @@ def values_of(key: str) -> list[str]:
 
 
 def search_keys(words: Sequence[str]) -> dict[str, str]:
-  """The keys in whose name or description every word occurs, with their descriptions; those with most of the words in their names come first."""
+  """The keys in whose name or description every word occurs, with their descriptions.
+
+  Those with most of the words in their names come first.
+  """
   found = {}
   for key, info in MaxTextConfig.model_fields.items():
     text = f"{key} {key.replace('_', ' ')} {info.description}".lower()

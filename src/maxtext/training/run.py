@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ def train(
     if config.debug_sharding and not jax.process_index():
       _LOG.info(table(program.model))
     _check_sharding(program)
+    _check_memory(program)
     _check_data(program)
     file = config.compiled_trainstep_file
     step = compiled.load(program, Path(file)) if file else SynchronizedCompile(program.step, batch=1)
@@ -203,6 +205,28 @@ def _check_sharding(program: Program) -> None:
       f"sharding_tolerance={tolerance}, but {share:.0%} of the parameters stay whole on every device: "
       f"{', '.join(f'{row.path} {list(row.shape)}' for row in whole[:3])}, ... "
       f"Choose a mesh whose axes divide them, or raise sharding_tolerance; debug_sharding=true shows all."
+    )
+
+
+def _check_memory(program: Program) -> None:
+  """Raises where parameters and optimizer state alone are larger than the memory that they are to live in."""
+  mesh, c = program.model.execution.sharding.mesh, program.config
+  device = mesh.local_devices[0]
+  if c.parameter_memory_host_offload or c.optimizer_memory_host_offload:
+    return
+  needed = sum(
+    prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state)
+  )
+  if device.platform == "cpu":
+    needed, where = needed * len(mesh.local_devices), "this host"
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  else:
+    where, there = "a device", (device.memory_stats() or {}).get("bytes_limit", 0)
+  if there and needed > there:
+    raise ConfigError(
+      f"{c.model_name}: parameters and optimizer state take {needed / 1e9:,.1f} GB of the memory of {where}, which has "
+      f"{there / 1e9:,.1f} GB. Take a smaller model, or more devices to shard it over (ici_fsdp_parallelism); `maxtext "
+      f"plan` says how many it needs."
     )
 
 
