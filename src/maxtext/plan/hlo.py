@@ -271,6 +271,10 @@ def called_computations(instruction: Instruction) -> list[str]:
   return _CALLED.findall(instruction.rest)
 
 
+# Every matmul passes through these files, so they say nothing about where it comes from.
+_PASSED_THROUGH = ("layers/matmul.py", "layers/matmul_call.py", "kernels/attention_matmuls.py")
+
+
 def _sources(text: str) -> dict[int, str]:
   """Parses the tables at the start of the text, which map stack frames to source lines."""
   tables: dict[str, dict[int, str]] = {}
@@ -296,7 +300,9 @@ def _sources(text: str) -> dict[int, str]:
     parent = int(entry.get("parent_frame_id", 1)) - 1  # stored plus one; 0 means no parent
     callers = package_lines(parent) if parent in frames else []
     _, package, short = name.rpartition("/maxtext/")
-    return [(short, line), *(c for c in callers if c[0] != short)] if package else callers
+    if not package or (short in _PASSED_THROUGH and callers):
+      return callers
+    return [(short, line), *(c for c in callers if c[0] != short)]
 
   return {i: " < ".join(f"{name}:{line}" for name, line in package_lines(i)[:2]) for i in frames}
 
