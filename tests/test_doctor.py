@@ -86,8 +86,8 @@ def test_a_model_larger_than_the_memory_is_answered_before_anything_is_made(tmp_
   said = capsys.readouterr().err
   assert re.fullmatch(
     r"maxtext: llama3.1-70b: parameters and optimizer state take [\d,.]+ GB of the memory of this host, which has "
-    r"[\d,.]+ GB\. Take a smaller model, or more devices to shard it over \(ici_fsdp_parallelism\); `maxtext plan` says "
-    r"how many it needs\.\n",
+    r"[\d,.]+ GB\. Take a smaller model, or more devices to shard it over \(ici_fsdp_parallelism\); `maxtext plan` "
+    r"says how many it needs\.\n",
     said,
   )
   assert not list(tmp_path.iterdir()), "no folder is left"
