@@ -298,8 +298,10 @@ from etils import epath
 from maxtext.checkpoint import storage
 from maxtext.checkpoint.options import restore_options
 from maxtext.checkpoint.restore import resume
+from maxtext.logs import setup_logging
 from tests.support import program, tiny
 
+setup_logging()
 storage.DELAYS = (0.01, 0.02)
 config = tiny(per_device_batch_size=8, steps=14)
 try:
