@@ -83,7 +83,7 @@ def test_replicas_start_from_parameters_that_are_given():
 def test_what_has_no_place_is_refused():
   with pytest.raises(ConfigError, match=r"diloco_outer_lr=0\.5 has no effect without enable_diloco=true"):
     tiny(diloco_outer_lr=0.5, strict=True)
-  with pytest.raises(ConfigError, match=r"ici_diloco_parallelism=2 is not supported: .* need enable_diloco=true"):
+  with pytest.raises(ConfigError, match=r"ici_diloco_parallelism=2 is not supported: .* needs enable_diloco=true"):
     tiny(ici_diloco_parallelism=2)
   with pytest.raises(ConfigError, match="shard_optimizer_over_data"):
     tiny(enable_diloco=True, ici_diloco_parallelism=2, shard_optimizer_over_data=True)
