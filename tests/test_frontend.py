@@ -30,8 +30,10 @@ SERVE = """
 import sys, time
 from functools import partial
 from maxtext.configs.errors import RunError
+from maxtext.logs import setup_logging
 from maxtext.serving.frontend import serve
 from maxtext.serving.limits import ConnectionLimits, ServerLimits
+setup_logging()
 load = partial(time.sleep, 600)
 if len(sys.argv) > 1:
   from tests.inference_support import broken_model  # which imports JAX, as nothing else does here
