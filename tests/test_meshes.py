@@ -106,7 +106,7 @@ WRONG_TABLES = {
   "axis of a rule": ({"axes": ("data", "fsdp")}, "", "'tensor' is not a mesh axis. There are data, fsdp."),
   "dimension": ({}, "- [mpl, []]\n", "logical_axis_rules: 'mpl' is not a logical axis. Did you mean 'mlp'?"),
   "key": ({}, "steps: 3\n", "'steps' is none of mesh_axes, logical_axis_rules"),
-  "the batch": ({}, "data_sharding: [data]\n", "data_sharding=['data'] is not supported: a batch is split as"),
+  "the batch": ({}, "data_sharding: [data]\n", "data_sharding=['data'] is not supported: a batch is sharded by"),
 }
 
 
