@@ -50,6 +50,15 @@ def test_a_key_as_a_flag_is_answered_with_the_key(given, hint, capsys):
   assert (f"Keys are written without dashes: {hint}" in said) if hint else ("written" not in said)
 
 
+@pytest.mark.parametrize("given", [["--hf_access_token", "hf_abc"], ["--hf-access-token=hf_abc"]])
+def test_a_secret_that_is_written_as_a_flag_is_not_printed(given, capsys):
+  with pytest.raises(SystemExit):
+    main(["train", "small-llama", *given])
+  said = capsys.readouterr().err
+  assert "hf_abc" not in said
+  assert "(redacted)" in said
+
+
 @pytest.mark.parametrize("key", FOREIGN_KEYS)
 def test_hints_for_keys_of_other_frameworks_name_keys(key):
   """The first word is a key of ours, and none of theirs is one, for it would be taken."""

@@ -4,8 +4,11 @@ import json
 import os
 import time
 
+from etils import epath
+
 import maxtext
 from maxtext.cli.main import main
+from maxtext.distributed.lease import Lease
 from maxtext.observe.runs import list_runs
 from tests.support import tiny
 
@@ -30,19 +33,23 @@ def test_states_of_runs(tmp_path):
   stopped.joinpath("metrics.jsonl").write_text('{"step": 3, "loss": 1.5}\n{"step": 4, "lo')  # it is being written
   failed(tmp_path, "failed")
   running = failed(tmp_path, "running")
-  running.joinpath("lease.json").write_text("{}")
+  lease = Lease(epath.Path(running), "running")
+  lease.acquire()
+  failed(tmp_path, "hostile").joinpath("metrics.jsonl").write_text('{"step": 1, "loss": "high"}\n[]\n\x00')
+  (tmp_path / "hostile" / "config.json").write_text('{"steps": 7}')
   (tmp_path / "no run").mkdir()
   (tmp_path / "file").write_text("")
   runs = {run.path.name: run for run in list_runs(tmp_path)}
   assert {name: run.state for name, run in runs.items()} == {
-    "done": "finished", "stopped": "stopped", "failed": "failed", "running": "running",
+    "done": "finished", "stopped": "stopped", "failed": "failed", "running": "running", "hostile": "stopped",
   }  # fmt: skip
   assert (runs["done"].step, runs["done"].steps) == (2, 2)
   assert 0 < runs["done"].loss < 10
   assert runs["done"].bytes > 1000
   assert (runs["stopped"].step, runs["stopped"].steps, runs["stopped"].loss) == (3, 9, 1.5)
+  assert runs["hostile"].loss is None
   assert next(iter(runs)) == "done", "the latest start comes first"
-  aged(running, 120)
+  lease.release()
   assert {run.path.name: run.state for run in list_runs(tmp_path)}["running"] == "failed"
 
 
@@ -58,6 +65,16 @@ def test_only_runs_that_came_to_nothing_are_removed(tmp_path, capsys):
   assert old.exists(), "nothing is removed without --yes"
   assert main(["runs", "clean", "--yes", "--folder", str(tmp_path)]) == 0
   assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "saved"]
+
+
+def test_a_link_to_a_run_is_removed_and_not_what_it_points_to(tmp_path):
+  (tmp_path / "runs").mkdir()
+  elsewhere = failed(tmp_path, "elsewhere")
+  (tmp_path / "runs" / "link").symlink_to(elsewhere)
+  aged(elsewhere, 7200)
+  assert main(["runs", "clean", "--yes", "--folder", str(tmp_path / "runs")]) == 0
+  assert not list((tmp_path / "runs").iterdir())
+  assert (elsewhere / "run.json").exists()
 
 
 def test_a_list_has_a_line_for_each(tmp_path, capsys):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtext.configs import ConfigError
+from maxtext.observe.runs import RunSummary, list_runs
 
 _STARTING_SECONDS = 3600.0  # a large model takes that long to load and compile
 
@@ -21,15 +22,13 @@ def add_command(commands: Any) -> None:
 
 
 def _runs(arguments: argparse.Namespace) -> int:
-  from maxtext.observe.runs import list_runs
-
   if not arguments.folder.is_dir():
     raise ConfigError(f"--folder {arguments.folder} is not a folder: train something, or name another one.")
   runs = list_runs(arguments.folder)
   return (_clean if arguments.action == "clean" else _list)(runs, arguments)
 
 
-def _list(runs: list[Any], arguments: argparse.Namespace) -> int:
+def _list(runs: list[RunSummary], arguments: argparse.Namespace) -> int:
   rows = [
     [
       run.path.name,
@@ -48,7 +47,7 @@ def _list(runs: list[Any], arguments: argparse.Namespace) -> int:
   return 0
 
 
-def _clean(runs: list[Any], arguments: argparse.Namespace) -> int:
+def _clean(runs: list[RunSummary], arguments: argparse.Namespace) -> int:
   """Only runs without a finished step and without a checkpoint: there is nothing in them that could be missed."""
   nothing = [run for run in runs if run.state == "failed"]
   failed = [run.path for run in nothing if time.time() - run.changed > _STARTING_SECONDS]
@@ -57,13 +56,20 @@ def _clean(runs: list[Any], arguments: argparse.Namespace) -> int:
       print(f"left {run.path}: it changed in the last hour, and may be starting")
   for path in failed:
     if arguments.yes:
-      shutil.rmtree(path)
+      _remove(path)
     print(f"{'removed' if arguments.yes else 'would remove'} {path}")
   if failed and not arguments.yes:
     print("Add --yes to remove them.")
   if not nothing:
     print(f"Every run in {arguments.folder} has a finished step or a checkpoint.")
   return 0
+
+
+def _remove(path: Path) -> None:
+  try:
+    path.unlink() if path.is_symlink() else shutil.rmtree(path)
+  except OSError as error:
+    raise ConfigError(f"{path} cannot be removed: {error.strerror}.") from None
 
 
 def readable_size(size: float) -> str:

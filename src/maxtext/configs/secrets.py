@@ -25,8 +25,13 @@ def redact_entries(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def redact_arguments(words: Iterable[str]) -> list[str]:
-  """The arguments of a command, without secrets."""
-  return [re.sub(rf"{_ASSIGNMENT}.+", rf"\1{REDACTED}", word, flags=re.IGNORECASE | re.DOTALL) for word in words]
+  """The arguments of a command, without secrets; a key may have been written as a flag, with its value behind it."""
+  found, secret = [], False
+  for word in words:
+    assigned = re.sub(rf"{_ASSIGNMENT}.+", rf"\1{REDACTED}", word, flags=re.IGNORECASE | re.DOTALL)
+    found.append(REDACTED if secret else assigned)
+    secret = re.fullmatch(rf"--?(?:{_NAMES})", word, flags=re.IGNORECASE) is not None
+  return found
 
 
 def redact(text: str, *secrets: str | None) -> str:
@@ -36,4 +41,5 @@ def redact(text: str, *secrets: str | None) -> str:
   return re.sub(rf"{_ASSIGNMENT}(?!\(redacted\))\S+", rf"\1{REDACTED}", text, flags=re.IGNORECASE)
 
 
-_ASSIGNMENT = rf"((?:{'|'.join(SECRET_KEYS)})\s*[=:]\s*)"
+_NAMES = "|".join(key.replace("_", "[-_]") for key in SECRET_KEYS)
+_ASSIGNMENT = rf"((?:{_NAMES})\s*[=:]\s*)"

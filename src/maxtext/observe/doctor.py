@@ -1,6 +1,5 @@
 """What this machine has for a run: versions, extras, devices, memory, disk, and the speed of a matmul."""
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -10,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from maxtext.mesh.memory import device_memory, host_memory
 from maxtext.observe.run_directory import library_versions
 
 # What each extra brings, by a module that only it needs.
@@ -43,13 +43,9 @@ def examine(folder: Path) -> Iterator[Finding]:
   for extra, module in EXTRAS.items():
     there = importlib.util.find_spec(module) is not None
     yield Finding(f"extra {extra}", "installed" if there else f"not installed: pip install 'maxtext[{extra}]'")
-  yield Finding("host memory", f"{_memory() / 1e9:.1f} GB")
+  yield Finding("host memory", f"{host_memory() / 1e9:.1f} GB")
   yield _disk(folder)
   yield from _devices()
-
-
-def _memory() -> int:
-  return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _disk(folder: Path) -> Finding:
@@ -72,8 +68,7 @@ def _devices() -> Iterator[Finding]:
     return
   kinds = sorted({device.device_kind for device in devices})
   yield Finding("devices", f"{len(devices)} {devices[0].platform} ({', '.join(kinds)})")
-  limits = (devices[0].memory_stats() or {}) if devices[0].platform != "cpu" else {}
-  if limit := limits.get("bytes_limit"):
+  if limit := device_memory(devices[0]):
     yield Finding("device memory", f"{limit / 1e9:.1f} GB each")
   for dtype in ("float32", "bfloat16"):
     yield Finding(f"matmul {dtype}", f"{_matmul_flops(dtype) / 1e12:.3g} TFLOP/s on one device ({_WIDTH} x {_WIDTH})")

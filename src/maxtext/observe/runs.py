@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 State = Literal["running", "finished", "stopped", "failed"]
 
-_LEASE = "lease.json"  # held while a run goes on, with a heartbeat every few seconds
+_LEASE = "lease.json"  # `distributed.lease.FILE`, without its imports: its heartbeat changes the file
 _STALE_SECONDS = 60.0
 _TAIL_BYTES = 65536  # more than the last line of metrics
 
@@ -19,8 +19,8 @@ class RunSummary:
   """What a run has come to.
 
   Attributes:
-    state: `running` holds its lease; `finished` has done all its steps; `stopped` can be resumed, or was interrupted
-      without a checkpoint; `failed` has finished no step and has no checkpoint.
+    state: `running` holds its lease, which a run without checkpointing never does; `finished` has done all its steps;
+      `stopped` has not; `failed` has finished no step and has no checkpoint.
     step: the last finished step; 0 if there is none.
     steps: how many were asked for; None if that is not known.
     loss: of the last step.
@@ -66,7 +66,7 @@ def _summarize(path: Path) -> RunSummary:
     _state(path, step, steps, saved),
     step,
     steps,
-    last.get("loss"),
+    float(loss) if isinstance(loss := last.get("loss"), int | float) else None,
     str(_read_json(path / "run.json").get("started", "")),
     sum(file.st_size for file in files),
     max([path.stat().st_mtime, *(file.st_mtime for file in files)]),

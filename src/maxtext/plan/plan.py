@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from maxtext.plan.hlo import CompiledProgram
 from maxtext.plan.kernel_blocks import kernel_efficiency
 from maxtext.training.compiled import save
 from maxtext.training.program import Program
+from maxtext.training.state import bytes_per_device
 
 
 @dataclass(frozen=True)
@@ -201,11 +201,6 @@ def _memory(program: Program, topology: Topology, peak: int, temporaries: int) -
   )
   there = topology.chip.hbm_bytes // topology.chip.devices
   return Memory(parameters, optimizer, batch, temporaries, peak, there)
-
-
-def bytes_per_device(tree: Any) -> int:
-  """Bytes of a tree of sharded shapes on one device."""
-  return sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
 def _needed_bytes(message: str) -> int:

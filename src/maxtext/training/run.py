@@ -5,7 +5,6 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from maxtext.distributed.multihost import (
 from maxtext.logs import setup_logging
 from maxtext.mesh.chips import find_chip
 from maxtext.mesh.devices import make_mesh
+from maxtext.mesh.memory import device_memory, host_memory
 from maxtext.models.flops import train_flops_per_token
 from maxtext.models.model import Params
 from maxtext.models.placement import placements, table
@@ -57,7 +57,7 @@ from maxtext.training.loop import run_loop
 from maxtext.training.objectives.base import Objective
 from maxtext.training.program import Program, hlo_folder
 from maxtext.training.resume import RunCheckpoints
-from maxtext.training.state import TrainState
+from maxtext.training.state import TrainState, bytes_per_device
 from maxtext.training.synchronized_compile import SynchronizedCompile
 
 _LOG = logging.getLogger(__name__)
@@ -93,8 +93,7 @@ def train(
     if config.debug_sharding and not jax.process_index():
       _LOG.info(table(program.model))
     _check_sharding(program)
-    _check_memory(program)
-    _check_data(program)
+    _check_host(program)
     file = config.compiled_trainstep_file
     step = compiled.load(program, Path(file)) if file else SynchronizedCompile(program.step, batch=1)
     name = broadcast_from_first(config.run_name or _new_name(config))
@@ -179,14 +178,15 @@ def _start(config: MaxTextConfig) -> None:
     raise ConfigError(f"hardware={config.hardware}, but JAX finds {platform} devices: leave hardware out to take them.")
 
 
-def _check_data(program: Program) -> None:
-  """Data that one host lacks ends the run on all of them: the others would wait for it."""
+def _check_host(program: Program) -> None:
+  """Memory or data that one host lacks ends the run on all of them: the others would wait for it."""
   problem: ConfigError | None = None
   try:
+    _check_memory(program)
     program.check_data()
   except ConfigError as error:
     problem = error
-  problems = gather_problems(unique_name("data"), str(problem or ""), _PATIENCE)
+  problems = gather_problems(unique_name("host"), str(problem or ""), _PATIENCE)
   if problem is not None:
     raise problem
   if problems:
@@ -210,18 +210,12 @@ def _check_sharding(program: Program) -> None:
 
 def _check_memory(program: Program) -> None:
   """Raises where parameters and optimizer state alone are larger than the memory that they are to live in."""
-  mesh, c = program.model.execution.sharding.mesh, program.config
-  device = mesh.local_devices[0]
+  devices, c = program.model.execution.sharding.mesh.local_devices, program.config
   if c.parameter_memory_host_offload or c.optimizer_memory_host_offload:
     return
-  needed = sum(
-    prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state)
-  )
-  if device.platform == "cpu":
-    needed, where = needed * len(mesh.local_devices), "this host"
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-  else:
-    where, there = "a device", (device.memory_stats() or {}).get("bytes_limit", 0)
+  needed, where, there = bytes_per_device((program.state, program.frozen)), "a device", device_memory(devices[0])
+  if devices[0].platform == "cpu":
+    needed, where, there = needed * len(devices), "this host", host_memory()
   if there and needed > there:
     raise ConfigError(
       f"{c.model_name}: parameters and optimizer state take {needed / 1e9:,.1f} GB of the memory of {where}, which has "

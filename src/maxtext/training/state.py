@@ -1,6 +1,7 @@
 """Everything a step carries to the next, as one pytree, and where it lives."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -88,3 +89,8 @@ def _split_over_data(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSh
       spec[i] = (*((axes,) if isinstance(axes, str) else axes or ()), "data")
       return NamedSharding(mesh, PartitionSpec(*spec))
   return sharding
+
+
+def bytes_per_device(tree: Any) -> int:
+  """Bytes of a tree of sharded shapes on one device."""
+  return sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
