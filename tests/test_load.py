@@ -1,8 +1,8 @@
 """A real server under load: 64 clients that ask, leave, vanish and talk nonsense, three of them hostile; and a SIGTERM.
 
 `MAXTEXT_LOAD_SECONDS=600 pytest tests/test_load.py -s` runs longer, and prints its figures. `/health` is timed from a
-process of its own, beside a server that has nothing to do. The limit is 100 ms; where the machine is so busy that even
-that server is late, it is a multiple of its time, since no server could keep the other.
+process of its own, beside a server that has nothing to do. The limit is 100 ms on a machine that nobody else uses. It
+is a second where others take its processors meanwhile, since no server could keep the first one.
 """
 
 import asyncio
@@ -44,7 +44,8 @@ pytestmark = [pytest.mark.load, pytest.mark.slow]
 SECONDS = float(os.environ.get("MAXTEXT_LOAD_SECONDS", "60"))
 CLIENTS, SLOTS, WAITING = 64, 8, 40
 HOSTILE = round(CLIENTS * 0.05)
-LATEST, TIMES_THE_MACHINE = 0.1, 5  # seconds of /health, or so many times what an idle server takes
+LATEST, LATEST_BESIDE_OTHERS = 0.1, 1.0  # seconds of /health
+OTHERS = 0.25  # processors that others take, from which on the second limit holds
 DEADLINE = ConnectionLimits.header_seconds + 5  # by then, every connection that a client has left is closed
 POLLS = 2  # connections of the test's own that may be open at that moment
 WORDS = [*KEYS, f"per_device_batch_size={SLOTS}"]
@@ -221,6 +222,21 @@ def open_files(process):
   return files - sum(len(children(pid)) for pid in fork_servers)
 
 
+def used_by_all():
+  """Seconds of processors that were used since the start of the machine, also by its host for others."""
+  user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+  return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def used_by(pid):
+  """Seconds of processors that a process, and those that it has started, have used."""
+  try:
+    times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+  except (FileNotFoundError, ProcessLookupError):
+    return 0.0
+  return sum(map(int, times)) / os.sysconf("SC_CLK_TCK") + sum(map(used_by, children(pid)))
+
+
 @contextmanager
 def timed_health(address):
   """Times `/health` meanwhile; seconds of the server and of the machine, and whether it was always well."""
@@ -256,6 +272,7 @@ def test_nobody_gets_a_wrong_answer_and_nothing_is_lost(served, run):  # noqa: F
   }
   clients, start = Clients(address, fields), time.monotonic()
   with timed_health(address) as health:
+    others = used_by_all() - used_by(os.getpid())
     asyncio.run(clients.all(start + SECONDS / 3))  # what is made once is made here
     wait_until(lambda: idle(address))
     before, files = resident(process), open_files(process)
@@ -266,13 +283,15 @@ def test_nobody_gets_a_wrong_answer_and_nothing_is_lost(served, run):  # noqa: F
       time.sleep(0.2)
     print(f"\nall connections closed within {time.monotonic() - left:.1f} s")
     after, files_after = resident(process), open_files(process)
+    others = (used_by_all() - used_by(os.getpid()) - others) / (time.monotonic() - start)
   ours, machine = p99([ours for ours, _, _ in health]), p99([control for _, _, control in health])
   print(f"\n{dict(clients.counts)}\n{dict(clients.attacks)}")
   print(f"{before / 2**20:.1f} to {after / 2**20:.1f} MiB, {files} to {files_after} files")
   print(f"/health at the 99th percentile: {1e3 * ours:.1f} ms of {len(health)}; an idle server: {1e3 * machine:.1f} ms")
+  print(f"others took {others:.2f} processors")
   assert not clients.faults, clients.faults[:5]
   assert {status for _, status, _ in health} == {200}
-  assert ours < max(LATEST, TIMES_THE_MACHINE * machine)
+  assert ours < (LATEST if others < OTHERS else LATEST_BESIDE_OTHERS)
   assert files_after <= files + POLLS
   assert after < before * 1.05 + SECONDS * 2**17
   assert clients.counts["answered"] > CLIENTS
