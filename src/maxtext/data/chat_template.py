@@ -23,7 +23,8 @@ BREAK, DELETE = "\x7f1", "\x7f0"  # text seldom has a DEL, and it is no white sp
 GUARDED = "text_has_marks"
 """The value that tells a template's functions that marks are there."""
 
-_TRUSTED = frozenset({"role"})  # one of a few words, by which templates choose the names of special tokens
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Of messages. Templates choose the names of special tokens by these words, so they are never broken up."""
 
 
 def render_template(template: str, **values: Any) -> str:
@@ -54,14 +55,14 @@ class Guard:
 
   def wanted(self, value: Any) -> bool:
     """Whether a text in this value has a name in it, or a part of one at its edge."""
-    return any(self._guards(text) for text in _texts(value))
+    return any(self._guards(text) for text in iterate_texts(value))
 
   def guarded(self, value: Any) -> Any:
     """The value with marks in its texts; only what is encoded without the marks may be made of it."""
     if isinstance(value, str):
       return self._broken(value)
     if isinstance(value, Mapping):
-      return {self.guarded(k): one if k in _TRUSTED else self.guarded(one) for k, one in value.items()}
+      return {self.guarded(k): one if _is_role(k, one) else self.guarded(one) for k, one in value.items()}
     return [self.guarded(one) for one in value] if isinstance(value, list | tuple) else value
 
   def _guards(self, text: str) -> bool:
@@ -90,17 +91,22 @@ def remove_marks(text: str) -> str:
   return text.replace(BREAK, "").replace(DELETE, DELETE[0])
 
 
-def _texts(value: Any) -> Iterator[str]:
+def iterate_texts(value: Any) -> Iterator[str]:
+  """All texts in a value of lists and objects, also the names of its fields, but not the roles of messages."""
   if isinstance(value, str):
     yield value
   elif isinstance(value, Mapping):
     for name, one in value.items():
-      if name not in _TRUSTED:
-        yield from _texts(name)
-        yield from _texts(one)
+      if not _is_role(name, one):
+        yield from iterate_texts(name)
+        yield from iterate_texts(one)
   elif isinstance(value, list | tuple):
     for one in value:
-      yield from _texts(one)
+      yield from iterate_texts(one)
+
+
+def _is_role(name: Any, value: Any) -> bool:
+  return name == "role" and isinstance(value, str) and value in ROLES
 
 
 _ESCAPES = re.compile(r"\\(?:u007f([01])|.)", re.DOTALL)  # also others, so that no second backslash begins one

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.data.documents import TokenCounts
 from maxtext.data.order import FEW_SHARDS, ShuffleWindow
 from maxtext.data.sources.encoding import Encoding
 
@@ -37,7 +36,7 @@ class ColumnDocuments:
     """`about` identifies the data, whatever its location; `values` returns the values of a row's columns."""
     self.sizes, self.window = sizes, window
     self.identity = {"documents": sum(sizes), **about, **encoding.identity}
-    self.counts = TokenCounts(None, None if encoding.most is None else [encoding.most] * len(sizes))
+    self.counts = encoding.counts(len(sizes))
     self.read, self.where = read, where
     self._encoding, self._values = encoding, values
 
