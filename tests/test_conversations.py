@@ -1,6 +1,7 @@
 """Fine-tuning sequences of conversations: what trains is what the server would have to generate."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,13 @@ from hypothesis import strategies as st
 
 from maxtext import ConfigError
 from maxtext.data.chat_messages import template_messages
-from maxtext.data.conversations import answer_tokens, completion_sequence, conversation_sequences, join_sequences
+from maxtext.data.conversations import (
+  answer_tokens,
+  completion_sequence,
+  conversation_sequences,
+  end_of_turn,
+  join_sequences,
+)
 from maxtext.serving.protocol import ChatCompletionRequest, RequestLimits, parse
 from tests.chat_templates import SPECIAL, TEMPLATES, make_tokenizer, open_tokenizer
 
@@ -258,3 +265,19 @@ def test_parts_and_reasoning_of_a_request_reach_the_template(folder):
   assert "Reasoning: low" in tokenizer.decode(low)
   off = prefilled(open_tokenizer(folder, "qwen3"), TALK[:1], chat_template_kwargs={"enable_thinking": False})
   assert tokenizer.vocabulary._documents.decode(off, skip_special_tokens=False).endswith("<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize(
+  ("style", "end"),
+  [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("gemma", "<end_of_turn>"), ("mistral", "</s>"),
+   ("deepseek", "</s>"), ("harmony", "<|return|>"), ("command", "<|END_OF_TURN_TOKEN|>"), ("plain", "</s>")],
+)  # fmt: skip
+def test_the_server_stops_where_a_trained_answer_ends(folder, style, end):
+  tokenizer = open_tokenizer(folder, style)
+  assert tokenizer.vocabulary.name(end_of_turn(tokenizer)) == end
+
+
+def test_without_a_template_no_token_ends_a_turn(folder):
+  tokenizer = open_tokenizer(folder, "chatml")
+  assert end_of_turn(replace(tokenizer, chat_template=None)) is None
+  assert end_of_turn(replace(tokenizer, chat_template="{{ raise_exception('no') }}")) is None

@@ -206,7 +206,7 @@ class GenerationRequest(BaseModel):
   top_k: int | None = Field(None, ge=0, lt=2**31)
   repetition_penalty: float = Field(1.0, gt=0, le=10)
   min_tokens: int = Field(0, ge=0, lt=2**30)
-  stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKENS - 1)
+  stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKENS - 2)
   structured_outputs: StructuredOutputs | None = None
 
   @property

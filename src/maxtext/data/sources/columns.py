@@ -21,6 +21,8 @@ class ColumnDocuments:
     counts: the known limits of document lengths.
     read: returns the rows with these numbers.
     where: describes the location of a row, for messages.
+    encoding: makes documents of rows.
+    values: returns the values of a row's columns.
   """
 
   def __init__(
@@ -38,8 +40,8 @@ class ColumnDocuments:
     self.identity = {"documents": sum(sizes), **about, **encoding.identity}
     self.counts = encoding.counts(len(sizes))
     self.read, self.where = read, where
-    self._encoding, self._values = encoding, values
+    self.encoding, self.values = encoding, values
 
   def tokens(self, record: Any) -> np.ndarray:
     """The tokens of the document in a row."""
-    return self._encoding(self._values(record))
+    return self.encoding(self.values(record))
