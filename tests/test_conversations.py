@@ -281,3 +281,24 @@ def test_without_a_template_no_token_ends_a_turn(folder):
   tokenizer = open_tokenizer(folder, "chatml")
   assert end_of_turn(replace(tokenizer, chat_template=None)) is None
   assert end_of_turn(replace(tokenizer, chat_template="{{ raise_exception('no') }}")) is None
+
+
+MARKED = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.role == 'assistant' and message.content != 'old' %}
+{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}
+{% else %}{{ message.content }}<|im_end|>{% endif %}
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_marks_of_a_template_are_honoured_and_checked(folder):
+  tokenizer = replace(open_tokenizer(folder, "chatml"), chat_template=MARKED)
+  talk = [TALK[0], {"role": "assistant", "content": "old"}, TALK[2], {"role": "assistant", "content": "the one </s>"}]
+  found = conversation_sequences(tokenizer, talk, {}, True)
+  assert [len(one.answers) for one in found] == [1], "the first answer is not marked"
+  assert tokenizer.decode(trained(found)) == "the one </s>"
+  assert "generation" not in tokenizer.render(talk)
+  wrong = MARKED.replace("{{ message.content }}<|im_end|>{% endgen", "{{ message.content[:3] }}<|im_end|>{% endgen")
+  wrong = wrong.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}{{ message.content[3:] }}<|im_end|>")
+  with pytest.raises(ConfigError, match="name 'the' as an answer, of which the server would generate 'the one </s>'"):
+    conversation_sequences(replace(tokenizer, chat_template=wrong), talk, {}, True)

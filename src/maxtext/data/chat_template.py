@@ -9,7 +9,7 @@ marks between their characters before rendering, and the encoder removes the mar
 import json
 import re
 import unicodedata
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -22,6 +22,9 @@ BREAK, DELETE = "\x7f1", "\x7f0"  # text seldom has a DEL, and it is no white sp
 
 GUARDED = "text_has_marks"
 """The value that tells a template's functions that marks are there."""
+
+MARK_GENERATION, GENERATION_BEGIN, GENERATION_END = "mark_generation", "\x7f2", "\x7f3"
+"""With this value, the text within `{% generation %}` of a template stands between these two."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Of messages. Templates choose the names of special tokens by these words, so they are never broken up."""
@@ -121,8 +124,23 @@ def _unescaped_mark(found: re.Match[str]) -> str:
 def _compiled(template: str) -> Any:
   """In the dialect that Hugging Face's own library runs."""
   import jinja2
-  from jinja2.ext import loopcontrols
+  from jinja2.ext import Extension, loopcontrols
   from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+  class Generation(Extension):
+    """`{% generation %}` ... `{% endgeneration %}`: what the model writes, by the word of the template's author."""
+
+    tags = {"generation"}  # noqa: RUF012 (as the library has it)
+
+    def parse(self, parser: Any) -> Any:
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+      call = self.call_method("_marked", [jinja2.nodes.ContextReference()])
+      return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _marked(self, context: Any, caller: Callable[[], str]) -> str:
+      text = caller()
+      return f"{GENERATION_BEGIN}{text}{GENERATION_END}" if context.get(MARK_GENERATION) else text
 
   def refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
@@ -132,7 +150,7 @@ def _compiled(template: str) -> Any:
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
     return _ESCAPES.sub(_unescaped_mark, text) if ensure_ascii and context.get(GUARDED) else text
 
-  jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+  jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
   jinja.filters["tojson"] = to_json
   jinja.globals["raise_exception"] = refuse
   jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -1,4 +1,6 @@
-"""Training sequences of conversations: a token trains if and only if the server would have to generate it.
+"""Training sequences of conversations (SFT, with completion-only loss).
+
+A token trains if and only if the server would have to generate it.
 
 For each answer of the assistant, the prompt is what the server prefills when it is sent the messages before it, and the
 rest of the sequence is the answer's own tokens up to the end of its turn. An answer that follows in the same
@@ -15,6 +17,7 @@ import numpy as np
 
 from maxtext.configs import ConfigError
 from maxtext.data.chat_messages import REASONING, template_messages
+from maxtext.data.chat_template import GENERATION_BEGIN, GENERATION_END, MARK_GENERATION, remove_marks
 from maxtext.data.documents import SEGMENTED
 from maxtext.data.tokenizers import TextTokenizer
 
@@ -66,6 +69,8 @@ def conversation_sequences(
       raise ConfigError("messages.0: a conversation cannot begin with an answer.")
     prompt = tokenizer.chat(checked[:number], answer=True, **values).tolist()
     answer = answer_tokens(tokenizer, checked[: number + 1], values)
+    if not _generates(tokenizer, checked[: number + 1], values, answer):
+      continue
     current = found[-1] if found and prompt[: len(found[-1].tokens)] == found[-1].tokens else None
     if current is None:
       found.append(current := TrainingSequence([], [], []))
@@ -124,6 +129,33 @@ def join_sequences(sequences: Sequence[TrainingSequence]) -> np.ndarray:
     document["token"][here], document["weight"][here] = sequence.tokens, sequence.weights
     document["sequence"][here] = number
   return document
+
+
+def _generates(
+  tokenizer: TextTokenizer, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], answer: list[int]
+) -> bool:
+  """Whether the last message trains by the template's own marks, `{% generation %}`, if it has any.
+
+  Raises:
+    ConfigError: the marked text of the last answer is not what the server would generate.
+  """
+  if "endgeneration" not in (tokenizer.chat_template or ""):
+    return True
+  _, marked, values = tokenizer.guarded(messages, values)
+  text = tokenizer.render(marked, **values, **{MARK_GENERATION: True})
+  before = tokenizer.render(marked[:-1], **values, **{MARK_GENERATION: True}).count(GENERATION_BEGIN)
+  spans = [part.partition(GENERATION_END)[0] for part in text.split(GENERATION_BEGIN)[1:]][before:]
+  named, generated = (tokenizer.decode(tokens).strip() for tokens in (_tokens(tokenizer, "".join(spans)), answer))
+  if spans and remove_marks(named) != generated:
+    raise ConfigError(
+      f"The {{% generation %}} marks of the chat template name {named!r} as an answer, of which the server would "
+      f"generate {generated!r}: move the marks, or leave them out."
+    )
+  return bool(spans)
+
+
+def _tokens(tokenizer: TextTokenizer, text: str) -> list[int]:
+  return tokenizer.encode_continuation(text, special=True)
 
 
 def _weight(message: Mapping[str, Any], number: int) -> float:
