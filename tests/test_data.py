@@ -173,8 +173,8 @@ def test_a_stream_reads_a_long_document_once_and_holds_only_its_spans(tmp_path):
   read, source.read = source.read, lambda numbers: asked.extend(numbers) or read(numbers)
   streams = PackedStreams(SourceMixture([cut], 8, seed=0, epochs=1), Packing(256, "first_fit"), range(8))
   while streams.rows(range(8)).segments.any():
-    held = [d for stream in streams._held for d in stream.values() if d is not None]
-    assert all(d.base is None and len(d) <= 513 for d in held)
+    held = [d for stream in streams._held for d in stream.values() if len(d.inputs)]
+    assert all(d.inputs.base is d.targets.base and len(d.inputs.base) <= 513 for d in held)
   assert asked == [0]
 
 

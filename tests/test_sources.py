@@ -353,7 +353,7 @@ def test_mistakes_are_named(place, tmp_path):
     ("tfrecord", {"grain_train_files": str(torn)}, "torn.tfrecord, record 29 is damaged: it ends at"),
     ("parquet", {"train_data_columns": ["txt"]}, "has no column txt; it has number, text, tokens"),
     ("parquet", {"grain_train_files": str(torn)}, "torn.tfrecord is not a Parquet file"),
-    ("parquet", {"grain_file_type": "csv"}, "grain_file_type=csv must be one of arrayrecord, tfrecord, parquet"),
+    ("parquet", {"grain_file_type": "csv"}, "grain_file_type=csv must be one of arrayrecord, tfrecord, jsonl, parquet"),
     ("json", {"hf_train_files": f"{place}/none.jsonl"}, "none.jsonl cannot be read"),
     ("json", {"train_data_columns": ["txt"]}, "has no txt; it has text, other"),
     ("tfds", {"dataset_name": "words:1.0.0"}, "dataset_name=words:1.0.0 in dataset_path="),

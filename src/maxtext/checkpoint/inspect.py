@@ -8,6 +8,7 @@ from etils import epath
 
 from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.metadata import CheckpointMetadata, CorruptCheckpointError
+from maxtext.configs import types
 from maxtext.configs.errors import RunError
 from maxtext.configs.loader import RULE_KEYS, default_layer_keys
 from maxtext.configs.secrets import SECRET_KEYS
@@ -60,6 +61,18 @@ def served_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
   return _below(path, given, own | {"load_parameters_path": path})
 
 
+def starting_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
+  """The keys with which another run starts from a trained one: the model, its parameters and its tokenizer."""
+  from maxtext.checkpoint.tokenizer import find_tokenizer, kind_of
+
+  own = {key: value for key, value in chosen(_recorded(path)).items() if key in _OF_THE_MODEL} | {
+    "load_parameters_path": path
+  }
+  if (folder := find_tokenizer(path)) is not None and (kind := kind_of(folder)) is not None:
+    own |= {"tokenizer_path": str(folder), "tokenizer_type": kind.value}
+  return own | dict(given)
+
+
 def _recorded(path: str) -> dict[str, Any]:
   return {key: entry["value"] for key, entry in read_metadata(locate(path)).config.items()}
 
@@ -77,6 +90,15 @@ def is_of_the_training(key: str) -> bool:
   return key.startswith(_OF_THE_TRAINING)
 
 
+_OF_THE_MODEL = frozenset(
+  key
+  for section in (
+    types.ModelArchitecture, types.Engram, types.MTP, types.Logits, types.Attention, types.MlaAttention, types.MoBa,
+    types.AttentionIndexer, types.Llama4Attention, types.MoEGeneral, types.DeepSeekMoE, types.Qwen3Next,
+    types.ManifoldConstrainedHyperConnections, types.PositionalEmbedding, types.Rope, types.YarnRope, types.DataTypes,
+  )
+  for key in section.model_fields
+) | {"model_name", "vocab_size"}  # fmt: skip
 _OF_THE_TRAINING = (
   "load_", "source_checkpoint_layout", "ici_", "dcn_", "num_slices", "shard_exp_on_fsdp", "use_ring_of_experts",
   "context_parallel_", "pipeline_", "num_pipeline_", "num_layers_per_pipeline_stage", "hardware",

@@ -6,6 +6,7 @@ from typing import NoReturn
 FORWARDED = {
   "maxtext.decode": ("decode",),
   "maxtext.inference.decode": ("decode",),
+  "maxtext.sft_trainer": ("sft",),
   "maxtext.standalone_dataloader": ("data", "bench"),
   "maxtext.train": ("train",),
   "maxtext.train_compile": ("plan",),

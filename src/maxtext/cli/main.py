@@ -80,7 +80,14 @@ def _parser() -> argparse.ArgumentParser:
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
   train = commands.add_parser("train", help="train a model", description="Train a model.")
   config.add_overrides(train)
-  train.set_defaults(run=_train)
+  train.set_defaults(run=_train, method=())
+  sft = commands.add_parser(
+    "sft",
+    help="fine-tune a model on conversations",
+    description="Fine-tune a model on conversations: `maxtext train` with use_sft=true, which starts from sft.yml.",
+  )
+  config.add_overrides(sft)
+  sft.set_defaults(run=_train, method=("use_sft=true",))
   decode.add_command(commands)
   serve.add_command(commands)
   bench.add_commands(commands)
@@ -106,7 +113,7 @@ class _Version(argparse.Action):
 
 
 def _train(arguments: argparse.Namespace) -> int:
-  resolved = config.resolve_overrides(arguments.overrides, arguments.strict)
+  resolved = config.resolve_overrides([*arguments.overrides, *arguments.method], arguments.strict)
   from maxtext.training.run import train
 
   train(resolved.config, origins=resolved.origins)

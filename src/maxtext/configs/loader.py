@@ -1,7 +1,8 @@
 """Builds one frozen `MaxTextConfig` from files and `key=value` overrides.
 
-Later layers win: base.yml, the user's own base.yml, the YAML that `custom_mesh_and_rule` names, the model's YAML, a
-user's YAML (or a built-in recipe), `M_<KEY>` variables of the environment that the caller passes, then single values.
+Later layers win: base.yml, the user's own base.yml, the YAML that `custom_mesh_and_rule` names, the model's YAML, that
+of the training method (`sft.yml` with `use_sft=true`), a user's YAML (or a built-in recipe), `M_<KEY>` variables of the
+environment that the caller passes, then single values.
 `logical_axis_rules` of a user replace the rules of the same logical axes. With `override_logical_axis_rules=true` they
 replace the whole table.
 """
@@ -31,6 +32,8 @@ _BASE = _HERE / "base.yml"
 _MODELS = _HERE / "models"
 _RECIPES = _HERE / "recipes"
 _RULES = _HERE / "rules"
+_METHODS = {"use_sft": _HERE / "sft.yml"}
+"""What a training method starts from, by the key that chooses it."""
 RULE_KEYS = ("mesh_axes", "logical_axis_rules", "data_sharding", "input_data_sharding_logical_axes")
 
 
@@ -134,6 +137,7 @@ def resolve(
     *(layer for layer in given if layer.is_base),
     _Layer(f"custom_mesh_and_rule={rules}", _rules_layer(rules), written_by_user=False, is_whole_table=True),
     _Layer(f"model {name}", model, written_by_user=False),
+    *_method_layers(user_values),
   ]
   defaults = _merge_layers(layers)
   above = [layer for layer in given if not layer.is_base]
@@ -151,12 +155,13 @@ def resolve(
 
 
 def default_layer_keys(values: Mapping[str, Any]) -> set[str]:
-  """The keys that base.yml, the named model and custom rules may set, in layers below the user's.
+  """The keys that base.yml, the named model, custom rules and the training method may set, in layers below the user's.
 
   A file of custom rules is not opened, because the record of a run must be readable without it.
   """
   rules = RULE_KEYS if values.get("custom_mesh_and_rule") else ()
-  return {*_read(_BASE), *rules, *_model_layer(values.get("model_name", "default"))}
+  methods = [key for layer in _method_layers(values) for key in layer.values]
+  return {*_read(_BASE), *rules, *_model_layer(values.get("model_name", "default")), *methods}
 
 
 def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
@@ -288,6 +293,12 @@ def _model_layer(name: str) -> dict[str, Any]:
   if name not in model_names():
     raise ConfigError(f"model_name={name} is not a known model.{did_you_mean(str(name), model_names())}")
   return _read(_MODELS / f"{name}.yml")
+
+
+def _method_layers(values: Mapping[str, Any]) -> list[_Layer]:
+  paths = [path for key, path in _METHODS.items() if _is_true(values.get(key, False))]
+  keys = [(path.name, {key: value for key, value in _read(path).items() if key != "base_config"}) for path in paths]
+  return [_Layer(name, values, written_by_user=False) for name, values in keys]
 
 
 def _rules_layer(rules: Any) -> dict[str, Any]:

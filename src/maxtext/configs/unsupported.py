@@ -125,6 +125,7 @@ _QUANTIZED_CACHE = ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")
 _SPARSE = ("ragged_buffer_factor", "use_custom_sort_vjp", "megablox", "use_ring_of_experts")
 _TILES = tuple(key for key in t.MoEKernels.model_fields if "_tile_" in key)
 
+_SFT = ("sft_train_on_completion_only", "formatting_func_path", "formatting_func_kwargs")
 _SIZES = ("emb_dim", "mlp_dim", "moe_mlp_dim", "num_decoder_layers", "num_kv_heads", "num_query_heads")
 _PATHWAYS = (
   "enable_single_controller", "subslice_shape", "colocated_python_checkpointing", "colocated_python_data_input",
@@ -553,10 +554,20 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_above("eval_interval", 0),
   ),
   UnsupportedOption(("enable_dropout", "dropout_rate"), "dropout is not implemented yet", allowed_values=(False,)),
+  NoEffectOption(_SFT, "it has no effect without use_sft=true", unless=is_set("use_sft")),
+  NoEffectOption(
+    ("formatting_func_kwargs",), "it has no effect without formatting_func_path", unless=is_set("formatting_func_path")
+  ),
   UnsupportedOption(
-    (*_section(t.FineTuning, t.Distillation, t.RLHardware, t.VLLM, t.RL, t.RLDataset, t.RLEvaluation, t.Reward,
-               t.SpecialTokens), "rl", "debug"),
-    "runs only pre-train yet",
+    ("use_sft",),
+    "it needs conversations: write dataset_type=grain (grain_file_type=jsonl or parquet) or dataset_type=hf",
+    unless=is_one_of("dataset_type", t.DatasetType.GRAIN, t.DatasetType.HF),
+  ),
+  UnsupportedOption(
+    (*_section(t.FineTuning, but=("use_sft", *_SFT)),
+     *_section(t.Distillation, t.RLHardware, t.VLLM, t.RL, t.RLDataset, t.RLEvaluation, t.Reward, t.SpecialTokens),
+     "rl", "debug"),
+    "runs only pre-train and fine-tune (use_sft) yet",
     allowed_values=(False,),
   ),
   NoEffectOption(

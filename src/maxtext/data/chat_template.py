@@ -9,7 +9,7 @@ marks between their characters before rendering, and the encoder removes the mar
 import json
 import re
 import unicodedata
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -23,7 +23,11 @@ BREAK, DELETE = "\x7f1", "\x7f0"  # text seldom has a DEL, and it is no white sp
 GUARDED = "text_has_marks"
 """The value that tells a template's functions that marks are there."""
 
-_TRUSTED = frozenset({"role"})  # one of a few words, by which templates choose the names of special tokens
+MARK_GENERATION, GENERATION_BEGIN, GENERATION_END = "mark_generation", "\x7f2", "\x7f3"
+"""With this value, the text within `{% generation %}` of a template stands between these two."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Of messages. Templates choose the names of special tokens by these words, so they are never broken up."""
 
 
 def render_template(template: str, **values: Any) -> str:
@@ -54,14 +58,14 @@ class Guard:
 
   def wanted(self, value: Any) -> bool:
     """Whether a text in this value has a name in it, or a part of one at its edge."""
-    return any(self._guards(text) for text in _texts(value))
+    return any(self._guards(text) for text in iterate_texts(value))
 
   def guarded(self, value: Any) -> Any:
     """The value with marks in its texts; only what is encoded without the marks may be made of it."""
     if isinstance(value, str):
       return self._broken(value)
     if isinstance(value, Mapping):
-      return {self.guarded(k): one if k in _TRUSTED else self.guarded(one) for k, one in value.items()}
+      return {self.guarded(k): one if _is_role(k, one) else self.guarded(one) for k, one in value.items()}
     return [self.guarded(one) for one in value] if isinstance(value, list | tuple) else value
 
   def _guards(self, text: str) -> bool:
@@ -90,17 +94,22 @@ def remove_marks(text: str) -> str:
   return text.replace(BREAK, "").replace(DELETE, DELETE[0])
 
 
-def _texts(value: Any) -> Iterator[str]:
+def iterate_texts(value: Any) -> Iterator[str]:
+  """All texts in a value of lists and objects, also the names of its fields, but not the roles of messages."""
   if isinstance(value, str):
     yield value
   elif isinstance(value, Mapping):
     for name, one in value.items():
-      if name not in _TRUSTED:
-        yield from _texts(name)
-        yield from _texts(one)
+      if not _is_role(name, one):
+        yield from iterate_texts(name)
+        yield from iterate_texts(one)
   elif isinstance(value, list | tuple):
     for one in value:
-      yield from _texts(one)
+      yield from iterate_texts(one)
+
+
+def _is_role(name: Any, value: Any) -> bool:
+  return name == "role" and isinstance(value, str) and value in ROLES
 
 
 _ESCAPES = re.compile(r"\\(?:u007f([01])|.)", re.DOTALL)  # also others, so that no second backslash begins one
@@ -115,8 +124,23 @@ def _unescaped_mark(found: re.Match[str]) -> str:
 def _compiled(template: str) -> Any:
   """In the dialect that Hugging Face's own library runs."""
   import jinja2
-  from jinja2.ext import loopcontrols
+  from jinja2.ext import Extension, loopcontrols
   from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+  class Generation(Extension):
+    """`{% generation %}` ... `{% endgeneration %}`: what the model writes, by the word of the template's author."""
+
+    tags = {"generation"}  # noqa: RUF012 (as the library has it)
+
+    def parse(self, parser: Any) -> Any:
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+      call = self.call_method("_marked", [jinja2.nodes.ContextReference()])
+      return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _marked(self, context: Any, caller: Callable[[], str]) -> str:
+      text = caller()
+      return f"{GENERATION_BEGIN}{text}{GENERATION_END}" if context.get(MARK_GENERATION) else text
 
   def refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
@@ -126,7 +150,7 @@ def _compiled(template: str) -> Any:
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
     return _ESCAPES.sub(_unescaped_mark, text) if ensure_ascii and context.get(GUARDED) else text
 
-  jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+  jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
   jinja.filters["tojson"] = to_json
   jinja.globals["raise_exception"] = refuse
   jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

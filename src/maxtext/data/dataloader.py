@@ -18,6 +18,7 @@ from maxtext.configs.types import DatasetType
 from maxtext.data import fingerprint, streaming
 from maxtext.data.batch import Batch, BatchWithState, IteratorState
 from maxtext.data.batch_size_rampup import BatchSizeSchedule, batch_size_schedule
+from maxtext.data.conversation_statistics import measure_conversations
 from maxtext.data.documents import DataSource, Documents
 from maxtext.data.local_rows import LocalRows, place_rows
 from maxtext.data.mixture import SourceMixture
@@ -66,6 +67,10 @@ def open_data(options: DataOptions, batch: Batch, split: SplitName = "train") ->
   (rows, length), sizes = batch.inputs.shape, _schedule(options, batch, split)
   local_rows = LocalRows.of(batch.inputs.sharding, rows, length)
   sources = cut_long_documents(open_sources(options, keys), sizes.streams, length)
+  if options.conversations is not None:
+    statistics = measure_conversations(sources)
+    if not jax.process_index():
+      _LOG.info(f"{split} data: {statistics.describe(length, keys.epochs)}")
   opened = OpenedData(options, batch, split, tuple(sources))
   mixture = SourceMixture(sources, sizes.streams, options.seed, keys.shuffle, keys.epochs, options.vocab_size)
   last = sizes.streams - sizes.streams // sizes.of(0)  # stream of the first batch

@@ -13,6 +13,11 @@ WEIGHTED = np.dtype([("token", np.int64), ("weight", np.float32)])
 prompt. It is cut, shuffled and packed like one that is tokens alone."""
 
 
+SEGMENTED = np.dtype([*WEIGHTED.descr, ("sequence", np.int32)])
+"""Of a document of several sequences, numbered from 0, such as one for each answer of a conversation. Each is attended
+to alone, and is never cut: it must fit in a row."""
+
+
 def tokens_of(document: np.ndarray) -> np.ndarray:
   """The tokens of a document, with weights or without."""
   return document["token"] if document.dtype.names else document
@@ -25,11 +30,13 @@ class TokenCounts(NamedTuple):
     total: tokens of all documents.
     longest: for each shard, an upper bound of the tokens of its documents that are not `listed`.
     listed: number and tokens of documents, by number.
+    whole: documents must not be cut into spans.
   """
 
   total: int | None
   longest: Sequence[int] | None
   listed: Sequence[tuple[int, int]] = ()
+  whole: bool = False
 
 
 class Documents(Protocol):
@@ -60,7 +67,7 @@ class Documents(Protocol):
     ...
 
   def tokens(self, record: Any) -> np.ndarray:
-    """The tokens of a record: integers, or `WEIGHTED` pairs of a token and its loss weight."""
+    """The tokens of a record: integers, or with loss weights (`WEIGHTED`), or several sequences (`SEGMENTED`)."""
     ...
 
   def where(self, number: int) -> str:

@@ -1,7 +1,8 @@
 """What data and tokenizers need of a run's configuration. This module alone reads its keys for them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from maxtext.configs import MaxTextConfig
 from maxtext.configs.types import DatasetType, TokenizerType
@@ -56,6 +57,23 @@ class OlmoOptions:
 
 
 @dataclass(frozen=True)
+class ConversationOptions:
+  """How rows become conversations for supervised fine-tuning.
+
+  Attributes:
+    completion_only: only answers count in the loss.
+    chat: texts of prompt and completion are turns of the chat template.
+    formatting_func: import path of a function that turns a row into messages, or prompt and completion; '' is none.
+    formatting_kwargs: its other arguments.
+  """
+
+  completion_only: bool
+  chat: bool
+  formatting_func: str
+  formatting_kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class RampupOptions:
   """A batch that grows: rows per device at first, what each stage adds, and at last; and samples until then."""
 
@@ -91,6 +109,7 @@ class DataOptions:
     hub: of `hf`.
     tfds_folder: of `tfds`; empty is its own.
     olmo: of `olmo_grain`.
+    conversations: of fine-tuning; None where rows are documents.
   """
 
   kind: DatasetType
@@ -114,6 +133,7 @@ class DataOptions:
   hub: HubOptions
   tfds_folder: str
   olmo: OlmoOptions
+  conversations: ConversationOptions | None = None
 
   def split(self, name: SplitName) -> Split:
     """Of training or of evaluation."""
@@ -141,6 +161,9 @@ def data_options(config: MaxTextConfig) -> DataOptions:
   rampup = RampupOptions(
     c.per_device_batch_size_start, c.per_device_batch_size_increment, c.per_device_batch_size, c.global_rampup_samples
   )
+  conversations = ConversationOptions(
+    c.sft_train_on_completion_only, c.use_chat_template, c.formatting_func_path, c.formatting_func_kwargs
+  )
   return DataOptions(
     kind=c.dataset_type,
     train=_train(c),
@@ -163,6 +186,7 @@ def data_options(config: MaxTextConfig) -> DataOptions:
     hub=HubOptions(c.hf_path, c.hf_name, c.hf_data_dir, c.hf_access_token),
     tfds_folder=c.dataset_path,
     olmo=OlmoOptions(c.olmo_index_path, c.olmo_path_remap_from, c.olmo_path_remap_to, c.olmo_apply_ngram_filter),
+    conversations=conversations if c.use_sft else None,
   )
 
 

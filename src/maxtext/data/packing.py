@@ -7,7 +7,7 @@ The state of a stream is three numbers, and packing a row advances it:
   taken   bit i: document next+i is used already, because the packer looked ahead (bit 0 is never set)
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -24,6 +24,13 @@ class TokenSpan(NamedTuple):
 
 StreamState = tuple[int, int, int]
 Sizes = Mapping[int, int]  # of the k-th document of the stream; negative after the last
+Cut = Callable[[int, int, int], int]
+"""How much of document k, from an offset on, goes into this much room where not all of it does; 0 ends the row."""
+
+
+def cut_anywhere(k: int, offset: int, room: int) -> int:
+  """Of a document that may be cut after any token."""
+  return room
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Packing:
   def __post_init__(self) -> None:
     assert 1 <= self.look_ahead <= LOOK_AHEAD
 
-  def row(self, state: StreamState, sizes: Sizes) -> tuple[list[TokenSpan], StreamState]:
+  def row(self, state: StreamState, sizes: Sizes, cut: Cut = cut_anywhere) -> tuple[list[TokenSpan], StreamState]:
     """The spans of the next row, and the state after it. No spans: the documents have ended."""
     (first, offset, taken), room, k = state, self.length, state[0]
     spans: list[TokenSpan] = []
@@ -57,9 +64,11 @@ class Packing:
       left = sizes[k] - (offset if k == first else 0) if k >= 0 else -1
       if left < 0:
         break
-      n = min(left, room)
+      start = offset if k == first else 0
+      n = left if left <= room else cut(k, start, room)
+      assert n or spans or not left, "a sequence is longer than a row"
       if n:
-        spans.append(TokenSpan(k, offset if k == first else 0, n))
+        spans.append(TokenSpan(k, start, n))
         room -= n
       if n < left:
         offset += n

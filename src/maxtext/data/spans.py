@@ -109,7 +109,9 @@ class Items:
 
 
 def _spans(documents: Documents, streams: int, length: int) -> DocumentSpans:
-  total, longest, listed = documents.counts
+  total, longest, listed, whole = documents.counts
+  if whole:
+    return DocumentSpans()
   shards = range(len(documents.sizes))
   lengths = dict(listed)
   if longest is None:

@@ -18,7 +18,7 @@ from maxtext.data.batch_size_rampup import BatchSizeSchedule
 from maxtext.data.options import DataOptions
 from maxtext.data.order import permutation
 from maxtext.data.packing import Packing
-from maxtext.data.sources.encoding import Encoding
+from maxtext.data.sources.encoding import make_encoding
 from maxtext.data.sources.hf import load
 from maxtext.data.spans import check_token_ids
 from maxtext.data.splits import Split
@@ -56,7 +56,7 @@ def streamed_rows(
 
 def check(options: DataOptions, split: Split) -> None:
   """Raises `ConfigError` if the data cannot be opened; reads none of it."""
-  Encoding.of(options, split)
+  make_encoding(options, split)
   load(options.hub, split, streaming=True)
 
 
@@ -67,7 +67,7 @@ class _Windows:
     from datasets.distributed import split_dataset_by_node
 
     self._data = split_dataset_by_node(load(options.hub, split, streaming=True), *group)
-    self._encoding, self._epochs = Encoding.of(options, split), split.epochs
+    self._encoding, self._epochs = make_encoding(options, split), split.epochs
     self._size = options.shuffle_buffer if split.shuffle else 1
     self._seed, self._vocab_size, self._group = options.seed, options.vocab_size, group[0]
     cursor = bytes(state[3:].tobytes()).rstrip(b"\0")

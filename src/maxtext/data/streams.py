@@ -7,7 +7,8 @@ streams of the rows that its devices hold; processes that hold the same rows mak
 state after them, so how far ahead they are made does not matter.
 """
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ class StreamDocuments(Protocol):
   """The documents that streams read."""
 
   def read(self, wanted: Sequence[tuple[int, int]]) -> list[np.ndarray | None]:
-    """Documents (stream, k), each the k-th of its stream, as tokens or `WEIGHTED`; None after the last."""
+    """Documents (stream, k), each the k-th of its stream, see `Documents.tokens`; None after the last."""
     ...
 
 
@@ -76,7 +77,7 @@ class PackedStreams:
     assert self._state.shape == (len(streams), 3), self._state.shape
     self._read_ahead = read_ahead
     self._counting = np.arange(packing.length, dtype=np.int32)
-    self._held: list[dict[int, np.ndarray | None]] = [{} for _ in streams]
+    self._held: list[dict[int, _Document]] = [{} for _ in streams]
     self._sizes = [_Sizes(partial(self._read, s)) for s in range(len(streams))]
     self._ends = self._state[:, 0].tolist()  # per stream, the first document that was not requested yet
 
@@ -86,25 +87,28 @@ class PackedStreams:
     inputs, targets, positions, segments = (np.zeros(shape, np.int32) for _ in range(4))
     weights: np.ndarray | None = None
     for row, stream in enumerate(chosen):
-      end, held = 0, self._held[stream]
-      for number, (k, start, n) in enumerate(self._advance(stream), 1):
-        document, here, end = held[k], slice(end, end + n), end + n
-        assert document is not None
-        tokens = tokens_of(document)
-        inputs[row, here] = tokens[start : start + n]
-        targets[row, here] = tokens[start + 1 : start + n + 1]
-        positions[row, here] = self._counting[:n]
-        segments[row, here] = number
-        if document.dtype.names and weights is None:
+      end, number, held = 0, 0, self._held[stream]
+      for k, start, n in self._advance(stream):
+        document, whole = held[k], slice(end, end + n)
+        inputs[row, whole] = document.inputs[start : start + n]
+        targets[row, whole] = document.targets[start : start + n]
+        for size in document.sequence_sizes(start, n):
+          number, here, end = number + 1, slice(end, end + size), end + size
+          positions[row, here] = self._counting[:size]
+          segments[row, here] = number
+        if document.weights is not None and weights is None:
           weights = (segments > 0).astype(np.float32)  # documents before it count wholly
         if weights is not None:
-          weights[row, here] = document["weight"][start + 1 : start + n + 1] if document.dtype.names else 1.0
+          weights[row, whole] = 1.0 if document.weights is None else document.weights[start : start + n]
       self._forget(stream)
     return Rows(inputs, targets, positions, segments, self._state.copy(), weights)
 
   def _advance(self, stream: int) -> list[TokenSpan]:
     first, offset, taken = self._state[stream].tolist()
-    spans, self._state[stream] = self._packing.row((first, offset, taken), self._sizes[stream])
+    held = self._held[stream]
+    spans, self._state[stream] = self._packing.row(
+      (first, offset, taken), self._sizes[stream], lambda k, start, room: held[k].cut(start, room)
+    )
     return spans
 
   def _forget(self, stream: int) -> None:
@@ -122,10 +126,49 @@ class PackedStreams:
       wanted += [(s, j) for j in range(self._ends[s], end) if not taken >> (j - first) & 1]
       self._ends[s] = end
     found = self._documents.read([(self._streams[s], j) for s, j in wanted])
-    for (s, j), document in zip(wanted, found, strict=True):
-      self._held[s][j] = document
-      # Each token but the last is an input; the last is only a target.
-      self._sizes[s][j] = -1 if document is None else max(len(document) - 1, 0)
+    for (s, j), tokens in zip(wanted, found, strict=True):
+      self._held[s][j] = document = _NONE if tokens is None else _Document.of(tokens)
+      self._sizes[s][j] = -1 if tokens is None else len(document.inputs)
+
+
+class _Document(NamedTuple):
+  """A document as inputs and targets: each token of a sequence but the last is an input, whose target is the next."""
+
+  inputs: np.ndarray
+  targets: np.ndarray
+  weights: np.ndarray | None = None  # of the targets
+  ends: tuple[int, ...] | None = None  # of its sequences, in inputs; None is one sequence that may be cut anywhere
+
+  @staticmethod
+  def of(tokens: np.ndarray) -> "_Document":
+    names = tokens.dtype.names or ()
+    if "sequence" not in names:
+      values = tokens_of(tokens)
+      return _Document(values[:-1], values[1:], tokens["weight"][1:] if names else None)
+    first = np.flatnonzero(np.diff(tokens["sequence"], prepend=-1))
+    targets = np.delete(np.arange(len(tokens)), first)  # the first token of a sequence is no target
+    lengths = np.diff(first, append=len(tokens)) - 1
+    values = tokens["token"]
+    return _Document(
+      values[targets - 1], values[targets], tokens["weight"][targets], tuple(np.cumsum(lengths).tolist())
+    )
+
+  def cut(self, start: int, room: int) -> int:
+    """How many inputs from `start` go into less room than all of them take: whole sequences, or any number."""
+    if self.ends is None:
+      return room
+    place = bisect_right(self.ends, start + room) - 1
+    return max(self.ends[place] - start, 0) if place >= 0 else 0
+
+  def sequence_sizes(self, start: int, n: int) -> Iterator[int]:
+    """Sizes of the sequences, or parts of one, among so many inputs."""
+    for end in (start + n,) if self.ends is None else self.ends:
+      if start < end <= start + n:
+        yield end - start
+        start, n = end, start + n - end
+
+
+_NONE = _Document(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
 class _Sizes(dict[int, int]):

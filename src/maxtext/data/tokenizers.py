@@ -24,6 +24,8 @@ from maxtext.data.options import TokenizerOptions
 from maxtext.data.safe_paths import read_json_inside, read_text_inside, resolve_inside
 from maxtext.data.special_tokens import SpecialTokenFinder
 
+_SENTINEL = "\u263a"  # a character that no token joins with what follows
+
 Message = Mapping[str, Any]
 """One turn of a conversation: at least "role" and "content"."""
 
@@ -190,12 +192,41 @@ class TextTokenizer:
       answer: whether to end with the opening of the assistant's next turn.
       **values: other variables of the template, such as `tools`.
     """
-    if self._guard.wanted([messages, values]):
-      messages, values = self._guard.guarded([messages, values])
-      tokens = self.vocabulary.encode_guarded(self.render(messages, answer=answer, **values | {GUARDED: True}))
-    else:
-      tokens = self.vocabulary.encode(self.render(messages, answer=answer, **values), special=True)
-    return np.array(tokens, np.int32)
+    guarded, messages, marked = self.guarded(messages, values)
+    text = self.render(messages, answer=answer, **marked)
+    return np.array(self._encode_rendered(text, special=True, guarded=guarded), np.int32)
+
+  def guarded(
+    self, messages: Sequence[Message], values: Mapping[str, Any]
+  ) -> tuple[bool, Sequence[Message], Mapping[str, Any]]:
+    """Whether messages and values contain names of special tokens; and both, with those names broken up by marks."""
+    if not self._guard.wanted([messages, values]):
+      return False, messages, values
+    messages, values = self._guard.guarded([messages, values])
+    return True, messages, {**values, GUARDED: True}
+
+  def encode_continuation(self, text: str, *, special: bool, guarded: bool = False) -> list[int]:
+    """Encodes text that follows other tokens: without the space that some vocabularies put before a text.
+
+    Args:
+      text: rendered by a chat template, or plain.
+      special: reads the names of special tokens as such.
+      guarded: the text has the marks of `guarded`.
+    """
+    tokens = list(self._encode_rendered(text, special, guarded))
+    if not self._adds_space:
+      return tokens
+    alone = list(self.vocabulary.encode(_SENTINEL, special=False))
+    joined = list(self._encode_rendered(_SENTINEL + text, special, guarded))
+    return joined[len(alone) :] if joined[: len(alone)] == alone else tokens
+
+  @cached_property
+  def special_ids(self) -> frozenset[int]:
+    """The special tokens that the chat template may write, and the ends of a document."""
+    names = self.vocabulary.special_names(self.chat_template or "")
+    encoded = [self.vocabulary.encode(name, special=True) for name in names]
+    ends = {token for token in (self.bos, self.eos) if token is not None}
+    return frozenset({tokens[0] for tokens in encoded if len(tokens) == 1} | ends)
 
   def render(self, messages: Sequence[Message], *, answer: bool = False, **values: Any) -> str:
     """Renders a conversation as text; the arguments are those of `chat`."""
@@ -204,6 +235,15 @@ class TextTokenizer:
     specials = {"bos_token": self.bos, "eos_token": self.eos, "pad_token": self.vocabulary.pad}
     named = {name: self.vocabulary.name(token) for name, token in specials.items() if token is not None}
     return render_template(self.chat_template, messages=messages, add_generation_prompt=answer, **named, **values)
+
+  def _encode_rendered(self, text: str, special: bool, guarded: bool) -> Sequence[int]:
+    return self.vocabulary.encode_guarded(text) if guarded else self.vocabulary.encode(text, special)
+
+  @cached_property
+  def _adds_space(self) -> bool:
+    """Whether a text begins with a space that is not in it, as in SentencePiece."""
+    first = self.vocabulary.encode("a", special=False)[:1]
+    return bool(first) and self.vocabulary.name(first[0]).startswith("\u2581")
 
   @cached_property
   def _guard(self) -> Guard:

@@ -14,6 +14,7 @@ from maxtext.checkpoint.tokenizer import open_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import global_batch_size
 from maxtext.configs.types import ShardMode
+from maxtext.data.conversations import end_of_turn
 from maxtext.data.options import data_options, tokenizer_options
 from maxtext.data.tokenizers import TextTokenizer, load_tokenizer
 from maxtext.inference.disk_prefill_cache import DiskPrefillCache
@@ -65,8 +66,8 @@ class InferenceModel:
     mesh = make_mesh(config.model_copy(update={"shard_mode": ShardMode.AUTO}))
     model = dropless(build_model(config, mesh))
     draft_model = None if draft_config is None else load_draft_model(draft_config, mesh)
-    stop_token_ids = () if tokenizer.eos is None else (tokenizer.eos,)
-    sampling_params = replace(SamplingParams.of(config), stop_token_ids=stop_token_ids)
+    ends = dict.fromkeys(token for token in (tokenizer.eos, end_of_turn(tokenizer)) if token is not None)
+    sampling_params = replace(SamplingParams.of(config), stop_token_ids=tuple(ends))
     engine = make_engine(config, model, load_params(config, model), num_speculative_tokens, draft_model)
     return InferenceModel(config, engine, tokenizer, sampling_params)
 

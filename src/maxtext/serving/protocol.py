@@ -11,10 +11,22 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag, ValidationError
+from pydantic import (
+  BaseModel,
+  BeforeValidator,
+  ConfigDict,
+  Discriminator,
+  FailFast,
+  Field,
+  Tag,
+  ValidationError,
+  model_validator,
+)
 from pydantic_core import from_json
 
 from maxtext.configs import ConfigError
+from maxtext.data.chat_messages import template_messages, template_tools
+from maxtext.data.chat_template import GUARDED, iterate_texts
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.detokenizer import IncrementalDetokenizer
 from maxtext.inference.grammar import GrammarSpec
@@ -22,6 +34,7 @@ from maxtext.inference.sampling import MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingPa
 from maxtext.inference.scheduler import TokenOutput
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 128
+_MAX_PARTS = 256  # of one message
 _MAX_FIELDS, _MAX_VALUES, _MAX_WHITESPACE, _MAX_TOTAL_LOGPROBS = 64, 2**16, 2**15, 2_000_000
 
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -193,7 +206,7 @@ class GenerationRequest(BaseModel):
   top_k: int | None = Field(None, ge=0, lt=2**31)
   repetition_penalty: float = Field(1.0, gt=0, le=10)
   min_tokens: int = Field(0, ge=0, lt=2**30)
-  stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKENS - 1)
+  stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKENS - 2)
   structured_outputs: StructuredOutputs | None = None
 
   @property
@@ -279,14 +292,57 @@ class CompletionRequest(GenerationRequest):
     return prompt
 
 
-class ChatMessage(BaseModel):
-  """One message of a conversation."""
+class TextPart(BaseModel):
+  """A part of a message."""
 
   model_config = ConfigDict(extra="forbid")
 
-  role: Literal["system", "developer", "user", "assistant"]
-  content: str
+  type: Literal["text"]
+  text: str
+
+
+class FunctionCall(BaseModel):
+  """The function that a tool call names, and its arguments as JSON text, or as an object."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  name: str = Field(max_length=256)
+  arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(BaseModel):
+  """A call of a tool in an earlier answer."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  id: str | None = None
+  type: Literal["function"] = "function"
+  function: FunctionCall
+
+
+class ChatMessage(BaseModel):
+  """One message of a conversation. The reasoning of an earlier answer may have any of its three names."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  role: Literal["system", "developer", "user", "assistant", "tool"]
+  content: str | Annotated[list[TextPart], Field(max_length=_MAX_PARTS)] | None = None
   name: str | None = Field(None, max_length=64)
+  tool_calls: list[ToolCall] | None = Field(None, max_length=_MAX_PARTS)
+  tool_call_id: str | None = Field(None, max_length=256)
+  reasoning_content: str | None = None
+  reasoning: str | None = None
+  thinking: str | None = None
+
+  @model_validator(mode="after")
+  def _has_content(self) -> "ChatMessage":
+    if self.content is None and not self.tool_calls:
+      raise ValueError("content: a message without tool_calls needs it")
+    return self
+
+
+# Variables of a template that come from other fields, or are not for clients.
+_OWN_VALUES = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", GUARDED})
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -296,6 +352,10 @@ class ChatCompletionRequest(GenerationRequest):
   max_completion_tokens: int | None = Field(None, ge=1)
   logprobs: bool = False
   top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+  tools: list[dict[str, Any]] | None = None
+  tool_choice: Literal["auto", "none"] | None = None
+  reasoning_effort: str | None = Field(None, max_length=64)
+  chat_template_kwargs: dict[str, Any] | None = None
 
   @property
   def max_output_tokens(self) -> int | None:
@@ -310,13 +370,27 @@ class ChatCompletionRequest(GenerationRequest):
     limits.check_outputs(1, self.n)
     limits.check_logprobs(self.n, self)
     limits.check_length(len(self.messages), "tokens")
-    limits.check_length(sum(len(message.content) for message in self.messages), "characters")
-    for message in self.messages:
-      _check_whitespace(message.content)
+    texts = list(iterate_texts([self._messages, self._values]))
+    limits.check_length(sum(map(len, texts)), "characters")
+    for text in texts:
+      _check_whitespace(text)
+    if reserved := sorted(_OWN_VALUES & (self.chat_template_kwargs or {}).keys()):
+      raise ConfigError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set here.")
 
   def prompt_token_ids(self, tokenizer: TextTokenizer) -> list[list[int]]:
     """The tokens of the conversation, including the start of the assistant's message."""
-    return [tokenizer.chat([message.model_dump(exclude_none=True) for message in self.messages], answer=True).tolist()]
+    return [tokenizer.chat(template_messages(self._messages), answer=True, **self._values).tolist()]
+
+  @property
+  def _messages(self) -> list[dict[str, Any]]:
+    return [message.model_dump(exclude_none=True) for message in self.messages]
+
+  @property
+  def _values(self) -> dict[str, Any]:
+    """The other variables of the template."""
+    tools = template_tools(self.tools) if self.tool_choice != "none" else None
+    found = {"tools": tools, "reasoning_effort": self.reasoning_effort}
+    return {name: value for name, value in found.items() if value is not None} | (self.chat_template_kwargs or {})
 
 
 RequestT = TypeVar("RequestT", CompletionRequest, ChatCompletionRequest)
@@ -345,6 +419,9 @@ def parse(kind: type[RequestT], raw: bytes, limits: RequestLimits) -> RequestT:
   return request
 
 
+_SCHEMAS = ("schema", "tools")  # objects of the client's own
+
+
 def _check_fields(fields: Any) -> None:
   """Raises on an object with many fields, each of which pydantic would report as an error. Schemas are exempt."""
   stack = [fields]
@@ -355,7 +432,7 @@ def _check_fields(fields: Any) -> None:
     elif isinstance(value, dict):
       if len(value) > _MAX_FIELDS:
         raise ConfigError(f"The request has an object of {len(value)} fields, more than {_MAX_FIELDS}.")
-      stack += [one for name, one in value.items() if name != "schema" and isinstance(one, dict | list)]
+      stack += [one for name, one in value.items() if name not in _SCHEMAS and isinstance(one, dict | list)]
 
 
 def count_values(raw: bytes) -> int:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from maxtext.configs.errors import ConfigError
@@ -18,12 +19,19 @@ _LOG = logging.getLogger(__name__)
 
 
 def resolve_source(source: str | None, values: Mapping[str, Any], strict: bool = False) -> Resolved:
-  """The configuration of a file, recipe, model or folder of weights, of keys and of the environment.
+  """The configuration of a file, recipe, model, run or folder of weights, of keys and of the environment.
+
+  A run gives its model, its last parameters and its tokenizer to start from.
 
   Warns on stderr of keys that have no effect; `strict` raises instead.
   """
   if source and is_hugging_face(source):
     source, values = None, {"load_parameters_path": source, **values}
+  elif source and _is_run(source):
+    from maxtext.checkpoint.inspect import starting_keys
+
+    keys = starting_keys(source, values)
+    return resolve_keys(keys, strict, recorded=keys.keys() - values.keys())
   first = resolve(source, os.environ, values)
   path = first.config.load_parameters_path
   if not path or not is_hugging_face(path):
@@ -31,6 +39,11 @@ def resolve_source(source: str | None, values: Mapping[str, Any], strict: bool =
   own = _folder_values(path, first)
   again = resolve_keys({**own, **values}, strict, source, recorded=own.keys())
   return replace(again, origins={**again.origins, **dict.fromkeys(own, os.path.join(path, "config.json"))})
+
+
+def _is_run(source: str) -> bool:
+  """Whether a source is the folder of a run or of a checkpoint, here or in a store."""
+  return "://" in source or Path(source).expanduser().is_dir()
 
 
 def resolve_keys(

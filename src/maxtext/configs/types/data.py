@@ -141,7 +141,7 @@ class GrainDataset(Section):
     "", description="JSON file that lists training sources and weights; '' uses grain_train_files."
   )
   grain_file_type: str = Field(
-    "arrayrecord", description="Format of the Grain files: arrayrecord, tfrecord or parquet."
+    "arrayrecord", description="Format of the Grain files: arrayrecord, tfrecord, jsonl or parquet."
   )
   grain_use_elastic_iterator: bool = Field(
     False, description="True lets a saved data position resume on a different number of hosts."

@@ -20,7 +20,7 @@ class FineTuning(Section):
     False, description="True counts the loss on completion tokens only, not on the prompt."
   )
   formatting_func_path: str = Field(
-    "", description="Import path of a function that turns a data row into SFT text; '' is none."
+    "", description="Import path of a function from a row to messages, or to prompt and completion; '' is none."
   )
   formatting_func_kwargs: dict = Field(
     default_factory=dict, description="Keyword arguments passed to the function of formatting_func_path."

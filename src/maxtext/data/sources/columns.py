@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.data.documents import TokenCounts
 from maxtext.data.order import FEW_SHARDS, ShuffleWindow
 from maxtext.data.sources.encoding import Encoding
 
@@ -22,6 +21,8 @@ class ColumnDocuments:
     counts: the known limits of document lengths.
     read: returns the rows with these numbers.
     where: describes the location of a row, for messages.
+    encoding: makes documents of rows.
+    values: returns the values of a row's columns.
   """
 
   def __init__(
@@ -37,10 +38,10 @@ class ColumnDocuments:
     """`about` identifies the data, whatever its location; `values` returns the values of a row's columns."""
     self.sizes, self.window = sizes, window
     self.identity = {"documents": sum(sizes), **about, **encoding.identity}
-    self.counts = TokenCounts(None, None if encoding.most is None else [encoding.most] * len(sizes))
+    self.counts = encoding.counts(len(sizes))
     self.read, self.where = read, where
-    self._encoding, self._values = encoding, values
+    self.encoding, self.values = encoding, values
 
   def tokens(self, record: Any) -> np.ndarray:
     """The tokens of the document in a row."""
-    return self._encoding(self._values(record))
+    return self.encoding(self.values(record))

@@ -1,14 +1,15 @@
-"""Converts the columns of a record to the tokens of a document."""
+"""Converts the columns of a record to the tokens of a document: text or tokens of pre-training, or conversations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from maxtext.configs import ConfigError
-from maxtext.data.documents import WEIGHTED
+from maxtext.data.documents import WEIGHTED, TokenCounts
 from maxtext.data.options import DataOptions
+from maxtext.data.sources.conversation_encoding import ConversationEncoding
 from maxtext.data.splits import Split
 from maxtext.data.tokenizers import TextTokenizer, load_tokenizer
 
@@ -16,8 +17,44 @@ MASK = "_mask"
 """Suffix of the name of a column of loss weights."""
 
 
+class Encoding(Protocol):
+  """What makes a document of a record."""
+
+  @property
+  def columns(self) -> tuple[str, ...]:
+    """The names of the columns that it reads."""
+    ...
+
+  @property
+  def identity(self) -> dict[str, Any]:
+    """What determines the tokens."""
+    ...
+
+  def counts(self, shards: int) -> TokenCounts:
+    """What is known of the lengths of documents before they are read."""
+    ...
+
+  def __call__(self, values: Sequence[Any]) -> np.ndarray:
+    """The document, see `Documents.tokens`, from the values of a record's columns."""
+    ...
+
+
+def make_encoding(options: DataOptions, split: Split) -> Encoding:
+  """The encoding that the options of a split describe."""
+  columns = tuple(split.columns)
+  # One token more than the inputs, since the last input needs a target.
+  most = options.length + 1
+  if options.conversations is not None:
+    return ConversationEncoding.of(
+      columns, load_tokenizer(options.tokenizer), most, options.truncate, options.conversations
+    )
+  if not split.tokenize:
+    return TextEncoding(columns, None, None)
+  return TextEncoding(columns, load_tokenizer(options.tokenizer), most if options.truncate else None)
+
+
 @dataclass(frozen=True)
-class Encoding:
+class TextEncoding:
   """Converts values to tokens. Text columns are joined by newlines to one document; token columns are concatenated.
 
   A column whose name ends in `_mask` holds the loss weight of each token of the column before it.
@@ -32,20 +69,15 @@ class Encoding:
   tokenizer: TextTokenizer | None
   most: int | None
 
-  @staticmethod
-  def of(options: DataOptions, split: Split) -> "Encoding":
-    """The encoding that the options of a split describe."""
-    if not split.tokenize:
-      return Encoding(tuple(split.columns), None, None)
-    # One token more than the inputs, since the last input needs a target.
-    most = options.length + 1 if options.truncate else None
-    return Encoding(tuple(split.columns), load_tokenizer(options.tokenizer), most)
-
   @property
   def identity(self) -> dict[str, Any]:
     """What determines the tokens."""
     tokenizer = None if self.tokenizer is None else self.tokenizer.identity
     return {"columns": list(self.columns), "tokenizer": tokenizer, "most": self.most}
+
+  def counts(self, shards: int) -> TokenCounts:
+    """Truncated text has a known limit."""
+    return TokenCounts(None, None if self.most is None else [self.most] * shards)
 
   def __call__(self, values: Sequence[Any]) -> np.ndarray:
     """The tokens of one document, from the values of its columns; with dtype `WEIGHTED` if one of them is a mask."""

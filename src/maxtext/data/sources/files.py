@@ -1,6 +1,6 @@
-"""Documents in files of records: ArrayRecord and TFRecord of `tf.train.Example`, and Parquet.
+"""Documents in files of records: ArrayRecord and TFRecord of `tf.train.Example`, JSON lines, and Parquet.
 
-All of them have random access: TFRecord by an index of offsets, Parquet by row group.
+All of them have random access: TFRecord and JSON lines by an index of offsets, Parquet by row group.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from maxtext.data.prepared_corpus import INDEX_BYTES, open_array_record
 from maxtext.data.records import Reader, Records, Shard
 from maxtext.data.sources.columns import ColumnDocuments
 from maxtext.data.sources.encoding import Encoding
+from maxtext.data.sources.json_lines import JsonLinesReader, json_lines_shard, json_values
 from maxtext.data.sources.tf_example import feature_values
 from maxtext.data.sources.tf_record import TFRecordReader, tf_record_shard
 
@@ -101,6 +102,9 @@ FORMATS = {
   "arrayrecord": Format(_array_record_shards, lambda shard, _: open_array_record(shard), feature_values, False),
   "tfrecord": Format(
     lambda path, _: [tf_record_shard(path)], lambda shard, _: TFRecordReader(shard.path), feature_values, True
+  ),
+  "jsonl": Format(
+    lambda path, _: [json_lines_shard(path)], lambda shard, _: JsonLinesReader(shard.path), json_values, False
   ),
   "parquet": Format(_parquet_shards, _ParquetReader, lambda record, _: record, True),
 }

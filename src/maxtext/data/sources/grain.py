@@ -11,7 +11,7 @@ from maxtext.configs import ConfigError
 from maxtext.data.documents import DataSource, Documents
 from maxtext.data.options import DataOptions
 from maxtext.data.prepared_corpus import MANIFEST, PreparedCorpus
-from maxtext.data.sources.encoding import Encoding
+from maxtext.data.sources.encoding import Encoding, make_encoding
 from maxtext.data.sources.files import FORMATS, open_files
 from maxtext.data.splits import Split
 from maxtext.data.tokenizers import check_vocab_size
@@ -23,7 +23,7 @@ def open_grain(options: DataOptions, split: Split) -> list[DataSource]:
   """Opens all parts of the mixture, several at a time."""
   parts = _parts(split)
   encoding = cache(
-    partial(Encoding.of, options, split)
+    partial(make_encoding, options, split)
   )  # loads the tokenizer at most once, and only for data that is not tokenised
   with ThreadPoolExecutor(max(1, options.open_threads)) as pool:
     opened = pool.map(lambda part: _open(options, split, encoding, part[0]), parts)
@@ -42,6 +42,10 @@ def _parts(split: Split) -> Sequence[Part]:
 def _open(options: DataOptions, split: Split, encoding: Callable[[], Encoding], place: str) -> Documents:
   folder = Path(place).expanduser()
   if (folder / MANIFEST).exists():
+    if options.conversations is not None:
+      raise ConfigError(
+        f"use_sft=true: {split.grain_files[0]}: {place} is a prepared corpus of tokens; give files of conversations."
+      )
     prepared = PreparedCorpus(folder, split.threads)
     check_vocab_size(options.vocab_size, prepared.vocab_size, f"{split.grain_files[0]}: {place}")
     return prepared

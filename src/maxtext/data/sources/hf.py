@@ -8,14 +8,14 @@ from maxtext.configs.secrets import redact
 from maxtext.data.documents import DataSource
 from maxtext.data.options import DataOptions, HubOptions
 from maxtext.data.sources.columns import ColumnDocuments
-from maxtext.data.sources.encoding import Encoding
+from maxtext.data.sources.encoding import make_encoding
 from maxtext.data.splits import Split
 
 
 def open_hf(options: DataOptions, split: Split) -> list[DataSource]:
   """Opens a split, which the library stores as a table on the local disk."""
   hub = options.hub
-  data, encoding = load(hub, split, streaming=False), Encoding.of(options, split)
+  data, encoding = load(hub, split, streaming=False), make_encoding(options, split)
   if missing := set(encoding.columns) - set(data.column_names):
     raise ConfigError(
       f"{_what(hub, split)} has no {', '.join(sorted(missing))}; it has {', '.join(data.column_names)}."

@@ -7,7 +7,7 @@ from maxtext.configs import ConfigError
 from maxtext.data.documents import DataSource
 from maxtext.data.options import DataOptions
 from maxtext.data.sources.columns import ColumnDocuments
-from maxtext.data.sources.encoding import Encoding
+from maxtext.data.sources.encoding import make_encoding
 from maxtext.data.splits import Split
 
 
@@ -34,7 +34,7 @@ def open_tfds(options: DataOptions, split: Split) -> list[DataSource]:
     raise ConfigError(
       f"{what} cannot be read: {reason} It must be prepared, with file_format='array_record', for random access."
     ) from None
-  encoding = Encoding.of(options, split)
+  encoding = make_encoding(options, split)
   if missing := set(encoding.columns) - set(data[0]):
     raise ConfigError(f"{what} has no {', '.join(sorted(missing))}; it has {', '.join(sorted(data[0]))}.")
   documents = ColumnDocuments(

@@ -43,6 +43,12 @@ class LanguageModeling(Objective):
     loss = (losses * batch.weights).sum() + (auxiliary_loss + sum(mtp_losses.values())) * weight
     return loss, {name: mean * weight for name, mean in metrics.items()}
 
+  def tokens(self, batch: Batch) -> jax.Array:
+    """Tokens that the model reads, also those without a weight in the loss."""
+    if batch.segments is None:
+      return jnp.float32(batch.inputs.size)
+    return (batch.segments > 0).sum(dtype=jnp.float32)
+
   def _mtp_loss(self, decoder: Decoder, hidden: jax.Array, batch: Batch) -> tuple[dict[str, jax.Array], list[Any]]:
     """The weighted mean loss of multi-token prediction over its layers, by name, and their auxiliary outputs."""
     if not decoder.mtp:

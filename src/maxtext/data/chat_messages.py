@@ -1,0 +1,113 @@
+"""Messages of a conversation, checked and brought into the form that chat templates expect.
+
+The server does this with the messages of a request, and fine-tuning with those of a data set, so that a template sees
+the same values in both.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from maxtext.configs import ConfigError
+from maxtext.data.chat_template import ROLES
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of the text that a model writes before its answer. Templates read the first or the last of them."""
+
+
+def template_messages(messages: Any) -> list[dict[str, Any]]:
+  """The messages as templates expect them; fields that no template knows are left out.
+
+  Raises:
+    ConfigError: they are no list of messages; the error names the message by its number from 0.
+  """
+  if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+    raise ConfigError("messages: it must be a list of at least one message.")
+  return [_message(message, number) for number, message in enumerate(messages)]
+
+
+def template_tools(tools: Any) -> list[dict[str, Any]] | None:
+  """The descriptions of tools, from a list or its JSON text; None where there are none."""
+  if isinstance(tools, str | bytes):
+    tools = _json(tools, "tools") if tools.strip() else None
+  if not tools:
+    return None
+  if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+    raise ConfigError("tools: it must be a list of objects.")
+  return [dict(tool) for tool in tools]
+
+
+def _message(message: Any, number: int) -> dict[str, Any]:
+  where = f"messages.{number}"
+  if not isinstance(message, Mapping) or "role" not in message:
+    hint = " This one has 'from' and 'value': rename them by formatting_func_path." if _is_share_gpt(message) else ""
+    raise ConfigError(f"{where}: it must be an object with role and content.{hint}")
+  role = message["role"]
+  if role not in ROLES:
+    raise ConfigError(f"{where}.role: {role!r} is not one of {', '.join(ROLES)}.")
+  found = {"role": role, "content": _content(message.get("content"), f"{where}.content")}
+  for name in ("name", "tool_call_id"):
+    if message.get(name) is not None:
+      found[name] = _text(message[name], f"{where}.{name}")
+  if (reasoning := next((message[name] for name in REASONING if message.get(name)), None)) is not None:
+    found |= dict.fromkeys((REASONING[0], REASONING[-1]), _text(reasoning, f"{where}.{REASONING[0]}"))
+  if message.get("tool_calls"):
+    found["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
+  return found
+
+
+def _is_share_gpt(message: Any) -> bool:
+  return isinstance(message, Mapping) and {"from", "value"} <= message.keys()
+
+
+def _content(content: Any, where: str) -> str:
+  """The text of a message; parts of text are joined by line breaks."""
+  if content is None:
+    return ""
+  if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+    return "\n".join(_text_part(part, f"{where}.{number}") for number, part in enumerate(content))
+  return _text(content, where)
+
+
+def _text_part(part: Any, where: str) -> str:
+  kind = part.get("type") if isinstance(part, Mapping) else None
+  if kind != "text":
+    raise ConfigError(f"{where}: only parts of type 'text' are supported, not {kind!r}.")
+  return _text(part.get("text"), f"{where}.text")
+
+
+def _text(value: Any, where: str) -> str:
+  if not isinstance(value, str):
+    raise ConfigError(f"{where}: it must be text, not {type(value).__name__}.")
+  try:
+    value.encode()
+  except UnicodeEncodeError:
+    raise ConfigError(f"{where}: half of a surrogate pair, which no text has.") from None
+  return value
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+  if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+    raise ConfigError(f"{where}: it must be a list.")
+  return [_tool_call(call, f"{where}.{number}") for number, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+  """{"type": "function", "function": {"name", "arguments"}}, with arguments as an object."""
+  function = call.get("function", call) if isinstance(call, Mapping) else None
+  if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    raise ConfigError(f"{where}: it must be an object with function.name and function.arguments.")
+  arguments = function.get("arguments") or {}
+  if isinstance(arguments, str):  # as OpenAI's API has it; templates write them as JSON once more
+    arguments = _json(arguments, f"{where}.function.arguments")
+  if not isinstance(arguments, Mapping):
+    raise ConfigError(f"{where}.function.arguments: it must be an object, or its JSON text.")
+  found: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
+  return found | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
+
+
+def _json(text: str | bytes, where: str) -> Any:
+  try:
+    return json.loads(text)
+  except (ValueError, RecursionError):
+    raise ConfigError(f"{where}: not valid JSON.") from None

@@ -1,0 +1,87 @@
+"""How much of a data set of conversations trains, counted before a run starts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from maxtext.configs import ConfigError
+from maxtext.configs.errors import RunError, plural
+from maxtext.data.documents import DataSource
+from maxtext.data.sources.columns import ColumnDocuments
+from maxtext.data.sources.conversation_encoding import ConversationEncoding
+
+MOST_MEASURED = 10_000
+"""Conversations of a source that are read for this; of more, so many that are evenly spread."""
+_READ_AT_ONCE = 256
+
+
+@dataclass
+class ConversationStatistics:
+  """Counts of conversations.
+
+  Attributes:
+    conversations: all of them.
+    measured: those that the other counts are of.
+    answers: of the assistant that are to be trained.
+    too_long: of these, the ones that do not fit in a row with what comes before them, and are left out.
+    tokens: of all sequences that fit.
+    trained: of these, the ones with a weight in the loss.
+  """
+
+  conversations: int = 0
+  measured: int = 0
+  answers: int = 0
+  too_long: int = 0
+  tokens: int = 0
+  trained: int = 0
+
+  def describe(self, length: int, epochs: int) -> str:
+    """One line for the console."""
+    scope = "" if self.measured == self.conversations else f"of {self.measured:,} that were measured: "
+    left_out = f", {self.too_long:,} longer than max_target_length={length} and left out" if self.too_long else ""
+    return (
+      f"{plural(self.conversations, 'conversation')}; {scope}{plural(self.answers, 'answer')}{left_out}; "
+      f"{plural(self.tokens, 'token')}, of which {self.trained:,} train; {plural(epochs, 'epoch')}"
+    )
+
+
+def measure_conversations(sources: Sequence[DataSource]) -> ConversationStatistics:
+  """Counts what trains in the sources.
+
+  Raises:
+    ConfigError: nothing does.
+  """
+  total = ConversationStatistics()
+  for source in sources:
+    assert isinstance(source.documents, ColumnDocuments)
+    found = _measure(source.documents)
+    for field in fields(total):
+      setattr(total, field.name, getattr(total, field.name) + getattr(found, field.name))
+  if not total.trained:
+    why = (
+      "all answers are longer than max_target_length"
+      if total.too_long
+      else "no conversation has an answer of the assistant with a weight"
+    )
+    raise ConfigError(f"use_sft=true, but no token of {plural(total.measured, 'conversation')} would train: {why}.")
+  return total
+
+
+def _measure(documents: ColumnDocuments) -> ConversationStatistics:
+  encoding, count = documents.encoding, sum(documents.sizes)
+  assert isinstance(encoding, ConversationEncoding)
+  step = max(1, count / MOST_MEASURED)
+  numbers = [int(i * step) for i in range(min(count, MOST_MEASURED))]
+  found = ConversationStatistics(count, len(numbers))
+  for begin in range(0, len(numbers), _READ_AT_ONCE):
+    some = numbers[begin : begin + _READ_AT_ONCE]
+    for number, record in zip(some, documents.read(some), strict=True):
+      try:
+        sequences = encoding.sequences(documents.values(record))
+      except (ConfigError, RunError) as error:
+        raise type(error)(f"{documents.where(number)}: {error}") from None
+      fitting = encoding.fitting(sequences)
+      found.answers += sum(len(one.answers) for one in sequences)
+      found.too_long += sum(len(one.answers) for one in sequences) - sum(len(one.answers) for one in fitting)
+      found.tokens += sum(len(one.tokens) for one in fitting)
+      found.trained += sum(weight > 0 for one in fitting for weight in one.weights[1:])
+  return found

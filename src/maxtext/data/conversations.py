@@ -1,0 +1,190 @@
+"""Training sequences of conversations (SFT, with completion-only loss).
+
+A token trains if and only if the server would have to generate it.
+
+For each answer of the assistant, the prompt is what the server prefills when it is sent the messages before it, and the
+rest of the sequence is the answer's own tokens up to the end of its turn. An answer that follows in the same
+conversation continues the sequence if its prompt begins with all of it. Where the template changes earlier turns, for
+example because it leaves their reasoning out, or where the tokens of the joined text are others, it begins a new one.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from maxtext.configs import ConfigError
+from maxtext.data.chat_messages import REASONING, template_messages
+from maxtext.data.chat_template import GENERATION_BEGIN, GENERATION_END, MARK_GENERATION, remove_marks
+from maxtext.data.documents import SEGMENTED
+from maxtext.data.tokenizers import TextTokenizer
+
+
+@dataclass
+class TrainingSequence:
+  """Tokens and their loss weights.
+
+  Attributes:
+    tokens: of prompts and answers.
+    weights: of each token in the loss.
+    answers: [begin, end) of each answer that trains.
+  """
+
+  tokens: list[int]
+  weights: list[float]
+  answers: list[tuple[int, int]]
+
+  def truncated(self, most: int) -> "TrainingSequence | None":
+    """The sequence up to the last answer that is whole within so many tokens; None if there is none."""
+    if len(self.tokens) <= most:
+      return self
+    answers = [span for span in self.answers if span[1] <= most]
+    if not answers:
+      return None
+    end = answers[-1][1]
+    return TrainingSequence(self.tokens[:end], self.weights[:end], answers)
+
+
+def conversation_sequences(
+  tokenizer: TextTokenizer, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], completion_only: bool
+) -> list[TrainingSequence]:
+  """The sequences that train all answers of the assistant.
+
+  A message may have `train` (false takes it as context only) and `weight` (of its tokens in the loss, 1 by default).
+
+  Args:
+    tokenizer: with a chat template.
+    messages: the conversation.
+    values: other variables of the template, such as `tools`.
+    completion_only: weight 0 for all other tokens; otherwise 1.
+  """
+  checked, found = template_messages(messages), list[TrainingSequence]()
+  for number, message in enumerate(messages):
+    weight = _weight(message, number)
+    if checked[number]["role"] != "assistant" or not weight:
+      continue
+    if not number:
+      raise ConfigError("messages.0: a conversation cannot begin with an answer.")
+    prompt = tokenizer.chat(checked[:number], answer=True, **values).tolist()
+    answer = answer_tokens(tokenizer, checked[: number + 1], values)
+    if not _generates(tokenizer, checked[: number + 1], values, answer):
+      continue
+    current = found[-1] if found and prompt[: len(found[-1].tokens)] == found[-1].tokens else None
+    if current is None:
+      found.append(current := TrainingSequence([], [], []))
+    new = prompt[len(current.tokens) :]
+    current.tokens += new + answer
+    current.weights += [0.0 if completion_only else 1.0] * len(new) + [weight] * len(answer)
+    current.answers.append((len(prompt), len(prompt) + len(answer)))
+  return found
+
+
+def completion_sequence(
+  tokenizer: TextTokenizer, prompt: str, completion: str, completion_only: bool
+) -> TrainingSequence:
+  """A plain text and its completion, as the server sees them in `/v1/completions`."""
+  before = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
+  after = [tokenizer.eos] if tokenizer.add_eos and tokenizer.eos is not None else []
+  context = before + list(tokenizer.vocabulary.encode(prompt, special=False))
+  answer = tokenizer.encode_continuation(completion, special=False) + after
+  weights = [0.0 if completion_only else 1.0] * len(context) + [1.0] * len(answer)
+  return TrainingSequence(context + answer, weights, [(len(context), len(context) + len(answer))])
+
+
+def answer_tokens(
+  tokenizer: TextTokenizer, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
+) -> list[int]:
+  """The tokens that the server has to generate for the last message: the answer, and the end of its turn."""
+  guarded, marked, values = tokenizer.guarded(messages, values)
+  prompt, whole = tokenizer.render(marked[:-1], answer=True, **values), tokenizer.render(marked, **values)
+  text = whole[len(prompt) :] if whole.startswith(prompt) else _after_opening(prompt, whole, marked[-1])
+  tokens = tokenizer.encode_continuation(text, special=True, guarded=guarded)
+  ends = [place for place, token in enumerate(tokens) if token in tokenizer.special_ids]
+  if ends:
+    return tokens[: ends[-1] + 1]  # what follows, such as a line break, belongs to the next prompt
+  return tokens + ([tokenizer.eos] if tokenizer.add_eos and tokenizer.eos is not None else [])
+
+
+def end_of_turn(tokenizer: TextTokenizer) -> int | None:
+  """The token that the chat template ends an answer with; None if there is no template, or no such token."""
+  if tokenizer.chat_template is None:
+    return None
+  messages = template_messages([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+  messages[-1] |= dict.fromkeys((REASONING[0], REASONING[-1]), "c")
+  try:
+    last = answer_tokens(tokenizer, messages, {})[-1:]
+  except ConfigError:  # the template takes other conversations only
+    return None
+  return next((token for token in last if token in tokenizer.special_ids), None)
+
+
+def join_sequences(sequences: Sequence[TrainingSequence]) -> np.ndarray:
+  """The sequences as one document; empty where there are none."""
+  document = np.zeros(sum(len(sequence.tokens) for sequence in sequences), SEGMENTED)
+  end = 0
+  for number, sequence in enumerate(sequences):
+    here, end = slice(end, end + len(sequence.tokens)), end + len(sequence.tokens)
+    document["token"][here], document["weight"][here] = sequence.tokens, sequence.weights
+    document["sequence"][here] = number
+  return document
+
+
+def _generates(
+  tokenizer: TextTokenizer, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], answer: list[int]
+) -> bool:
+  """Whether the last message trains by the template's own marks, `{% generation %}`, if it has any.
+
+  Raises:
+    ConfigError: the marked text of the last answer is not what the server would generate.
+  """
+  if "endgeneration" not in (tokenizer.chat_template or ""):
+    return True
+  _, marked, values = tokenizer.guarded(messages, values)
+  text = tokenizer.render(marked, **values, **{MARK_GENERATION: True})
+  before = tokenizer.render(marked[:-1], **values, **{MARK_GENERATION: True}).count(GENERATION_BEGIN)
+  spans = [part.partition(GENERATION_END)[0] for part in text.split(GENERATION_BEGIN)[1:]][before:]
+  named, generated = (tokenizer.decode(tokens).strip() for tokens in (_tokens(tokenizer, "".join(spans)), answer))
+  if spans and remove_marks(named) != generated:
+    raise ConfigError(
+      f"The {{% generation %}} marks of the chat template name {named!r} as an answer, of which the server would "
+      f"generate {generated!r}: move the marks, or leave them out."
+    )
+  return bool(spans)
+
+
+def _tokens(tokenizer: TextTokenizer, text: str) -> list[int]:
+  return tokenizer.encode_continuation(text, special=True)
+
+
+def _weight(message: Mapping[str, Any], number: int) -> float:
+  train, weight = message.get("train"), message.get("weight")
+  if not isinstance(train, bool | None):
+    raise ConfigError(f"messages.{number}.train: it must be true or false.")
+  if not isinstance(weight, int | float | None) or isinstance(weight, bool):
+    raise ConfigError(f"messages.{number}.weight: it must be a number.")
+  found = 1.0 if weight is None else float(weight)
+  if not 0 <= found < float("inf"):
+    raise ConfigError(f"messages.{number}.weight: it must be a finite number from 0 on.")
+  return 0.0 if train is False else found
+
+
+def _after_opening(prompt: str, whole: str, message: Mapping[str, Any]) -> str:
+  """The answer's text where a prompt ends with an opening that a finished turn does not have, such as `<think>`.
+
+  The server generates what comes after the opening: the rest of the reasoning, and the answer.
+  """
+  opening = re.search(r"<(\w+)>\s*\Z", prompt)
+  content, reasoning = message["content"].rstrip(), message.get(REASONING[0])
+  if opening and whole.startswith(before := prompt[: opening.start()]):
+    closing = f"</{opening[1]}>"
+    if reasoning is not None:
+      content = f"{opening[0]}{reasoning}\n{closing}\n\n{content}"
+    visible, turn = content.rpartition(closing)[2].strip(), whole[len(before) :]
+    if content.startswith(opening[0]) and visible in turn:
+      return content[len(opening[0]) :] + turn[turn.index(visible) + len(visible) :]
+  raise ConfigError(
+    f"The chat template opens an answer with {prompt[-20:]!r}, which it does not write for a finished one: give each "
+    f"answer its {REASONING[0]}, or set the template's variable that turns this off."
+  )
