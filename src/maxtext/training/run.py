@@ -227,7 +227,7 @@ def _check_memory(program: Program) -> None:
 def _evaluations(program: Program, checkpoints: RunCheckpoints, frozen: Mapping[str, Params]) -> list[Callback]:
   c = program.config
   evaluate = partial(program.evaluate, frozen=frozen, stop=checkpoints.stop_requested)
-  return [Evaluate(evaluate, c.eval_interval, c.target_eval_loss)] if c.eval_interval > 0 else []
+  return [Evaluate(evaluate, c.eval_interval, c.target_eval_loss)] if program.evaluates else []
 
 
 def _profilers(config: MaxTextConfig, run: RunDirectory) -> list[Callback]:
