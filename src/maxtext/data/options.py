@@ -115,6 +115,11 @@ class DataOptions:
   tfds_folder: str
   olmo: OlmoOptions
 
+  @property
+  def has_documents(self) -> bool:
+    """Whether the data is text, or was; synthetic data is random tokens."""
+    return self.kind != DatasetType.SYNTHETIC
+
   def split(self, name: SplitName) -> Split:
     """Of training or of evaluation."""
     return self.train if name == "train" else self.evaluation
