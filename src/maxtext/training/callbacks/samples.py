@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -10,15 +11,15 @@ from maxtext.configs import ConfigError
 from maxtext.data.batch import IteratorState
 from maxtext.data.options import data_options
 from maxtext.data.tokenizers import TextTokenizer
-from maxtext.inference.engine import Engine, dropless
-from maxtext.inference.inference_model import InferenceModel, load_run_tokenizer
-from maxtext.inference.llm import LLM
-from maxtext.inference.sampling import SamplingParams
 from maxtext.models.model import Params
 from maxtext.observe.sample_writer import Sample, SampleWriter
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.program import Program
 from maxtext.training.state import TrainState
+
+if TYPE_CHECKING:  # inference takes half a second to import, which runs without samples do not wait for
+  from maxtext.inference.engine import Engine
+  from maxtext.inference.llm import LLM
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ class Sampler:
 
   def __init__(self, program: Program, tokenizer: TextTokenizer, prompts: Sequence[str]) -> None:
     """Raises `ConfigError` for a prompt without a token or with too many."""
+    from maxtext.inference.engine import dropless
+    from maxtext.inference.sampling import SamplingParams
+
     config = program.config
     self._config, self._model, self._tokenizer = config.model_copy(update=_OFF), dropless(program.model), tokenizer
     self._prompts = [(prompt, tokenizer.encode(prompt).tolist()) for prompt in prompts]
@@ -58,6 +62,8 @@ class Sampler:
     c = program.config
     if not c.sample_prompts or c.eval_interval <= 0 or not data_options(c).has_documents:
       return None
+    from maxtext.inference.inference_model import load_run_tokenizer
+
     try:
       tokenizer, problem = load_run_tokenizer(c), _problem(program)
     except ConfigError as error:
@@ -71,13 +77,18 @@ class Sampler:
   def sample(self, step: int, params: Params) -> list[Sample]:
     """Samples with these parameters and buffers; the random choices are a function of the step."""
     if self._llm is None:
+      from maxtext.inference.inference_model import InferenceModel
+      from maxtext.inference.llm import LLM
+
       self._llm = LLM.of(InferenceModel(self._config, self._engine(params), self._tokenizer, self._sampling_params))
-    self._llm.engine.update_params(params, step)
+    self._llm.engine.update_params(params, step)  # the train step has donated those that the engine had
     prompts = [tokens for _, tokens in self._prompts]
     outputs = self._llm.generate(prompts, replace(self._sampling_params, seed=step))
     return [Sample(prompt, output.text) for (prompt, _), output in zip(self._prompts, outputs, strict=True)]
 
-  def _engine(self, params: Params) -> Engine:
+  def _engine(self, params: Params) -> "Engine":
+    from maxtext.inference.engine import Engine
+
     devices = self._model.execution.sharding.mesh.size
     longest = max(len(tokens) for _, tokens in self._prompts)
     return Engine(
