@@ -229,6 +229,8 @@ def test_show_and_explain_answer_at_once():
     "remat_policy: A policy's name; several, separated by commas, take turns over the layers.",
     "  type     str",
     "  default  'full'",
+    "  values   full, minimal, save_dot_with_context_except_mlp, save_dot_except_mlpwi, save_dot_except_mlp, "
+    "save_qkv_proj, qkv_proj_offloaded, custom, minimal_offloaded, save_out_proj",
     "  decides  whether these have an effect: context, decoder_layer_input, engram, key_proj, kv_wa_proj, "
     "mlpwi, mlpwi_0, mlpwi_1, mlpwo, moe_mlpwi_0, moe_mlpwi_1, moe_mlpwo, out_proj, qkv_proj, query_proj, "
     "query_wa_proj, value_proj",
