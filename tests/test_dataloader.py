@@ -18,9 +18,10 @@ import maxtext
 from maxtext import ConfigError
 from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
-from maxtext.data.dataloader import make_dataloader
+from maxtext.data.dataloader import make_dataloader, missing_eval_data
 from maxtext.data.options import data_options
 from maxtext.data.prepared_corpus import PreparedCorpus
+from maxtext.data.sources import open_sources
 from maxtext.data.workers import choose_workers
 from maxtext.training.loop import run_loop
 from tests.corpora import write_corpus
@@ -221,7 +222,10 @@ WRONG_DATA = {
   "missing": ({"grain_train_files": "{}/nowhere"}, "grain_train_files: .*/nowhere is neither the folder"),
   "damaged": ({"grain_train_files": "{}/damaged"}, r"damaged/tokens-00000-of-00001.array_record has 5 bytes"),
   "small": ({"grain_train_files": "{}/small"}, "does not fill a single batch: 1 document, 20 tokens = 1 row of 64; a"),
-  "no evaluation": ({"eval_interval": 5}, "dataset_type=grain needs grain_eval_files"),
+  "no evaluation": (
+    {"eval_interval": 5, "target_eval_loss": 1.0},
+    "dataset_type=grain needs grain_eval_files to evaluate: nothing is held out in ",
+  ),
   "missing evaluation": ({"eval_interval": 5, "grain_eval_files": "{}/gone"}, "grain_eval_files: .*/gone is neither"),
   "small evaluation": (
     {"eval_interval": 5, "grain_eval_files": "{}/small"},
@@ -287,6 +291,62 @@ def test_evaluation_reads_its_own_keys(config, tmp_path):
   assert len(rounds[0]) > 2
   assert all(map(np.array_equal, *rounds))
   assert rounds[0][0][0, 1] == 0, "the first document comes first"
+
+
+def hold_out(folder, other):
+  """Makes the documents of another corpus those that this one holds out."""
+  manifest, held_out = (json.loads((path / "manifest.json").read_text()) for path in (folder, other))
+  for shard in held_out["shards"]:
+    (folder / f"held-out-{shard['file']}").write_bytes((other / shard["file"]).read_bytes())
+    shard["file"] = f"held-out-{shard['file']}"
+  counts = {name: held_out[name] for name in ("documents", "tokens", "shards")}
+  (folder / "manifest.json").write_text(json.dumps(manifest | {"held_out": {"share": 0.1} | counts}))
+  return folder
+
+
+def numbers(batches):
+  """Those of the documents in rows, by the two tokens with which each begins."""
+  found = [(np.asarray(fed.batch.inputs), np.asarray(fed.batch.positions), fed.batch.weights) for fed in batches]
+  starts = [(i, p, np.asarray(w) > 0) for i, p, w in found]
+  return sorted(
+    int(1000 * inputs[row, place] + inputs[row, place + 1])
+    for inputs, positions, weights in starts
+    for row, place in np.argwhere((positions == 0) & weights)
+  )
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_evaluation_reads_all_that_is_held_out_and_training_nothing_of_it(config, tmp_path, devices):
+  write_corpus(tmp_path / "all", (100,), lengths=(1, 60))
+  corpus = hold_out(tmp_path / "all", write_corpus(tmp_path / "other", (7, 6), seed=1, lengths=(1, 60)))
+  p = program(config(grain_train_files=str(corpus), eval_interval=1, grain_worker_count_eval=0), devices)
+  assert p.evaluates
+  batches = list(make_dataloader(data_options(p.config), p.eval_batch, split="eval"))
+  assert numbers(batches) == list(range(13)), "whatever the batch size"
+  assert PreparedCorpus(corpus).identity == PreparedCorpus(tmp_path / "all").identity
+  trained = {row.tobytes() for fed in p.feed() for row in np.asarray(fed.batch.inputs)}
+  assert not trained & {row.tobytes() for fed in batches for row in np.asarray(fed.batch.inputs)}
+  mixed = f"{corpus},0.5;{tmp_path / 'other'},0.5"
+  p = program(config(grain_train_files=mixed, eval_interval=1, grain_worker_count_eval=0))
+  assert numbers(make_dataloader(data_options(p.config), p.eval_batch, split="eval")) == list(range(13))
+
+
+def test_a_corpus_that_holds_nothing_out_is_trained_on_without_evaluation(config, tmp_path, capsys):
+  """A recipe may evaluate; the corpus may be from a version that did not hold anything out."""
+  history = History()
+  run = config(base_output_directory=str(tmp_path), run_name="run", steps=2, eval_interval=1, eval_steps=1)
+  maxtext.train(run, callbacks=[history])
+  assert len(history.losses) == 2
+  assert not any("eval_loss" in metrics for metrics in history.figures)
+  said = capsys.readouterr()
+  assert (said.out + said.err).count("eval_interval=1 evaluates nothing: nothing is held out in ") == 1
+
+
+def test_files_that_are_no_corpus_hold_nothing_out(config, folder):
+  options = data_options(config(grain_train_files=f"{folder}/*.array_record"))
+  assert missing_eval_data(options) is None, "which is a mistake"
+  with pytest.raises(ConfigError, match="dataset_type=grain needs grain_eval_files to evaluate: write the folder of a"):
+    open_sources(options, options.evaluation)
 
 
 def test_a_damaged_shard_and_a_dead_reader_are_named(config, tmp_path):

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -17,9 +18,12 @@ import pytest
 
 from maxtext import ConfigError, load_config
 from maxtext.cli.main import main
+from maxtext.data import prepare as preparation
+from maxtext.data.held_out import HeldOutRule, HeldOutSelection
 from maxtext.data.options import tokenizer_options
 from maxtext.data.prepare import in_beam, in_processes, prepare
-from maxtext.data.raw_text import File, find_files, standard_library
+from maxtext.data.prepared_corpus import PreparedCorpus
+from maxtext.data.raw_text import File, SpanLimits, cut_texts, documents, find_files, split_file, standard_library
 from maxtext.data.tokenizers import load_tokenizer
 from tests import vocabularies
 
@@ -261,6 +265,8 @@ def test_mistakes_end_with_two(raw, vocabulary, tmp_path, monkeypatch, capsys):
   folder = raw[0]
   monkeypatch.chdir(tmp_path)
   (tmp_path / "empty").mkdir()
+  os.mkfifo(tmp_path / "pipe")
+  (tmp_path / "empty.txt").touch()
   (tmp_path / "blank.jsonl").write_text('{"text": ""}\n')
   (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
   (tmp_path / "binary.txt").write_bytes(b"abc\xff\xfe")
@@ -280,6 +286,10 @@ def test_mistakes_end_with_two(raw, vocabulary, tmp_path, monkeypatch, capsys):
     (["--from", f"{folder}/d.parquet"], "no column 'text'. It has 'id', 'body'. Choose with --column."),
     (["--from", f"{folder}/d.parquet", "--column", "id"], "row 0: no text under 'id'. Choose with --column."),
     (["--from", f"{folder}/a", "--workers", "0"], "--workers 0 --shard-megabytes 8: at least 1, and above 0."),
+    (["--from", "pipe"], "--from pipe is a pipe or a device: write its text to a file first."),
+    (["--from", "empty.txt"], "There is no text in what was given."),
+    (["--from", f"{folder}/a", "--held-out", "1"], "--held-out 1: a share of 0 to 0.5."),
+    (["--from", f"{folder}/a", "--held-out", "nan"], "--held-out nan: a share of 0 to 0.5."),
     (["--from", f"{folder}/a", "--skip-bad", "-1"], "--skip-bad -1: at least 0."),
     (["--from", f"{folder}/a", "--beam", "region=x"], "--beam region=x has no effect without --runner."),
     (["--from", f"{folder}/a", "--train-tokenizer"], "--train-tokenizer makes another."),
@@ -324,7 +334,7 @@ def bad(tmp_path_factory):
 def test_bad_records_are_skipped_up_to_a_number_and_counted(bad, vocabulary, tmp_path, capsys, workers):
   keys = {"tokenizer_type": "huggingface", "tokenizer_path": str(vocabulary)}
   words = [*(f"{key}={value}" for key, value in keys.items()), "--from", str(bad), "--column", "body"]
-  words += ["--to", str(tmp_path / "out"), "--shard-megabytes", "0.002", "--workers", str(workers)]
+  words += ["--to", str(tmp_path / "out"), "--shard-megabytes", "0.002", "--workers", str(workers), "--held-out", "0"]
 
   def prepared(*more):
     code = main(["data", "prepare", *words, *more])
@@ -460,11 +470,17 @@ def test_one_text_file_is_enough_to_train_on(tmp_path, monkeypatch, capsys):
   for name in ("book", "note"):
     words = ["--train-tokenizer", "--from", f"{name}.txt", "--to", f"data/{name}", "--workers", "1"]
     assert main(["data", "prepare", "stdlib-llama", *words]) == 0
-  assert "data/book: 1 document, " in capsys.readouterr().out
-  assert main(["train", "stdlib-llama", "grain_train_files=data/book", "steps=3", "run_name=book"]) == 0
+  said = capsys.readouterr().out
+  assert re.search(r"data/book: 6\d documents, ", said)
+  assert re.search(r"data/book: 1 document with [\d,]+ tokens \(1.\d%\) held out for evaluation", said)
+  assert "data/note: nothing is held out for evaluation: every document is too large a part of so little text" in said
+  assert (
+    main(["train", "stdlib-llama", "grain_train_files=data/book", "steps=3", "eval_interval=2", "run_name=book"]) == 0
+  )
   capsys.readouterr()
   figures = [json.loads(line) for line in (tmp_path / "runs/book/metrics.jsonl").read_text().splitlines()]
   assert len(figures) == 3
+  assert [step["step"] for step in figures if 7 < step.get("eval_loss", 0) < 9] == [2]
   rows = 8 * jax.device_count()
   assert all(step["tokens"] >= 0.99 * rows * 128 for step in figures), "no padding to speak of"
   tokens = json.loads((tmp_path / "data/book/manifest.json").read_text())["tokens"]
@@ -474,3 +490,153 @@ def test_one_text_file_is_enough_to_train_on(tmp_path, monkeypatch, capsys):
   assert "does not fill a single batch: 1 document, " in error
   assert f" of 128; a batch takes {rows} rows. Use more data, a smaller per_device_batch_size" in error
   assert "padding" not in error
+
+
+TEXTS = {
+  "paragraphs": "\n\n".join(f"Paragraph {n}.\nIts second line, {'x' * (n % 90)}." for n in range(4000)),
+  "crlf": "\r\n\r\n".join(f"Paragraph {n}.\r\nIts second line." for n in range(4000)),
+  "lines": "\n".join(f"line {n} of many" for n in range(20_000)),
+  "one line": "word " * 60_000,
+  "no space": "\u96ea\U0001f600" * 20_000,
+  "empty lines": "\n" * 70_000,
+  "short": "short",
+  "no newline at the end": "a line\n" * 9000 + "the end",
+}
+ENDS = {"paragraphs": "\n\n", "crlf": "\n\r\n", "lines": "\n", "one line": " "}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_file_that_is_alone_is_cut_into_documents_without_loss(name, tmp_path):
+  """Where paragraphs, lines or words end, at characters at the least; however many spans it is read in."""
+  path = tmp_path / "input.txt"
+  path.write_bytes(TEXTS[name].encode())
+  (file,) = cut_texts(find_files([str(path)]))
+  assert file.document_size == min(max(path.stat().st_size // 64, 1024), 16384)
+  found = []
+  for size in (1 << 30, 40_000):
+    spans = list(split_file(file, "text", SpanLimits(10_000, size)))
+    found.append([text for span in spans for text in documents(span, "text")])
+    assert [span.begin for span in spans[1:]] == [span.end for span in spans[:-1]]
+    assert sum(span.documents for span in spans) == len(found[-1])
+  assert found[0] == found[1]
+  assert "".join(found[0]) == TEXTS[name], "nothing is lost, and nothing is moved"
+  sizes = [len(text.encode()) for text in found[0]]
+  assert max(sizes) <= file.document_size
+  assert all(size >= file.document_size // 2 - 3 for size in sizes[:-1])
+  assert all(text.endswith(ENDS.get(name, "")) for text in found[0][:-1])
+
+
+def test_which_files_are_cut():
+  text, table = File("a.txt", 5000), File("b.jsonl", 5000)
+  assert cut_texts([text, File("empty.txt", 0)])[0].document_size == 1024
+  assert cut_texts([text, text]) == [text, text], "each is a document"
+  assert cut_texts([table]) == [table]
+  large = File("large.txt", 1 << 30)
+  assert cut_texts([text, large]) == [text, large._replace(document_size=16384)]
+
+
+def test_bad_parts_of_a_text_can_be_left_out(config, tmp_path):
+  good = b"".join(b"line %d\n" % n for n in range(9000))
+  (tmp_path / "input.txt").write_bytes(good[:50_000] + b"\xff" + good[50_000:])
+  files, options = find_files([str(tmp_path / "input.txt")]), tokenizer_options(config)
+  with pytest.raises(ConfigError, match=r"input.txt is not UTF-8 text \(byte 50000\)"):
+    prepare(options, files, str(tmp_path / "out"), here)
+  assert prepare(options, files, str(tmp_path / "out"), here, skip_bad=1)["skipped"] == 1
+
+
+def texts_of(config, folder, **keys):
+  """The documents of a prepared corpus, as text."""
+  corpus, tokenizer = PreparedCorpus(folder, **keys), load_tokenizer(tokenizer_options(config))
+  return [tokenizer.decode(corpus.tokens(record)) for record in corpus.read(range(sum(corpus.sizes)))]
+
+
+def write_lines(path, numbers):
+  path.parent.mkdir(exist_ok=True)
+  path.write_text("".join(json.dumps({"text": text(n)}) + "\n" for n in numbers))
+  return find_files([str(path)])
+
+
+def test_what_is_held_out_depends_on_the_text_alone(config, tmp_path):
+  """Not on its order, its shards or who else is there; copies are on one side."""
+  numbers, found = [*range(300), *range(300)], {}
+  for name, order, size in (("one", numbers, 1 << 20), ("other", numbers[::-1] + list(range(300, 330)), 9000)):
+    files = write_lines(tmp_path / name / "a.jsonl", order)
+    out = str(tmp_path / name / "out")
+    manifest = prepare(tokenizer_options(config), files, out, here, shard_size=size, held_out=HeldOutRule(0.1))
+    held_out, trained = texts_of(config, out, held_out=True), texts_of(config, out)
+    assert sorted(held_out + trained) == sorted(map(text, order))
+    assert not set(held_out) & set(trained)
+    assert (manifest["documents"], manifest["held_out"]["documents"]) == (len(trained), len(held_out))
+    assert manifest["held_out"]["tokens"] == sum(shard["tokens"] for shard in manifest["held_out"]["shards"])
+    assert 0.05 < len(held_out) / len(order) < 0.15
+    found[name] = {t for t in held_out if t in set(map(text, range(300)))}
+  assert found["one"] == found["other"]
+
+
+def test_at_least_one_document_is_held_out_and_its_copies_with_it(config, tmp_path):
+  """The one with the lowest hash, found once all are known; also if the work is ended then, and taken up again."""
+  rule = HeldOutRule(1e-9)
+  files = write_lines(tmp_path / "raw" / "a.jsonl", [*range(40), *range(40)])
+  whole, broken = str(tmp_path / "whole"), str(tmp_path / "broken")
+  manifest = prepare(tokenizer_options(config), files, whole, here, shard_size=3000, held_out=rule)
+  assert len(manifest["shards"]) > 5
+  assert manifest["held_out"]["documents"] == 2
+  lowest = min((HeldOutSelection(0, 1 << 20).hash_of(text(n)), text(n)) for n in range(40))[1]
+  assert texts_of(config, whole, held_out=True) == [lowest] * 2
+  assert lowest not in texts_of(config, whole)
+  calls = []
+
+  def ends_half_way(make, items):
+    calls.append(len(items))
+    if len(calls) == 3:  # the plan, the shards, and those of the document to hold out
+      make(items[0])
+      raise KeyboardInterrupt
+    here(make, items)
+
+  with pytest.raises(KeyboardInterrupt):
+    prepare(tokenizer_options(config), files, broken, ends_half_way, shard_size=3000, held_out=rule)
+  assert calls[2] == 2
+  assert prepare(tokenizer_options(config), files, broken, here, shard_size=3000, held_out=rule) == manifest
+  assert content(tmp_path / "broken") == content(tmp_path / "whole")
+
+
+def test_how_much_is_held_out():
+  size = 1 << 30
+  assert HeldOutSelection.of(HeldOutRule(0.25), size).threshold == 1 << 62
+  assert HeldOutSelection.of(HeldOutRule(0.25, size // 8), size).threshold == 1 << 61
+  assert HeldOutSelection.of(HeldOutRule(0.0), size) == HeldOutSelection(0, -1)
+  selection = HeldOutSelection.of(HeldOutRule(0.01), 1000)
+  assert selection.largest == 50, "a 20th of the text"
+  assert selection.hash_of("x" * 51) == 1 << 64
+  assert selection.hash_of("x" * 50) < 1 << 64
+  assert HeldOutSelection.of(HeldOutRule(0.2), 1000).largest == 200
+  assert selection.with_at_least_one(1 << 64) == selection, "nothing is small enough"
+  assert selection.with_at_least_one(5) == selection, "one is held out already"
+
+
+def test_a_corpus_of_an_older_version_is_left_as_it_is(config, tmp_path, capsys):
+  path, out = tmp_path / "raw" / "a.jsonl", tmp_path / "out"
+  files, options = write_lines(path, range(30)), tokenizer_options(config)
+  manifest = prepare(options, files, str(out), here)
+  older, _ = preparation._requests(options, files, "text", False, SpanLimits(10_000, 8 << 20), HeldOutRule(0.01))
+  manifest = {key: value for key, value in manifest.items() if key != "held_out"} | {"request": older}
+  (out / "manifest.json").write_text(json.dumps(manifest))
+  before = content(out)
+  keys = ["tokenizer_type=huggingface", f"tokenizer_path={config.tokenizer_path}", "vocab_size=512"]
+  assert main(["data", "prepare", *keys, "--from", str(path), "--to", str(out)]) == 0
+  assert "prepared by an older version, so nothing is held out for evaluation" in capsys.readouterr().out
+  assert content(out) == before
+
+
+def test_the_folder_has_the_name_of_the_text_unless_it_is_named(vocabulary, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "input.txt").write_text("\n".join(map(text, range(200))))
+  (tmp_path / "other.txt").write_text(text(1))
+  keys = ["tokenizer_type=huggingface", f"tokenizer_path={vocabulary}"]
+  assert main(["data", "prepare", *keys, "--from", "input.txt"]) == 0
+  assert re.search(r"\ndata/input: \d documents? with .* held out for evaluation\n$", capsys.readouterr().out)
+  assert (tmp_path / "data" / "input" / "manifest.json").exists()
+  assert main(["data", "prepare", *keys, "--from", "input.txt", "--held-out", "0"]) == 2
+  assert "--to data/input holds shards of other text, another tokenizer or other flags" in capsys.readouterr().err
+  assert main(["data", "prepare", *keys, "--from", "input.txt", "--from", "other.txt"]) == 2
+  assert "data prepare needs --to FOLDER" in capsys.readouterr().err

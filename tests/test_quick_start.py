@@ -18,10 +18,11 @@ HERE = Path(sys.executable).parent
 STEPS = 24
 
 
-def commands() -> list[list[str]]:
-  """What README's first block of commands has after its installation."""
-  block = re.search(r"## Quick start\n.*?```\n(.*?)```", README.read_text(), re.DOTALL)[1]
-  lines = [line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ maxtext ")]
+def commands(number: int = 0) -> list[list[str]]:
+  """What one of README's blocks of commands has after the installation."""
+  start = README.read_text().split("## Quick start\n")[1]
+  block = re.findall(r"```\n(.*?)```", start, re.DOTALL)[number]
+  lines = [line.removeprefix("$ ") for line in block.splitlines() if line.startswith(("$ maxtext ", "$ python -c"))]
   return [shlex.split(line) for line in lines]
 
 
@@ -65,3 +66,26 @@ def test_from_text_to_a_falling_loss(tmp_path):
     assert interrupted.wait(60) == 130
   assert "resuming from" in run(again, tmp_path)
   assert losses_of(tmp_path / "runs" / "again") == losses, "interrupted and resumed, it is the same run"
+
+
+@pytest.mark.slow
+def test_from_one_text_file_to_samples_of_it(tmp_path):
+  """README's second block, word for word, but for fewer steps."""
+  write, prepare, train, decode = commands(1)
+  assert write[-2:] == [">", "input.txt"]
+  (tmp_path / "input.txt").write_text(run([sys.executable, *write[1:-2]], tmp_path))
+  said = run(prepare, tmp_path)
+  assert re.search(r"^data/input: \d+ documents, [\d,]+ tokens of 2,048 kinds", said, re.MULTILINE)
+  assert re.search(
+    r"^data/input: \d documents? with [\d,]+ tokens \(\d\.\d%\) held out for evaluation$", said, re.MULTILINE
+  )
+  said = run([*train, "steps=12", "eval_interval=6"], tmp_path)
+  folder = tmp_path / "runs" / "mine"
+  metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+  losses = {line["step"]: line["eval_loss"] for line in metrics if "eval_loss" in line}
+  assert losses.keys() == {6, 12}
+  assert 4 < losses[12] < losses[6] < 8
+  samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+  assert [(line["step"], line["prompt"]) for line in samples] == [(6, "The"), (12, "The")]
+  assert all(f'sample at step {line["step"]}: "The" -> ' in said for line in samples)
+  assert run(decode, tmp_path).startswith("The")

@@ -3,6 +3,7 @@
 import argparse
 import os
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -24,10 +25,13 @@ def add_commands(commands: Any) -> None:
   add_overrides(prepare)
   prepare.add_argument(
     "--from", dest="sources", action="append", default=[], metavar="PATH",
-    help="a text file, which is one document, a .jsonl or .parquet file, or a folder of them; may be repeated",
+    help="a text file, a .jsonl or .parquet file, or a folder of them; may be repeated. A text file is one document; "
+    "one that is alone is cut into documents at ends of paragraphs and lines",
   )  # fmt: skip
   prepare.add_argument("--stdlib", action="store_true", help="the source files of this Python's own library")
-  prepare.add_argument("--to", required=True, metavar="FOLDER", help="where the shards go")
+  prepare.add_argument(
+    "--to", metavar="FOLDER", help="where the shards go (default data/NAME, with the name of what --from gives)"
+  )
   prepare.add_argument("--column", default="text", metavar="NAME", help="what holds the text (default text)")
   prepare.add_argument(
     "--suffix", action="append", default=[], metavar=".SUFFIX", help="files to take from folders (default all)"
@@ -43,6 +47,11 @@ def add_commands(commands: Any) -> None:
   prepare.add_argument(
     "--skip-bad", type=int, default=0, metavar="N", help="leave out up to N records that cannot be read (default 0)"
   )
+  prepare.add_argument(
+    "--held-out", type=float, metavar="SHARE",
+    help="of the text that is held out from training, for evaluation; 0 holds out nothing (default 0.01, and at most "
+    "about 4 MB)",
+  )  # fmt: skip
   cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
   prepare.add_argument("--workers", type=int, default=cores, metavar="N", help="processes (default one for each core)")
   prepare.add_argument("--runner", metavar="NAME", help="run on Apache Beam: DirectRunner, DataflowRunner, FlinkRunner")
@@ -61,11 +70,13 @@ def add_commands(commands: Any) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
+  from maxtext.data.held_out import DEFAULT_RULE, HeldOutRule
   from maxtext.data.options import tokenizer_options
   from maxtext.data.prepare import in_beam, in_processes, prepare
   from maxtext.data.raw_text import find_files, standard_library
 
   _refuse(arguments)
+  to = arguments.to or _default_folder(arguments)
   overrides = [*arguments.overrides, "dataset_type=grain"]  # Grain reads what is made
   config = resolve_overrides(overrides, arguments.strict).config
   files = [*find_files(arguments.sources, arguments.suffix), *(standard_library() if arguments.stdlib else ())]
@@ -75,22 +86,48 @@ def _prepare(arguments: argparse.Namespace) -> int:
     manifest = prepare(
       tokenizer_options(config),
       files,
-      arguments.to,
+      to,
       runner,
       column=arguments.column,
       train=arguments.train_tokenizer,
       shard_size=int(arguments.shard_megabytes * 2**20),
       skip_bad=arguments.skip_bad,
+      held_out=DEFAULT_RULE if arguments.held_out is None else HeldOutRule(arguments.held_out),
       display=display,
     )
-  print(
-    f"{arguments.to}: {plural(manifest['documents'], 'document')}, {manifest['tokens']:,} tokens of "
-    f"{manifest['tokenizer']['vocab_size']:,} kinds, {plural(len(manifest['shards']), 'shard')}, "
-    f"{time.perf_counter() - start:.1f} s"
-  )
-  if skipped := manifest.get("skipped", 0):
-    print(f"{arguments.to}: without {plural(skipped, 'record')} that could not be read")
+  for line in _describe(manifest, time.perf_counter() - start):
+    print(f"{to}: {line}")
   return 0
+
+
+def _describe(manifest: dict[str, Any], seconds: float) -> Iterator[str]:
+  """What was made."""
+  held_out = manifest.get("held_out", {"share": None, "documents": 0, "tokens": 0})
+  documents, tokens = (manifest[name] + held_out[name] for name in ("documents", "tokens"))
+  shards = plural(len(manifest["shards"]), "shard")
+  kinds = f"{manifest['tokenizer']['vocab_size']:,} kinds"
+  yield f"{plural(documents, 'document')}, {plural(tokens, 'token')} of {kinds}, {shards}, {seconds:.1f} s"
+  if skipped := manifest.get("skipped", 0):
+    yield f"without {plural(skipped, 'record')} that could not be read"
+  if held_out["documents"]:
+    share = held_out["tokens"] / tokens
+    yield (
+      f"{plural(held_out['documents'], 'document')} with {plural(held_out['tokens'], 'token')} ({share:.1%}) held out "
+      f"for evaluation"
+    )
+  elif held_out["share"] is None:
+    yield "prepared by an older version, so nothing is held out for evaluation; another --to prepares it again"
+  elif held_out["share"]:
+    yield "nothing is held out for evaluation: every document is too large a part of so little text"
+
+
+def _default_folder(arguments: argparse.Namespace) -> str:
+  """`data/` and the name of the only source."""
+  names = [source.rstrip("/").rsplit("/", 1)[-1] for source in arguments.sources] + ["stdlib"] * arguments.stdlib
+  name = names[0].lstrip(".").split(".")[0] if len(names) == 1 else ""
+  if not name:
+    raise ConfigError("data prepare needs --to FOLDER: there is no one name to call it by.")
+  return f"data/{name}"
 
 
 def _refuse(arguments: argparse.Namespace) -> None:
@@ -101,6 +138,8 @@ def _refuse(arguments: argparse.Namespace) -> None:
     raise ConfigError(f"{flags}: at least 1, and above 0.")
   if arguments.skip_bad < 0:
     raise ConfigError(f"--skip-bad {arguments.skip_bad}: at least 0.")
+  if arguments.held_out is not None and not 0 <= arguments.held_out <= 0.5:
+    raise ConfigError(f"--held-out {arguments.held_out:g}: a share of 0 to 0.5.")
   if arguments.beam and not arguments.runner:
     raise ConfigError(f"--beam {arguments.beam[0]} has no effect without --runner.")
 

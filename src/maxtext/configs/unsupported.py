@@ -462,6 +462,11 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     allowed_values=(False,),
   ),
   NoEffectOption(
+    ("sample_prompts",),
+    "it has no effect on dataset_type=synthetic, whose random tokens are no text",
+    unless=is_none_of("dataset_type", t.DatasetType.SYNTHETIC),
+  ),
+  NoEffectOption(
     (*_DOCUMENTS, *_READERS, "tokenize_train_data", "tokenize_eval_data", "use_truncation", "enable_data_shuffling"),
     "it has no effect on dataset_type=synthetic, which has no documents",
     unless=is_none_of("dataset_type", t.DatasetType.SYNTHETIC),
@@ -549,7 +554,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     ("use_tunix_gradient_accumulation",), "accumulation is part of the train step; set gradient_accumulation_steps"
   ),
   NoEffectOption(
-    ("eval_steps", "target_eval_loss", "eval_per_device_batch_size"),
+    ("eval_steps", "target_eval_loss", "eval_per_device_batch_size", "sample_prompts"),
     "it has no effect without eval_interval",
     unless=is_above("eval_interval", 0),
   ),

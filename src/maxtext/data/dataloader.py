@@ -26,6 +26,7 @@ from maxtext.data.options import DataOptions
 from maxtext.data.packing import LOOK_AHEAD, Packing
 from maxtext.data.prefetch import Prefetcher
 from maxtext.data.sources import open_sources
+from maxtext.data.sources.grain import lacks_held_out
 from maxtext.data.sources.hf import is_remote
 from maxtext.data.spans import count_tokens, cut_long_documents
 from maxtext.data.splits import Split, SplitName
@@ -78,6 +79,11 @@ def open_data(options: DataOptions, batch: Batch, split: SplitName = "train") ->
   if found is None and not keys.pad:
     raise _too_little_data(opened)
   return opened
+
+
+def missing_eval_data(options: DataOptions) -> str | None:
+  """Why there is no evaluation data, where that is no mistake: prepared corpora that hold nothing out."""
+  return lacks_held_out(options.evaluation) if options.kind == DatasetType.GRAIN else None
 
 
 def make_dataloader(

@@ -135,6 +135,11 @@ class DataOptions:
   olmo: OlmoOptions
   conversations: ConversationOptions | None = None
 
+  @property
+  def has_documents(self) -> bool:
+    """Whether the data is text, or was; synthetic data is random tokens."""
+    return self.kind != DatasetType.SYNTHETIC
+
   def split(self, name: SplitName) -> Split:
     """Of training or of evaluation."""
     return self.train if name == "train" else self.evaluation
@@ -205,6 +210,7 @@ def _train(config: MaxTextConfig) -> Split:
     read_ahead=config.grain_prefetch_buffer_size,
     grain_files=("grain_train_files", config.grain_train_files),
     mixture=config.grain_train_mixture_config_path,
+    held_out=False,
     hf_files=config.hf_train_files,
     hf_split=config.train_split,
     tfds_name=config.dataset_name,
@@ -213,7 +219,9 @@ def _train(config: MaxTextConfig) -> Split:
 
 
 def _evaluation(config: MaxTextConfig) -> Split:
-  """Evaluation goes once through the data, as it stands."""
+  """Evaluation goes once through the data, as it stands. Without files of its own, that is what the prepared corpora of
+  training hold out: all of it, so the last batch is padded."""
+  held_out = config.dataset_type == DatasetType.GRAIN and not config.grain_eval_files
   return Split(
     name="eval",
     columns=config.eval_data_columns,
@@ -221,13 +229,16 @@ def _evaluation(config: MaxTextConfig) -> Split:
     epochs=1,
     shuffle=False,
     rows_per_device=config.eval_per_device_batch_size,
-    pad=config.generate_padding_batch_eval,
+    pad=config.generate_padding_batch_eval or held_out,
     workers=config.grain_worker_count_eval,
     buffer=config.grain_per_worker_buffer_size_eval,
     threads=config.grain_num_threads_eval,
     read_ahead=config.grain_prefetch_buffer_size_eval,
-    grain_files=("grain_eval_files", config.grain_eval_files),
-    mixture="",
+    grain_files=(
+      ("grain_train_files", config.grain_train_files) if held_out else ("grain_eval_files", config.grain_eval_files)
+    ),
+    mixture=config.grain_train_mixture_config_path if held_out else "",
+    held_out=held_out,
     hf_files=config.hf_eval_files,
     hf_split=config.hf_eval_split,
     tfds_name=config.eval_dataset_name,

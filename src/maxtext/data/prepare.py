@@ -1,8 +1,8 @@
 """Preparation of raw text as tokenised ArrayRecord shards with a manifest.
 
 A shard is a pure function of its part of the plan, so one process, many or a cluster make the same bytes, after any
-number of restarts. A shard is written atomically, and then a record beside the plan marks it as done. The manifest is
-written last. Nothing here imports JAX.
+number of restarts. A shard is written atomically, with its held-out documents in a file of their own, and then a record
+beside the plan marks it as done. The manifest is written last. Nothing here imports JAX.
 """
 
 import hashlib
@@ -27,14 +27,16 @@ import numpy as np
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.configs.types import TokenizerType
+from maxtext.data.held_out import NO_RULE, HeldOutRule, HeldOutSelection
 from maxtext.data.options import TokenizerOptions
 from maxtext.data.output_folder import UNFINISHED, OutputFolder
-from maxtext.data.prepared_corpus import MANIFEST, SCHEMA, long_document_threshold
+from maxtext.data.prepared_corpus import HELD_OUT, MANIFEST, SCHEMA, long_document_threshold
 from maxtext.data.raw_text import (
   File,
   OnBadRecord,
   SpanLimits,
   TextSpan,
+  cut_texts,
   documents,
   needs_scan,
   raise_bad_record,
@@ -88,13 +90,15 @@ def prepare(
   train: bool = False,
   shard_size: int = 8 << 20,
   skip_bad: int = 0,
+  held_out: HeldOutRule = NO_RULE,
   display: Display | None = None,
 ) -> dict[str, Any]:
   """Makes the shards that are not there yet, and returns the manifest.
 
   Args:
     tokenizer: which; where one is trained, what is to come out.
-    files: text files, JSON lines and Parquet, whose order is the order of the documents.
+    files: text files, JSON lines and Parquet, whose order is the order of the documents. A text file that is alone is
+      cut into documents (`cut_texts`).
     to: the folder to make.
     execute: where the work is done, such as `in_processes(2)`.
     column: what holds the text in JSON lines and Parquet.
@@ -102,22 +106,28 @@ def prepare(
     shard_size: bytes of text in a shard, at most where a document is not larger.
     skip_bad: records that may be left out because they cannot be read. It decides no byte of a shard, so whoever
       raises it goes on where it ended.
+    held_out: how much is held out for evaluation. Of a text that has documents small enough for it, at least one is.
     display: is told now and then.
   """
-  folder, most = OutputFolder(to), SpanLimits(MOST_DOCUMENTS, shard_size)
+  folder, most, files = OutputFolder(to), SpanLimits(MOST_DOCUMENTS, shard_size), cut_texts(files)
   if train and tokenizer.path is not None:
     raise ConfigError(f"tokenizer_path={tokenizer.path} names a tokenizer, and --train-tokenizer makes another.")
+  if not train and tokenizer.path is None:
+    raise ConfigError("tokenizer_path is not set: name a tokenizer, or train one on this text: --train-tokenizer.")
   if not any(file.size for file in files):
     raise ConfigError("There is no text in what was given.")
-  request = _request(tokenizer, files, column, train, most)
-  if (done := _claim_folder(folder, to, request)) is not None:
+  older, request = _requests(tokenizer, files, column, train, most, held_out)
+  if (done := _claim_folder(folder, to, request, older)) is not None:
     return done
   plans = _plan(folder, to, files, column, most, skip_bad, execute)
   names = _install_tokenizer(tokenizer, folder, plans, column, train, skip_bad, display)
-  job = _Job(to, len(plans), column, request, names, _installed_options(tokenizer, train), skip_bad)
+  selection = HeldOutSelection.of(held_out, sum(plan.size for plan in plans))
+  job = _Job(to, len(plans), column, request, names, _installed_options(tokenizer, train), skip_bad, selection)
   with _show_progress(folder, job, plans, display) if display else nullcontext():
     execute(partial(make_shard, job), [plan for plan in plans if _read_record(folder, job, plan) is None])
-  manifest = _build_manifest(folder, job, plans)
+    job = _with_one_held_out(folder, job, plans)
+    execute(partial(make_shard, job), [plan for plan in plans if _read_record(folder, job, plan) is None])
+  manifest = _build_manifest(folder, job, plans, held_out)
   folder.write(MANIFEST, _json(manifest))
   folder.remove(UNFINISHED)
   return manifest
@@ -141,10 +151,11 @@ class _Job:
   tokenizer_files: tuple[str, ...]
   tokenizer: TokenizerOptions
   skip_bad: int
+  held_out: HeldOutSelection
 
-  def name(self, plan: ShardPlan) -> str:
-    """Of the shard."""
-    return f"tokens-{plan.number:05}-of-{self.shards:05}.array_record"
+  def name(self, plan: ShardPlan, kind: str = "tokens") -> str:
+    """Of the shard; `kind` begins it."""
+    return f"{kind}-{plan.number:05}-of-{self.shards:05}.array_record"
 
 
 @dataclass
@@ -168,31 +179,50 @@ class _Skipped:
 
 
 def make_shard(job: _Job, plan: ShardPlan) -> None:
-  """Writes one shard and the record of it. A document without text is left out."""
-  from array_record.python.array_record_module import ArrayRecordWriter
-
+  """Writes one shard, its held-out documents apart, and the record of both. A document without text is left out."""
   tokenizer, folder, name = _tokenizer(job), OutputFolder(job.to), job.name(plan)
   dtype = _dtype(tokenizer.vocab_size).newbyteorder("<")
-  lengths: list[int] = []
-  skipped = _Skipped(job.skip_bad)
+  skipped, lowest = _Skipped(job.skip_bad), None
   with folder.scratch() as scratch:
-    file = Path(scratch, name)
-    writer = ArrayRecordWriter(str(file), "group_size:1")
+    trained, held_out = (_ShardWriter(Path(scratch, job.name(plan, kind))) for kind in ("tokens", "held-out"))
     for text in chain.from_iterable(documents(span, job.column, skipped) for span in plan.spans):
       if text:
-        document = tokenizer.encode(text)
-        writer.write(document.astype(dtype).tobytes())
-        lengths.append(len(document))
-    writer.close()
-    content = hashlib.sha256(file.read_bytes()).hexdigest()
-    above = long_document_threshold(tokens := sum(lengths))
-    long = [number for place, length in enumerate(lengths) if length > above for number in (place, length)]
-    counts = {"documents": len(lengths), "tokens": tokens, "long": long}
-    entry = {"file": name, **counts, "bytes": file.stat().st_size, "sha256": content}
-    if lengths:
-      folder.publish(file, name)
-  note = {"entry": entry, "skipped": skipped.count, "first": skipped.first}
-  folder.write(f"{UNFINISHED}/{name}.json", _json(note))
+        number = job.held_out.hash_of(text)
+        lowest = number if lowest is None else min(lowest, number)
+        writer = held_out if number < job.held_out.threshold else trained
+        writer.write(tokenizer.encode(text).astype(dtype))
+    entries = {"entry": trained.publish(folder), HELD_OUT: held_out.publish(folder)}
+  note = {"skipped": skipped.count, "first": skipped.first, "lowest": lowest, "threshold": job.held_out.threshold}
+  folder.write(f"{UNFINISHED}/{name}.json", _json(entries | note))
+
+
+class _ShardWriter:
+  """Writes documents to a file, and knows their lengths."""
+
+  def __init__(self, file: Path) -> None:
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    self._file, self._writer = file, ArrayRecordWriter(str(file), "group_size:1")
+    self._lengths: list[int] = []
+
+  def write(self, document: np.ndarray) -> None:
+    """Appends a document."""
+    self._writer.write(document.tobytes())
+    self._lengths.append(len(document))
+
+  def publish(self, folder: OutputFolder) -> dict[str, Any]:
+    """Moves the file to the folder, if it has a document; returns its entry of the manifest."""
+    self._writer.close()
+    above = long_document_threshold(tokens := sum(self._lengths))
+    long = [number for place, length in enumerate(self._lengths) if length > above for number in (place, length)]
+    counts = {"documents": len(self._lengths), "tokens": tokens, "long": long}
+    content = hashlib.sha256(self._file.read_bytes()).hexdigest()
+    entry = {"file": self._file.name, **counts, "bytes": self._file.stat().st_size, "sha256": content}
+    if self._lengths:
+      folder.publish(self._file, self._file.name)
+    else:
+      folder.remove(self._file.name)  # of an attempt in which other documents were held out
+    return entry
 
 
 def in_processes(workers: int) -> Execute:
@@ -244,21 +274,29 @@ def in_beam(runner: str, options: Sequence[str]) -> Execute:
   return execute
 
 
-def _request(tokenizer: TokenizerOptions, files: Sequence[File], column: str, train: bool, most: SpanLimits) -> str:
-  """A hash of all that decides the shards, but for the folders where files are."""
+def _requests(
+  tokenizer: TokenizerOptions, files: Sequence[File], column: str, train: bool, most: SpanLimits, held_out: HeldOutRule
+) -> tuple[str, str]:
+  """A hash of all that decides the shards, but for the folders where files are; before it that of an older version,
+  which held out nothing and cut no text."""
   trained = {"vocab_size": tokenizer.vocab_size, "characters": tokenizer.training_characters}
   marks = {"bos": tokenizer.add_bos, "eos": tokenizer.add_eos}
   identity = {**trained, **marks} if train else load_tokenizer(tokenizer).identity
   names = [(file.path.rsplit("/", 1)[-1], file.size) for file in files]
-  return hashlib.sha256(_json([names, column, most, identity])).hexdigest()
+  older = [names, column, most, identity]
+  since = [[file.document_size for file in files], asdict(held_out)]
+  return hashlib.sha256(_json(older)).hexdigest(), hashlib.sha256(_json([*older, *since])).hexdigest()
 
 
-def _claim_folder(folder: OutputFolder, to: str, request: str) -> dict[str, Any] | None:
-  """Marks the folder as this request's; returns the manifest where it has been fulfilled already."""
+def _claim_folder(folder: OutputFolder, to: str, request: str, older: str) -> dict[str, Any] | None:
+  """Marks the folder as this request's; returns the manifest where it has been fulfilled already, also by an older
+  version."""
   manifest, begun, names = folder.read(MANIFEST), folder.read(_REQUEST), folder.names()
   if manifest is None and begun is None and names not in ([], [UNFINISHED]):
     raise ConfigError(f"--to {to} holds something else: choose another folder.")
   there = json.loads(manifest)["request"] if manifest else json.loads(begun) if begun else request
+  if manifest and HELD_OUT not in json.loads(manifest) and there == older:
+    there = request
   if there != request and any(name.endswith(".array_record") for name in names):
     raise ConfigError(f"--to {to} holds shards of other text, another tokenizer or other flags: choose another folder.")
   if manifest or there != request:
@@ -346,32 +384,54 @@ def _tokenizer(job: _Job) -> TextTokenizer:
 
 
 def _read_record(folder: OutputFolder, job: _Job, plan: ShardPlan) -> dict[str, Any] | None:
-  """What is known of a finished shard: its entry of the manifest, and what was skipped."""
+  """What is known of a finished shard: its entries of the manifest, and what was skipped.
+
+  None where there is none, or where documents of it are to be held out that are not.
+  """
   content = folder.read(f"{UNFINISHED}/{job.name(plan)}.json")
-  entry = (note := json.loads(content)).get("entry") if content else None  # a note of an older version has none
-  return note if entry and (not entry["documents"] or folder.size(entry["file"]) == entry["bytes"]) else None
+  if content is None or HELD_OUT not in (note := json.loads(content)):  # a note of an older version has less
+    return None
+  whole = all(not e["documents"] or folder.size(e["file"]) == e["bytes"] for e in (note["entry"], note[HELD_OUT]))
+  missed = note["lowest"] is not None and note["threshold"] <= note["lowest"] < job.held_out.threshold
+  return note if whole and not missed else None
 
 
-def _build_manifest(folder: OutputFolder, job: _Job, plans: Sequence[ShardPlan]) -> dict[str, Any]:
+def _with_one_held_out(folder: OutputFolder, job: _Job, plans: Sequence[ShardPlan]) -> _Job:
+  """The job that holds out at least one document, by the hashes that all shards have noted."""
+  if not job.held_out.threshold:
+    return job
+  notes = filter(None, (_read_record(folder, job, plan) for plan in plans))
+  hashes = [note["lowest"] for note in notes if note["lowest"] is not None]
+  return replace(job, held_out=job.held_out.with_at_least_one(min(hashes))) if hashes else job
+
+
+def _build_manifest(folder: OutputFolder, job: _Job, plans: Sequence[ShardPlan], rule: HeldOutRule) -> dict[str, Any]:
   """The manifest: the same for the same request, whoever did the work."""
   notes, skipped = [_read_record(folder, job, plan) for plan in plans], _Skipped(job.skip_bad)
   assert None not in notes, "a shard was not made"
   for note in filter(None, notes):
     skipped.add(note["skipped"], note["first"])
   shards = [note["entry"] for note in notes if note and note["entry"]["documents"]]
+  held_out = [note[HELD_OUT] for note in notes if note and note[HELD_OUT]["documents"]]
+  if not shards and held_out:
+    raise ConfigError(f"--held-out {rule.share:g} holds out every document: choose a smaller share, or 0.")
   if not shards:
     raise ConfigError("There is no text in what was given: every document is empty.")
   tokenizer = _tokenizer(job)
   return {
     "schema": SCHEMA,
     "dtype": _dtype(tokenizer.vocab_size).name,
-    "documents": sum(shard["documents"] for shard in shards),
-    "tokens": sum(shard["tokens"] for shard in shards),
+    **_totals(shards),
     "skipped": skipped.count,
     "tokenizer": tokenizer.identity,
     "request": job.request,
     "shards": shards,
+    HELD_OUT: {"share": rule.share, **_totals(held_out), "shards": held_out},
   }
+
+
+def _totals(shards: Sequence[dict[str, Any]]) -> dict[str, int]:
+  return {name: sum(shard[name] for shard in shards) for name in ("documents", "tokens")}
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """Prepared corpora: folders of tokenised ArrayRecord shards with a manifest, as `maxtext data prepare` writes them.
 
 `manifest.json` is {"schema": 1, "dtype": "uint16" or "uint32", "documents": N, "tokens": T, "tokenizer": {...},
-"skipped": s, "shards": [{"file": ..., "documents": n, "tokens": t, "long": [...], "bytes": b, "sha256": ...}, ...]}. A
-record is the tokens of a document, little-endian, with its beginning and its end in it. `long` has record and tokens,
-one after the other, of the documents with more than a 128th of the shard's tokens, of which there are fewer than 128;
-`skipped` is how many records of the text could not be read. Older folders have neither.
+"skipped": s, "shards": [{"file": ..., "documents": n, "tokens": t, "long": [...], "bytes": b, "sha256": ...}, ...],
+"held_out": {"share": 0.01, "documents": N, "tokens": T, "shards": [...]}}. A record is the tokens of a document,
+little-endian, with its beginning and its end in it. `long` has record and tokens, one after the other, of the documents
+with more than a 128th of the shard's tokens, of which there are fewer than 128. `skipped` is how many records of the
+text could not be read. Held-out documents are in shards of their own, and other counts are without them. Older
+folders lack `long`, `skipped` and `held_out`.
 """
 
 import hashlib
@@ -25,22 +27,24 @@ from maxtext.data.records import Reader, Records, Shard
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
+HELD_OUT = "held_out"
 INDEX_BYTES = 46  # of memory, per record of an open ArrayRecord shard
 
 
 class PreparedCorpus:
-  """The documents of a prepared corpus."""
+  """The documents of a prepared corpus that are for training, or its held-out documents."""
 
   window = FEW_SHARDS
 
-  def __init__(self, folder: str | Path, threads: int = 1) -> None:
+  def __init__(self, folder: str | Path, threads: int = 1, held_out: bool = False) -> None:
     """Reads the manifest only; a shard is looked at when something is read from it."""
     self._manifest = read_manifest(folder)
+    self._part = self._manifest[HELD_OUT] if held_out else self._manifest
     shards = [
       Shard(str(Path(folder, shard["file"])), shard["documents"], shard["documents"] * INDEX_BYTES)
-      for shard in self._manifest["shards"]
+      for shard in self._part["shards"]
     ]
-    self._bytes = {shard.path: entry["bytes"] for shard, entry in zip(shards, self._manifest["shards"], strict=True)}
+    self._bytes = {shard.path: entry["bytes"] for shard, entry in zip(shards, self._part["shards"], strict=True)}
     self._dtype = np.dtype(self._manifest["dtype"]).newbyteorder("<")
     self._records = Records(shards, self._open, threads)
     self.sizes = [shard.records for shard in shards]
@@ -53,13 +57,13 @@ class PreparedCorpus:
   @property
   def identity(self) -> dict[str, Any]:
     """What the shards hold, whatever the folder is called."""
-    hashes = "".join(shard["sha256"] for shard in self._manifest["shards"])
-    return {"documents": self._manifest["documents"], "sha256": hashlib.sha256(hashes.encode()).hexdigest()}
+    hashes = "".join(shard["sha256"] for shard in self._part["shards"])
+    return {"documents": self._part["documents"], "sha256": hashlib.sha256(hashes.encode()).hexdigest()}
 
   @property
   def counts(self) -> TokenCounts:
     """As the manifest has them."""
-    shards, total = self._manifest["shards"], self._manifest["tokens"]
+    shards, total = self._part["shards"], self._part["tokens"]
     if any("long" not in shard for shard in shards):
       return TokenCounts(total, None)
     firsts = itertools.accumulate((shard["documents"] for shard in shards), initial=0)
@@ -95,6 +99,11 @@ class PreparedCorpus:
         f"remove the corpus and run `maxtext data prepare` again."
       )
     return open_array_record(shard)
+
+
+def held_out_documents(manifest: dict[str, Any]) -> int:
+  """How many documents a corpus holds out; older ones none."""
+  return manifest.get(HELD_OUT, {}).get("documents", 0)
 
 
 def long_document_threshold(tokens: int) -> int:

@@ -1,7 +1,8 @@
 """Raw text: which documents there are, and how they are read. Text files, JSON lines and Parquet, also compressed.
 
-Files are cut into spans that a worker reads alone. Paths go through fsspec, so `gs://` and `s3://` need only its
-package for that store. Nothing here knows of tokens.
+A text file is one document. One that is all of the text, or too large for that, is cut into many at ends of paragraphs
+and lines; joined, they are the file. Files are cut into spans that a worker reads alone. Paths go through fsspec, so
+`gs://` and `s3://` need only its package for that store. Nothing here knows of tokens.
 """
 
 import gzip
@@ -17,14 +18,23 @@ from typing import Any, BinaryIO, NamedTuple
 from maxtext.configs import ConfigError
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-_LARGEST_TEXT = 1 << 28
+_LARGEST_TEXT = 1 << 28  # bytes of a text file that is one document
+_LEAST_CUT, _MOST_CUT = 1 << 10, 1 << 14  # bytes of the documents of a file that is cut
+_BLOCK = 1 << 20
 
 
 class File(NamedTuple):
-  """Raw text in some format."""
+  """Raw text in some format.
+
+  Attributes:
+    path: of the file.
+    size: in bytes.
+    document_size: most bytes of a document, if the file is a text that is cut into several; 0 where it is not.
+  """
 
   path: str
   size: int
+  document_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,7 @@ class TextSpan:
   end: int
   documents: int
   size: int  # bytes of text, roughly
+  document_size: int = 0  # of its file
 
 
 OnBadRecord = Callable[[ConfigError], None]
@@ -64,6 +75,8 @@ def find_files(sources: Sequence[str], suffixes: Sequence[str] = ()) -> list[Fil
     there = fs.find(root, detail=True)
     if not there and not fs.exists(root):
       raise ConfigError(f"--from {source}: no such file or folder.")
+    if root in there and there[root]["type"] != "file":
+      raise ConfigError(f"--from {source} is a pipe or a device: write its text to a file first.")
     scheme = "" if "file" in fs.protocol else source.split("://")[0] + "://"
     for path, facts in sorted(there.items()):
       below = _relative_parts(path, root)
@@ -78,9 +91,24 @@ def standard_library() -> list[File]:
   return [file for file in find_files([root], [".py"]) if not _NOT_LIBRARY & set(_relative_parts(file.path, root))]
 
 
+def cut_texts(files: Sequence[File]) -> list[File]:
+  """The files, of which a text file that is alone, or that has more than 256 MiB, is to be cut into documents.
+
+  One document could be neither shuffled nor held out. Documents have a 64th of the file, but 1 to 16 KiB.
+  """
+  alone = sum(file.size > 0 for file in files) == 1
+
+  def cut(file: File) -> File:
+    if _format(file.path) is not _TEXT or not (alone or file.size > _LARGEST_TEXT):
+      return file
+    return file._replace(document_size=min(max(file.size // 64, _LEAST_CUT), _MOST_CUT))
+
+  return [cut(file) for file in files]
+
+
 def needs_scan(file: File) -> bool:
   """Whether splitting this file requires reading it."""
-  return _format(file.path).needs_scan
+  return bool(file.document_size) or _format(file.path).needs_scan
 
 
 def raise_bad_record(bad: ConfigError) -> None:
@@ -115,23 +143,61 @@ def _relative_parts(path: str, root: str) -> list[str]:
 
 
 def _split_text(file: File, column: str, most: SpanLimits, on_bad: OnBadRecord) -> Iterator[TextSpan]:
-  if file.size > _LARGEST_TEXT:
-    raise ConfigError(
-      f"{file.path} is one text of {file.size} bytes, and a file is one document: make it several, or JSON lines."
-    )
-  yield TextSpan(file.path, 0, file.size, 1, file.size)
+  if not file.document_size:
+    yield TextSpan(file.path, 0, file.size, 1, file.size)
+    return
+  begin = end = count = 0
+  with _open(file.path) as content:
+    for document in _cut(content, file.document_size):
+      if count and (count == most.documents or end + len(document) - begin > most.size):
+        yield TextSpan(file.path, begin, end, count, end - begin, file.document_size)
+        begin, count = end, 0
+      count, end = count + 1, end + len(document)
+  if count:
+    yield TextSpan(file.path, begin, end, count, end - begin, file.document_size)
 
 
 def _read_text(span: TextSpan, column: str, on_bad: OnBadRecord) -> Iterator[str]:
   with _open(span.path) as file:
-    content = file.read()
-  try:
-    text = content.decode("utf-8")
-  except UnicodeDecodeError as error:
-    where = f"{span.path} is not UTF-8 text (byte {error.start})"
-    on_bad(ConfigError(f"{where}: say which files to take with --suffix, such as .txt."))
-  else:
-    yield text
+    file.seek(place := span.begin)
+    for content in _cut(file, span.document_size) if span.document_size else [file.read()]:
+      if place >= span.end and span.document_size:
+        return
+      try:
+        text = content.decode("utf-8")
+      except UnicodeDecodeError as error:
+        where = f"{span.path} is not UTF-8 text (byte {place + error.start})"
+        on_bad(ConfigError(f"{where}: say which files to take with --suffix, such as .txt, or convert it."))
+      else:
+        yield text
+      place += len(content)
+  if place < span.end and span.document_size:
+    raise ConfigError(f"{span.path} became shorter while it was read.")
+
+
+def _cut(file: BinaryIO, size: int) -> Iterator[bytes]:
+  """The rest of a text in documents of at most `size` bytes. A cut depends only on the one before."""
+  block, begin = b"", 0
+  while True:
+    while len(block) - begin <= size and (more := file.read(_BLOCK)):
+      block, begin = block[begin:] + more, 0
+    if len(block) - begin <= size:
+      if len(block) > begin:
+        yield block[begin:]
+      return
+    end = _last_break(block, begin + size // 2, begin + size)
+    yield block[begin:end]
+    begin = end
+
+
+def _last_break(text: bytes, first: int, last: int) -> int:
+  """Where to cut: after the last empty line that ends in [first, last], else the last line, word or character."""
+  for breaks in ((b"\n\n", b"\n\r\n"), (b"\n",), (b" ",)):
+    ends = [found + len(mark) for mark in breaks if (found := text.rfind(mark, first, last)) >= 0]
+    if ends:
+      return max(ends)
+  inside = (place for place in range(last, last - 4, -1) if text[place] & 0xC0 != 0x80)
+  return next(inside, last)
 
 
 def _split_lines(file: File, column: str, most: SpanLimits, on_bad: OnBadRecord) -> Iterator[TextSpan]:

@@ -25,6 +25,7 @@ class Split:
     read_ahead: documents that each of them reads at a time.
     grain_files: the key of the files that `grain` reads, and its value.
     mixture: a file with several of them.
+    held_out: whether the held-out documents of these prepared corpora are read, instead of the others.
     hf_files: files of `hf`.
     hf_split: split of `hf`.
     tfds_name: data set of `tfds`.
@@ -44,6 +45,7 @@ class Split:
   read_ahead: int
   grain_files: tuple[str, str]
   mixture: str
+  held_out: bool
   hf_files: str | None
   hf_split: str | None
   tfds_name: str

@@ -203,13 +203,32 @@ class TensorBoardWriter:
 
   def write(self, step: int, metrics: Metrics) -> None:
     self._loading.join()
+    from tensorboardX.proto.summary_pb2 import Summary
+
+    self._append(step, [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()])
+
+  def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+    """Writes texts by their tags; TensorBoard shows them as Markdown."""
+    self._loading.join()
+    from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboardX.proto.tensor_pb2 import TensorProto
+    from tensorboardX.proto.tensor_shape_pb2 import TensorShapeProto
+
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    tensors = {
+      tag: TensorProto(dtype="DT_STRING", string_val=[text.encode(errors="replace")], tensor_shape=shape)
+      for tag, text in texts.items()
+    }
+    self._append(step, [Summary.Value(tag=tag, metadata=metadata, tensor=tensor) for tag, tensor in tensors.items()])
+
+  def _append(self, step: int, values: list[Any]) -> None:
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.proto.summary_pb2 import Summary
 
     data, now = b"", time.time()
     if not self._started:
       data, self._started = _framed_record(Event(wall_time=now, file_version="brain.Event:2").SerializeToString()), True
-    values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
     self._file.append(
       data + _framed_record(Event(wall_time=now, step=step, summary=Summary(value=values)).SerializeToString())
     )

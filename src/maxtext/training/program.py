@@ -1,6 +1,7 @@
 """A run made ready: the model, the compiled step, and the abstract state and batch it takes. No array exists yet."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.data.batch import BatchSource, BatchWithState, IteratorState
-from maxtext.data.dataloader import OpenedData, make_dataloader, open_data
+from maxtext.data.dataloader import OpenedData, make_dataloader, missing_eval_data, open_data
 from maxtext.data.options import data_options
 from maxtext.distributed.multihost import process_folder
 from maxtext.mesh.compiler import compiler_options
@@ -37,6 +38,8 @@ from maxtext.training.objectives.language_modeling import LanguageModeling
 from maxtext.training.state import TrainState, abstract_state, initial_state, on_devices, update_shardings
 from maxtext.training.step import evaluation_sums, make_train_step
 from maxtext.training.synchronized_compile import SynchronizedCompile
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,8 +190,22 @@ class Program:
     if self._source is not None:
       return
     _ = self._data
-    if self.config.eval_interval > 0:
+    if self.evaluates:
       _ = self._eval_data
+
+  @cached_property
+  def evaluates(self) -> bool:
+    """Whether the run evaluates. A recipe's `eval_interval` does not keep it from training on a prepared corpus that
+    holds nothing out: it is warned about once. With a `target_eval_loss` that corpus is an error."""
+    c = self.config
+    if c.eval_interval <= 0 or self._source is not None:
+      return c.eval_interval > 0
+    lacking = missing_eval_data(data_options(c))
+    if lacking is None or c.target_eval_loss:
+      return True
+    if not jax.process_index():
+      _LOG.warning(f"maxtext: eval_interval={c.eval_interval} evaluates nothing: {lacking}.")
+    return False
 
   @cached_property
   def _data(self) -> OpenedData:

@@ -44,6 +44,7 @@ from maxtext.observe.metric_writers import (
   TensorBoardWriter,
 )
 from maxtext.observe.run_directory import RunDirectory, config_changes, new_run_name
+from maxtext.observe.sample_writer import SampleWriter
 from maxtext.observe.stack_traces import StackTraces
 from maxtext.training import compiled
 from maxtext.training.callbacks.base import Callback
@@ -51,6 +52,7 @@ from maxtext.training.callbacks.dump import Dump
 from maxtext.training.callbacks.evaluate import Evaluate
 from maxtext.training.callbacks.guard import LossGuard
 from maxtext.training.callbacks.profile import Profile
+from maxtext.training.callbacks.samples import Sampler, Samples
 from maxtext.training.callbacks.write_metrics import WriteMetrics
 from maxtext.training.consistency import agree_on_start, agree_on_step
 from maxtext.training.loop import run_loop
@@ -94,6 +96,7 @@ def train(
       _LOG.info(table(program.model))
     _check_sharding(program)
     _check_host(program)
+    sampler = Sampler.of(program)
     file = config.compiled_trainstep_file
     step = compiled.load(program, Path(file)) if file else SynchronizedCompile(program.step, batch=1)
     name = broadcast_from_first(config.run_name or _new_name(config))
@@ -124,6 +127,7 @@ def train(
     callbacks = [
       *_evaluations(program, checkpoints, frozen),
       *checkpoints.callbacks(guard),
+      *_samples(config, sampler, run, steps),
       WriteMetrics(_sinks(config, steps, run) if first else []),
       guard,
       *(_jaxpr(program, run) if first and config.dump_jaxpr else []),
@@ -227,7 +231,13 @@ def _check_memory(program: Program) -> None:
 def _evaluations(program: Program, checkpoints: RunCheckpoints, frozen: Mapping[str, Params]) -> list[Callback]:
   c = program.config
   evaluate = partial(program.evaluate, frozen=frozen, stop=checkpoints.stop_requested)
-  return [Evaluate(evaluate, c.eval_interval, c.target_eval_loss)] if c.eval_interval > 0 else []
+  return [Evaluate(evaluate, c.eval_interval, c.target_eval_loss)] if program.evaluates else []
+
+
+def _samples(config: MaxTextConfig, sampler: Sampler | None, run: RunDirectory, steps: range) -> list[Callback]:
+  if sampler is None:
+    return []
+  return [Samples(sampler, SampleWriter(run.path, steps.start, config.enable_tensorboard), config.eval_interval)]
 
 
 def _profilers(config: MaxTextConfig, run: RunDirectory) -> list[Callback]:

@@ -90,7 +90,7 @@ from maxtext.configs.types.post_training import (
   RLHardware,
   SpecialTokens,
 )
-from maxtext.configs.types.run import AOT, Debug, DevelopmentAndDebugging, RunInfo, TrainingLoop
+from maxtext.configs.types.run import AOT, Debug, DevelopmentAndDebugging, RunInfo, TrainingLoop, TrainingSamples
 
 
 def get_individual_scales(scale: int) -> tuple[int, int, int, int]:
@@ -139,7 +139,15 @@ class _Placement(
 ): ...
 
 
-class _Training(TrainingLoop, ManifoldConstrainedHyperConnections, DilocoParams, Optimizer, AdamW, Muon): ...
+class _Training(
+  TrainingLoop,
+  TrainingSamples,
+  ManifoldConstrainedHyperConnections,
+  DilocoParams,
+  Optimizer,
+  AdamW,
+  Muon,
+): ...
 
 
 class _PostTraining(
@@ -309,6 +317,7 @@ __all__ = [
   "Tokenizer",
   "TokenizerType",
   "TrainingLoop",
+  "TrainingSamples",
   "VisionProjector",
   "VisionTower",
   "WsdDecayStyle",

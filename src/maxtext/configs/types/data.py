@@ -136,7 +136,9 @@ class GrainDataset(Section):
   grain_train_files: str = Field(
     "", description="Training file glob, or several with weights; '' leaves it to the mixture file."
   )
-  grain_eval_files: str = Field("", description="Evaluation file glob, or several with weights; '' is none.")
+  grain_eval_files: str = Field(
+    "", description="Evaluation file glob, or several with weights; '' is what prepared training data holds out."
+  )
   grain_train_mixture_config_path: str = Field(
     "", description="JSON file that lists training sources and weights; '' uses grain_train_files."
   )

@@ -63,6 +63,14 @@ class TrainingLoop(Section):
   init_weights_seed: int = Field(0, description="Seed of the initial weights.")
 
 
+class TrainingSamples(Section):
+  """Samples while training. The specification has no such key."""
+
+  sample_prompts: list[str] = Field(
+    [], description="Prompts that the model continues every eval_interval steps of training; [] is none."
+  )
+
+
 class AOT(Section):
   """Compilation for hardware that is not here."""
 

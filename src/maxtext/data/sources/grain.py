@@ -10,7 +10,7 @@ from pathlib import Path
 from maxtext.configs import ConfigError
 from maxtext.data.documents import DataSource, Documents
 from maxtext.data.options import DataOptions
-from maxtext.data.prepared_corpus import MANIFEST, PreparedCorpus
+from maxtext.data.prepared_corpus import MANIFEST, PreparedCorpus, held_out_documents, read_manifest
 from maxtext.data.sources.encoding import Encoding, make_encoding
 from maxtext.data.sources.files import FORMATS, open_files
 from maxtext.data.splits import Split
@@ -18,16 +18,30 @@ from maxtext.data.tokenizers import check_vocab_size
 
 Part = tuple[str, float]  # a folder or glob, and its weight
 
+_NO_CORPUS = "write the folder of a prepared corpus, or a glob of files"
+
 
 def open_grain(options: DataOptions, split: Split) -> list[DataSource]:
-  """Opens all parts of the mixture, several at a time."""
-  parts = _parts(split)
+  """Opens all parts of the mixture, several at a time; for held-out documents, the parts that have any."""
+  parts = [part for part in _parts(split) if not split.held_out or _holds_out(part[0])]
+  if not parts:
+    raise ConfigError(f"dataset_type=grain needs grain_eval_files to evaluate: {lacks_held_out(split) or _NO_CORPUS}.")
   encoding = cache(
     partial(make_encoding, options, split)
   )  # loads the tokenizer at most once, and only for data that is not tokenised
   with ThreadPoolExecutor(max(1, options.open_threads)) as pool:
     opened = pool.map(lambda part: _open(options, split, encoding, part[0]), parts)
     return [DataSource(documents, weight) for documents, (_, weight) in zip(opened, parts, strict=True)]
+
+
+def lacks_held_out(split: Split) -> str | None:
+  """Why there is nothing to read, if the split is the held-out documents of prepared corpora that have none."""
+  if not split.held_out:
+    return None
+  places = source_paths(split)
+  if any(not _is_prepared(place) or _holds_out(place) for place in places):
+    return None
+  return f"nothing is held out in {', '.join(places)} (`maxtext data prepare` holds out a hundredth of a text)"
 
 
 def source_paths(split: Split) -> list[str]:
@@ -39,14 +53,22 @@ def _parts(split: Split) -> Sequence[Part]:
   return _mixture_parts(split.mixture) if split.mixture else _file_parts(*split.grain_files)
 
 
+def _is_prepared(place: str) -> bool:
+  return (Path(place).expanduser() / MANIFEST).exists()
+
+
+def _holds_out(place: str) -> bool:
+  return _is_prepared(place) and held_out_documents(read_manifest(Path(place).expanduser())) > 0
+
+
 def _open(options: DataOptions, split: Split, encoding: Callable[[], Encoding], place: str) -> Documents:
   folder = Path(place).expanduser()
-  if (folder / MANIFEST).exists():
+  if _is_prepared(place):
     if options.conversations is not None:
       raise ConfigError(
         f"use_sft=true: {split.grain_files[0]}: {place} is a prepared corpus of tokens; give files of conversations."
       )
-    prepared = PreparedCorpus(folder, split.threads)
+    prepared = PreparedCorpus(folder, split.threads, split.held_out)
     check_vocab_size(options.vocab_size, prepared.vocab_size, f"{split.grain_files[0]}: {place}")
     return prepared
   kind, key = options.file_type, split.grain_files[0]
@@ -67,7 +89,7 @@ def _open(options: DataOptions, split: Split, encoding: Callable[[], Encoding], 
 def _file_parts(key: str, value: str) -> Sequence[Part]:
   """Parses `glob`, or `glob,weight;glob,weight`."""
   if not value:
-    raise ConfigError(f"dataset_type=grain needs {key}: write the folder of a prepared corpus, or a glob of files.")
+    raise ConfigError(f"dataset_type=grain needs {key}: {_NO_CORPUS}.")
   if ";" not in value and "," not in value:
     return [(value, 1.0)]
   try:

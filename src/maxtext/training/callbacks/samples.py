@@ -1,0 +1,145 @@
+"""Samples while training: the engine continues a few prompts with the current parameters."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import jax
+
+from maxtext.configs import ConfigError
+from maxtext.data.batch import IteratorState
+from maxtext.data.options import data_options
+from maxtext.data.tokenizers import TextTokenizer
+from maxtext.models.model import Params
+from maxtext.observe.sample_writer import Sample, SampleWriter
+from maxtext.training.callbacks.base import Callback
+from maxtext.training.program import Program
+from maxtext.training.state import TrainState
+
+if TYPE_CHECKING:  # inference takes half a second to import, which runs without samples do not wait for
+  from maxtext.inference.engine import Engine
+  from maxtext.inference.llm import LLM
+
+_LOG = logging.getLogger(__name__)
+
+MAX_TOKENS = 64
+"""Tokens of a sample, at most."""
+
+_AXES = {"data", "fsdp", "tensor"}  # of a mesh on which the engine runs the model of training as it is
+_OFF = {"enable_prefix_caching": False, "multi_sampling": False, "use_chat_template": False, "prefill_cache_dir": ""}
+
+
+class Sampler:
+  """Continues the prompts of `sample_prompts`.
+
+  The engine is made, and compiled, with the first sample. It uses the arrays of the train state, not copies. Its own
+  memory is the KV cache of one sequence of the longest prompt and `MAX_TOKENS` for each prompt, in multiples of the
+  number of devices.
+  """
+
+  def __init__(self, program: Program, tokenizer: TextTokenizer, prompts: Sequence[str]) -> None:
+    """Raises `ConfigError` for a prompt without a token or with too many."""
+    from maxtext.inference.engine import dropless
+    from maxtext.inference.sampling import SamplingParams
+
+    config = program.config
+    self._config, self._model, self._tokenizer = config.model_copy(update=_OFF), dropless(program.model), tokenizer
+    self._prompts = [(prompt, tokenizer.encode(prompt).tolist()) for prompt in prompts]
+    for prompt, tokens in self._prompts:
+      if not 0 < len(tokens) < config.max_target_length:
+        raise ConfigError(
+          f"sample_prompts: {prompt!r} has {len(tokens)} tokens, and 1 to {config.max_target_length - 1} leave room "
+          f"for a sample in max_target_length={config.max_target_length}."
+        )
+    stops = () if tokenizer.eos is None else (tokenizer.eos,)
+    self._sampling_params = replace(SamplingParams.of(config), max_tokens=MAX_TOKENS, stop_token_ids=stops)
+    self._llm: LLM | None = None
+
+  @staticmethod
+  def of(program: Program) -> "Sampler | None":
+    """The sampler of a run; None where it has no prompts, or where there is a reason against it, which is logged."""
+    c = program.config
+    if not c.sample_prompts or c.eval_interval <= 0 or not data_options(c).has_documents:
+      return None
+    from maxtext.inference.inference_model import load_run_tokenizer
+
+    try:
+      tokenizer, problem = load_run_tokenizer(c), _problem(program)
+    except ConfigError as error:
+      tokenizer, problem = None, str(error)
+    if tokenizer is None or problem:
+      if not jax.process_index():
+        _LOG.warning(f"maxtext: sample_prompts: the run writes no samples: {problem}")
+      return None
+    return Sampler(program, tokenizer, c.sample_prompts)
+
+  def sample(self, step: int, params: Params) -> list[Sample]:
+    """Samples with these parameters and buffers; the random choices are a function of the step."""
+    if self._llm is None:
+      from maxtext.inference.inference_model import InferenceModel
+      from maxtext.inference.llm import LLM
+
+      self._llm = LLM.of(InferenceModel(self._config, self._engine(params), self._tokenizer, self._sampling_params))
+    self._llm.engine.update_params(params, step)  # the train step has donated those that the engine had
+    prompts = [tokens for _, tokens in self._prompts]
+    outputs = self._llm.generate(prompts, replace(self._sampling_params, seed=step))
+    return [Sample(prompt, output.text) for (prompt, _), output in zip(self._prompts, outputs, strict=True)]
+
+  def _engine(self, params: Params) -> "Engine":
+    from maxtext.inference.engine import Engine
+
+    devices = self._model.execution.sharding.mesh.size
+    longest = max(len(tokens) for _, tokens in self._prompts)
+    return Engine(
+      self._model,
+      params,
+      slots=-(-len(self._prompts) // devices) * devices,
+      max_model_len=min(longest + MAX_TOKENS, self._config.max_target_length),
+      max_prompt_len=longest,
+    )
+
+
+class Samples(Callback):
+  """Writes samples every `interval` steps. A failure does not end the run; it ends the samples."""
+
+  def __init__(self, sampler: Sampler, writer: SampleWriter, interval: int) -> None:
+    self._sampler: Sampler | None = sampler
+    self._writer, self._interval = writer, interval
+
+  def due(self, step: int) -> bool:
+    return self._sampler is not None and step % self._interval == 0
+
+  def on_update(
+    self, step: int, state: TrainState, position: Callable[[], IteratorState], metrics: dict[str, float]
+  ) -> bool:
+    assert self._sampler is not None, "it was due"
+    try:
+      samples = self._sampler.sample(step, state.params | state.buffers)
+    except Exception as error:  # such as memory that does not suffice
+      self._sampler = None
+      _LOG.warning(f"maxtext: sample_prompts: no more samples, since one failed: {str(error).splitlines()[0]}")
+    else:
+      self._writer.write(step, samples)
+    return False
+
+  def close(self) -> None:
+    self._writer.close()
+
+
+def _problem(program: Program) -> str:
+  """Why the engine cannot run the model of training; empty where it can."""
+  c, sharding = program.config, program.model.execution.sharding
+  axes = {name: size for name, size in sharding.mesh.shape.items() if size > 1 and name not in _AXES}
+  if jax.process_count() > 1:
+    return f"they are for runs of one process, and this one has {jax.process_count()}."
+  if axes:
+    return f"they are for meshes of {', '.join(sorted(_AXES))}, and this one has {axes}."
+  for key, set_to in {
+    "shard_mode=explicit": sharding.explicit,
+    "parameter_memory_host_offload=true": c.parameter_memory_host_offload,
+    "enable_diloco=true": c.enable_diloco,
+  }.items():
+    if set_to:
+      return f"they are not for {key}."
+  return ""
