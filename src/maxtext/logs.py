@@ -27,6 +27,15 @@ class ConsoleHandler(logging.Handler):
       pass
 
 
+def readable_duration(seconds: float) -> str:
+  """A duration in its two largest units."""
+  seconds = max(0, round(seconds))
+  for size, unit, smaller_size, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+    if seconds >= size:
+      return f"{seconds // size} {unit} {seconds % size // smaller_size} {smaller}"
+  return f"{seconds} s"
+
+
 def setup_logging() -> None:
   """Sends the records of `maxtext`, from INFO up, to this process's console.
 

@@ -109,5 +109,5 @@ def _train(arguments: argparse.Namespace) -> int:
   resolved = config.resolve_overrides(arguments.overrides, arguments.strict)
   from maxtext.training.run import train
 
-  train(resolved.config, origins=resolved.origins)
+  train(resolved.config, origins=resolved.origins, config_name=resolved.name)
   return 0

@@ -6,10 +6,11 @@ import json
 import logging
 import os
 import platform
+import shutil
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from maxtext.storage.atomic import write_atomically
 
 _LOG = logging.getLogger(__name__)
 
+# What a run writes before its first step has finished.
+_START_FILES = {"checkpoints", "config.json", "lease.json", "metrics.jsonl", "run.json", "tensorboard", "tokenizer"}
 _LIBRARIES = ("maxtext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "libtpu")
 
 
@@ -98,10 +101,30 @@ class RunDirectory:
     """Writes the report; returns its path."""
     return write_report([self.path], self.path / "report.html")
 
-  def discard_if_empty(self) -> None:
-    """Removes a folder that nothing was written to."""
-    with suppress(OSError):
-      self.path.rmdir()
+  @contextmanager
+  def removed_if_unused(self) -> Iterator[None]:
+    """Inside it, a start that fails before its first step leaves nothing behind: neither the folder, if it was not
+    there before, nor folders above it that were created for it. An empty folder is removed in any case."""
+    absent = [path for path in (self.path, *self.path.parents) if not path.exists()]
+    try:
+      yield
+    except BaseException:
+      if self.path in absent and self._is_without_results():
+        shutil.rmtree(self.path, ignore_errors=True)
+      raise
+    finally:
+      for path in absent or [self.path]:
+        with suppress(OSError):
+          path.rmdir()
+
+  def _is_without_results(self) -> bool:
+    """Whether the folder has no finished step, no checkpoint, and no file that a start does not write."""
+    try:
+      names = {path.name for path in self.path.iterdir()}
+      saved = any((self.path / "checkpoints").iterdir()) if "checkpoints" in names else False
+      return names <= _START_FILES and not saved and not ("metrics.jsonl" in names and self.metrics.stat().st_size)
+    except OSError:
+      return False
 
   def _report_not_written(self, error: OSError) -> None:
     if is_permanent(error):
@@ -122,9 +145,9 @@ def library_versions() -> dict[str, str]:
   return {library: version for library in _LIBRARIES if (version := _version(library))}
 
 
-def new_run_name(base: str, model: str) -> str:
+def new_run_name(base: str, config_name: str) -> str:
   """A new name for a run without one. No run under this base has it, since a run of the same name would be resumed."""
-  name = f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+  name = f"{config_name}-{time.strftime('%Y%m%d-%H%M%S')}"
   names = (name, *(f"{name}-{i}" for i in range(2, 1000)))
   runs = (RunDirectory.of(base, name) for name in names)
   return next(run.path.name for run in runs if not run.path.exists() and not (run.store and run.store.exists()))

@@ -2,8 +2,10 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ import optax
 from etils import epath
 from jax.sharding import Mesh
 
-from maxtext.checkpoint.tokenizer import keep_tokenizer
+from maxtext.checkpoint.tokenizer import find_tokenizer, keep_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.errors import plural
 from maxtext.configs.loader import values_and_origins
 from maxtext.configs.types import ProfilerType
 from maxtext.data.batch import BatchSource
@@ -27,7 +30,7 @@ from maxtext.distributed.multihost import (
   process_folder,
   unique_name,
 )
-from maxtext.logs import setup_logging
+from maxtext.logs import readable_duration, setup_logging
 from maxtext.mesh.chips import find_chip
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.memory import device_memory, host_memory
@@ -73,6 +76,7 @@ def train(
   data: BatchSource | None = None,
   callbacks: Sequence[Callback] = (),
   origins: Mapping[str, str] | None = None,
+  config_name: str = "",
 ) -> TrainState:
   """Trains as configured, on all devices that JAX finds, and returns the last state.
 
@@ -83,8 +87,11 @@ def train(
     data: batches for the objective; None reads the configured data.
     callbacks: called by the loop, after the run's own.
     origins: where each value of the configuration came from, for the record.
+    config_name: what to call the configuration, on the console and in the name of a run without `run_name`: a recipe,
+      the stem of a file; empty is `model_name`.
   """
   setup_logging()
+  started, config_name = time.monotonic(), config_name or config.model_name
   with ExitStack() as closing:
     _start(config)
     if config.collect_stack_trace:
@@ -96,22 +103,27 @@ def train(
     _check_host(program)
     file = config.compiled_trainstep_file
     step = compiled.load(program, Path(file)) if file else SynchronizedCompile(program.step, batch=1)
-    name = broadcast_from_first(config.run_name or _new_name(config))
+    name = broadcast_from_first(config.run_name or _new_name(config, config_name))
     record = values_and_origins(config, origins or {})
     checkpoints = RunCheckpoints(config, name, record)
     run, first = RunDirectory.of(config.base_output_directory, name), jax.process_index() == 0
     if first:
-      closing.callback(run.discard_if_empty)
+      closing.enter_context(run.removed_if_unused())
     closing.callback(checkpoints.release)
     checkpoints.acquire()
     if first:
       run.make()
       closing.callback(_finish, run)
-      _introduce(program, run)
+      _introduce(program, run, config_name)
     guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
     state, feed = checkpoints.restore_or_init(program)
     frozen = program.init_frozen()
     feed = agree_on_step(program, feed)
+    steps = range(int(state.step), config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
+    if steps.start and not steps:
+      if first:
+        _LOG.info(f"maxtext: {_nothing_left(config, name, steps)}")
+      return state
     if first:
       if int(state.step):
         _print_changes(checkpoints.saved_config(int(state.step)) or run.last_config(), record)
@@ -120,7 +132,6 @@ def train(
         run.store_config(record)
       if why := keep_tokenizer(data_options(config), config.load_parameters_path, str(run.store or run.path)):
         _LOG.warning(f"maxtext: the run's folder has no tokenizer: {why}")
-    steps = range(int(state.step), config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
     callbacks = [
       *_evaluations(program, checkpoints, frozen),
       *checkpoints.callbacks(guard),
@@ -137,16 +148,54 @@ def train(
     flops = train_flops_per_token(program.model, config.max_target_length) / mesh.size
     if frozen:
       step = partial(_with_frozen, step, frozen)
-    return run_loop(step, state, feed, steps, callbacks, flops, _peak_flops(mesh))
+    try:
+      state = run_loop(step, state, feed, steps, callbacks, flops, _peak_flops(mesh))
+    except (KeyboardInterrupt, SystemExit):
+      if first and checkpoints.has_saved():
+        _LOG.info(f"maxtext: run_name={name} resumes it.")
+      raise
+    if first:
+      for line in _next_steps(config, run, name, steps, int(state.step), time.monotonic() - started):
+        _LOG.info(f"maxtext: {line}")
+    return state
 
 
 def _with_frozen(step: Any, frozen: Mapping[str, Params], state: TrainState, batch: Any) -> Any:
   return step(state, batch, frozen)
 
 
-def _new_name(config: MaxTextConfig) -> str:
+def _new_name(config: MaxTextConfig, config_name: str) -> str:
   """Process 0's is taken; the others do not look, so that no host remembers the folder as one that is not there."""
-  return "" if jax.process_index() else new_run_name(config.base_output_directory, config.model_name)
+  return "" if jax.process_index() else new_run_name(config.base_output_directory, config_name)
+
+
+def _nothing_left(config: MaxTextConfig, name: str, steps: range) -> str:
+  return (
+    f"run_name={name} is at step {steps.start:,} of {steps.stop:,}: nothing is left to do. Set "
+    f"{_steps_key(config)} above {steps.start} to train further, or choose another run_name."
+  )
+
+
+def _next_steps(
+  config: MaxTextConfig, run: RunDirectory, name: str, steps: range, step: int, seconds: float
+) -> Iterator[str]:
+  """The last lines of a run: what it did, and the keys and commands to go on with."""
+  done = plural(step - steps.start, "step")
+  ended = f"finished {done}" if step == steps.stop else f"ended after {done}, at step {step:,} of {steps.stop:,},"
+  saved = config.enable_checkpointing and config.save_checkpoint_on_completion
+  further = f"; run_name={name} {_steps_key(config)}={2 * step} trains further" if saved and step == steps.stop else ""
+  yield f"{ended} in {readable_duration(seconds)}{further}."
+  folder, can_decode = str(run.store or run.path), False
+  with suppress(Exception):  # storage that fails now does not fail a finished run
+    can_decode = saved and find_tokenizer(folder) is not None
+  if can_decode:
+    longest = config.max_target_length
+    shorter = f" max_prefill_predict_length={longest // 2}" if config.max_prefill_predict_length >= longest else ""
+    yield f"try it: maxtext decode {shlex.quote(folder)}{shorter} prompt=..."
+
+
+def _steps_key(config: MaxTextConfig) -> str:
+  return "learning_rate_schedule_steps" if config.steps == -1 else "steps"
 
 
 def _finish(run: RunDirectory) -> None:
@@ -265,12 +314,12 @@ def _peak_flops(mesh: Mesh) -> float:
   return chip.flops / chip.devices if chip else 0.0
 
 
-def _introduce(program: Program, run: RunDirectory) -> None:
+def _introduce(program: Program, run: RunDirectory, config_name: str) -> None:
   model, mesh = program.model, program.model.execution.sharding.mesh
   axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1) or "one device"
   rows, length = jax.tree.leaves(program.batch)[0].shape[0], program.config.max_target_length
   _LOG.info(
-    f"{program.config.model_name}: {model.size:,} parameters on {mesh.size} {mesh.devices.flat[0].platform} "
+    f"{config_name}: {model.size:,} parameters on {mesh.size} {mesh.devices.flat[0].platform} "
     f"({axes}), {rows} x {length} tokens a step, in {run.path}",
   )
 

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from maxtext.configs.errors import ConfigError
@@ -22,15 +23,17 @@ def resolve_source(source: str | None, values: Mapping[str, Any], strict: bool =
 
   Warns on stderr of keys that have no effect; `strict` raises instead.
   """
-  if source and is_hugging_face(source):
-    source, values = None, {"load_parameters_path": source, **values}
+  folder = source if source and is_hugging_face(source) else None
+  if folder:
+    source, values = None, {"load_parameters_path": folder, **values}
   first = resolve(source, os.environ, values)
   path = first.config.load_parameters_path
   if not path or not is_hugging_face(path):
     return _warn(first, strict)
   own = _folder_values(path, first)
   again = resolve_keys({**own, **values}, strict, source, recorded=own.keys())
-  return replace(again, origins={**again.origins, **dict.fromkeys(own, os.path.join(path, "config.json"))})
+  origins = {**again.origins, **dict.fromkeys(own, os.path.join(path, "config.json"))}
+  return replace(again, origins=origins, name=Path(folder).resolve().name if folder else again.name)
 
 
 def resolve_keys(
