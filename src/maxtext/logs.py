@@ -36,6 +36,15 @@ def readable_duration(seconds: float) -> str:
   return f"{seconds} s"
 
 
+def readable_size(size: float) -> str:
+  """A number of bytes with three digits and a unit."""
+  for unit in ("B", "kB", "MB", "GB"):
+    if size < 1000:
+      return f"{size:.3g} {unit}"
+    size /= 1000
+  return f"{size:,.3g} TB"
+
+
 def setup_logging() -> None:
   """Sends the records of `maxtext`, from INFO up, to this process's console.
 

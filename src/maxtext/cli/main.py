@@ -80,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
   train = commands.add_parser("train", help="train a model", description="Train a model.")
   config.add_overrides(train)
+  train.add_argument(
+    "--dry-run", action="store_true", help="check everything that can be checked before step 1, say what it would do"
+  )
   train.set_defaults(run=_train)
   decode.add_command(commands)
   serve.add_command(commands)
@@ -107,7 +110,10 @@ class _Version(argparse.Action):
 
 def _train(arguments: argparse.Namespace) -> int:
   resolved = config.resolve_overrides(arguments.overrides, arguments.strict)
-  from maxtext.training.run import train
+  from maxtext.training.run import dry_run, train
 
+  if arguments.dry_run:
+    print("\n".join(dry_run(resolved.config, config_name=resolved.name)))
+    return 0
   train(resolved.config, origins=resolved.origins, config_name=resolved.name)
   return 0

@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -48,6 +49,20 @@ class RunDirectory:
   def of(base: str, name: str) -> "RunDirectory":
     """The folder of a run; an empty base is ./runs."""
     return RunDirectory(_disk(base) / name, epath.Path(base) / name if "://" in base else None)
+
+  def nearest_folder(self) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    path = self.path.absolute()
+    return next(there for there in (path, *path.parents) if there.exists())
+
+  def check_writable(self) -> None:
+    """Raises `ConfigError` where the folder could not be created or written. Leaves nothing there."""
+    try:
+      with tempfile.TemporaryFile(dir=self.nearest_folder()):
+        pass
+    except OSError as error:
+      if is_permanent(error):
+        self._report_not_written(error)
 
   def make(self) -> None:
     """Creates the folder. A folder that cannot be written is reported here, before anything is computed."""
@@ -128,7 +143,9 @@ class RunDirectory:
 
   def _report_not_written(self, error: OSError) -> None:
     if is_permanent(error):
-      raise ConfigError(f"base_output_directory={self.path.parent} cannot be written: {error.strerror}.") from None
+      raise ConfigError(
+        f"base_output_directory={self.path.parent} cannot be written: {error.strerror}. Name one that you can write to."
+      ) from None
     _LOG.warning(f"maxtext: run.json and config.json cannot be written to {self.path}: {error.strerror}.")
 
 

@@ -25,18 +25,15 @@ from maxtext.data.options import data_options
 from maxtext.distributed.multihost import (
   broadcast_from_first,
   check_joined,
-  gather_problems,
   join,
   process_folder,
-  unique_name,
 )
 from maxtext.logs import readable_duration, setup_logging
 from maxtext.mesh.chips import find_chip
 from maxtext.mesh.devices import make_mesh
-from maxtext.mesh.memory import device_memory, host_memory
 from maxtext.models.flops import train_flops_per_token
 from maxtext.models.model import Params
-from maxtext.models.placement import placements, table
+from maxtext.models.placement import table
 from maxtext.observe.metric_writers import (
   ConsoleWriter,
   FaultTolerantWriter,
@@ -58,14 +55,13 @@ from maxtext.training.callbacks.write_metrics import WriteMetrics
 from maxtext.training.consistency import agree_on_start, agree_on_step
 from maxtext.training.loop import run_loop
 from maxtext.training.objectives.base import Objective
+from maxtext.training.preflight import check_hardware, check_host, check_sharding, describe, dry_run_lines
 from maxtext.training.program import Program, hlo_folder
 from maxtext.training.resume import RunCheckpoints
-from maxtext.training.state import TrainState, bytes_per_device
+from maxtext.training.state import TrainState
 from maxtext.training.synchronized_compile import SynchronizedCompile
 
 _LOG = logging.getLogger(__name__)
-
-_PATIENCE = 600  # seconds for the slowest process to open its data
 
 
 def train(
@@ -99,8 +95,8 @@ def train(
     program = Program.of(config, make_mesh(config), objective, optimizer, data)
     if config.debug_sharding and not jax.process_index():
       _LOG.info(table(program.model))
-    _check_sharding(program)
-    _check_host(program)
+    check_sharding(program)
+    check_host(program)
     file = config.compiled_trainstep_file
     step = compiled.load(program, Path(file)) if file else SynchronizedCompile(program.step, batch=1)
     name = broadcast_from_first(config.run_name or _new_name(config, config_name))
@@ -114,7 +110,7 @@ def train(
     if first:
       run.make()
       closing.callback(_finish, run)
-      _introduce(program, run, config_name)
+      _LOG.info(describe(program, run, config_name))
     guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
     state, feed = checkpoints.restore_or_init(program)
     frozen = program.init_frozen()
@@ -158,6 +154,18 @@ def train(
       for line in _next_steps(config, run, name, steps, int(state.step), time.monotonic() - started):
         _LOG.info(f"maxtext: {line}")
     return state
+
+
+def dry_run(config: MaxTextConfig, *, config_name: str = "") -> list[str]:
+  """Does the checks of `train`, and returns lines that say what it would do. Compiles nothing and writes nothing."""
+  setup_logging()
+  _start(config)
+  program = Program.of(config, make_mesh(config))
+  check_sharding(program)
+  check_host(program)
+  config_name = config_name or config.model_name
+  name = broadcast_from_first(config.run_name or _new_name(config, config_name))
+  return list(dry_run_lines(program, RunDirectory.of(config.base_output_directory, name), config_name))
 
 
 def _with_frozen(step: Any, frozen: Mapping[str, Params], state: TrainState, batch: Any) -> Any:
@@ -222,55 +230,7 @@ def _start(config: MaxTextConfig) -> None:
   agree_on_start(config)
   if config.enable_jax_profiler:
     jax.profiler.start_server(config.jax_profiler_port)
-  platform = jax.default_backend()
-  if "hardware" in config.model_fields_set and not config.hardware.startswith(platform):
-    raise ConfigError(f"hardware={config.hardware}, but JAX finds {platform} devices: leave hardware out to take them.")
-
-
-def _check_host(program: Program) -> None:
-  """Memory or data that one host lacks ends the run on all of them: the others would wait for it."""
-  problem: ConfigError | None = None
-  try:
-    _check_memory(program)
-    program.check_data()
-  except ConfigError as error:
-    problem = error
-  problems = gather_problems(unique_name("host"), str(problem or ""), _PATIENCE)
-  if problem is not None:
-    raise problem
-  if problems:
-    raise ConfigError("; ".join(f"process {process}: {text}" for process, text in sorted(problems.items())))
-
-
-def _check_sharding(program: Program) -> None:
-  """Parameters that stay whole on a mesh that is there to split them are a mistake in sizes or rules."""
-  rows, tolerance = placements(program.model), program.config.sharding_tolerance
-  if all(row.shards == 1 for row in rows):
-    return
-  whole = sorted((row for row in rows if row.shards == 1), key=lambda row: -row.size)
-  share = sum(row.size for row in whole) / sum(row.size for row in rows)
-  if share > tolerance:
-    raise ConfigError(
-      f"sharding_tolerance={tolerance}, but {share:.0%} of the parameters stay whole on every device: "
-      f"{', '.join(f'{row.path} {list(row.shape)}' for row in whole[:3])}, ... "
-      f"Choose a mesh whose axes divide them, or raise sharding_tolerance; debug_sharding=true shows all."
-    )
-
-
-def _check_memory(program: Program) -> None:
-  """Raises where parameters and optimizer state alone are larger than the memory that they are to live in."""
-  devices, c = program.model.execution.sharding.mesh.local_devices, program.config
-  if c.parameter_memory_host_offload or c.optimizer_memory_host_offload:
-    return
-  needed, where, there = bytes_per_device((program.state, program.frozen)), "a device", device_memory(devices[0])
-  if devices[0].platform == "cpu":
-    needed, where, there = needed * len(devices), "this host", host_memory()
-  if there and needed > there:
-    raise ConfigError(
-      f"{c.model_name}: parameters and optimizer state take {needed / 1e9:,.1f} GB of the memory of {where}, which has "
-      f"{there / 1e9:,.1f} GB. Take a smaller model, or more devices to shard it over (ici_fsdp_parallelism); `maxtext "
-      f"plan` says how many it needs."
-    )
+  check_hardware(config)
 
 
 def _evaluations(program: Program, checkpoints: RunCheckpoints, frozen: Mapping[str, Params]) -> list[Callback]:
@@ -312,16 +272,6 @@ def _peak_flops(mesh: Mesh) -> float:
   """What a device could do at best, in dense bfloat16; 0 where that is not known."""
   chip = find_chip(mesh.devices.flat[0].device_kind)
   return chip.flops / chip.devices if chip else 0.0
-
-
-def _introduce(program: Program, run: RunDirectory, config_name: str) -> None:
-  model, mesh = program.model, program.model.execution.sharding.mesh
-  axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1) or "one device"
-  rows, length = jax.tree.leaves(program.batch)[0].shape[0], program.config.max_target_length
-  _LOG.info(
-    f"{config_name}: {model.size:,} parameters on {mesh.size} {mesh.devices.flat[0].platform} "
-    f"({axes}), {rows} x {length} tokens a step, in {run.path}",
-  )
 
 
 def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory) -> list[MetricWriter]:
