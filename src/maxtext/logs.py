@@ -14,7 +14,7 @@ ON_STDERR = {"console": "stderr"}
 class ConsoleHandler(logging.Handler):
   """Writes each message as one line, without a prefix, and flushes.
 
-  The stream is looked up for each record, because progress bars replace `sys.stdout` while they are shown.
+  The stream is looked up for each record, because the status line replaces `sys.stdout` while it is shown.
   """
 
   def emit(self, record: logging.LogRecord) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import maxtext
@@ -23,12 +24,16 @@ from maxtext.cli import (
   runs,
   serve,
 )
+from maxtext.cli.interrupt import interrupt_exits, prompt_interrupt
 from maxtext.cli.platform import leave_out_absent_tpu
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.configs.secrets import redact, redact_arguments
 from maxtext.configs.types import MaxTextConfig
 from maxtext.logs import setup_logging
+from maxtext.status_line import status_line
+
+_GRACE_SECONDS = 3.0  # for a start to end after Ctrl-C; a compiler may need minutes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,12 +113,31 @@ class _Version(argparse.Action):
     parser.exit()
 
 
+def _discard_starting_runs() -> None:
+  from maxtext.observe.run_directory import discard_starting_runs
+
+  discard_starting_runs()
+
+
 def _train(arguments: argparse.Namespace) -> int:
   resolved = config.resolve_overrides(arguments.overrides, arguments.strict)
-  from maxtext.training.run import dry_run, train
+  with status_line() as status, ExitStack() as until_first_step:
+    until_first_step.enter_context(prompt_interrupt(_GRACE_SECONDS, _discard_starting_runs))
+    status.phase("loading JAX")
+    with interrupt_exits():
+      from maxtext.training.callbacks.base import Callback
+      from maxtext.training.run import dry_run, train
 
-  if arguments.dry_run:
-    print("\n".join(dry_run(resolved.config, config_name=resolved.name)))
-    return 0
-  train(resolved.config, origins=resolved.origins, config_name=resolved.name)
+    if arguments.dry_run:
+      print("\n".join(dry_run(resolved.config, config_name=resolved.name)))
+      return 0
+
+    class FirstStep(Callback):
+      """From the first step on, the run handles Ctrl-C itself, with a checkpoint."""
+
+      def due(self, step: int) -> bool:
+        until_first_step.close()
+        return False
+
+    train(resolved.config, callbacks=[FirstStep()], origins=resolved.origins, config_name=resolved.name)
   return 0

@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,16 +121,22 @@ class RunDirectory:
     """Inside it, a start that fails before its first step leaves nothing behind: neither the folder, if it was not
     there before, nor folders above it that were created for it. An empty folder is removed in any case."""
     absent = [path for path in (self.path, *self.path.parents) if not path.exists()]
-    try:
-      yield
-    except BaseException:
-      if self.path in absent and self._is_without_results():
+
+    def discard(failed: bool = True) -> None:
+      if failed and self.path in absent and self._is_without_results():
         shutil.rmtree(self.path, ignore_errors=True)
-      raise
-    finally:
       for path in absent or [self.path]:
         with suppress(OSError):
           path.rmdir()
+
+    _DISCARDS.append(discard)
+    failed = True
+    try:
+      yield
+      failed = False
+    finally:
+      _DISCARDS.remove(discard)
+      discard(failed)
 
   def _is_without_results(self) -> bool:
     """Whether the folder has no finished step, no checkpoint, and no file that a start does not write."""
@@ -147,6 +153,15 @@ class RunDirectory:
         f"base_output_directory={self.path.parent} cannot be written: {error.strerror}. Name one that you can write to."
       ) from None
     _LOG.warning(f"maxtext: run.json and config.json cannot be written to {self.path}: {error.strerror}.")
+
+
+def discard_starting_runs() -> None:
+  """Removes what runs of this process without a finished step have written, before it ends without unwinding."""
+  for discard in _DISCARDS:
+    discard()
+
+
+_DISCARDS: list[Callable[[], None]] = []
 
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -31,6 +31,7 @@ from maxtext.distributed.multihost import (
 from maxtext.logs import readable_duration, setup_logging
 from maxtext.mesh.chips import find_chip
 from maxtext.mesh.devices import make_mesh
+from maxtext.mesh.memory import memory_in_use
 from maxtext.models.flops import train_flops_per_token
 from maxtext.models.model import Params
 from maxtext.models.placement import table
@@ -45,6 +46,7 @@ from maxtext.observe.metric_writers import (
 )
 from maxtext.observe.run_directory import RunDirectory, config_changes, new_run_name
 from maxtext.observe.stack_traces import StackTraces
+from maxtext.status_line import StatusLine, status_line
 from maxtext.training import compiled
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.callbacks.dump import Dump
@@ -88,14 +90,19 @@ def train(
   """
   setup_logging()
   started, config_name = time.monotonic(), config_name or config.model_name
-  with ExitStack() as closing:
+  with status_line() as status, ExitStack() as closing:
+    status.phase("starting")
     _start(config)
+    if jax.process_index():
+      status.close()
+    status.phase("building the model")
     if config.collect_stack_trace:
       closing.callback(StackTraces(config.stack_trace_interval_seconds).close)
     program = Program.of(config, make_mesh(config), objective, optimizer, data)
     if config.debug_sharding and not jax.process_index():
       _LOG.info(table(program.model))
     check_sharding(program)
+    status.phase("opening the data")
     check_host(program)
     file = config.compiled_trainstep_file
     step = compiled.load(program, Path(file)) if file else SynchronizedCompile(program.step, batch=1)
@@ -112,6 +119,7 @@ def train(
       closing.callback(_finish, run)
       _LOG.info(describe(program, run, config_name))
     guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
+    status.phase("making the first state, or restoring it")
     state, feed = checkpoints.restore_or_init(program)
     frozen = program.init_frozen()
     feed = agree_on_step(program, feed)
@@ -131,7 +139,7 @@ def train(
     callbacks = [
       *_evaluations(program, checkpoints, frozen),
       *checkpoints.callbacks(guard),
-      WriteMetrics(_sinks(config, steps, run) if first else []),
+      WriteMetrics(_sinks(config, steps, run, status) if first else []),
       guard,
       *(_jaxpr(program, run) if first and config.dump_jaxpr else []),
       *(_hlo(config, run) if config.dump_hlo and (first or config.dump_hlo_upload_all) else []),
@@ -144,6 +152,7 @@ def train(
     flops = train_flops_per_token(program.model, config.max_target_length) / mesh.size
     if frozen:
       step = partial(_with_frozen, step, frozen)
+    status.phase("compiling the step")
     try:
       state = run_loop(step, state, feed, steps, callbacks, flops, _peak_flops(mesh))
     except (KeyboardInterrupt, SystemExit):
@@ -159,10 +168,12 @@ def train(
 def dry_run(config: MaxTextConfig, *, config_name: str = "") -> list[str]:
   """Does the checks of `train`, and returns lines that say what it would do. Compiles nothing and writes nothing."""
   setup_logging()
-  _start(config)
-  program = Program.of(config, make_mesh(config))
-  check_sharding(program)
-  check_host(program)
+  with status_line() as status:
+    status.phase("checking")
+    _start(config)
+    program = Program.of(config, make_mesh(config))
+    check_sharding(program)
+    check_host(program)
   config_name = config_name or config.model_name
   name = broadcast_from_first(config.run_name or _new_name(config, config_name))
   return list(dry_run_lines(program, RunDirectory.of(config.base_output_directory, name), config_name))
@@ -274,7 +285,7 @@ def _peak_flops(mesh: Mesh) -> float:
   return chip.flops / chip.devices if chip else 0.0
 
 
-def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory) -> list[MetricWriter]:
+def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory, status: StatusLine) -> list[MetricWriter]:
   files: list[str | Path] = [run.metrics, *([config.metrics_file] if config.metrics_file else [])]
   sinks: dict[str, MetricWriter] = {str(file): JsonLinesWriter(file, after=steps.start) for file in files}
   if config.gcs_metrics and run.store:
@@ -285,4 +296,6 @@ def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory) -> list[Metri
     sinks[str(folder)] = TensorBoardWriter(folder)
   if config.prometheus_port:
     sinks[f"prometheus_port={config.prometheus_port}"] = PrometheusWriter(config.prometheus_port)
-  return [*(FaultTolerantWriter(sink, name) for name, sink in sinks.items()), ConsoleWriter(config.log_period, steps)]
+  memory = partial(memory_in_use, jax.local_devices()[0])
+  console = ConsoleWriter(config.log_period, steps, status=status, memory=memory)
+  return [*(FaultTolerantWriter(sink, name) for name, sink in sinks.items()), console]
