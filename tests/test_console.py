@@ -1,20 +1,29 @@
 """The console of `maxtext train`: what a run is called, what it says at its end, and what a failed start leaves."""
 
 import contextlib
+import importlib.util
+import logging
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import maxtext
 from maxtext.cli.main import main
+from maxtext.cli.platform import leave_out_absent_tpu, quiet_libraries
 from maxtext.configs.loader import resolve
 from maxtext.logs import readable_duration
 from maxtext.observe.run_directory import RunDirectory
 from maxtext.training.objectives.language_modeling import LanguageModeling
 from tests import vocabularies
+from tests.flags import flags
 from tests.support import TINY, tiny
 
+MAXTEXT = str(Path(sys.executable).with_name("maxtext"))
 KEYS = TINY | {"per_device_batch_size": 1, "steps": 2, "base_output_directory": "runs", "enable_tensorboard": False}
 
 
@@ -135,3 +144,46 @@ def test_a_failure_keeps_results_and_strange_files(here):
 def test_durations():
   shown = [readable_duration(seconds) for seconds in (0.4, 59.6, 61, 3725, 90061)]
   assert shown == ["0 s", "1 min 0 s", "1 min 1 s", "1 h 2 min", "1 d 1 h"]
+
+
+@pytest.mark.slow
+def test_stderr_has_our_lines_alone_when_a_run_is_stopped_and_resumed(here):
+  """As a user starts it: nothing in the environment says which platform JAX is to take, or how loud libraries are."""
+  env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TF_", "TPU_", "GRPC_"))}
+  env |= flags() | {"PYTHONUNBUFFERED": "1"}
+  command = [MAXTEXT, "train", *words(enable_checkpointing=True, enable_tensorboard=True, run_name="a"),
+             "checkpoint_period=5", "eval_interval=5", "eval_steps=1"]  # fmt: skip
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
+  with subprocess.Popen([*command, "steps=1000000"], **pipes) as process:
+    for line in process.stdout:
+      if line.startswith("step       7"):
+        break
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+  assert process.returncode == 130
+  assert errors.splitlines() == [
+    "maxtext: ending after this step, with a checkpoint; once more ends at once.",
+    "maxtext: stopped.",
+  ]
+  assert out.splitlines()[-2:] == ["maxtext: run_name=a resumes it.", "report: runs/a/report.html"]
+  step = int(re.search(r"step (\d+) was saved", out)[1])
+  done = subprocess.run([*command, f"steps={step + 3}"], **pipes, check=True, timeout=120)
+  assert done.stderr == ""
+  kinds = [line.split(maxsplit=1)[0] for line in done.stdout.splitlines()]
+  assert set(kinds) == {"default:", "maxtext:", "step", "report:"}, done.stdout
+  assert f"resuming from {here}/runs/a/checkpoints/{step}" in done.stdout
+
+
+def test_libraries_are_quiet_unless_asked(monkeypatch):
+  logger = logging.getLogger("gcsfs")
+  monkeypatch.setattr(logger, "level", logging.NOTSET)
+  environment = {"TF_CPP_MIN_LOG_LEVEL": "0", "GCSFS_DEBUG": "debug"}
+  quiet_libraries(environment)
+  assert environment["TF_CPP_MIN_LOG_LEVEL"] == "0"
+  assert logger.level == logging.NOTSET
+  environment = {}
+  quiet_libraries(environment)
+  assert environment["TF_CPP_MIN_LOG_LEVEL"] == environment["TPU_MIN_LOG_LEVEL"] == "2"
+  assert not logger.isEnabledFor(logging.ERROR)
+  leave_out_absent_tpu(environment, Path("/nowhere"))
+  assert ("JAX_PLATFORMS" in environment) == (importlib.util.find_spec("libtpu") is not None), "no sign of a TPU"
