@@ -14,7 +14,7 @@ ON_STDERR = {"console": "stderr"}
 class ConsoleHandler(logging.Handler):
   """Writes each message as one line, without a prefix, and flushes.
 
-  The stream is looked up for each record, because progress bars replace `sys.stdout` while they are shown.
+  The stream is looked up for each record, because the status line replaces `sys.stdout` while it is shown.
   """
 
   def emit(self, record: logging.LogRecord) -> None:
@@ -25,6 +25,24 @@ class ConsoleHandler(logging.Handler):
       raise
     except OSError:  # such as a file on a full disk: a message is not worth a run
       pass
+
+
+def readable_duration(seconds: float) -> str:
+  """A duration in its two largest units."""
+  seconds = max(0, round(seconds))
+  for size, unit, smaller_size, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+    if seconds >= size:
+      return f"{seconds // size} {unit} {seconds % size // smaller_size} {smaller}"
+  return f"{seconds} s"
+
+
+def readable_size(size: float) -> str:
+  """A number of bytes with three digits and a unit."""
+  for unit in ("B", "kB", "MB", "GB"):
+    if size < 1000:
+      return f"{size:.3g} {unit}"
+    size /= 1000
+  return f"{size:,.3g} TB"
 
 
 def setup_logging() -> None:

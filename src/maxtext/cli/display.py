@@ -1,6 +1,11 @@
 """Progress of long work: a bar on a terminal, lines elsewhere."""
 
 import sys
+import time
+
+from maxtext.logs import readable_size
+from maxtext.observe.metric_writers import fill, short_duration
+from maxtext.status_line import StatusLine
 
 
 def open_display(unit: str) -> "Terminal | Lines":
@@ -9,26 +14,28 @@ def open_display(unit: str) -> "Terminal | Lines":
 
 
 class Terminal:
-  """A bar."""
+  """The status line, with bytes, their rate and the time left."""
 
   def __init__(self) -> None:
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    self._bar = Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), "left")
-    self._bar.add_task("", total=None)
+    self._line, self._start = StatusLine(sys.stdout), time.monotonic()
 
   def message(self, line: str) -> None:
     """Writes a line."""
-    self._bar.console.print(line, highlight=False)
+    print(line, flush=True)
 
   def progress(self, count: int, all_count: int, size: int, all_size: int) -> None:
     """What is done, in units and in bytes."""
-    self._bar.start()
-    self._bar.update(self._bar.task_ids[0], total=all_size, completed=size)
+    rate = size / max(1e-3, time.monotonic() - self._start)
+    parts = [
+      (0, f"{readable_size(size)} of {readable_size(all_size)}"),
+      (2, f"{readable_size(rate)}/s"),
+      (1, f"{short_duration((all_size - size) / rate)} left" if rate else ""),
+    ]
+    self._line.show(lambda width: fill(parts, size / max(1, all_size), width))
 
   def close(self) -> None:
     """Leaves the terminal as it was."""
-    self._bar.stop()
+    self._line.close()
 
 
 class Lines:

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import maxtext
@@ -23,12 +24,16 @@ from maxtext.cli import (
   runs,
   serve,
 )
-from maxtext.cli.platform import leave_out_absent_tpu
+from maxtext.cli.interrupt import interrupt_exits, prompt_interrupt
+from maxtext.cli.platform import leave_out_absent_tpu, quiet_libraries
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.configs.secrets import redact, redact_arguments
 from maxtext.configs.types import MaxTextConfig
 from maxtext.logs import setup_logging
+from maxtext.status_line import status_line
+
+_GRACE_SECONDS = 3.0  # for a start to end after Ctrl-C; a compiler may need minutes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   arguments = _parse(argv)
   setup_logging()
   leave_out_absent_tpu(os.environ)
+  quiet_libraries(os.environ)
   try:
     return arguments.run(arguments)
   except ConfigError as error:
@@ -88,6 +94,10 @@ def _parser() -> argparse.ArgumentParser:
   )
   config.add_overrides(sft)
   sft.set_defaults(run=_train, method=("use_sft=true",))
+  for command in (train, sft):
+    command.add_argument(
+      "--dry-run", action="store_true", help="check everything that can be checked before step 1, say what it would do"
+    )
   decode.add_command(commands)
   serve.add_command(commands)
   bench.add_commands(commands)
@@ -112,9 +122,31 @@ class _Version(argparse.Action):
     parser.exit()
 
 
+def _discard_starting_runs() -> None:
+  from maxtext.observe.run_directory import discard_starting_runs
+
+  discard_starting_runs()
+
+
 def _train(arguments: argparse.Namespace) -> int:
   resolved = config.resolve_overrides([*arguments.overrides, *arguments.method], arguments.strict)
-  from maxtext.training.run import train
+  with status_line() as status, ExitStack() as until_first_step:
+    until_first_step.enter_context(prompt_interrupt(_GRACE_SECONDS, _discard_starting_runs))
+    status.phase("loading JAX")
+    with interrupt_exits():
+      from maxtext.training.callbacks.base import Callback
+      from maxtext.training.run import dry_run, train
 
-  train(resolved.config, origins=resolved.origins)
+    if arguments.dry_run:
+      print("\n".join(dry_run(resolved.config, config_name=resolved.name)))
+      return 0
+
+    class FirstStep(Callback):
+      """From the first step on, the run handles Ctrl-C itself, with a checkpoint."""
+
+      def due(self, step: int) -> bool:
+        until_first_step.close()
+        return False
+
+    train(resolved.config, callbacks=[FirstStep()], origins=resolved.origins, config_name=resolved.name)
   return 0

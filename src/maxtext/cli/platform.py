@@ -1,13 +1,22 @@
-"""The JAX platform of a command."""
+"""The JAX platform of a command, and the quiet of the libraries below it."""
 
 import importlib.util
+import logging
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 _GOOGLE = "0x1ae0"
 _NOT_TPU_DEVICES = {"0x001f", "0x0042"}  # Google's disks and network cards
 _TPU_VARIABLES = ("JAX_FORCE_TPU_INIT", "MEGASCALE_", "TPU_")
-_NO_TPU_VARIABLE = "TPU_SKIP_MDS_QUERY"  # JAX sets it where it finds no TPU, and processes inherit it
+# Set where there is no TPU too, by JAX and by `quiet_libraries`, and inherited by processes.
+_NO_TPU_VARIABLES = ("TPU_SKIP_MDS_QUERY", "TPU_MIN_LOG_LEVEL", "TPU_STDERR_LOG_LEVEL")
+# Of the C++ libraries below JAX: errors are shown, warnings and notes are not.
+_LOG_LEVELS = {
+  "TF_CPP_MIN_LOG_LEVEL": "2",
+  "TPU_MIN_LOG_LEVEL": "2",
+  "TPU_STDERR_LOG_LEVEL": "2",
+  "GRPC_VERBOSITY": "ERROR",
+}
 
 
 def leave_out_absent_tpu(environment: MutableMapping[str, str], root: Path = Path("/")) -> None:
@@ -19,11 +28,25 @@ def leave_out_absent_tpu(environment: MutableMapping[str, str], root: Path = Pat
   if "JAX_PLATFORMS" in environment or importlib.util.find_spec("libtpu") is None:
     return
   if importlib.util.find_spec("jax_plugins") is not None or any(
-    name.startswith(_TPU_VARIABLES) and name != _NO_TPU_VARIABLE for name in environment
+    name.startswith(_TPU_VARIABLES) and name not in _NO_TPU_VARIABLES for name in environment
   ):
     return
   if not any(_tpu_hints(root)):
     environment["JAX_PLATFORMS"] = "cpu"
+
+
+def quiet_libraries(environment: MutableMapping[str, str]) -> None:
+  """Leaves out what libraries write beside what they raise: notes and warnings of XLA, libtpu and gRPC, and the
+  tracebacks that gcsfs logs for every request that failed.
+
+  Call it before JAX is imported. Variables that the user has set win (`TF_CPP_MIN_LOG_LEVEL=0` shows XLA's notes), and
+  so do `GCSFS_DEBUG` and the levels of loggers that a program has set.
+  """
+  for name, level in _LOG_LEVELS.items():
+    environment.setdefault(name, level)
+  logger = logging.getLogger("gcsfs")
+  if logger.level == logging.NOTSET and "GCSFS_DEBUG" not in environment:
+    logger.setLevel(logging.CRITICAL)
 
 
 def _tpu_hints(root: Path) -> Iterator[bool]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtext.configs import ConfigError
+from maxtext.logs import readable_size
 from maxtext.observe.runs import RunSummary, list_runs
 
 _STARTING_SECONDS = 3600.0  # a large model takes that long to load and compile
@@ -70,12 +71,3 @@ def _remove(path: Path) -> None:
     path.unlink() if path.is_symlink() else shutil.rmtree(path)
   except OSError as error:
     raise ConfigError(f"{path} cannot be removed: {error.strerror}.") from None
-
-
-def readable_size(size: float) -> str:
-  """A number of bytes with three digits and a unit."""
-  for unit in ("B", "kB", "MB", "GB"):
-    if size < 1000:
-      return f"{size:.3g} {unit}"
-    size /= 1000
-  return f"{size:,.3g} TB"

@@ -45,11 +45,13 @@ class Resolved:
     config: the configuration.
     origins: {key: name of the layer that set it}.
     warning: names the keys that the user set and that have no effect; None if there are none.
+    name: what to call it: the recipe, the stem of the user's file, or the model's name.
   """
 
   config: MaxTextConfig
   origins: Mapping[str, str]
   warning: str | None = None
+  name: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ def resolve(
   if warning and strict:
     raise ConfigError(warning)
   config = without_devices(config)
-  return Resolved(config, {key: layer.name for layer in layers for key in layer.values}, warning)
+  origins = {key: layer.name for layer in layers for key in layer.values}
+  return Resolved(config, origins, warning, _source_name(source) or config.model_name)
 
 
 def default_layer_keys(values: Mapping[str, Any]) -> set[str]:
@@ -216,6 +219,15 @@ def _source_layers(source: str | Path, below: tuple[Path, ...] = ()) -> list[_La
   recipes = sorted(p.stem for p in _RECIPES.glob("*.yml"))
   close = did_you_mean(name, (*recipes, *model_names()))
   raise ConfigError(f"'{name}' is no .yml file, no recipe ({', '.join(recipes)}) and no model's name.{close}")
+
+
+def _source_name(source: str | Path | None) -> str:
+  """The name of a recipe or model, or the stem of a file; empty for base.yml, which describes no run of its own."""
+  if source is None:
+    return ""
+  path = Path(source)
+  name = path.stem if path.suffix in (".yml", ".yaml") else str(source)
+  return "" if name == _BASE.stem else name
 
 
 def _file_layers(name: str, path: Path, below: tuple[Path, ...]) -> list[_Layer]:

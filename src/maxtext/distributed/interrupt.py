@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 from maxtext.distributed.multihost import gather_problems, unique_name
 from maxtext.logs import ON_STDERR
+from maxtext.status_line import erase_status_line
 
 _LOG = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class Interrupt:
 
   def _received(self, number: int, frame: FrameType | None) -> None:
     if self.signal is not None and number == signal.SIGINT:
+      erase_status_line()
       _LOG.warning("maxtext: stopped at once.", extra=ON_STDERR)
       os._exit(128 + number)
     if self.signal is None:

@@ -13,3 +13,10 @@ def device_memory(device: Any) -> int | None:
   """Bytes of a device's own memory. None for a CPU, which uses the host's, and where it is not known."""
   stats = None if device.platform == "cpu" else device.memory_stats()
   return (stats or {}).get("bytes_limit")
+
+
+def memory_in_use(device: Any) -> tuple[int, int] | None:
+  """The most bytes of a device's own memory that were in use, and those that it has; None where that is not known."""
+  stats = None if device.platform == "cpu" else device.memory_stats()
+  used, limit = (stats or {}).get("peak_bytes_in_use"), (stats or {}).get("bytes_limit")
+  return (used, limit) if used and limit else None

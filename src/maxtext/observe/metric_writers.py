@@ -8,7 +8,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -19,6 +19,7 @@ from maxtext.configs import ConfigError
 from maxtext.logs import ON_STDERR
 from maxtext.observe.growing_file import GrowingFile, is_permanent
 from maxtext.observe.metric_lines import format_line, lines_up_to, truncate_after
+from maxtext.status_line import StatusLine, fit
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,35 +51,126 @@ _COLUMNS = {
 }
 
 
-class ConsoleWriter:
-  """Writes a line for the first ten steps, every `period`-th and the last. On a terminal, also a progress bar."""
+_EARLY_STEPS = (1, 2, 5, 10)  # with lines of their own on a terminal, where the status line has the others
 
-  def __init__(self, period: int, steps: range, out: TextIO | None = None) -> None:
+
+class ConsoleWriter:
+  """Writes a line for the first ten steps, every `period`-th and the last.
+
+  On a terminal the status line shows every step, with the time left. There, lines have only what fits.
+
+  Args:
+    period: steps from one line to the next.
+    steps: of this start of the run.
+    out: where lines go; None is stdout.
+    status: the status line of the run, if it has one.
+    memory: bytes in use and bytes there are, of a device; None where that is not known.
+  """
+
+  def __init__(
+    self,
+    period: int,
+    steps: range,
+    out: TextIO | None = None,
+    status: StatusLine | None = None,
+    memory: Callable[[], tuple[int, int] | None] = lambda: None,
+  ) -> None:
     self._period, self._steps, self._out = period, steps, out or sys.stdout
-    self._bar = _progress_bar(steps) if self._out.isatty() else None
+    self._status = status if status is not None and status.is_shown else None
+    self._memory, self._left = memory, TimeLeft(steps.stop)
 
   def write(self, step: int, metrics: Metrics) -> None:
     last = self._steps.stop
-    if step <= self._steps.start + 10 or step % self._period == 0 or step == last or "eval_loss" in metrics:
+    if self._status is not None:
+      self._left.update(step, time.monotonic())
+      parts = status_parts(step, last, metrics, self._memory(), self._left.seconds)
+      self._status.show(lambda width: fill(parts, step / max(1, last), width))
+    if self._is_early(step - self._steps.start) or step % self._period == 0 or step == last or "eval_loss" in metrics:
       measured = [text.format(metrics[name]) for name, text in _COLUMNS.items() if name in metrics]
-      self._line("  ".join([f"step {step:>{len(str(last))}}/{last}", *measured]))
-    if self._bar is not None:
-      self._bar.update(self._bar.task_ids[0], completed=step)
+      columns = [f"step {step:>{len(str(last))}}/{last}", *measured]
+      self._line("  ".join(columns) if self._status is None else fit(list(enumerate(columns)), self._status.width))
+    if self._status is not None and step == last:
+      self._status.phase("ending the run")
 
   def close(self) -> None:
-    if self._bar is not None:
-      self._bar.stop()
+    pass
+
+  def _is_early(self, step: int) -> bool:
+    return step <= 10 if self._status is None else step in _EARLY_STEPS
 
   def _line(self, text: str) -> None:
-    if self._bar is not None:
-      self._bar.console.print(text, highlight=False)
-    else:
-      try:
-        print(text, file=self._out, flush=True)
-      except BrokenPipeError:  # the reader has closed the output, which ends a command
-        raise
-      except OSError:  # a file on a full disk
-        pass
+    try:
+      print(text, file=self._out, flush=True)
+    except BrokenPipeError:  # the reader has closed the output, which ends a command
+      raise
+    except OSError:  # a file on a full disk
+      pass
+
+
+class TimeLeft:
+  """The time until the last step, by the recent time from step to step. The first step, which compiles, is left out."""
+
+  def __init__(self, last: int) -> None:
+    self._last, self._before = last, (0, 0.0)
+    self._step_seconds: float | None = None
+    self.seconds: float | None = None  # None until two steps have been seen
+
+  def update(self, step: int, now: float) -> None:
+    """A step has finished at this time."""
+    before, then = self._before
+    self._before = step, now
+    if not before or step <= before:
+      return
+    taken = (now - then) / (step - before)
+    mean = taken if self._step_seconds is None else self._step_seconds
+    self._step_seconds = mean + 0.1 * (taken - mean)
+    self.seconds = (self._last - step) * self._step_seconds
+
+
+def status_parts(
+  step: int, last: int, metrics: Metrics, memory: tuple[int, int] | None, seconds_left: float | None
+) -> list[tuple[int, str]]:
+  """The parts of a run's status line, each with its importance."""
+  rate, mfu = metrics.get("tokens_per_second"), metrics.get("mfu")
+  return [
+    (0, f"step {step}/{last}"),
+    (1, f"loss {metrics['loss']:.3f}" if "loss" in metrics else ""),
+    (3, "" if rate is None else f"{_compact(rate)} tok/s"),
+    (4, "" if mfu is None else f"MFU {mfu:.0%}"),
+    (5, "" if memory is None else f"{memory[0] / 1e9:.0f}/{memory[1] / 1e9:.0f}GB"),
+    (2, "" if seconds_left is None else f"{short_duration(seconds_left)} left"),
+  ]
+
+
+def fill(parts: Sequence[tuple[int, str]], share: float, width: int) -> str:
+  """The parts that fit, and a bar of the share that is done where there is room for one."""
+  text = fit(parts, width)
+  room = min(_LONGEST_BAR, width - len(text) - 4)
+  if room < _SHORTEST_BAR:
+    return text
+  done = round(min(1.0, share) * room)
+  return f"[{'=' * done}{' ' * (room - done)}]  {text}"
+
+
+_SHORTEST_BAR, _LONGEST_BAR = 8, 30
+
+
+def short_duration(seconds: float) -> str:
+  """A duration as 0:09, 59:59, 1h03m or 2d03h, so that the status line fits in 70 columns."""
+  whole = max(0, round(seconds))
+  if whole < 3600:
+    return f"{whole // 60}:{whole % 60:02}"
+  if whole < 86400:
+    return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+  return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
+
+
+def _compact(value: float) -> str:
+  """A number of at least 0 with three digits."""
+  for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    if value >= size:
+      return f"{value / size:.3g}{unit}"
+  return f"{value:.3g}"
 
 
 class FaultTolerantWriter:
@@ -307,12 +399,3 @@ def _framed_record(data: bytes) -> bytes:
 
   length = struct.pack("<Q", len(data))
   return length + checksum(length) + data + checksum(data)
-
-
-def _progress_bar(steps: range) -> Any:
-  from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-
-  bar = Progress(BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "left", TimeRemainingColumn())
-  bar.add_task("", total=steps.stop, completed=steps.start)
-  bar.start()
-  return bar

@@ -6,10 +6,12 @@ import json
 import logging
 import os
 import platform
+import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from maxtext.storage.atomic import write_atomically
 
 _LOG = logging.getLogger(__name__)
 
+# What a run writes before its first step has finished.
+_START_FILES = {"checkpoints", "config.json", "lease.json", "metrics.jsonl", "run.json", "tensorboard", "tokenizer"}
 _LIBRARIES = ("maxtext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "libtpu")
 
 
@@ -45,6 +49,20 @@ class RunDirectory:
   def of(base: str, name: str) -> "RunDirectory":
     """The folder of a run; an empty base is ./runs."""
     return RunDirectory(_disk(base) / name, epath.Path(base) / name if "://" in base else None)
+
+  def nearest_folder(self) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    path = self.path.absolute()
+    return next(there for there in (path, *path.parents) if there.exists())
+
+  def check_writable(self) -> None:
+    """Raises `ConfigError` where the folder could not be created or written. Leaves nothing there."""
+    try:
+      with tempfile.TemporaryFile(dir=self.nearest_folder()):
+        pass
+    except OSError as error:
+      if is_permanent(error):
+        self._report_not_written(error)
 
   def make(self) -> None:
     """Creates the folder. A folder that cannot be written is reported here, before anything is computed."""
@@ -98,15 +116,52 @@ class RunDirectory:
     """Writes the report; returns its path."""
     return write_report([self.path], self.path / "report.html")
 
-  def discard_if_empty(self) -> None:
-    """Removes a folder that nothing was written to."""
-    with suppress(OSError):
-      self.path.rmdir()
+  @contextmanager
+  def removed_if_unused(self) -> Iterator[None]:
+    """Inside it, a start that fails before its first step leaves nothing behind: neither the folder, if it was not
+    there before, nor folders above it that were created for it. An empty folder is removed in any case."""
+    absent = [path for path in (self.path, *self.path.parents) if not path.exists()]
+
+    def discard(failed: bool = True) -> None:
+      if failed and self.path in absent and self._is_without_results():
+        shutil.rmtree(self.path, ignore_errors=True)
+      for path in absent or [self.path]:
+        with suppress(OSError):
+          path.rmdir()
+
+    _DISCARDS.append(discard)
+    failed = True
+    try:
+      yield
+      failed = False
+    finally:
+      _DISCARDS.remove(discard)
+      discard(failed)
+
+  def _is_without_results(self) -> bool:
+    """Whether the folder has no finished step, no checkpoint, and no file that a start does not write."""
+    try:
+      names = {path.name for path in self.path.iterdir()}
+      saved = any((self.path / "checkpoints").iterdir()) if "checkpoints" in names else False
+      return names <= _START_FILES and not saved and not ("metrics.jsonl" in names and self.metrics.stat().st_size)
+    except OSError:
+      return False
 
   def _report_not_written(self, error: OSError) -> None:
     if is_permanent(error):
-      raise ConfigError(f"base_output_directory={self.path.parent} cannot be written: {error.strerror}.") from None
+      raise ConfigError(
+        f"base_output_directory={self.path.parent} cannot be written: {error.strerror}. Name one that you can write to."
+      ) from None
     _LOG.warning(f"maxtext: run.json and config.json cannot be written to {self.path}: {error.strerror}.")
+
+
+def discard_starting_runs() -> None:
+  """Removes what runs of this process without a finished step have written, before it ends without unwinding."""
+  for discard in _DISCARDS:
+    discard()
+
+
+_DISCARDS: list[Callable[[], None]] = []
 
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -122,9 +177,9 @@ def library_versions() -> dict[str, str]:
   return {library: version for library in _LIBRARIES if (version := _version(library))}
 
 
-def new_run_name(base: str, model: str) -> str:
+def new_run_name(base: str, config_name: str) -> str:
   """A new name for a run without one. No run under this base has it, since a run of the same name would be resumed."""
-  name = f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+  name = f"{config_name}-{time.strftime('%Y%m%d-%H%M%S')}"
   names = (name, *(f"{name}-{i}" for i in range(2, 1000)))
   runs = (RunDirectory.of(base, name) for name in names)
   return next(run.path.name for run in runs if not run.path.exists() and not (run.store and run.store.exists()))

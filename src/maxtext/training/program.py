@@ -193,6 +193,14 @@ class Program:
     if self.evaluates:
       _ = self._eval_data
 
+  def data_size(self) -> tuple[int, int | None] | None:
+    """Documents and tokens of the training data; None for what its source does not know before it is read."""
+    if self._source is not None or not self._data.sources:
+      return None
+    totals = [source.documents.counts.total for source in self._data.sources]
+    documents = sum(sum(source.documents.sizes) for source in self._data.sources)
+    return documents, None if None in totals else sum(total or 0 for total in totals)
+
   @cached_property
   def evaluates(self) -> bool:
     """Whether the run evaluates. A recipe's `eval_interval` does not keep it from training on a prepared corpus that

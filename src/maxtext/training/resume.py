@@ -3,6 +3,7 @@
 import logging
 import signal
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -53,6 +54,12 @@ class RunCheckpoints:
   def release(self) -> None:
     """Gives the lease back, so that another run of this name can begin."""
     self._lease.release()
+
+  def has_saved(self) -> bool:
+    """Whether there is a step of this run to resume from; false where storage does not answer."""
+    with suppress(Exception):
+      return self._config.enable_checkpointing and bool(steps_in(self._folder))
+    return False
 
   def stop_requested(self) -> bool:
     """Whether a signal asks all processes to end now, with a checkpoint; all of them call it at the same time."""

@@ -2,8 +2,10 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ import optax
 from etils import epath
 from jax.sharding import Mesh
 
-from maxtext.checkpoint.tokenizer import keep_tokenizer
+from maxtext.checkpoint.tokenizer import find_tokenizer, keep_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.errors import plural
 from maxtext.configs.loader import values_and_origins
 from maxtext.configs.types import ProfilerType
 from maxtext.data.batch import BatchSource
@@ -22,18 +25,16 @@ from maxtext.data.options import data_options
 from maxtext.distributed.multihost import (
   broadcast_from_first,
   check_joined,
-  gather_problems,
   join,
   process_folder,
-  unique_name,
 )
-from maxtext.logs import setup_logging
+from maxtext.logs import readable_duration, setup_logging
 from maxtext.mesh.chips import find_chip
 from maxtext.mesh.devices import make_mesh
-from maxtext.mesh.memory import device_memory, host_memory
+from maxtext.mesh.memory import memory_in_use
 from maxtext.models.flops import train_flops_per_token
 from maxtext.models.model import Params
-from maxtext.models.placement import placements, table
+from maxtext.models.placement import table
 from maxtext.observe.metric_writers import (
   ConsoleWriter,
   FaultTolerantWriter,
@@ -46,6 +47,7 @@ from maxtext.observe.metric_writers import (
 from maxtext.observe.run_directory import RunDirectory, config_changes, new_run_name
 from maxtext.observe.sample_writer import SampleWriter
 from maxtext.observe.stack_traces import StackTraces
+from maxtext.status_line import StatusLine, status_line
 from maxtext.training import compiled
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.callbacks.dump import Dump
@@ -57,14 +59,13 @@ from maxtext.training.callbacks.write_metrics import WriteMetrics
 from maxtext.training.consistency import agree_on_start, agree_on_step
 from maxtext.training.loop import run_loop
 from maxtext.training.objectives.base import Objective
+from maxtext.training.preflight import check_hardware, check_host, check_sharding, describe, dry_run_lines
 from maxtext.training.program import Program, hlo_folder
 from maxtext.training.resume import RunCheckpoints
-from maxtext.training.state import TrainState, bytes_per_device
+from maxtext.training.state import TrainState
 from maxtext.training.synchronized_compile import SynchronizedCompile
 
 _LOG = logging.getLogger(__name__)
-
-_PATIENCE = 600  # seconds for the slowest process to open its data
 
 
 def train(
@@ -75,6 +76,7 @@ def train(
   data: BatchSource | None = None,
   callbacks: Sequence[Callback] = (),
   origins: Mapping[str, str] | None = None,
+  config_name: str = "",
 ) -> TrainState:
   """Trains as configured, on all devices that JAX finds, and returns the last state.
 
@@ -85,36 +87,50 @@ def train(
     data: batches for the objective; None reads the configured data.
     callbacks: called by the loop, after the run's own.
     origins: where each value of the configuration came from, for the record.
+    config_name: what to call the configuration, on the console and in the name of a run without `run_name`: a recipe,
+      the stem of a file; empty is `model_name`.
   """
   setup_logging()
-  with ExitStack() as closing:
+  started, config_name = time.monotonic(), config_name or config.model_name
+  with status_line() as status, ExitStack() as closing:
+    status.phase("starting")
     _start(config)
+    if jax.process_index():
+      status.close()
+    status.phase("building the model")
     if config.collect_stack_trace:
       closing.callback(StackTraces(config.stack_trace_interval_seconds).close)
     program = Program.of(config, make_mesh(config), objective, optimizer, data)
     if config.debug_sharding and not jax.process_index():
       _LOG.info(table(program.model))
-    _check_sharding(program)
-    _check_host(program)
+    check_sharding(program)
+    status.phase("opening the data")
+    check_host(program)
     sampler = Sampler.of(program)
     file = config.compiled_trainstep_file
     step = compiled.load(program, Path(file)) if file else SynchronizedCompile(program.step, batch=1)
-    name = broadcast_from_first(config.run_name or _new_name(config))
+    name = broadcast_from_first(config.run_name or _new_name(config, config_name))
     record = values_and_origins(config, origins or {})
     checkpoints = RunCheckpoints(config, name, record)
     run, first = RunDirectory.of(config.base_output_directory, name), jax.process_index() == 0
     if first:
-      closing.callback(run.discard_if_empty)
+      closing.enter_context(run.removed_if_unused())
     closing.callback(checkpoints.release)
     checkpoints.acquire()
     if first:
       run.make()
       closing.callback(_finish, run)
-      _introduce(program, run)
+      _LOG.info(describe(program, run, config_name))
     guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
+    status.phase("making the first state, or restoring it")
     state, feed = checkpoints.restore_or_init(program)
     frozen = program.init_frozen()
     feed = agree_on_step(program, feed)
+    steps = range(int(state.step), config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
+    if steps.start and not steps:
+      if first:
+        _LOG.info(f"maxtext: {_nothing_left(config, name, steps)}")
+      return state
     if first:
       if int(state.step):
         _print_changes(checkpoints.saved_config(int(state.step)) or run.last_config(), record)
@@ -123,12 +139,11 @@ def train(
         run.store_config(record)
       if why := keep_tokenizer(data_options(config), config.load_parameters_path, str(run.store or run.path)):
         _LOG.warning(f"maxtext: the run's folder has no tokenizer: {why}")
-    steps = range(int(state.step), config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
     callbacks = [
       *_evaluations(program, checkpoints, frozen),
       *checkpoints.callbacks(guard),
       *_samples(config, sampler, run, steps),
-      WriteMetrics(_sinks(config, steps, run) if first else []),
+      WriteMetrics(_sinks(config, steps, run, status) if first else []),
       guard,
       *(_jaxpr(program, run) if first and config.dump_jaxpr else []),
       *(_hlo(config, run) if config.dump_hlo and (first or config.dump_hlo_upload_all) else []),
@@ -141,16 +156,69 @@ def train(
     flops = train_flops_per_token(program.model, config.max_target_length) / mesh.size
     if frozen:
       step = partial(_with_frozen, step, frozen)
-    return run_loop(step, state, feed, steps, callbacks, flops, _peak_flops(mesh))
+    status.phase("compiling the step")
+    try:
+      state = run_loop(step, state, feed, steps, callbacks, flops, _peak_flops(mesh))
+    except (KeyboardInterrupt, SystemExit):
+      if first and checkpoints.has_saved():
+        _LOG.info(f"maxtext: run_name={name} resumes it.")
+      raise
+    if first:
+      for line in _next_steps(config, run, name, steps, int(state.step), time.monotonic() - started):
+        _LOG.info(f"maxtext: {line}")
+    return state
+
+
+def dry_run(config: MaxTextConfig, *, config_name: str = "") -> list[str]:
+  """Does the checks of `train`, and returns lines that say what it would do. Compiles nothing and writes nothing."""
+  setup_logging()
+  with status_line() as status:
+    status.phase("checking")
+    _start(config)
+    program = Program.of(config, make_mesh(config))
+    check_sharding(program)
+    check_host(program)
+  config_name = config_name or config.model_name
+  name = broadcast_from_first(config.run_name or _new_name(config, config_name))
+  return list(dry_run_lines(program, RunDirectory.of(config.base_output_directory, name), config_name))
 
 
 def _with_frozen(step: Any, frozen: Mapping[str, Params], state: TrainState, batch: Any) -> Any:
   return step(state, batch, frozen)
 
 
-def _new_name(config: MaxTextConfig) -> str:
+def _new_name(config: MaxTextConfig, config_name: str) -> str:
   """Process 0's is taken; the others do not look, so that no host remembers the folder as one that is not there."""
-  return "" if jax.process_index() else new_run_name(config.base_output_directory, config.model_name)
+  return "" if jax.process_index() else new_run_name(config.base_output_directory, config_name)
+
+
+def _nothing_left(config: MaxTextConfig, name: str, steps: range) -> str:
+  return (
+    f"run_name={name} is at step {steps.start:,} of {steps.stop:,}: nothing is left to do. Set "
+    f"{_steps_key(config)} above {steps.start} to train further, or choose another run_name."
+  )
+
+
+def _next_steps(
+  config: MaxTextConfig, run: RunDirectory, name: str, steps: range, step: int, seconds: float
+) -> Iterator[str]:
+  """The last lines of a run: what it did, and the keys and commands to go on with."""
+  done = plural(step - steps.start, "step")
+  ended = f"finished {done}" if step == steps.stop else f"ended after {done}, at step {step:,} of {steps.stop:,},"
+  saved = config.enable_checkpointing and config.save_checkpoint_on_completion
+  further = f"; run_name={name} {_steps_key(config)}={2 * step} trains further" if saved and step == steps.stop else ""
+  yield f"{ended} in {readable_duration(seconds)}{further}."
+  folder, can_decode = str(run.store or run.path), False
+  with suppress(Exception):  # storage that fails now does not fail a finished run
+    can_decode = saved and find_tokenizer(folder) is not None
+  if can_decode:
+    longest = config.max_target_length
+    shorter = f" max_prefill_predict_length={longest // 2}" if config.max_prefill_predict_length >= longest else ""
+    yield f"try it: maxtext decode {shlex.quote(folder)}{shorter} prompt=..."
+
+
+def _steps_key(config: MaxTextConfig) -> str:
+  return "learning_rate_schedule_steps" if config.steps == -1 else "steps"
 
 
 def _finish(run: RunDirectory) -> None:
@@ -177,55 +245,7 @@ def _start(config: MaxTextConfig) -> None:
   agree_on_start(config)
   if config.enable_jax_profiler:
     jax.profiler.start_server(config.jax_profiler_port)
-  platform = jax.default_backend()
-  if "hardware" in config.model_fields_set and not config.hardware.startswith(platform):
-    raise ConfigError(f"hardware={config.hardware}, but JAX finds {platform} devices: leave hardware out to take them.")
-
-
-def _check_host(program: Program) -> None:
-  """Memory or data that one host lacks ends the run on all of them: the others would wait for it."""
-  problem: ConfigError | None = None
-  try:
-    _check_memory(program)
-    program.check_data()
-  except ConfigError as error:
-    problem = error
-  problems = gather_problems(unique_name("host"), str(problem or ""), _PATIENCE)
-  if problem is not None:
-    raise problem
-  if problems:
-    raise ConfigError("; ".join(f"process {process}: {text}" for process, text in sorted(problems.items())))
-
-
-def _check_sharding(program: Program) -> None:
-  """Parameters that stay whole on a mesh that is there to split them are a mistake in sizes or rules."""
-  rows, tolerance = placements(program.model), program.config.sharding_tolerance
-  if all(row.shards == 1 for row in rows):
-    return
-  whole = sorted((row for row in rows if row.shards == 1), key=lambda row: -row.size)
-  share = sum(row.size for row in whole) / sum(row.size for row in rows)
-  if share > tolerance:
-    raise ConfigError(
-      f"sharding_tolerance={tolerance}, but {share:.0%} of the parameters stay whole on every device: "
-      f"{', '.join(f'{row.path} {list(row.shape)}' for row in whole[:3])}, ... "
-      f"Choose a mesh whose axes divide them, or raise sharding_tolerance; debug_sharding=true shows all."
-    )
-
-
-def _check_memory(program: Program) -> None:
-  """Raises where parameters and optimizer state alone are larger than the memory that they are to live in."""
-  devices, c = program.model.execution.sharding.mesh.local_devices, program.config
-  if c.parameter_memory_host_offload or c.optimizer_memory_host_offload:
-    return
-  needed, where, there = bytes_per_device((program.state, program.frozen)), "a device", device_memory(devices[0])
-  if devices[0].platform == "cpu":
-    needed, where, there = needed * len(devices), "this host", host_memory()
-  if there and needed > there:
-    raise ConfigError(
-      f"{c.model_name}: parameters and optimizer state take {needed / 1e9:,.1f} GB of the memory of {where}, which has "
-      f"{there / 1e9:,.1f} GB. Take a smaller model, or more devices to shard it over (ici_fsdp_parallelism); `maxtext "
-      f"plan` says how many it needs."
-    )
+  check_hardware(config)
 
 
 def _evaluations(program: Program, checkpoints: RunCheckpoints, frozen: Mapping[str, Params]) -> list[Callback]:
@@ -275,17 +295,7 @@ def _peak_flops(mesh: Mesh) -> float:
   return chip.flops / chip.devices if chip else 0.0
 
 
-def _introduce(program: Program, run: RunDirectory) -> None:
-  model, mesh = program.model, program.model.execution.sharding.mesh
-  axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1) or "one device"
-  rows, length = jax.tree.leaves(program.batch)[0].shape[0], program.config.max_target_length
-  _LOG.info(
-    f"{program.config.model_name}: {model.size:,} parameters on {mesh.size} {mesh.devices.flat[0].platform} "
-    f"({axes}), {rows} x {length} tokens a step, in {run.path}",
-  )
-
-
-def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory) -> list[MetricWriter]:
+def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory, status: StatusLine) -> list[MetricWriter]:
   files: list[str | Path] = [run.metrics, *([config.metrics_file] if config.metrics_file else [])]
   sinks: dict[str, MetricWriter] = {str(file): JsonLinesWriter(file, after=steps.start) for file in files}
   if config.gcs_metrics and run.store:
@@ -296,4 +306,6 @@ def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory) -> list[Metri
     sinks[str(folder)] = TensorBoardWriter(folder)
   if config.prometheus_port:
     sinks[f"prometheus_port={config.prometheus_port}"] = PrometheusWriter(config.prometheus_port)
-  return [*(FaultTolerantWriter(sink, name) for name, sink in sinks.items()), ConsoleWriter(config.log_period, steps)]
+  memory = partial(memory_in_use, jax.local_devices()[0])
+  console = ConsoleWriter(config.log_period, steps, status=status, memory=memory)
+  return [*(FaultTolerantWriter(sink, name) for name, sink in sinks.items()), console]

@@ -25,20 +25,23 @@ def resolve_source(source: str | None, values: Mapping[str, Any], strict: bool =
 
   Warns on stderr of keys that have no effect; `strict` raises instead.
   """
-  if source and is_hugging_face(source):
-    source, values = None, {"load_parameters_path": source, **values}
+  folder = source if source and is_hugging_face(source) else None
+  if folder:
+    source, values = None, {"load_parameters_path": folder, **values}
   elif source and _is_run(source):
     from maxtext.checkpoint.inspect import starting_keys
 
     keys = starting_keys(source, values)
-    return resolve_keys(keys, strict, recorded=keys.keys() - values.keys())
+    found = resolve_keys(keys, strict, recorded=keys.keys() - values.keys())
+    return replace(found, name=Path(source).resolve().name)
   first = resolve(source, os.environ, values)
   path = first.config.load_parameters_path
   if not path or not is_hugging_face(path):
     return _warn(first, strict)
   own = _folder_values(path, first)
   again = resolve_keys({**own, **values}, strict, source, recorded=own.keys())
-  return replace(again, origins={**again.origins, **dict.fromkeys(own, os.path.join(path, "config.json"))})
+  origins = {**again.origins, **dict.fromkeys(own, os.path.join(path, "config.json"))}
+  return replace(again, origins=origins, name=Path(folder).resolve().name if folder else again.name)
 
 
 def _is_run(source: str) -> bool:

@@ -24,7 +24,7 @@ class RunInfo(Section):
   """Identity of the run."""
 
   base_config: None | str = Field(None, description="A YAML file whose values this file starts from.")
-  run_name: str = Field("", description="Name of the run; empty takes the model's name and the time.")
+  run_name: str = Field("", description="Name of the run; empty: the recipe, file or model, and the time.")
   model_name: ModelName = Field("default", description="A named model; its architecture keys are then fixed.")
   override_model_config: bool = Field(False, description="Allow keys of the named model to be changed.")
   override_logical_axis_rules: bool = Field(
