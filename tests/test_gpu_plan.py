@@ -4,8 +4,8 @@ import pytest
 
 from maxtext import ConfigError
 from maxtext.cli.main import main
-from maxtext.plan.plan import make_plan
-from maxtext.plan.text import as_text
+from maxtext.planner.plan import make_plan
+from maxtext.planner.text import as_text
 from tests.support import tiny
 
 GPUS = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "compile_topology": "h100-8"}
