@@ -60,6 +60,18 @@ def served_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
   return _below(path, given, own | {"load_parameters_path": path})
 
 
+def evaluated_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
+  """The keys with which a trained run is evaluated: those given, and its own but for the machine that trained it.
+  Its data, with the tokenizer that reads it, and the parameters that it started from stay those of the training."""
+  hidden = {*(RULE_KEYS if "custom_mesh_and_rule" in given else ())}
+  own = {
+    key: value
+    for key, value in chosen(_recorded(path)).items()
+    if key not in hidden and (key in _STARTED_FROM or not is_of_the_training(key))
+  }
+  return own | dict(given)
+
+
 def _recorded(path: str) -> dict[str, Any]:
   return {key: entry["value"] for key, entry in read_metadata(locate(path)).config.items()}
 
@@ -76,6 +88,8 @@ def is_of_the_training(key: str) -> bool:
   """Whether a key says how a run was trained, on which machine, and nothing of its model."""
   return key.startswith(_OF_THE_TRAINING)
 
+
+_STARTED_FROM = ("load_parameters_path", "source_checkpoint_layout")
 
 _OF_THE_TRAINING = (
   "load_", "source_checkpoint_layout", "ici_", "dcn_", "num_slices", "shard_exp_on_fsdp", "use_ring_of_experts",

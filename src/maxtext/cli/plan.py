@@ -55,19 +55,19 @@ def _planned(arguments: argparse.Namespace) -> int:
   resolved = config.resolve_overrides(arguments.overrides, arguments.strict)
   os.environ["JAX_PLATFORMS"] = "cpu"  # the compiler is asked by name; no accelerator of this machine is touched
   from maxtext.planner.html import as_html
-  from maxtext.planner.plan import make_plan
+  from maxtext.planner.plan import plan
   from maxtext.planner.text import as_text
 
   if arguments.search:
     return _search(arguments, resolved)
-  plan = make_plan(resolved.config)
-  whole = _run_estimate(arguments, plan)
+  found = plan(resolved.config)
+  whole = _run_estimate(arguments, found)
   if arguments.json:
-    print(json.dumps(plan.as_json() | ({"run": whole.as_json()} if whole else {}), indent=1))
+    print(json.dumps(found.as_json() | ({"run": whole.as_json()} if whole else {}), indent=1))
   else:
-    print(as_text(plan), *([whole.as_text()] if whole else []), sep="\n")
+    print(as_text(found), *([whole.as_text()] if whole else []), sep="\n")
   if arguments.html:
-    arguments.html.write_text(as_html(plan), encoding="utf-8")
+    arguments.html.write_text(as_html(found), encoding="utf-8")
     if not arguments.json:
       print(f"drawn in {arguments.html}")
   return 0

@@ -123,8 +123,17 @@ class Plan:
     }
 
 
-def make_plan(config: MaxTextConfig) -> Plan:
-  """Compiles the step and estimates its memory and time. Without a compiler, computes lower bounds."""
+def plan(config: MaxTextConfig) -> Plan:
+  """Compiles the train step for `compile_topology` and estimates its memory and time: `maxtext.plan`.
+
+  No device of that topology is needed. Without a compiler for it (GPUs), memory and time are lower bounds.
+
+  Args:
+    config: a run with `compile_topology`, such as "v5p-128".
+
+  Raises:
+    ConfigError: (a ValueError) there is no `compile_topology`, or the run does not fit to its mesh.
+  """
   start = time.perf_counter()
   program, topology = program_for(config)
   mesh, chip = program.model.execution.sharding.mesh, topology.chip

@@ -1,7 +1,6 @@
 """From a configuration to a trained state."""
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -52,6 +51,7 @@ from maxtext.training.callbacks.evaluate import Evaluate
 from maxtext.training.callbacks.guard import LossGuard
 from maxtext.training.callbacks.profile import Profile
 from maxtext.training.callbacks.write_metrics import WriteMetrics
+from maxtext.training.compilation_cache import compilation_cache
 from maxtext.training.consistency import agree_on_start, agree_on_step
 from maxtext.training.loop import run_loop
 from maxtext.training.objectives.base import Objective
@@ -86,6 +86,7 @@ def train(
   """
   setup_logging()
   with ExitStack() as closing:
+    closing.enter_context(compilation_cache(config))
     _start(config)
     if config.collect_stack_trace:
       closing.callback(StackTraces(config.stack_trace_interval_seconds).close)
@@ -166,8 +167,6 @@ def _print_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 def _start(config: MaxTextConfig) -> None:
   if config.compile_topology:
     raise ConfigError(f"compile_topology={config.compile_topology} is for compiling only: leave it out to train here.")
-  if config.jax_cache_dir and not config.dump_hlo:  # a program from the cache passes no compiler
-    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
   join(config)
   check_joined(config)
   agree_on_start(config)
