@@ -17,6 +17,8 @@ import pytest
 import maxtext
 from maxtext import ConfigError
 from maxtext.configs.errors import RunError
+from maxtext.data.batch import Batch
+from maxtext.distributed.interrupt import Interrupt
 from maxtext.training.objectives.base import Objective
 from tests.support import History, tiny
 
@@ -171,3 +173,96 @@ def test_a_loss_that_is_not_a_number_ends_the_run_by_name(tmp_path):
   with pytest.raises(RunError, match="the loss is not a number at step 1; abort_on_nan_loss=false would continue"):
     maxtext.train(config(tmp_path), objective=NotANumber())
   assert process_state()[:5] == before[:5]
+
+
+LENGTH = 32
+
+
+def tokens(number):
+  return np.random.default_rng(number).integers(0, 128, (8, LENGTH + 1))
+
+
+def generator(count=100):
+  for number in range(count):
+    yield tokens(number)
+
+
+def test_data_is_any_iterable_or_function(tmp_path):
+  """Arrays of tokens, whole batches, a generator and a function give one run, and a resumed one skips what was used."""
+  histories = [History() for _ in range(4)]
+  maxtext.train(config(tmp_path, "a"), data=generator(), callbacks=histories[:1])
+  maxtext.train(config(tmp_path, "b"), data=generator, callbacks=histories[1:2])
+
+  def whole():
+    for array in generator():
+      positions = np.broadcast_to(np.arange(LENGTH), (8, LENGTH))
+      ones = np.ones((8, LENGTH), np.int32)
+      yield Batch(array[:, :-1], array[:, 1:], positions, ones, ones)
+
+  maxtext.train(config(tmp_path, "c"), data=list(whole())[:4], callbacks=histories[2:3])
+  keys = {"learning_rate_schedule_steps": 4}
+  maxtext.train(config(tmp_path, "d", steps=2, **keys), data=generator, callbacks=histories[3:])
+  maxtext.train(config(tmp_path, "d", steps=4, **keys), data=generator, callbacks=histories[3:])
+  losses = [history.losses.tolist() for history in histories]
+  assert len(losses[0]) == 4
+  assert losses[0] == losses[1] == losses[2] == losses[3]
+
+
+def test_data_that_ends_early_ends_the_run_and_is_said(tmp_path, capsys):
+  state = maxtext.train(config(tmp_path), data=generator(2))
+  assert int(state.step) == 2
+  assert "maxtext: the data ended after step 2 of 4." in capsys.readouterr().out
+  assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
+  assert int(maxtext.train(config(tmp_path), data=generator).step) == 4
+
+
+@pytest.mark.parametrize(
+  ("data", "message"),
+  [
+    (3, "data is a int: it must be an iterable over batches, a function that returns one, or an object with"),
+    ("text", "data is a str: it must be"),
+    (np.zeros((8, 33), int), "data is a ndarray: it must be"),
+    ([tokens(0)[:, 1:]], r"data: batch 0 is an array \[8, 32\]; tokens are \[8, 33\]"),
+    ([tokens(0).astype(float)], "data: batch 0: inputs is float64, declared as int32"),
+    ([{"tokens": tokens(0)}], "data: batch 0 has tokens, and the objective declares inputs, targets, positions"),
+    ([None], "data: batch 0 has nothing, and the objective declares"),
+  ],
+)
+def test_wrong_data_is_named(data, message, tmp_path):
+  with pytest.raises(ConfigError, match=message):
+    maxtext.train(config(tmp_path), data=data)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    ({"config": "small-llama"}, r"config is a str: make a configuration with maxtext.load_config\(...\)"),
+    ({"objective": NotANumber}, "objective is the class NotANumber: it must be an instance"),
+    ({"optimizer": "adam"}, "optimizer is a str: it must be an optax.GradientTransformation"),
+    ({"optimizer": optax.adam}, "optimizer is a function: it must be"),
+    ({"callbacks": [Boom]}, "callbacks has the class Boom: each must be an instance"),
+    ({"callbacks": Boom()}, "callbacks is a Boom: it must be a list"),
+  ],
+)
+def test_wrong_arguments_are_named_and_nothing_is_written(arguments, message, tmp_path):
+  with pytest.raises(ConfigError, match=message):
+    maxtext.train(**{"config": config(tmp_path)} | arguments)
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_another_optimizer_does_not_resume_a_run(tmp_path):
+  maxtext.train(config(tmp_path, steps=1), optimizer=optax.adam(1e-3))
+  with pytest.raises(ConfigError, match="opt_state"):
+    maxtext.train(config(tmp_path), optimizer=optax.sgd(1e-3, momentum=0.9))
+  with pytest.raises(ConfigError, match="opt_state"):
+    maxtext.train(config(tmp_path), optimizer=optax.adafactor(1e-3))
+  assert int(maxtext.train(config(tmp_path, steps=2), optimizer=optax.adam(1e-4)).step) == 2
+
+
+def test_a_second_interrupt_leaves_an_interactive_session_alive(monkeypatch):
+  """A command exits at once; that would end the kernel of a notebook with everything in it."""
+  monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+  interrupt = Interrupt()
+  interrupt.signal = signal.SIGINT
+  with pytest.raises(KeyboardInterrupt):
+    interrupt._received(signal.SIGINT, None)

@@ -1,7 +1,6 @@
 """The loss of a trained model on evaluation data, outside a training run: `maxtext.evaluate`."""
 
 import os
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
@@ -12,8 +11,10 @@ from maxtext.checkpoint.location import folder_of, locate, steps_in
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import DatasetType
 from maxtext.data.batch import BatchSource
+from maxtext.data.iterable import Batches
 from maxtext.distributed.multihost import check_joined, join
 from maxtext.mesh.devices import make_mesh
+from maxtext.training.arguments import check_arguments
 from maxtext.training.compilation_cache import compilation_cache
 from maxtext.training.objectives.base import Objective
 from maxtext.training.program import Program
@@ -30,7 +31,7 @@ def evaluate(
   run: str | os.PathLike[str] | MaxTextConfig,
   *,
   objective: Objective | None = None,
-  data: BatchSource | None = None,
+  data: BatchSource | Batches | None = None,
   strict: bool = False,
   **keys: "Unpack[ConfigKeys]",
 ) -> dict[str, float]:
@@ -57,8 +58,8 @@ def evaluate(
   # With the key that evaluates, those of evaluation have an effect and are checked, whatever the run did.
   evaluates = {"eval_interval": 1} if data is None else {}
   config, path = _config_and_path(run, dict(keys), evaluates, strict)
-  with ExitStack() as closing:
-    closing.enter_context(compilation_cache(config))
+  check_arguments(config, objective, None, data)
+  with compilation_cache(config):
     join(config)
     check_joined(config)
     program = Program.of(config, make_mesh(config), objective, None, data)

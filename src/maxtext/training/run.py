@@ -17,6 +17,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.loader import values_and_origins
 from maxtext.configs.types import ProfilerType
 from maxtext.data.batch import BatchSource
+from maxtext.data.iterable import Batches
 from maxtext.data.options import data_options
 from maxtext.distributed.multihost import (
   broadcast_from_first,
@@ -45,6 +46,7 @@ from maxtext.observe.metric_writers import (
 from maxtext.observe.run_directory import RunDirectory, config_changes, new_run_name
 from maxtext.observe.stack_traces import StackTraces
 from maxtext.training import compiled
+from maxtext.training.arguments import check_arguments
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.callbacks.dump import Dump
 from maxtext.training.callbacks.evaluate import Evaluate
@@ -70,7 +72,7 @@ def train(
   *,
   objective: Objective | None = None,
   optimizer: optax.GradientTransformation | None = None,
-  data: BatchSource | None = None,
+  data: BatchSource | Batches | None = None,
   callbacks: Sequence[Callback] = (),
   origins: Mapping[str, str] | None = None,
 ) -> TrainState:
@@ -79,12 +81,19 @@ def train(
   Args:
     config: the run.
     objective: the loss; None is language modelling, as configured.
-    optimizer: replaces the configured one, with its learning rate.
-    data: batches for the objective; None reads the configured data.
+    optimizer: replaces the configured one, with its learning rate and its weight decay.
+    data: batches for the objective: an iterable, a function that returns one, or a `BatchSource`; None reads the
+      configured data.
     callbacks: called by the loop, after the run's own.
     origins: where each value of the configuration came from, for the record.
+
+  Raises:
+    ConfigError: (a ValueError) the configuration, the data or another argument is invalid; nothing was written.
+    RunError: the run ended itself, for example because its loss is not finite.
+    KeyboardInterrupt: the run ended with a checkpoint after Ctrl-C, and the same call resumes it.
   """
   setup_logging()
+  check_arguments(config, objective, optimizer, data, callbacks)
   with ExitStack() as closing:
     closing.enter_context(compilation_cache(config))
     _start(config)
