@@ -211,7 +211,7 @@ def test_data_is_any_iterable_or_function(tmp_path):
 def test_data_that_ends_early_ends_the_run_and_is_said(tmp_path, capsys):
   state = maxtext.train(config(tmp_path), data=generator(2))
   assert int(state.step) == 2
-  assert "maxtext: the data ended after step 2 of 4." in capsys.readouterr().out
+  assert "data: ended after 2 batches." in capsys.readouterr().out
   assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
   assert int(maxtext.train(config(tmp_path), data=generator).step) == 4
 
@@ -225,6 +225,7 @@ def test_data_that_ends_early_ends_the_run_and_is_said(tmp_path, capsys):
     ([tokens(0)[:, 1:]], r"data: batch 0 is an array \[8, 32\]; tokens are \[8, 33\]"),
     ([tokens(0).astype(float)], "data: batch 0: inputs is float64, declared as int32"),
     ([{"tokens": tokens(0)}], "data: batch 0 has tokens, and the objective declares inputs, targets, positions"),
+    ([], "data: there is no batch. A generator that was read before has ended"),
     ([None], "data: batch 0 has nothing, and the objective declares"),
   ],
 )

@@ -161,13 +161,15 @@ def test_mypy_knows_the_keys(tmp_path):
   """A right key passes; a wrong key, a wrong type and a wrong value are errors; `reveal_type` knows the results."""
   file = tmp_path / "user.py"
   file.write_text(CHECKED)
-  source = FILE.parents[2]
-  command = [sys.executable, "-m", "mypy", "--config-file", str(source.parent / "pyproject.toml"), str(file)]
-  done = subprocess.run(command, capture_output=True, text=True, cwd=source.parent, timeout=600, check=False)
+  project = Path(__file__).parents[1]
+  files = [file, *(project / "examples").glob("*.py")]
+  command = [sys.executable, "-m", "mypy", "--config-file", project / "pyproject.toml", *files]
+  done = subprocess.run(command, capture_output=True, text=True, cwd=project, timeout=600, check=False)
   lines = CHECKED.splitlines()
   wrong = {number for number, line in enumerate(lines, 1) if "# wrong" in line}
   errors = {int(n) for n in re.findall(r"user\.py:(\d+): error", done.stdout)}
   assert errors == wrong, done.stdout + done.stderr
+  assert not re.search(r"examples/.*: error", done.stdout), done.stdout
   assert re.findall(r'Revealed type is "(.*)"', done.stdout) == [
     "maxtext.configs.types.MaxTextConfig",
     "int",

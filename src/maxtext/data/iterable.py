@@ -1,5 +1,6 @@
 """Batches from any Python iterable, as `maxtext.train(data=...)` takes them."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,10 @@ import jax
 import numpy as np
 
 from maxtext.configs import ConfigError
+from maxtext.configs.errors import plural
 from maxtext.data.batch import Batch, BatchSource, BatchWithState, IteratorState
+
+_LOG = logging.getLogger(__name__)
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 """Batches: an iterable, or a function that returns one, such as a generator function."""
@@ -42,8 +46,14 @@ class IterableBatches:
       return
     skipped = 0 if state is None else int(state["batches"])
     iterable = source() if callable(source) else source
-    for number, made in enumerate(islice(iterable, skipped, None), skipped):
-      yield BatchWithState(place_batch(batch, made, number), partial(state_after, number))
+    used = skipped
+    for made in islice(iterable, skipped, None):
+      yield BatchWithState(place_batch(batch, made, used), partial(state_after, used))
+      used += 1
+    if not used and split == "train":
+      raise ConfigError("data: there is no batch. A generator that was read before has ended: give a function instead.")
+    if split == "train" and not jax.process_index():
+      _LOG.info(f"data: ended after {plural(used, 'batch')}.")
 
 
 def as_batch_source(data: "BatchSource | Batches | None") -> BatchSource | None:

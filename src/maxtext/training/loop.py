@@ -1,6 +1,5 @@
 """The training loop: a step, a state and batches; everything else is a callback."""
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,8 +9,6 @@ import jax
 from maxtext.data.batch import BatchWithState
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.state import TrainState
-
-_LOG = logging.getLogger(__name__)
 
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
 
@@ -56,8 +53,6 @@ def run_loop(
       if any(ended):
         break
   report()
-  if fed is None and step < steps.stop and not jax.process_index():
-    _LOG.warning(f"maxtext: the data ended after step {step} of {steps.stop}.")
   if position is not None:
     for callback in callbacks:
       callback.on_end(step, state, position)
