@@ -21,11 +21,11 @@ with socket.socket() as free:
 server = subprocess.Popen([sys.executable, "-m", "maxtext", "serve", run, "--port", str(port)])
 try:
   client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-  while True:  # the model is compiled before the server listens
+  while True:
     try:
       name = client.models.list().data[0].id
       break
-    except openai.APIConnectionError:
+    except (openai.APIConnectionError, openai.InternalServerError):  # 503 while the model loads
       assert server.poll() is None, "the server has ended"
       time.sleep(0.2)
 
