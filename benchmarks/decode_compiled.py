@@ -21,9 +21,9 @@ from maxtext.inference.sampling import full_token_bitmask
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
 from maxtext.models.build import build_model
-from maxtext.plan.hlo import CompiledProgram
-from maxtext.plan.memory_traffic import memory_traffic
-from maxtext.plan.plan import bytes_per_device
+from maxtext.planner.hlo import CompiledProgram
+from maxtext.planner.memory_traffic import memory_traffic
+from maxtext.planner.plan import bytes_per_device
 
 
 @dataclass(frozen=True)

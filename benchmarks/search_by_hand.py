@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.figures import show
 from maxtext.cli.config import resolve_overrides
-from maxtext.plan.search import plan_in_subprocess, search
+from maxtext.planner.search import plan_in_subprocess, search
 
 MODEL = ("llama2-7b", "compile_topology=v5p-16", "max_target_length=4096", "dataset_type=synthetic")
 MOST_COMPILES = 12

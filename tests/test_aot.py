@@ -21,8 +21,8 @@ from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
 from maxtext.models.execution.execution import execution_config
 from maxtext.models.mixture import mixture
-from maxtext.plan.compile import program_for
-from maxtext.plan.hlo import CompiledProgram, Transfer
+from maxtext.planner.compile import program_for
+from maxtext.planner.hlo import CompiledProgram, Transfer
 from maxtext.training.program import Program
 
 pytest.importorskip("libtpu")

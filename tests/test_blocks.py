@@ -13,10 +13,10 @@ from maxtext.kernels.attention_inputs import AttentionInputs, AttentionSharding
 from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.kernels.splash_attention import SplashBlocks, seen_blocks
 from maxtext.mesh.topology import Topology
-from maxtext.plan import kernel_blocks
-from maxtext.plan.compile import program_for
-from maxtext.plan.estimate import Calibration, estimate
-from maxtext.plan.hlo import CompiledProgram
+from maxtext.planner import kernel_blocks
+from maxtext.planner.compile import program_for
+from maxtext.planner.estimate import Calibration, estimate
+from maxtext.planner.hlo import CompiledProgram
 
 LENGTH = 2048
 SCORING = {

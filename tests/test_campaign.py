@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from maxtext.plan.run_estimate import RunEstimate
+from maxtext.planner.run_estimate import RunEstimate
 
 # One trillion parameters (bfloat16 weights, float32 moments would be 10 bytes each) on all chips of the largest mesh.
 RUN = RunEstimate(tokens=20e12, step_seconds=30.0, tokens_per_step=2**27, chips=50_944, checkpoint_bytes=10 * 10**12)

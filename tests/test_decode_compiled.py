@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.decode_compiled import compiled
 from maxtext import load_config
-from maxtext.plan.memory_traffic import memory_traffic
+from maxtext.planner.memory_traffic import memory_traffic
 
 pytest.importorskip("libtpu")
 pytestmark = [pytest.mark.aot, pytest.mark.slow]

@@ -5,8 +5,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from maxtext.mesh.topology import Topology
-from maxtext.plan.estimate import Calibration, estimate
-from maxtext.plan.hlo import CompiledProgram
+from maxtext.planner.estimate import Calibration, estimate
+from maxtext.planner.hlo import CompiledProgram
 
 pytest.importorskip("libtpu")
 

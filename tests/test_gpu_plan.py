@@ -2,17 +2,17 @@
 
 import pytest
 
+import maxtext
 from maxtext import ConfigError
 from maxtext.cli.main import main
-from maxtext.plan.plan import make_plan
-from maxtext.plan.text import as_text
+from maxtext.planner.text import as_text
 from tests.support import tiny
 
 GPUS = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "compile_topology": "h100-8"}
 
 
 def plan(**keys):
-  return make_plan(tiny(**GPUS | keys))
+  return maxtext.plan(tiny(**GPUS | keys))
 
 
 def test_state_is_counted_where_it_would_be():

@@ -35,7 +35,7 @@ from maxtext.models.model import Model
 from maxtext.models.placement import placements
 from maxtext.models.spec import Group, ModelSpec, TowerSpec
 from maxtext.models.weight_table import Weight
-from maxtext.plan.cost_model import forward_costs
+from maxtext.planner.cost_model import forward_costs
 from maxtext.training.objectives.language_modeling import LanguageModeling
 from maxtext.training.program import Program
 from maxtext.weights.tensor_layout import from_tensors, to_tensors

@@ -9,7 +9,7 @@ import yaml
 
 import maxtext.configs
 from maxtext import load_config
-from maxtext.plan.compile import program_for
+from maxtext.planner.compile import program_for
 from tests.cases import cases
 
 pytest.importorskip("libtpu")

@@ -1,7 +1,8 @@
-"""MaxText: train large language models in pure Python and JAX, and let them write.
+"""MaxText: train large language models in pure Python and JAX, evaluate them, convert them, and generate with them.
 
-`load_config` builds a run's configuration, `maxtext.train(config)` trains it, `LLM` answers with what came of it.
-Importing this package imports no JAX; the names that need it are found when they are first used.
+`load_config` makes the configuration of a run, `train` trains it, `evaluate` measures the loss of a trained one, `LLM`
+generates with it, `convert` exchanges its weights with Hugging Face, and `plan` says what a run needs on hardware that
+is not here. Importing this package imports no JAX: the names that need it are loaded when they are first used.
 """
 
 import importlib
@@ -11,10 +12,16 @@ from typing import TYPE_CHECKING, Any
 from maxtext.configs import ConfigError, MaxTextConfig, load_config
 
 if TYPE_CHECKING:
+  from maxtext.configs.keys import ConfigKeys
   from maxtext.inference.llm import LLM, RequestOutput
   from maxtext.inference.sampling import SamplingParams
+  from maxtext.planner.plan import Plan, plan
   from maxtext.training.callbacks.base import Callback
+  from maxtext.training.evaluation import evaluate
+  from maxtext.training.objectives.base import Objective
   from maxtext.training.run import train
+  from maxtext.training.state import TrainState
+  from maxtext.weights.convert import convert
 
   __version__: str
 
@@ -22,11 +29,18 @@ __all__ = [
   "LLM",
   "Callback",
   "ConfigError",
+  "ConfigKeys",
   "MaxTextConfig",
+  "Objective",
+  "Plan",
   "RequestOutput",
   "SamplingParams",
+  "TrainState",
   "__version__",
+  "convert",
+  "evaluate",
   "load_config",
+  "plan",
   "train",
 ]
 
@@ -35,6 +49,13 @@ _LAZY = {
   "RequestOutput": "maxtext.inference.llm",
   "SamplingParams": "maxtext.inference.sampling",
   "Callback": "maxtext.training.callbacks.base",
+  "ConfigKeys": "maxtext.configs.keys",
+  "Objective": "maxtext.training.objectives.base",
+  "Plan": "maxtext.planner.plan",
+  "TrainState": "maxtext.training.state",
+  "convert": "maxtext.weights.convert",
+  "evaluate": "maxtext.training.evaluation",
+  "plan": "maxtext.planner.plan",
   "train": "maxtext.training.run",
 }
 

@@ -73,6 +73,18 @@ def starting_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
   return own | dict(given)
 
 
+def evaluated_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
+  """The keys with which a trained run is evaluated: those given, and its own but for the machine that trained it.
+  Its data, with the tokenizer that reads it, and the parameters that it started from stay those of the training."""
+  hidden = {*(RULE_KEYS if "custom_mesh_and_rule" in given else ())}
+  own = {
+    key: value
+    for key, value in chosen(_recorded(path)).items()
+    if key not in hidden and (key in _STARTED_FROM or not is_of_the_training(key))
+  }
+  return own | dict(given)
+
+
 def _recorded(path: str) -> dict[str, Any]:
   return {key: entry["value"] for key, entry in read_metadata(locate(path)).config.items()}
 
@@ -99,6 +111,8 @@ _OF_THE_MODEL = frozenset(
   )
   for key in section.model_fields
 ) | {"model_name", "vocab_size"}  # fmt: skip
+_STARTED_FROM = ("load_parameters_path", "source_checkpoint_layout")
+
 _OF_THE_TRAINING = (
   "load_", "source_checkpoint_layout", "ici_", "dcn_", "num_slices", "shard_exp_on_fsdp", "use_ring_of_experts",
   "context_parallel_", "pipeline_", "num_pipeline_", "num_layers_per_pipeline_stage", "hardware",

@@ -3,13 +3,11 @@
 import argparse
 import os
 from contextlib import closing
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from maxtext.cli.config import add_strict
 from maxtext.cli.display import open_display
-from maxtext.configs.loader import parse_assignments, values_and_origins
-from maxtext.weights.resolve import resolve_keys
+from maxtext.configs.loader import parse_assignments
 
 
 def add_commands(commands: Any) -> None:
@@ -41,44 +39,20 @@ def add_commands(commands: Any) -> None:
 
 
 def _from_hf(arguments: argparse.Namespace) -> int:
-  os.environ["JAX_PLATFORMS"] = "cpu"  # whatever accelerator is here may be busy, and is not needed
-  from maxtext.models.build import abstract_model
-  from maxtext.weights.config_json import keys_of_folder
-  from maxtext.weights.from_hugging_face import convert_from_hugging_face
-  from maxtext.weights.hugging_face_folder import HuggingFaceFolder
-
-  folder, given, keys = HuggingFaceFolder(arguments.folder), parse_assignments(arguments.overrides), dict[str, Any]()
-  values = {"dataset_type": "synthetic"} | given
-  with closing(open_display("part")) as display:
-    if not values.keys() & {"model_name", "decoder_block"}:
-      keys = keys_of_folder(folder)
-      values = keys | values
-      display.message(
-        f"{folder.path} is {keys.get('model_name') or folder.config['model_type'] + ' of sizes of its own'}"
-      )
-    resolved = resolve_keys(values, arguments.strict, recorded=keys.keys() - given.keys())
-    record = values_and_origins(resolved.config, resolved.origins)
-    model, out = abstract_model(resolved.config), Path(arguments.out)
-    path = convert_from_hugging_face(resolved.config, model, folder, out, record, display.progress)
-  print(f"{path}: {model.size:,} parameters, for load_parameters_path")
-  return 0
+  return _convert(arguments, "part", "maxtext")
 
 
 def _to_hf(arguments: argparse.Namespace) -> int:
-  os.environ["JAX_PLATFORMS"] = "cpu"
-  from maxtext.checkpoint.inspect import chosen_keys
-  from maxtext.checkpoint.location import locate
-  from maxtext.checkpoint.tokenizer import kind_of
-  from maxtext.models.build import abstract_model
-  from maxtext.weights.to_hugging_face import convert_to_hugging_face
+  return _convert(arguments, "shard", "huggingface", shard_gigabytes=arguments.shard_gigabytes)
 
-  given = parse_assignments(arguments.overrides)
-  keys = chosen_keys(arguments.folder, given)
-  config = resolve_keys(keys, arguments.strict, recorded=keys.keys() - given.keys()).config
-  model, most = abstract_model(config), int(arguments.shard_gigabytes * 10**9)
-  with closing(open_display("shard")) as display:
-    path = convert_to_hugging_face(config, model, locate(arguments.folder), Path(arguments.out), display.progress, most)
-  print(f"{path}: {model.size:,} parameters, for transformers")
-  if kind_of(path) is None:
-    print("without a tokenizer, as none is kept with them: tokenizer_path=... puts one beside the weights")
+
+def _convert(arguments: argparse.Namespace, unit: str, to: Literal["maxtext", "huggingface"], **options: Any) -> int:
+  os.environ["JAX_PLATFORMS"] = "cpu"  # whatever accelerator is here may be busy, and is not needed
+  from maxtext.weights.convert import convert
+
+  keys = parse_assignments(arguments.overrides)
+  with closing(open_display(unit)) as display:
+    convert(
+      arguments.folder, arguments.out, to=to, progress=display.progress, strict=arguments.strict, **options, **keys
+    )
   return 0

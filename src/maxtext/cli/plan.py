@@ -16,8 +16,8 @@ from maxtext.configs.loader import Resolved
 from maxtext.configs.secrets import SECRET_KEYS, redact_arguments
 
 if TYPE_CHECKING:
-  from maxtext.plan.plan import Plan
-  from maxtext.plan.run_estimate import RunEstimate
+  from maxtext.planner.plan import Plan
+  from maxtext.planner.run_estimate import RunEstimate
 
 
 def add_command(commands: Any) -> None:
@@ -54,20 +54,20 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _planned(arguments: argparse.Namespace) -> int:
   resolved = config.resolve_overrides(arguments.overrides, arguments.strict)
   os.environ["JAX_PLATFORMS"] = "cpu"  # the compiler is asked by name; no accelerator of this machine is touched
-  from maxtext.plan.html import as_html
-  from maxtext.plan.plan import make_plan
-  from maxtext.plan.text import as_text
+  from maxtext.planner.html import as_html
+  from maxtext.planner.plan import plan
+  from maxtext.planner.text import as_text
 
   if arguments.search:
     return _search(arguments, resolved)
-  plan = make_plan(resolved.config)
-  whole = _run_estimate(arguments, plan)
+  found = plan(resolved.config)
+  whole = _run_estimate(arguments, found)
   if arguments.json:
-    print(json.dumps(plan.as_json() | ({"run": whole.as_json()} if whole else {}), indent=1))
+    print(json.dumps(found.as_json() | ({"run": whole.as_json()} if whole else {}), indent=1))
   else:
-    print(as_text(plan), *([whole.as_text()] if whole else []), sep="\n")
+    print(as_text(found), *([whole.as_text()] if whole else []), sep="\n")
   if arguments.html:
-    arguments.html.write_text(as_html(plan), encoding="utf-8")
+    arguments.html.write_text(as_html(found), encoding="utf-8")
     if not arguments.json:
       print(f"drawn in {arguments.html}")
   return 0
@@ -75,7 +75,7 @@ def _planned(arguments: argparse.Namespace) -> int:
 
 def _search(arguments: argparse.Namespace, resolved: Resolved) -> int:
   from maxtext.mesh.topology import Topology
-  from maxtext.plan.search import search
+  from maxtext.planner.search import search
 
   topology = resolved.config.compile_topology
   if topology and not Topology.named(topology).compiles:
@@ -115,7 +115,7 @@ _RUN_FLAGS = {
 
 def _run_estimate(arguments: argparse.Namespace, plan: "Plan") -> "RunEstimate | None":
   """The whole run, if its tokens are given and its step compiled."""
-  from maxtext.plan.run_estimate import RunEstimate
+  from maxtext.planner.run_estimate import RunEstimate
 
   for flag in ("tokens", *_RUN_FLAGS):
     value = getattr(arguments, flag)

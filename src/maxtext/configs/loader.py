@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -26,6 +26,9 @@ from maxtext.configs.types import DerivedValues, MaxTextConfig
 from maxtext.configs.types.run import ModelName
 from maxtext.configs.unsupported import no_effect_warning
 from maxtext.configs.values import plain_value
+
+if TYPE_CHECKING:
+  from maxtext.configs.keys import ConfigKeys
 
 _HERE = Path(__file__).resolve().parent
 _BASE = _HERE / "base.yml"
@@ -90,7 +93,7 @@ def load_config(
   *,
   environment: Mapping[str, str] | None = None,
   strict: bool = False,
-  **values: Any,
+  **values: "Unpack[ConfigKeys]",
 ) -> MaxTextConfig:
   """Builds a run's configuration.
 
@@ -100,9 +103,12 @@ def load_config(
     source: a YAML file, the name of a built-in recipe, or the name of a model.
     environment: variables `M_<KEY>`, which win over every file.
     strict: whether a key without effect is an error.
-    **values: single keys, which win over everything.
+    **values: single keys, which win over everything. `ConfigKeys` has their types.
+
+  Raises:
+    ConfigError: (a ValueError) a key is unknown, unsupported, of another type, or contradicts another.
   """
-  resolved = resolve(source, environment, values, strict=strict)
+  resolved = resolve(source, environment, {**values}, strict=strict)
   if resolved.warning:
     warnings.warn(resolved.warning, ConfigWarning, stacklevel=2)
   return resolved.config

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import jax
-import numpy as np
-
 from maxtext.data.batch import BatchWithState, IteratorState
+from maxtext.data.iterable import place_batch, state_after
 
 
 @dataclass(frozen=True)
@@ -34,14 +32,4 @@ class IndexedBatches:
       made = None if make is None else make(number)
       if made is None:
         return
-      yield BatchWithState(jax.tree.map(_placed, batch, made), partial(_after, number))
-
-
-def _placed(struct: jax.ShapeDtypeStruct, array: Any) -> jax.Array:
-  host = np.asarray(array, struct.dtype)
-  assert host.shape == struct.shape, f"an array of the batch is {list(host.shape)}, declared as {list(struct.shape)}"
-  return jax.make_array_from_callback(host.shape, struct.sharding, lambda index: host[index])
-
-
-def _after(number: int) -> IteratorState:
-  return {"batches": np.array(number + 1, np.int32)}
+      yield BatchWithState(place_batch(batch, made, number), partial(state_after, number))

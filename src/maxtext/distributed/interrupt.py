@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +27,10 @@ NOTICE_SECONDS = 30.0
 
 
 class Interrupt:
-  """Handles signals from `listen` to `close`. The first signal requests a clean stop; a second Ctrl-C exits at once.
+  """Handles signals from `listen` to `close`.
+
+  The first signal requests a clean stop; a second Ctrl-C exits at once. In an interactive session the second raises
+  `KeyboardInterrupt` instead, which leaves the process alive.
 
   JAX's preemption service finds the step after which all processes stop. Its own SIGTERM handler starts that, so our
   handler records the time and passes a SIGTERM on to it. A run of one process does not use the service.
@@ -93,6 +97,8 @@ class Interrupt:
   def _received(self, number: int, frame: FrameType | None) -> None:
     if self.signal is not None and number == signal.SIGINT:
       erase_status_line()
+      if hasattr(sys, "ps1"):  # a notebook or a prompt outlives its runs
+        raise KeyboardInterrupt
       _LOG.warning("maxtext: stopped at once.", extra=ON_STDERR)
       os._exit(128 + number)
     if self.signal is None:

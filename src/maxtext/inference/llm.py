@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard, cast
+from typing import TYPE_CHECKING, TypeGuard, Unpack, cast
 
 import jax
 import numpy as np
@@ -21,6 +21,9 @@ from maxtext.inference.inference_model import InferenceModel
 from maxtext.inference.resolve import resolve_draft_model, resolve_model
 from maxtext.inference.sampling import SamplingParams
 from maxtext.inference.scheduler import FinishReason, Request
+
+if TYPE_CHECKING:
+  from maxtext.configs.keys import ConfigKeys
 
 Prompt = str | Sequence[int]
 OnText = Callable[[str], None]
@@ -91,13 +94,13 @@ class LLM:
     num_speculative_tokens: int = 0,
     draft_model: str | os.PathLike[str] | None = None,
     strict: bool = False,
-    **keys: Any,
+    **keys: "Unpack[ConfigKeys]",
   ) -> None:
     if num_speculative_tokens < 0:
       raise ConfigError(f"num_speculative_tokens={num_speculative_tokens}: at least 0.")
     if draft_model is not None and not num_speculative_tokens:
       raise ConfigError("draft_model: set num_speculative_tokens too, such as num_speculative_tokens=4.")
-    config = resolve_model(os.fspath(model), keys, strict)
+    config = resolve_model(os.fspath(model), {**keys}, strict)
     draft_config = None if draft_model is None else resolve_draft_model(os.fspath(draft_model), "draft_model")
     self._init(InferenceModel.load(config, num_speculative_tokens, draft_config))
 

@@ -2,7 +2,7 @@
 
 import pkgutil
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol, cast
 
@@ -14,6 +14,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs import types as t
 from maxtext.configs.derived import scaled_sizes
 from maxtext.configs.types import DecoderBlockType
+from maxtext.configs.types.enums import REGISTERED_FAMILIES
 from maxtext.configs.unsupported import keys_with_no_effect
 from maxtext.configs.values import default_of, plain_value
 from maxtext.layers.execution import ExecutionConfig, Numerics, Sharding
@@ -34,10 +35,37 @@ class Family(Protocol):
 
 
 # Every module in `families` is a family. Its name is the value of decoder_block.
-FAMILIES: Mapping[DecoderBlockType, Family] = {
+FAMILIES: dict[DecoderBlockType, Family] = {
   DecoderBlockType(module.name): cast(Family, import_module(f"{families.__name__}.{module.name}"))
   for module in pkgutil.iter_modules(families.__path__)
 }
+
+
+def register_family(name: str, family: Any) -> None:
+  """Makes a family from outside the package the one that `decoder_block=name` means, in this process.
+
+  Call it before `load_config`. Registering the same name again replaces the family, as notebooks do; a family of the
+  package cannot be replaced.
+
+  Args:
+    name: the value of `decoder_block`.
+    family: a module or an object with `spec(config)`; for `convert` also `WEIGHTS` or `weights(spec)`, and
+      `HUGGING_FACE`.
+
+  Raises:
+    ConfigError: (a ValueError) the name is taken or no identifier, or the family has no `spec`.
+  """
+  if not name.isidentifier() or name.startswith("_"):
+    raise ConfigError(f"register_family: {name!r} must be an identifier, such as 'my_model'.")
+  if not callable(getattr(family, "spec", None)):
+    raise ConfigError(f"register_family: {name} has no function spec(config).")
+  if name in _OWN_FAMILIES:
+    raise ConfigError(f"register_family: {name} is a family of the package; choose another name.")
+  REGISTERED_FAMILIES.add(name)
+  FAMILIES[DecoderBlockType(name)] = cast(Family, family)
+
+
+_OWN_FAMILIES = frozenset(block.value for block in FAMILIES)
 
 # Sections that describe a model: their keys have no effect on a family that does not read them.
 _DESCRIBES_A_MODEL = (
@@ -87,7 +115,8 @@ def weight_table(config: MaxTextConfig, spec: DecoderSpec) -> Table:
   family = FAMILIES[config.decoder_block]
   if hasattr(family, "weights"):
     return family.weights(spec)
-  assert hasattr(family, "WEIGHTS"), "a family has WEIGHTS or weights()"
+  if not hasattr(family, "WEIGHTS"):
+    raise ConfigError(f"decoder_block={config.decoder_block.value}: the family has neither WEIGHTS nor weights(spec).")
   return family.WEIGHTS
 
 

@@ -19,6 +19,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.data.batch import BatchSource, BatchWithState, IteratorState
 from maxtext.data.dataloader import OpenedData, make_dataloader, missing_eval_data, open_data
+from maxtext.data.iterable import Batches, as_batch_source
 from maxtext.data.options import data_options
 from maxtext.distributed.multihost import process_folder
 from maxtext.mesh.compiler import compiler_options
@@ -64,10 +65,11 @@ class Program:
     mesh: Mesh,
     objective: Objective | None = None,
     optimizer: optax.GradientTransformation | None = None,
-    data: BatchSource | None = None,
+    data: BatchSource | Batches | None = None,
   ) -> "Program":
     """Builds everything that needs no array. Without an objective the run pre-trains; without an optimizer it takes
     the configured one and reports its learning rate; without data it reads the configured data."""
+    data = as_batch_source(data)
     model = build_model(config, mesh)
     config = with_devices(config, mesh.devices.flatten().tolist())
     if not model.params:

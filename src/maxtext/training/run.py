@@ -1,7 +1,6 @@
 """From a configuration to a trained state."""
 
 import logging
-import os
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from maxtext.configs.errors import plural
 from maxtext.configs.loader import values_and_origins
 from maxtext.configs.types import ProfilerType
 from maxtext.data.batch import BatchSource
+from maxtext.data.iterable import Batches
 from maxtext.data.options import data_options
 from maxtext.distributed.multihost import (
   broadcast_from_first,
@@ -49,6 +49,7 @@ from maxtext.observe.sample_writer import SampleWriter
 from maxtext.observe.stack_traces import StackTraces
 from maxtext.status_line import StatusLine, status_line
 from maxtext.training import compiled
+from maxtext.training.arguments import check_arguments
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.callbacks.dump import Dump
 from maxtext.training.callbacks.evaluate import Evaluate
@@ -56,6 +57,7 @@ from maxtext.training.callbacks.guard import LossGuard
 from maxtext.training.callbacks.profile import Profile
 from maxtext.training.callbacks.samples import Sampler, Samples
 from maxtext.training.callbacks.write_metrics import WriteMetrics
+from maxtext.training.compilation_cache import compilation_cache
 from maxtext.training.consistency import agree_on_start, agree_on_step
 from maxtext.training.loop import run_loop
 from maxtext.training.objectives.base import Objective
@@ -73,7 +75,7 @@ def train(
   *,
   objective: Objective | None = None,
   optimizer: optax.GradientTransformation | None = None,
-  data: BatchSource | None = None,
+  data: BatchSource | Batches | None = None,
   callbacks: Sequence[Callback] = (),
   origins: Mapping[str, str] | None = None,
   config_name: str = "",
@@ -83,17 +85,25 @@ def train(
   Args:
     config: the run.
     objective: the loss; None is language modelling, as configured.
-    optimizer: replaces the configured one, with its learning rate.
-    data: batches for the objective; None reads the configured data.
+    optimizer: replaces the configured one, with its learning rate and its weight decay.
+    data: batches for the objective: an iterable, a function that returns one, or a `BatchSource`; None reads the
+      configured data.
     callbacks: called by the loop, after the run's own.
     origins: where each value of the configuration came from, for the record.
     config_name: what to call the configuration, on the console and in the name of a run without `run_name`: a recipe,
       the stem of a file; empty is `model_name`.
+
+  Raises:
+    ConfigError: (a ValueError) the configuration, the data or another argument is invalid; nothing was written.
+    RunError: the run ended itself, for example because its loss is not finite.
+    KeyboardInterrupt: the run ended with a checkpoint after Ctrl-C, and the same call resumes it.
   """
   setup_logging()
+  check_arguments(config, objective, optimizer, data, callbacks)
   started, config_name = time.monotonic(), config_name or config.model_name
   with status_line() as status, ExitStack() as closing:
     status.phase("starting")
+    closing.enter_context(compilation_cache(config))
     _start(config)
     if jax.process_index():
       status.close()
@@ -238,8 +248,6 @@ def _print_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 def _start(config: MaxTextConfig) -> None:
   if config.compile_topology:
     raise ConfigError(f"compile_topology={config.compile_topology} is for compiling only: leave it out to train here.")
-  if config.jax_cache_dir and not config.dump_hlo:  # a program from the cache passes no compiler
-    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
   join(config)
   check_joined(config)
   agree_on_start(config)

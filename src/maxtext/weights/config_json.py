@@ -120,7 +120,6 @@ def _keys_of_content(content: Mapping[str, Any]) -> dict[str, Any]:
   raise ConfigError(f"config.json has model_type={kind}, and this version reads {known}.")
 
 
-@cache
 def _hugging_face_classes() -> list[tuple[str, HuggingFace]]:
   """Each Hugging Face class with its `decoder_block`."""
   found: list[tuple[str, HuggingFace]] = []

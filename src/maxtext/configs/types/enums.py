@@ -150,8 +150,13 @@ class ProfilerType(str, Enum):
   NSYS = "nsys"
 
 
+REGISTERED_FAMILIES = set[str]()
+"""Values of `decoder_block` that `maxtext.models.build.register_family` added in this process."""
+
+
 class DecoderBlockType(str, Enum):
-  """Model families. Each has a file of its name in `maxtext.models.families`, and such a file makes a name one."""
+  """Model families. Each has a file of its name in `maxtext.models.families`, and such a file makes a name one; so does
+  `register_family`."""
 
   LLAMA2 = "llama2"
   MISTRAL = "mistral"
@@ -175,7 +180,8 @@ class DecoderBlockType(str, Enum):
   @classmethod
   def _missing_(cls, value: object) -> "DecoderBlockType | None":
     name = str(value)
-    if not name.isidentifier() or name.startswith("_") or not (_FAMILIES / f"{name}.py").exists():
+    there = name in REGISTERED_FAMILIES or (_FAMILIES / f"{name}.py").exists()
+    if not name.isidentifier() or name.startswith("_") or not there:
       return None
     member = str.__new__(cls, name)
     member._name_, member._value_ = name.upper(), name

@@ -7,7 +7,7 @@ operand reads the slice; one that updates a part writes that part. A Pallas call
 import re
 from collections.abc import Iterator
 
-from maxtext.plan.hlo import ArrayType, CompiledProgram, Computation, Instruction, called_computations
+from maxtext.planner.hlo import ArrayType, CompiledProgram, Computation, Instruction, called_computations
 
 _NO_TRAFFIC = (
   "parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call", "call-start",

@@ -16,12 +16,12 @@ from maxtext.layers.execution import ExecutionConfig
 from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 from maxtext.mesh.topology import Topology
 from maxtext.models.flops import train_flops_per_token
-from maxtext.plan.calibration import CALIBRATION
-from maxtext.plan.compile import program_for
-from maxtext.plan.cost_model import forward_costs, saved_bytes
-from maxtext.plan.estimate import Estimate, Operation, estimate
-from maxtext.plan.hlo import CompiledProgram
-from maxtext.plan.kernel_blocks import kernel_efficiency
+from maxtext.planner.calibration import CALIBRATION
+from maxtext.planner.compile import program_for
+from maxtext.planner.cost_model import forward_costs, saved_bytes
+from maxtext.planner.estimate import Estimate, Operation, estimate
+from maxtext.planner.hlo import CompiledProgram
+from maxtext.planner.kernel_blocks import kernel_efficiency
 from maxtext.training.compiled import save
 from maxtext.training.program import Program
 from maxtext.training.state import bytes_per_device
@@ -123,8 +123,17 @@ class Plan:
     }
 
 
-def make_plan(config: MaxTextConfig) -> Plan:
-  """Compiles the step and estimates its memory and time. Without a compiler, computes lower bounds."""
+def plan(config: MaxTextConfig) -> Plan:
+  """Compiles the train step for `compile_topology` and estimates its memory and time: `maxtext.plan`.
+
+  No device of that topology is needed. Without a compiler for it (GPUs), memory and time are lower bounds.
+
+  Args:
+    config: a run with `compile_topology`, such as "v5p-128".
+
+  Raises:
+    ConfigError: (a ValueError) there is no `compile_topology`, or the run does not fit to its mesh.
+  """
   start = time.perf_counter()
   program, topology = program_for(config)
   mesh, chip = program.model.execution.sharding.mesh, topology.chip

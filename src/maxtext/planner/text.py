@@ -1,6 +1,6 @@
 """A plan as text for a terminal."""
 
-from maxtext.plan.plan import Plan
+from maxtext.planner.plan import Plan
 
 _GIB = 2**30
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from maxtext.kernels.attention_mask import ScoreSpec
 from maxtext.kernels.splash_attention import seen_blocks
 from maxtext.mesh.topology import Topology
-from maxtext.plan.hlo import CompiledProgram, Instruction, called_computations, loop_body
+from maxtext.planner.hlo import CompiledProgram, Instruction, called_computations, loop_body
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import html
 from collections.abc import Mapping
 
 from maxtext.observe.page import COLOURS, figure, page
-from maxtext.plan.plan import Plan
-from maxtext.plan.text import as_text
+from maxtext.planner.plan import Plan
+from maxtext.planner.text import as_text
 
 _WIDTH, _ROW = 1000, 26
 

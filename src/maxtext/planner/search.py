@@ -27,9 +27,9 @@ from maxtext.configs.values import default_of, plain_value
 from maxtext.mesh.topology import Topology
 from maxtext.models.execution.execution import execution_config
 from maxtext.models.flops import train_flops_per_token
-from maxtext.plan.compile import program_for
-from maxtext.plan.cost_model import forward_costs, saved_bytes
-from maxtext.plan.kernel_blocks import best_blocks
+from maxtext.planner.compile import program_for
+from maxtext.planner.cost_model import forward_costs, saved_bytes
+from maxtext.planner.kernel_blocks import best_blocks
 from maxtext.training.program import Program
 
 Keys = dict[str, Any]

@@ -29,7 +29,7 @@ from maxtext.layers.attention import GQA
 from maxtext.layers.mla import MLA
 from maxtext.mesh.compiler import compiler_options
 from maxtext.mesh.topology import Topology
-from maxtext.plan.kernel_schedule import KernelSchedule
+from maxtext.planner.kernel_schedule import KernelSchedule
 from maxtext.training.program import Program
 
 # Block sizes of queries, of keys, and of keys in one matmul.

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from maxtext.plan.estimate import Calibration
+from maxtext.planner.estimate import Calibration
 
 CALIBRATION: Mapping[str, Calibration] = {
   "v4": Calibration(),
