@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+STARTED = "started"
+"""In the first line after each start of a run: when that was, in seconds since the epoch."""
+
 
 def format_line(step: int, metrics: Mapping[str, float]) -> str:
   """The line of one step; values that are not finite are null."""

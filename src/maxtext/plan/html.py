@@ -27,7 +27,7 @@ def _memory(plan: Plan) -> str:
     marks.append(_bar(x, 20, size * scale, colour, f"{name}: {size / 2**30:.2f} GiB"))
     x += size * scale
   limit = m.there * scale
-  marks.append(f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="10" y2="56" stroke="#1f2937" stroke-width="2"/>')
+  marks.append(f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="10" y2="56" class="limit"/>')
   marks.append(f'<text x="{limit:.1f}" y="70" text-anchor="end">{m.there / 2**30:.1f} GiB there</text>')
   return _svg(80, "".join(marks)) + _legend({name: f"{size / 2**30:.2f} GiB" for name, size in parts.items()})
 
@@ -48,7 +48,7 @@ def _time(plan: Plan) -> str:
 
 def _bar(x: float, y: float, width: float, colour: str, label: str) -> str:
   return (
-    f'<rect x="{x:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="{_ROW - 4}" fill="{colour}" fill-opacity="0.8">'
+    f'<rect x="{x:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="{_ROW - 4}" style="fill:{colour}">'
     f"<title>{label}</title></rect>"
   )
 
