@@ -101,7 +101,7 @@ def test_the_facts_of_a_run_are_on_its_page(tmp_path):
     "Tokens30 k30,000",
     "Time in steps74 s",
     "Step time500 msmedian",
-    "Tokens per second2,000mean",
+    "Tokens/s2,000mean",
     "MFU40.0%mean",
   ):
     assert fact in text, fact
@@ -128,7 +128,7 @@ def test_train_and_evaluation_loss_share_a_plot_and_all_metrics_have_one(tmp_pat
     "Learning rate": ["learning_rate"],
     "Tokens per second": ["tokens_per_second"],
     "MFU": ["mfu"],
-    "Load of the busiest expert": ["expert_load"],
+    "Expert load (1 is even)": ["expert_load"],
     "accuracy": ["accuracy"],
   }
 
@@ -237,7 +237,7 @@ def test_what_a_folder_lacks_the_page_lacks(missing, tmp_path):
   else:
     (folder / missing).unlink()
   page = write_report([folder], folder / "report.html").read_text()
-  assert ("run has not finished a step." in page) == ("metrics" in missing)
+  assert ("run has not finished a step;" in page) == ("metrics" in missing)
   (folder / "run.json").write_text('{"versions": [], "command": "x", "hardware": 3, "parameters": "many"')
   (folder / "config.json").write_text('["steps"]')
   assert "<h1>run</h1>" in Report([folder]).page()
@@ -425,8 +425,9 @@ def test_the_script_counts_right():
   program = f"""
     const f = require({json.dumps(str(script))});
     const flat = f.smooth([1, 2, 3, 4], [5, 5, 5, 5], 10), jump = f.smooth([1, 2, 1000], [0, 0, 9], 10);
+    const steps = [...Array(101).keys()], falling = f.smooth(steps, steps.map(step => 100 - step), 10);
     console.log(JSON.stringify({{
-      flat, jump: jump[2],
+      flat, jump: jump[2], falling: falling[50], none_to_smooth: f.smooth([], [], 10),
       nearest: [f.nearest([], 3), f.nearest([1, 5, 9], 0), f.nearest([1, 5, 9], 6), f.nearest([1, 5, 9], 99)],
       linear: f.ticks(0, 10, false, 5), log: f.ticks(0.5, 2000, true, 5), close: f.ticks(1.1, 1.9, true, 4),
       one: f.range([3], false, 0), none: f.range([], true, 0), positive: f.range([-1, 0, 2, 8], true, 0),
@@ -441,6 +442,8 @@ def test_the_script_counts_right():
   assert {name: value if name == "text" else pytest.approx(value) for name, value in found.items()} == {
     "flat": [5, 5, 5, 5],
     "jump": 9,
+    "falling": 50,
+    "none_to_smooth": [],
     "nearest": [-1, 0, 1, 2],
     "linear": [0, 2, 4, 6, 8, 10],
     "log": [1, 10, 100, 1000],

@@ -3,15 +3,21 @@
 
 // --- Functions without a page ---------------------------------------------------------------------------------------
 
-// Exponential moving average over `width` steps; distances between points count, and the first points are not biased.
+// The mean around each point, with weights that fall off exponentially to both sides, over about `width` steps. Both
+// sides count, since an average of the past alone would lag behind a falling loss.
 function smooth(x, y, width) {
-  let sum = 0, weight = 0;
-  return y.map((value, i) => {
-    const keep = i ? Math.exp(-Math.max(0, x[i] - x[i - 1]) / width) : 0;
-    sum = sum * keep + value;
-    weight = weight * keep + 1;
-    return sum / weight;
-  });
+  const sums = y.slice(), weights = y.map(() => 1);
+  for (const [first, end, step] of [[0, y.length, 1], [y.length - 1, -1, -1]]) {
+    let sum = 0, weight = 0;
+    for (let i = first; i !== end; i += step) {
+      sums[i] += sum;
+      weights[i] += weight;
+      const next = i + step, keep = next === end ? 0 : Math.exp(-2 * Math.abs(x[next] - x[i]) / width);
+      sum = (sum + y[i]) * keep;
+      weight = (weight + 1) * keep;
+    }
+  }
+  return sums.map((sum, i) => sum / weights[i]);
 }
 
 // The index of the value nearest to `target` in ascending numbers; -1 if there are none.
@@ -156,7 +162,7 @@ function start() {
       this.figure = element("figure", {}, head, this.plot, this.legend);
       this.plot.addEventListener("pointermove", event => this.point(event));
       this.plot.addEventListener("pointerdown", event => this.point(event));
-      this.plot.addEventListener("pointerleave", () => this.leave());
+      this.plot.addEventListener("pointerleave", event => event.pointerType === "mouse" && this.leave());
       this.plot.addEventListener("blur", () => this.leave());
       this.plot.addEventListener("keydown", event => this.press(event));
       this.buttons = "";
@@ -253,7 +259,7 @@ function start() {
       for (const line of this.shown) {
         const style = {style: "stroke:" + line.colour, "stroke-dasharray": line.dash || "none"};
         const raw = add("path", {class: line.smoothX ? "line raw" : "line", d: path(line.x, line.y), ...style});
-        if (line.x.length > 500) raw.style.strokeWidth = 1;
+        if (line.smooth && line.x.length > 500) raw.style.strokeWidth = 1;
         if (line.smoothX) add("path", {class: "line", d: path(line.smoothX, line.smoothY), ...style});
         if ((line.marked && line.x.length < 60) || line.x.length === 1) {
           line.x.forEach((x, i) => add("circle", {cx: this.toX(x).toFixed(1), cy: this.toY(line.y[i]).toFixed(1), r: 3,
@@ -453,6 +459,7 @@ function start() {
     const age = () => {
       const modified = Math.max(...data.runs.map(run => run.modified));
       if (!modified) return "waiting for the first step";
+      if (data.runs.every(run => run.finished)) return "all steps are done";
       const seconds = Math.max(0, Math.round(Date.now() / 1000 - modified));
       return "last step written " + (seconds < 120 ? seconds + " s" : Math.round(seconds / 60) + " min") + " ago";
     };

@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import shlex
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ _FIXED_PLOTS = {
   "tokens_per_second": "Tokens per second",
   "mfu": "MFU",
   "tflops_per_device": "TFLOP/s per device",
-  "expert_load": "Load of the busiest expert",
+  "expert_load": "Expert load (1 is even)",
   "load_balance_loss": "Load-balancing loss",
   "data_wait_seconds": "Waiting for input, seconds",
 }
@@ -121,7 +122,8 @@ class Report:
       "runs": [
         {
           "name": name,
-          "modified": run.modified,
+          "modified": run.modified if run.metrics.steps else 0,
+          "finished": run.metrics.last_step >= (_steps_asked(run) or math.inf),
           "restarts": run.metrics.starts[1:][-_MAX_MARKS:],
           "series": {metric: _points(_settled(run, metric)) for metric in run.metrics.series if metric in plotted},
         }
@@ -196,12 +198,16 @@ def _problems(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     if run.problem
   ]
   for run, name in zip(runs, names, strict=True):
-    if not run.metrics.steps and not run.problem:
-      lines.append(f"{name} has not finished a step.")
     if (loss := run.metrics.series.get("loss")) and loss.not_finite:
       count = f"{len(loss.not_finite):,} step{'s' if len(loss.not_finite) > 1 else ''}"
       lines.append(f"{name}: the loss was not a finite number at {count}, first at step {loss.not_finite[0]:,}.")
-  return "".join(f'<p class="alert">{html.escape(line)}</p>' for line in lines)
+  waiting = [name for run, name in zip(runs, names, strict=True) if not run.metrics.steps and not run.problem]
+  notes = [f"{name} has not finished a step; the first one compiles." for name in waiting]
+  return "".join(
+    f'<p class="{kind}">{html.escape(line)}</p>'
+    for kind, group in (("alert", lines), ("note", notes))
+    for line in group
+  )
 
 
 def _summary(run: RunFiles) -> dict[str, tuple[str, str]]:
@@ -231,7 +237,7 @@ def _summary(run: RunFiles) -> dict[str, tuple[str, str]]:
   if times:
     found["Step time"] = _duration(sorted(times)[len(times) // 2]), "median"
   if (speed := _mean_over_time(run, "tokens_per_second")) is not None:
-    found["Tokens per second"] = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}", "mean"
+    found["Tokens/s"] = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}", "mean"
   if (mfu := _mean_over_time(run, "mfu")) is not None:
     found["MFU"] = f"{mfu:.1%}", "mean"
   return found
