@@ -18,7 +18,7 @@ from etils import epath
 from maxtext.configs import ConfigError
 from maxtext.logs import ON_STDERR
 from maxtext.observe.growing_file import GrowingFile, is_permanent
-from maxtext.observe.metric_lines import STARTED, format_line, lines_up_to, truncate_after
+from maxtext.observe.metric_lines import format_line, lines_up_to, truncate_after
 
 _LOG = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class JsonLinesWriter:
   """
 
   def __init__(self, path: str | Path, after: int = 0) -> None:
-    self._started: Metrics = {STARTED: time.time()}
+    self._started: float | None = time.time()
     self._file = GrowingFile(Path(path), lambda path: truncate_after(path, after))
     try:
       self._file.append(b"")
@@ -119,7 +119,7 @@ class JsonLinesWriter:
         raise ConfigError(f"metrics_file={path} cannot be written: {error.strerror}.") from None
 
   def write(self, step: int, metrics: Metrics) -> None:
-    line, self._started = format_line(step, {**self._started, **metrics}), {}
+    line, self._started = format_line(step, metrics, self._started), None
     self._file.append(line.encode())
 
   def close(self) -> None:

@@ -441,12 +441,14 @@ function start() {
   setSmoothing();
   drawAll();
   let resizing = 0;
+  const fit = () => {
+    for (const chart of charts.values()) if (chart.plot.clientWidth !== chart.size) chart.draw();
+  };
   addEventListener("resize", () => {
     cancelAnimationFrame(resizing);
-    resizing = requestAnimationFrame(() => {
-      for (const chart of charts.values()) if (chart.plot.clientWidth !== chart.size) chart.draw();
-    });
+    resizing = requestAnimationFrame(fit);
   });
+  matchMedia("print").addEventListener("change", fit);
   addEventListener("beforeprint", () => {
     for (const details of document.querySelectorAll("details")) details.open = true;
   });

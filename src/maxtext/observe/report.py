@@ -13,7 +13,7 @@ from typing import Any
 
 from maxtext.observe.downsample import MAX_POINTS, downsample
 from maxtext.observe.page import COLOURS, as_json, page
-from maxtext.observe.run_files import NOT_COMPARED, RunFiles, Sample, Series
+from maxtext.observe.run_files import NOT_COMPARED, RunFiles, SampleRecord, Series
 
 _SCRIPT = Path(__file__).with_name("report.js").read_text(encoding="utf-8")
 
@@ -367,7 +367,7 @@ def _samples(run: RunFiles, name: str, several: bool) -> str:
   """Generated texts, the last step first and the only one that is open."""
   if not run.samples:
     return ""
-  steps: dict[int, list[Sample]] = {}
+  steps: dict[int, list[SampleRecord]] = {}
   for sample in run.samples:
     steps.setdefault(sample.step, []).append(sample)
   blocks = []

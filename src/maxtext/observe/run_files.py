@@ -133,7 +133,7 @@ class MetricsFile:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleRecord:
   """A text that the model generated during the run."""
 
   step: int
@@ -161,7 +161,7 @@ class RunFiles:
     self.metrics = MetricsFile(folder / "metrics.jsonl")
     self.facts: dict[str, Any] = {}
     self.config: dict[str, dict[str, Any]] = {}
-    self.samples: list[Sample] = []
+    self.samples: list[SampleRecord] = []
     self.problem, self.modified = "", 0.0
 
   @property
@@ -243,14 +243,14 @@ def _config(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   }
 
 
-def _read_samples(path: Path) -> list[Sample]:
+def _read_samples(path: Path) -> list[SampleRecord]:
   try:
     with path.open("rb") as file:
       file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_SAMPLE_BYTES))
       lines = file.read().splitlines()
   except OSError:
     return []
-  samples: list[Sample] = []
+  samples: list[SampleRecord] = []
   for line in reversed(lines):  # the last ones count
     if (sample := _sample(line)) is not None:
       samples.append(sample)
@@ -259,7 +259,7 @@ def _read_samples(path: Path) -> list[Sample]:
   return samples[::-1]
 
 
-def _sample(line: bytes) -> Sample | None:
+def _sample(line: bytes) -> SampleRecord | None:
   try:
     row = json.loads(line)
   except (ValueError, RecursionError):
@@ -267,4 +267,4 @@ def _sample(line: bytes) -> Sample | None:
   if not isinstance(row, dict) or not isinstance(row.get("step"), int) or not isinstance(row.get("text"), str):
     return None
   prompt = row.get("prompt")
-  return Sample(row["step"], prompt if isinstance(prompt, str) else "", row["text"])
+  return SampleRecord(row["step"], prompt if isinstance(prompt, str) else "", row["text"])
