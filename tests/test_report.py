@@ -433,6 +433,12 @@ def test_the_script_counts_right():
       one: f.range([3], false, 0), none: f.range([], true, 0), positive: f.range([-1, 0, 2, 8], true, 0),
       scale: [f.scale([1, 100], 0, 10, true)(10), f.scale([0, 4], 0, 8, false)(1)],
       text: [f.number(0), f.number(5.902233600616455), f.number(1234567), f.number(0.00012345), f.short(100000)],
+      huge: [false, true].map(log => {{
+        const ends = f.range([1, 1e308, -1e308].map(f.clamp), log, 0.03);
+        return ends.every(Number.isFinite) && f.ticks(...ends, log, 5).length > 1 &&
+          Number.isFinite(f.scale(ends, 0, 10, log)(2));
+      }}),
+      single: f.ticks(...f.range([f.clamp(1e308)], true, 0), true, 5).length,
       width: [f.smoothingWidth(0, 1000), f.smoothingWidth(100, 1000)],
     }}));
   """
@@ -453,5 +459,7 @@ def test_the_script_counts_right():
     "positive": [2, 8],
     "scale": [5, 2],
     "text": ["0", "5.9022", "1.235e6", "1.234e-4", "100k"],
+    "huge": [True, True],
+    "single": 3,
     "width": [0, 200],
   }

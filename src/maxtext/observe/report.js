@@ -52,11 +52,16 @@ function ticks(low, high, log, about) {
   return found;
 }
 
+// Keeps sums and differences of values finite.
+function clamp(value) {
+  return Math.max(-1e300, Math.min(1e300, value));
+}
+
 // A range that is not empty, with a margin as a share of it; a logarithmic one has positive ends and no margin.
 function range(values, log, margin) {
   let low = Infinity, high = -Infinity;
   for (const value of values) {
-    if (log && value <= 0) continue;
+    if (log && value < 1e-300) continue;
     if (value < low) low = value;
     if (value > high) high = value;
   }
@@ -138,8 +143,9 @@ function start() {
   }
 
   class Chart {
-    constructor(key, histogram) {
+    constructor(key, title, histogram) {
       this.key = key;
+      this.name = title;
       this.histogram = histogram;
       this.place = null;
       this.svg = drawing("svg", {"aria-hidden": "true"});
@@ -149,7 +155,7 @@ function start() {
         this.svg, this.readout);
       this.legend = element("ul", {class: "legend"});
       this.title = element("h2", {});
-      this.title.textContent = key;
+      this.title.textContent = title;
       const head = element("div", {class: "title"}, this.title);
       if (!histogram) {
         const box = element("input", {type: "checkbox"});
@@ -183,13 +189,13 @@ function start() {
       this.size = width;
       this.places = null;
       const bottom = HEIGHT - BOTTOM;
-      const fits = (x, y) => (!this.logX || x > 0) && (!this.logY || y > 0);
+      const fits = (x, y) => (!this.logX || x > 0) && (!this.logY || y >= 1e-300);
       const xs = [], ys = this.histogram ? [0] : [];
       for (const line of this.shown) {
         line.x = [];
         line.y = [];
         line.points.x.forEach((x, i) => {
-          if (fits(x, line.points.y[i])) line.x.push(x), line.y.push(line.points.y[i]);
+          if (fits(x, line.points.y[i])) line.x.push(x), line.y.push(clamp(line.points.y[i]));
         });
         for (const x of line.x) xs.push(x);
         for (const y of line.y) ys.push(y);
@@ -198,7 +204,7 @@ function start() {
           const mean = line.points.mean_x.length > 0;
           const x = mean ? line.points.mean_x : line.points.x, y = mean ? line.points.mean_y : line.points.y;
           line.smoothX = x;
-          line.smoothY = smooth(x, y, page.width);
+          line.smoothY = smooth(x, y.map(clamp), page.width);
         } else line.smoothX = null;
       }
       if (this.histogram) xs.push(this.source.low, this.source.high);
@@ -227,19 +233,19 @@ function start() {
       const name = this.histogram ? "seconds" : "step";
       add("text", {x: (LEFT + width - RIGHT) / 2, y: HEIGHT - 3, "text-anchor": "middle"}, name);
       if (this.histogram) this.drawBars(add, bottom);
-      else this.drawLines(add, bottom);
+      else this.drawLines(add, bottom, fits);
       this.marker = drawing("line", {class: "crosshair", y1: TOP, y2: bottom});
       this.dots = drawing("g", {});
       this.svg.setAttribute("viewBox", "0 0 " + width + " " + HEIGHT);
       this.svg.replaceChildren(...parts, this.marker, this.dots);
       this.plot.setAttribute("aria-valuemin", xRange[0]);
       this.plot.setAttribute("aria-valuemax", xRange[1]);
-      this.plot.setAttribute("aria-label", this.key + " by " + name + ", " + this.shown.map(l => l.label).join(", ") +
+      this.plot.setAttribute("aria-label", this.name + " by " + name + ", " + this.shown.map(l => l.label).join(", ") +
         ". Arrow keys read values.");
       this.show(this.place, !this.readout.hidden);
     }
 
-    drawLines(add, bottom) {
+    drawLines(add, bottom, fits) {
       data.runs.forEach((run, r) => {
         for (const step of run.restarts) {
           if (step < this.xRange[0] || step > this.xRange[1]) continue;
@@ -251,7 +257,7 @@ function start() {
       const path = (x, y) => {
         let text = "";
         for (let i = 0; i < x.length; i++) {
-          if ((this.logX && x[i] <= 0) || (this.logY && y[i] <= 0)) continue;
+          if (!fits(x[i], y[i])) continue;
           text += (text ? "L" : "M") + this.toX(x[i]).toFixed(1) + " " + this.toY(y[i]).toFixed(1);
         }
         return text;
@@ -403,16 +409,16 @@ function start() {
   }
 
   function drawAll() {
-    const wanted = data.plots.map(plot => [plot.title, plot, false]);
-    if (data.histogram) wanted.splice(Math.min(4, wanted.length), 0, ["Step times", data.histogram, true]);
+    const wanted = data.plots.map(plot => ["metric " + plot.lines[0].metric, plot.title, plot, false]);
+    if (data.histogram) wanted.splice(Math.min(4, wanted.length), 0, ["step times", "Step times", data.histogram, true]);
     const keys = new Set(wanted.map(([key]) => key));
     for (const [key, chart] of charts) if (!keys.has(key)) chart.figure.remove(), charts.delete(key);
-    wanted.forEach(([key, plot, histogram], i) => {
-      if (!charts.has(key)) charts.set(key, new Chart(key, histogram));
+    wanted.forEach(([key, title, , histogram], i) => {
+      if (!charts.has(key)) charts.set(key, new Chart(key, title, histogram));
       const chart = charts.get(key);
       if (holder.children[i] !== chart.figure) holder.insertBefore(chart.figure, holder.children[i] || null);
     });
-    for (const [key, plot] of wanted) charts.get(key).set(plot);  // after all are placed, so that widths are known
+    for (const [key, , plot] of wanted) charts.get(key).set(plot);  // after all are placed, so that widths are known
   }
 
   function mostSteps() {
@@ -508,4 +514,4 @@ function start() {
 }
 
 if (typeof document !== "undefined") start();
-else module.exports = {smooth, nearest, ticks, range, scale, number, short, smoothingWidth};
+else module.exports = {smooth, nearest, ticks, clamp, range, scale, number, short, smoothingWidth};

@@ -21,6 +21,7 @@ NOT_COMPARED = {"run_name", "base_output_directory", "jax_cache_dir", "log_confi
 """Keys of storage and logging, and those that follow from other keys: runs are not compared by them."""
 
 _RUN_FILES = ("metrics.jsonl", "run.json", "config.json")
+_SPEEDS = {"tokens_per_second", "mfu", "tflops_per_device", "step_time_seconds", "data_wait_seconds"}
 _TAIL_BYTES = 256  # of the file's text before the position that was read up to
 _MAX_METRICS = 200
 _MAX_STEP = 2**53  # beyond it a script cannot count
@@ -204,6 +205,18 @@ class RunFiles:
   def value(self, key: str) -> Any:
     """A key's value, or None if it is not known."""
     return self.config[key]["value"] if key in self.config else None
+
+  @property
+  def steps_asked(self) -> int | None:
+    """How many steps the run is to do, or None if that is not known."""
+    steps = self.value("steps")
+    steps = self.value("learning_rate_schedule_steps") if steps == -1 else steps
+    return steps if isinstance(steps, int) and steps > 0 else None
+
+  def settled(self, metric: str) -> Series:
+    """A metric; speeds and times without the first steps after starts, which compile."""
+    series = self.metrics.series.get(metric, Series())
+    return series.without(self.metrics.starts) if metric in _SPEEDS else series
 
   def _is_new(self, name: str) -> bool:
     """Whether a file is there and differs from the one that was seen last."""
