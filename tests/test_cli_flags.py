@@ -1,4 +1,4 @@
-"""The flags of `maxtext train`, `decode`, `serve` and `bench serve` as a golden file, so that a rename is deliberate.
+"""The flags of some commands as a golden file, so that a rename is deliberate.
 
 After a change of the flags, write the file again and review its diff:
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from maxtext.cli.main import _parser
 
 GOLDEN = Path(__file__).parent / "data" / "cli_flags.txt"
-COMMANDS = (("train",), ("decode",), ("serve",), ("bench", "serve"))
+COMMANDS = (("train",), ("decode",), ("serve",), ("bench", "serve"), ("report",))
 
 
 def subparser(parser, name):

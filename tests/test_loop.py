@@ -48,7 +48,7 @@ def test_evaluation_is_the_loss_on_other_data(tmp_path):
   ]
   assert history.figures[-1]["eval_loss"] == pytest.approx(float(np.mean(expected)), abs=1e-5)
   assert history.figures[-1]["eval_tokens"] == 2 * 64 * 32
-  assert "Loss of evaluation" in (tmp_path / "evaluated" / "report.html").read_text()
+  assert "<dt>Evaluation loss</dt>" in (tmp_path / "evaluated" / "report.html").read_text()
 
 
 def test_a_run_ends_at_its_target(capsys):

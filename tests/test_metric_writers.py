@@ -144,11 +144,15 @@ def test_torn_lines_are_skipped(tmp_path):
   ]
   file.write_bytes("".join(lines).encode() + b"\xff\xfe: 1}")
   write_report([tmp_path], tmp_path / "report.html")
-  assert "<td>5.0000</td>" in (tmp_path / "report.html").read_text()
+  assert "<dt>Loss</dt><dd>5.0000<" in (tmp_path / "report.html").read_text()
   sink = JsonLinesWriter(file, after=3)
   sink.write(4, {"loss": 4.0})
+  sink.write(5, {"loss": 3.0})
   sink.close()
-  assert file.read_text() == "".join(lines[:4]) + '{"step": 4, "loss": 4.0}\n'
+  *before, fourth, fifth = file.read_text().splitlines(keepends=True)
+  assert before == lines[:4]
+  assert json.loads(fourth) == {"step": 4, "started": pytest.approx(time.time(), abs=60), "loss": 4.0}
+  assert fifth == '{"step": 5, "loss": 3.0}\n'
   file.write_text("\n\x00\x00\n")
   write_report([tmp_path], tmp_path / "report.html")
   with pytest.raises(ConfigError, match=r"metrics_file=.*/metrics.jsonl/deeper cannot be written: "):

@@ -11,9 +11,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+STARTED = "started"
+"""In the first line after each start of a run: when that was, in seconds since the epoch."""
 
-def format_line(step: int, metrics: Mapping[str, float]) -> str:
-  """The line of one step; values that are not finite are null."""
+
+def format_line(step: int, metrics: Mapping[str, float], started: float | None = None) -> str:
+  """The line of one step; values that are not finite are null. `started` is for the first step after a start."""
+  if started is not None:
+    metrics = {STARTED: started, **metrics}
   finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
   return json.dumps({"step": step, **finite}) + "\n"
 

@@ -197,10 +197,12 @@ class FaultTolerantWriter:
 class JsonLinesWriter:
   """Appends one JSON object per step to a file; values that are not finite are null.
 
-  A run that resumes after step `after` writes later steps again, so their old lines are removed.
+  A run that resumes after step `after` writes later steps again, so their old lines are removed. The first line has
+  `started`, so that readers know where the run was started again.
   """
 
   def __init__(self, path: str | Path, after: int = 0) -> None:
+    self._started: float | None = time.time()
     self._file = GrowingFile(Path(path), lambda path: truncate_after(path, after))
     try:
       self._file.append(b"")
@@ -209,7 +211,8 @@ class JsonLinesWriter:
         raise ConfigError(f"metrics_file={path} cannot be written: {error.strerror}.") from None
 
   def write(self, step: int, metrics: Metrics) -> None:
-    self._file.append(format_line(step, metrics).encode())
+    line, self._started = format_line(step, metrics, self._started), None
+    self._file.append(line.encode())
 
   def close(self) -> None:
     self._file.close()

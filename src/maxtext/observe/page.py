@@ -1,27 +1,58 @@
-"""The frame of every HTML page: plain HTML with SVG, no script, no network."""
+"""The frame of every HTML page. A page is one file: its style, script and data are in it, and it loads nothing."""
 
+import base64
+import hashlib
 import html
+import json
+from pathlib import Path
+from typing import Any
 
-COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+COLOURS = tuple(f"var(--series-{i})" for i in range(8))
+"""CSS colours that differ also for colour-blind readers; `page.css` has their values, in light and dark."""
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 1200px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1rem; margin: 0 0 .3rem; font-weight: 600; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(520px, 1fr)); gap: 1.5rem; }
-figure { margin: 0; border: 1px solid #e5e7eb; border-radius: 8px; padding: 1rem; }
-table { border-collapse: collapse; margin: 1rem 0; } td, th { padding: .2rem 1rem .2rem 0; text-align: left; }
-th { color: #6b7280; font-weight: 500; } svg { width: 100%; height: auto; }
-svg text { font: 11px system-ui, sans-serif; fill: #6b7280; } .grid-line { stroke: #e5e7eb; }
-"""
+_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
-def page(title: str, body: str) -> str:
-  """A whole page; the body is HTML already."""
+def page(title: str, body: str, script: str = "", data: Any = None, *, live: bool = False) -> str:
+  """A whole page, as text without lone surrogates.
+
+  The page's policy allows this script alone and no request, so markup that were to slip into the body is inert.
+
+  Args:
+    title: plain text.
+    body: HTML.
+    script: runs at the end of the page.
+    data: what the script finds as JSON in the element `data`.
+    live: whether the script may ask the server that the page came from.
+  """
   name = html.escape(title)
-  return (
-    f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style>'
-    f"<h1>{name}</h1>{body}</html>\n"
+  digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+  sources = [
+    "default-src 'none'",
+    "style-src 'unsafe-inline'",
+    "img-src data:",
+    "base-uri 'none'",
+    "form-action 'none'",
+  ]
+  sources += [f"script-src 'sha256-{digest}'"] if script else []
+  sources += ["connect-src 'self'"] if live else []
+  scripts = f'<script type="application/json" id="data">{as_json(data)}</script><script>{script}</script>'
+  text = (
+    '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+    f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(sources)}">'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">'
+    '<link rel="icon" href="data:,">'
+    f"<title>{name}</title><style>{_STYLE}</style></head>"
+    f"<body><h1>{name}</h1>{body}{scripts if script else ''}</body></html>\n"
   )
+  return text.encode("utf-8", "replace").decode()
+
+
+def as_json(value: Any) -> str:
+  """JSON that may stand inside a script element: no `<`, `>` or `&`, and no character beyond ASCII."""
+  text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+  return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def figure(title: str, picture: str) -> str:

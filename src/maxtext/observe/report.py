@@ -1,156 +1,197 @@
-"""The HTML report: charts of the metrics of one or more runs."""
+"""The HTML report: facts, plots and samples of one run, or a comparison of several."""
 
-import html
 import math
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from maxtext.configs import ConfigError
-from maxtext.observe.metric_lines import parse_line
-from maxtext.observe.page import COLOURS, figure, page
+from maxtext.observe.downsample import MAX_POINTS, downsample
+from maxtext.observe.page import as_json, page
+from maxtext.observe.report_parts import (
+  differences_html,
+  facts_html,
+  problems_html,
+  samples_html,
+  summary_table_html,
+  tiles_html,
+)
+from maxtext.observe.run_files import RunFiles, Series
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _TOP = 560, 260, 64, 20, 34, 14
+_SCRIPT = Path(__file__).with_name("report.js").read_text(encoding="utf-8")
 
-
-@dataclass(frozen=True)
-class Run:
-  """The metrics of one run; of several lines for a step, the last."""
-
-  name: str
-  steps: list[int]
-  metrics: list[dict[str, float | None]]
-
-  def points(self, metric: str) -> list[tuple[float, float]]:
-    """(step, value) of a metric, where it is a finite number."""
-    pairs = ((float(step), row.get(metric)) for step, row in zip(self.steps, self.metrics, strict=True))
-    return [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
+_FIXED_PLOTS = {
+  "grad_norm": "Gradient norm",
+  "learning_rate": "Learning rate",
+  "tokens_per_second": "Tokens per second",
+  "mfu": "MFU",
+  "tflops_per_device": "TFLOP/s per device",
+  "expert_load": "Expert load (1 is even)",
+  "load_balance_loss": "Load-balancing loss",
+  "data_wait_seconds": "Waiting for input, seconds",
+}
+_NOT_PLOTTED = {"tokens", "step_time_seconds", "eval_tokens", "eval_seconds"}  # in the facts, or in the histogram
+_NOT_SMOOTHED = {"learning_rate"}
+_BINS = 40
+_MAX_MARKS = 300  # of restarts and of values that are not finite
 
 
 def write_report(folders: Sequence[Path], target: Path) -> Path:
-  """Writes the report of the runs in those folders; returns its path."""
-  runs = [_read(folder) for folder in folders]
-  settled = [Run(run.name, run.steps[1:], run.metrics[1:]) for run in runs]  # the first step compiles
-  charts = [
-    ("Loss", _lines([(r.name, r.points("loss")) for r in runs])),
-    ("Loss of evaluation", _lines([(r.name, r.points("eval_loss")) for r in runs])),
-    ("Learning rate", _lines([(r.name, r.points("learning_rate")) for r in runs])),
-    ("Tokens per second", _lines([(r.name, r.points("tokens_per_second")) for r in settled])),
-    ("Gradient norm", _lines([(r.name, r.points("grad_norm")) for r in runs])),
-    (
-      "Spread of step times, seconds",
-      _histogram([(r.name, [s for _, s in r.points("step_time_seconds")]) for r in settled]),
-    ),
-    ("Waiting for input, seconds a step", _lines([(r.name, r.points("data_wait_seconds")) for r in settled])),
-  ]
-  figures = "".join(figure(title, picture) for title, picture in charts if picture)
-  body = f'{_summary(runs)}<div class="grid">{figures}</div>'
-  target.write_text(page(", ".join(run.name for run in runs), body), encoding="utf-8")
+  """Writes the report of the runs in those folders; returns its path. Raises `ConfigError` for other folders."""
+  target.write_bytes(Report(folders).page().encode())
   return target
 
 
-def _read(folder: Path) -> Run:
-  path = folder / "metrics.jsonl"
-  try:
-    lines = path.read_text(errors="replace").splitlines()
-  except OSError as error:
-    raise ConfigError(f"{folder} is not a run's folder: {path.name} cannot be read ({error.strerror}).") from None
-  last = {int(row["step"] or 0): row for line in lines if (row := parse_line(line)) is not None}
-  steps = sorted(last)
-  return Run(folder.resolve().name, steps, [last[step] for step in steps])
+class Report:
+  """The report of some runs, which can be read again while they go on.
 
+  Raises:
+    ConfigError: a folder is not that of a run.
+  """
 
-def _summary(runs: Sequence[Run]) -> str:
-  head = "<tr><th></th><th>run</th><th>steps</th><th>first loss</th><th>last loss</th><th>median step</th></tr>"
-  rows = []
-  for run, colour in zip(runs, _cycle(len(runs)), strict=True):
-    losses = [loss for _, loss in run.points("loss")]
-    times = sorted(seconds for _, seconds in run.points("step_time_seconds")[1:])
-    cells = [
-      f'<span style="color:{colour}">&#9632;</span>',
-      html.escape(run.name),
-      str(len(run.steps)),
-      f"{losses[0]:.4f}" if losses else "-",
-      f"{losses[-1]:.4f}" if losses else "-",
-      f"{times[len(times) // 2]:.3f} s" if times else "-",
-    ]
-    rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-  return f"<table>{head}{''.join(rows)}</table>"
+  def __init__(self, folders: Sequence[Path]) -> None:
+    self._runs = [RunFiles(folder) for folder in folders]
+    for run in self._runs:
+      run.check()
+    self._names = _unique_names(self._runs)
+    self.update()
 
+  def update(self) -> bool:
+    """Reads what is new in the folders; returns whether anything changed."""
+    return any([run.update() for run in self._runs])
 
-def _lines(series: Sequence[tuple[str, list[tuple[float, float]]]]) -> str:
-  everything = [point for _, points in series for point in points]
-  if not everything:
-    return ""
-  x_range, y_range = _range([x for x, _ in everything]), _range([y for _, y in everything])
-  body = []
-  for (name, points), colour in zip(series, _cycle(len(series)), strict=True):
-    path = " ".join(f"{_x(x, x_range):.1f},{_y(y, y_range):.1f}" for x, y in points)
-    label = f"<title>{html.escape(name)}</title>"
-    body.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" points="{path}">{label}</polyline>')
-  return _frame(x_range, y_range, "step", "".join(body))
+  def page(self, *, live: bool = False) -> str:
+    """The page; a live one asks its server for `data()` again and again."""
+    body = "".join(f'<div id="{name}">{text}</div>' for name, text in self._before().items())
+    body += _CONTROLS + '<noscript><p class="note">The plots are drawn by the script of this page.</p></noscript>'
+    body += '<div class="grid" id="plots"></div>'
+    body += "".join(f'<div id="{name}">{text}</div>' for name, text in self._after().items())
+    if not live:
+      body += f'<p class="note">Written {time.strftime("%Y-%m-%d %H:%M:%S %z")}.</p>'
+    return page(self.title, body, _SCRIPT, self._plots() | {"live": live}, live=live)
 
+  def data(self) -> bytes:
+    """What a live page takes from its server, as JSON: the plots, and the HTML of the parts around them."""
+    return as_json(self._plots() | {"live": True, "html": self._before() | self._after()}).encode()
 
-def _histogram(series: Sequence[tuple[str, list[float]]], bins: int = 30) -> str:
-  everything = [value for _, values in series for value in values]
-  if not everything:
-    return ""
-  x_range = _range(everything)
-  width = (x_range[1] - x_range[0]) / bins
-  counts = [[0] * bins for _ in series]
-  for row, (_, values) in zip(counts, series, strict=True):
-    for value in values:
-      row[min(int((value - x_range[0]) / width), bins - 1)] += 1
-  y_range = (0.0, float(max(max(row) for row in counts)))
-  body = []
-  for row, colour in zip(counts, _cycle(len(series)), strict=True):
-    for i, count in enumerate(row):
-      left, right = (_x(x_range[0] + width * j, x_range) for j in (i, i + 1))
-      top, foot = _y(count, y_range), _y(0, y_range)
-      body.append(
-        f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left - 1:.1f}" height="{foot - top:.1f}" '
-        f'fill="{colour}" fill-opacity="0.6"/>'
+  @property
+  def title(self) -> str:
+    """The names of the runs."""
+    return ", ".join(self._names)
+
+  def _before(self) -> dict[str, str]:
+    if len(self._runs) == 1:
+      return {"problems": problems_html(self._runs, self._names), "summary": tiles_html(self._runs[0])}
+    return {
+      "problems": problems_html(self._runs, self._names),
+      "differences": differences_html(self._runs, self._names),
+      "summary": summary_table_html(self._runs, self._names),
+    }
+
+  def _after(self) -> dict[str, str]:
+    several, named = len(self._runs) > 1, list(zip(self._runs, self._names, strict=True))
+    samples = "".join(samples_html(run, name, several) for run, name in named)
+    facts = "".join(facts_html(run, name, several) for run, name in named)
+    return {"notes": self._notes(), "samples": samples, "facts": facts}
+
+  def _notes(self) -> str:
+    notes = []
+    if any(len(series.steps) > MAX_POINTS for run in self._runs for series in run.metrics.series.values()):
+      notes.append(
+        f"Lines of more than {MAX_POINTS:,} points show the least and the greatest value of each of about "
+        f"{MAX_POINTS // 2:,} stretches; smoothing averages all steps."
       )
-  return _frame(x_range, y_range, "seconds", "".join(body))
+    if any(len(run.metrics.starts) > 1 for run in self._runs):
+      notes.append("Dotted vertical lines are restarts.")
+    if any(series.not_finite for run in self._runs for series in run.metrics.series.values()):
+      notes.append("Crosses at the top are steps where a value was not a finite number.")
+    if any(run.metrics.steps for run in self._runs):
+      notes.append(
+        "Speeds and step times leave out the first step after each start, which compiles; the last bar of step times "
+        "has the longest percent."
+      )
+    return f'<p class="note">{" ".join(notes)}</p>' if notes else ""
+
+  def _plots(self) -> dict[str, Any]:
+    """What the script draws: the points by run and metric, and which of them share a plot."""
+    names = list(dict.fromkeys(name for run in self._runs for name in run.metrics.series))
+    losses = [name for name in names if name == "loss" or (name.startswith("eval") and "loss" in name)]
+    plots: list[dict[str, Any]] = [
+      {"title": "Loss", "lines": [_line("loss")] + [_line(name) for name in losses if name != "loss"]}
+    ]
+    plots += [{"title": title, "lines": [_line(name)]} for name, title in _FIXED_PLOTS.items() if name in names]
+    rest = [name for name in names if name not in {*losses, *_FIXED_PLOTS, *_NOT_PLOTTED}]
+    plots += [{"title": name.replace("_", " "), "lines": [_line(name)]} for name in rest]
+    plotted = {line["metric"] for plot in plots for line in plot["lines"]}
+    return {
+      "runs": [
+        {
+          "name": name,
+          "modified": run.modified if run.metrics.steps else 0,
+          "finished": run.metrics.last_step >= (run.steps_asked or math.inf),
+          "restarts": run.metrics.starts[1:][-_MAX_MARKS:],
+          "series": {metric: _points(run.settled(metric)) for metric in run.metrics.series if metric in plotted},
+        }
+        for run, name in zip(self._runs, self._names, strict=True)
+      ],
+      "plots": [plot for plot in plots if plot["lines"][0]["metric"] in names or len(plot["lines"]) > 1],
+      "histogram": _histogram([run.settled("step_time_seconds").values for run in self._runs]),
+    }
 
 
-def _frame(x_range: tuple[float, float], y_range: tuple[float, float], x_name: str, body: str) -> str:
-  marks = []
-  for value in _round_numbers(y_range):
-    y = _y(value, y_range)
-    marks.append(f'<line class="grid-line" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-    marks.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_number(value)}</text>')
-  for value in _round_numbers(x_range):
-    x = _x(value, x_range)
-    marks.append(f'<text x="{x:.1f}" y="{_HEIGHT - 16}" text-anchor="middle">{_number(value)}</text>')
-  marks.append(f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 2}" text-anchor="middle">{x_name}</text>')
-  return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(marks)}{body}</svg>'
+_CONTROLS = (
+  '<form class="controls" id="controls" hidden>'
+  '<label>Smoothing <input type="range" id="smoothing" min="0" max="100" value="0"></label>'
+  '<output id="smoothing-text" for="smoothing">off</output>'
+  '<label><input type="checkbox" id="log-steps"> logarithmic steps</label>'
+  '<span id="status"></span></form>'
+)
 
 
-def _round_numbers(span: tuple[float, float], about: int = 5) -> list[float]:
-  """A few round numbers within a range, evenly spaced."""
-  rough = (span[1] - span[0]) / about
-  power = 10.0 ** math.floor(math.log10(rough))
-  step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough)
-  return [step * i for i in range(math.ceil(span[0] / step), math.floor(span[1] / step) + 1)]
+def _line(metric: str) -> dict[str, Any]:
+  """How a metric is drawn. Evaluations are few, so each of their points is marked."""
+  evaluation = metric.startswith("eval")
+  label = {"loss": "train", "eval_loss": "evaluation"}.get(metric, metric)
+  return {
+    "metric": metric,
+    "label": label,
+    "marked": evaluation,
+    "smooth": not evaluation and metric not in _NOT_SMOOTHED,
+  }
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
-  low, high = min(values), max(values)
-  return (low, high) if high > low else (low - 0.5 * abs(low) - 0.5, high + 0.5 * abs(high) + 0.5)
+def _points(series: Series) -> dict[str, Any]:
+  points = downsample(series.steps, series.values)
+  return {
+    "x": points.steps,
+    "y": [_short_float(value) for value in points.values],
+    "mean_x": points.mean_steps,
+    "mean_y": [_short_float(value) for value in points.mean_values],
+    "bad": series.not_finite[:_MAX_MARKS],
+  }
 
 
-def _x(value: float, span: tuple[float, float]) -> float:
-  return _LEFT + (value - span[0]) / (span[1] - span[0]) * (_WIDTH - _LEFT - _RIGHT)
+def _short_float(value: float) -> float:
+  return float(f"{value:.7g}")
 
 
-def _y(value: float, span: tuple[float, float]) -> float:
-  return _HEIGHT - _BOTTOM - (value - span[0]) / (span[1] - span[0]) * (_HEIGHT - _BOTTOM - _TOP)
+def _histogram(values: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+  """Counts of step times in bins of equal width. The last bin has the longest percent, whatever it takes."""
+  values = [[value for value in row if 0 <= value < 1e9] for row in values]
+  everything = sorted(value for row in values for value in row)
+  if not everything:
+    return None
+  low, high = everything[0], everything[min(len(everything) - 1, len(everything) * 99 // 100)]
+  high = high if high > low else low + max(abs(low) * 0.1, 1e-6)
+  counts = [[0] * _BINS for _ in values]
+  for row, times in zip(counts, values, strict=True):
+    for value in times:
+      row[max(0, min(int((value - low) / (high - low) * _BINS), _BINS - 1))] += 1
+  return {"low": low, "high": high, "counts": counts, "longest": everything[-1]}
 
 
-def _number(value: float) -> str:
-  return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _cycle(count: int) -> list[str]:
-  return [COLOURS[i % len(COLOURS)] for i in range(count)]
+def _unique_names(runs: Sequence[RunFiles]) -> list[str]:
+  """The folders' names, with the parent's where two are equal, and then with a number."""
+  names = [run.name for run in runs]
+  names = [f"{run.parent}/{name}" if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)]
+  return [f"{name} ({i + 1})" if names.count(name) > 1 else name for i, name in enumerate(names)]

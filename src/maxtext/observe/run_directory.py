@@ -20,9 +20,9 @@ from etils import epath
 
 from maxtext.configs import ConfigError
 from maxtext.configs.secrets import redact_arguments
-from maxtext.configs.types import DerivedValues
 from maxtext.observe.growing_file import is_permanent
 from maxtext.observe.report import write_report
+from maxtext.observe.run_files import NOT_COMPARED
 from maxtext.storage.atomic import write_atomically
 
 _LOG = logging.getLogger(__name__)
@@ -73,19 +73,23 @@ class RunDirectory:
     except OSError as error:
       self._report_not_written(error)
 
-  def begin(self, config: Mapping[str, Any] | None) -> None:
+  def begin(self, config: Mapping[str, Any] | None, parameters: int | None = None) -> None:
     """Writes run.json and config.json, once the run has started: a start that fails must not replace the files of an
     earlier run.
 
     Args:
       config: every key with its value and origin, or None to leave it out.
+      parameters: how many the model has, or None to leave it out.
     """
-    facts = {
+    facts: dict[str, Any] = {
       "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
       "command": redact_arguments(sys.argv),
       "python": platform.python_version(),
       "versions": library_versions(),
+      "hardware": _hardware(),
     }
+    if parameters is not None:
+      facts["parameters"] = parameters
     try:
       self.path.mkdir(parents=True, exist_ok=True)
       _replace(self.path / "run.json", _json(facts))
@@ -166,7 +170,7 @@ _DISCARDS: list[Callable[[], None]] = []
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
   """The differences between two config.json files, as 'key old -> new', without the keys of storage and logging."""
-  values = json.loads(_json({key: entry["value"] for key, entry in now.items() if key not in _NOT_COMPARED}))
+  values = json.loads(_json({key: entry["value"] for key, entry in now.items() if key not in NOT_COMPARED}))
   old = {key: entry["value"] for key, entry in before.items() if isinstance(entry, dict) and "value" in entry}
   changed = {key: (old[key], value) for key, value in values.items() if key in old and old[key] != value}
   return [f"{key} {_short(was)} -> {_short(value)}" for key, (was, value) in changed.items()]
@@ -185,12 +189,16 @@ def new_run_name(base: str, config_name: str) -> str:
   return next(run.path.name for run in runs if not run.path.exists() and not (run.store and run.store.exists()))
 
 
+def _hardware() -> dict[str, Any]:
+  """The devices of all processes."""
+  import jax
+
+  devices = jax.devices()
+  return {"devices": len(devices), "kind": devices[0].device_kind, "processes": jax.process_count()}
+
+
 def _disk(base: str) -> Path:
   return Path("runs" if "://" in base else base or "runs").expanduser()
-
-
-# Keys of storage and logging; derived values follow from other keys.
-_NOT_COMPARED = {"run_name", "base_output_directory", "jax_cache_dir", "log_config", *DerivedValues.model_fields}
 
 
 def _short(value: Any) -> str:

@@ -7,7 +7,7 @@ from maxtext.observe.page import COLOURS, figure, page
 from maxtext.planner.plan import Plan
 from maxtext.planner.text import as_text
 
-_WIDTH, _ROW = 1000, 26
+_KINDS = ("compute", "kernel", "collective")
 
 
 def as_html(plan: Plan) -> str:
@@ -21,45 +21,40 @@ def as_html(plan: Plan) -> str:
 def _memory(plan: Plan) -> str:
   m = plan.memory
   parts = {"parameters": m.parameters, "optimizer": m.optimizer, "batch": m.batch, "temporaries": m.temporaries}
-  scale = _WIDTH / (max(sum(parts.values()), m.there) * 1.02)
-  marks, x = [], 0.0
-  for (name, size), colour in zip(parts.items(), COLOURS, strict=False):
-    marks.append(_bar(x, 20, size * scale, colour, f"{name}: {size / 2**30:.2f} GiB"))
-    x += size * scale
-  limit = m.there * scale
-  marks.append(f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="10" y2="56" stroke="#1f2937" stroke-width="2"/>')
-  marks.append(f'<text x="{limit:.1f}" y="70" text-anchor="end">{m.there / 2**30:.1f} GiB there</text>')
-  return _svg(80, "".join(marks)) + _legend({name: f"{size / 2**30:.2f} GiB" for name, size in parts.items()})
+  whole = max(sum(parts.values()), m.there) * 1.02
+  texts = {name: f"{size / 2**30:.2f} GiB" for name, size in parts.items()}
+  bars = "".join(
+    f'<span style="width:{size / whole:.3%};background:{colour}" title="{name}: {texts[name]}"></span>'
+    for (name, size), colour in zip(parts.items(), COLOURS, strict=False)
+  )
+  end = f'<span class="end" style="left:{m.there / whole:.3%}"><span>{m.there / 2**30:.1f} GiB there</span></span>'
+  return f'<div class="stack">{bars}{end}</div>{_legend(texts)}'
 
 
 def _time(plan: Plan) -> str:
   operations = plan.most_expensive(20)
-  kinds = ("compute", "kernel", "collective")
   longest = max(o.seconds for o in operations)
-  marks = []
-  for i, o in enumerate(operations):
-    y, colour = i * _ROW, COLOURS[kinds.index(o.kind)]
-    label = html.escape(f"{o.seconds:.3f} s  {o.name}{' (again)' if o.recomputed else ''}  {o.source}")
-    marks.append(_bar(0, y, o.seconds / longest * _WIDTH * 0.4, colour, label))
-    marks.append(f'<text x="{o.seconds / longest * _WIDTH * 0.4 + 8:.1f}" y="{y + 16}">{label}</text>')
+  rows = []
+  for o in operations:
+    style = f"width:{o.seconds / longest * 0.4:.2%};background:{COLOURS[_KINDS.index(o.kind)]}"
+    name = html.escape(f"{o.name}{' (again)' if o.recomputed else ''}")
+    rows.append(
+      f'<li><span class="bar" style="{style}"></span>'
+      f"<span>{_seconds(o.seconds)} {name} <code>{html.escape(o.source)}</code></span></li>"
+    )
   seconds = plan.estimate.seconds_by_kind() if plan.estimate else {}
-  return _svg(len(operations) * _ROW, "".join(marks)) + _legend({k: f"{seconds[k]:.2f} s" for k in kinds})
-
-
-def _bar(x: float, y: float, width: float, colour: str, label: str) -> str:
-  return (
-    f'<rect x="{x:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="{_ROW - 4}" fill="{colour}" fill-opacity="0.8">'
-    f"<title>{label}</title></rect>"
-  )
+  return f'<ol class="bars">{"".join(rows)}</ol>{_legend({kind: _seconds(seconds[kind]) for kind in _KINDS})}'
 
 
 def _legend(entries: Mapping[str, str]) -> str:
   cells = (
-    f'<td><span style="color:{colour}">&#9632;</span> {html.escape(name)} {text}</td>'
+    f'<li><span style="color:{colour}">&#9632;</span> {html.escape(name)} {text}</li>'
     for (name, text), colour in zip(entries.items(), COLOURS, strict=False)
   )
-  return f"<table><tr>{''.join(cells)}</tr></table>"
+  return f'<ul class="keys">{"".join(cells)}</ul>'
 
 
-def _svg(height: int, body: str) -> str:
-  return f'<svg viewBox="0 0 {_WIDTH} {height}" role="img">{body}</svg>'
+def _seconds(seconds: float) -> str:
+  """Three digits, in the unit that fits."""
+  unit, scale = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e3)) if seconds * s >= 0.1), ("\u00b5s", 1e6))
+  return f"{seconds * scale:.3g} {unit}"
