@@ -132,8 +132,8 @@ function start() {
   function linesOf(plot) {
     const several = data.runs.length > 1, found = [];
     data.runs.forEach((run, r) => plot.lines.forEach((line, l) => {
+      if (!Object.hasOwn(run.series, line.metric)) return;  // a metric may be called __proto__
       const points = run.series[line.metric];
-      if (!points) return;
       const index = several ? r : l;
       const dash = line.marked ? "4 3" : DASHES[Math.floor(index / PALETTE) % DASHES.length];
       const label = !several ? line.label : plot.lines.length > 1 ? run.name + ", " + line.label : run.name;
