@@ -144,7 +144,7 @@ def train(
     if first:
       if int(state.step):
         _print_changes(checkpoints.saved_config(int(state.step)) or run.last_config(), record)
-      run.begin(record if config.log_config else None)
+      run.begin(record if config.log_config else None, program.model.size)
       if config.save_config_to_gcs and run.store:
         run.store_config(record)
       if why := keep_tokenizer(data_options(config), config.load_parameters_path, str(run.store or run.path)):
