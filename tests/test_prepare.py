@@ -600,6 +600,14 @@ def test_at_least_one_document_is_held_out_and_its_copies_with_it(config, tmp_pa
   assert content(tmp_path / "broken") == content(tmp_path / "whole")
 
 
+def test_a_text_that_is_copied_everywhere_is_trained_on(config, tmp_path):
+  rows = [json.dumps({"text": "the cat sat on the mat"})] * 40
+  (tmp_path / "copies.jsonl").write_text("\n".join(rows))
+  files = find_files([str(tmp_path / "copies.jsonl")])
+  manifest = prepare(tokenizer_options(config), files, tmp_path / "out", here, held_out=HeldOutRule(0.01))
+  assert manifest["documents"] == 40
+
+
 def test_how_much_is_held_out():
   size = 1 << 30
   assert HeldOutSelection.of(HeldOutRule(0.25), size).threshold == 1 << 62

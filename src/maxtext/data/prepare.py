@@ -12,6 +12,7 @@ import os
 import signal
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -182,17 +183,19 @@ def make_shard(job: _Job, plan: ShardPlan) -> None:
   """Writes one shard, its held-out documents apart, and the record of both. A document without text is left out."""
   tokenizer, folder, name = _tokenizer(job), OutputFolder(job.to), job.name(plan)
   dtype = _dtype(tokenizer.vocab_size).newbyteorder("<")
-  skipped, lowest = _Skipped(job.skip_bad), None
+  skipped, sizes = _Skipped(job.skip_bad), Counter[int]()  # bytes by hash
   with folder.scratch() as scratch:
     trained, held_out = (_ShardWriter(Path(scratch, job.name(plan, kind))) for kind in ("tokens", "held-out"))
     for text in chain.from_iterable(documents(span, job.column, skipped) for span in plan.spans):
       if text:
         number = job.held_out.hash_of(text)
-        lowest = number if lowest is None else min(lowest, number)
+        sizes[number] += len(text.encode())
         writer = held_out if number < job.held_out.threshold else trained
         writer.write(tokenizer.encode(text).astype(dtype))
     entries = {"entry": trained.publish(folder), HELD_OUT: held_out.publish(folder)}
+  lowest = min(sizes, default=None)
   note = {"skipped": skipped.count, "first": skipped.first, "lowest": lowest, "threshold": job.held_out.threshold}
+  note |= {"lowest_bytes": 0 if lowest is None else sizes[lowest]}
   folder.write(f"{UNFINISHED}/{name}.json", _json(entries | note))
 
 
@@ -389,7 +392,7 @@ def _read_record(folder: OutputFolder, job: _Job, plan: ShardPlan) -> dict[str, 
   None where there is none, or where documents of it are to be held out that are not.
   """
   content = folder.read(f"{UNFINISHED}/{job.name(plan)}.json")
-  if content is None or HELD_OUT not in (note := json.loads(content)):  # a note of an older version has less
+  if content is None or "lowest_bytes" not in (note := json.loads(content)):  # a note of an older version has less
     return None
   whole = all(not e["documents"] or folder.size(e["file"]) == e["bytes"] for e in (note["entry"], note[HELD_OUT]))
   missed = note["lowest"] is not None and note["threshold"] <= note["lowest"] < job.held_out.threshold
@@ -397,12 +400,19 @@ def _read_record(folder: OutputFolder, job: _Job, plan: ShardPlan) -> dict[str, 
 
 
 def _with_one_held_out(folder: OutputFolder, job: _Job, plans: Sequence[ShardPlan]) -> _Job:
-  """The job that holds out at least one document, by the hashes that all shards have noted."""
+  """The job that holds out at least one document, by the hashes that all shards have noted.
+
+  A text that is copied so often that all of its copies are too much is trained on.
+  """
   if not job.held_out.threshold:
     return job
-  notes = filter(None, (_read_record(folder, job, plan) for plan in plans))
-  hashes = [note["lowest"] for note in notes if note["lowest"] is not None]
-  return replace(job, held_out=job.held_out.with_at_least_one(min(hashes))) if hashes else job
+  read = filter(None, (_read_record(folder, job, plan) for plan in plans))
+  notes = [note for note in read if note["lowest"] is not None]
+  lowest = min((note["lowest"] for note in notes), default=None)
+  size = sum(note["lowest_bytes"] for note in notes if note["lowest"] == lowest)
+  if lowest is None or size > job.held_out.largest:
+    return job
+  return replace(job, held_out=job.held_out.with_at_least_one(lowest))
 
 
 def _build_manifest(folder: OutputFolder, job: _Job, plans: Sequence[ShardPlan], rule: HeldOutRule) -> dict[str, Any]:
