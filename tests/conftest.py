@@ -1,6 +1,7 @@
 """Eight CPU devices for every test (a test that wants one takes the first), and nightly tests only where asked for."""
 
 import os
+import signal
 
 import pytest
 
@@ -8,6 +9,8 @@ from maxtext.logs import setup_logging
 from tests.flags import flags
 
 os.environ |= {"JAX_PLATFORMS": "cpu"} | flags(devices=8)
+# What a shell starts in the background ignores Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 setup_logging()  # tests read what a run writes to the console
 
 

@@ -4,16 +4,10 @@ import fcntl
 import os
 import re
 import select
-import signal
 import struct
 import subprocess
 import termios
 import time
-
-
-def _take_terminal():
-  fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-  signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 
 
 class Terminal:
@@ -29,7 +23,7 @@ class Terminal:
     self.columns, self.output = columns, ""
     self.process = subprocess.Popen(
       command, stdin=follower, stdout=follower, stderr=follower, start_new_session=True,
-      preexec_fn=_take_terminal, **kwargs,
+      preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), **kwargs,
     )  # fmt: skip
     os.close(follower)
 

@@ -392,7 +392,10 @@ def test_ctrl_c_ends_the_server(tmp_path):
     port = int(re.match(r"http://127\.0\.0\.1:(\d+)/ ", process.stdout.readline())[1])
     assert ask(port, "/")[0] == 200
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    try:
+      _, errors = process.communicate(timeout=60)
+    finally:
+      process.kill()
   assert (process.returncode, errors) == (0, "")
 
 
