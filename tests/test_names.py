@@ -37,6 +37,7 @@ def test_the_commands_of_the_specification_work(tmp_path):
     "maxtext.train": ["maxtext/configs/tpu_smoke_test.yml", "run_name=debug_test", "steps=2", "jax_cache_dir="],
     "maxtext.train_compile": ["base.yml", *small, "--json"],
     "maxtext.standalone_dataloader": ["MaxText/configs/base.yml", *small, "--seconds", "0.2"],
+    "maxtext.sft_trainer": ["MaxText/configs/sft.yml", "run_name=nothing", "use_sft=True"],
     "maxtext.decode": ["maxtext/configs/inference.yml", "run_name=nothing"],
     "maxtext.inference.decode": ["maxtext/configs/inference.yml", "run_name=nothing"],
   }
@@ -52,6 +53,8 @@ def test_the_commands_of_the_specification_work(tmp_path):
   assert done["maxtext.standalone_dataloader"].stdout.startswith("as configured: "), done
   refused = done["maxtext.train_compile"]
   assert (refused.returncode, "compile_topology" in refused.stderr) == (2, True), refused
+  without_data = done["maxtext.sft_trainer"]
+  assert (without_data.returncode, "needs grain_train_files" in without_data.stderr) == (2, True), without_data
   for untrained in (done["maxtext.decode"], done["maxtext.inference.decode"]):
     assert (untrained.returncode, untrained.stdout) == (2, ""), untrained
     assert len(untrained.stderr.splitlines()) == 1

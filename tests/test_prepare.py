@@ -419,7 +419,7 @@ def test_a_tokenizer_of_ones_own(config, tmp_path):
 
 @pytest.mark.slow
 def test_a_terminal_has_a_bar_and_a_log_has_lines(raw, vocabulary, tmp_path):
-  done = run(prepare_words(raw, vocabulary, tmp_path / "lines", "--workers", "1"))
+  done = run(prepare_words(raw, vocabulary, tmp_path / "lines", "--workers", "1", "--held-out", "0"))
   lines = done.stdout.splitlines()
   assert lines[-1].startswith(f"{tmp_path / 'lines'}: 900 documents, ")
   assert all(line.startswith("shard ") for line in lines[:-1])
@@ -427,7 +427,7 @@ def test_a_terminal_has_a_bar_and_a_log_has_lines(raw, vocabulary, tmp_path):
   assert "\x1b" not in done.stdout
   leader, follower = pty.openpty()
   env = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
-  command = prepare_words(raw, vocabulary, tmp_path / "bar", "--workers", "1")
+  command = prepare_words(raw, vocabulary, tmp_path / "bar", "--workers", "1", "--held-out", "0")
   with subprocess.Popen(command, stdout=follower, stderr=follower, env=env) as process:
     os.close(follower)
     shown = b""
