@@ -14,6 +14,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 setup_logging()  # tests read what a run writes to the console
 
 
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+  """An empty current folder."""
+  monkeypatch.chdir(tmp_path)
+  return tmp_path
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """Leaves out what is marked `nightly`, unless the marker expression names it."""
   if "nightly" in config.option.markexpr:

@@ -15,26 +15,25 @@ import pytest
 import maxtext
 from maxtext.cli.main import main
 from maxtext.cli.platform import leave_out_absent_tpu, quiet_libraries
+from maxtext.configs import ConfigError
 from maxtext.configs.loader import resolve
 from maxtext.logs import readable_duration
 from maxtext.observe.run_directory import RunDirectory
 from maxtext.training.objectives.language_modeling import LanguageModeling
+from maxtext.weights.resolve import resolve_source
 from tests import vocabularies
 from tests.flags import flags
-from tests.support import TINY, tiny
+from tests.short_run import KEYS, words
+from tests.support import tiny
 
 MAXTEXT = str(Path(sys.executable).with_name("maxtext"))
-KEYS = TINY | {"per_device_batch_size": 1, "steps": 2, "base_output_directory": "runs", "enable_tensorboard": False}
 
 
-def words(**changes):
-  return [f"{key}={value}" for key, value in (KEYS | changes).items()]
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  return tmp_path
+def test_a_folder_does_not_hide_a_recipe(here):
+  Path("small-llama").mkdir()
+  assert resolve_source("small-llama", {}).config.base_emb_dim == 192
+  with pytest.raises(ConfigError, match="small-llama"):
+    resolve_source("./small-llama", {})
 
 
 def test_a_configuration_is_called_by_its_recipe_its_file_or_its_model(here):

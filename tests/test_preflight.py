@@ -10,19 +10,8 @@ import pytest
 from maxtext.cli.main import main
 from maxtext.configs import ConfigError
 from maxtext.training import preflight
-from tests.support import TINY, tiny
-
-KEYS = TINY | {"per_device_batch_size": 1, "steps": 2, "base_output_directory": "runs", "enable_tensorboard": False}
-
-
-def words(**changes):
-  return [f"{key}={value}" for key, value in (KEYS | changes).items()]
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  return tmp_path
+from tests.short_run import words
+from tests.support import tiny
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,11 @@ USER, ANSWER = {"role": "user", "content": "the"}, {"role": "assistant", "conten
     ([{"messages": [USER, ANSWER]}], {"formatting_func_path": "no.such"}, "formatting_func_path=no.such cannot be imp"),
     ([{"messages": [USER, ANSWER]}], {"formatting_func_path": "math.pi"}, "must be the import path of a function"),
     ([{"messages": [USER, ANSWER]}], {"formatting_func_path": "builtins.len"}, "must return a list of messages"),
+    (
+      [{"messages": [USER, ANSWER]}],
+      {"formatting_func_path": "builtins.int"},
+      "int fails with TypeError: int",
+    ),
     ([{"messages": [USER, ANSWER]}], {"chat_template_path": "", "chat_template": ""}, "has no chat template"),
   ],
 )

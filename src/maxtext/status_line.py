@@ -97,6 +97,8 @@ class StatusLine:
         if stream is not None and stream.isatty():
           self._replaced.append((name, stream))
           setattr(sys, name, _Above(self, stream))
+      with self._lock:
+        self._draw()
       threading.Thread(target=self._tick, name="status line", daemon=True).start()
 
   def close(self) -> None:

@@ -212,6 +212,11 @@ def _all_models() -> dict[str, dict[str, Any]]:
   return {name: _model_layer(name) for name in model_names()}
 
 
+def is_bundled(name: str) -> bool:
+  """Whether this is the name of a recipe or of a model."""
+  return name in model_names() or ("/" not in name and (_RECIPES / f"{name}.yml").exists())
+
+
 def _source_layers(source: str | Path, below: tuple[Path, ...] = ()) -> list[_Layer]:
   """The layers of a file with its `base_config` files, of a recipe, or of a model's name."""
   name, path = str(source), Path(source)

@@ -40,7 +40,7 @@ class InferenceModel:
     config: the resolved configuration.
     engine: the engine with the parameters on the devices.
     tokenizer: the run's tokenizer.
-    sampling_params: defaults for requests; the tokenizer's end-of-sequence token is among the stop tokens.
+    sampling_params: defaults for requests, with `default_stop_token_ids`.
   """
 
   config: MaxTextConfig
@@ -66,8 +66,7 @@ class InferenceModel:
     mesh = make_mesh(config.model_copy(update={"shard_mode": ShardMode.AUTO}))
     model = dropless(build_model(config, mesh))
     draft_model = None if draft_config is None else load_draft_model(draft_config, mesh)
-    ends = dict.fromkeys(token for token in (tokenizer.eos, end_of_turn(tokenizer)) if token is not None)
-    sampling_params = replace(SamplingParams.of(config), stop_token_ids=tuple(ends))
+    sampling_params = replace(SamplingParams.of(config), stop_token_ids=default_stop_token_ids(tokenizer))
     engine = make_engine(config, model, load_params(config, model), num_speculative_tokens, draft_model)
     return InferenceModel(config, engine, tokenizer, sampling_params)
 
@@ -188,6 +187,11 @@ def load_params(config: MaxTextConfig, model: Model) -> Params:
   if not config.load_parameters_path:
     raise ConfigError("load_parameters_path is not set: give a run folder, a checkpoint, or exported parameters.")
   return model.unstack_layers(load_weights(config, model, model.params | model.buffers))
+
+
+def default_stop_token_ids(tokenizer: TextTokenizer) -> tuple[int, ...]:
+  """The tokens that end an output: that of a document, and that of a turn of the chat template."""
+  return tuple(dict.fromkeys(token for token in (tokenizer.eos, end_of_turn(tokenizer)) if token is not None))
 
 
 def load_run_tokenizer(config: MaxTextConfig) -> TextTokenizer:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxtext.mesh.memory import device_memory, host_memory
-from maxtext.observe.run_directory import library_versions
+from maxtext.observe.run_directory import library_versions, nearest_folder
 
 # What each extra brings, by a module that only it needs.
 EXTRAS = {
@@ -49,7 +49,7 @@ def examine(folder: Path) -> Iterator[Finding]:
 
 
 def _disk(folder: Path) -> Finding:
-  there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+  there = nearest_folder(folder)
   free = shutil.disk_usage(there).free
   if not os.access(there, os.W_OK):
     return Finding("disk", f"{there} cannot be written", "set base_output_directory to a folder that you may write to")

@@ -50,15 +50,10 @@ class RunDirectory:
     """The folder of a run; an empty base is ./runs."""
     return RunDirectory(_disk(base) / name, epath.Path(base) / name if "://" in base else None)
 
-  def nearest_folder(self) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    path = self.path.absolute()
-    return next(there for there in (path, *path.parents) if there.exists())
-
   def check_writable(self) -> None:
     """Raises `ConfigError` where the folder could not be created or written. Leaves nothing there."""
     try:
-      with tempfile.TemporaryFile(dir=self.nearest_folder()):
+      with tempfile.TemporaryFile(dir=nearest_folder(self.path)):
         pass
     except OSError as error:
       if is_permanent(error):
@@ -157,6 +152,12 @@ class RunDirectory:
         f"base_output_directory={self.path.parent} cannot be written: {error.strerror}. Name one that you can write to."
       ) from None
     _LOG.warning(f"maxtext: run.json and config.json cannot be written to {self.path}: {error.strerror}.")
+
+
+def nearest_folder(path: Path) -> Path:
+  """The folder, or the nearest one above it that is there."""
+  path = path.absolute()
+  return next(there for there in (path, *path.parents) if there.exists())
 
 
 def discard_starting_runs() -> None:

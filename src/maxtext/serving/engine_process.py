@@ -63,6 +63,8 @@ async def _serve(end: socket.socket, load: "Callable[[], InferenceModel]", name:
     await requests.finish(_STOP_SECONDS)  # their clients get the error
     channel.send("failed", _as_error(engine.failure))
     await channel.flush()
+    # If this end closed first, a message that the frontend sends meanwhile would discard the unread ones.
+    await asyncio.wait((dispatching,), timeout=_STOP_SECONDS)
   seconds = 0 if engine.status == "starting" else _STOP_SECONDS
   if not await asyncio.to_thread(engine.stop, seconds):  # it is still loading, or hangs in a step
     sys.stdout.flush()

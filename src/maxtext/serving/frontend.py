@@ -148,7 +148,7 @@ class EngineClient:
     return {"status": self.status, "busy": self._busy, "seconds_since_last_step": age}
 
   async def listen(self, ready: Callable[[], None], ended: Callable[[], None]) -> None:
-    """Receives messages of the engine process until it ends; then ends all open responses."""
+    """Receives messages of the engine process until it ends or fails; then ends all open responses."""
     self._channel = await Channel.of(self._socket)
     while (message := await self._channel.receive()) is not None:
       kind, *rest = message
@@ -160,6 +160,7 @@ class EngineClient:
           ready()
       elif kind == "failed":
         self.failure = rest[0]
+        break  # the last message; the process waits for this end to close
       else:
         number, reply = rest
         if reply is None:

@@ -19,7 +19,7 @@ from maxtext.logs import readable_size
 from maxtext.mesh.memory import device_memory, host_memory
 from maxtext.models.placement import placements
 from maxtext.observe.metric_writers import warn
-from maxtext.observe.run_directory import RunDirectory
+from maxtext.observe.run_directory import RunDirectory, nearest_folder
 from maxtext.training.program import Program
 from maxtext.training.state import bytes_per_device
 
@@ -186,7 +186,7 @@ def _checkpoints_to_write(config: MaxTextConfig) -> int | None:
 
 
 def _free(run: RunDirectory) -> int:
-  return shutil.disk_usage(run.nearest_folder()).free
+  return shutil.disk_usage(nearest_folder(run.path)).free
 
 
 def _batch_shape(program: Program) -> tuple[int, int]:
@@ -213,7 +213,7 @@ def _describe_checkpoints(program: Program, run: RunDirectory) -> str:
   text = f"{readable_size(program.state_bytes)} each, every {plural(c.checkpoint_period, 'step')}"
   text += " and at the end" if c.save_checkpoint_on_completion else ""
   if not run.store:
-    text += f"; {readable_size(_free(run))} free in {run.nearest_folder()}"
+    text += f"; {readable_size(_free(run))} free in {nearest_folder(run.path)}"
   if c.run_name and (steps := steps_in(folder_of(c.base_output_directory, c.run_name))):
     text += f"; it would resume from step {steps[-1]:,}"
   return text

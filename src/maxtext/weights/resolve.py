@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtext.configs.errors import ConfigError
-from maxtext.configs.loader import Resolved, resolve
+from maxtext.configs.loader import Resolved, is_bundled, resolve
 from maxtext.logs import ON_STDERR
 from maxtext.weights.detect import is_hugging_face
 
@@ -45,8 +45,11 @@ def resolve_source(source: str | None, values: Mapping[str, Any], strict: bool =
 
 
 def _is_run(source: str) -> bool:
-  """Whether a source is the folder of a run or of a checkpoint, here or in a store."""
-  return "://" in source or Path(source).expanduser().is_dir()
+  """Whether a source is the folder of a run or of a checkpoint, here or in a store.
+
+  A recipe or a model of the same name wins: `./NAME` is the folder.
+  """
+  return "://" in source or (Path(source).expanduser().is_dir() and not is_bundled(source))
 
 
 def resolve_keys(

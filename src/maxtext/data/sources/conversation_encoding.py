@@ -85,7 +85,7 @@ class ConversationEncoding:
     """The sequences of a record, however long."""
     row = dict(zip(self.columns, values, strict=True))
     if self.formatting_func is not None:
-      row = _as_row(self.formatting_func(row, **self.options.formatting_kwargs), self.options.formatting_func)
+      row = _as_row(self._formatted(row), self.options.formatting_func)
     if PROMPT in row and COMPLETION in row:
       return self._completion(row)
     name = MESSAGES if MESSAGES in row else next((one for one in row if one != TOOLS), "")
@@ -99,6 +99,15 @@ class ConversationEncoding:
       for sequence, found in zip(sequences, cut, strict=True)
       if found is not None and (self.truncate or found is sequence)
     ]
+
+  def _formatted(self, row: dict[str, Any]) -> Any:
+    assert self.formatting_func is not None
+    try:
+      return self.formatting_func(row, **self.options.formatting_kwargs)
+    except Exception as error:  # of the user's own code
+      raise ConfigError(
+        f"formatting_func_path={self.options.formatting_func} fails with {type(error).__name__}: {error}."
+      ) from error
 
   def _completion(self, row: Mapping[str, Any]) -> list[TrainingSequence]:
     prompt, completion = _parsed(row[PROMPT], PROMPT), _parsed(row[COMPLETION], COMPLETION)

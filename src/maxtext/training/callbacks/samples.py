@@ -41,6 +41,7 @@ class Sampler:
   def __init__(self, program: Program, tokenizer: TextTokenizer, prompts: Sequence[str]) -> None:
     """Raises `ConfigError` for a prompt without a token or with too many."""
     from maxtext.inference.engine import dropless
+    from maxtext.inference.inference_model import default_stop_token_ids
     from maxtext.inference.sampling import SamplingParams
 
     config = program.config
@@ -52,8 +53,8 @@ class Sampler:
           f"sample_prompts: {prompt!r} has {len(tokens)} tokens, and 1 to {config.max_target_length - 1} leave room "
           f"for a sample in max_target_length={config.max_target_length}."
         )
-    stops = () if tokenizer.eos is None else (tokenizer.eos,)
-    self._sampling_params = replace(SamplingParams.of(config), max_tokens=MAX_TOKENS, stop_token_ids=stops)
+    stop_token_ids = default_stop_token_ids(tokenizer)
+    self._sampling_params = replace(SamplingParams.of(config), max_tokens=MAX_TOKENS, stop_token_ids=stop_token_ids)
     self._llm: LLM | None = None
 
   @staticmethod
