@@ -69,7 +69,7 @@ def measure_stages(options: DataOptions, batch: Batch, seconds: float) -> dict[s
     with clock.time("pack"):
       made = streams.rows(range(rows))
     with clock.time("place"):
-      fed, _ = place_rows(0, made, local_rows=local_rows, total=rows, about=np.zeros(0, np.uint8))
+      fed, _ = place_rows(0, made, local_rows=local_rows, total=rows, about=np.zeros(0, np.uint8), extra={})
       jax.block_until_ready(fed.batch)
   whole = sum(clock.seconds.values())
   return {name: stage_seconds / whole for name, stage_seconds in clock.seconds.items()}

@@ -94,7 +94,14 @@ def _parser() -> argparse.ArgumentParser:
   )
   config.add_overrides(sft)
   sft.set_defaults(run=_train, method=("use_sft=true",))
-  for command in (train, sft):
+  dpo = commands.add_parser(
+    "dpo",
+    help="align a model with preference pairs",
+    description="Align a model with preference pairs: `maxtext train` with use_dpo=true, which starts from dpo.yml.",
+  )
+  config.add_overrides(dpo)
+  dpo.set_defaults(run=_train, method=("use_dpo=true",))
+  for command in (train, sft, dpo):
     command.add_argument(
       "--dry-run", action="store_true", help="check everything that can be checked before step 1, say what it would do"
     )

@@ -28,6 +28,20 @@ def _heads(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _preference(c: MaxTextConfig) -> str | None:
+  if not c.use_dpo:
+    return None
+  if c.use_sft:
+    return "use_sft=true and use_dpo=true are two methods: choose one of them."
+  if c.dpo_beta <= 0:
+    return f"dpo_beta={c.dpo_beta} must be above 0."
+  if c.dpo_loss_weights and len(c.dpo_loss_weights) != len(c.dpo_loss_type):
+    return f"dpo_loss_weights={c.dpo_loss_weights} must have a weight for each of dpo_loss_type={c.dpo_loss_type}."
+  if "robust" in c.dpo_loss_type and c.dpo_label_smoothing >= 0.5:
+    return f"dpo_label_smoothing={c.dpo_label_smoothing} must be below 0.5 for dpo_loss_type=robust."
+  return None
+
+
 def _scale(c: MaxTextConfig) -> str | None:
   scale = c.global_parameter_scale
   if scale < 1 or scale.bit_count() > 1 or scale > 2**20:
@@ -341,6 +355,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _mesh_axes,
   _scale,
   _heads,
+  _preference,
   _activations,
   _window,
   _positions,

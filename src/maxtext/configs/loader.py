@@ -1,8 +1,8 @@
 """Builds one frozen `MaxTextConfig` from files and `key=value` overrides.
 
 Later layers win: base.yml, the user's own base.yml, the YAML that `custom_mesh_and_rule` names, the model's YAML, that
-of the training method (`sft.yml` with `use_sft=true`), a user's YAML (or a built-in recipe), `M_<KEY>` variables of the
-environment that the caller passes, then single values.
+of the training method (`sft.yml` with `use_sft=true`, `dpo.yml` with `use_dpo=true`), a user's YAML (or a built-in
+recipe), `M_<KEY>` variables of the environment that the caller passes, then single values.
 `logical_axis_rules` of a user replace the rules of the same logical axes. With `override_logical_axis_rules=true` they
 replace the whole table.
 """
@@ -35,7 +35,7 @@ _BASE = _HERE / "base.yml"
 _MODELS = _HERE / "models"
 _RECIPES = _HERE / "recipes"
 _RULES = _HERE / "rules"
-_METHODS = {"use_sft": _HERE / "sft.yml"}
+_METHODS = {"use_sft": _HERE / "sft.yml", "use_dpo": _HERE / "dpo.yml"}
 """What a training method starts from, by the key that chooses it."""
 RULE_KEYS = ("mesh_axes", "logical_axis_rules", "data_sharding", "input_data_sharding_logical_axes")
 

@@ -125,7 +125,11 @@ _QUANTIZED_CACHE = ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")
 _SPARSE = ("ragged_buffer_factor", "use_custom_sort_vjp", "megablox", "use_ring_of_experts")
 _TILES = tuple(key for key in t.MoEKernels.model_fields if "_tile_" in key)
 
-_SFT = ("sft_train_on_completion_only", "formatting_func_path", "formatting_func_kwargs")
+_DPO = (
+  "dpo_label_smoothing", "dpo_beta", "dpo_loss_type", "dpo_loss_weights", "simpo_gamma", "precompute_ref_log_probs",
+  "reference_log_probs_path",
+)  # fmt: skip
+_FORMATTING = ("formatting_func_path", "formatting_func_kwargs")
 _SIZES = ("emb_dim", "mlp_dim", "moe_mlp_dim", "num_decoder_layers", "num_kv_heads", "num_query_heads")
 _PATHWAYS = (
   "enable_single_controller", "subslice_shape", "colocated_python_checkpointing", "colocated_python_data_input",
@@ -559,20 +563,40 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_above("eval_interval", 0),
   ),
   UnsupportedOption(("enable_dropout", "dropout_rate"), "dropout is not implemented yet", allowed_values=(False,)),
-  NoEffectOption(_SFT, "it has no effect without use_sft=true", unless=is_set("use_sft")),
+  NoEffectOption(
+    ("sft_train_on_completion_only",), "it has no effect without use_sft=true", unless=is_set("use_sft")
+  ),
+  NoEffectOption(_DPO, "it has no effect without use_dpo=true", unless=is_set("use_dpo")),
+  NoEffectOption(
+    _FORMATTING,
+    "it has no effect without use_sft=true or use_dpo=true",
+    unless=any_of(is_set("use_sft"), is_set("use_dpo")),
+  ),
+  NoEffectOption(
+    ("reference_log_probs_path",),
+    "it has no effect without precompute_ref_log_probs=true",
+    unless=is_set("precompute_ref_log_probs"),
+  ),
   NoEffectOption(
     ("formatting_func_kwargs",), "it has no effect without formatting_func_path", unless=is_set("formatting_func_path")
   ),
   UnsupportedOption(
-    ("use_sft",),
+    ("use_sft", "use_dpo"),
     "it needs conversations: write dataset_type=grain (grain_file_type=jsonl or parquet) or dataset_type=hf",
     unless=is_one_of("dataset_type", t.DatasetType.GRAIN, t.DatasetType.HF),
+    allowed_values=(False,),
   ),
   UnsupportedOption(
-    (*_section(t.FineTuning, but=("use_sft", *_SFT)),
+    ("use_dpo",),
+    "the reference model of DiLoCo replicas is not implemented: leave one of the two out",
+    unless=is_unset("enable_diloco"),
+    allowed_values=(False,),
+  ),
+  UnsupportedOption(
+    ("use_grpo",
      *_section(t.Distillation, t.RLHardware, t.VLLM, t.RL, t.RLDataset, t.RLEvaluation, t.Reward, t.SpecialTokens),
      "rl", "debug"),
-    "runs only pre-train and fine-tune (use_sft) yet",
+    "runs only pre-train and fine-tune (use_sft, use_dpo) yet",
     allowed_values=(False,),
   ),
   NoEffectOption(

@@ -1,7 +1,7 @@
 """The batch that every objective receives, and the data-iterator state."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -19,6 +19,7 @@ class Batch:
     positions: [B,S] position within the document.
     segments: [B,S] document number within the row from 1, 0 for padding; None where each row is one document.
     weights: [B,S] weight of each target in the loss: the loss mask.
+    extra: [B,S,...] other values of targets by name, which an objective declares and its data brings.
   """
 
   inputs: Any
@@ -26,6 +27,7 @@ class Batch:
   positions: Any
   segments: Any
   weights: Any
+  extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 IteratorState = dict[str, jax.Array | np.ndarray]

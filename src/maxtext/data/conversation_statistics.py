@@ -1,4 +1,4 @@
-"""How much of a data set of conversations trains, counted before a run starts."""
+"""How much of a data set of conversations, or of preference pairs, trains, counted before a run starts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -8,6 +8,7 @@ from maxtext.configs.errors import RunError, plural
 from maxtext.data.documents import DataSource
 from maxtext.data.sources.columns import ColumnDocuments
 from maxtext.data.sources.conversation_encoding import ConversationEncoding
+from maxtext.data.sources.preference_encoding import PreferenceEncoding
 
 MOST_MEASURED = 10_000
 """Conversations of a source that are read for this; of more, so many that are evenly spread."""
@@ -19,7 +20,7 @@ class ConversationStatistics:
   """Counts of conversations.
 
   Attributes:
-    conversations: all of them.
+    conversations: all of them, or all pairs.
     measured: those that the other counts are of.
     answers: of the assistant that are to be trained.
     too_long: of these, the ones that do not fit in a row with what comes before them, and are left out.
@@ -34,18 +35,18 @@ class ConversationStatistics:
   tokens: int = 0
   trained: int = 0
 
-  def describe(self, length: int, epochs: int) -> str:
+  def describe(self, length: int, epochs: int, noun: str = "conversation") -> str:
     """One line for the console."""
     scope = "" if self.measured == self.conversations else f"of {self.measured:,} that were measured: "
     left_out = f", {self.too_long:,} longer than max_target_length={length} and left out" if self.too_long else ""
     return (
-      f"{plural(self.conversations, 'conversation')}; {scope}{plural(self.answers, 'answer')}{left_out}; "
+      f"{plural(self.conversations, noun)}; {scope}{plural(self.answers, 'answer')}{left_out}; "
       f"{plural(self.tokens, 'token')}, of which {self.trained:,} train; {plural(epochs, 'epoch')}"
     )
 
 
-def measure_conversations(sources: Sequence[DataSource]) -> ConversationStatistics:
-  """Counts what trains in the sources.
+def measure_conversations(sources: Sequence[DataSource], method: str) -> ConversationStatistics:
+  """Counts what trains in the sources. `method` is the key that asks for it.
 
   Raises:
     ConfigError: nothing does.
@@ -62,13 +63,13 @@ def measure_conversations(sources: Sequence[DataSource]) -> ConversationStatisti
       if total.too_long
       else "no conversation has an answer of the assistant with a weight"
     )
-    raise ConfigError(f"use_sft=true, but no token of {plural(total.measured, 'conversation')} would train: {why}.")
+    raise ConfigError(f"{method}=true, but no token of {plural(total.measured, 'conversation')} would train: {why}.")
   return total
 
 
 def _measure(documents: ColumnDocuments) -> ConversationStatistics:
   encoding, count = documents.encoding, sum(documents.sizes)
-  assert isinstance(encoding, ConversationEncoding)
+  assert isinstance(encoding, ConversationEncoding | PreferenceEncoding)
   step = max(1, count / MOST_MEASURED)
   numbers = [int(i * step) for i in range(min(count, MOST_MEASURED))]
   found = ConversationStatistics(count, len(numbers))

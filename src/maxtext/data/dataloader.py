@@ -69,9 +69,10 @@ def open_data(options: DataOptions, batch: Batch, split: SplitName = "train") ->
   local_rows = LocalRows.of(batch.inputs.sharding, rows, length)
   sources = cut_long_documents(open_sources(options, keys), sizes.streams, length)
   if options.conversations is not None:
-    statistics = measure_conversations(sources)
+    statistics = measure_conversations(sources, options.conversations.method)
     if not jax.process_index():
-      _LOG.info(f"{split} data: {statistics.describe(length, keys.epochs)}")
+      noun = "pair" if options.conversations.pairs else "conversation"
+      _LOG.info(f"{split} data: {statistics.describe(length, keys.epochs, noun)}")
   opened = OpenedData(options, batch, split, tuple(sources))
   mixture = SourceMixture(sources, sizes.streams, options.seed, keys.shuffle, keys.epochs, options.vocab_size)
   last = sizes.streams - sizes.streams // sizes.of(0)  # stream of the first batch
@@ -145,7 +146,9 @@ def _document_batches(data: OpenedData, iterator_state: IteratorState | None) ->
     row_iterator, about, total, first = _random_access(data, packing, sizes, local_rows, iterator_state)
   else:
     row_iterator, about, total, first = _streamed(options, split, packing, sizes, local_rows, iterator_state)
-  place = partial(place_rows, local_rows=local_rows, total=total, about=fingerprint.to_array(about))
+  place = partial(
+    place_rows, local_rows=local_rows, total=total, about=fingerprint.to_array(about), extra=data.batch.extra
+  )
   prefetcher = Prefetcher((place(number, rows) for number, rows in enumerate(row_iterator, first + 1)), split.buffer)
   return _until_exhausted(prefetcher, data, split, local_rows, first)
 

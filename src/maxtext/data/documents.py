@@ -10,12 +10,17 @@ from maxtext.data.order import ShuffleWindow
 
 WEIGHTED = np.dtype([("token", np.int64), ("weight", np.float32)])
 """Of a document that brings a loss weight for each token: 0 for a token that is not to be learned, such as those of a
-prompt. It is cut, shuffled and packed like one that is tokens alone."""
+prompt. It is cut, shuffled and packed like one that is tokens alone. Fields with other names than those here are values
+of targets that an objective asks for (`Batch.extra`)."""
 
 
 SEGMENTED = np.dtype([*WEIGHTED.descr, ("sequence", np.int32)])
 """Of a document of several sequences, numbered from 0, such as one for each answer of a conversation. Each is attended
 to alone, and is never cut: it must fit in a row."""
+
+PAIRED = np.dtype([*WEIGHTED.descr, ("side", np.int32)])
+"""Of a preference pair: two sequences, chosen (side 0) and rejected (side 1), each with its prompt. One row has both,
+side by side."""
 
 
 def tokens_of(document: np.ndarray) -> np.ndarray:
@@ -67,7 +72,8 @@ class Documents(Protocol):
     ...
 
   def tokens(self, record: Any) -> np.ndarray:
-    """The tokens of a record: integers, or with loss weights (`WEIGHTED`), or several sequences (`SEGMENTED`)."""
+    """The tokens of a record: integers, or with loss weights (`WEIGHTED`), or several sequences (`SEGMENTED`,
+    `PAIRED`)."""
     ...
 
   def where(self, number: int) -> str:

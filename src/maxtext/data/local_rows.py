@@ -1,6 +1,7 @@
 """The rows that the devices of this process hold, and global arrays made of them."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -57,15 +58,24 @@ class LocalRows:
 
 
 def place_rows(
-  number: int, rows: Rows, *, local_rows: LocalRows, total: int, about: np.ndarray
+  number: int, rows: Rows, *, local_rows: LocalRows, total: int, about: np.ndarray, extra: Mapping[str, Any]
 ) -> tuple[BatchWithState, np.ndarray]:
-  """Puts the rows of this process on its devices. `number` is the count of batches up to this one."""
+  """Puts the rows of this process on its devices. `number` is the count of batches up to this one; `extra` has shape
+  and sharding of the batch's extra values."""
   count = len(rows.inputs) * local_rows.blocks // len(local_rows.local_blocks)
   real: np.ndarray = rows.segments > 0
-  arrays = (rows.inputs, rows.targets, rows.positions, rows.segments, rows.loss_weights)
 
   def position() -> IteratorState:
     streams = local_rows.array(rows.after, total, local_rows.by_rows)
     return {"streams": streams, "batches": np.array(number, np.int32), "about": about}
 
-  return BatchWithState(Batch(*(local_rows.array(array, count) for array in arrays)), position), np.any(real, axis=1)
+  batch = make_batch(rows, lambda array: local_rows.array(array, count))
+  values = {name: local_rows.array(rows.extra_values(name, like), count, like.sharding) for name, like in extra.items()}
+  return BatchWithState(replace(batch, extra=values), position), np.any(real, axis=1)
+
+
+def make_batch(rows: Rows, place: Callable[[np.ndarray], jax.Array]) -> Batch:
+  """The batch of rows, without extra values; `place` puts an array on the devices."""
+  return Batch(
+    place(rows.inputs), place(rows.targets), place(rows.positions), place(rows.segments), place(rows.loss_weights)
+  )

@@ -58,19 +58,25 @@ class OlmoOptions:
 
 @dataclass(frozen=True)
 class ConversationOptions:
-  """How rows become conversations for supervised fine-tuning.
+  """How rows become conversations for supervised fine-tuning, or pairs of them for preference optimization.
 
   Attributes:
     completion_only: only answers count in the loss.
     chat: texts of prompt and completion are turns of the chat template.
     formatting_func: import path of a function that turns a row into messages, or prompt and completion; '' is none.
     formatting_kwargs: its other arguments.
+    method: the key that chose this, for messages.
+    pairs: a row has a chosen and a rejected answer.
+    reference_log_probs: folder of the reference model's log-probabilities; '' where the data does not bring them.
   """
 
   completion_only: bool
   chat: bool
   formatting_func: str
   formatting_kwargs: Mapping[str, Any]
+  method: str = "use_sft"
+  pairs: bool = False
+  reference_log_probs: str = ""
 
 
 @dataclass(frozen=True)
@@ -167,7 +173,12 @@ def data_options(config: MaxTextConfig) -> DataOptions:
     c.per_device_batch_size_start, c.per_device_batch_size_increment, c.per_device_batch_size, c.global_rampup_samples
   )
   conversations = ConversationOptions(
-    c.sft_train_on_completion_only, c.use_chat_template, c.formatting_func_path, c.formatting_func_kwargs
+    completion_only=c.sft_train_on_completion_only or c.use_dpo,
+    chat=c.use_chat_template,
+    formatting_func=c.formatting_func_path,
+    formatting_kwargs=c.formatting_func_kwargs,
+    method="use_dpo" if c.use_dpo else "use_sft",
+    pairs=c.use_dpo,
   )
   return DataOptions(
     kind=c.dataset_type,
@@ -191,7 +202,7 @@ def data_options(config: MaxTextConfig) -> DataOptions:
     hub=HubOptions(c.hf_path, c.hf_name, c.hf_data_dir, c.hf_access_token),
     tfds_folder=c.dataset_path,
     olmo=OlmoOptions(c.olmo_index_path, c.olmo_path_remap_from, c.olmo_path_remap_to, c.olmo_apply_ngram_filter),
-    conversations=conversations if c.use_sft else None,
+    conversations=conversations if c.use_sft or c.use_dpo else None,
   )
 
 

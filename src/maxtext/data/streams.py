@@ -8,9 +8,9 @@ state after them, so how far ahead they are made does not matter.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
   """Rows of some streams, and the state of all streams of this worker after them.
 
   Segments are 0 in padding. Weights are those of the targets in the loss; None where no document of these rows brings
-  any, and then all but padding counts alike.
+  any, and then all but padding counts alike. Extra values of targets are there by name if a document brings them.
   """
 
   inputs: np.ndarray
@@ -39,6 +39,7 @@ class Rows(NamedTuple):
   segments: np.ndarray
   after: np.ndarray
   weights: np.ndarray | None = None
+  extra: Mapping[str, np.ndarray] = {}
 
   @property
   def loss_weights(self) -> np.ndarray:
@@ -51,7 +52,17 @@ class Rows(NamedTuple):
     inputs, targets, positions, segments, after = map(np.concatenate, zip(*(part[:5] for part in parts), strict=True))
     weighted = any(part.weights is not None for part in parts)
     weights = np.concatenate([part.loss_weights for part in parts]) if weighted else None
-    return Rows(inputs, targets, positions, segments, after, weights)
+    examples = {name: values for part in parts for name, values in part.extra.items()}
+    extra = {
+      name: np.concatenate([part.extra_values(name, values) for part in parts]) for name, values in examples.items()
+    }
+    return Rows(inputs, targets, positions, segments, after, weights, extra)
+
+  def extra_values(self, name: str, like: Any) -> np.ndarray:
+    """Extra values of these rows' targets; zeros, shaped like those of other rows, where no document brings any."""
+    if name in self.extra:
+      return self.extra[name]
+    return np.zeros((*self.inputs.shape, *like.shape[2:]), like.dtype)
 
 
 class PackedStreams:
@@ -86,6 +97,7 @@ class PackedStreams:
     shape = len(chosen), self._packing.length
     inputs, targets, positions, segments = (np.zeros(shape, np.int32) for _ in range(4))
     weights: np.ndarray | None = None
+    extra: dict[str, np.ndarray] = {}
     for row, stream in enumerate(chosen):
       end, number, held = 0, 0, self._held[stream]
       for k, start, n in self._advance(stream):
@@ -100,8 +112,12 @@ class PackedStreams:
           weights = (segments > 0).astype(np.float32)  # documents before it count wholly
         if weights is not None:
           weights[row, whole] = 1.0 if document.weights is None else document.weights[start : start + n]
+        for name, values in document.extra.items():
+          if name not in extra:
+            extra[name] = np.zeros((*shape, *values.shape[1:]), values.dtype)
+          extra[name][row, whole] = values[start : start + n]
       self._forget(stream)
-    return Rows(inputs, targets, positions, segments, self._state.copy(), weights)
+    return Rows(inputs, targets, positions, segments, self._state.copy(), weights, extra)
 
   def _advance(self, stream: int) -> list[TokenSpan]:
     first, offset, taken = self._state[stream].tolist()
@@ -138,27 +154,30 @@ class _Document(NamedTuple):
   targets: np.ndarray
   weights: np.ndarray | None = None  # of the targets
   ends: tuple[int, ...] | None = None  # of its sequences, in inputs; None is one sequence that may be cut anywhere
+  cuts: tuple[int, ...] = ()  # where a document of several sequences may be cut, in inputs
+  extra: Mapping[str, np.ndarray] = {}
 
   @staticmethod
   def of(tokens: np.ndarray) -> "_Document":
     names = tokens.dtype.names or ()
-    if "sequence" not in names:
-      values = tokens_of(tokens)
-      return _Document(values[:-1], values[1:], tokens["weight"][1:] if names else None)
-    first = np.flatnonzero(np.diff(tokens["sequence"], prepend=-1))
+    numbering = next((name for name in ("sequence", "side") if name in names), None)
+    values, others = tokens_of(tokens), [name for name in names if name not in ("token", "weight", numbering)]
+    if numbering is None:
+      weights = tokens["weight"][1:] if names else None
+      return _Document(values[:-1], values[1:], weights, extra={name: tokens[name][1:] for name in others})
+    first = np.flatnonzero(np.diff(tokens[numbering], prepend=-1))
     targets = np.delete(np.arange(len(tokens)), first)  # the first token of a sequence is no target
-    lengths = np.diff(first, append=len(tokens)) - 1
-    values = tokens["token"]
-    return _Document(
-      values[targets - 1], values[targets], tokens["weight"][targets], tuple(np.cumsum(lengths).tolist())
-    )
+    ends = tuple(np.cumsum(np.diff(first, append=len(tokens)) - 1).tolist())
+    cuts = ends if numbering == "sequence" else ends[-1:]
+    extra = {name: tokens[name][targets] for name in others}
+    return _Document(values[targets - 1], values[targets], tokens["weight"][targets], ends, cuts, extra)
 
   def cut(self, start: int, room: int) -> int:
     """How many inputs from `start` go into less room than all of them take: whole sequences, or any number."""
     if self.ends is None:
       return room
-    place = bisect_right(self.ends, start + room) - 1
-    return max(self.ends[place] - start, 0) if place >= 0 else 0
+    place = bisect_right(self.cuts, start + room) - 1
+    return max(self.cuts[place] - start, 0) if place >= 0 else 0
 
   def sequence_sizes(self, start: int, n: int) -> Iterator[int]:
     """Sizes of the sequences, or parts of one, among so many inputs."""

@@ -4,16 +4,18 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import eval_batch_size, global_batch_size
 from maxtext.configs.types import DatasetType
 from maxtext.data.batch import BatchSource
+from maxtext.data.reference_log_probs import REFERENCE
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.mesh.rules import LOGICAL_AXES, mesh_axes_of, num_shards_of
 from maxtext.training import diloco
-from maxtext.training.objectives.base import BATCH, LENGTH, Field, Objective, token_batch
+from maxtext.training.objectives.base import BATCH, LENGTH, Field, Objective, token_batch, token_field
 
 _ROWS = {"per_device_batch_size": global_batch_size, "eval_per_device_batch_size": eval_batch_size}
 
@@ -47,7 +49,10 @@ def abstract_batch(
 
   declared = objective.batch(rows, config.max_target_length)
   if data is None:
-    if declared != token_batch(rows, config.max_target_length):
+    made = token_batch(rows, config.max_target_length)
+    if config.use_dpo and REFERENCE in getattr(declared, "extra", ()):
+      made = replace(made, extra={REFERENCE: token_field(rows, config.max_target_length, jnp.float32)})
+    if declared != made:
       raise ConfigError(
         f"{type(objective).__name__} declares a batch that the configured data does not make: give maxtext.train the "
         f"argument data."

@@ -59,6 +59,8 @@ def evaluate(
   evaluates = {"eval_interval": 1} if data is None else {}
   config, path = _config_and_path(run, dict(keys), evaluates, strict)
   check_arguments(config, objective, None, data)
+  if config.use_dpo:  # the reference model is read again, and nothing is written
+    config = config.model_copy(update={"precompute_ref_log_probs": False})
   with compilation_cache(config):
     join(config)
     check_joined(config)

@@ -71,7 +71,7 @@ def check_host(program: Program) -> None:
   try:
     check_extras(program.config)
     _check_memory(program)
-    program.check_data()
+    program.data.check()
     if jax.process_index() == 0:
       _check_output(program)
   except ConfigError as error:
@@ -194,7 +194,7 @@ def _batch_shape(program: Program) -> tuple[int, int]:
 
 
 def _describe_data(program: Program, rows: int, length: int) -> str:
-  kind, known = plain_value(program.config.dataset_type), program.data_size()
+  kind, known = plain_value(program.config.dataset_type), program.data.size()
   if kind == DatasetType.SYNTHETIC.value:
     return "synthetic tokens, without end"
   if known is None:

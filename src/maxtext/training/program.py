@@ -1,10 +1,9 @@
 """A run made ready: the model, the compiled step, and the abstract state and batch it takes. No array exists yet."""
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.data.batch import BatchSource, BatchWithState, IteratorState
-from maxtext.data.dataloader import OpenedData, make_dataloader, missing_eval_data, open_data
 from maxtext.data.iterable import Batches, as_batch_source
-from maxtext.data.options import data_options
 from maxtext.distributed.multihost import process_folder
 from maxtext.mesh.compiler import compiler_options
 from maxtext.mesh.devices import with_devices
 from maxtext.mesh.explicit import auto_axes
 from maxtext.models.build import build_model
+from maxtext.models.decoder import Decoder
 from maxtext.models.model import Model, Params
 from maxtext.models.qk_clip import apply_qk_clip
 from maxtext.optim.optimizer import make_optimizer
@@ -35,12 +33,11 @@ from maxtext.training import diloco
 from maxtext.training.abstract_batch import abstract_batch, token_paths
 from maxtext.training.frozen import build_frozen, frozen_params
 from maxtext.training.objectives.base import EVALUATION, Metrics, Objective, StepContext
-from maxtext.training.objectives.language_modeling import LanguageModeling
+from maxtext.training.objectives.configured import evaluation_objective, training_objective
+from maxtext.training.run_data import RunData
 from maxtext.training.state import TrainState, abstract_state, initial_state, on_devices, update_shardings
 from maxtext.training.step import evaluation_sums, make_train_step
 from maxtext.training.synchronized_compile import SynchronizedCompile
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +54,10 @@ class Program:
   eval_batch: Any  # abstract
   _eval_sums: Any
   _frozen_models: Mapping[str, tuple[MaxTextConfig, Model]]
-  _source: BatchSource | None  # None takes the configured data
+  data: RunData
+  objective: Objective
+  _jit: Any  # with the compiler options of this run
+  _in_token_order: Callable[[Any], Any]
 
   @staticmethod
   def of(
@@ -81,9 +81,7 @@ class Program:
     state = abstract_state(
       model, optimizer, updated, config.parameter_memory_host_offload, config.optimizer_memory_host_offload
     )
-    trained = objective or LanguageModeling(
-      config.z_loss_multiplier, config.num_vocab_tiling, config.mtp_loss_scaling_factor
-    )
+    trained = objective or training_objective(config)
     frozen_models = build_frozen(trained.frozen, config, model, mesh)
     update = make_train_step(
       model,
@@ -103,7 +101,7 @@ class Program:
       state, update = replicas.abstract(state), replicas.step(update)
     shardings = jax.tree.map(lambda a: a.sharding, state)
     replicated = NamedSharding(mesh, PartitionSpec())
-    measured = objective or LanguageModeling(tiles=config.num_vocab_tiling, next_token_only=True)
+    measured = objective or evaluation_objective(config)
 
     jit = partial(jax.jit, compiler_options=_compiler_options(config, mesh))
 
@@ -142,20 +140,25 @@ class Program:
         context=StepContext(step, config.init_weights_seed, EVALUATION, number),
       )
 
+    batch = abstract_batch(
+      config, model.execution, trained, data, "per_device_batch_size", config.gradient_accumulation_steps
+    )
+    eval_batch = abstract_batch(config, model.execution, trained, data, "eval_per_device_batch_size")
     made = Program(
       config,
       model,
       state,
-      abstract_batch(
-        config, model.execution, trained, data, "per_device_batch_size", config.gradient_accumulation_steps
-      ),
+      batch,
       {name: other.params | other.buffers for name, (_, other) in frozen_models.items()},
       jit(train_step, donate_argnums=0, out_shardings=(shardings, replicated)),
       jit(init, out_shardings=shardings),
-      abstract_batch(config, model.execution, trained, data, "eval_per_device_batch_size"),
+      eval_batch,
       SynchronizedCompile(jit(evaluate, out_shardings=replicated), batch=2),
       frozen_models,
-      data,
+      RunData(config, batch, eval_batch, data),
+      trained,
+      jit,
+      in_token_order,
     )
     if model.execution.sharding.explicit:
       made._check_types()
@@ -168,6 +171,18 @@ class Program:
   def init_frozen(self) -> dict[str, Params]:
     """The parameters of the frozen models, by name, made or read where they live: the same for every start of a run."""
     return {name: frozen_params(config, model) for name, (config, model) in self._frozen_models.items()}
+
+  def forward(self, function: Callable[[Decoder, Any], Any]) -> Callable[[Params, Any], Any]:
+    """Compiles a function of the model and a batch, which sees both as the step does.
+
+    The result takes parameters and buffers, and a batch; what it returns is on every device.
+    """
+
+    def run(params: Params, batch: Any) -> Any:
+      return function(self.model.bind(params), self._in_token_order(batch))
+
+    replicated = NamedSharding(self.model.execution.sharding.mesh, PartitionSpec())
+    return SynchronizedCompile(self._jit(run, out_shardings=replicated), batch=1)
 
   @property
   def arguments(self) -> tuple[Any, ...]:
@@ -187,54 +202,9 @@ class Program:
     shardings = jax.tree.map(lambda a: a.sharding, self.state)
     return jax.jit(diloco.broadcast_params, donate_argnums=0, out_shardings=shardings)(state)
 
-  def check_data(self) -> None:
-    """Raises where data of training or evaluation is missing or wrong, before anything costly has begun."""
-    if self._source is not None:
-      return
-    _ = self._data
-    if self.evaluates:
-      _ = self._eval_data
-
-  def data_size(self) -> tuple[int, int | None] | None:
-    """Documents and tokens of the training data; None for what its source does not know before it is read."""
-    if self._source is not None or not self._data.sources:
-      return None
-    totals = [source.documents.counts.total for source in self._data.sources]
-    documents = sum(sum(source.documents.sizes) for source in self._data.sources)
-    return documents, None if None in totals else sum(total or 0 for total in totals)
-
-  @cached_property
-  def evaluates(self) -> bool:
-    """Whether the run evaluates. A recipe's `eval_interval` does not keep it from training on a prepared corpus that
-    holds nothing out: it is warned about once. With a `target_eval_loss` that corpus is an error."""
-    c = self.config
-    if c.eval_interval <= 0 or self._source is not None:
-      return c.eval_interval > 0
-    lacking = missing_eval_data(data_options(c))
-    if lacking is None or c.target_eval_loss:
-      return True
-    if not jax.process_index():
-      _LOG.warning(f"maxtext: eval_interval={c.eval_interval} evaluates nothing: {lacking}.")
-    return False
-
-  @cached_property
-  def _data(self) -> OpenedData:
-    return open_data(data_options(self.config), self.batch)
-
-  @cached_property
-  def _eval_data(self) -> OpenedData:
-    return open_data(data_options(self.config), self.eval_batch, "eval")
-
   def feed(self, position: IteratorState | None = None) -> Iterator[BatchWithState]:
-    """The data from a position on."""
-    if self._source is not None:
-      return self._source.batches(self.batch, position, "train")
-    return make_dataloader(data_options(self.config), self.batch, position, data=self._data)
-
-  def _eval_feed(self) -> Iterator[BatchWithState]:
-    if self._source is not None:
-      return self._source.batches(self.eval_batch, None, "eval")
-    return make_dataloader(data_options(self.config), self.eval_batch, split="eval", data=self._eval_data)
+    """The training data from a position on."""
+    return self.data.feed(position)
 
   def evaluate(
     self,
@@ -246,7 +216,7 @@ class Program:
 
     None where `stop`, which is asked after every batch, ends it. `frozen` is what `init_frozen` returned.
     """
-    batches = islice(self._eval_feed(), None if self.config.eval_steps == -1 else self.config.eval_steps)
+    batches = islice(self.data.feed(split="eval"), None if self.config.eval_steps == -1 else self.config.eval_steps)
     found = []
     for number, fed in enumerate(batches):
       found.append(self._eval_sums(state.params, state.buffers, fed.batch, frozen or {}, state.step, np.uint32(number)))

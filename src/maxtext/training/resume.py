@@ -18,7 +18,9 @@ from maxtext.distributed.multihost import broadcast_from_first
 from maxtext.distributed.shared_folder import check_shared_folder
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.callbacks.guard import LossGuard
+from maxtext.training.frozen import frozen_params
 from maxtext.training.program import Program
+from maxtext.training.reference import attach_reference
 from maxtext.training.state import TrainState
 
 _LOG = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ class RunCheckpoints:
     self._config, self._config_record = config, config_record
     self._name = name
     self._folder = folder_of(config.base_output_directory, name)
+    self._reference_folder = config.reference_log_probs_path or str(self._folder.parent / "reference_log_probs")
     self._resumed_from = 0  # a step of its own; 0 is none
     self._lease = Lease(self._folder.parent, name)
     self._interrupt = Interrupt()
@@ -80,10 +83,12 @@ class RunCheckpoints:
       found = load_state(restore_options(c), "load_full_state_path", c.load_full_state_path, program.state)
     if found:
       _log(f"resuming from {found.folder}")
+      attach_reference(program, self._reference_folder, lambda: frozen_params(c, program.model), is_new=False)
       return found.state, program.feed(found.position)
     state = program.init()
     if c.load_parameters_path:
       state = self._load_parameters(program, state)
+    attach_reference(program, self._reference_folder, lambda: state.params | state.buffers, is_new=True)
     return state, program.feed()
 
   def saved_config(self, step: int) -> Mapping[str, Any]:

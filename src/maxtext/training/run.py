@@ -259,7 +259,7 @@ def _start(config: MaxTextConfig) -> None:
 def _evaluations(program: Program, checkpoints: RunCheckpoints, frozen: Mapping[str, Params]) -> list[Callback]:
   c = program.config
   evaluate = partial(program.evaluate, frozen=frozen, stop=checkpoints.stop_requested)
-  return [Evaluate(evaluate, c.eval_interval, c.target_eval_loss)] if program.evaluates else []
+  return [Evaluate(evaluate, c.eval_interval, c.target_eval_loss)] if program.data.evaluates else []
 
 
 def _samples(config: MaxTextConfig, sampler: Sampler | None, run: RunDirectory, steps: range) -> list[Callback]:

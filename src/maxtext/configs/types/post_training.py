@@ -6,6 +6,12 @@ from pydantic import Field
 
 from maxtext.configs.types.section import Section
 
+DpoLossType = Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "orpo", "sft"]
+
+
+def _sigmoid() -> list[DpoLossType]:
+  return ["sigmoid"]
+
 
 class FineTuning(Section):
   """Supervised and preference tuning."""
@@ -15,6 +21,22 @@ class FineTuning(Section):
     0.0, ge=0.0, le=1.0, description="Assumed share of swapped preference labels in the DPO loss, 0 to 1; 0 trusts all."
   )
   dpo_beta: float = Field(0.1, description="Strength of the pull to the reference model in the DPO loss.")
+  dpo_loss_type: list[DpoLossType] = Field(
+    default_factory=_sigmoid,
+    min_length=1,
+    description="Losses of preference pairs that are added up: sigmoid (DPO), ipo, hinge, robust, simpo, orpo, ...",
+  )
+  dpo_loss_weights: list[float] = Field(
+    default_factory=list, description="Weight of each loss of dpo_loss_type; empty is 1 for all."
+  )
+  simpo_gamma: float = Field(0.5, description="Margin of the simpo loss between chosen and rejected answer.")
+  precompute_ref_log_probs: bool = Field(
+    True,
+    description="True computes the reference model's log-probabilities once, on disk; false keeps a copy in memory.",
+  )
+  reference_log_probs_path: str = Field(
+    "", description="Folder of precomputed reference log-probabilities, which runs can share; '' is the run's own."
+  )
   use_sft: bool = Field(False, description="True does supervised fine-tuning on prompt and completion or chat data.")
   sft_train_on_completion_only: bool = Field(
     False, description="True counts the loss on completion tokens only, not on the prompt."

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from maxtext.configs.types import DatasetType
 from maxtext.data.documents import DataSource
 from maxtext.data.options import DataOptions
+from maxtext.data.reference_log_probs import ReferenceLogProbs
 from maxtext.data.sources.grain import open_grain
 from maxtext.data.sources.hf import open_hf
 from maxtext.data.sources.olmo import open_olmo
@@ -14,7 +15,13 @@ from maxtext.data.splits import Split
 
 def open_sources(options: DataOptions, split: Split) -> list[DataSource]:
   """Opens the sources of training or evaluation data, with their mixture weights."""
-  return _OPEN[options.kind](options, split)
+  sources = _OPEN[options.kind](options, split)
+  folder = options.conversations.reference_log_probs if options.conversations else ""
+  if not folder:
+    return sources
+  reference = ReferenceLogProbs.read(folder, split.name, sources)
+  assert reference is not None
+  return reference.attach(sources)
 
 
 _OPEN: dict[DatasetType, Callable[[DataOptions, Split], list[DataSource]]] = {

@@ -83,13 +83,21 @@ class ConversationEncoding:
 
   def sequences(self, values: Sequence[Any]) -> list[TrainingSequence]:
     """The sequences of a record, however long."""
+    return self.row_sequences(self.row(values))
+
+  def row(self, values: Sequence[Any]) -> dict[str, Any]:
+    """The values of a record by name, from JSON text where they are lists of messages, and formatted."""
     row = dict(zip(self.columns, values, strict=True))
     if self.formatting_func is not None:
       row = _as_row(self._formatted(row), self.options.formatting_func)
+    return {name: _parsed(value, name) for name, value in row.items()}
+
+  def row_sequences(self, row: Mapping[str, Any]) -> list[TrainingSequence]:
+    """The sequences of a row."""
     if PROMPT in row and COMPLETION in row:
       return self._completion(row)
     name = MESSAGES if MESSAGES in row else next((one for one in row if one != TOOLS), "")
-    return self._conversation(_parsed(row.get(name), name), row)
+    return self._conversation(row.get(name), row)
 
   def fitting(self, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
     """Those that fit in a row, or as much of them as does."""
@@ -110,7 +118,7 @@ class ConversationEncoding:
       ) from error
 
   def _completion(self, row: Mapping[str, Any]) -> list[TrainingSequence]:
-    prompt, completion = _parsed(row[PROMPT], PROMPT), _parsed(row[COMPLETION], COMPLETION)
+    prompt, completion = row[PROMPT], row[COMPLETION]
     if isinstance(prompt, str) and isinstance(completion, str):
       if not self.options.chat:
         return [completion_sequence(self.tokenizer, prompt, completion, self.options.completion_only)]
@@ -139,7 +147,7 @@ def _parsed(value: Any, column: str) -> Any:
       found = json.loads(value)
     except (ValueError, RecursionError):
       return value
-    return found if column not in (PROMPT, COMPLETION) or _are_messages(found) else value
+    return found if column in (MESSAGES, TOOLS) or _are_messages(found) else value
   if isinstance(value, np.ndarray):
     value = value.tolist()
   return list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""Converts the columns of a record to the tokens of a document: text or tokens of pre-training, or conversations."""
+"""Converts the columns of a record to the tokens of a document: text, tokens, a conversation or a preference pair."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from maxtext.configs import ConfigError
 from maxtext.data.documents import WEIGHTED, TokenCounts
 from maxtext.data.options import DataOptions
 from maxtext.data.sources.conversation_encoding import ConversationEncoding
+from maxtext.data.sources.preference_encoding import PreferenceEncoding
 from maxtext.data.splits import Split
 from maxtext.data.tokenizers import TextTokenizer, load_tokenizer
 
@@ -45,9 +46,10 @@ def make_encoding(options: DataOptions, split: Split) -> Encoding:
   # One token more than the inputs, since the last input needs a target.
   most = options.length + 1
   if options.conversations is not None:
-    return ConversationEncoding.of(
+    conversations = ConversationEncoding.of(
       columns, load_tokenizer(options.tokenizer), most, options.truncate, options.conversations
     )
+    return PreferenceEncoding(conversations) if options.conversations.pairs else conversations
   if not split.tokenize:
     return TextEncoding(columns, None, None)
   return TextEncoding(columns, load_tokenizer(options.tokenizer), most if options.truncate else None)

@@ -66,7 +66,8 @@ def _open(options: DataOptions, split: Split, encoding: Callable[[], Encoding], 
   if _is_prepared(place):
     if options.conversations is not None:
       raise ConfigError(
-        f"use_sft=true: {split.grain_files[0]}: {place} is a prepared corpus of tokens; give files of conversations."
+        f"{options.conversations.method}=true: {split.grain_files[0]}: {place} is a prepared corpus of tokens; give "
+        f"files of conversations."
       )
     prepared = PreparedCorpus(folder, split.threads, split.held_out)
     check_vocab_size(options.vocab_size, prepared.vocab_size, f"{split.grain_files[0]}: {place}")

@@ -1,0 +1,91 @@
+"""Converts the columns of a record to a preference pair: the same prompt with a chosen and a rejected answer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from maxtext.configs import ConfigError
+from maxtext.data.conversations import TrainingSequence, join_sequences
+from maxtext.data.documents import PAIRED, TokenCounts
+from maxtext.data.sources.conversation_encoding import COMPLETION, PROMPT, ConversationEncoding
+
+CHOSEN, REJECTED = "chosen", "rejected"
+
+
+@dataclass(frozen=True)
+class PreferenceEncoding:
+  """Converts the columns prompt, chosen and rejected, or chosen and rejected alone, to a pair of sequences.
+
+  Without a prompt, both are whole conversations, or texts, and what they begin with in common is the prompt. Each side
+  is encoded as a conversation of its own, so its tokens are those that the server would prefill and generate.
+
+  Attributes:
+    conversations: encodes each side.
+  """
+
+  conversations: ConversationEncoding
+
+  @property
+  def columns(self) -> tuple[str, ...]:
+    """The names of the columns."""
+    return self.conversations.columns
+
+  @property
+  def identity(self) -> dict[str, Any]:
+    """What determines the tokens."""
+    return {**self.conversations.identity, "pairs": True}
+
+  def counts(self, shards: int) -> TokenCounts:
+    """A pair is never cut."""
+    return self.conversations.counts(shards)
+
+  def __call__(self, values: Sequence[Any]) -> np.ndarray:
+    """The pair as one document; empty where it does not fit in a row."""
+    pair = join_sequences(self.fitting(self.sequences(values)))
+    return pair.view(PAIRED)
+
+  def sequences(self, values: Sequence[Any]) -> list[TrainingSequence]:
+    """The chosen and the rejected sequence, however long."""
+    row = self.conversations.row(values)
+    if CHOSEN not in row or REJECTED not in row:
+      raise ConfigError(
+        "use_dpo=true needs the columns chosen and rejected, and prompt where they do not contain it: set the "
+        "*_data_columns keys."
+      )
+    if row.get(PROMPT) is None:
+      row |= dict(zip((PROMPT, CHOSEN, REJECTED), _common_prompt(row[CHOSEN], row[REJECTED]), strict=True))
+    return [self._side(row, side) for side in (CHOSEN, REJECTED)]
+
+  def fitting(self, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
+    """Both, or none where one row does not hold them."""
+    inputs = sum(len(sequence.tokens) - 1 for sequence in sequences)
+    return list(sequences) if inputs < self.conversations.most else []
+
+  def _side(self, row: Mapping[str, Any], side: str) -> TrainingSequence:
+    found = self.conversations.row_sequences({**row, COMPLETION: row[side]})
+    if len(found) != 1:
+      raise ConfigError(
+        f"'{side}' is {len(found)} training sequences, and must be one: an answer of the assistant with a weight, and "
+        f"earlier answers, if any, that the chat template repeats as they are."
+      )
+    return found[0]
+
+
+def _common_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+  """What both begin with, and the rest of each."""
+  if isinstance(chosen, str) and isinstance(rejected, str):
+    common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
+    while common and not chosen[common - 1].isspace():  # no word is divided
+      common -= 1
+  elif isinstance(chosen, list) and isinstance(rejected, list):
+    common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
+  else:
+    raise ConfigError(f"'{CHOSEN}' and '{REJECTED}' must both be texts, or both lists of messages.")
+  if not common or common in (len(chosen), len(rejected)):
+    raise ConfigError(
+      f"'{CHOSEN}' and '{REJECTED}' must begin alike, with the prompt, and then differ; otherwise give a column prompt."
+    )
+  return chosen[:common], chosen[common:], rejected[common:]

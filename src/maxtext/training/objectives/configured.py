@@ -1,0 +1,20 @@
+"""The objective that a configuration asks for."""
+
+from maxtext.configs import MaxTextConfig
+from maxtext.training.objectives.base import Objective
+from maxtext.training.objectives.language_modeling import LanguageModeling
+from maxtext.training.objectives.preference import PreferenceOptimization
+
+
+def training_objective(config: MaxTextConfig) -> Objective:
+  """What is minimised."""
+  if config.use_dpo:
+    return PreferenceOptimization.of(config)
+  return LanguageModeling(config.z_loss_multiplier, config.num_vocab_tiling, config.mtp_loss_scaling_factor)
+
+
+def evaluation_objective(config: MaxTextConfig) -> Objective:
+  """What is measured on evaluation data."""
+  if config.use_dpo:
+    return PreferenceOptimization.of(config)
+  return LanguageModeling(tiles=config.num_vocab_tiling, next_token_only=True)

@@ -1,0 +1,158 @@
+"""Preference optimization (DPO and its relatives) on packed pairs.
+
+A row holds pairs, one after the other: segments 1 and 2 are the chosen and the rejected answer of the first pair, each
+after its prompt, segments 3 and 4 those of the second.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxtext.configs import MaxTextConfig
+from maxtext.data.batch import Batch
+from maxtext.data.reference_log_probs import REFERENCE
+from maxtext.kernels.cross_entropy import tiled_cross_entropy
+from maxtext.mesh.explicit import auto_axes
+from maxtext.models.decoder import Decoder
+from maxtext.training.objectives.auxiliary import collect_auxiliary
+from maxtext.training.objectives.base import (
+  FrozenModel,
+  Metrics,
+  Models,
+  Objective,
+  StepContext,
+  token_batch,
+  token_field,
+)
+from maxtext.training.objectives.preference_losses import (
+  DEFAULT_PARAMETERS,
+  PAIR_LOSSES,
+  REFERENCE_FREE,
+  LossParameters,
+  PairLogProbs,
+)
+
+
+@dataclass(frozen=True)
+class PreferenceOptimization(Objective):
+  """A weighted sum of pair losses, as a mean over pairs.
+
+  Attributes:
+    losses: names of `PAIR_LOSSES`, and their weights.
+    parameters: of the losses.
+    precomputed: the data brings the reference model's log-probabilities; otherwise a frozen model computes them.
+    tiles: parts in which the logits are computed.
+  """
+
+  losses: tuple[tuple[str, float], ...] = (("sigmoid", 1.0),)
+  parameters: LossParameters = DEFAULT_PARAMETERS
+  precomputed: bool = True
+  tiles: int = 1
+
+  @staticmethod
+  def of(config: MaxTextConfig) -> "PreferenceOptimization":
+    """As configured."""
+    c = config
+    weights = c.dpo_loss_weights or [1.0] * len(c.dpo_loss_type)
+    return PreferenceOptimization(
+      tuple(zip(c.dpo_loss_type, weights, strict=True)),
+      LossParameters(c.dpo_beta, c.dpo_label_smoothing, c.simpo_gamma),
+      c.precompute_ref_log_probs,
+      c.num_vocab_tiling,
+    )
+
+  @property
+  def needs_reference(self) -> bool:
+    """Whether a loss compares the policy with a reference model."""
+    return any(name not in REFERENCE_FREE for name, _ in self.losses)
+
+  @property
+  def reads_reference(self) -> bool:
+    """Whether the data must bring the reference model's log-probabilities."""
+    return self.needs_reference and self.precomputed
+
+  @property
+  def frozen(self) -> Mapping[str, FrozenModel]:
+    """The model that the run starts from, where the data does not bring its log-probabilities."""
+    return {REFERENCE: FrozenModel()} if self.needs_reference and not self.precomputed else {}
+
+  def batch(self, rows: int, length: int) -> Any:
+    """The batch of the configured data, with log-probabilities of the reference where they are precomputed."""
+    declared = token_batch(rows, length)
+    if not self.reads_reference:
+      return declared
+    return replace(declared, extra={REFERENCE: token_field(rows, length, jnp.float32)})
+
+  def __call__(self, models: Models, batch: Batch, context: StepContext) -> tuple[jax.Array, Metrics]:
+    """The sum of the losses of all pairs; auxiliary losses of layers count for every pair."""
+    policy, auxiliary = answer_log_probs(models.decoder, batch, self.tiles)
+    tokens = pair_sums((batch.weights > 0).astype(jnp.float32), batch.segments)
+    reference = self._reference(models, batch, policy)
+    is_pair = tokens.min(-1) > 0
+    counts = jnp.maximum(tokens, 1.0)
+    pairs = PairLogProbs(
+      policy[..., 0], policy[..., 1], reference[..., 0], reference[..., 1], counts[..., 0], counts[..., 1]
+    )
+    losses = sum(weight * PAIR_LOSSES[name](pairs, self.parameters) for name, weight in self.losses)
+    auxiliary_loss, metrics = collect_auxiliary(auxiliary)
+    count = self.weight(batch)
+    loss = jnp.where(is_pair, losses, 0.0).sum() + auxiliary_loss * count
+    own = {name: jnp.where(is_pair, value, 0.0).sum() for name, value in self._figures(pairs).items()}
+    return loss, {name: mean * count for name, mean in metrics.items()} | own
+
+  def weight(self, batch: Batch) -> jax.Array:
+    """Pairs."""
+    return (batch.segments.max(axis=1) // 2).sum().astype(jnp.float32)
+
+  def tokens(self, batch: Batch) -> jax.Array:
+    """Tokens that the model reads."""
+    return (batch.segments > 0).sum(dtype=jnp.float32)
+
+  def _reference(self, models: Models, batch: Batch, policy: jax.Array) -> jax.Array:
+    if not self.needs_reference:
+      return jnp.zeros_like(policy)
+    if self.precomputed:
+      return pair_sums(batch.extra[REFERENCE], batch.segments)
+    return jax.lax.stop_gradient(answer_log_probs(models.frozen[REFERENCE], batch, self.tiles)[0])
+
+  def _figures(self, pairs: PairLogProbs) -> Metrics:
+    """Rewards as DPO defines them: beta times the log-ratio to the reference, or to 1 where there is none."""
+    chosen, rejected = pairs.chosen - pairs.reference_chosen, pairs.rejected - pairs.reference_rejected
+    beta = self.parameters.beta
+    figures = {
+      "chosen_reward": beta * chosen,
+      "rejected_reward": beta * rejected,
+      "reward_margin": beta * (chosen - rejected),
+      "reward_accuracy": (chosen > rejected).astype(jnp.float32),
+      "chosen_log_prob": pairs.chosen,
+      "rejected_log_prob": pairs.rejected,
+    }
+    if self.needs_reference:  # of the answers of the data; it estimates the KL divergence near the reference
+      figures["kl"] = (chosen + rejected) / (pairs.chosen_tokens + pairs.rejected_tokens)
+    return figures
+
+
+def answer_log_probs(decoder: Decoder, batch: Batch, tiles: int) -> tuple[jax.Array, list[Any]]:
+  """Log-probabilities [B,P,2] of the chosen and the rejected answer of each pair, 0 where a row has fewer; and the
+  auxiliary outputs of the layers."""
+  hidden, auxiliary, _ = decoder.hidden(batch.inputs, batch.positions, batch.segments)
+  losses = tiled_cross_entropy(hidden, decoder.logits, batch.targets, 0.0, tiles)
+  return pair_sums(-losses * batch.weights, batch.segments), auxiliary
+
+
+def pair_sums(values: jax.Array, segments: jax.Array) -> jax.Array:
+  """The sums [B,P,2] over the two segments of each pair, from values [B,S] of tokens in any order."""
+  rows, length = values.shape
+  pairs = length // 2  # a sequence has at least one input
+
+  def sums(values: jax.Array, segments: jax.Array) -> jax.Array:
+    found = jax.vmap(lambda v, s: jax.ops.segment_sum(v, s, 2 * pairs + 1))(values, segments)
+    return found[:, 1:].reshape(rows, pairs, 2)
+
+  own = jax.typeof(values).sharding
+  sharding = NamedSharding(own.mesh, PartitionSpec(own.spec[0], None, None)) if own.spec else own
+  return auto_axes(sums, sharding, values, segments)
