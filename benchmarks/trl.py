@@ -2,9 +2,9 @@
 
   python -m benchmarks.trl --python TRL/bin/python [--json]
 
-TRL lives in an environment of its own. Both read one Hugging Face folder of random float32 weights, take all examples in
-one batch, so that their order does not matter, and update with plain AdamW at a constant rate. Prints the losses of both
-and the largest difference.
+TRL lives in an environment of its own. Both read one Hugging Face folder of random float32 weights, take all examples
+in one batch, so that their order does not matter, and update with plain AdamW at a constant rate. Prints the losses of
+both and the largest difference.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def make_model(work: Path) -> None:
       per_device_batch_size=1,
       base_output_directory=str(work),
       run_name="start",
-    )  # fmt: skip
+    )
   )
   assert command(["convert", "to-hf", str(work / "start"), str(work / "hf")]) == 0
   fast.save_pretrained(work / "hf")
