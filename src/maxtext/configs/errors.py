@@ -23,5 +23,5 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def plural(count: int, what: str) -> str:
-  """`1 row`, `1,130 rows`, `2 batches`."""
-  return f"{count:,} {what}{'' if count == 1 else 'es' if what.endswith('ch') else 's'}"
+  """`1 row`, `1,130 rows`, `2 batches`, `2 epochs`."""
+  return f"{count:,} {what}{'' if count == 1 else 'es' if what.endswith('tch') else 's'}"

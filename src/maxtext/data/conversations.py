@@ -91,6 +91,14 @@ def conversation_sequences(
   return found
 
 
+def chat_prompt(
+  tokenizer: TextTokenizer, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
+) -> list[int]:
+  """The tokens that are prefilled for the assistant's answer to messages: for a request, a prompt of `maxtext decode`
+  or a sample. `values` are other variables of the chat template."""
+  return tokenizer.chat(template_messages(messages), answer=True, **values).tolist()
+
+
 def completion_sequence(
   tokenizer: TextTokenizer, prompt: str, completion: str, completion_only: bool, with_roles: bool = False
 ) -> TrainingSequence:
