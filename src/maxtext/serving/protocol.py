@@ -26,7 +26,7 @@ from pydantic_core import from_json
 
 from maxtext.configs import ConfigError
 from maxtext.data.chat_messages import template_tools
-from maxtext.data.chat_template import GUARDED, iterate_texts
+from maxtext.data.chat_template import GUARDED, MARK_GENERATION, iterate_texts
 from maxtext.data.conversations import chat_prompt
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.detokenizer import IncrementalDetokenizer
@@ -343,7 +343,9 @@ class ChatMessage(BaseModel):
 
 
 # Variables of a template that come from other fields, or are not for clients.
-_OWN_VALUES = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", GUARDED})
+_OWN_VALUES = frozenset(
+  {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", GUARDED, MARK_GENERATION}
+) | {"answer", "self", "template"}  # arguments of ours that variables of a template are beside
 
 
 class ChatCompletionRequest(GenerationRequest):
