@@ -245,6 +245,8 @@ def test_a_role_outside_of_messages_is_text_like_any_other(folder):
     ({"tool_choice": "required"}, "tool_choice"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages cannot be set here"),
     ({"chat_template_kwargs": {"bos_token": "x"}}, "bos_token cannot be set here"),
+    ({"chat_template_kwargs": {"mark_generation": True}}, "mark_generation cannot be set here"),
+    *(({"chat_template_kwargs": {name: 1}}, f"{name} cannot be set here") for name in ("answer", "self", "template")),
   ],
 )
 def test_wrong_fields_of_a_chat_request_are_named(folder, fields, message):

@@ -101,6 +101,9 @@ def test_the_disk_must_hold_one_checkpoint_and_should_hold_all(here, monkeypatch
   assert not list(here.iterdir())
 
 
+EVALUATES = {"eval_interval": 10, "eval_steps": 1}  # and keeps its best checkpoint, too
+
+
 @pytest.mark.parametrize(
   ("changes", "count"),
   [
@@ -108,6 +111,7 @@ def test_the_disk_must_hold_one_checkpoint_and_should_hold_all(here, monkeypatch
     ({"steps": 101, "checkpoint_period": 10}, 11),
     ({"steps": 101, "checkpoint_period": 10, "save_checkpoint_on_completion": False}, 10),
     ({"steps": 100, "checkpoint_period": 10, "max_num_checkpoints_to_keep": 1}, 3),
+    ({"steps": 100, "max_num_checkpoints_to_keep": 1, "checkpoint_period": 10, **EVALUATES}, 4),
     ({"steps": 10, "checkpoint_period": 10, "max_num_checkpoints_to_keep": 5}, 1),
     ({"enable_continuous_checkpointing": True}, None),
     ({"enable_continuous_checkpointing": True, "max_num_checkpoints_to_keep": 4}, 5),

@@ -81,7 +81,7 @@ def test_a_list_has_a_line_for_each(tmp_path, capsys):
   failed(tmp_path, "a")
   assert main(["runs", "--folder", str(tmp_path)]) == 0
   header, line = capsys.readouterr().out.splitlines()
-  assert header.split() == ["run", "state", "steps", "loss", "size", "started"]
+  assert header.split() == ["run", "state", "steps", "loss", "best", "size", "started"]
   assert line.split()[:3] == ["a", "failed", "0"]
   assert main(["runs", "--folder", str(tmp_path / "none")]) == 2
   assert "is not a folder" in capsys.readouterr().err

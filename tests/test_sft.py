@@ -1,6 +1,7 @@
 """Supervised fine-tuning: from files of conversations to a loss, on any mesh, packed or not, and after a restart."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -11,10 +12,13 @@ from maxtext import ConfigError, load_config
 from maxtext.data.conversations import conversation_sequences
 from maxtext.data.dataloader import make_dataloader
 from maxtext.data.options import data_options
+from maxtext.inference.llm import LLM
 from maxtext.mesh.devices import make_mesh
+from maxtext.training.callbacks.samples import MAX_TOKENS, Sampler
 from maxtext.training.program import Program
 from tests.chat_templates import TEMPLATES, VOCAB_SIZE, make_tokenizer, open_tokenizer
-from tests.support import TINY
+from tests.support import TINY, program
+from tests.test_conversations import prefilled
 
 ANSWERS = ("the other", "the\n\nlast", "is", "and the one, and the other")
 
@@ -206,10 +210,11 @@ def test_rows_of_other_forms(folder, tmp_path):
 def test_what_is_too_long_is_said(folder, tmp_path, caplog):
   long = [USER, ANSWER, USER, ANSWER | {"content": "one " * 300}]
   files = write(tmp_path / "rows.jsonl", *[{"messages": [USER, ANSWER]}] * 8, {"messages": long})
-  config = load_config(**sft_keys(folder, grain_train_files=files))
+  config = load_config(**sft_keys(folder, grain_train_files=files, num_epoch=2))
   with caplog.at_level("INFO", "maxtext"):
     Program.of(config, make_mesh(config, jax.devices()[:1])).check_data()
   assert "9 conversations; 10 answers, 1 longer than max_target_length=256 and left out;" in caplog.text
+  assert caplog.text.endswith("train; 2 epochs\n")
 
 
 def test_a_prepared_corpus_is_no_data_of_conversations(folder, tmp_path):
@@ -231,3 +236,23 @@ def test_the_keys_of_fine_tuning(folder):
     load_config(use_sft=True, dataset_type="synthetic")
   with pytest.warns(maxtext.configs.errors.ConfigWarning, match="no effect without use_sft=true"):
     load_config(sft_train_on_completion_only=True)
+
+
+def test_samples_are_answers_to_a_message_of_a_user(folder, tmp_path):
+  """Their prompts are what the server prefills, and their texts what the run's last checkpoint answers."""
+  prompts = ["the one?", "<|im_end|> and"]
+  keys = {"eval_interval": 2, "eval_steps": 1, "sample_prompts": prompts, "base_output_directory": str(tmp_path)}
+  keys |= {"steps": 2, "run_name": "run", "enable_checkpointing": True, "learning_rate": 1e-2, "num_epoch": 20}
+  config = load_config(**sft_keys(folder, **keys))
+  tokenizer = open_tokenizer(folder, "qwen3")
+  requests = [prefilled(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
+  assert [tokens for _, tokens in Sampler.of(program(config, 8))._prompts] == requests
+  plain = program(config.model_copy(update={"use_chat_template": False}), 8)
+  assert [tokens for _, tokens in Sampler.of(plain)._prompts] == [tokenizer.encode(p).tolist()[:-1] for p in prompts]
+  maxtext.train(config)
+  found = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+  assert [(line["step"], line["prompt"]) for line in found] == [(2, prompt) for prompt in prompts]
+  llm = LLM(tmp_path / "run", max_prefill_predict_length=64, jax_cache_dir="")
+  outputs = llm.generate(prompts, replace(llm.sampling_params, seed=2, max_tokens=MAX_TOKENS))
+  assert [list(output.prompt_token_ids) for output in outputs] == requests
+  assert [line["text"] for line in found] == [output.text for output in outputs]

@@ -66,13 +66,15 @@ def contents(
   stacked: int | None,
   keys: Mapping[str, Any],
   finite: bool = False,
+  eval_loss: float | None = None,
 ) -> ocp.args.Composite:
   """What a save writes: the arrays and the metadata. Checksums are under way when this returns.
 
   With `finite`, a save of arrays that hold NaN or infinities fails, on all processes, and is never committed.
   """
   described = {name: ArrayMetadata(tuple(np.shape(array)), str(array.dtype)) for name, array in arrays.items()}
-  metadata, parts = CheckpointMetadata(step, described, stacked, keys, jax.process_count()), checksums(arrays)
+  metadata = CheckpointMetadata(step, described, stacked, keys, jax.process_count(), eval_loss=eval_loss)
+  parts = checksums(arrays)
 
   def write(folder: epath.Path) -> None:
     write_durably(folder / checksum_file(jax.process_index()), json.dumps(added(parts).tolist()))

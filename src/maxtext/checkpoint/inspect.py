@@ -6,7 +6,8 @@ from typing import Any
 
 from etils import epath
 
-from maxtext.checkpoint.location import locate
+from maxtext.checkpoint.best import best_step, eval_losses
+from maxtext.checkpoint.location import FOLDER, locate, steps_in
 from maxtext.checkpoint.metadata import CheckpointMetadata, CorruptCheckpointError
 from maxtext.configs import types
 from maxtext.configs.errors import RunError
@@ -32,8 +33,18 @@ def describe(path: str) -> str:
         f"  {name:<{width}}  {array.dtype}{list(array.shape)}  {array.bytes:,}"
         for name, array in sorted(metadata.arrays.items())
       ),
+      *_describe_steps(folder.parent),
     ]
   )
+
+
+def _describe_steps(folder: epath.Path) -> list[str]:
+  """The steps of a run with their evaluation losses, if it has evaluated any."""
+  losses = eval_losses(folder) if folder.name == FOLDER else {}
+  best = best_step(losses)
+  texts = {step: f" (eval loss {loss:.4f}{', the best' if step == best else ''})" for step, loss in losses.items()}
+  steps = ", ".join(f"{step}{texts.get(step, '')}" for step in steps_in(folder)) if losses else ""
+  return [f"steps: {steps}"] if steps else []
 
 
 def chosen_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 from etils import epath
@@ -60,6 +60,7 @@ class CheckpointMetadata:
     config: every key with its value and origin.
     processes: how many wrote it; each has left the checksums of its parts beside this file.
     schema: the version of this description and of the names.
+    eval_loss: the loss of the evaluation of this step; None where there was none, or where it is not finite.
   """
 
   step: int
@@ -68,6 +69,7 @@ class CheckpointMetadata:
   config: Mapping[str, Mapping[str, Any]]
   processes: int
   schema: int = SCHEMA
+  eval_loss: float | None = None
 
   @property
   def parameters(self) -> dict[str, str]:
@@ -100,7 +102,11 @@ class CheckpointMetadata:
     if not whole:
       raise CorruptCheckpointError(f"{ITEM}/{FILE} is not what was written")
     arrays = {name: ArrayMetadata(tuple(a["shape"]), a["dtype"]) for name, a in body["arrays"].items()}
-    return CheckpointMetadata(body["step"], arrays, body["stacked"], body["config"], body["processes"], body["schema"])
+    loss = body.get("eval_loss")
+    return CheckpointMetadata(
+      body["step"], arrays, body["stacked"], body["config"], body["processes"], body["schema"],
+      eval_loss=loss if isinstance(loss, int | float) and isfinite(loss) else None,
+    )  # fmt: skip
 
 
 def checksum_file(process: int) -> str:

@@ -39,8 +39,7 @@ def keep_tokenizer(data: DataOptions, parameters: str, folder: str) -> str | Non
     folder cannot be written.
   """
   try:
-    named = None if data.kind == DatasetType.SYNTHETIC else _of_corpus(data) or _named(data)
-    with _opened(named, data.tokenizer, parameters) as tokenizer:
+    with open_data_tokenizer(data, parameters) as tokenizer:
       if tokenizer is None:
         return None
       content = {name: file.read_bytes() for name, file in tokenizer.vocabulary.files.items()}
@@ -97,6 +96,17 @@ def open_tokenizer(data: DataOptions, path: str) -> Iterator[TextTokenizer | Non
   """
   other = None if path and find_tokenizer(path) else _of_corpus(data)
   with _opened(_named(data) or other, data.tokenizer, path) as tokenizer:
+    yield tokenizer
+
+
+@contextmanager
+def open_data_tokenizer(data: DataOptions, path: str) -> Iterator[TextTokenizer | None]:
+  """The tokenizer that made the tokens of the training data: the corpus's, the one that is named, or the one at `path`.
+
+  Its files may be gone when the context ends.
+  """
+  named = None if data.kind == DatasetType.SYNTHETIC else _of_corpus(data) or _named(data)
+  with _opened(named, data.tokenizer, path) as tokenizer:
     yield tokenizer
 
 

@@ -1,10 +1,13 @@
 """Asynchronous checkpointing with Orbax's manager: when a save is due, and what happens when one fails."""
 
 import asyncio
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
+from math import isfinite
 from typing import Any
 
 import jax
@@ -12,6 +15,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
+from maxtext.checkpoint.best import best_step, eval_losses
 from maxtext.checkpoint.files import contents, handlers
 from maxtext.checkpoint.location import failures, unfinished_in
 from maxtext.checkpoint.metadata import NotFiniteError
@@ -21,6 +25,7 @@ from maxtext.checkpoint.quiet import quiet_failed_saves
 from maxtext.checkpoint.storage import reason
 from maxtext.checkpoint.tree import named
 from maxtext.distributed.lease import LeaseLostError
+from maxtext.distributed.multihost import broadcast_from_first
 from maxtext.observe.metric_writers import warn
 from maxtext.storage.atomic import sync, sync_tree
 
@@ -31,7 +36,8 @@ _LOUD = 3  # saves that failed in a row, from which on the run says more
 class Writer:
   """The steps of one run, under `folder`. Every process calls every method at the same step.
 
-  A state that is not finite is never committed: that is a save that failed.
+  A state that is not finite is never committed: that is a save that failed. Beside the latest steps, the one with the
+  lowest evaluation loss is kept, until one with a lower loss is safely there.
 
   Args:
     options: when it saves, and what it keeps.
@@ -52,6 +58,7 @@ class Writer:
     self._options, self._folder, self._keys, self._began, self._fence = options, folder, keys, began, fence
     self._saving: int | None = None
     self._failures = 0  # since the last save that succeeded
+    self._eval_losses: dict[int, float] | None = {}  # of steps; None where those of before cannot be read
     self._noted: int | None = None  # the first step of which something was not finite
     self.last: int | None = None  # the last step that is safely there
     quiet_failed_saves()
@@ -62,14 +69,20 @@ class Writer:
       return self._manager.should_save(step)
     return step % self._options.period == 0
 
-  def save(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
-    """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run continues."""
+  def save(self, step: int, state: Any, position: Mapping[str, Any], eval_loss: float | None = None) -> None:
+    """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run continues.
+
+    `eval_loss` is that of the evaluation of this step, if there was one; a loss that is not finite is never the best.
+    """
     self.wait()
     arrays = named({**named(state), "data": dict(position)})
+    loss = eval_loss if eval_loss is not None and isfinite(eval_loss) else None
+    args = contents(self._options.storage, arrays, step, 0, self._keys, finite=True, eval_loss=loss)
     try:
-      self._manager.save(
-        step, args=contents(self._options.storage, arrays, step, 0, self._keys, finite=True), force=True
-      )
+      manager = self._manager
+      if loss is not None and self._eval_losses is not None:
+        self._eval_losses[step] = loss
+      manager.save(step, args=args, force=True)
     except failures() as error:
       self._failed(step, error)
       return
@@ -106,9 +119,16 @@ class Writer:
     if most is None or self._noted is not None or "_manager" not in vars(self):
       return
     self._fence()
-    for step in sorted(self._manager.all_steps())[:-most]:
+    for step in sorted(self.superfluous(self._manager.all_steps(), most)):
       with suppress(*failures()):
         self._manager.delete(step)
+
+  def superfluous(self, steps: Sequence[int], most: int) -> set[int]:
+    """The steps that are neither among the latest `most` nor the best."""
+    if self._eval_losses is None:
+      return set()
+    best = best_step({step: loss for step, loss in self._eval_losses.items() if step in steps})
+    return {*sorted(steps)[:-most]} - {best}
 
   def close(self) -> None:
     """Waits, and lets go of everything."""
@@ -119,15 +139,28 @@ class Writer:
   @cached_property
   def _manager(self) -> ocp.CheckpointManager:
     own, most = self._options, self._options.keep
+    self._eval_losses = {} if most is None else self._read_eval_losses()
     options = ocp.CheckpointManagerOptions(
       save_decision_policy=policies.ContinuousCheckpointingPolicy(),  # asked only by `due`
-      preservation_policy=policies.LatestN(most and max(most, _LEAST)),
+      preservation_policy=policies.LatestN() if most is None else _LatestAndBest(self, max(most, _LEAST)),
       enable_async_checkpointing=own.asynchronous,
       todelete_subdir=own.todelete_subdir,
       temporary_path_class=None if "://" in str(self._folder) else _DurableRename,
     )
     found = handlers(own.storage, self._fence)
     return _Manager(self._folder, options=options, item_names=tuple(found), item_handlers=found)
+
+  def _read_eval_losses(self) -> dict[int, float] | None:
+    """The losses of the steps that are there, as process 0 reads them; None where storage does not answer, and then
+    nothing is removed, since the best is not known."""
+    found: dict[int, float] | None = None
+    if jax.process_index() == 0:
+      try:
+        found = eval_losses(self._folder)
+      except failures() as error:
+        warn(f"no checkpoint is removed, since evaluation losses cannot be read: {reason(error)}.")
+    losses = json.loads(broadcast_from_first(json.dumps(found)))
+    return None if losses is None else {int(step): loss for step, loss in losses.items()}
 
   def _succeeded(self, step: int) -> None:
     self.last, self._failures = step, 0
@@ -179,6 +212,18 @@ class Writer:
         with suppress(OSError):
           path.rmtree(missing_ok=True)
       time.sleep(0.05)
+
+
+@dataclass
+class _LatestAndBest(policies.PreservationPolicy):
+  """Orbax asks when a save begins, with the step that is saved, and removes when that is committed."""
+
+  writer: Writer
+  most: int
+
+  def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+    removed = self.writer.superfluous([checkpoint.step for checkpoint in checkpoints], self.most)
+    return [checkpoint.step not in removed for checkpoint in checkpoints]
 
 
 class _Manager(ocp.CheckpointManager):

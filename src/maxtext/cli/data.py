@@ -1,21 +1,29 @@
-"""`maxtext data`: text made ready for training, and how fast it can be read. Only the latter imports JAX."""
+"""`maxtext data`: text made ready for training, rows as the model sees them, and how fast they can be read.
+
+Preparing imports no JAX."""
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
-from typing import Any
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from maxtext.cli.config import add_overrides, resolve_overrides
 from maxtext.cli.display import open_display
-from maxtext.configs import ConfigError
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import plural
+
+if TYPE_CHECKING:
+  from maxtext.data.batch import Batch
+  from maxtext.data.options import DataOptions
 
 
 def add_commands(commands: Any) -> None:
-  """Adds `data prepare` and `data bench` to the parser."""
-  parser = commands.add_parser("data", help="make text ready for training, measure how fast it is read")
+  """Adds `data prepare`, `data show` and `data bench` to the parser."""
+  parser = commands.add_parser("data", help="make text ready for training, show it, measure how fast it is read")
   actions = parser.add_subparsers(required=True, metavar="ACTION")
   prepare = actions.add_parser(
     "prepare",
@@ -59,6 +67,16 @@ def add_commands(commands: Any) -> None:
     "--beam", action="append", default=[], metavar="KEY=VALUE", help="an option of the Beam pipeline; may be repeated"
   )
   prepare.set_defaults(run=_prepare)
+  show = actions.add_parser(
+    "show",
+    help="rows as the model will see them",
+    description="Show the first rows of a run's data as the model will see them: sequences, special tokens, which "
+    "tokens train, and counts. Needs no weights. NO_COLOR=1 shows brackets instead of colours.",
+  )
+  add_overrides(show)
+  show.add_argument("--rows", type=int, default=4, metavar="N", help="how many (default 4)")
+  show.add_argument("--html", type=Path, metavar="FILE", help="write a page instead, and print only the counts")
+  show.set_defaults(run=_show)
   bench = actions.add_parser(
     "bench",
     help="how fast a run's data is made",
@@ -144,16 +162,66 @@ def _refuse(arguments: argparse.Namespace) -> None:
     raise ConfigError(f"--beam {arguments.beam[0]} has no effect without --runner.")
 
 
-def _bench(arguments: argparse.Namespace) -> int:
-  config = resolve_overrides(arguments.overrides, arguments.strict).config
+def _show(arguments: argparse.Namespace) -> int:
+  if arguments.rows < 1:
+    raise ConfigError(f"--rows {arguments.rows}: at least 1.")
+  resolved = resolve_overrides(arguments.overrides, arguments.strict)
+  from maxtext.checkpoint.tokenizer import open_data_tokenizer
+  from maxtext.data.inspect import RowCounts, read_rows
+  from maxtext.data.inspect_format import as_html, as_text, describe_counts
+
+  options, batch = _data_and_batch(resolved.config)
+  with ExitStack() as opened:
+    tokenizer, problem = None, "tokenizer_path is not set."
+    try:
+      tokenizer = opened.enter_context(open_data_tokenizer(options, resolved.config.load_parameters_path))
+    except ConfigError as error:  # raised again by data that needs it
+      problem = str(error)
+    rows = read_rows(options, batch, tokenizer, arguments.rows)
+  if tokenizer is None and options.has_documents:
+    _print(f"tokens are shown by their ids: {problem}")
+  count, length = batch.inputs.shape
+  title = f"{options.kind.value} data, in batches of {plural(count, 'row')} of {length} tokens"
+  if arguments.html:
+    _write_page(arguments.html, as_html(rows, title))
+  else:
+    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    _print(title, *as_text(rows, colours), "")
+  _print(*describe_counts(RowCounts.of(rows)))
+  return 0
+
+
+def _print(*lines: str) -> None:
+  """Prints lines, with escapes for characters that the output's encoding does not have."""
+  encoding = sys.stdout.encoding or "utf-8"
+  for line in lines:
+    print(line.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _write_page(file: Path, text: str) -> None:
+  try:
+    file.write_text(text, encoding="utf-8")
+  except OSError as error:
+    raise ConfigError(f"--html {file} cannot be written: {error.strerror}.") from None
+  print(f"wrote {file}")
+
+
+def _data_and_batch(config: MaxTextConfig) -> "tuple[DataOptions, Batch]":
+  """The data of a run on the devices that JAX finds, and an abstract batch."""
   import jax
 
-  from maxtext.bench.dataloader import abstract_batch, measure_stages, measure_throughput
+  from maxtext.bench.dataloader import abstract_batch
   from maxtext.configs.derived import global_batch_size
   from maxtext.data.options import data_options
 
-  options = data_options(config)
-  batch = abstract_batch((global_batch_size(config, jax.device_count()), config.max_target_length))
+  shape = global_batch_size(config, jax.device_count()), config.max_target_length
+  return data_options(config), abstract_batch(shape)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+  options, batch = _data_and_batch(resolve_overrides(arguments.overrides, arguments.strict).config)
+  from maxtext.bench.dataloader import measure_stages, measure_throughput
+
   found = measure_throughput(options, batch, arguments.seconds / 2)
   print(
     f"as configured: {found.tokens_per_second:,.0f} tokens/s, {found.packing_efficiency:.1%} of the rows filled",

@@ -3,10 +3,12 @@
 import argparse
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from maxtext.configs import ConfigError
+from maxtext.configs.errors import RunError
 from maxtext.logs import readable_size
 from maxtext.observe.runs import RunSummary, list_runs
 
@@ -36,16 +38,31 @@ def _list(runs: list[RunSummary], arguments: argparse.Namespace) -> int:
       run.state,
       f"{run.step:,} of {run.steps:,}" if run.steps else f"{run.step:,}",
       "" if run.loss is None else f"{run.loss:.4f}",
+      _best(run.path),
       readable_size(run.bytes),
       run.started[:16],
     ]
     for run in runs
   ]
-  rows = [["run", "state", "steps", "loss", "size", "started"], *rows]
+  rows = [["run", "state", "steps", "loss", "best", "size", "started"], *rows]
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   for row in rows:
     print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
   return 0
+
+
+def _best(path: Path) -> str:
+  """The step of the best checkpoint, with its evaluation loss; empty where none was evaluated."""
+  from etils import epath
+
+  from maxtext.checkpoint.best import best_step, eval_losses
+  from maxtext.checkpoint.location import FOLDER
+
+  losses: dict[int, float] = {}
+  with suppress(RunError):  # a folder that cannot be read
+    losses = eval_losses(epath.Path(path / FOLDER))
+  step = best_step(losses)
+  return "" if step is None else f"{step:,} ({losses[step]:.4f})"
 
 
 def _clean(runs: list[RunSummary], arguments: argparse.Namespace) -> int:

@@ -1892,7 +1892,7 @@ class ConfigKeys(TypedDict, total=False):
   attention, and cuDNN; choose with attention and sa_block_*. Default: 'HEAD_DIM_MINOR'."""
 
   sample_prompts: list[str] | tuple[str, ...]
-  """Prompts that the model continues every eval_interval steps of training; [] is none. Default: []."""
+  """Prompts that the model continues, or with use_sft answers, every eval_interval steps; [] is none. Default: []."""
 
   sampler_devices_fraction: float
   """Share of the devices that generate rollouts (0 to 1). Not supported yet: runs only pre-train and fine-tune

@@ -10,7 +10,7 @@ example because it leaves their reasoning out, or where the tokens of the joined
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,13 @@ class TrainingSequence:
     tokens: of prompts and answers.
     weights: of each token in the loss.
     answers: [begin, end) of each answer that trains.
+    roles: of each token, whose turn it is in; empty unless they were asked for.
   """
 
   tokens: list[int]
   weights: list[float]
   answers: list[tuple[int, int]]
+  roles: list[str] = field(default_factory=list)
 
   def truncated(self, most: int) -> "TrainingSequence | None":
     """The sequence up to the last answer that is whole within so many tokens; None if there is none."""
@@ -44,11 +46,15 @@ class TrainingSequence:
     if not answers:
       return None
     end = answers[-1][1]
-    return TrainingSequence(self.tokens[:end], self.weights[:end], answers)
+    return TrainingSequence(self.tokens[:end], self.weights[:end], answers, self.roles[:end])
 
 
 def conversation_sequences(
-  tokenizer: TextTokenizer, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], completion_only: bool
+  tokenizer: TextTokenizer,
+  messages: Sequence[Mapping[str, Any]],
+  values: Mapping[str, Any],
+  completion_only: bool,
+  with_roles: bool = False,
 ) -> list[TrainingSequence]:
   """The sequences that train all answers of the assistant.
 
@@ -59,6 +65,7 @@ def conversation_sequences(
     messages: the conversation.
     values: other variables of the template, such as `tools`.
     completion_only: weight 0 for all other tokens; otherwise 1.
+    with_roles: finds the role of each token, which renders every beginning of the conversation.
   """
   checked, found = template_messages(messages), list[TrainingSequence]()
   for number, message in enumerate(messages):
@@ -78,19 +85,31 @@ def conversation_sequences(
     current.tokens += new + answer
     current.weights += [0.0 if completion_only else 1.0] * len(new) + [weight] * len(answer)
     current.answers.append((len(prompt), len(prompt) + len(answer)))
+    if with_roles:
+      roles = _prompt_roles(tokenizer, checked[:number], values, prompt)
+      current.roles += roles[len(current.roles) :] + ["assistant"] * len(answer)
   return found
 
 
+def chat_prompt(
+  tokenizer: TextTokenizer, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
+) -> list[int]:
+  """The tokens that are prefilled for the assistant's answer to messages: for a request, a prompt of `maxtext decode`
+  or a sample. `values` are other variables of the chat template."""
+  return tokenizer.chat(template_messages(messages), answer=True, **values).tolist()
+
+
 def completion_sequence(
-  tokenizer: TextTokenizer, prompt: str, completion: str, completion_only: bool
+  tokenizer: TextTokenizer, prompt: str, completion: str, completion_only: bool, with_roles: bool = False
 ) -> TrainingSequence:
-  """A plain text and its completion, as the server sees them in `/v1/completions`."""
+  """A plain text and its completion, as the server sees them in `/v1/completions`; their roles are these two words."""
   before = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
   after = [tokenizer.eos] if tokenizer.add_eos and tokenizer.eos is not None else []
   context = before + list(tokenizer.vocabulary.encode(prompt, special=False))
   answer = tokenizer.encode_continuation(completion, special=False) + after
   weights = [0.0 if completion_only else 1.0] * len(context) + [1.0] * len(answer)
-  return TrainingSequence(context + answer, weights, [(len(context), len(context) + len(answer))])
+  roles = ["prompt"] * len(context) + ["completion"] * len(answer) if with_roles else []
+  return TrainingSequence(context + answer, weights, [(len(context), len(context) + len(answer))], roles)
 
 
 def answer_tokens(
@@ -129,6 +148,28 @@ def join_sequences(sequences: Sequence[TrainingSequence]) -> np.ndarray:
     document["token"][here], document["weight"][here] = sequence.tokens, sequence.weights
     document["sequence"][here] = number
   return document
+
+
+def _prompt_roles(
+  tokenizer: TextTokenizer, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], prompt: list[int]
+) -> list[str]:
+  """The role of each token of a prompt: that of the message which adds it to the tokens of the messages before.
+
+  Where a beginning of the conversation has other tokens than the prompt begins with, its messages cannot be told apart
+  from the next, and their tokens have all their roles, as in 'system+user'. The opening of the answer is the
+  assistant's.
+  """
+  found, open_roles = list[str](), list[str]()
+  for count, message in enumerate(messages, 1):
+    open_roles.append(message["role"])
+    try:
+      tokens = tokenizer.chat(messages[:count], **values).tolist()
+    except ConfigError:  # a template may reject what is no whole conversation, such as a system message alone
+      continue
+    if len(found) <= len(tokens) and prompt[: len(tokens)] == tokens:
+      found += ["+".join(dict.fromkeys(open_roles))] * (len(tokens) - len(found))
+      open_roles.clear()
+  return found + ["+".join(dict.fromkeys(open_roles)) or "assistant"] * (len(prompt) - len(found))
 
 
 def _generates(

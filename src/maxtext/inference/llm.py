@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.data.conversations import chat_prompt
 from maxtext.data.tokenizers import Message, TextTokenizer
 from maxtext.inference.detokenizer import IncrementalDetokenizer
 from maxtext.inference.engine import Engine, validate_params
@@ -213,9 +214,7 @@ class LLM:
   def _encode(self, prompt: Prompt) -> list[int]:
     if not isinstance(prompt, str):
       return [int(token) for token in prompt]
-    if self.config.use_chat_template:
-      return self.tokenizer.chat([{"role": "user", "content": prompt}], answer=True).tolist()
-    return self.tokenizer.encode(prompt).tolist()
+    return encode_prompt(self.tokenizer, prompt, self.config.use_chat_template)
 
   def _generate(
     self,
@@ -254,6 +253,13 @@ class LLM:
       if on_text and text:
         on_text(text)
     return list(detokenizers.values())
+
+
+def encode_prompt(tokenizer: TextTokenizer, prompt: str, chat: bool) -> list[int]:
+  """The tokens of a text: with `chat`, of a user's message that is to be answered by the chat template."""
+  if chat:
+    return chat_prompt(tokenizer, [{"role": "user", "content": prompt}], {})
+  return tokenizer.encode(prompt).tolist()
 
 
 def _is_single_prompt(prompts: Prompt | Sequence[Prompt]) -> TypeGuard[Prompt]:

@@ -25,8 +25,9 @@ from pydantic import (
 from pydantic_core import from_json
 
 from maxtext.configs import ConfigError
-from maxtext.data.chat_messages import template_messages, template_tools
-from maxtext.data.chat_template import GUARDED, iterate_texts
+from maxtext.data.chat_messages import template_tools
+from maxtext.data.chat_template import GUARDED, MARK_GENERATION, iterate_texts
+from maxtext.data.conversations import chat_prompt
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.detokenizer import IncrementalDetokenizer
 from maxtext.inference.grammar import GrammarSpec
@@ -342,7 +343,9 @@ class ChatMessage(BaseModel):
 
 
 # Variables of a template that come from other fields, or are not for clients.
-_OWN_VALUES = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", GUARDED})
+_OWN_VALUES = frozenset(
+  {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", GUARDED, MARK_GENERATION}
+) | {"answer", "self", "template"}  # arguments of ours that variables of a template are beside
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -379,7 +382,7 @@ class ChatCompletionRequest(GenerationRequest):
 
   def prompt_token_ids(self, tokenizer: TextTokenizer) -> list[list[int]]:
     """The tokens of the conversation, including the start of the assistant's message."""
-    return [tokenizer.chat(template_messages(self._messages), answer=True, **self._values).tolist()]
+    return [chat_prompt(tokenizer, self._messages, self._values)]
 
   @property
   def _messages(self) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ class TrainingSamples(Section):
   """Samples while training. The specification has no such key."""
 
   sample_prompts: list[str] = Field(
-    [], description="Prompts that the model continues every eval_interval steps of training; [] is none."
+    [], description="Prompts that the model continues, or with use_sft answers, every eval_interval steps; [] is none."
   )
 
 

@@ -38,6 +38,7 @@ class ConversationEncoding:
     truncate: a longer one is cut after its last answer that fits; otherwise it is left out.
     options: which tokens train, and the formatting function.
     formatting_func: makes a conversation of a row.
+    with_roles: finds the role of each token, for showing them.
   """
 
   columns: tuple[str, ...]
@@ -46,6 +47,7 @@ class ConversationEncoding:
   truncate: bool
   options: ConversationOptions
   formatting_func: Callable[..., Any] | None
+  with_roles: bool = False
 
   @staticmethod
   def of(
@@ -121,7 +123,8 @@ class ConversationEncoding:
     prompt, completion = row[PROMPT], row[COMPLETION]
     if isinstance(prompt, str) and isinstance(completion, str):
       if not self.options.chat:
-        return [completion_sequence(self.tokenizer, prompt, completion, self.options.completion_only)]
+        only = self.options.completion_only
+        return [completion_sequence(self.tokenizer, prompt, completion, only, self.with_roles)]
       prompt, completion = [{"role": "user", "content": prompt}], [{"role": "assistant", "content": completion}]
     if not isinstance(prompt, list) or not isinstance(completion, list):
       raise ConfigError(f"'{PROMPT}' and '{COMPLETION}' must both be texts, or both lists of messages.")
@@ -135,7 +138,7 @@ class ConversationEncoding:
       )
     tools = template_tools(row.get(TOOLS))
     values = {} if tools is None else {TOOLS: tools}
-    return conversation_sequences(self.tokenizer, messages, values, self.options.completion_only)
+    return conversation_sequences(self.tokenizer, messages, values, self.options.completion_only, self.with_roles)
 
 
 def _parsed(value: Any, column: str) -> Any:

@@ -27,11 +27,11 @@ MAX_TOKENS = 64
 """Tokens of a sample, at most."""
 
 _AXES = {"data", "fsdp", "tensor"}  # of a mesh on which the engine runs the model of training as it is
-_OFF = {"enable_prefix_caching": False, "multi_sampling": False, "use_chat_template": False, "prefill_cache_dir": ""}
+_OFF = {"enable_prefix_caching": False, "multi_sampling": False, "prefill_cache_dir": ""}
 
 
 class Sampler:
-  """Continues the prompts of `sample_prompts`.
+  """Continues the prompts of `sample_prompts`, or in fine-tuning answers them, as messages of a user.
 
   The engine is made, and compiled, with the first sample. It uses the arrays of the train state, not copies. Its own
   memory is the KV cache of one sequence of the longest prompt and `MAX_TOKENS` for each prompt, in multiples of the
@@ -42,11 +42,13 @@ class Sampler:
     """Raises `ConfigError` for a prompt without a token or with too many."""
     from maxtext.inference.engine import dropless
     from maxtext.inference.inference_model import default_stop_token_ids
+    from maxtext.inference.llm import encode_prompt
     from maxtext.inference.sampling import SamplingParams
 
     config = program.config
     self._config, self._model, self._tokenizer = config.model_copy(update=_OFF), dropless(program.model), tokenizer
-    self._prompts = [(prompt, tokenizer.encode(prompt).tolist()) for prompt in prompts]
+    chat = config.use_sft and config.use_chat_template
+    self._prompts = [(prompt, encode_prompt(tokenizer, prompt, chat)) for prompt in prompts]
     for prompt, tokens in self._prompts:
       if not 0 < len(tokens) < config.max_target_length:
         raise ConfigError(

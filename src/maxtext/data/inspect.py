@@ -1,0 +1,172 @@
+"""Rows of a run's data for a person: taken from its dataloader, as the model sees them, with text for tokens."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from maxtext.data.batch import Batch
+from maxtext.data.conversations import join_sequences
+from maxtext.data.dataloader import make_dataloader, open_data
+from maxtext.data.documents import DataSource
+from maxtext.data.options import DataOptions
+from maxtext.data.sources.columns import ColumnDocuments
+from maxtext.data.sources.conversation_encoding import ConversationEncoding
+from maxtext.data.tokenizers import TextTokenizer
+
+_ANCHOR = "\u263a"  # decoded before a text, since some vocabularies drop the first space of all that they decode
+
+
+@dataclass(frozen=True)
+class TokenRun:
+  """Neighbouring tokens that are alike in all but their text; a special token is always alone.
+
+  Attributes:
+    text: of the tokens, or the name of the special token; without a tokenizer, their ids.
+    tokens: how many.
+    weight: of each in the loss, as a target; 0 is context only.
+    role: whose turn it is in; empty where the data has no roles.
+    special: whether it is a special token.
+  """
+
+  text: str
+  tokens: int
+  weight: float
+  role: str = ""
+  special: bool = False
+
+
+@dataclass(frozen=True)
+class RowView:
+  """A row: the runs of its sequences, each of which attention sees alone, and positions without a token."""
+
+  sequences: tuple[tuple[TokenRun, ...], ...]
+  padding: int
+
+
+@dataclass(frozen=True)
+class RowCounts:
+  """Counts of rows, with those of the tokens of each role: all, and those that train."""
+
+  rows: int
+  sequences: int
+  tokens: int
+  trained: int
+  padding: int
+  roles: Mapping[str, tuple[int, int]]
+
+  @staticmethod
+  def of(rows: Sequence[RowView]) -> "RowCounts":
+    """Counts rows."""
+    runs = [run for row in rows for sequence in row.sequences for run in sequence]
+    tokens, trained = Counter[str](), Counter[str]()
+    for run in runs:
+      tokens[run.role] += run.tokens
+      trained[run.role] += run.tokens if run.weight > 0 else 0
+    roles = {role: (count, trained[role]) for role, count in tokens.most_common() if role}
+    return RowCounts(
+      len(rows),
+      sum(len(row.sequences) for row in rows),
+      tokens.total(),
+      trained.total(),
+      sum(row.padding for row in rows),
+      roles,
+    )
+
+
+def read_rows(options: DataOptions, batch: Batch, tokenizer: TextTokenizer | None, count: int) -> list[RowView]:
+  """The first rows of the training data, fewer if it ends; made in this process, whatever `grain_worker_count` is.
+
+  Args:
+    options: the data.
+    batch: an abstract batch, see `make_dataloader`. The rows are those of a run with this number of them.
+    tokenizer: of the data; None shows the ids of tokens.
+    count: of rows.
+  """
+  options = replace(options, train=replace(options.train, workers=0, buffer=1))
+  roles = dict[bytes, list[str]]()
+  opened = open_data(options, batch)
+  sources = tuple(_with_roles(source, roles) for source in opened.sources)
+  rows = list[RowView]()
+  for fed in make_dataloader(options, batch, data=opened._replace(sources=sources)):
+    rows += _rows(fed.batch, _Describer(tokenizer, roles), count - len(rows))
+    if len(rows) >= count:
+      break
+  return rows
+
+
+def _rows(batch: Batch, describer: "_Describer", count: int) -> list[RowView]:
+  inputs, targets, weights = (np.asarray(array) for array in (batch.inputs, batch.targets, batch.weights))
+  segments = np.ones_like(inputs) if batch.segments is None else np.asarray(batch.segments)
+  rows = []
+  for row in range(min(count, len(inputs))):
+    numbers = [int(number) for number in np.unique(segments[row]) if number]
+    sequences = []
+    for here in (segments[row] == number for number in numbers):
+      tokens = [*inputs[row][here][:1].tolist(), *targets[row][here].tolist()]
+      sequences.append(tuple(describer.runs(tokens, [0.0, *weights[row][here].tolist()])))
+    rows.append(RowView(tuple(sequences), int((segments[row] == 0).sum())))
+  return rows
+
+
+class _Describer:
+  """Makes runs of the tokens of a sequence. `roles` are those of the tokens of known sequences, by their bytes."""
+
+  def __init__(self, tokenizer: TextTokenizer | None, roles: Mapping[bytes, list[str]]) -> None:
+    self._tokenizer, self._roles = tokenizer, roles
+    self._anchor = [] if tokenizer is None else list(tokenizer.vocabulary.encode(_ANCHOR, special=False))
+
+  def runs(self, tokens: Sequence[int], weights: Sequence[float]) -> Iterator[TokenRun]:
+    """The runs of a sequence."""
+    roles = self._roles.get(_key(tokens)) or [""] * len(tokens)
+
+    def kind(place: int) -> tuple[float, str, int | None]:
+      return weights[place], roles[place], place if self._is_special(tokens[place]) else None
+
+    for (weight, role, special), places in groupby(range(len(tokens)), kind):
+      some = [tokens[place] for place in places]
+      text = self._text(some) if special is None else self._name(some[0])
+      yield TokenRun(text, len(some), weight, role, special is not None)
+
+  def _is_special(self, token: int) -> bool:
+    known = self._tokenizer
+    return known is not None and (token in known.special_ids or token >= known.vocab_size)
+
+  def _name(self, token: int) -> str:
+    assert self._tokenizer is not None, "only a tokenizer has special tokens"
+    return self._tokenizer.vocabulary.name(token) if token < self._tokenizer.vocab_size else f"<{token}>"
+
+  def _text(self, tokens: list[int]) -> str:
+    if self._tokenizer is None:
+      return "".join(f"{token} " for token in tokens)
+    anchor, text = self._tokenizer.decode(self._anchor), self._tokenizer.decode([*self._anchor, *tokens])
+    return text.removeprefix(anchor) if text.startswith(anchor) else self._tokenizer.decode(tokens)
+
+
+def _with_roles(source: DataSource, roles: dict[bytes, list[str]]) -> DataSource:
+  """The source; one of conversations adds the roles of the sequences that it makes."""
+  documents = source.documents
+  if isinstance(documents, ColumnDocuments) and isinstance(documents.encoding, ConversationEncoding):
+    return replace(source, documents=_ConversationsWithRoles(documents, documents.encoding, roles))
+  return source
+
+
+class _ConversationsWithRoles:
+  """Documents of conversations that note the roles of their tokens when they are read."""
+
+  def __init__(self, documents: ColumnDocuments, encoding: ConversationEncoding, roles: dict[bytes, list[str]]) -> None:
+    self.sizes, self.window, self.identity = documents.sizes, documents.window, documents.identity
+    self.counts, self.read, self.where = documents.counts, documents.read, documents.where
+    self._values, self._encoding, self._roles = documents.values, replace(encoding, with_roles=True), roles
+
+  def tokens(self, record: Any) -> np.ndarray:
+    sequences = self._encoding.fitting(self._encoding.sequences(self._values(record)))
+    self._roles.update((_key(one.tokens), one.roles) for one in sequences)
+    return join_sequences(sequences)
+
+
+def _key(tokens: Sequence[int]) -> bytes:
+  return np.array(tokens, np.int64).tobytes()
