@@ -12,6 +12,7 @@ import maxtext
 from maxtext.cli import (
   bench,
   checkpoint,
+  completion,
   config,
   convert,
   data,
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
   models.add_command(commands)
   convert.add_commands(commands)
   doctor.add_command(commands)
+  completion.add_command(commands, parser)
   return parser
 
 
