@@ -401,6 +401,8 @@ def _format_validation_error(error: ValidationError) -> str:
   problems: dict[str, str] = {}
   for e in error.errors():
     key = str(e["loc"][0])
-    message = f"{key}={redact_value(key, e['input'])}: {e['msg'].lower()}"
-    problems[key] = f"{problems[key]}, or {e['msg'].lower()}" if key in problems else message
+    value, wanted = redact_value(key, e["input"]), e["msg"].lower()
+    if e["type"] == "list_type" and isinstance(e["input"], str):
+      wanted += f", such as [{value}]"
+    problems[key] = f"{problems[key]}, or {wanted}" if key in problems else f"{key}={value}: {wanted}"
   return "\n".join(f"{problem}." for problem in problems.values())
