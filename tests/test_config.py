@@ -139,6 +139,10 @@ def test_words_of_a_command_line():
 
 MISTAKES = {
   "unknown key": ({"stepps": 3}, "'stepps' is not a key. Did you mean 'steps'?"),
+  "no list": (
+    {"mlp_activations": "silu,linear"},
+    "mlp_activations=silu,linear: input should be a valid list, such as [silu,linear]",
+  ),
   "wrong type": ({"steps": "many"}, "steps=many: input should be a valid integer"),
   "out of bounds": ({"learning_rate": -1}, "learning_rate=-1: input should be greater than or equal to 0."),
   "unknown model": ({"model_name": "lama2-7b"}, "model_name=lama2-7b is not a known model. Did you mean 'llama2-7b'?"),

@@ -10,10 +10,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from maxtext import LLM, ConfigError, SamplingParams
+from maxtext.inference import inference_model
 from maxtext.inference.engine import validate_params
-from maxtext.inference.inference_model import make_engine
+from maxtext.inference.inference_model import InferenceModel, make_engine
 from maxtext.inference.scheduler import Request
 from tests.inference_support import finish, random_model
 
@@ -290,6 +292,22 @@ def test_layers_that_are_not_looped_over(tmp_path):
     llm.update_params(parameters(llm, 3), 1)
   assert apart.generate("the cat", GREEDY)[0].token_ids == looped.generate("the cat", GREEDY)[0].token_ids
   assert engine.version == 1
+
+
+def test_the_folder_of_compiled_programs_is_the_users(llm, tmp_path, monkeypatch):
+  """It is set where the process has none, and left alone otherwise."""
+  monkeypatch.setattr(inference_model, "load_run_tokenizer", lambda config: llm.tokenizer)
+  monkeypatch.setattr(inference_model, "load_params", lambda config, model: parameters(llm, 0))
+  config = llm.config.model_copy(update={"jax_cache_dir": str(tmp_path / "ours")})
+  before = jax.config.values["jax_compilation_cache_dir"]
+  try:
+    for theirs, expected in ((None, config.jax_cache_dir), (str(tmp_path / "theirs"),) * 2):
+      jax.config.update("jax_compilation_cache_dir", theirs)
+      InferenceModel.load(config)
+      assert jax.config.values["jax_compilation_cache_dir"] == expected
+  finally:
+    jax.config.update("jax_compilation_cache_dir", before)
+    reset_cache()
 
 
 def test_importing_the_package_imports_no_jax():

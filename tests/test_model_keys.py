@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext.configs import values
+from maxtext.layers import mlp
 from maxtext.layers.attention import QueryTemperature
 from maxtext.layers.rope import RotaryEmbedding, YarnScaling, _frequencies, rotary_table, rotate
 from tests.support import program, random_batch, tiny
@@ -36,6 +38,10 @@ def plain():
 def added(model, params, value):
   """Those weights, and `value` in each that the model has besides."""
   return {n: params.get(n, jnp.full(s.shape, value, s.dtype)) for n, s in (model.params | model.buffers).items()}
+
+
+def test_every_activation_has_a_function():
+  assert mlp.ACTIVATIONS.keys() == set(values.ACTIVATIONS)
 
 
 NEUTRAL = {

@@ -1,5 +1,8 @@
 """An objective from outside the package: a batch of its own, a frozen model, an optimizer and data of its own."""
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -227,3 +230,19 @@ def test_a_batch_that_cannot_be_is_an_error_with_the_fix(batch, data, words):
   config = tiny(**KEYS)
   with pytest.raises(ConfigError, match=words):
     Program.of(config, make_mesh(config, jax.devices()[:1]), declares(batch), data=data)
+
+
+def test_the_objective_of_the_page_trains(monkeypatch):
+  page = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
+  section = page.split("## An objective of your own")[1].split("\n## ")[0]
+  (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+  trained = []
+  monkeypatch.setattr(maxtext, "train", lambda config, objective: trained.append((config, objective)))
+  exec(block, {"__name__": "page"})
+  ((config, objective),) = trained
+  assert config.steps == 3
+  history = History()
+  monkeypatch.undo()
+  maxtext.train(tiny(**KEYS), objective=objective, callbacks=[history])
+  assert len(history.figures) == 4
+  assert all(0 < -figures["log_likelihood"] < figures["loss"] + 1 for figures in history.figures)

@@ -82,6 +82,13 @@ class Parsed(HTMLParser):
       self.text += data
 
 
+def test_a_model_without_a_name_is_called_by_its_block(tmp_path):
+  for name, shown in (("llama2-7b", "llama2-7b, 6 layers"), ("default", "mistral, 6 layers")):
+    keys = config(model_name=name, decoder_block="mistral", num_decoder_layers=6)
+    page = write_report([write_run(tmp_path / name, [row(1)], keys=keys)], tmp_path / "page.html").read_text()
+    assert f"<td>{shown}</td>" in page
+
+
 def test_the_facts_of_a_run_are_on_its_page(tmp_path):
   rows = [row(1, started=1.0), *(row(step, eval_loss=9 - step / 10) for step in range(2, 21))]
   rows += [row(21, started=2.0), *map(row, range(22, 31))]

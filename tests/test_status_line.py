@@ -2,8 +2,10 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,36 @@ def test_control_c_in_every_phase_of_a_run(moment, tmp_path):
   assert (tmp_path / "runs" / "a" / "metrics.jsonl").exists() == started
   assert bool(list(tmp_path.iterdir())) == started, "a start that was stopped leaves nothing"
   assert ("maxtext: run_name=a resumes it." in rows) == started
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["loading JAX", "compiling the step"])
+def test_termination_before_the_first_step_leaves_nothing(moment, tmp_path):
+  words = [MAXTEXT, "train", *(f"{key}={value}" for key, value in (TINY | {"base_output_directory": "runs"}).items())]
+  terminal = Terminal(words, 70, env={**os.environ, **flags(), "TERM": "xterm"}, cwd=tmp_path)
+  assert terminal.wait_for(moment), terminal.output
+  terminal.process.send_signal(signal.SIGTERM)
+  start = time.monotonic()
+  assert terminal.wait() == 143, terminal.output
+  assert time.monotonic() - start < 5
+  assert terminal.screen()[-2:] == ["maxtext: stopped.", ""]
+  assert not list(tmp_path.iterdir())
+
+
+EVALUATES = """
+import time
+from maxtext.status_line import status_line
+from maxtext.training.callbacks.evaluate import Evaluate
+with status_line() as status:
+  status.show(lambda width: "step 19/20")
+  Evaluate(lambda state: time.sleep(0.5), 10, 0.0).on_update(20, None, None, {})
+"""
+
+
+def test_the_line_says_when_a_run_evaluates():
+  terminal = Terminal([sys.executable, "-c", EVALUATES], 70, env={**os.environ, "TERM": "xterm"})
+  assert terminal.wait() == 0, terminal.output
+  assert terminal.drawn() == ["step 19/20", "evaluating step 20  0 s"]
 
 
 def test_parts_that_do_not_fit_are_left_out_by_importance():

@@ -40,6 +40,12 @@ def status_line() -> "Iterator[StatusLine]":
     line.close()
 
 
+def show_phase(what: str) -> None:
+  """Shows what the program does now, with the time since this call, on the status line if one is open."""
+  if _open_line is not None:
+    _open_line.phase(what)
+
+
 def erase_status_line() -> None:
   """Erases an open status line for good, before the process ends without unwinding."""
   if _open_line is not None:

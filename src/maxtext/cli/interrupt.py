@@ -1,4 +1,4 @@
-"""Ctrl-C during a compilation: Python handles it only when the compiler returns, which may take minutes."""
+"""Ctrl-C and SIGTERM during a compilation: Python handles them only when the compiler returns, maybe minutes later."""
 
 import os
 import select
@@ -9,13 +9,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 from maxtext.status_line import erase_status_line
+
+_watched = threading.Event()  # a thread of `prompt_interrupt` reads signals
 
 
 @contextmanager
 def prompt_interrupt(grace: float = 1.0, clean_up: Callable[[], None] = lambda: None) -> Iterator[None]:
   """Inside it, a Ctrl-C that has not ended the work after `grace` seconds ends the process and its children.
+
+  SIGTERM ends them at once, as without it, but leaves a clean terminal and calls `clean_up`. Whoever handles SIGTERM
+  already, or begins to, goes on with that.
 
   Python writes the signal's number to a pipe at once, whatever the main thread does, and a thread reads it there. The
   thread goes on after the main thread has handled the signal, because Python's exit waits for compilers in threads.
@@ -28,6 +34,9 @@ def prompt_interrupt(grace: float = 1.0, clean_up: Callable[[], None] = lambda: 
   os.set_blocking(writer, False)
   before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
   handled = threading.Event()
+  _watched.set()
+  if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    signal.signal(signal.SIGTERM, terminate)
   threading.Thread(target=_watch, args=(reader, grace, handled, clean_up), daemon=True).start()
   try:
     yield
@@ -36,6 +45,8 @@ def prompt_interrupt(grace: float = 1.0, clean_up: Callable[[], None] = lambda: 
     raise
   finally:
     signal.set_wakeup_fd(before)
+    _watched.clear()
+    restore_termination()
     if not handled.is_set():
       os.close(writer)  # which ends the thread
 
@@ -51,11 +62,28 @@ def interrupt_exits() -> Iterator[None]:
   if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
     yield
     return
-  signal.signal(signal.SIGINT, lambda number, frame: _end(False, lambda: None))
+  signal.signal(signal.SIGINT, lambda number, frame: _end(signal.SIGINT, False, lambda: None))
   try:
     yield
   finally:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def terminate(number: int, frame: FrameType | None) -> None:
+  """Handles SIGTERM: leaves it to the thread of `prompt_interrupt`, or else ends the process with a clean terminal."""
+  if _watched.is_set():
+    return
+  erase_status_line()
+  signal.signal(number, signal.SIG_DFL)
+  os.kill(os.getpid(), number)
+
+
+def restore_termination() -> None:
+  """Gives SIGTERM its default action again, unless somebody else has it: Python, or JAX in a run of many processes."""
+  if signal.getsignal(signal.SIGTERM) is terminate:
+    jax = sys.modules.get("jax")
+    if jax is None or not jax.distributed.is_initialized():
+      signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _watch(reader: int, grace: float, handled: threading.Event, clean_up: Callable[[], None]) -> None:
@@ -63,16 +91,18 @@ def _watch(reader: int, grace: float, handled: threading.Event, clean_up: Callab
   while True:
     left = None if deadline is None else max(0.0, deadline - time.monotonic())
     if not select.select([reader], [], [], left)[0]:
-      _end(handled.is_set(), clean_up)
+      _end(signal.SIGINT, handled.is_set(), clean_up)
     read = os.read(reader, 1)
     if not read:
       os.close(reader)
       return
+    if read[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is terminate:
+      _end(signal.SIGTERM, handled.is_set(), clean_up)
     if read[0] == signal.SIGINT and deadline is None:
       deadline = time.monotonic() + grace
 
 
-def _end(handled: bool, clean_up: Callable[[], None]) -> None:
+def _end(number: int, handled: bool, clean_up: Callable[[], None]) -> None:
   for pid in _children():
     with suppress(OSError):
       os.kill(pid, signal.SIGTERM)
@@ -82,7 +112,7 @@ def _end(handled: bool, clean_up: Callable[[], None]) -> None:
     erase_status_line()
     with suppress(OSError):
       os.write(sys.stderr.fileno(), b"maxtext: stopped.\n")
-  os._exit(128 + signal.SIGINT)
+  os._exit(128 + number)
 
 
 def _children() -> list[int]:

@@ -12,6 +12,7 @@ import maxtext
 from maxtext.cli import (
   bench,
   checkpoint,
+  completion,
   config,
   convert,
   data,
@@ -24,7 +25,7 @@ from maxtext.cli import (
   runs,
   serve,
 )
-from maxtext.cli.interrupt import interrupt_exits, prompt_interrupt
+from maxtext.cli.interrupt import interrupt_exits, prompt_interrupt, restore_termination
 from maxtext.cli.platform import leave_out_absent_tpu, quiet_libraries
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
@@ -118,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
   models.add_command(commands)
   convert.add_commands(commands)
   doctor.add_command(commands)
+  completion.add_command(commands, parser)
   return parser
 
 
@@ -137,7 +139,8 @@ def _discard_starting_runs() -> None:
 
 def _train(arguments: argparse.Namespace) -> int:
   resolved = config.resolve_overrides([*arguments.overrides, *arguments.method], arguments.strict)
-  with status_line() as status, ExitStack() as until_first_step:
+  with status_line() as status, ExitStack() as closing, ExitStack() as until_first_step:
+    closing.callback(restore_termination)
     until_first_step.enter_context(prompt_interrupt(_GRACE_SECONDS, _discard_starting_runs))
     status.phase("loading JAX")
     with interrupt_exits():

@@ -7,7 +7,7 @@ from maxtext.configs.errors import ConfigError, did_you_mean
 from maxtext.configs.secrets import REDACTED
 from maxtext.configs.types import DatasetType, DType, KvQuantAxis, MaxTextConfig, RematPolicy, SamplingStrategy
 from maxtext.configs.unsupported import UNSUPPORTED, NoEffectOption
-from maxtext.configs.values import ATTENTION_KERNELS, STORES, default_of, in_bucket, policy_names
+from maxtext.configs.values import ACTIVATIONS, ATTENTION_KERNELS, STORES, default_of, in_bucket, policy_names
 
 
 def check(config: MaxTextConfig) -> None:
@@ -55,10 +55,11 @@ def _scale(c: MaxTextConfig) -> str | None:
 
 
 def _activations(c: MaxTextConfig) -> str | None:
-  known = ("silu", "gelu", "relu", "sigmoid")
-  ok = c.mlp_activations[:1] and c.mlp_activations[0] in known and c.mlp_activations[1:] in ([], ["linear"])
+  ok = c.mlp_activations[:1] and c.mlp_activations[0] in ACTIVATIONS and c.mlp_activations[1:] in ([], ["linear"])
   if not ok:
-    return f"mlp_activations={c.mlp_activations} must be one of {known}, with 'linear' after it for a gated layer."
+    return (
+      f"mlp_activations={c.mlp_activations} must be one of {ACTIVATIONS}, with 'linear' after it for a gated layer."
+    )
   return None
 
 

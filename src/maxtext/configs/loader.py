@@ -198,6 +198,11 @@ def model_names() -> tuple[str, ...]:
   return get_args(ModelName)
 
 
+def recipe_names() -> tuple[str, ...]:
+  """The names of all recipes."""
+  return tuple(sorted(path.stem for path in _RECIPES.glob("*.yml")))
+
+
 def canonical_model_name(name: str) -> str:
   """The shortest name of a model with the same keys; empty if it is this name, or if no model has this name."""
   models = _all_models()
@@ -227,9 +232,8 @@ def _source_layers(source: str | Path, below: tuple[Path, ...] = ()) -> list[_La
     return _file_layers(name, recipe, below)
   if name in model_names():
     return [_Layer(name, {"model_name": name}, written_by_user=False)]
-  recipes = sorted(p.stem for p in _RECIPES.glob("*.yml"))
-  close = did_you_mean(name, (*recipes, *model_names()))
-  raise ConfigError(f"'{name}' is no .yml file, no recipe ({', '.join(recipes)}) and no model's name.{close}")
+  close = did_you_mean(name, (*recipe_names(), *model_names()))
+  raise ConfigError(f"'{name}' is no .yml file, no recipe ({', '.join(recipe_names())}) and no model's name.{close}")
 
 
 def _source_name(source: str | Path | None) -> str:
@@ -397,6 +401,8 @@ def _format_validation_error(error: ValidationError) -> str:
   problems: dict[str, str] = {}
   for e in error.errors():
     key = str(e["loc"][0])
-    message = f"{key}={redact_value(key, e['input'])}: {e['msg'].lower()}"
-    problems[key] = f"{problems[key]}, or {e['msg'].lower()}" if key in problems else message
+    value, wanted = redact_value(key, e["input"]), e["msg"].lower()
+    if e["type"] == "list_type" and isinstance(e["input"], str):
+      wanted += f", such as [{value}]"
+    problems[key] = f"{problems[key]}, or {wanted}" if key in problems else f"{key}={value}: {wanted}"
   return "\n".join(f"{problem}." for problem in problems.values())

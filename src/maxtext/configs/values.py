@@ -8,6 +8,9 @@ from maxtext.configs.types import MaxTextConfig, RematPolicy
 ATTENTION_KERNELS = ("autoselected", "dot_product", "chunked", "flash", "cudnn_flash_jax", "paged")
 """Values of `attention`."""
 
+ACTIVATIONS = ("silu", "gelu", "relu", "sigmoid")
+"""Values of `mlp_activations`; `layers/mlp.py` has their functions."""
+
 MESH_AXES = (
   "data", "fsdp", "fsdp_transpose", "tensor", "tensor_transpose", "tensor_sequence", "sequence", "context", "expert",
   "pipeline", "diloco",

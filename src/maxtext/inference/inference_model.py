@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from maxtext.checkpoint.tokenizer import open_tokenizer
@@ -60,8 +61,9 @@ class InferenceModel:
       draft_config: the configuration of the draft model; None is prompt lookup (n-gram).
     """
     tokenizer = load_run_tokenizer(config)
-    if config.jax_cache_dir:
+    if config.jax_cache_dir and not jax.config.values["jax_compilation_cache_dir"]:
       jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
+      reset_cache()  # JAX opens a cache once, and then ignores its setting
     # Inference always uses automatic sharding: caches have no explicit shardings.
     mesh = make_mesh(config.model_copy(update={"shard_mode": ShardMode.AUTO}))
     model = dropless(build_model(config, mesh))

@@ -75,6 +75,8 @@ class LLM:
 
   One thread at a time generates; other threads wait. `update_params` may be called from any thread at any time.
 
+  If the process has no folder of compiled programs (`jax_compilation_cache_dir`), it becomes `jax_cache_dir`, for good.
+
   Args:
     model: a run folder or checkpoint, a Hugging Face folder of safetensors, or a model name or YAML file, which need
       `load_parameters_path`.

@@ -136,7 +136,8 @@ def facts_html(run: RunFiles, name: str, several: bool) -> str:
   rows: dict[str, str] = {}
   if command := run.command:
     rows["Command"] = f"<code>{html.escape(shlex.join([Path(command[0]).name, *command[1:]]))}</code>"
-  if model := run.value("model_name"):
+  named = run.value("model_name")
+  if model := run.value("decoder_block") if named in (None, "default") else named:
     rows["Model"] = html.escape(", ".join([_text(model), *_sizes(run)]))
   if hardware := _hardware(run):
     rows["Hardware"] = html.escape(hardware)

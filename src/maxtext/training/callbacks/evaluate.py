@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 
 from maxtext.data.batch import IteratorState
+from maxtext.status_line import show_phase
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.state import TrainState
 
@@ -30,6 +31,7 @@ class Evaluate(Callback):
     self, step: int, state: TrainState, position: Callable[[], IteratorState], metrics: dict[str, float]
   ) -> bool:
     start = time.perf_counter()
+    show_phase(f"evaluating step {step}")
     found = self._evaluate(state)
     if found is None:
       return True

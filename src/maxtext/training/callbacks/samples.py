@@ -13,6 +13,7 @@ from maxtext.data.options import data_options
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.models.model import Params
 from maxtext.observe.sample_writer import Sample, SampleWriter
+from maxtext.status_line import show_phase
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.program import Program
 from maxtext.training.state import TrainState
@@ -117,6 +118,7 @@ class Samples(Callback):
     self, step: int, state: TrainState, position: Callable[[], IteratorState], metrics: dict[str, float]
   ) -> bool:
     assert self._sampler is not None, "it was due"
+    show_phase(f"sampling at step {step}")
     try:
       samples = self._sampler.sample(step, state.params | state.buffers)
     except Exception as error:  # such as memory that does not suffice
