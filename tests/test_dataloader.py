@@ -267,7 +267,7 @@ def test_a_position_in_other_data_is_refused_with_the_difference(config, folder,
   other = str(write_corpus(tmp_path, (200, 100), seed=1, lengths=(1, 100)))
   for changes, words in (
     ({"data_shuffle_seed": 1}, "seed was 0 and is 1"),
-    ({"per_device_batch_size": 2}, "streams was 8 and is 16"),
+    ({"per_device_batch_size": 2}, "streams was 8 and is 16. Streams are the rows of a global batch"),
     ({"max_target_length": 32}, "length was 64 and is 32"),
     ({"grain_packing_type": "best_fit"}, "packing.kind was first_fit and is best_fit"),
     ({"enable_data_shuffling": False}, "shuffle was True and is False"),

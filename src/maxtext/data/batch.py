@@ -1,4 +1,4 @@
-"""The batch that every objective receives, and the data-iterator state."""
+"""The batch of the configured data, which an objective receives unless it declares another; the data-iterator state."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class Batch:
 
 
 IteratorState = dict[str, jax.Array | np.ndarray]
-"""The data-iterator state: small arrays that do not depend on the number of hosts. When saved, each process holds at
+"""The data-iterator state: small arrays that do not depend on the number of hosts (streamed data apart). When saved, each process holds at
 least the part of its own rows; when restored, each has all of it."""
 
 

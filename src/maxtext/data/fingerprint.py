@@ -14,6 +14,10 @@ _OLDER = (
   "It is from a version that did not split long documents; resume with that version, or start a new "
   "run from its parameters (load_parameters_path)."
 )
+_STREAMS = (
+  "Streams are the rows of a global batch, which a run keeps: with other devices or hosts, set per_device_batch_size "
+  "(it may be a fraction) times devices to what it was, or start a new run."
+)
 
 
 def to_array(about: dict[str, Any]) -> np.ndarray:
@@ -25,11 +29,12 @@ def check_same_data(saved: np.ndarray, about: dict[str, Any]) -> None:
   """Raises `ConfigError` with the differences, if there are any."""
   then, now = json.loads(saved.tobytes()), json.loads(json.dumps(about))
   if differences := list(_differences("", then, now)):
-    older = SPANS in now and SPANS not in then
-    raise ConfigError(
-      f"The data of the checkpoint is not the data of this run: {'; '.join(differences)}. "
-      + (_OLDER if older else "Resume with the same data, or start a new run.")
-    )
+    advice = "Resume with the same data, or start a new run."
+    if SPANS in now and SPANS not in then:
+      advice = _OLDER
+    elif then.get("streams") != now.get("streams"):
+      advice = _STREAMS
+    raise ConfigError(f"The data of the checkpoint is not the data of this run: {'; '.join(differences)}. {advice}")
 
 
 def _differences(name: str, then: Any, now: Any) -> Iterator[str]:

@@ -42,14 +42,14 @@ def evaluate(
   Args:
     run: a run folder, its checkpoints, one step, parameters, or a Hugging Face folder of safetensors; or a
       configuration, which means the latest checkpoint of its `run_name`, or else its `load_parameters_path`.
-    objective: the loss; None is language modelling, as configured.
+    objective: the loss; None is the configured one.
     data: evaluation batches for the objective; None reads the configured evaluation data.
     strict: makes keys without an effect an error instead of a warning.
     **keys: configuration keys that win over those of the run, such as `grain_eval_files=...` or `eval_steps=10`. The
       run's own keys hold but for those of the machine that trained it. A configuration takes none.
 
   Returns:
-    `loss`, per target token, the objective's other metrics, and `tokens`, the number of targets.
+    `loss`, per target token or per pair, the objective's other metrics, and `tokens`, the number of targets.
 
   Raises:
     ConfigError: (a ValueError) there is no checkpoint, or the keys or the evaluation data are invalid.

@@ -67,7 +67,7 @@ class Program:
     optimizer: optax.GradientTransformation | None = None,
     data: BatchSource | Batches | None = None,
   ) -> "Program":
-    """Builds everything that needs no array. Without an objective the run pre-trains; without an optimizer it takes
+    """Builds everything that needs no array. Without an objective it takes the configured one; without an optimizer it takes
     the configured one and reports its learning rate; without data it reads the configured data."""
     data = as_batch_source(data)
     model = build_model(config, mesh)

@@ -84,7 +84,7 @@ def train(
 
   Args:
     config: the run.
-    objective: the loss; None is language modelling, as configured.
+    objective: the loss; None is the configured one: language modelling, or preference optimization (`use_dpo`).
     optimizer: replaces the configured one, with its learning rate and its weight decay.
     data: batches for the objective: an iterable, a function that returns one, or a `BatchSource`; None reads the
       configured data.
