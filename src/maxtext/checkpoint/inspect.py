@@ -122,7 +122,7 @@ _OF_THE_MODEL = frozenset(
   )
   for key in section.model_fields
 ) | {"model_name", "vocab_size"}  # fmt: skip
-_STARTED_FROM = ("load_parameters_path", "source_checkpoint_layout")
+_STARTED_FROM = ("load_parameters_path", "load_full_state_path", "source_checkpoint_layout")
 
 _OF_THE_TRAINING = (
   "load_", "source_checkpoint_layout", "ici_", "dcn_", "num_slices", "shard_exp_on_fsdp", "use_ring_of_experts",

@@ -37,8 +37,10 @@ def _preference(c: MaxTextConfig) -> str | None:
     return f"dpo_beta={c.dpo_beta} must be above 0."
   if c.dpo_loss_weights and len(c.dpo_loss_weights) != len(c.dpo_loss_type):
     return f"dpo_loss_weights={c.dpo_loss_weights} must have a weight for each of dpo_loss_type={c.dpo_loss_type}."
+  if any(not 0 <= weight < float("inf") for weight in c.dpo_loss_weights):
+    return f"dpo_loss_weights={c.dpo_loss_weights} must be finite numbers from 0 on."
   if "robust" in c.dpo_loss_type and c.dpo_label_smoothing >= 0.5:
-    return f"dpo_label_smoothing={c.dpo_label_smoothing} must be below 0.5 for dpo_loss_type=robust."
+    return f"dpo_label_smoothing={c.dpo_label_smoothing} must be below 0.5 for dpo_loss_type=[robust]."
   return None
 
 

@@ -52,6 +52,11 @@ def is_above(key: str, bound: float) -> Condition:
   return Condition((key,), lambda values: values[key] > bound)
 
 
+def includes(key: str, *choices: Any) -> Condition:
+  """The value is a list with one of these."""
+  return Condition((key,), lambda values: any(choice in values[key] for choice in choices))
+
+
 def is_in_bucket(key: str) -> Condition:
   """The value is a path in an object store."""
   return Condition((key,), lambda values: in_bucket(values[key]))

@@ -14,6 +14,7 @@ from maxtext.configs.conditions import (
   Condition,
   all_of,
   any_of,
+  includes,
   is_above,
   is_in_bucket,
   is_none_of,
@@ -127,8 +128,8 @@ _TILES = tuple(key for key in t.MoEKernels.model_fields if "_tile_" in key)
 
 _DPO = (
   "dpo_label_smoothing", "dpo_beta", "dpo_loss_type", "dpo_loss_weights", "simpo_gamma", "precompute_ref_log_probs",
-  "reference_log_probs_path",
 )  # fmt: skip
+_WITH_REFERENCE = includes("dpo_loss_type", "sigmoid", "sigmoid_norm", "robust", "hinge", "ipo")
 _FORMATTING = ("formatting_func_path", "formatting_func_kwargs")
 _SIZES = ("emb_dim", "mlp_dim", "moe_mlp_dim", "num_decoder_layers", "num_kv_heads", "num_query_heads")
 _PATHWAYS = (
@@ -574,8 +575,24 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   NoEffectOption(
     ("reference_log_probs_path",),
-    "it has no effect without precompute_ref_log_probs=true",
-    unless=is_set("precompute_ref_log_probs"),
+    "it has no effect without use_dpo=true and precompute_ref_log_probs=true",
+    unless=all_of(is_set("use_dpo"), is_set("precompute_ref_log_probs")),
+  ),
+  NoEffectOption(
+    ("precompute_ref_log_probs", "reference_log_probs_path"),
+    "it has no effect on losses without a reference model",
+    unless=_WITH_REFERENCE,
+  ),
+  NoEffectOption(
+    ("simpo_gamma",), "it has no effect without dpo_loss_type=[simpo]", unless=includes("dpo_loss_type", "simpo")
+  ),
+  NoEffectOption(
+    ("dpo_label_smoothing",),
+    "it has no effect on dpo_loss_type=[hinge], [ipo], [orpo] or [sft]",
+    unless=includes("dpo_loss_type", "sigmoid", "sigmoid_norm", "robust", "simpo"),
+  ),
+  NoEffectOption(
+    ("z_loss_multiplier", "use_truncation"), "it has no effect on pairs (use_dpo=true)", unless=is_unset("use_dpo")
   ),
   NoEffectOption(
     ("formatting_func_kwargs",), "it has no effect without formatting_func_path", unless=is_set("formatting_func_path")

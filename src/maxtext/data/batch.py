@@ -31,8 +31,8 @@ class Batch:
 
 
 IteratorState = dict[str, jax.Array | np.ndarray]
-"""The data-iterator state: small arrays that do not depend on the number of hosts (streamed data apart). When saved, each process holds at
-least the part of its own rows; when restored, each has all of it."""
+"""The data-iterator state: small arrays that, but for streamed data, do not depend on the number of hosts. When saved,
+each process holds at least the part of its own rows; when restored, each has all of it."""
 
 
 class BatchWithState(NamedTuple):

@@ -67,7 +67,8 @@ class ConversationOptions:
     formatting_kwargs: its other arguments.
     method: the key that chose this, for messages.
     pairs: a row has a chosen and a rejected answer.
-    reference_log_probs: folder of the reference model's log-probabilities; '' where the data does not bring them.
+    reference_log_probs: the file of the reference model's log-probabilities and the digest of that model; None where
+      the data does not bring them.
   """
 
   completion_only: bool
@@ -76,7 +77,7 @@ class ConversationOptions:
   formatting_kwargs: Mapping[str, Any]
   method: str = "use_sft"
   pairs: bool = False
-  reference_log_probs: str = ""
+  reference_log_probs: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,9 @@ def abstract_batch(
 
   declared = objective.batch(rows, config.max_target_length)
   if data is None:
-    made = token_batch(rows, config.max_target_length)
-    if config.use_dpo and REFERENCE in getattr(declared, "extra", ()):
-      made = replace(made, extra={REFERENCE: token_field(rows, config.max_target_length, jnp.float32)})
-    if declared != made:
+    made = {REFERENCE: token_field(rows, config.max_target_length, jnp.float32)} if config.use_dpo else {}
+    extra = {name: field for name, field in made.items() if name in getattr(declared, "extra", ())}
+    if declared != replace(token_batch(rows, config.max_target_length), extra=extra):
       raise ConfigError(
         f"{type(objective).__name__} declares a batch that the configured data does not make: give maxtext.train the "
         f"argument data."

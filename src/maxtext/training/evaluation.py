@@ -60,6 +60,10 @@ def evaluate(
   config, path = _config_and_path(run, dict(keys), evaluates, strict)
   check_arguments(config, objective, None, data)
   if config.use_dpo:  # the reference model is read again, and nothing is written
+    if path == config.load_parameters_path:
+      raise ConfigError(
+        f"use_dpo=true: {path} is both the model to evaluate and its reference: give the folder of a run."
+      )
     config = config.model_copy(update={"precompute_ref_log_probs": False})
   with compilation_cache(config):
     join(config)

@@ -34,6 +34,7 @@ from maxtext.training.abstract_batch import abstract_batch, token_paths
 from maxtext.training.frozen import build_frozen, frozen_params
 from maxtext.training.objectives.base import EVALUATION, Metrics, Objective, StepContext
 from maxtext.training.objectives.configured import evaluation_objective, training_objective
+from maxtext.training.objectives.preference import PreferenceOptimization
 from maxtext.training.run_data import RunData
 from maxtext.training.state import TrainState, abstract_state, initial_state, on_devices, update_shardings
 from maxtext.training.step import evaluation_sums, make_train_step
@@ -67,8 +68,8 @@ class Program:
     optimizer: optax.GradientTransformation | None = None,
     data: BatchSource | Batches | None = None,
   ) -> "Program":
-    """Builds everything that needs no array. Without an objective it takes the configured one; without an optimizer it takes
-    the configured one and reports its learning rate; without data it reads the configured data."""
+    """Builds everything that needs no array. What is not given is as configured; of the configured optimizer the
+    learning rate is reported."""
     data = as_batch_source(data)
     model = build_model(config, mesh)
     config = with_devices(config, mesh.devices.flatten().tolist())
@@ -82,6 +83,10 @@ class Program:
       model, optimizer, updated, config.parameter_memory_host_offload, config.optimizer_memory_host_offload
     )
     trained = objective or training_objective(config)
+    if isinstance(trained, PreferenceOptimization) and data is None and not config.use_dpo:
+      raise ConfigError(
+        "PreferenceOptimization needs pairs: set use_dpo=true, or give maxtext.train the argument data."
+      )
     frozen_models = build_frozen(trained.frozen, config, model, mesh)
     update = make_train_step(
       model,

@@ -3,34 +3,41 @@
 import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext.configs import ConfigError
-from maxtext.configs.errors import plural
+from maxtext.configs.errors import RunError, plural
 from maxtext.data.batch import Batch
 from maxtext.data.documents import DataSource
 from maxtext.data.local_rows import make_batch
 from maxtext.data.packing import Packing
-from maxtext.data.reference_log_probs import ReferenceLogProbs
+from maxtext.data.reference_log_probs import PAIR_RECORD, REFERENCE, ReferenceLogProbs, pair_checksum
 from maxtext.data.spans import Items
 from maxtext.data.splits import SplitName
 from maxtext.data.streams import PackedStreams, Rows
-from maxtext.distributed.multihost import broadcast_from_first
+from maxtext.distributed.multihost import any_process, broadcast_from_first
 from maxtext.logs import readable_duration
 from maxtext.models.model import Params
-from maxtext.training.objectives.preference import PreferenceOptimization, answer_log_probs
+from maxtext.status_line import status_line
+from maxtext.training.objectives.preference import answer_log_probs
 from maxtext.training.program import Program
+from maxtext.training.state import on_devices
+from maxtext.training.synchronized_compile import SynchronizedCompile
 
 _LOG = logging.getLogger(__name__)
 _READ_AHEAD = 64
 
 
-def attach_reference(program: Program, folder: str, initial: Callable[[], Params], is_new: bool) -> None:
+def attach_reference(
+  program: Program, folder: str, initial: Callable[[], Params], *, is_new: bool = True, is_shared: bool = True
+) -> None:
   """Makes the data of a run bring the reference model's log-probabilities, if its objective needs them.
 
   They are read from `folder`, or computed and written there.
@@ -39,50 +46,82 @@ def attach_reference(program: Program, folder: str, initial: Callable[[], Params
     program: the run.
     folder: of the files.
     initial: returns parameters and buffers of the reference model: those that the run starts from.
-    is_new: the run starts at step 0, so that `initial` costs nothing, and what is on disk is checked against it.
+    is_new: the run starts now, so that `initial` costs nothing, and what is on disk is checked against it.
+    is_shared: the user named the folder, so files in it that do not fit are an error. Others are computed again.
 
   Raises:
-    ConfigError: the folder has those of another model or of other data, or the data has no numbered documents.
+    ConfigError: a shared folder has those of another model or of other data, or damaged ones.
   """
-  objective = program.objective
-  if (
-    not isinstance(objective, PreferenceOptimization) or not objective.reads_reference or not program.data.is_configured
-  ):
+  if not program.data.is_configured or REFERENCE not in program.batch.extra:
     return
   params: Params | None = None
+  digest = ""
   for split in program.data.splits:
     sources = program.data.opened(split).sources
-    if not sources:
-      raise ConfigError("precompute_ref_log_probs=true needs data on disk: set it to false for streamed data.")
-    there = broadcast_from_first(str(ReferenceLogProbs.read(folder, split, sources) is not None)) == "True"
-    if params is None and (is_new or not there):
-      params = initial()
-    if not there:
-      assert params is not None
-      _compute(program, objective, folder, split, sources, params)
-    found = ReferenceLogProbs.read(folder, split, sources)
-    if found is None:
-      raise ConfigError(
-        f"{folder} is not on storage that all processes of the run share: set reference_log_probs_path."
-      )
-    if is_new and params is not None and found.model != parameter_digest(params):
-      raise ConfigError(
-        f"{folder} has the reference log-probabilities of another model than the one that this run starts from: set "
-        f"reference_log_probs_path to another folder, or delete this one."
-      )
-    program.data.attach_reference(folder, split, found)
+    if is_new and params is None:
+      params = _on_devices(initial())
+      digest = parameter_digest(params)
+    # Hosts cache for a while what a shared folder has, so process 0 alone looks before the files are there.
+    problem = broadcast_from_first("" if jax.process_index() else _problem(folder, split, sources, digest))
+    if problem and problem != _MISSING and is_shared:
+      raise ConfigError(problem)
+    if problem:
+      if params is None:
+        params = _on_devices(initial())
+        digest = parameter_digest(params)
+      _compute(program, folder, split, sources, params, digest)
+    try:
+      found = ReferenceLogProbs.read(folder, split, sources)
+    except ConfigError as error:
+      found, problem = None, str(error)
+    if any_process(found is None):
+      raise ConfigError(f"reference_log_probs_path={folder} is not on storage that all processes share. {problem}")
+    assert found is not None
+    program.data.attach_reference(split, found)
 
 
 def parameter_digest(params: Params) -> str:
   """A digest of the values of parameters, whatever their sharding: two numbers of 32 bits for each array."""
-  hashes = jax.jit(lambda arrays: {name: _hash(array) for name, array in arrays.items()})(dict(params))
+  mesh = getattr(next(iter(params.values())).sharding, "mesh", None)
+  replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+  hashes = SynchronizedCompile(jax.jit(_hashes, out_shardings=replicated), batch=0)(dict(params))
   text = "".join(f"{name} {params[name].shape} {np.asarray(hashes[name]).tolist()}\n" for name in sorted(hashes))
   return hashlib.sha256(text.encode()).hexdigest()
 
 
+_MISSING = "missing"
+
+
+def _problem(folder: str, split: SplitName, sources: Sequence[DataSource], digest: str) -> str:
+  """Why the folder's files cannot be used; empty where they can. A digest is compared if there is one."""
+  try:
+    found = ReferenceLogProbs.read(folder, split, sources)
+  except ConfigError as error:
+    return str(error)
+  if found is None:
+    return _MISSING
+  if digest and found.model != digest:
+    return (
+      f"{folder} has the reference log-probabilities of another model than the one that this run starts from: set "
+      f"reference_log_probs_path to another folder."
+    )
+  return ""
+
+
+def _on_devices(params: Params) -> Params:
+  """Parameters that rest in the host's memory are used on the devices."""
+  return on_devices(dict(params), {name: array.sharding for name, array in params.items()})
+
+
+def _hashes(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  return {name: _hash(array) for name, array in params.items()}
+
+
 def _hash(array: jax.Array) -> jax.Array:
   """Sums of a hash of each value and its index: integers, so that the order of the sum does not matter."""
-  bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}")).astype(jnp.uint32)
+  if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize * 8 == jnp.finfo(array.dtype).bits:
+    array = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
+  bits = array.astype(jnp.uint32)
   index, stride = jnp.zeros((), jnp.uint32), 1
   for dimension in reversed(range(array.ndim)):
     index = index + jax.lax.broadcasted_iota(jnp.uint32, array.shape, dimension) * jnp.uint32(stride % 2**32)
@@ -96,46 +135,53 @@ def _hash(array: jax.Array) -> jax.Array:
 
 
 def _compute(
-  program: Program,
-  objective: PreferenceOptimization,
-  folder: str,
-  split: SplitName,
-  sources: Sequence[DataSource],
-  params: Params,
+  program: Program, folder: str, split: SplitName, sources: Sequence[DataSource], params: Params, digest: str
 ) -> None:
-  start = time.monotonic()
-  run = program.forward(lambda decoder, batch: answer_log_probs(decoder, batch, objective.tiles)[0])
-  parts = [_of_source(program, source, partial(run, params)) for source in sources]
-  count = int(sum(np.isfinite(part[:, 0]).sum() for part in parts))
+  start, tiles = time.monotonic(), program.config.num_vocab_tiling
+  run = partial(program.forward(lambda decoder, batch: answer_log_probs(decoder, batch, tiles)[0]), params)
+  parts = [_of_source(program, source, run) for source in sources]
+  count = int(sum(np.isfinite(part["log_probs"][:, 0]).sum() for part in parts))
   if not jax.process_index():
-    ReferenceLogProbs.write(folder, split, sources, parameter_digest(params), parts)
+    ReferenceLogProbs.write(folder, split, sources, digest, parts)
     seconds = readable_duration(time.monotonic() - start)
     _LOG.info(f"maxtext: reference log-probabilities of {plural(count, f'{split} pair')} in {seconds}: {folder}")
-  else:
-    parameter_digest(params)  # all processes take part
   broadcast_from_first("written")
 
 
 def _of_source(program: Program, source: DataSource, run: Callable[[Batch], jax.Array]) -> np.ndarray:
-  """[documents, 2], NaN for those that are left out. Every process reads all of them."""
-  count = sum(source.documents.sizes)
-  found = np.full((count, 2), np.nan, np.float32)
+  """`PAIR_RECORD` of all documents. Every process reads all of them."""
+  count, done = sum(source.documents.sizes), 0
+  found = np.zeros(count, PAIR_RECORD)
+  found["log_probs"] = np.nan
   pairs = _InOrder(source, program.config.vocab_size, count)
-  for rows in _batches(program, pairs):
-    values = np.asarray(run(_place(program, rows)))
-    in_rows = rows.segments.max(axis=1) // 2
-    for row, number in enumerate(in_rows):
-      found[pairs.take(number)] = values[row, :number]
+  with status_line() as status:
+    for rows in _batches(program, pairs):
+      values, segments = np.asarray(run(_place(program, rows))), rows.segments.max(axis=1)
+      assert not (segments % 2).any(), "a row has half a pair"
+      for row, size in enumerate((segments // 2).tolist()):
+        numbers, checksums = pairs.take(size)
+        found["log_probs"][numbers], found["checksum"][numbers] = values[row, :size], checksums
+        if size and not np.isfinite(values[row, :size]).all():
+          bad = numbers[int(np.flatnonzero(~np.isfinite(values[row, :size]).all(axis=1))[0])]
+          raise RunError(f"{source.documents.where(bad)}: the reference model's log-probability is not finite.")
+        done += size
+      text = f"computing reference log-probabilities  {done:,} of {count:,} pairs"
+      status.show(lambda width, text=text: text)  # type: ignore[misc]
+  assert pairs.all_taken
   return found
 
 
 class _InOrder:
-  """The pairs of a source as one stream, which remembers the numbers of those that are not empty."""
+  """The pairs of a source as one stream, which remembers numbers and checksums of those that are not empty."""
 
   def __init__(self, source: DataSource, vocab_size: int, count: int) -> None:
-    self._items, self._count = Items(source, vocab_size), count
-    self._kept: list[int] = []
-    self._next = 0
+    self._items, self._count, self._next = Items(source, vocab_size), count, 0
+    self._read: deque[tuple[int, int]] = deque()
+
+  @property
+  def all_taken(self) -> bool:
+    """Whether nothing is left that was read."""
+    return not self._read
 
   def read(self, wanted: Sequence[tuple[int, int]]) -> list[np.ndarray | None]:
     """See `StreamDocuments`."""
@@ -144,13 +190,13 @@ class _InOrder:
     self._next += len(numbers)
     there = [k for k in numbers if k < self._count]
     found = self._items.read(there)
-    self._kept += [k for k, pair in zip(there, found, strict=True) if len(pair)]
+    self._read += [(k, pair_checksum(pair)) for k, pair in zip(there, found, strict=True) if len(pair)]
     return [*found, *[None] * (len(numbers) - len(there))]
 
-  def take(self, number: int) -> list[int]:
-    """The numbers of the next pairs."""
-    taken, self._kept = self._kept[:number], self._kept[number:]
-    return taken
+  def take(self, size: int) -> tuple[list[int], list[int]]:
+    """Numbers and checksums of the next pairs."""
+    taken = [self._read.popleft() for _ in range(size)]
+    return [number for number, _ in taken], [checksum for _, checksum in taken]
 
 
 def _batches(program: Program, pairs: _InOrder) -> Iterator[Rows]:

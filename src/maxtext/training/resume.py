@@ -2,7 +2,7 @@
 
 import logging
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from maxtext.distributed.interrupt import Interrupt
 from maxtext.distributed.lease import Lease
 from maxtext.distributed.multihost import broadcast_from_first
 from maxtext.distributed.shared_folder import check_shared_folder
+from maxtext.models.model import Params
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.callbacks.guard import LossGuard
 from maxtext.training.frozen import frozen_params
@@ -42,7 +43,6 @@ class RunCheckpoints:
     self._config, self._config_record = config, config_record
     self._name = name
     self._folder = folder_of(config.base_output_directory, name)
-    self._reference_folder = config.reference_log_probs_path or str(self._folder.parent / "reference_log_probs")
     self._resumed_from = 0  # a step of its own; 0 is none
     self._lease = Lease(self._folder.parent, name)
     self._interrupt = Interrupt()
@@ -83,12 +83,15 @@ class RunCheckpoints:
       found = load_state(restore_options(c), "load_full_state_path", c.load_full_state_path, program.state)
     if found:
       _log(f"resuming from {found.folder}")
-      attach_reference(program, self._reference_folder, lambda: frozen_params(c, program.model), is_new=False)
+      if self._resumed_from:
+        self._attach_reference(program, lambda: frozen_params(c, program.model), is_new=False)
+      else:
+        self._attach_reference(program, lambda: found.state.params | found.state.buffers)
       return found.state, program.feed(found.position)
     state = program.init()
     if c.load_parameters_path:
       state = self._load_parameters(program, state)
-    attach_reference(program, self._reference_folder, lambda: state.params | state.buffers, is_new=True)
+    self._attach_reference(program, lambda: state.params | state.buffers)
     return state, program.feed()
 
   def saved_config(self, step: int) -> Mapping[str, Any]:
@@ -136,6 +139,11 @@ class RunCheckpoints:
       if found := resume_locally(local_folder(c.local_checkpoint_directory, self._name), program.state, latest, blamed):
         return found
     return resume(restore_options(c), self._folder, program.state) if there else None
+
+  def _attach_reference(self, program: Program, initial: Callable[[], Params], is_new: bool = True) -> None:
+    shared = self._config.reference_log_probs_path
+    own = str(self._folder.parent / "reference_log_probs")
+    attach_reference(program, shared or own, initial, is_new=is_new, is_shared=bool(shared))
 
   def _load_parameters(self, program: Program, state: TrainState) -> TrainState:
     from maxtext.weights.from_hugging_face import load_weights

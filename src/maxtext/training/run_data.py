@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from maxtext.configs import MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.data.batch import BatchSource, BatchWithState, IteratorState
 from maxtext.data.dataloader import OpenedData, make_dataloader, missing_eval_data, open_data
 from maxtext.data.options import data_options
-from maxtext.data.reference_log_probs import ReferenceLogProbs
+from maxtext.data.reference_log_probs import REFERENCE, ReferenceLogProbs
 from maxtext.data.splits import SplitName
 
 _LOG = logging.getLogger(__name__)
@@ -37,7 +37,12 @@ class RunData:
     """Raises where data of training or evaluation is missing or wrong, before anything costly has begun."""
     if self._source is None:
       for split in self.splits:
-        self.opened(split)
+        data = self.opened(split)
+        if REFERENCE in data.batch.extra and not data.sources:
+          raise ConfigError(
+            f"hf_path={data.options.hub.path} is streamed, so its pairs have no numbers: set "
+            f"precompute_ref_log_probs=false, or read files on disk."
+          )
 
   def size(self) -> tuple[int, int | None] | None:
     """Documents and tokens of the training data; None for what its source does not know before it is read."""
@@ -78,11 +83,12 @@ class RunData:
       self._opened[split] = open_data(data_options(self._config), self._batches[split], split)
     return self._opened[split]
 
-  def attach_reference(self, folder: str, split: SplitName, found: ReferenceLogProbs) -> None:
+  def attach_reference(self, split: SplitName, found: ReferenceLogProbs) -> None:
     """From now on the pairs of a split bring the reference model's log-probabilities, also in reader processes."""
     data = self.opened(split)
     assert data.options.conversations is not None
-    options = replace(data.options, conversations=replace(data.options.conversations, reference_log_probs=folder))
+    conversations = replace(data.options.conversations, reference_log_probs=(found.path, found.model))
+    options = replace(data.options, conversations=conversations)
     self._opened[split] = data._replace(options=options, sources=tuple(found.attach(data.sources)))
 
   def feed(self, position: IteratorState | None = None, split: SplitName = "train") -> Iterator[BatchWithState]:
@@ -91,4 +97,6 @@ class RunData:
     if self._source is not None:
       return self._source.batches(batch, position, split)
     data = self.opened(split)
+    if REFERENCE in batch.extra and not (data.options.conversations and data.options.conversations.reference_log_probs):
+      raise ConfigError("The objective needs reference log-probabilities in the data: give it precomputed=False.")
     return make_dataloader(data.options, batch, position, split, data)

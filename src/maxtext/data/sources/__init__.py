@@ -16,12 +16,9 @@ from maxtext.data.splits import Split
 def open_sources(options: DataOptions, split: Split) -> list[DataSource]:
   """Opens the sources of training or evaluation data, with their mixture weights."""
   sources = _OPEN[options.kind](options, split)
-  folder = options.conversations.reference_log_probs if options.conversations else ""
-  if not folder:
+  if options.conversations is None or not options.conversations.reference_log_probs:
     return sources
-  reference = ReferenceLogProbs.read(folder, split.name, sources)
-  assert reference is not None
-  return reference.attach(sources)
+  return ReferenceLogProbs.read_file(*options.conversations.reference_log_probs, sources).attach(sources)
 
 
 _OPEN: dict[DatasetType, Callable[[DataOptions, Split], list[DataSource]]] = {

@@ -23,6 +23,8 @@ from maxtext.data.options import ConversationOptions
 from maxtext.data.tokenizers import TextTokenizer
 
 PROMPT, COMPLETION, TOOLS, MESSAGES = "prompt", "completion", "tools", "messages"
+CHOSEN, REJECTED = "chosen", "rejected"
+_TEXT_COLUMNS = (PROMPT, COMPLETION, CHOSEN, REJECTED)  # which may hold text that looks like a list
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ class ConversationEncoding:
   def _conversation(self, messages: Any, row: Mapping[str, Any]) -> list[TrainingSequence]:
     if not isinstance(messages, list):
       raise ConfigError(
-        "use_sft=true needs a column of messages, or the columns prompt and completion: set the *_data_columns keys."
+        f"{self.options.method}=true needs a column of messages, or the columns prompt and completion: set the "
+        f"*_data_columns keys."
       )
     tools = template_tools(row.get(TOOLS))
     values = {} if tools is None else {TOOLS: tools}
@@ -150,14 +153,14 @@ def _parsed(value: Any, column: str) -> Any:
       found = json.loads(value)
     except (ValueError, RecursionError):
       return value
-    return found if column in (MESSAGES, TOOLS) or _are_messages(found) else value
+    return found if column not in _TEXT_COLUMNS or _are_messages(found) else value
   if isinstance(value, np.ndarray):
     value = value.tolist()
   return list(value) if isinstance(value, tuple) else value
 
 
 def _are_messages(value: Any) -> bool:
-  return isinstance(value, list) and all(isinstance(one, Mapping) and "role" in one for one in value)
+  return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) and "role" in one for one in value)
 
 
 def _as_row(found: Any, path: str) -> dict[str, Any]:

@@ -10,9 +10,7 @@ import numpy as np
 from maxtext.configs import ConfigError
 from maxtext.data.conversations import TrainingSequence, join_sequences
 from maxtext.data.documents import PAIRED, TokenCounts
-from maxtext.data.sources.conversation_encoding import COMPLETION, PROMPT, ConversationEncoding
-
-CHOSEN, REJECTED = "chosen", "rejected"
+from maxtext.data.sources.conversation_encoding import CHOSEN, COMPLETION, PROMPT, REJECTED, ConversationEncoding
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,8 @@ class PreferenceEncoding:
         "*_data_columns keys."
       )
     if row.get(PROMPT) is None:
-      row |= dict(zip((PROMPT, CHOSEN, REJECTED), _common_prompt(row[CHOSEN], row[REJECTED]), strict=True))
+      parts = _common_prompt(row[CHOSEN], row[REJECTED], self.conversations.options.chat)
+      row |= dict(zip((PROMPT, CHOSEN, REJECTED), parts, strict=True))
     return [self._side(row, side) for side in (CHOSEN, REJECTED)]
 
   def fitting(self, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
@@ -65,27 +64,37 @@ class PreferenceEncoding:
     return list(sequences) if inputs < self.conversations.most else []
 
   def _side(self, row: Mapping[str, Any], side: str) -> TrainingSequence:
+    if type(row[PROMPT]) is not type(row[side]) or not isinstance(row[side], str | list):
+      raise ConfigError(
+        f"'{PROMPT}' and '{side}' must both be texts, or both lists of messages; where '{side}' contains the prompt, "
+        f"leave '{PROMPT}' out of the *_data_columns keys."
+      )
     found = self.conversations.row_sequences({**row, COMPLETION: row[side]})
     if len(found) != 1:
       raise ConfigError(
         f"'{side}' is {len(found)} training sequences, and must be one: an answer of the assistant with a weight, and "
         f"earlier answers, if any, that the chat template repeats as they are."
       )
+    if len(found[0].tokens) < 2 or not any(found[0].weights[1:]):
+      raise ConfigError(f"'{side}' has no token to compare: an answer needs one, after a prompt or a first token.")
     return found[0]
 
 
-def _common_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-  """What both begin with, and the rest of each."""
-  if isinstance(chosen, str) and isinstance(rejected, str):
-    common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
-    while common and not chosen[common - 1].isspace():  # no word is divided
-      common -= 1
-  elif isinstance(chosen, list) and isinstance(rejected, list):
-    common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
-  else:
+def _common_prompt(chosen: Any, rejected: Any, chat: bool) -> tuple[Any, Any, Any]:
+  """What both begin with, and the rest of each. A text's answers begin with the space before their first word, as a
+  model writes it, unless they become turns of a chat."""
+  if not (
+    (isinstance(chosen, str) and isinstance(rejected, str)) or (isinstance(chosen, list) and isinstance(rejected, list))
+  ):
     raise ConfigError(f"'{CHOSEN}' and '{REJECTED}' must both be texts, or both lists of messages.")
+  common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))))
   if not common or common in (len(chosen), len(rejected)):
     raise ConfigError(
       f"'{CHOSEN}' and '{REJECTED}' must begin alike, with the prompt, and then differ; otherwise give a column prompt."
     )
+  if isinstance(chosen, str):
+    while common and not chosen[common - 1].isspace():  # no word is divided
+      common -= 1
+    if common and not chat and chosen[common - 1] == " ":
+      common -= 1
   return chosen[:common], chosen[common:], rejected[common:]

@@ -15,6 +15,6 @@ def training_objective(config: MaxTextConfig) -> Objective:
 
 def evaluation_objective(config: MaxTextConfig) -> Objective:
   """What is measured on evaluation data."""
-  if config.use_dpo:
-    return PreferenceOptimization.of(config)
-  return LanguageModeling(tiles=config.num_vocab_tiling, next_token_only=True)
+  if not config.use_dpo:
+    return LanguageModeling(tiles=config.num_vocab_tiling, next_token_only=True)
+  return training_objective(config)

@@ -30,6 +30,7 @@ from maxtext.training.objectives.base import (
 )
 from maxtext.training.objectives.preference_losses import (
   DEFAULT_PARAMETERS,
+  OF_MEANS,
   PAIR_LOSSES,
   REFERENCE_FREE,
   LossParameters,
@@ -120,10 +121,13 @@ class PreferenceOptimization(Objective):
     return jax.lax.stop_gradient(answer_log_probs(models.frozen[REFERENCE], batch, self.tiles)[0])
 
   def _figures(self, pairs: PairLogProbs) -> Metrics:
-    """Rewards as DPO defines them: beta times the log-ratio to the reference, or to 1 where there is none."""
+    """Rewards as the first loss compares them: beta times the log-ratio to the reference, or the log-probability where
+    there is none; per token for losses of means."""
     chosen, rejected = pairs.chosen - pairs.reference_chosen, pairs.rejected - pairs.reference_rejected
+    if self.losses[0][0] in OF_MEANS:
+      chosen, rejected = chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
     beta = self.parameters.beta
-    figures = {
+    return {
       "chosen_reward": beta * chosen,
       "rejected_reward": beta * rejected,
       "reward_margin": beta * (chosen - rejected),
@@ -131,9 +135,6 @@ class PreferenceOptimization(Objective):
       "chosen_log_prob": pairs.chosen,
       "rejected_log_prob": pairs.rejected,
     }
-    if self.needs_reference:  # of the answers of the data; it estimates the KL divergence near the reference
-      figures["kl"] = (chosen + rejected) / (pairs.chosen_tokens + pairs.rejected_tokens)
-    return figures
 
 
 def answer_log_probs(decoder: Decoder, batch: Batch, tiles: int) -> tuple[jax.Array, list[Any]]:

@@ -115,6 +115,8 @@ PAIR_LOSSES: dict[str, PairLoss] = {
 }
 REFERENCE_FREE = frozenset({"simpo", "orpo", "sft"})
 """Losses that need no reference model."""
+OF_MEANS = REFERENCE_FREE | {"sigmoid_norm", "ipo"}
+"""Losses of means over tokens."""
 
 
 def _smoothed(x: jax.Array, e: float) -> jax.Array:
