@@ -30,8 +30,9 @@ def _memory(plan: Plan) -> list[str]:
 
 def _lower_bound(plan: Plan) -> list[str]:
   speed = plan.tokens / plan.chips / plan.least_seconds
+  unit, scale = _unit(plan.least_seconds)
   return [
-    f"time a step  at least {plan.least_seconds:.2f} s, at most {speed:,.0f} tokens/s/chip: the model's "
+    f"time a step  at least {plan.least_seconds * scale:.2f} {unit}, at most {speed:,.0f} tokens/s/chip: the model's "
     f"{plan.model_flops:.3g} operations a step and chip at {plan.peak_flops / 1e12:,.0f} TFLOP/s (bfloat16)",
     f"not compiled: there is no compiler for {plan.topology} here; memory is what shapes say of state, gradients and "
     "tensors that layers keep, and recomputation and collectives take time besides",
@@ -42,9 +43,10 @@ def _time(plan: Plan) -> list[str]:
   e = plan.estimate
   if e is None:
     return []
-  kinds = e.seconds_by_kind()
+  unit, scale = _unit(e.seconds)
+  kinds = {kind: seconds * scale for kind, seconds in e.seconds_by_kind().items()}
   lines = [
-    f"time a step  {e.seconds:.2f} s: compute {kinds['compute']:.2f}, kernels {kinds['kernel']:.2f}, "
+    f"time a step  {e.seconds * scale:.2f} {unit}: compute {kinds['compute']:.2f}, kernels {kinds['kernel']:.2f}, "
     f"waiting for collectives {kinds['collective']:.2f}; {e.recomputed_share:.1%} is recomputation",
     f"speed        {plan.tokens_per_second_per_chip:,.0f} tokens/s/chip, {plan.mfu:.1%} of "
     f"{plan.peak_flops / 1e12:,.0f} TFLOP/s (bfloat16), the model's {plan.model_flops:.3g} operations a step and chip",
@@ -55,5 +57,10 @@ def _time(plan: Plan) -> list[str]:
   lines.append("most expensive")
   for o in plan.most_expensive():
     again = " (again, for the backward pass)" if o.recomputed else ""
-    lines.append(f"  {o.seconds:7.3f} s  {o.seconds / e.seconds:5.1%}  {o.name}{again}  {o.source}")
+    lines.append(f"  {o.seconds * scale:7.3f} {unit}  {o.seconds / e.seconds:5.1%}  {o.name}{again}  {o.source}")
   return lines
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+  """The unit for the times of a step that takes so long, and how many there are in a second."""
+  return ("s", 1.0) if seconds >= 0.05 else ("ms", 1e3)
