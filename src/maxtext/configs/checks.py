@@ -159,6 +159,12 @@ def _mtp(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _dropout(c: MaxTextConfig) -> str | None:
+  if c.enable_dropout and c.dropout_rate >= 1:
+    return f"dropout_rate={c.dropout_rate} leaves nothing of the activations: it must be below 1."
+  return None
+
+
 def _length(c: MaxTextConfig) -> str | None:
   if c.steps == -1 and c.learning_rate_schedule_steps == -1:
     return "steps=-1 takes learning_rate_schedule_steps, which is -1 too: set one of them."
@@ -353,6 +359,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _remat,
   _tiling,
   _mtp,
+  _dropout,
   _context,
   _length,
   _evaluation,

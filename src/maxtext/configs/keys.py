@@ -472,8 +472,7 @@ class ConfigKeys(TypedDict, total=False):
   JAX's own splash and paged attention, and cuDNN; choose with attention and sa_block_*. Default: 0."""
 
   dropout_rate: float
-  """Share of activations zeroed in training, 0 to 1; 0 is none. Not supported yet: dropout is not implemented yet.
-  Default: 0.0."""
+  """Share of activations zeroed in training, below 1; 0 is none. Default: 0.0."""
 
   dtype: DType | Literal["bfloat16", "float32", "float16"]
   """Activations and the inputs of matmuls. Default: 'bfloat16'."""
@@ -561,8 +560,7 @@ class ConfigKeys(TypedDict, total=False):
   (use_sft) yet. Default: False."""
 
   enable_dropout: bool
-  """True applies dropout_rate in training; false turns dropout off. Not supported yet: dropout is not implemented
-  yet. Default: True."""
+  """True applies dropout_rate in training; false turns dropout off. Default: True."""
 
   enable_emergency_checkpoint: bool
   """True also saves often to local storage, to recover from a lost slice. Default: False."""

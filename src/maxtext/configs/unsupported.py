@@ -558,7 +558,12 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     "it has no effect without eval_interval",
     unless=is_above("eval_interval", 0),
   ),
-  UnsupportedOption(("enable_dropout", "dropout_rate"), "dropout is not implemented yet", allowed_values=(False,)),
+  NoEffectOption(("dropout_rate",), "it has no effect with enable_dropout=false", unless=is_set("enable_dropout")),
+  UnsupportedOption(
+    ("dropout_rate",),
+    "the replicas of enable_diloco=true would draw the same masks for different rows: leave one of them out",
+    unless=any_of(is_unset("enable_diloco"), is_unset("enable_dropout")),
+  ),
   NoEffectOption(_SFT, "it has no effect without use_sft=true", unless=is_set("use_sft")),
   NoEffectOption(
     ("formatting_func_kwargs",), "it has no effect without formatting_func_path", unless=is_set("formatting_func_path")
