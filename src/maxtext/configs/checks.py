@@ -156,6 +156,11 @@ def _context(c: MaxTextConfig) -> str | None:
 def _mtp(c: MaxTextConfig) -> str | None:
   if c.mtp_num_layers >= c.max_target_length:
     return f"mtp_num_layers={c.mtp_num_layers} must be below max_target_length={c.max_target_length}."
+  if c.mtp_eval_target_module > c.mtp_num_layers:
+    return (
+      f"mtp_eval_target_module={c.mtp_eval_target_module} is more than mtp_num_layers={c.mtp_num_layers}: it is the "
+      f"number of a layer, from 1, or 0 for none."
+    )
   return None
 
 

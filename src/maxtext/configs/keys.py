@@ -1333,8 +1333,7 @@ class ConfigKeys(TypedDict, total=False):
   replicator service here: enable_emergency_checkpoint=true keeps replicas on local disks by itself. Default: 0."""
 
   mtp_eval_target_module: int
-  """Prediction layer, from 1, whose acceptance rate is evaluated; 0 is none. Not supported yet: the accuracy of MTP
-  layers is not measured; leave it out. Default: 0."""
+  """Prediction layer, from 1, whose acceptance rate is evaluated; 0 is none. Default: 0."""
 
   mtp_loss_scaling_factor: float
   """Weight of the multi-token prediction loss in the total. Default: 0.1."""

@@ -277,7 +277,6 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     _section(t.Engram, but=("engram_layers",)), "it has no effect without engram_layers",
     unless=is_set("engram_layers"),
   ),
-  UnsupportedOption(("mtp_eval_target_module",), "the accuracy of MTP layers is not measured; leave it out"),
   NoEffectOption(
     ("mtp_loss_scaling_factor",), "it has no effect without mtp_num_layers", unless=is_above("mtp_num_layers", 0)
   ),
@@ -554,7 +553,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     ("use_tunix_gradient_accumulation",), "accumulation is part of the train step; set gradient_accumulation_steps"
   ),
   NoEffectOption(
-    ("eval_steps", "target_eval_loss", "eval_per_device_batch_size", "sample_prompts"),
+    ("eval_steps", "target_eval_loss", "eval_per_device_batch_size", "sample_prompts", "mtp_eval_target_module"),
     "it has no effect without eval_interval",
     unless=is_above("eval_interval", 0),
   ),
