@@ -170,6 +170,18 @@ def _dropout(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _indexer(c: MaxTextConfig) -> str | None:
+  weight = c.indexer_loss_scaling_factor
+  if weight < 0:
+    return f"indexer_loss_scaling_factor={weight} must be 0 or more."
+  if c.use_indexer and weight and c.indexer_topk >= c.max_target_length:
+    return (
+      f"indexer_loss_scaling_factor={weight} trains an indexer that has nothing to select: indexer_topk="
+      f"{c.indexer_topk} must be below max_target_length={c.max_target_length}."
+    )
+  return None
+
+
 def _length(c: MaxTextConfig) -> str | None:
   if c.steps == -1 and c.learning_rate_schedule_steps == -1:
     return "steps=-1 takes learning_rate_schedule_steps, which is -1 too: set one of them."
@@ -365,6 +377,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _tiling,
   _mtp,
   _dropout,
+  _indexer,
   _context,
   _length,
   _evaluation,

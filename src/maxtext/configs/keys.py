@@ -990,15 +990,13 @@ class ConfigKeys(TypedDict, total=False):
   """Width of each indexer head. Default: 128."""
 
   indexer_loss_scaling_factor: float
-  """Weight of the loss that fits the indexer to attention; 0 is no such loss. Not supported yet: the indexer is not
-  trained yet: its weights stay as they are loaded. Default: 0.0."""
+  """Weight of the loss that fits the indexer to attention; 0 is no such loss. Default: 0.0."""
 
   indexer_n_heads: int
   """Indexer query heads. Default: 64."""
 
   indexer_sparse_training: bool
-  """True trains on the picked tokens only, false on all (dense warm-up). Not supported yet: the indexer is not
-  trained yet: its weights stay as they are loaded. Default: False."""
+  """True trains with attention to the picked tokens only, false to all (dense warm-up). Default: False."""
 
   indexer_topk: int
   """Tokens the indexer picks for each query. Default: 2048."""

@@ -317,10 +317,13 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   FixedOption(
     ("use_jax_splash",), "splash attention is always JAX's own; leave it out", allowed_values=(False, True),
   ),
-  UnsupportedOption(
-    ("indexer_sparse_training", "indexer_loss_scaling_factor"),
-    "the indexer is not trained yet: its weights stay as they are loaded",
-    allowed_values=(0.0, False),
+  NoEffectOption(
+    ("indexer_loss_scaling_factor",), "it has no effect without use_indexer=true", unless=is_set("use_indexer")
+  ),
+  NoEffectOption(
+    ("indexer_sparse_training",),
+    "it has no effect without indexer_loss_scaling_factor, which trains the indexer",
+    unless=is_above("indexer_loss_scaling_factor", 0),
   ),
   UnsupportedOption(
     ("use_tokamax_gmm", "enable_padding_causal_mask", "use_tokamax_splash", "force_q_layout",

@@ -29,8 +29,8 @@ class MixerLayer(Protocol):
 
   def __call__(
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
-  ) -> tuple[jax.Array, Cache | None]:
-    """The output and the updated cache."""
+  ) -> tuple[jax.Array, Report, Cache | None]:
+    """The output, auxiliary outputs, and the updated cache."""
     ...
 
   def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]: ...
@@ -138,19 +138,19 @@ class DecoderBlock(nnx.Module):
       found, cache = self.memory(streams, context, cache, repeat)
       x = x + found.reshape(x.shape)
 
-    def mix(x: jax.Array) -> tuple[jax.Array, Cache | None]:
-      mixed, updated = self.mixer(_apply_norm(self.mixer_norm, x), context, cache, repeat)
-      return _apply_norm(self.mixer_post_norm, mixed), updated
+    def mix(x: jax.Array) -> tuple[jax.Array, tuple[Report, Cache | None]]:
+      mixed, aux, updated = self.mixer(_apply_norm(self.mixer_norm, x), context, cache, repeat)
+      return _apply_norm(self.mixer_post_norm, mixed), (aux, updated)
 
-    def feed(x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def feed(x: jax.Array) -> tuple[jax.Array, Report]:
       fed, aux = self.feed_forward(_apply_norm(self.feed_forward_norm, x), context.real)
       return _apply_norm(self.feed_forward_post_norm, fed), aux
 
-    x, updated = self._add_branch(self.mixer_streams, x, mix, context, 0)
+    x, (mixer_aux, updated) = self._add_branch(self.mixer_streams, x, mix, context, 0)
     x, aux = self._add_branch(self.feed_forward_streams, x, feed, context, 1)
     if self.output_scale is not None:
       x = x * self.output_scale[...].astype(x.dtype)
-    return x, aux, updated
+    return x, mixer_aux | aux, updated
 
   def _add_branch(
     self,

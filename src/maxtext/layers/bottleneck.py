@@ -48,10 +48,10 @@ class BottleneckBlock(nnx.Module):
     x = checkpoint_name(x, "decoder_layer_input")
     if layer_input is not None:
       x = x + layer_input
-    mixed, cache = self.mixer(self.mixer_norm(x), context, cache, repeat)
+    mixed, mixer_aux, cache = self.mixer(self.mixer_norm(x), context, cache, repeat)
     fed, aux = self.feed_forward(self.feed_forward_norm(mixed), context.real)
     y = dropout(self.out(fed), context.dropout_keys, self.execution.dropout_rate)
-    return self.execution.sharding.constrain(x + y, *RESIDUAL), aux, cache
+    return self.execution.sharding.constrain(x + y, *RESIDUAL), mixer_aux | aux, cache
 
   def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]:
     """The cache of one layer."""
