@@ -77,7 +77,7 @@ def test_equals_its_reference(family):
   for path, variable in nnx.to_flat_state(nnx.state(layer)):
     variable.set_value(jnp.asarray(values.pop("/".join(map(str, path))).reshape(variable[...].shape)))
   assert not values
-  ours, _ = layer(INPUT, context(ROW), None, FIRST)
+  ours, _, _ = layer(INPUT, context(ROW), None, FIRST)
   scale = float(expected.abs().max())
   np.testing.assert_allclose(ours / scale, expected / scale, atol=1e-5, rtol=0)
 
@@ -85,7 +85,7 @@ def test_equals_its_reference(family):
 @pytest.mark.slow
 def test_prefill_and_decode_equal_the_forward_pass(layer):
   """In pieces of any length, and in rows of a cache that still hold what another request left."""
-  expected, _ = layer(INPUT, context(ROW), None, FIRST)
+  expected, _, _ = layer(INPUT, context(ROW), None, FIRST)
   slots = layer.cache_specs(B, 1000)
   assert slots == layer.cache_specs(B, 1), "it does not grow"
   rng = np.random.default_rng(0)
@@ -94,7 +94,7 @@ def test_prefill_and_decode_equal_the_forward_pass(layer):
   step = jax.jit(lambda x, positions, cache: layer(x, context(positions), cache, jnp.ones((), jnp.int32)))
   cuts = [0, 2, 35, 36, 37, 55, *range(56, 60)]
   for start, end in itertools.pairwise(cuts):
-    y, cache = step(INPUT[:, start:end], ROW[:, start:end], cache)
+    y, _, cache = step(INPUT[:, start:end], ROW[:, start:end], cache)
     np.testing.assert_allclose(y, expected[:, start:end], atol=1e-4)
   for name, before in other.items():
     np.testing.assert_array_equal(cache[name][0], before, err_msg="another layer's")
@@ -106,12 +106,12 @@ def test_documents_are_apart(layer):
   later = np.arange(S) >= cut
   positions = np.where(later, ROW - cut, ROW)
   segments = jnp.asarray(np.where(later, 2, np.ones_like(ROW)))
-  alone, _ = layer(INPUT[:, cut:], context(ROW[:, : S - cut]), None, FIRST)
-  both, _ = layer(INPUT, context(positions, segments), None, FIRST)
+  alone, _, _ = layer(INPUT[:, cut:], context(ROW[:, : S - cut]), None, FIRST)
+  both, _, _ = layer(INPUT, context(positions, segments), None, FIRST)
   np.testing.assert_allclose(both[:, cut:], alone, atol=1e-4)
-  by_segment, _ = layer(INPUT, context(ROW, segments), None, FIRST)
+  by_segment, _, _ = layer(INPUT, context(ROW, segments), None, FIRST)
   np.testing.assert_allclose(by_segment, both, atol=1e-6, err_msg="a new segment is enough")
-  joined, _ = layer(INPUT, context(ROW), None, FIRST)
+  joined, _, _ = layer(INPUT, context(ROW), None, FIRST)
   assert float(jnp.abs(joined[:, cut] - both[:, cut]).max()) > 1e-2
 
 
@@ -120,8 +120,8 @@ def test_keys_of_unit_length_are_a_choice(layer):
   plain = dataclasses.replace(SPEC, unit_keys=False).build(ParamFactory(0, jnp.float32), E, layer.execution)
   nnx.update(plain, nnx.state(layer))
   short = INPUT[:, :4]
-  y, _ = plain(short, context(ROW[:, :4]), None, FIRST)
-  unit, _ = layer(short, context(ROW[:, :4]), None, FIRST)
+  y, _, _ = plain(short, context(ROW[:, :4]), None, FIRST)
+  unit, _, _ = layer(short, context(ROW[:, :4]), None, FIRST)
   assert float(jnp.abs(y - unit).max()) > 1e-2
 
 

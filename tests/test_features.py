@@ -115,6 +115,59 @@ def test_tokens_after_the_next_are_predicted(documents):
   assert float((loss - without) / total) == pytest.approx(0.3 * np.mean(means), rel=1e-3)
 
 
+@pytest.mark.parametrize(("layer", "tiles"), [(1, 4), pytest.param(2, 1, marks=pytest.mark.slow)])
+def test_the_acceptance_rate_is_the_share_of_targets_that_are_most_likely(layer, tiles):
+  """Of targets with a weight, within a row and a document. Four tokens are likely, so that some are hit."""
+  model, params, buffers, _ = random_model(**MTP)
+  params["head/weight"] = params["head/weight"].at[:, 4:].set(0)
+  exact = {n: np.asarray(p, np.float64) for n, p in params.items()}
+  batch = batch_of(PACKED)
+  batch = Batch(
+    batch.inputs % 4, batch.targets % 4, batch.positions, batch.segments, batch.weights * (batch.weights > 1)
+  )
+  objective = LanguageModeling(tiles=tiles, next_token_only=True, mtp_eval_layer=layer)
+  loss, metrics = jax.jit(lambda p: objective(Models(model.bind(p | buffers)), batch, StepContext()))(params)
+  hits = []
+  for row in range(2):
+    hidden = plain_decoder.forward(exact, batch.inputs[row], batch.positions[row], PACKED)
+    for depth in range(layer):
+      upcoming = np.roll(batch.targets[row], -depth)
+      hidden = plain_decoder.mtp(exact, depth, hidden, upcoming, batch.positions[row], PACKED)
+    best = (hidden @ exact["head/weight"]).argmax(-1)
+    places = [s for s in range(32 - layer) if PACKED[s] == PACKED[s + layer] and batch.weights[row, s + layer] > 0]
+    hits += [best[s] == batch.targets[row, s + layer] for s in places]
+  assert 0 < sum(hits) < len(hits) < 60
+  assert metrics == {"mtp_acceptance_rate": sum(hits), "mtp_acceptance_rate_weight": len(hits)}
+  plain = LanguageModeling(next_token_only=True)
+  expected, none = jax.jit(lambda p: plain(Models(model.bind(p | buffers)), batch, StepContext()))(params)
+  assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+  assert none == {}
+
+
+def test_an_evaluation_reports_the_acceptance_rate():
+  keys = MTP | {"eval_interval": 2, "eval_steps": 2, "base_num_decoder_layers": 1}
+  p = program(tiny(**keys, mtp_eval_target_module=2))
+  state = p.init()
+  found, decoder = p.evaluate(state), p.model.bind(state.params)
+  hits, total = 0, 0
+  for _, fed in zip(range(2), p._eval_feed(), strict=False):
+    batch = fed.batch
+    hidden, _, _ = decoder.hidden(batch.inputs, batch.positions)
+    states, _ = decoder.mtp_hidden(hidden, batch.targets, batch.positions)
+    best = np.asarray(decoder.logits(states[1])).argmax(-1)
+    hits += (best[:, :-2] == np.asarray(batch.targets)[:, 2:]).sum()
+    total += best[:, :-2].size
+  assert hits
+  assert found["mtp_acceptance_rate"] == pytest.approx(hits / total)
+  assert found.keys() == {"loss", "tokens", "mtp_acceptance_rate"}
+  assert "mtp_acceptance_rate" not in program(tiny(**keys)).evaluate(state)
+
+
+def test_an_acceptance_rate_needs_its_layer():
+  with pytest.raises(ConfigError, match="mtp_eval_target_module=3 is more than mtp_num_layers=2"):
+    tiny(**MTP, mtp_eval_target_module=3)
+
+
 @pytest.mark.slow
 def test_multi_token_prediction_trains():
   found = losses(tiny(**MTP, steps=4, learning_rate=1e-2, warmup_steps_fraction=0.0))

@@ -90,7 +90,7 @@ def test_attention_equals_its_reference(name):
     value = values.pop("/".join(map(str, path)))
     variable.set_value(jnp.asarray(value.reshape(variable[...].shape)))
   assert not values
-  ours, _ = layer(INPUT, context_of(spec, ROW), None, jnp.zeros((), jnp.int32))
+  ours, _, _ = layer(INPUT, context_of(spec, ROW), None, jnp.zeros((), jnp.int32))
   scale = float(expected.abs().max())
   np.testing.assert_allclose(ours / scale, expected / scale, atol=1e-5, rtol=0)
 
@@ -111,14 +111,14 @@ class Enlarged(Matmul):
 def test_prefill_and_decode_equal_the_forward_pass(spec, latent, matmul):
   spec = dataclasses.replace(spec, latent_cache=latent)
   layer, repeat = layer_of(spec, matmul=matmul), jnp.ones((), jnp.int32)
-  expected, _ = layer(INPUT, context_of(spec, ROW), None, repeat)
+  expected, _, _ = layer(INPUT, context_of(spec, ROW), None, repeat)
   slots = layer.cache_specs(B, S + 3)
   per_token = sum(math.prod(s.shape[1:]) // (S + 3) for s in slots.values()) - (16 if spec.indexer else 0)
   assert per_token == (16 + 8 if latent else 4 * (24 + 12))
   cache = {n: jnp.zeros(s.stacked(2).shape, s.dtype) for n, s in slots.items()}
   step = jax.jit(lambda x, positions, cache: layer(x, context_of(spec, positions), cache, repeat))
   for start, end in ((0, 7), *((s, s + 1) for s in range(7, S))):
-    y, cache = step(INPUT[:, start:end], ROW[:, start:end], cache)
+    y, _, cache = step(INPUT[:, start:end], ROW[:, start:end], cache)
     np.testing.assert_allclose(y, expected[:, start:end], atol=2e-5 * float(jnp.abs(expected).max()))
   assert not any(a[0].any() for a in cache.values()), "only this layer's part is written"
 
@@ -129,8 +129,8 @@ def test_documents_do_not_see_each_other_through_the_indexer():
   segments = jnp.asarray(np.where(ROW < 9, 1, 2))
   positions = np.where(ROW < 9, ROW, ROW - 9)
   layer, repeat = layer_of(SPARSE), jnp.zeros((), jnp.int32)
-  y, _ = layer(INPUT, context_of(SPARSE, positions, segments), None, repeat)
-  alone, _ = layer(INPUT[:, 9:], context_of(SPARSE, positions[:, 9:]), None, repeat)
+  y, _, _ = layer(INPUT, context_of(SPARSE, positions, segments), None, repeat)
+  alone, _, _ = layer(INPUT[:, 9:], context_of(SPARSE, positions[:, 9:]), None, repeat)
   np.testing.assert_allclose(y[:, 9:], alone, atol=1e-4)
-  full, _ = layer_of(SPEC)(INPUT, context_of(SPEC, positions, segments), None, repeat)
+  full, _, _ = layer_of(SPEC)(INPUT, context_of(SPEC, positions, segments), None, repeat)
   assert float(jnp.abs(full[:, 8] - y[:, 8]).max()) > 1e-2, "four of nine keys are left out"

@@ -173,6 +173,29 @@ def _context(c: MaxTextConfig) -> str | None:
 def _mtp(c: MaxTextConfig) -> str | None:
   if c.mtp_num_layers >= c.max_target_length:
     return f"mtp_num_layers={c.mtp_num_layers} must be below max_target_length={c.max_target_length}."
+  if c.mtp_eval_target_module > c.mtp_num_layers:
+    return (
+      f"mtp_eval_target_module={c.mtp_eval_target_module} is more than mtp_num_layers={c.mtp_num_layers}: it is the "
+      f"number of a layer, from 1, or 0 for none."
+    )
+  return None
+
+
+def _dropout(c: MaxTextConfig) -> str | None:
+  if c.enable_dropout and c.dropout_rate >= 1:
+    return f"dropout_rate={c.dropout_rate} leaves nothing of the activations: it must be below 1."
+  return None
+
+
+def _indexer(c: MaxTextConfig) -> str | None:
+  weight = c.indexer_loss_scaling_factor
+  if weight < 0:
+    return f"indexer_loss_scaling_factor={weight} must be 0 or more."
+  if c.use_indexer and weight and c.indexer_topk >= c.max_target_length:
+    return (
+      f"indexer_loss_scaling_factor={weight} trains an indexer that has nothing to select: indexer_topk="
+      f"{c.indexer_topk} must be below max_target_length={c.max_target_length}."
+    )
   return None
 
 
@@ -371,6 +394,8 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _remat,
   _tiling,
   _mtp,
+  _dropout,
+  _indexer,
   _context,
   _length,
   _evaluation,

@@ -481,8 +481,7 @@ class ConfigKeys(TypedDict, total=False):
   JAX's own splash and paged attention, and cuDNN; choose with attention and sa_block_*. Default: 0."""
 
   dropout_rate: float
-  """Share of activations zeroed in training, 0 to 1; 0 is none. Not supported yet: dropout is not implemented yet.
-  Default: 0.0."""
+  """Share of activations zeroed in training, below 1; 0 is none. Default: 0.0."""
 
   dtype: DType | Literal["bfloat16", "float32", "float16"]
   """Activations and the inputs of matmuls. Default: 'bfloat16'."""
@@ -570,8 +569,7 @@ class ConfigKeys(TypedDict, total=False):
   (use_sft, use_dpo) yet. Default: False."""
 
   enable_dropout: bool
-  """True applies dropout_rate in training; false turns dropout off. Not supported yet: dropout is not implemented
-  yet. Default: True."""
+  """True applies dropout_rate in training; false turns dropout off. Default: True."""
 
   enable_emergency_checkpoint: bool
   """True also saves often to local storage, to recover from a lost slice. Default: False."""
@@ -1001,15 +999,13 @@ class ConfigKeys(TypedDict, total=False):
   """Width of each indexer head. Default: 128."""
 
   indexer_loss_scaling_factor: float
-  """Weight of the loss that fits the indexer to attention; 0 is no such loss. Not supported yet: the indexer is not
-  trained yet: its weights stay as they are loaded. Default: 0.0."""
+  """Weight of the loss that fits the indexer to attention; 0 is no such loss. Default: 0.0."""
 
   indexer_n_heads: int
   """Indexer query heads. Default: 64."""
 
   indexer_sparse_training: bool
-  """True trains on the picked tokens only, false on all (dense warm-up). Not supported yet: the indexer is not
-  trained yet: its weights stay as they are loaded. Default: False."""
+  """True trains with attention to the picked tokens only, false to all (dense warm-up). Default: False."""
 
   indexer_topk: int
   """Tokens the indexer picks for each query. Default: 2048."""
@@ -1344,8 +1340,7 @@ class ConfigKeys(TypedDict, total=False):
   replicator service here: enable_emergency_checkpoint=true keeps replicas on local disks by itself. Default: 0."""
 
   mtp_eval_target_module: int
-  """Prediction layer, from 1, whose acceptance rate is evaluated; 0 is none. Not supported yet: the accuracy of MTP
-  layers is not measured; leave it out. Default: 0."""
+  """Prediction layer, from 1, whose acceptance rate is evaluated; 0 is none. Default: 0."""
 
   mtp_loss_scaling_factor: float
   """Weight of the multi-token prediction loss in the total. Default: 0.1."""

@@ -282,7 +282,6 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     _section(t.Engram, but=("engram_layers",)), "it has no effect without engram_layers",
     unless=is_set("engram_layers"),
   ),
-  UnsupportedOption(("mtp_eval_target_module",), "the accuracy of MTP layers is not measured; leave it out"),
   NoEffectOption(
     ("mtp_loss_scaling_factor",), "it has no effect without mtp_num_layers", unless=is_above("mtp_num_layers", 0)
   ),
@@ -323,10 +322,13 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   FixedOption(
     ("use_jax_splash",), "splash attention is always JAX's own; leave it out", allowed_values=(False, True),
   ),
-  UnsupportedOption(
-    ("indexer_sparse_training", "indexer_loss_scaling_factor"),
-    "the indexer is not trained yet: its weights stay as they are loaded",
-    allowed_values=(0.0, False),
+  NoEffectOption(
+    ("indexer_loss_scaling_factor",), "it has no effect without use_indexer=true", unless=is_set("use_indexer")
+  ),
+  NoEffectOption(
+    ("indexer_sparse_training",),
+    "it has no effect without indexer_loss_scaling_factor, which trains the indexer",
+    unless=is_above("indexer_loss_scaling_factor", 0),
   ),
   UnsupportedOption(
     ("use_tokamax_gmm", "enable_padding_causal_mask", "use_tokamax_splash", "force_q_layout",
@@ -559,11 +561,10 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     ("use_tunix_gradient_accumulation",), "accumulation is part of the train step; set gradient_accumulation_steps"
   ),
   NoEffectOption(
-    ("eval_steps", "target_eval_loss", "eval_per_device_batch_size", "sample_prompts"),
+    ("eval_steps", "target_eval_loss", "eval_per_device_batch_size", "sample_prompts", "mtp_eval_target_module"),
     "it has no effect without eval_interval",
     unless=is_above("eval_interval", 0),
   ),
-  UnsupportedOption(("enable_dropout", "dropout_rate"), "dropout is not implemented yet", allowed_values=(False,)),
   NoEffectOption(
     ("sft_train_on_completion_only",), "it has no effect without use_sft=true", unless=is_set("use_sft")
   ),
@@ -593,6 +594,12 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   NoEffectOption(
     ("z_loss_multiplier", "use_truncation"), "it has no effect on pairs (use_dpo=true)", unless=is_unset("use_dpo")
+  ),
+  NoEffectOption(("dropout_rate",), "it has no effect with enable_dropout=false", unless=is_set("enable_dropout")),
+  UnsupportedOption(
+    ("dropout_rate",),
+    "the replicas of enable_diloco=true would draw the same masks for different rows: leave one of them out",
+    unless=any_of(is_unset("enable_diloco"), is_unset("enable_dropout")),
   ),
   NoEffectOption(
     ("formatting_func_kwargs",), "it has no effect without formatting_func_path", unless=is_set("formatting_func_path")

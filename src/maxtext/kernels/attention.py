@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.kernels.attention_inputs import AttentionInputs, AttentionSharding, match_kv_heads
-from maxtext.kernels.attention_mask import ScoreSpec, Tokens, gathered, scores
+from maxtext.kernels.attention_mask import MASKED, ScoreSpec, Tokens, gathered, scores
 from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
 from maxtext.kernels.load_balance import LoadBalancedOrder
 from maxtext.kernels.online_softmax import OnlineSoftmax
@@ -226,6 +226,21 @@ def largest_logits(
     here, there = tokens.part(start, end), tokens.part(0, last)
     found.append(scores(q[:, start:end], k[:, :last], here, there, uncapped, precision).max((0, 3, 4)))
   return jnp.stack(found).max(0).reshape(q.shape[2])
+
+
+def mean_weights(
+  q: jax.Array,
+  k: jax.Array,
+  queries: Tokens,
+  keys: Tokens,
+  scoring: ScoreSpec,
+  precision: str = "default",
+  selected: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """The attention weights as the mean over heads, [B,S,T] in float32, and which keys a query sees, [B,S,T]; all heads
+  must see the same."""
+  logits = scores(q, k, queries, keys, scoring, precision, selected)
+  return jax.nn.softmax(logits, axis=-1).mean((1, 2)), logits[:, 0, 0] > MASKED
 
 
 def _cudnn(inputs: AttentionInputs, scoring: ScoreSpec) -> jax.Array:

@@ -1,9 +1,10 @@
-"""Cross-entropy of next tokens, at once or in tiles, so that the logits of the whole batch never exist.
+"""Cross-entropy and hits of next tokens, at once or in tiles, so that the logits of the whole batch never exist.
 
 Shapes: B batch, S sequence, E width, V vocabulary, N tiles.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +24,36 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, z_loss: float) -> jax.A
   return auto_axes(losses, jax.typeof(targets).sharding, logits, targets)
 
 
+def is_hit(logits: jax.Array, targets: jax.Array) -> jax.Array:
+  """Whether the largest of the logits [B,S,V] of a token is that of its target [B,S]."""
+
+  def hits(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return logits.argmax(-1) == targets
+
+  return auto_axes(hits, jax.typeof(targets).sharding, logits, targets)
+
+
 def tiled_cross_entropy(
   hidden: jax.Array, logits_of: Callable[[jax.Array], jax.Array], targets: jax.Array, z_loss: float, tiles: int
 ) -> jax.Array:
-  """The same from hidden states [B,S,E], one tile of positions at a time, recomputed in the backward pass.
+  """`cross_entropy` from hidden states [B,S,E], `tiled`."""
+  return tiled(partial(cross_entropy, z_loss=z_loss), hidden, logits_of, targets, tiles)
+
+
+def tiled(
+  of_logits: Callable[[jax.Array, jax.Array], jax.Array],
+  hidden: jax.Array,
+  logits_of: Callable[[jax.Array], jax.Array],
+  targets: jax.Array,
+  tiles: int,
+) -> jax.Array:
+  """`of_logits(logits, targets)` [B,S] from hidden states [B,S,E], one tile of positions at a time, recomputed in the
+  backward pass.
 
   Tile n holds positions n, n + N, n + 2N, ..., so every device has part of every tile, however the sequence is sharded.
   """
   if tiles == 1:
-    return cross_entropy(logits_of(hidden), targets, z_loss)
+    return of_logits(logits_of(hidden), targets)
 
   def split(x: jax.Array) -> jax.Array:
     B, S = x.shape[:2]
@@ -39,7 +61,7 @@ def tiled_cross_entropy(
 
   @jax.checkpoint
   def one(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
-    return cross_entropy(logits_of(tile[0]), tile[1], z_loss)
+    return of_logits(logits_of(tile[0]), tile[1])
 
-  losses = jax.lax.map(one, (split(hidden), split(targets)))
-  return jnp.moveaxis(losses, 0, 2).reshape(targets.shape)
+  found = jax.lax.map(one, (split(hidden), split(targets)))
+  return jnp.moveaxis(found, 0, 2).reshape(targets.shape)

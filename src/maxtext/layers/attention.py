@@ -26,6 +26,7 @@ from maxtext.layers.param_factory import ParamFactory
 from maxtext.layers.parameter_paths import split
 from maxtext.layers.qk_clip import largest_logit, per_head, track_max_logits
 from maxtext.layers.rope import RotaryEmbedding, rotate
+from maxtext.layers.stack import Report
 
 _KV = ("activation_batch", "activation_length", "activation_kv_heads", "activation_head_dim")
 
@@ -168,7 +169,7 @@ class GroupedQueryAttention(nnx.Module):
 
   def __call__(
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
-  ) -> tuple[jax.Array, Cache | None]:
+  ) -> tuple[jax.Array, Report, Cache | None]:
     spec, execution = self.spec, self.execution
     assert cache is None or spec.causal, "an encoder sees all of its input at once"
     q, k, v = self._project(x)
@@ -184,7 +185,7 @@ class GroupedQueryAttention(nnx.Module):
       over = CachedAttention(execution, spec.scoring, sinks, spec.blocks, self.matmuls)
       table = context.pages if spec.cache_window is None else None
       out, cache = over(q, {"key": k, "value": v}, cache, repeat, context, table)
-      return self._out(x, out), cache
+      return self._out(x, out), {}, cache
     if cache is not None:
       cache, seen, _ = update_cache(cache, repeat, context, {"key": k, "value": v}, execution.kv_cache.quantization)
       k, v = seen["key"], seen["value"]
@@ -194,7 +195,7 @@ class GroupedQueryAttention(nnx.Module):
     inputs = AttentionInputs(q, k, v, tokens, sinks, selected)
     sharding = AttentionSharding(execution.sharding.mesh, q_spec, kv_spec)
     out = execution.kernels.attention(inputs, spec.scoring, sharding, self.matmuls)
-    return self._out(x, out), cache
+    return self._out(x, out), {}, cache
 
   def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]:
     """The cache of one layer."""

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.layers.context import Context
+from maxtext.layers.dropout import dropout
 from maxtext.layers.engram import EngramMemory
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.hyper_connections import HyperConnections, HyperConnectionWeights, branch_input, rejoined
@@ -28,8 +29,8 @@ class MixerLayer(Protocol):
 
   def __call__(
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
-  ) -> tuple[jax.Array, Cache | None]:
-    """The output and the updated cache."""
+  ) -> tuple[jax.Array, Report, Cache | None]:
+    """The output, auxiliary outputs, and the updated cache."""
     ...
 
   def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]: ...
@@ -137,29 +138,37 @@ class DecoderBlock(nnx.Module):
       found, cache = self.memory(streams, context, cache, repeat)
       x = x + found.reshape(x.shape)
 
-    def mix(x: jax.Array) -> tuple[jax.Array, Cache | None]:
-      mixed, updated = self.mixer(_apply_norm(self.mixer_norm, x), context, cache, repeat)
-      return _apply_norm(self.mixer_post_norm, mixed), updated
+    def mix(x: jax.Array) -> tuple[jax.Array, tuple[Report, Cache | None]]:
+      mixed, aux, updated = self.mixer(_apply_norm(self.mixer_norm, x), context, cache, repeat)
+      return _apply_norm(self.mixer_post_norm, mixed), (aux, updated)
 
-    def feed(x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def feed(x: jax.Array) -> tuple[jax.Array, Report]:
       fed, aux = self.feed_forward(_apply_norm(self.feed_forward_norm, x), context.real)
       return _apply_norm(self.feed_forward_post_norm, fed), aux
 
-    x, updated = self._add_branch(self.mixer_streams, x, mix)
-    x, aux = self._add_branch(self.feed_forward_streams, x, feed)
+    x, (mixer_aux, updated) = self._add_branch(self.mixer_streams, x, mix, context, 0)
+    x, aux = self._add_branch(self.feed_forward_streams, x, feed, context, 1)
     if self.output_scale is not None:
       x = x * self.output_scale[...].astype(x.dtype)
-    return x, aux, updated
+    return x, mixer_aux | aux, updated
 
   def _add_branch(
-    self, streams: HyperConnectionWeights | None, x: jax.Array, branch: Callable[[jax.Array], tuple[jax.Array, _Other]]
+    self,
+    streams: HyperConnectionWeights | None,
+    x: jax.Array,
+    branch: Callable[[jax.Array], tuple[jax.Array, _Other]],
+    context: Context,
+    number: int,
   ) -> tuple[jax.Array, _Other]:
-    """The residual, one stream or several, after a branch; and the second result of the branch."""
+    """The residual, one stream or several, after a branch with dropout; and the second result of the branch."""
+    keys, rate = context.dropout_keys, self.execution.dropout_rate
     if streams is None:
       y, other = branch(x)
+      y = dropout(y, keys, rate, number)
       return self.execution.sharding.constrain(x + y, *RESIDUAL), other
     read, write, mix = streams(x)
     y, other = branch(self.execution.sharding.constrain(branch_input(x, read), *RESIDUAL))
+    y = dropout(y, keys, rate, number)
     return self.execution.sharding.constrain(rejoined(x, y, write, mix), *_STREAMS), other
 
   def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]:

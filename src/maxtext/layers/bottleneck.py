@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext.layers.attention import GQA
 from maxtext.layers.block import RESIDUAL, FeedForward
 from maxtext.layers.context import Context
+from maxtext.layers.dropout import dropout
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.kv_cache import Cache, CacheSpec
 from maxtext.layers.linear import Linear
@@ -47,9 +48,10 @@ class BottleneckBlock(nnx.Module):
     x = checkpoint_name(x, "decoder_layer_input")
     if layer_input is not None:
       x = x + layer_input
-    mixed, cache = self.mixer(self.mixer_norm(x), context, cache, repeat)
+    mixed, mixer_aux, cache = self.mixer(self.mixer_norm(x), context, cache, repeat)
     fed, aux = self.feed_forward(self.feed_forward_norm(mixed), context.real)
-    return self.execution.sharding.constrain(x + self.out(fed), *RESIDUAL), aux, cache
+    y = dropout(self.out(fed), context.dropout_keys, self.execution.dropout_rate)
+    return self.execution.sharding.constrain(x + y, *RESIDUAL), mixer_aux | aux, cache
 
   def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]:
     """The cache of one layer."""

@@ -1,11 +1,12 @@
 """Per-token arrays that all layers of one call share."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 
+from maxtext.layers.dropout import fold_in
 from maxtext.layers.rope import RotaryEmbedding, Table, rotary_table
 
 
@@ -28,6 +29,7 @@ class Context:
     fresh: the cache is empty, so attention is over the new tokens only.
     end: one more than the last valid position of any row, if the cache has a slot for every position; only slots below
       it are then read. None reads all slots.
+    dropout_keys: [B,S,2] the random key of each token, from which layers draw dropout masks; None is no dropout.
   """
 
   positions: jax.Array
@@ -39,6 +41,7 @@ class Context:
   fresh: bool = field(default=False, metadata={"static": True})
   end: jax.Array | None = None
   spans: jax.Array | None = None
+  dropout_keys: jax.Array | None = None
 
   @staticmethod
   def of(
@@ -53,6 +56,7 @@ class Context:
     end: jax.Array | None = None,
     rotary_positions: jax.Array | None = None,
     spans: jax.Array | None = None,
+    dropout_keys: jax.Array | None = None,
   ) -> "Context":
     """Computes the rotary tables of all layers once.
 
@@ -60,7 +64,13 @@ class Context:
     """
     rotary = positions if rotary_positions is None else rotary_positions
     tables = {repr(r): rotary_table(r, rotary, dtype) for r in dict.fromkeys(ropes)}
-    return Context(positions, segments, tables, tokens, count, pages, fresh, end, spans)
+    return Context(positions, segments, tables, tokens, count, pages, fresh, end, spans, dropout_keys)
+
+  def fold_in(self, number: jax.typing.ArrayLike | None) -> "Context":
+    """The context of one part of the model, which has dropout masks of its own."""
+    if self.dropout_keys is None or number is None:
+      return self
+    return replace(self, dropout_keys=fold_in(self.dropout_keys, number))
 
   def table(self, rope: RotaryEmbedding) -> Table:
     """The rotary table of a layer."""

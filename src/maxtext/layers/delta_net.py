@@ -20,6 +20,7 @@ from maxtext.layers.linear import Linear
 from maxtext.layers.norm import RMSNormSpec
 from maxtext.layers.param_factory import ParamFactory
 from maxtext.layers.rope import RotaryEmbedding
+from maxtext.layers.stack import Report
 
 _HEADS = ("activation_batch", "activation_length", "activation_heads", "activation_head_dim")
 _STATE = ("activation_batch", "activation_heads", None, None)
@@ -89,7 +90,7 @@ class GatedDeltaNet(nnx.Module):
 
   def __call__(
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
-  ) -> tuple[jax.Array, Cache | None]:
+  ) -> tuple[jax.Array, Report, Cache | None]:
     spec, execution = self.spec, self.execution
     own = None if cache is None else {n: cache[n][repeat] for n in self.cache_specs(x.shape[0], 0)}
     tails, mixed = {}, {}
@@ -113,7 +114,7 @@ class GatedDeltaNet(nnx.Module):
     out = self.norm(out.astype(x.dtype)) * jax.nn.silu(self.gate(x).astype(jnp.float32)).astype(x.dtype)
     if cache is not None:
       cache = replaced(cache, repeat, {"state": state} | tails)
-    return self.out(execution.sharding.constrain(out, *_HEADS)), cache
+    return self.out(execution.sharding.constrain(out, *_HEADS)), {}, cache
 
   def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]:
     """The cache of one layer; its size does not depend on the length."""

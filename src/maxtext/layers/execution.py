@@ -115,6 +115,7 @@ class ExecutionConfig:
     pipelines: of the first, second, ... group of layers; empty without pipeline parallelism.
     matmul: implementations that every matmul passes through, the outermost first.
     weight_format: which arrays are stored for a weight.
+    dropout_rate: share of activations zeroed where a call has dropout keys, as in training; 0 is no dropout.
   """
 
   sharding: Sharding
@@ -126,6 +127,7 @@ class ExecutionConfig:
   kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
   matmul: tuple[Matmul, ...] = ()
   weight_format: WeightFormat = field(default_factory=PlainFormat)
+  dropout_rate: float = 0.0
 
   @property
   def fused_attention(self) -> str | None:

@@ -3,12 +3,17 @@
 Shapes: B batch, S queries, T keys, E width, H its heads, D its head dim, L width of the queries' latent.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.scipy.special import xlogy
 
+from maxtext.kernels.attention import mean_weights
+from maxtext.kernels.attention_inputs import AttentionInputs
+from maxtext.kernels.attention_mask import MASKED, ScoreSpec, Tokens
 from maxtext.layers.context import Context
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.linear import Linear
@@ -25,12 +30,22 @@ class Indexer:
 
   Attributes:
     rope: of the first dimensions of its queries and keys.
+    loss_weight: of the loss that trains it (`KeyIndexer.loss`); 0 is no such loss.
+    sparse_training: with that loss, attention is over the selected keys. False is the dense warm-up: attention is over
+      all keys, and so is the loss.
   """
 
   heads: int
   head_dim: int
   count: int
   rope: RotaryEmbedding
+  loss_weight: float = 0.0
+  sparse_training: bool = False
+
+  @property
+  def selects(self) -> bool:
+    """Whether attention is over the selected keys."""
+    return not self.loss_weight or self.sparse_training
 
   def build(self, factory: ParamFactory, width: int, latent: int, execution: ExecutionConfig) -> "KeyIndexer":
     """The layer."""
@@ -57,25 +72,74 @@ class KeyIndexer(nnx.Module):
     key = self.key_norm(self.key(x))[:, :, None]
     return rotate(key, context.table(self.spec.rope), self.spec.rope.interleaved)[:, :, 0]
 
-  def scores(self, x: jax.Array, latent: jax.Array, context: Context, keys: jax.Array) -> jax.Array:
-    """Scores [B,S,T] of all keys, masked or not, in float32."""
+  def queries(self, x: jax.Array, latent: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+    """Queries [B,S,H,D] of tokens, and the weights of their heads [B,S,H] in float32."""
     spec = self.spec
     q = rotate(self.query(latent), context.table(spec.rope), spec.rope.interleaved)
+    return q, self.weights(x).astype(jnp.float32) * spec.heads**-0.5
+
+  def scores(self, queries: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
+    """Scores [B,S,T] of all keys, masked or not, in float32."""
     call = MatmulCall(self.site, "bshd,btd->bsht", jnp.float32, self.execution.numerics.precision)
-    products = matmul(self.execution.matmul, {}, call, q, keys)
-    weights = self.weights(x).astype(jnp.float32) * spec.heads**-0.5
-    return jnp.einsum("bsh,bsht->bst", weights, jax.nn.relu(products * spec.head_dim**-0.5))
+    products = matmul(self.execution.matmul, {}, call, queries, keys)
+    return jnp.einsum("bsh,bsht->bst", weights, jax.nn.relu(products * self.spec.head_dim**-0.5))
 
   def __call__(
     self, x: jax.Array, latent: jax.Array, context: Context, keys: jax.Array, positions: jax.Array
   ) -> jax.Array:
     """Whether each key [B,T,D], at its position [B,T], is selected, [B,1,S,T]."""
-    scores = jax.lax.stop_gradient(self.scores(x, latent, context, keys))
+    scores = jax.lax.stop_gradient(self.scores(*self.queries(x, latent, context), keys))
     visible = context.positions[:, :, None] >= positions[:, None, :]
     if context.segments is not None:
       visible &= context.segments[:, :, None] == context.segments[:, None, :]
     best = among_best(jnp.where(visible, scores, -jnp.inf), min(self.spec.count, keys.shape[1]))
     return (visible & best)[:, None]
+
+  def loss(
+    self,
+    x: jax.Array,
+    latent: jax.Array,
+    context: Context,
+    keys: jax.Array,
+    attention: AttentionInputs,
+    scoring: ScoreSpec,
+    chunks: int = 8,
+  ) -> jax.Array:
+    """The loss that trains the indexer, a number: how far its scores are from what attention looks at.
+
+    It is `loss_weight` times the mean over tokens of KL(p || softmax(scores)), where p is the mean of the heads'
+    attention weights. Both are over the keys that attention sees. No gradient flows to anything but the indexer, if
+    `keys` depend on nothing else. One chunk of queries is processed at a time, and again in the backward pass.
+    """
+    q, k, _, tokens, _, selected = jax.lax.stop_gradient(attention)
+    own = self.queries(*jax.lax.stop_gradient((x, latent)), context)
+    S = x.shape[1]
+    size = max(128, -(-S // chunks))
+
+    def divergence(
+      own: tuple[jax.Array, jax.Array],
+      keys: jax.Array,
+      q: jax.Array,
+      k: jax.Array,
+      here: Tokens,
+      there: Tokens,
+      selected: jax.Array | None,
+    ) -> jax.Array:
+      weights, visible = mean_weights(q, k, here, there, scoring, self.execution.numerics.precision, selected)
+      scores = jax.nn.log_softmax(jnp.where(visible, self.scores(*own, keys), MASKED), axis=-1)
+      return jnp.where(visible, xlogy(weights, weights) - weights * scores, 0.0).sum(-1)
+
+    one: Callable[..., jax.Array] = jax.checkpoint(divergence) if size < S else divergence
+    found = []
+    for start in range(0, S, size):
+      end = min(start + size, S)  # keys after a chunk are not visible
+      mine = own[0][:, start:end], own[1][:, start:end]
+      chosen = None if selected is None else selected[:, :, start:end, :end]
+      here, there = tokens.part(start, end), tokens.part(0, end)
+      found.append(one(mine, keys[:, :end], q[:, start:end], k[:, :end], here, there, chosen))
+    divergences = jnp.concatenate(found, axis=1)
+    real = jnp.ones_like(divergences) if context.real is None else context.real
+    return self.spec.loss_weight * jnp.where(real, divergences, 0.0).sum() / jnp.maximum(real.sum(), 1)
 
 
 def among_best(scores: jax.Array, count: int) -> jax.Array:

@@ -26,6 +26,7 @@ from maxtext.layers.norm import RMSNormSpec
 from maxtext.layers.param_factory import ParamFactory
 from maxtext.layers.qk_clip import largest_logit, per_head, track_max_logits
 from maxtext.layers.rope import RotaryEmbedding, rotate
+from maxtext.layers.stack import Report
 
 _HEADS = ("activation_batch", "activation_length", "activation_heads", "activation_head_dim")
 _CACHED = ("activation_batch", "activation_heads", "activation_length", "activation_head_dim")
@@ -141,7 +142,7 @@ class LatentAttention(nnx.Module):
 
   def __call__(
     self, x: jax.Array, context: Context, cache: Cache | None, repeat: jax.Array
-  ) -> tuple[jax.Array, Cache | None]:
+  ) -> tuple[jax.Array, Report, Cache | None]:
     spec, execution = self.spec, self.execution
     narrow = x if self.query_down is None or self.query_norm is None else self.query_norm(self.query_down(x))
     table = context.table(spec.rope)
@@ -154,22 +155,27 @@ class LatentAttention(nnx.Module):
     if cache is not None:
       cache, seen, keys = update_cache(cache, repeat, context, seen, execution.kv_cache.quantization, context.pages)
     assert self.indexer is None or context.spans is None, "the indexer selects earlier keys only"
-    selected = None if self.indexer is None else self.indexer(x, narrow, context, seen["index_key"], keys.positions)
+    selected = None
+    if self.indexer is not None and self.indexer.spec.selects:
+      selected = self.indexer(x, narrow, context, seen["index_key"], keys.positions)
     uncached = cache is None or context.fresh  # nothing is in the cache yet
     if spec.latent_cache and not uncached:
       out = self._attend_to_latents(nope_part, rope_part, seen["latent"], seen["position"], queries, keys, selected)
-      return self.out(execution.sharding.constrain(out, *_HEADS)), cache
+      return self.out(execution.sharding.constrain(out, *_HEADS)), {}, cache
 
     q, (k, v) = (
       execution.sharding.constrain(jnp.concatenate([nope_part, rope_part], axis=-1), *_HEADS),
       self._keys_and_values(seen),
     )
+    aux: Report = {}
     if uncached:
       track_max_logits(self.largest_logit, q, k, queries, spec.scoring, execution.numerics.precision)
       q_spec, kv_spec = (execution.sharding.partition(a.shape, *_HEADS) for a in (q, v))
       inputs = AttentionInputs(q, k, v, queries, selected=selected)
       sharding = AttentionSharding(execution.sharding.mesh, q_spec, kv_spec)
       out = execution.kernels.attention(inputs, spec.scoring, sharding, self.matmuls)
+      if self.indexer is not None and self.indexer.spec.loss_weight and cache is None:
+        aux["indexer_loss"] = self.indexer.loss(x, narrow, context, seen["index_key"], inputs, spec.scoring)
     else:
       out = reference(
         q,
@@ -182,7 +188,7 @@ class LatentAttention(nnx.Module):
         selected=selected,
         matmuls=self.matmuls,
       )
-    return self.out(execution.sharding.constrain(out, *_HEADS)), cache
+    return self.out(execution.sharding.constrain(out, *_HEADS)), aux, cache
 
   def cache_specs(self, batch: int, length: int) -> dict[str, CacheSpec]:
     """The cache of one layer."""
@@ -212,7 +218,7 @@ class LatentAttention(nnx.Module):
       new = {"latent": latent, "position": position}
     else:
       new = dict(zip(("key", "value"), self._up_project(latent, position), strict=True))
-    return new if self.indexer is None else new | {"index_key": self.indexer.keys(x, context)}
+    return new if self.indexer is None else new | {"index_key": self.indexer.keys(jax.lax.stop_gradient(x), context)}
 
   def _keys_and_values(self, cached: Cache) -> tuple[jax.Array, jax.Array]:
     if self.spec.latent_cache:

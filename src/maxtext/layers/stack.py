@@ -84,22 +84,22 @@ class Stack(nnx.Module):
     policies = len(passes)
 
     def body(
-      context: Context, carry: tuple[jax.Array, Any], xs: tuple[jax.Array, Any, Any]
+      context: Context, carry: tuple[jax.Array, Any], xs: tuple[jax.Array, Any, Any, Any]
     ) -> tuple[tuple[jax.Array, Any], Any]:
-      (x, caches), (first, weights, inputs) = carry, xs
+      (x, caches), (first, *layers) = carry, xs
       results: list[list[_LayerResults]] = []
       for t, cycle in enumerate(passes):
-        own_weights, own_inputs = jax.tree.map(lambda w, t=t: w[t] if policies > 1 else w, (weights, inputs))
+        weights, inputs, numbers = jax.tree.map(lambda w, t=t: w[t] if policies > 1 else w, layers)
         results.append([])
         for i, one in enumerate(cycle):
-          x, caches[i], result = one(x, own_weights[i], own_inputs[i], context, caches[i], first + t)
+          x, caches[i], result = one(x, weights[i], inputs[i], context, caches[i], first + t, numbers[i])
           results[t].append(result)
       return (x, caches), jax.tree.map(lambda *k: jnp.stack(k), *results)
 
     def run(
       x: jax.Array, context: Context, layers: Any, caches: list[Any]
     ) -> tuple[jax.Array, list[_LayerResults], list[Any]]:
-      """Runs consecutive layers, whose weights and inputs are stacked."""
+      """Runs consecutive layers, whose weights, inputs and numbers are stacked."""
       count = jax.tree.leaves(layers)[0].shape[0]
       # On a CPU this reshape is a copy, even with one policy.
       folded = (
@@ -109,7 +109,10 @@ class Stack(nnx.Module):
       (x, caches), results = loop(partial(body, context), (x, caches), (jnp.arange(0, count, policies), *folded))
       return x, jax.tree.map(lambda w: w.reshape(count, *w.shape[2:]), results), caches
 
-    layers, empty = (weights, inputs), [None] * len(graphs)
+    # The place of each layer in the stack, for dropout; it is data, because a pipeline stage has only its own layers.
+    places = None if context.dropout_keys is None else jnp.arange(self.repeats) * len(graphs)
+    numbers = [None if places is None else places + i for i in range(len(graphs))]
+    layers, empty = (weights, inputs, numbers), [None] * len(graphs)
     if self.pipeline is not None and cache is None:
       x, aux = self._through_stages(lambda x, c, layers: run(x, c, layers, empty)[:2], x, context, layers)
       return x, aux, None
@@ -155,7 +158,7 @@ class Stack(nnx.Module):
     return x, aux
 
   def _gather_weights(self, layers: Any) -> Any:
-    """Weights and inputs of a pipeline's layers, gathered over FSDP where that is done once."""
+    """Weights, inputs and numbers of a pipeline's layers; the weights gathered over FSDP where that is done once."""
     assert self.pipeline is not None
     if not self.pipeline.gather_once:
       return layers
@@ -168,8 +171,8 @@ class Stack(nnx.Module):
         )
       )
 
-    weights, inputs = layers
-    return jax.tree.map(whole, weights, is_leaf=lambda v: isinstance(v, nnx.Variable)), inputs
+    weights, *others = layers
+    return jax.tree.map(whole, weights, is_leaf=lambda v: isinstance(v, nnx.Variable)), *others
 
 
 def _assigned(states: list[Any]) -> list[nnx.Variable]:
@@ -182,11 +185,17 @@ def _pass(graph: Any) -> Callable[..., tuple[jax.Array, Cache | None, _LayerResu
   """One layer as a function that closes over no array, so that it can run in a pipeline stage."""
 
   def run(
-    x: jax.Array, weights: Any, layer_input: Any, context: Context, cache: Cache | None, repeat: jax.Array
+    x: jax.Array,
+    weights: Any,
+    layer_input: Any,
+    context: Context,
+    cache: Cache | None,
+    repeat: jax.Array,
+    number: jax.Array | None,
   ) -> tuple[jax.Array, Cache | None, _LayerResults]:
     layer = nnx.merge(graph, weights)
     before = [variable.get_value() for _, variable in nnx.to_flat_state(nnx.state(layer, Buffer))]
-    x, aux, cache = layer(x, layer_input, context, cache, repeat)
+    x, aux, cache = layer(x, layer_input, context.fold_in(number), cache, repeat)
     buffers = nnx.state(layer, Buffer)
     for (path, variable), value in zip(nnx.to_flat_state(buffers), before, strict=True):
       check_assigned(path, value, variable)

@@ -12,6 +12,7 @@ from flax import nnx
 
 from maxtext.layers.block import RESIDUAL
 from maxtext.layers.context import Context
+from maxtext.layers.dropout import dropout, token_keys
 from maxtext.layers.embedding import Embedding, Positions, sinusoids
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.kv_cache import Cache, CacheSpec
@@ -30,7 +31,12 @@ class Decoder(nnx.Module):
 
   It also holds the towers of a `ModelSpec`: `towers[name](inputs)` returns features, and `merge_features` inserts them
   into the embeddings from `embed`.
+
+  Attributes:
+    dropout_key: the random key of dropout, which the train step sets; None is no dropout.
   """
+
+  dropout_key: nnx.Variable[jax.Array] | None = None
 
   def __init__(self, spec: DecoderSpec, execution: ExecutionConfig, seed: jax.typing.ArrayLike | None) -> None:
     self.spec, self.execution = spec, execution
@@ -125,14 +131,17 @@ class Decoder(nnx.Module):
       end,
       rotary_positions,
       spans,
+      self._dropout_keys(positions),
     )
     if embeddings is None:
       assert tokens is not None
       embeddings = self.embed(tokens, positions)
-    x, auxiliary, caches = self._expand_streams(execution.sharding.constrain(embeddings, *RESIDUAL)), [], []
+    x = execution.sharding.constrain(embeddings, *RESIDUAL)
+    x = dropout(x, context.dropout_keys, execution.dropout_rate, len(self.groups))
+    x, auxiliary, caches = self._expand_streams(x), [], []
     for i, group in enumerate(self.groups):
       group_inputs, group_cache = (None if tree is None else tree[i] for tree in (layer_inputs, cache))
-      x, outputs, updated = group(x, group_inputs, context, group_cache)
+      x, outputs, updated = group(x, group_inputs, context.fold_in(i), group_cache)
       auxiliary.append(outputs)
       caches.append(updated)
     return self.final_norm(self._merge_streams(x)), auxiliary, None if cache is None else caches
@@ -164,15 +173,26 @@ class Decoder(nnx.Module):
       self.execution.numerics.dtype,
       rotary_positions=rotary_positions,
       spans=spans,
+      dropout_keys=self._dropout_keys(positions),
     )
     found, auxiliary = [], []
-    for layer in self.mtp:
+    for i, layer in enumerate(self.mtp, len(self.groups) + 1):
+      own = context.fold_in(i)
       tokens = self.execution.sharding.constrain(self.embedding(next_tokens), *RESIDUAL)
-      hidden, outputs = layer(hidden, tokens, context)
+      tokens = dropout(tokens, own.dropout_keys, self.execution.dropout_rate, 1)  # number 0 is the layer's
+      hidden, outputs = layer(hidden, tokens, own)
       found.append(hidden)
       auxiliary.append(outputs)
       next_tokens = jnp.roll(next_tokens, -1, axis=1)
     return found, auxiliary
+
+  def _dropout_keys(self, positions: jax.Array) -> jax.Array | None:
+    """The key of each token [B,S,2]; it depends on the token's row and place in the text, not on its place here."""
+    if self.dropout_key is None:
+      return None
+    (rows, length), order = positions.shape, self.execution.kernels.attention.order
+    places = jnp.arange(length) if order is None else order.sequence(length)
+    return token_keys(self.dropout_key[...], rows, places)
 
   def _expand_streams(self, x: jax.Array) -> jax.Array:
     streams = self.spec.streams

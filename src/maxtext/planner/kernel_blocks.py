@@ -139,7 +139,7 @@ class _CompileJob:
 def _attention_shape(mixer: Any) -> AttentionShape | None:
   if isinstance(mixer, GQA) and mixer.blocks is None:
     return AttentionShape(mixer.head_dim, mixer.head_dim, mixer.scoring, mixer.sinks)
-  if isinstance(mixer, MLA) and mixer.indexer is None:
+  if isinstance(mixer, MLA) and (mixer.indexer is None or not mixer.indexer.selects):
     return AttentionShape(mixer.key_dim, mixer.v_head_dim, mixer.scoring, sinks=False)
   return None
 

@@ -231,7 +231,9 @@ class Program:
       raise RunError("the evaluation data has no batch; leave eval_interval out, or give it more.")
     sums = {name: sum(float(one[name]) for one in found) for name in found[0]}
     targets = sums.pop("weight")
-    return {name: value / targets for name, value in sums.items()} | {"tokens": targets}
+    own = {name: sums.pop(f"{name}_weight") for name in list(sums) if f"{name}_weight" in sums}
+    means = {name: value / (own[name] or 1.0 if name in own else targets) for name, value in sums.items()}
+    return means | {"tokens": targets}
 
   def _check_types(self) -> None:
     """Raises where an operation of the step has a sharding that neither follows from its operands nor is given."""

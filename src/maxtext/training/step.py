@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
 from maxtext.mesh.explicit import is_explicit
 from maxtext.models.decoder import Decoder
@@ -116,6 +117,8 @@ def gradients(
 
   def loss_of(params: Params, buffers: Params, part: Any, here: StepContext) -> tuple[jax.Array, Any]:
     decoder = model.bind(params | buffers)
+    if model.execution.dropout_rate:
+      decoder.dropout_key = nnx.Variable(here.key("dropout"))
     loss, metrics = objective(_models(decoder, frozen), part, here)
     return loss / total, ({n: m / total for n, m in metrics.items()}, model.buffers_of(decoder))
 

@@ -31,6 +31,8 @@ _NOT_OF_THE_COMPUTATION = {
   "tracked",
   "fused",
   "mtp",
+  "loss_weight",
+  "sparse_training",
 }
 
 

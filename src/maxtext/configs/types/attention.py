@@ -79,7 +79,7 @@ class AttentionIndexer(Section):
   indexer_n_heads: int = Field(64, ge=0, description="Indexer query heads.")
   indexer_topk: int = Field(2048, ge=0, description="Tokens the indexer picks for each query.")
   indexer_sparse_training: bool = Field(
-    False, description="True trains on the picked tokens only, false on all (dense warm-up)."
+    False, description="True trains with attention to the picked tokens only, false to all (dense warm-up)."
   )
   indexer_loss_scaling_factor: float = Field(
     0.0, description="Weight of the loss that fits the indexer to attention; 0 is no such loss."

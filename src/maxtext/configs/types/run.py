@@ -56,7 +56,7 @@ class TrainingLoop(Section):
   )
   enable_dropout: bool = Field(True, description="True applies dropout_rate in training; false turns dropout off.")
   dropout_rate: float = Field(
-    0.0, ge=0.0, le=1.0, description="Share of activations zeroed in training, 0 to 1; 0 is none."
+    0.0, ge=0.0, le=1.0, description="Share of activations zeroed in training, below 1; 0 is none."
   )
   enable_data_shuffling: bool = Field(True, description="True shuffles the training data, seeded by data_shuffle_seed.")
   data_shuffle_seed: int = Field(0, description="Seed of the data order.")

@@ -60,6 +60,7 @@ def execution_config(config: MaxTextConfig, mesh: Mesh) -> ExecutionConfig:
     remat=remat(c),
     scan_layers=c.scan_layers,
     kv_cache=KVCacheConfig(kv_cache_quantization(c), kv_cache_pages(c, mesh), kv_cache_block(c, mesh)),
+    dropout_rate=c.dropout_rate if c.enable_dropout else 0.0,
   )
 
 

@@ -44,7 +44,12 @@ def _attention(c: MaxTextConfig) -> MLA:
   # YaRN's mscale, whose square multiplies the attention scale.
   correction = 0.1 * c.mscale * math.log(c.rope_factor) + 1.0
   indexer = Indexer(
-    c.indexer_n_heads, c.indexer_head_dim, c.indexer_topk, standard.rope(c, c.qk_rope_head_dim, interleaved=False)
+    c.indexer_n_heads,
+    c.indexer_head_dim,
+    c.indexer_topk,
+    standard.rope(c, c.qk_rope_head_dim, interleaved=False),
+    c.indexer_loss_scaling_factor,
+    c.indexer_sparse_training,
   )
   return MLA(
     heads=c.base_num_query_heads,

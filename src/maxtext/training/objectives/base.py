@@ -119,7 +119,10 @@ class Objective(ABC):
 
   @abstractmethod
   def __call__(self, models: Models, batch: Any, context: StepContext) -> tuple[jax.Array, Metrics]:
-    """Returns the sum that is minimised, and sums that are only reported, by name."""
+    """Returns the sum that is minimised, and sums that are only reported, by name.
+
+    An evaluation divides a sum by another one instead of the weight if that is named after it: `rate` by `rate_weight`.
+    """
 
   def weight(self, batch: Any) -> jax.Array:
     """The number that all of these sums are divided by, known before the forward pass; sums of micro-batches are

@@ -16,5 +16,7 @@ def training_objective(config: MaxTextConfig) -> Objective:
 def evaluation_objective(config: MaxTextConfig) -> Objective:
   """What is measured on evaluation data."""
   if not config.use_dpo:
-    return LanguageModeling(tiles=config.num_vocab_tiling, next_token_only=True)
+    return LanguageModeling(
+      tiles=config.num_vocab_tiling, next_token_only=True, mtp_eval_layer=config.mtp_eval_target_module
+    )
   return training_objective(config)
