@@ -97,12 +97,10 @@ def make_model(work: Path) -> None:
     tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>", bos_token=None
   )
   fast.chat_template = TEMPLATE
-  fast.save_pretrained(work / "tokenizer")
-  keys = SIZES | {"tokenizer_type": "huggingface", "tokenizer_path": str(work / "tokenizer")}
   maxtext.train(
     maxtext.load_config(
       "llama3.1-8b",
-      **keys,
+      **SIZES,
       steps=1,
       learning_rate=0.0,
       dataset_type="synthetic",
@@ -141,7 +139,7 @@ def train(method: str, work: Path) -> list[float]:
     "per_device_batch_size": EXAMPLES, "num_epoch": STEPS, "enable_data_shuffling": False, "steps": STEPS,
     "dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest", "max_target_length": LENGTH,
     "base_output_directory": str(work), "run_name": method, "enable_checkpointing": False, "grain_worker_count": 0,
-    "dpo_beta": 0.1,
+    "dpo_beta": 0.1, "add_bos": False, "tokenizer_type": "huggingface", "tokenizer_path": str(work / "hf"),
   }  # fmt: skip
   losses = _Losses()
   maxtext.train(resolve_source(str(work / "hf"), keys | OPTIMIZER).config, callbacks=[losses])
