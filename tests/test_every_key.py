@@ -145,6 +145,8 @@ def other_values(key):
     return [option for option in options if option != default]
   if key in ("debug", "rl"):
     return [{"debug": {"rl": True}, "rl": {"grpo_beta": 1.0}}[key]]
+  if typing.get_origin(annotation) is list and (choices := typing.get_args(options[0])):
+    return [[choice] for choice in choices if [choice] != default]
   examples = [True, False, 3, 7, 0.5, "experimental", ["a"], [1], {"a": 1}]
   adapter = pydantic.TypeAdapter(annotation, config={"strict": True})
   return [e for e in examples if e != default and accepts(adapter, e)]
