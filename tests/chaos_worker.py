@@ -27,10 +27,10 @@ def launch(processes: int, devices: int, *words: str) -> int:
 def train(folder: str, corpus: str, steps: str) -> None:
   import maxtext
   from maxtext import load_config
-  from maxtext.training import program
+  from maxtext.training import run_data
 
-  made = program.make_dataloader
-  program.make_dataloader = lambda *args, **kwargs: written_down(made(*args, **kwargs), Path(folder))
+  made = run_data.make_dataloader
+  run_data.make_dataloader = lambda *args, **kwargs: written_down(made(*args, **kwargs), Path(folder))
   config = load_config(
     vocab_size=1024, base_emb_dim=16, base_mlp_dim=32, base_num_decoder_layers=1, base_num_query_heads=2,
     base_num_kv_heads=2, head_dim=8, max_target_length=32, per_device_batch_size=ROWS // 4, dtype="float32",
