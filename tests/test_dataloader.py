@@ -170,7 +170,7 @@ def test_reader_processes_are_chosen_by_cores_and_memory(config, monkeypatch):
 def test_a_corpus_that_fills_no_batch_is_refused(tmp_path):
   small = str(write_corpus(tmp_path, (3,)))
   with pytest.raises(ConfigError) as error:
-    program(tiny(**GRAIN, grain_train_files=small), devices=8).check_data()
+    program(tiny(**GRAIN, grain_train_files=small), devices=8).data.check()
   assert str(error.value) == (
     "The data does not fill a single batch: 3 documents, 349 tokens = 6 rows of 64; a batch takes 8 rows. Use more "
     "data, a smaller per_device_batch_size (it is 1) or a shorter max_target_length."

@@ -173,7 +173,7 @@ def test_data_that_trains_nothing_or_is_no_conversation_is_named(folder, tmp_pat
   config = load_config(**sft_keys(folder, **(files | changes)))
   program = Program.of(config, make_mesh(config, jax.devices()[:1]))
   with pytest.raises((ConfigError, maxtext.configs.errors.RunError), match=message):
-    program.check_data()
+    program.data.check()
 
 
 def shouting(row, *, mark):
@@ -212,7 +212,7 @@ def test_what_is_too_long_is_said(folder, tmp_path, caplog):
   files = write(tmp_path / "rows.jsonl", *[{"messages": [USER, ANSWER]}] * 8, {"messages": long})
   config = load_config(**sft_keys(folder, grain_train_files=files, num_epoch=2))
   with caplog.at_level("INFO", "maxtext"):
-    Program.of(config, make_mesh(config, jax.devices()[:1])).check_data()
+    Program.of(config, make_mesh(config, jax.devices()[:1])).data.check()
   assert "9 conversations; 10 answers, 1 longer than max_target_length=256 and left out;" in caplog.text
   assert caplog.text.endswith("train; 2 epochs\n")
 
@@ -222,7 +222,7 @@ def test_a_prepared_corpus_is_no_data_of_conversations(folder, tmp_path):
   config = load_config(**sft_keys(folder, grain_train_files=str(tmp_path)))
   program = Program.of(config, make_mesh(config, jax.devices()[:1]))
   with pytest.raises(ConfigError, match="is a prepared corpus of tokens; give files of conversations"):
-    program.check_data()
+    program.data.check()
 
 
 def test_the_keys_of_fine_tuning(folder):

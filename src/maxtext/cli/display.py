@@ -4,7 +4,6 @@ import sys
 import time
 
 from maxtext.logs import readable_size
-from maxtext.observe.metric_writers import fill, short_duration
 from maxtext.status_line import StatusLine
 
 
@@ -25,6 +24,8 @@ class Terminal:
 
   def progress(self, count: int, all_count: int, size: int, all_size: int) -> None:
     """What is done, in units and in bytes."""
+    from maxtext.observe.metric_writers import fill, short_duration  # brings storage libraries, which start-up need not
+
     rate = size / max(1e-3, time.monotonic() - self._start)
     parts = [
       (0, f"{readable_size(size)} of {readable_size(all_size)}"),
