@@ -320,7 +320,7 @@ def test_evaluation_reads_all_that_is_held_out_and_training_nothing_of_it(config
   write_corpus(tmp_path / "all", (100,), lengths=(1, 60))
   corpus = hold_out(tmp_path / "all", write_corpus(tmp_path / "other", (7, 6), seed=1, lengths=(1, 60)))
   p = program(config(grain_train_files=str(corpus), eval_interval=1, grain_worker_count_eval=0), devices)
-  assert p.evaluates
+  assert p.data.evaluates
   batches = list(make_dataloader(data_options(p.config), p.eval_batch, split="eval"))
   assert numbers(batches) == list(range(13)), "whatever the batch size"
   assert PreparedCorpus(corpus).identity == PreparedCorpus(tmp_path / "all").identity
