@@ -150,7 +150,7 @@ def test_an_evaluation_reports_the_acceptance_rate():
   state = p.init()
   found, decoder = p.evaluate(state), p.model.bind(state.params)
   hits, total = 0, 0
-  for _, fed in zip(range(2), p._eval_feed(), strict=False):
+  for _, fed in zip(range(2), p.data.feed(split="eval"), strict=False):
     batch = fed.batch
     hidden, _, _ = decoder.hidden(batch.inputs, batch.positions)
     states, _ = decoder.mtp_hidden(hidden, batch.targets, batch.positions)
