@@ -11,12 +11,13 @@ import maxtext
 from maxtext import ConfigError, load_config
 from maxtext.cli.main import main
 from maxtext.configs.types.post_training import DpoLossType
+from maxtext.configs.unsupported import keys_with_no_effect
 from maxtext.data.reference_log_probs import PAIR_RECORD, REFERENCE
 from maxtext.data.sources.preference_encoding import _common_prompt
 from maxtext.mesh.devices import make_mesh
 from maxtext.training.loop import run_loop
 from maxtext.training.objectives.preference import PreferenceOptimization, pair_sums
-from maxtext.training.objectives.preference_losses import PAIR_LOSSES, LossParameters, PairLogProbs
+from maxtext.training.objectives.preference_losses import PAIR_LOSSES, REFERENCE_FREE, LossParameters, PairLogProbs
 from maxtext.training.program import Program
 from maxtext.training.reference import attach_reference, parameter_digest
 from tests.chat_templates import TEMPLATES, VOCAB_SIZE, make_tokenizer
@@ -83,6 +84,14 @@ def losses(keys, reference, devices=1, steps=3):
 
 def test_the_names_of_the_losses_are_the_values_of_the_key():
   assert set(DpoLossType.__args__) == set(PAIR_LOSSES)
+
+
+@pytest.mark.parametrize("name", PAIR_LOSSES)
+def test_a_key_of_the_reference_has_no_effect_on_losses_without_one(folder, name):
+  config = load_config(**dpo_keys(folder, dpo_loss_type=[name], precompute_ref_log_probs=False))
+  found = keys_with_no_effect(config, ["precompute_ref_log_probs"])
+  assert bool(found) == (name in REFERENCE_FREE)
+  assert PreferenceOptimization.of(config).needs_reference == (not found)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -35,6 +35,19 @@ from maxtext.logs import setup_logging
 from maxtext.status_line import status_line
 
 _GRACE_SECONDS = 3.0  # for a start to end after Ctrl-C; a compiler may need minutes
+_TRAINING: dict[str, tuple[str, str, tuple[str, ...]]] = {  # help, description, and the key that chooses the method
+  "train": ("train a model", "Train a model.", ()),
+  "sft": (
+    "fine-tune a model on conversations",
+    "Fine-tune a model on conversations: `maxtext train` with use_sft=true, which starts from sft.yml.",
+    ("use_sft=true",),
+  ),
+  "dpo": (
+    "align a model with preference pairs",
+    "Align a model with preference pairs: `maxtext train` with use_dpo=true, which starts from dpo.yml.",
+    ("use_dpo=true",),
+  ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,27 +98,13 @@ def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(prog="maxtext", description="Train and serve large language models with JAX.")
   parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
-  train = commands.add_parser("train", help="train a model", description="Train a model.")
-  config.add_overrides(train)
-  train.set_defaults(run=_train, method=())
-  sft = commands.add_parser(
-    "sft",
-    help="fine-tune a model on conversations",
-    description="Fine-tune a model on conversations: `maxtext train` with use_sft=true, which starts from sft.yml.",
-  )
-  config.add_overrides(sft)
-  sft.set_defaults(run=_train, method=("use_sft=true",))
-  dpo = commands.add_parser(
-    "dpo",
-    help="align a model with preference pairs",
-    description="Align a model with preference pairs: `maxtext train` with use_dpo=true, which starts from dpo.yml.",
-  )
-  config.add_overrides(dpo)
-  dpo.set_defaults(run=_train, method=("use_dpo=true",))
-  for command in (train, sft, dpo):
+  for name, (help_text, description, method) in _TRAINING.items():
+    command = commands.add_parser(name, help=help_text, description=description)
+    config.add_overrides(command)
     command.add_argument(
       "--dry-run", action="store_true", help="check everything that can be checked before step 1, say what it would do"
     )
+    command.set_defaults(run=_train, method=method)
   decode.add_command(commands)
   serve.add_command(commands)
   bench.add_commands(commands)
