@@ -126,6 +126,11 @@ def test_who_sends_slowly_is_closed(port):
     with connect(port) as connection:
       connection.sendall(sent)
       assert seconds_until_closed(connection) < 10
+  with connect(port) as connection:  # an error that clients can read
+    connection.sendall(head)
+    status, _, body = b"".join(iter(lambda: connection.recv(4096), b"")).partition(b"\r\n\r\n")
+    assert status.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert json.loads(body)["error"]["message"] == "The request took too long to arrive."
   with connect(port) as connection:  # a byte at a time does not help
     connection.settimeout(0.2)
     start, closed = time.monotonic(), False

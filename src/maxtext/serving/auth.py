@@ -4,14 +4,11 @@ Without API keys every client is accepted, and clients are identified by their a
 """
 
 import hmac
-import json
-from collections.abc import Mapping
-from typing import Any
 
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from maxtext.serving.connections import client_network
+from maxtext.serving.errors import error_response
 
 OPEN_PATHS = ("/health",)
 _INVALID_KEY = "The API key is missing or wrong: send it as 'Authorization: Bearer KEY'."
@@ -42,18 +39,3 @@ class AuthenticationMiddleware:
     kind, _, key = given.partition(b" ")
     matches = [hmac.compare_digest(key, known) for known in self._keys]
     return matches.index(True) if kind.lower() == b"bearer" and any(matches) else None
-
-
-def error_body(status: int, message: str) -> dict[str, Any]:
-  """The JSON body of an error, in OpenAI's format."""
-  kind = _ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-  return {"error": {"message": message[:_MAX_MESSAGE], "type": kind, "param": None, "code": status}}
-
-
-def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-  """An error response."""
-  return Response(json.dumps(error_body(status, message)), status, headers, media_type="application/json")
-
-
-_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-_MAX_MESSAGE = 2000  # characters; a message may quote the request

@@ -12,12 +12,14 @@ import resource
 import socket
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import h11
 from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from maxtext.serving.errors import error_response
 from maxtext.serving.limits import ConnectionLimits
 
 _SPARE_FILES = 128  # file descriptors besides connections
@@ -191,8 +193,10 @@ class LimitedProtocol(H11Protocol):
     idle = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
     responded = self.cycle is not None and self.cycle.response_started and self.conn.their_state is not h11.IDLE
     if not idle and not responded:
-      head = f"HTTP/1.1 {status} {message}\r\ncontent-type: text/plain\r\nconnection: close\r\nretry-after: 1\r\n"
-      self.transport.write(f"{head}content-length: {len(message)}\r\n\r\n{message}".encode())
+      response = error_response(status, message, {"connection": "close", "retry-after": "1"})
+      head = [f"{name}: {value}" for name, value in response.headers.items()]
+      first = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"
+      self.transport.write("\r\n".join([first, *head, "", ""]).encode() + response.body)
     self.transport.close()
 
   def _start_write_deadline(self) -> None:

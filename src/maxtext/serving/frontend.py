@@ -28,9 +28,10 @@ from starlette.types import Message, Receive, Scope, Send
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.logs import ON_STDERR
-from maxtext.serving.auth import AuthenticationMiddleware, error_response
+from maxtext.serving.auth import AuthenticationMiddleware
 from maxtext.serving.channel import Channel
 from maxtext.serving.connections import Connections, LimitedProtocol, Listener, reserve_file_descriptors
+from maxtext.serving.errors import error_response
 from maxtext.serving.limits import ServerLimits
 
 _LOG = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from maxtext.inference import scheduler
 from maxtext.inference.detokenizer import IncrementalDetokenizer
 from maxtext.inference.grammar import CompiledGrammar, GrammarSpec
 from maxtext.inference.inference_model import InferenceModel
-from maxtext.serving.auth import error_body, error_response
 from maxtext.serving.engine_thread import Client, EngineFailedError, EngineNotReadyError, EngineThread, QueueFullError
+from maxtext.serving.errors import error_body, error_response
 from maxtext.serving.limits import ServerLimits
 from maxtext.serving.protocol import ChatCompletionRequest, CompletionRequest, RequestLimits, ResponseBuilder, parse
 from maxtext.serving.server_metrics import ServerMetrics
