@@ -10,6 +10,7 @@ import pytest
 import maxtext
 from maxtext import ConfigError, load_config
 from maxtext.cli.main import main
+from maxtext.configs.errors import RunError
 from maxtext.configs.types.post_training import DpoLossType
 from maxtext.configs.unsupported import keys_with_no_effect
 from maxtext.data.reference_log_probs import PAIR_RECORD, REFERENCE
@@ -258,6 +259,12 @@ def test_a_folder_of_another_model_or_of_other_data_is_refused(folder, tmp_path)
   (tmp_path / "train.json").write_text("{")
   with pytest.raises(ConfigError, match="cannot be read"):
     losses(dpo_keys(folder), tmp_path, steps=1)
+
+
+def test_a_folder_that_cannot_be_written_ends_the_run(folder, tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(RunError, match=r"reference log-probabilities cannot be written to .*: Not a directory"):
+    losses(dpo_keys(folder), tmp_path / "file" / "below", steps=1)
 
 
 @pytest.mark.parametrize("is_shared", [True, False])

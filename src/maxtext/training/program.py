@@ -56,7 +56,6 @@ class Program:
   _eval_sums: Any
   _frozen_models: Mapping[str, tuple[MaxTextConfig, Model]]
   data: RunData
-  objective: Objective
   _jit: Any  # with the compiler options of this run
   _in_token_order: Callable[[Any], Any]
 
@@ -161,7 +160,6 @@ class Program:
       SynchronizedCompile(jit(evaluate, out_shardings=replicated), batch=2),
       frozen_models,
       RunData(config, batch, eval_batch, data),
-      trained,
       jit,
       in_token_order,
     )

@@ -5,7 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -54,22 +54,20 @@ def attach_reference(
   """
   if not program.data.is_configured or REFERENCE not in program.batch.extra:
     return
-  params: Params | None = None
-  digest = ""
+
+  @cache
+  def reference() -> tuple[Params, str]:
+    params = _on_devices(initial())
+    return params, parameter_digest(params)
+
   for split in program.data.splits:
-    sources = program.data.opened(split).sources
-    if is_new and params is None:
-      params = _on_devices(initial())
-      digest = parameter_digest(params)
+    sources, digest = program.data.opened(split).sources, reference()[1] if is_new else ""
     # Hosts cache for a while what a shared folder has, so process 0 alone looks before the files are there.
     problem = broadcast_from_first("" if jax.process_index() else _problem(folder, split, sources, digest))
     if problem and problem != _MISSING and is_shared:
       raise ConfigError(problem)
     if problem:
-      if params is None:
-        params = _on_devices(initial())
-        digest = parameter_digest(params)
-      _compute(program, folder, split, sources, params, digest)
+      _compute(program, folder, split, sources, *reference())
     try:
       found = ReferenceLogProbs.read(folder, split, sources)
     except ConfigError as error:
@@ -140,12 +138,18 @@ def _compute(
   start, tiles = time.monotonic(), program.config.num_vocab_tiling
   run = partial(program.forward(lambda decoder, batch: answer_log_probs(decoder, batch, tiles)[0]), params)
   parts = [_of_source(program, source, run) for source in sources]
-  count = int(sum(np.isfinite(part["log_probs"][:, 0]).sum() for part in parts))
+  problem = ""
   if not jax.process_index():
-    ReferenceLogProbs.write(folder, split, sources, digest, parts)
+    try:
+      ReferenceLogProbs.write(folder, split, sources, digest, parts)
+    except OSError as error:
+      problem = f"reference log-probabilities cannot be written to {folder}: {error.strerror or error}."
+  if problem := broadcast_from_first(problem):
+    raise RunError(problem)
+  if not jax.process_index():
+    count = int(sum(np.isfinite(part["log_probs"][:, 0]).sum() for part in parts))
     seconds = readable_duration(time.monotonic() - start)
     _LOG.info(f"maxtext: reference log-probabilities of {plural(count, f'{split} pair')} in {seconds}: {folder}")
-  broadcast_from_first("written")
 
 
 def _of_source(program: Program, source: DataSource, run: Callable[[Batch], jax.Array]) -> np.ndarray:
