@@ -76,7 +76,7 @@ def starting_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
   """The keys with which another run starts from a trained one: the model, its parameters and its tokenizer."""
   from maxtext.checkpoint.tokenizer import find_tokenizer, kind_of
 
-  own = {key: value for key, value in chosen(_recorded(path)).items() if key in _OF_THE_MODEL} | {
+  own = {key: value for key, value in chosen(_recorded(path)).items() if key in OF_THE_MODEL} | {
     "load_parameters_path": path
   }
   if (folder := find_tokenizer(path)) is not None and (kind := kind_of(folder)) is not None:
@@ -91,7 +91,7 @@ def evaluated_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
   own = {
     key: value
     for key, value in chosen(_recorded(path)).items()
-    if key not in hidden and (key in _STARTED_FROM or not is_of_the_training(key))
+    if key not in hidden and (key in STARTED_FROM or not is_of_the_training(key))
   }
   return own | dict(given)
 
@@ -113,7 +113,7 @@ def is_of_the_training(key: str) -> bool:
   return key.startswith(_OF_THE_TRAINING)
 
 
-_OF_THE_MODEL = frozenset(
+OF_THE_MODEL = frozenset(
   key
   for section in (
     types.ModelArchitecture, types.Engram, types.MTP, types.Logits, types.Attention, types.MlaAttention, types.MoBa,
@@ -121,13 +121,13 @@ _OF_THE_MODEL = frozenset(
     types.ManifoldConstrainedHyperConnections, types.PositionalEmbedding, types.Rope, types.YarnRope, types.DataTypes,
   )
   for key in section.model_fields
-) | {"model_name", "vocab_size"}  # fmt: skip
-_STARTED_FROM = ("load_parameters_path", "load_full_state_path", "source_checkpoint_layout")
+) | {"model_name", "vocab_size", "inhomogeneous_layer_cycle_interval"}  # fmt: skip
+STARTED_FROM = ("load_parameters_path", "load_full_state_path", "source_checkpoint_layout")
 
 _OF_THE_TRAINING = (
   "load_", "source_checkpoint_layout", "ici_", "dcn_", "num_slices", "shard_exp_on_fsdp", "use_ring_of_experts",
   "context_parallel_", "pipeline_", "num_pipeline_", "num_layers_per_pipeline_stage", "hardware",
-  "gradient_accumulation_steps",
+  "gradient_accumulation_steps", "student_", "teacher_", "distill_", "offline_data_dir",
 )  # fmt: skip
 
 

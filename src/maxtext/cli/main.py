@@ -35,6 +35,7 @@ from maxtext.logs import setup_logging
 from maxtext.status_line import status_line
 
 _GRACE_SECONDS = 3.0  # for a start to end after Ctrl-C; a compiler may need minutes
+_TEACHERS = ("teacher_overrides", "offline_data_dir")
 _TRAINING: dict[str, tuple[str, str, tuple[str, ...]]] = {  # help, description, and the key that chooses the method
   "train": ("train a model", "Train a model.", ()),
   "sft": (
@@ -47,7 +48,18 @@ _TRAINING: dict[str, tuple[str, str, tuple[str, ...]]] = {  # help, description,
     "Align a model with preference pairs: `maxtext train` with use_dpo=true, which starts from dpo.yml.",
     ("use_dpo=true",),
   ),
+  "distill": (
+    "teach a small model by a large one",
+    f"Teach a small model by a large one: `maxtext train` with {_TEACHERS[0]} or {_TEACHERS[1]}; see distill.yml.",
+    (),
+  ),
 }
+
+
+_NO_TEACHER = (
+  "maxtext distill needs a teacher: write teacher_overrides='{load_parameters_path: FOLDER}' with the folder of a run "
+  "or of weights, or offline_data_dir=FOLDER with saved outputs of one."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
       "--dry-run", action="store_true", help="check everything that can be checked before step 1, say what it would do"
     )
-    command.set_defaults(run=_train, method=method)
+    command.set_defaults(run=_train, method=method, needed=_TEACHERS if name == "distill" else ())
   decode.add_command(commands)
   serve.add_command(commands)
   bench.add_commands(commands)
@@ -138,6 +150,8 @@ def _discard_starting_runs() -> None:
 
 def _train(arguments: argparse.Namespace) -> int:
   resolved = config.resolve_overrides([*arguments.overrides, *arguments.method], arguments.strict)
+  if arguments.needed and not any(getattr(resolved.config, key) for key in arguments.needed):
+    raise ConfigError(_NO_TEACHER)
   with status_line() as status, ExitStack() as closing, ExitStack() as until_first_step:
     closing.callback(restore_termination)
     until_first_step.enter_context(prompt_interrupt(_GRACE_SECONDS, _discard_starting_runs))

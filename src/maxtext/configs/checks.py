@@ -44,6 +44,25 @@ def _preference(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _distillation(c: MaxTextConfig) -> str | None:
+  for key in ("student_overrides", "teacher_overrides"):
+    for name in getattr(c, key):
+      if name not in MaxTextConfig.model_fields:
+        return f"{key}: '{name}' is not a key.{did_you_mean(str(name), MaxTextConfig.model_fields)}"
+  if nested := c.student_overrides.keys() & {"student_overrides", "teacher_overrides"}:
+    return f"student_overrides: '{min(nested)}' belongs beside it."
+  for name, least, most in (("alpha", 0.0, 1.0), ("temperature", 1e-3, 1e3), ("beta", 0.0, 1e6)):
+    end, schedule = getattr(c, f"distill_{name}_end"), getattr(c, f"distill_{name}_schedule")
+    for key, value in ((f"distill_{name}", getattr(c, f"distill_{name}")), (f"distill_{name}_end", end)):
+      if value is not None and not least <= value <= most:
+        return f"{key}={value} must be from {least:g} to {most:g}."
+    if schedule != "constant" and end is None:
+      return f"distill_{name}_schedule={schedule} needs distill_{name}_end, the value that it leads to."
+  if c.student_params_to_update and c.trainable_parameters_mask:
+    return "student_params_to_update and trainable_parameters_mask both name what trains: leave one of them out."
+  return None
+
+
 def _scale(c: MaxTextConfig) -> str | None:
   scale = c.global_parameter_scale
   if scale < 1 or scale.bit_count() > 1 or scale > 2**20:
@@ -238,10 +257,10 @@ def _sizes(c: MaxTextConfig) -> str | None:
 
 
 def _patterns(c: MaxTextConfig) -> str | None:
-  for key in ("trainable_parameters_mask", "adamw_mask"):
-    for pattern in getattr(c, key):
+  for key in ("trainable_parameters_mask", "student_params_to_update", "adamw_mask"):
+    for pattern in getattr(c, key) or ():
       try:
-        re.compile(pattern)
+        re.compile(str(pattern))
       except re.error as error:
         return f"{key}: '{pattern}' is not a regular expression: {error}."
   return None
@@ -382,6 +401,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _scale,
   _heads,
   _preference,
+  _distillation,
   _activations,
   _window,
   _positions,

@@ -155,6 +155,16 @@ def eval_batch_size(config: MaxTextConfig, devices: int) -> int:
   return int(rows)
 
 
+def compares_features(config: MaxTextConfig) -> bool:
+  """Whether distillation compares what the layers of student and teacher make, and not only their outputs."""
+  return bool(config.distill_beta or config.distill_beta_end)
+
+
+def training_steps(config: MaxTextConfig) -> int:
+  """The number of steps of a whole run."""
+  return config.learning_rate_schedule_steps if config.steps == -1 else config.steps
+
+
 def tensors_at(config: MaxTextConfig, place: RematLocation) -> list[str]:
   """The tensors of a layer that remat_policy=custom saves in one location."""
   return [name for name in RematAndOffload.model_fields if getattr(config, name) is place]

@@ -90,8 +90,8 @@ class ConfigKeys(TypedDict, total=False):
   """True writes checkpoints in the background while training continues. Default: True."""
 
   async_scheduling: bool
-  """True lets vLLM schedule the next step while the current one runs. Not supported yet: runs only pre-train and
-  fine-tune (use_sft, use_dpo) yet. Default: False."""
+  """True lets vLLM schedule the next step while the current one runs. Not supported yet: runs only pre-train, fine-
+  tune (use_sft, use_dpo) and distill yet. Default: False."""
 
   attention: str
   """Kernel: autoselected, dot_product, chunked, flash (TPU, GPU), cudnn_flash_jax (GPU); or paged, which is
@@ -154,8 +154,8 @@ class ConfigKeys(TypedDict, total=False):
   """Where runs are stored, also gs://...; empty means ./runs. Default: ''."""
 
   batch_size: int
-  """Prompts per RL training batch. Not supported yet: runs only pre-train and fine-tune (use_sft, use_dpo) yet.
-  Default: 1."""
+  """Prompts per RL training batch. Not supported yet: runs only pre-train, fine-tune (use_sft, use_dpo) and distill
+  yet. Default: 1."""
 
   batch_split_factor: int
   """Parts of the batch in the split schedule; 1 is no split. Not supported yet: tokens and expert weights are
@@ -214,8 +214,8 @@ class ConfigKeys(TypedDict, total=False):
   """Subfolder old checkpoints are moved to; None deletes them at once. Default: None."""
 
   chips_per_vm: int
-  """Accelerator chips on each host. Not supported yet: runs only pre-train and fine-tune (use_sft, use_dpo) yet.
-  Default: 4."""
+  """Accelerator chips on each host. Not supported yet: runs only pre-train, fine-tune (use_sft, use_dpo) and distill
+  yet. Default: 4."""
 
   chunk_attn_window_size: int
   """Tokens per chunk when attention is chunked; 0 is unset. Default: 0."""
@@ -354,12 +354,12 @@ class ConfigKeys(TypedDict, total=False):
   """Slices that split the residual width. Default: 1."""
 
   debug: Debug | dict[str, Any]
-  """Debugging switches. Not supported yet: runs only pre-train and fine-tune (use_sft, use_dpo) yet. Default:
-  Debug(rl=False)."""
+  """Debugging switches. Not supported yet: runs only pre-train, fine-tune (use_sft, use_dpo) and distill yet.
+  Default: Debug(rl=False)."""
 
   debug_converter: bool
-  """True checks and logs the conversion of weights to vLLM. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: False."""
+  """True checks and logs the conversion of weights to vLLM. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: False."""
 
   debug_sharding: bool
   """Print every parameter's shape, logical axes, mesh axes and bytes per device. Default: False."""
@@ -390,8 +390,8 @@ class ConfigKeys(TypedDict, total=False):
   only for now. Default: []."""
 
   degenerate_group_masking: bool
-  """True leaves groups whose rewards are all equal out of the loss. Not supported yet: runs only pre-train and fine-
-  tune (use_sft, use_dpo) yet. Default: True."""
+  """True leaves groups whose rewards are all equal out of the loss. Not supported yet: runs only pre-train, fine-
+  tune (use_sft, use_dpo) and distill yet. Default: True."""
 
   dense_init_scale: float
   """Variance of initial weights, times the number of inputs. Default: 1.0."""
@@ -406,56 +406,44 @@ class ConfigKeys(TypedDict, total=False):
   """Inner steps between merges of the replicas. Default: 36."""
 
   distill_alpha: float
-  """Weight of the teacher loss, 0 to 1; the label loss has the rest. Not supported yet: runs only pre-train and
-  fine-tune (use_sft, use_dpo) yet. Default: 0.5."""
+  """Weight of the teacher loss, 0 to 1; the label loss has the rest. Default: 0.5."""
 
   distill_alpha_end: float | None
-  """Value distill_alpha reaches at the end of training; None keeps it fixed. Not supported yet: runs only pre-train
-  and fine-tune (use_sft, use_dpo) yet. Default: None."""
+  """Value distill_alpha reaches at the end of training; None keeps it fixed. Default: None."""
 
   distill_alpha_schedule: Literal["constant", "linear", "cosine"]
-  """Path from distill_alpha to its end value: constant, linear or cosine. Not supported yet: runs only pre-train and
-  fine-tune (use_sft, use_dpo) yet. Default: 'constant'."""
+  """Path from distill_alpha to its end value: constant, linear or cosine. Default: 'constant'."""
 
   distill_beta: float
-  """Weight of the hidden-feature loss; 0 is no such loss. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 0.0."""
+  """Weight of the hidden-feature loss; 0 is no such loss. Default: 0.0."""
 
   distill_beta_end: float | None
-  """Value distill_beta reaches at the end of training; None keeps it fixed. Not supported yet: runs only pre-train
-  and fine-tune (use_sft, use_dpo) yet. Default: None."""
+  """Value distill_beta reaches at the end of training; None keeps it fixed. Default: None."""
 
   distill_beta_schedule: Literal["constant", "linear", "cosine"]
-  """Path from distill_beta to its end value: constant, linear or cosine. Not supported yet: runs only pre-train and
-  fine-tune (use_sft, use_dpo) yet. Default: 'constant'."""
+  """Path from distill_beta to its end value: constant, linear or cosine. Default: 'constant'."""
 
   distill_feature_loss_type: Literal["cosine", "l2"]
-  """Distance between student and teacher features: cosine or l2. Not supported yet: runs only pre-train and fine-
-  tune (use_sft, use_dpo) yet. Default: 'cosine'."""
+  """Distance between student and teacher features: cosine or l2. Default: 'cosine'."""
 
   distill_layer_indices: list[Any] | tuple[Any, ...] | None
-  """Layers whose features are compared, with distill_beta; None is all. Not supported yet: runs only pre-train and
-  fine-tune (use_sft, use_dpo) yet. Default: None."""
+  """Layers whose features are compared, with distill_beta; None is all. Default: None."""
 
   distill_student_weights_share_map: dict[str, Any]
-  """Student weight names and the student weights they share values with. Not supported yet: runs only pre-train and
-  fine-tune (use_sft, use_dpo) yet. Default: {}."""
+  """Student weight names and the student weights they share values with. Not supported yet: learning the first
+  weights is not implemented; distill_weights_copy_map copies them from the teacher. Default: {}."""
 
   distill_temperature: float
-  """Divisor of student and teacher logits before the softmax; higher is softer. Not supported yet: runs only pre-
-  train and fine-tune (use_sft, use_dpo) yet. Default: 1.0."""
+  """Divisor of student and teacher logits before the softmax; higher is softer. Default: 1.0."""
 
   distill_temperature_end: float | None
-  """Value distill_temperature reaches at the end of training; None keeps it fixed. Not supported yet: runs only pre-
-  train and fine-tune (use_sft, use_dpo) yet. Default: None."""
+  """Value distill_temperature reaches at the end of training; None keeps it fixed. Default: None."""
 
   distill_temperature_schedule: Literal["constant", "linear", "cosine"]
-  """Path from distill_temperature to its end value: constant, linear or cosine. Not supported yet: runs only pre-
-  train and fine-tune (use_sft, use_dpo) yet. Default: 'constant'."""
+  """Path from distill_temperature to its end value: constant, linear or cosine. Default: 'constant'."""
 
   distill_weights_copy_map: dict[str, Any]
-  """Student weight names and the teacher weights copied into them at the start. Not supported yet: runs only pre-
-  train and fine-tune (use_sft, use_dpo) yet. Default: {}."""
+  """Paths of student weights, and the teacher's that they start with: PATH, or [PATH, [LAYER, ...]]. Default: {}."""
 
   downsample_hidden_size_for_audio: int
   """Channels of the convolutions that shorten the audio. Not supported yet: models take text only for now. Default:
@@ -565,8 +553,8 @@ class ConfigKeys(TypedDict, total=False):
   """True trains replicas independently and merges them with an outer optimizer (DiLoCo). Default: False."""
 
   enable_dp_attention: bool
-  """True splits vLLM attention over requests instead of heads. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: False."""
+  """True splits vLLM attention over requests instead of heads. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: False."""
 
   enable_dropout: bool
   """True applies dropout_rate in training; false turns dropout off. Default: True."""
@@ -575,8 +563,8 @@ class ConfigKeys(TypedDict, total=False):
   """True also saves often to local storage, to recover from a lost slice. Default: False."""
 
   enable_expert_parallel: bool
-  """True lets vLLM place whole experts on different devices. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: False."""
+  """True lets vLLM place whole experts on different devices. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: False."""
 
   enable_gcp_goodput_metrics: bool
   """True also sends goodput to Google Cloud Monitoring. Not supported yet: metrics go to the console, the run's
@@ -677,12 +665,12 @@ class ConfigKeys(TypedDict, total=False):
   """Least hash table size for each n-gram length, from 2 up. Default: []."""
 
   epsilon_high: float | None
-  """Upper clip range of the policy ratio; None takes grpo_epsilon. Not supported yet: runs only pre-train and fine-
-  tune (use_sft, use_dpo) yet. Default: None."""
+  """Upper clip range of the policy ratio; None takes grpo_epsilon. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: None."""
 
   eval_corr_lst: bool
-  """True lists the correct responses, false the wrong ones (eval_make_lst). Not supported yet: runs only pre-train
-  and fine-tune (use_sft, use_dpo) yet. Default: False."""
+  """True lists the correct responses, false the wrong ones (eval_make_lst). Not supported yet: runs only pre-train,
+  fine-tune (use_sft, use_dpo) and distill yet. Default: False."""
 
   eval_data_columns: list[str] | tuple[str, ...]
   """Data columns that hold the evaluation text, in order. Default: ['text']."""
@@ -698,19 +686,19 @@ class ConfigKeys(TypedDict, total=False):
   """Training steps between evaluations; -1 is no evaluation. Default: -1."""
 
   eval_make_lst: bool
-  """True returns a list of responses along with the evaluation scores. Not supported yet: runs only pre-train and
-  fine-tune (use_sft, use_dpo) yet. Default: False."""
+  """True returns a list of responses along with the evaluation scores. Not supported yet: runs only pre-train, fine-
+  tune (use_sft, use_dpo) and distill yet. Default: False."""
 
   eval_mode: Literal["pass", "maj", "pass_at_1"]
   """Score by any correct pass ('pass'), majority ('maj') or mean ('pass_at_1'). Not supported yet: runs only pre-
-  train and fine-tune (use_sft, use_dpo) yet. Default: 'pass'."""
+  train, fine-tune (use_sft, use_dpo) and distill yet. Default: 'pass'."""
 
   eval_per_device_batch_size: int | float
   """Evaluation sequences per device; 0 takes per_device_batch_size. Default: 0.0."""
 
   eval_sampling_strategy: str
-  """Entry of generation_configs that evaluation samples with. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 'greedy'."""
+  """Entry of generation_configs that evaluation samples with. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: 'greedy'."""
 
   eval_split: str
   """Split of eval_dataset_name that evaluation reads. Default: 'validation'."""
@@ -769,8 +757,8 @@ class ConfigKeys(TypedDict, total=False):
   """True computes query, key and value in one matmul. Default: False."""
 
   gcs_debug_path: str
-  """Bucket folder for the converter's debugging output; '' is none. Not supported yet: runs only pre-train and fine-
-  tune (use_sft, use_dpo) yet. Default: ''."""
+  """Bucket folder for the converter's debugging output; '' is none. Not supported yet: runs only pre-train, fine-
+  tune (use_sft, use_dpo) and distill yet. Default: ''."""
 
   gcs_metrics: bool
   """True writes step metrics to the run's bucket folder. Default: False."""
@@ -804,8 +792,8 @@ class ConfigKeys(TypedDict, total=False):
   in one server on one mesh: `maxtext serve`. Default: 'v5e-16'."""
 
   generation_configs: dict[str, Any]
-  """Named sampling settings for evaluation: temperature, top_k and top_p. Not supported yet: runs only pre-train and
-  fine-tune (use_sft, use_dpo) yet. Default: {}."""
+  """Named sampling settings for evaluation: temperature, top_k and top_p. Not supported yet: runs only pre-train,
+  fine-tune (use_sft, use_dpo) and distill yet. Default: {}."""
 
   global_head_dim: int
   """Head width in global attention layers; 0 takes head_dim. Default: 0."""
@@ -890,19 +878,19 @@ class ConfigKeys(TypedDict, total=False):
   """Evaluation reader processes per host; 0: in the main process, -1 tunes itself. Default: 1."""
 
   grpo_beta: float
-  """Weight of the KL penalty against the reference model; 0 is none. Not supported yet: runs only pre-train and
-  fine-tune (use_sft, use_dpo) yet. Default: 0.08."""
+  """Weight of the KL penalty against the reference model; 0 is none. Not supported yet: runs only pre-train, fine-
+  tune (use_sft, use_dpo) and distill yet. Default: 0.08."""
 
   grpo_epsilon: float
-  """Clip range of the policy ratio around 1. Not supported yet: runs only pre-train and fine-tune (use_sft, use_dpo)
-  yet. Default: 0.2."""
+  """Clip range of the policy ratio around 1. Not supported yet: runs only pre-train, fine-tune (use_sft, use_dpo)
+  and distill yet. Default: 0.2."""
 
   hardware: Literal["tpu", "gpu", "gpu_multiprocess", "cpu"]
   """Hardware to run on; when not set, whatever JAX finds. Default: 'tpu'."""
 
   hbm_utilization_vllm: float
-  """Share of device memory that vLLM may take (0 to 1). Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 0.72."""
+  """Share of device memory that vLLM may take (0 to 1). Not supported yet: runs only pre-train, fine-tune (use_sft,
+  use_dpo) and distill yet. Default: 0.72."""
 
   head_dim: int
   """Width of one attention head. Default: 128."""
@@ -1076,8 +1064,8 @@ class ConfigKeys(TypedDict, total=False):
   """Key projection (custom). Default: 'remat'."""
 
   kv_cache_buffer: int
-  """Spare KV-cache tokens beyond the prompt and the response. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 256."""
+  """Spare KV-cache tokens beyond the prompt and the response. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: 256."""
 
   kv_lora_rank: int
   """Width of the compressed key-value latent. Default: 512."""
@@ -1092,8 +1080,8 @@ class ConfigKeys(TypedDict, total=False):
   """Key-value down-projection of latent attention (custom). Default: 'remat'."""
 
   learn_to_init_mode: bool
-  """True learns the student's starting weights as linear maps of the teacher's. Not supported yet: runs only pre-
-  train and fine-tune (use_sft, use_dpo) yet. Default: False."""
+  """True learns the student's starting weights as linear maps of the teacher's. Not supported yet: learning the
+  first weights is not implemented; distill_weights_copy_map copies them from the teacher. Default: False."""
 
   learning_rate: float
   """Peak learning rate. Default: 3e-05."""
@@ -1152,15 +1140,15 @@ class ConfigKeys(TypedDict, total=False):
   quantization, which are not implemented yet. Default: ''."""
 
   loss_algo: Literal["grpo", "gspo-token"]
-  """Policy ratio per token ('grpo') or per sequence ('gspo-token'). Not supported yet: runs only pre-train and fine-
-  tune (use_sft, use_dpo) yet. Default: 'grpo'."""
+  """Policy ratio per token ('grpo') or per sequence ('gspo-token'). Not supported yet: runs only pre-train, fine-
+  tune (use_sft, use_dpo) and distill yet. Default: 'grpo'."""
 
   lr_schedule_type: LearningRateScheduleType | Literal["cosine", "wsd"]
   """Shape of the learning rate over the run. Default: 'cosine'."""
 
   lti_use_general_linear_map: bool
-  """True uses one full linear map per weight in learn_to_init_mode, not a factored one. Not supported yet: runs only
-  pre-train and fine-tune (use_sft, use_dpo) yet. Default: False."""
+  """True uses one full linear map per weight in learn_to_init_mode, not a factored one. Not supported yet: learning
+  the first weights is not implemented; distill_weights_copy_map copies them from the teacher. Default: False."""
 
   managed_mldiagnostics: bool
   """True reports metrics and profiles to Google Cloud ML Diagnostics. Not supported yet: metrics go to the console,
@@ -1171,12 +1159,12 @@ class ConfigKeys(TypedDict, total=False):
   run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: ''."""
 
   math_verify_num_procs: int | None
-  """Processes that check math answers; None picks by the CPU count. Not supported yet: runs only pre-train and fine-
-  tune (use_sft, use_dpo) yet. Default: None."""
+  """Processes that check math answers; None picks by the CPU count. Not supported yet: runs only pre-train, fine-
+  tune (use_sft, use_dpo) and distill yet. Default: None."""
 
   math_verify_timeout: int
-  """Seconds allowed for checking a batch of math answers. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 300."""
+  """Seconds allowed for checking a batch of math answers. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: 300."""
 
   matmul_precision: MatmulPrecision | Literal["default", "high", "highest", "bfloat16", "float32"]
   """Precision of matmuls outside attention kernels. Default: 'default'."""
@@ -1186,15 +1174,15 @@ class ConfigKeys(TypedDict, total=False):
   that is not implemented yet. Default: False."""
 
   max_concurrency: int
-  """Most rollouts in flight at once (use_agentic_rollout). Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 256."""
+  """Most rollouts in flight at once (use_agentic_rollout). Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: 256."""
 
   max_corpus_chars: int
   """Most characters of text read when a tokenizer is trained. Default: 10000000."""
 
   max_num_batched_tokens: int | None
-  """Most tokens in one vLLM step; None is vLLM's default. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: None."""
+  """Most tokens in one vLLM step; None is vLLM's default. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: None."""
 
   max_num_checkpoints_to_keep: int | None
   """Most recent checkpoints kept; None keeps all. Default: None."""
@@ -1204,8 +1192,8 @@ class ConfigKeys(TypedDict, total=False):
   Default: -1."""
 
   max_num_seqs: int | None
-  """Most sequences vLLM runs at once; None is vLLM's default. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: None."""
+  """Most sequences vLLM runs at once; None is vLLM's default. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: None."""
 
   max_position_embeddings: int
   """Longest context, in positions, after YaRN extension. Default: 163840."""
@@ -1393,8 +1381,8 @@ class ConfigKeys(TypedDict, total=False):
   """Attention heads per vision encoder layer. Not supported yet: models take text only for now. Default: 16."""
 
   num_batches: int
-  """RL training batches taken from the dataset. Not supported yet: runs only pre-train and fine-tune (use_sft,
-  use_dpo) yet. Default: 4."""
+  """RL training batches taken from the dataset. Not supported yet: runs only pre-train, fine-tune (use_sft, use_dpo)
+  and distill yet. Default: 4."""
 
   num_channels_for_vit: int
   """Color channels of input images. Not supported yet: models take text only for now. Default: 3."""
@@ -1407,8 +1395,8 @@ class ConfigKeys(TypedDict, total=False):
   """Passes over the training data before it ends. Default: 1."""
 
   num_eval_passes: int
-  """Responses sampled per question in evaluation. Not supported yet: runs only pre-train and fine-tune (use_sft,
-  use_dpo) yet. Default: 1."""
+  """Responses sampled per question in evaluation. Not supported yet: runs only pre-train, fine-tune (use_sft,
+  use_dpo) and distill yet. Default: 1."""
 
   num_experts: int
   """Routed experts per layer; 1 is a dense model. Default: 1."""
@@ -1417,15 +1405,15 @@ class ConfigKeys(TypedDict, total=False):
   """Routed experts that each token goes to. Default: 1."""
 
   num_generations: int
-  """Responses sampled per prompt, the group that GRPO compares. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 2."""
+  """Responses sampled per prompt, the group that GRPO compares. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: 2."""
 
   num_hidden_layers_for_vit: int
   """Layers of the vision encoder. Not supported yet: models take text only for now. Default: 34."""
 
   num_iterations: int
-  """Policy updates from each batch of rollouts. Not supported yet: runs only pre-train and fine-tune (use_sft,
-  use_dpo) yet. Default: 1."""
+  """Policy updates from each batch of rollouts. Not supported yet: runs only pre-train, fine-tune (use_sft, use_dpo)
+  and distill yet. Default: 1."""
 
   num_layers_per_pipeline_stage: int
   """Consecutive layers each stage runs before passing activations on. Default: 1."""
@@ -1444,30 +1432,29 @@ class ConfigKeys(TypedDict, total=False):
   1024."""
 
   num_samplers_slices: int
-  """Slices that generate rollouts; -1 splits by sampler_devices_fraction. Not supported yet: runs only pre-train and
-  fine-tune (use_sft, use_dpo) yet. Default: -1."""
+  """Slices that generate rollouts; -1 splits by sampler_devices_fraction. Not supported yet: runs only pre-train,
+  fine-tune (use_sft, use_dpo) and distill yet. Default: -1."""
 
   num_slices: int
   """Slices that the devices form; -1 takes what the hardware says. Default: -1."""
 
   num_test_batches: int
-  """Batches used to evaluate the RL model. Not supported yet: runs only pre-train and fine-tune (use_sft, use_dpo)
-  yet. Default: 5."""
+  """Batches used to evaluate the RL model. Not supported yet: runs only pre-train, fine-tune (use_sft, use_dpo) and
+  distill yet. Default: 5."""
 
   num_trainer_slices: int
-  """Slices that train the policy; -1 splits by trainer_devices_fraction. Not supported yet: runs only pre-train and
-  fine-tune (use_sft, use_dpo) yet. Default: -1."""
+  """Slices that train the policy; -1 splits by trainer_devices_fraction. Not supported yet: runs only pre-train,
+  fine-tune (use_sft, use_dpo) and distill yet. Default: -1."""
 
   num_vocab_tiling: int
   """Pieces in which logits are computed, to save memory. Default: 1."""
 
   off_policy_steps: int
-  """Steps by which rollouts may lag the policy; 0 is on-policy. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 0."""
+  """Steps by which rollouts may lag the policy; 0 is on-policy. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: 0."""
 
   offline_data_dir: str | None
-  """Folder of saved teacher outputs; None runs the teacher during training. Not supported yet: runs only pre-train
-  and fine-tune (use_sft, use_dpo) yet. Default: None."""
+  """Folder of saved teacher outputs, read instead of other data; None runs the teacher. Default: None."""
 
   olmo_apply_ngram_filter: bool
   """True leaves sequences with long repeated n-grams out of the loss. Default: True."""
@@ -1544,12 +1531,12 @@ class ConfigKeys(TypedDict, total=False):
   """Side in pixels of one image patch. Not supported yet: models take text only for now. Default: 14."""
 
   penalty_incorrect_answer: float
-  """Score, below 0, for a wrong answer. Not supported yet: runs only pre-train and fine-tune (use_sft, use_dpo) yet.
-  Default: -1.0."""
+  """Score, below 0, for a wrong answer. Not supported yet: runs only pre-train, fine-tune (use_sft, use_dpo) and
+  distill yet. Default: -1.0."""
 
   penalty_incorrect_format: float
-  """Score, below 0, for each format tag missing or repeated. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: -0.5."""
+  """Score, below 0, for each format tag missing or repeated. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: -0.5."""
 
   per_device_batch_size: int | float
   """Sequences per device; may be a fraction. Default: 12."""
@@ -1703,12 +1690,12 @@ class ConfigKeys(TypedDict, total=False):
   """Token buffer over an even share per device; -1 sizes it for the worst case. Default: -1.0."""
 
   reasoning_end_token: str
-  """Tag that closes the reasoning in a response. Not supported yet: runs only pre-train and fine-tune (use_sft,
-  use_dpo) yet. Default: '</reasoning>'."""
+  """Tag that closes the reasoning in a response. Not supported yet: runs only pre-train, fine-tune (use_sft,
+  use_dpo) and distill yet. Default: '</reasoning>'."""
 
   reasoning_start_token: str
-  """Tag that opens the reasoning in a response. Not supported yet: runs only pre-train and fine-tune (use_sft,
-  use_dpo) yet. Default: '<reasoning>'."""
+  """Tag that opens the reasoning in a response. Not supported yet: runs only pre-train, fine-tune (use_sft, use_dpo)
+  and distill yet. Default: '<reasoning>'."""
 
   record_internal_nn_metrics: int
   """Statistics of inner activations among the metrics when above 0; 0 is none. Not supported yet: metrics go to the
@@ -1748,8 +1735,8 @@ class ConfigKeys(TypedDict, total=False):
   of dimensions, and the compiler chooses their memory layout. Default: False."""
 
   reshard_chunk_size: int | None
-  """Arrays moved at once from trainer to sampler; None moves all together. Not supported yet: runs only pre-train
-  and fine-tune (use_sft, use_dpo) yet. Default: None."""
+  """Arrays moved at once from trainer to sampler; None moves all together. Not supported yet: runs only pre-train,
+  fine-tune (use_sft, use_dpo) and distill yet. Default: None."""
 
   return_log_prob: bool
   """True returns the log probability of each token with the output. Default: False."""
@@ -1758,48 +1745,48 @@ class ConfigKeys(TypedDict, total=False):
   """1 trains on the first batch over and over, for speed tests; 0 reads on. Default: 0."""
 
   reward_exact_answer: float
-  """Reward for an answer equal to the reference. Not supported yet: runs only pre-train and fine-tune (use_sft,
-  use_dpo) yet. Default: 5.0."""
+  """Reward for an answer equal to the reference. Not supported yet: runs only pre-train, fine-tune (use_sft,
+  use_dpo) and distill yet. Default: 5.0."""
 
   reward_exact_format_match: float
-  """Reward for a response that follows the format exactly. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 3.0."""
+  """Reward for a response that follows the format exactly. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: 3.0."""
 
   reward_partial_format_match: float
-  """Reward for each format tag that appears exactly once. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 0.5."""
+  """Reward for each format tag that appears exactly once. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: 0.5."""
 
   reward_ratio_guess_to_answer_high: float
-  """Reward for a number close to the answer (about 10%). Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 0.5."""
+  """Reward for a number close to the answer (about 10%). Not supported yet: runs only pre-train, fine-tune (use_sft,
+  use_dpo) and distill yet. Default: 0.5."""
 
   reward_ratio_guess_to_answer_low: float
-  """Reward for a number fairly close to the answer (about 20%). Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 0.25."""
+  """Reward for a number fairly close to the answer (about 20%). Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: 0.25."""
 
   reward_white_space_format_match: float
-  """Reward for an answer right but for surrounding white space. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 1.5."""
+  """Reward for an answer right but for surrounding white space. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: 1.5."""
 
   rl: RL | dict[str, Any]
-  """Settings of reinforcement learning as one group. Not supported yet: runs only pre-train and fine-tune (use_sft,
-  use_dpo) yet."""
+  """Settings of reinforcement learning as one group. Not supported yet: runs only pre-train, fine-tune (use_sft,
+  use_dpo) and distill yet."""
 
   rollout_data_parallelism: int
-  """Model copies among the sampler devices; -1 takes what the others leave. Not supported yet: runs only pre-train
-  and fine-tune (use_sft, use_dpo) yet. Default: -1."""
+  """Model copies among the sampler devices; -1 takes what the others leave. Not supported yet: runs only pre-train,
+  fine-tune (use_sft, use_dpo) and distill yet. Default: -1."""
 
   rollout_expert_parallelism: int
-  """Sampler devices that split the experts; 1 is no split. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 1."""
+  """Sampler devices that split the experts; 1 is no split. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: 1."""
 
   rollout_micro_batch_size: int
-  """Prompts per generation call; -1 is the whole batch. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: -1."""
+  """Prompts per generation call; -1 is the whole batch. Not supported yet: runs only pre-train, fine-tune (use_sft,
+  use_dpo) and distill yet. Default: -1."""
 
   rollout_tensor_parallelism: int
-  """Sampler devices that split each layer; -1 takes what the others leave. Not supported yet: runs only pre-train
-  and fine-tune (use_sft, use_dpo) yet. Default: -1."""
+  """Sampler devices that split each layer; -1 takes what the others leave. Not supported yet: runs only pre-train,
+  fine-tune (use_sft, use_dpo) and distill yet. Default: -1."""
 
   rope_attention_scaling: bool
   """True multiplies rotated queries and keys by YaRN's attention factor. Default: False."""
@@ -1890,8 +1877,8 @@ class ConfigKeys(TypedDict, total=False):
   """Prompts that the model continues, or with use_sft answers, every eval_interval steps; [] is none. Default: []."""
 
   sampler_devices_fraction: float
-  """Share of the devices that generate rollouts (0 to 1). Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 0.5."""
+  """Share of the devices that generate rollouts (0 to 1). Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: 0.5."""
 
   save_checkpoint_on_completion: bool
   """True saves a last checkpoint when training ends. Default: True."""
@@ -1983,12 +1970,12 @@ class ConfigKeys(TypedDict, total=False):
   """Window of local_sliding attention, in tokens. Default: 0."""
 
   solution_end_token: str
-  """Tag that closes the final answer in a response. Not supported yet: runs only pre-train and fine-tune (use_sft,
-  use_dpo) yet. Default: '</answer>'."""
+  """Tag that closes the final answer in a response. Not supported yet: runs only pre-train, fine-tune (use_sft,
+  use_dpo) and distill yet. Default: '</answer>'."""
 
   solution_start_token: str
-  """Tag that opens the final answer in a response. Not supported yet: runs only pre-train and fine-tune (use_sft,
-  use_dpo) yet. Default: '<answer>'."""
+  """Tag that opens the final answer in a response. Not supported yet: runs only pre-train, fine-tune (use_sft,
+  use_dpo) and distill yet. Default: '<answer>'."""
 
   source_checkpoint_layout: Literal["orbax", "safetensors"]
   """Format of the checkpoint that is read: orbax or safetensors. Default: 'orbax'."""
@@ -2019,35 +2006,32 @@ class ConfigKeys(TypedDict, total=False):
   """Optimizer steps; -1 takes learning_rate_schedule_steps. Default: 150001."""
 
   stop_strings: list[str] | tuple[str, ...] | None
-  """Texts that end a response when generated; None is only the end token. Not supported yet: runs only pre-train and
-  fine-tune (use_sft, use_dpo) yet. Default: None."""
+  """Texts that end a response when generated; None is only the end token. Not supported yet: runs only pre-train,
+  fine-tune (use_sft, use_dpo) and distill yet. Default: None."""
 
   student_overrides: dict[str, Any]
-  """Config values that apply to the student model only. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: {}."""
+  """Keys of the student alone, which win over all others. Default: {}."""
 
   student_params_to_update: list[Any] | tuple[Any, ...] | None
-  """Name patterns of student weights that train, others frozen; None trains all. Not supported yet: runs only pre-
-  train and fine-tune (use_sft, use_dpo) yet. Default: None."""
+  """Regular expressions of paths of the student's weights that train; None trains all. Default: None."""
 
   subslice_shape: str
   """Part of the slice to use, as sizes with commas (single controller); '' is all. Not supported yet: it needs
   Pathways, one process that controls all hosts; here every host runs its own process. Default: ''."""
 
   swap_space_vllm_gb: int
-  """Host memory per device for swapped KV cache, in GB. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 2."""
+  """Host memory per device for swapped KV cache, in GB. Not supported yet: runs only pre-train, fine-tune (use_sft,
+  use_dpo) and distill yet. Default: 2."""
 
   system_prompt: str
-  """Text put before every prompt; '' is none. Not supported yet: runs only pre-train and fine-tune (use_sft,
-  use_dpo) yet. Default: ''."""
+  """Text put before every prompt; '' is none. Not supported yet: runs only pre-train, fine-tune (use_sft, use_dpo)
+  and distill yet. Default: ''."""
 
   target_eval_loss: float
   """Evaluation loss at which training stops early; 0 is no target. Default: 0.0."""
 
   teacher_overrides: dict[str, Any]
-  """Config values that apply to the teacher model only, such as its checkpoint. Not supported yet: runs only pre-
-  train and fine-tune (use_sft, use_dpo) yet. Default: {}."""
+  """Keys of the teacher alone: model_name, load_parameters_path. Empty: no teacher. Default: {}."""
 
   temperature_tuning: bool
   """True scales queries by position in layers without rotary position. Default: False."""
@@ -2056,8 +2040,8 @@ class ConfigKeys(TypedDict, total=False):
   """Video frames in one patch. Not supported yet: models take text only for now. Default: 2."""
 
   test_batch_start_index: int
-  """First test batch to evaluate, counted from 0. Not supported yet: runs only pre-train and fine-tune (use_sft,
-  use_dpo) yet. Default: 0."""
+  """First test batch to evaluate, counted from 0. Not supported yet: runs only pre-train, fine-tune (use_sft,
+  use_dpo) and distill yet. Default: 0."""
 
   tile_size_for_vit: int
   """Side in pixels of the tiles that a large image is cut into. Not supported yet: models take text only for now.
@@ -2094,16 +2078,16 @@ class ConfigKeys(TypedDict, total=False):
   """Data columns that hold the training text, in order. Default: ['text']."""
 
   train_fraction: float
-  """Share of the batches for training, the rest for validation; 1 is all. Not supported yet: runs only pre-train and
-  fine-tune (use_sft, use_dpo) yet. Default: 1.0."""
+  """Share of the batches for training, the rest for validation; 1 is all. Not supported yet: runs only pre-train,
+  fine-tune (use_sft, use_dpo) and distill yet. Default: 1.0."""
 
   train_image_column: str | list[str] | tuple[str, ...]
   """Data column or columns that hold the training images. Not supported yet: data is text, and every process reads
   the rows of its devices. Default: 'image'."""
 
   train_micro_batch_size: int
-  """Examples per gradient computation; -1 is the whole batch. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: -1."""
+  """Examples per gradient computation; -1 is the whole batch. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: -1."""
 
   train_split: str
   """Split of the dataset that training reads. Default: 'train'."""
@@ -2115,8 +2099,8 @@ class ConfigKeys(TypedDict, total=False):
   """Rows of the learned position table; -1 is no table. Default: -1."""
 
   trainer_devices_fraction: float
-  """Share of the devices that train the policy (0 to 1). Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: 0.5."""
+  """Share of the devices that train the policy (0 to 1). Not supported yet: runs only pre-train, fine-tune (use_sft,
+  use_dpo) and distill yet. Default: 0.5."""
 
   upload_all_profiler_results: bool
   """True saves traces from every host; false from the first only. Default: False."""
@@ -2125,8 +2109,8 @@ class ConfigKeys(TypedDict, total=False):
   """True splits expert weights on both widths, over fsdp and fsdp_transpose. Default: False."""
 
   use_agentic_rollout: bool
-  """True generates rollouts asynchronously, by the agent loop. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: False."""
+  """True generates rollouts asynchronously, by the agent loop. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: False."""
 
   use_audio: bool
   """True adds the audio encoder to the model and its inputs. Not supported yet: models take text only for now.
@@ -2157,8 +2141,8 @@ class ConfigKeys(TypedDict, total=False):
   gathered whole, by XLA's own collectives. Default: False."""
 
   use_grpo: bool | None
-  """True trains with GRPO from sampled, rewarded completions; None is unset. Not supported yet: runs only pre-train
-  and fine-tune (use_sft, use_dpo) yet. Default: None."""
+  """True trains with GRPO from sampled, rewarded completions; None is unset. Not supported yet: runs only pre-train,
+  fine-tune (use_sft, use_dpo) and distill yet. Default: None."""
 
   use_indexer: bool
   """True has a small scorer choose the tokens each query attends to. Default: False."""
@@ -2186,8 +2170,8 @@ class ConfigKeys(TypedDict, total=False):
   for now. Default: False."""
 
   use_pathways: bool
-  """True runs RL under Pathways, one controller for all hosts. Not supported yet: runs only pre-train and fine-tune
-  (use_sft, use_dpo) yet. Default: True."""
+  """True runs RL under Pathways, one controller for all hosts. Not supported yet: runs only pre-train, fine-tune
+  (use_sft, use_dpo) and distill yet. Default: True."""
 
   use_post_attn_norm: bool
   """True normalizes the attention output before the residual sum. Default: False."""
@@ -2230,8 +2214,8 @@ class ConfigKeys(TypedDict, total=False):
   JAX's own splash and paged attention, and cuDNN; choose with attention and sa_block_*. Default: False."""
 
   use_standalone_converter: bool
-  """True turns trainer weights into vLLM's layout by a separate converter. Not supported yet: runs only pre-train
-  and fine-tune (use_sft, use_dpo) yet. Default: False."""
+  """True turns trainer weights into vLLM's layout by a separate converter. Not supported yet: runs only pre-train,
+  fine-tune (use_sft, use_dpo) and distill yet. Default: False."""
 
   use_tokamax_gmm: bool
   """True runs the experts' grouped matmuls with Tokamax. Not supported yet: the kernels are JAX's own splash and
@@ -2288,20 +2272,20 @@ class ConfigKeys(TypedDict, total=False):
   -1."""
 
   vllm_additional_config: dict[str, Any]
-  """Extra options passed on to vLLM's backend. Not supported yet: runs only pre-train and fine-tune (use_sft,
-  use_dpo) yet. Default: {}."""
+  """Extra options passed on to vLLM's backend. Not supported yet: runs only pre-train, fine-tune (use_sft, use_dpo)
+  and distill yet. Default: {}."""
 
   vllm_hf_config_path: str
-  """Folder of the Hugging Face configuration for vLLM; '' is the model's own. Not supported yet: runs only pre-train
-  and fine-tune (use_sft, use_dpo) yet. Default: ''."""
+  """Folder of the Hugging Face configuration for vLLM; '' is the model's own. Not supported yet: runs only pre-
+  train, fine-tune (use_sft, use_dpo) and distill yet. Default: ''."""
 
   vllm_hf_overrides: dict[str, Any]
-  """Hugging Face configuration fields replaced when vLLM loads the model. Not supported yet: runs only pre-train and
-  fine-tune (use_sft, use_dpo) yet. Default: {}."""
+  """Hugging Face configuration fields replaced when vLLM loads the model. Not supported yet: runs only pre-train,
+  fine-tune (use_sft, use_dpo) and distill yet. Default: {}."""
 
   vllm_load_format: str
-  """How vLLM gets its first weights; 'dummy' is random, to be replaced. Not supported yet: runs only pre-train and
-  fine-tune (use_sft, use_dpo) yet. Default: 'dummy'."""
+  """How vLLM gets its first weights; 'dummy' is random, to be replaced. Not supported yet: runs only pre-train,
+  fine-tune (use_sft, use_dpo) and distill yet. Default: 'dummy'."""
 
   vocab_size: int
   """Entries of the vocabulary. Default: 32000."""

@@ -2,7 +2,7 @@
 
 Later layers win: base.yml, the user's own base.yml, the YAML that `custom_mesh_and_rule` names, the model's YAML, that
 of the training method (`sft.yml` with `use_sft=true`, `dpo.yml` with `use_dpo=true`), a user's YAML (or a built-in
-recipe), `M_<KEY>` variables of the environment that the caller passes, then single values.
+recipe), `M_<KEY>` variables of the environment that the caller passes, single values, then `student_overrides`.
 `logical_axis_rules` of a user replace the rules of the same logical axes. With `override_logical_axis_rules=true` they
 replace the whole table.
 """
@@ -136,6 +136,7 @@ def resolve(
     _Layer("environment", _environment_layer(environment or {})),
     _Layer("command line", dict(values or {})),
   ]
+  given += _student_layers(given)
   user_values = {key: value for layer in given for key, value in layer.values.items()}
   _check_known_keys(user_values)
   name, rules = user_values.get("model_name", "default"), user_values.get("custom_mesh_and_rule", "")
@@ -320,6 +321,14 @@ def _model_layer(name: str) -> dict[str, Any]:
   if name not in model_names():
     raise ConfigError(f"model_name={name} is not a known model.{did_you_mean(str(name), model_names())}")
   return _read(_MODELS / f"{name}.yml")
+
+
+def _student_layers(given: Collection[_Layer]) -> list[_Layer]:
+  """What the last layer with `student_overrides` says of the student."""
+  found = [layer.values["student_overrides"] for layer in given if "student_overrides" in layer.values]
+  if not found or not isinstance(found[-1], Mapping):  # validation of the key reports it
+    return []
+  return [_Layer("student_overrides", dict(found[-1]))]
 
 
 def _method_layers(values: Mapping[str, Any]) -> list[_Layer]:

@@ -130,6 +130,7 @@ _DPO = (
   "dpo_label_smoothing", "dpo_beta", "dpo_loss_type", "dpo_loss_weights", "simpo_gamma", "precompute_ref_log_probs",
 )  # fmt: skip
 _WITH_REFERENCE = includes("dpo_loss_type", "sigmoid", "sigmoid_norm", "robust", "hinge", "ipo")
+_LEARN_TO_INIT = ("learn_to_init_mode", "lti_use_general_linear_map", "distill_student_weights_share_map")
 _FORMATTING = ("formatting_func_path", "formatting_func_kwargs")
 _SIZES = ("emb_dim", "mlp_dim", "moe_mlp_dim", "num_decoder_layers", "num_kv_heads", "num_query_heads")
 _PATHWAYS = (
@@ -616,11 +617,52 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_unset("enable_diloco"),
     allowed_values=(False,),
   ),
+  *(
+    NoEffectOption(
+      (f"distill_{name}_end",), f"it has no effect with distill_{name}_schedule=constant",
+      unless=is_none_of(f"distill_{name}_schedule", "constant"),
+    )
+    for name in ("alpha", "temperature", "beta")
+  ),
+  NoEffectOption(
+    ("distill_feature_loss_type", "distill_layer_indices"), "it has no effect without distill_beta",
+    unless=any_of(is_set("distill_beta"), is_set("distill_beta_end")),
+  ),
+  NoEffectOption(
+    _section(t.Distillation, but=(*_LEARN_TO_INIT, "teacher_overrides", "offline_data_dir", "student_overrides",
+                                  "student_params_to_update")),
+    "it has no effect without a teacher: teacher_overrides, or offline_data_dir",
+    unless=any_of(is_set("teacher_overrides"), is_set("offline_data_dir")),
+  ),
+  UnsupportedOption(
+    ("distill_beta", "distill_beta_end", "distill_weights_copy_map"),
+    "offline_data_dir has outputs of a teacher, and neither its layers nor its weights: leave one of them out",
+    unless=is_unset("offline_data_dir"),
+    allowed_values=(0.0,),
+  ),
+  UnsupportedOption(
+    ("distill_beta", "distill_beta_end"), "layers of pipeline stages are not compared: leave one of them out",
+    unless=negate(_PIPELINED),
+    allowed_values=(0.0,),
+  ),
+  UnsupportedOption(
+    ("teacher_overrides", "offline_data_dir"), "use_dpo=true and distillation are two methods: choose one of them",
+    unless=is_unset("use_dpo"),
+  ),
+  UnsupportedOption(
+    ("teacher_overrides",), "the teacher of DiLoCo replicas is not implemented: leave one of the two out",
+    unless=is_unset("enable_diloco"),
+  ),
+  UnsupportedOption(
+    _LEARN_TO_INIT,
+    "learning the first weights is not implemented; distill_weights_copy_map copies them from the teacher",
+    allowed_values=(False,),
+  ),
   UnsupportedOption(
     ("use_grpo",
-     *_section(t.Distillation, t.RLHardware, t.VLLM, t.RL, t.RLDataset, t.RLEvaluation, t.Reward, t.SpecialTokens),
+     *_section(t.RLHardware, t.VLLM, t.RL, t.RLDataset, t.RLEvaluation, t.Reward, t.SpecialTokens),
      "rl", "debug"),
-    "runs only pre-train and fine-tune (use_sft, use_dpo) yet",
+    "runs only pre-train, fine-tune (use_sft, use_dpo) and distill yet",
     allowed_values=(False,),
   ),
   NoEffectOption(

@@ -4,7 +4,7 @@ Shapes: B batch, S sequence, E width, V vocabulary, N tiles.
 """
 
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,31 +37,25 @@ def tiled_cross_entropy(
   hidden: jax.Array, logits_of: Callable[[jax.Array], jax.Array], targets: jax.Array, z_loss: float, tiles: int
 ) -> jax.Array:
   """`cross_entropy` from hidden states [B,S,E], `tiled`."""
-  return tiled(partial(cross_entropy, z_loss=z_loss), hidden, logits_of, targets, tiles)
+  return tiled(lambda hidden, targets: cross_entropy(logits_of(hidden), targets, z_loss), tiles, hidden, targets)
 
 
-def tiled(
-  of_logits: Callable[[jax.Array, jax.Array], jax.Array],
-  hidden: jax.Array,
-  logits_of: Callable[[jax.Array], jax.Array],
-  targets: jax.Array,
-  tiles: int,
-) -> jax.Array:
-  """`of_logits(logits, targets)` [B,S] from hidden states [B,S,E], one tile of positions at a time, recomputed in the
-  backward pass.
+def tiled(function: Callable[..., Any], tiles: int, *arrays: jax.Array) -> Any:
+  """`function` of arrays [B,S,...], which returns a tree of such arrays, one tile of positions at a time, recomputed in
+  the backward pass.
 
   Tile n holds positions n, n + N, n + 2N, ..., so every device has part of every tile, however the sequence is sharded.
   """
   if tiles == 1:
-    return of_logits(logits_of(hidden), targets)
+    return function(*arrays)
 
   def split(x: jax.Array) -> jax.Array:
     B, S = x.shape[:2]
     return jnp.moveaxis(x.reshape(B, S // tiles, tiles, *x.shape[2:]), 2, 0)
 
-  @jax.checkpoint
-  def one(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
-    return of_logits(logits_of(tile[0]), tile[1])
+  def join(x: jax.Array) -> jax.Array:
+    whole = jnp.moveaxis(x, 0, 2)
+    return whole.reshape(whole.shape[0], -1, *whole.shape[3:])
 
-  found = jax.lax.map(one, (split(hidden), split(targets)))
-  return jnp.moveaxis(found, 0, 2).reshape(targets.shape)
+  one = jax.checkpoint(lambda tile: function(*tile))
+  return jax.tree.map(join, jax.lax.map(one, tuple(map(split, arrays))))

@@ -19,6 +19,8 @@ from maxtext.layers.param_factory import Buffer, ParamFactory
 from maxtext.layers.rope import RotaryEmbedding
 from maxtext.layers.stack import LayerSpec, Report
 
+MIXER_OUTPUT = "mixer_output"
+"""The auxiliary output [B,S,E] of a layer that `ExecutionConfig.keep_mixer_outputs` asks for."""
 RESIDUAL = ("activation_batch", "activation_norm_length", "activation_embed")
 _Other = TypeVar("_Other")
 _STREAMS = ("activation_batch", "activation_norm_length", None, "activation_embed")
@@ -140,6 +142,8 @@ class DecoderBlock(nnx.Module):
 
     def mix(x: jax.Array) -> tuple[jax.Array, tuple[Report, Cache | None]]:
       mixed, aux, updated = self.mixer(_apply_norm(self.mixer_norm, x), context, cache, repeat)
+      if self.execution.keep_mixer_outputs:
+        aux = aux | {MIXER_OUTPUT: mixed}
       return _apply_norm(self.mixer_post_norm, mixed), (aux, updated)
 
     def feed(x: jax.Array) -> tuple[jax.Array, Report]:

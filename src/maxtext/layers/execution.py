@@ -116,6 +116,7 @@ class ExecutionConfig:
     matmul: implementations that every matmul passes through, the outermost first.
     weight_format: which arrays are stored for a weight.
     dropout_rate: share of activations zeroed where a call has dropout keys, as in training; 0 is no dropout.
+    keep_mixer_outputs: layers return the output of their attention or other mixer as an auxiliary output.
   """
 
   sharding: Sharding
@@ -128,6 +129,7 @@ class ExecutionConfig:
   matmul: tuple[Matmul, ...] = ()
   weight_format: WeightFormat = field(default_factory=PlainFormat)
   dropout_rate: float = 0.0
+  keep_mixer_outputs: bool = False
 
   @property
   def fused_attention(self) -> str | None:

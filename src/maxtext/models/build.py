@@ -139,5 +139,5 @@ _READ_ELSEWHERE = {
 
 
 def _trained(config: MaxTextConfig) -> Callable[[str], bool]:
-  patterns = [re.compile(pattern) for pattern in config.trainable_parameters_mask]
+  patterns = [re.compile(p) for p in config.student_params_to_update or config.trainable_parameters_mask]
   return lambda path: not patterns or any(pattern.search(path) for pattern in patterns)

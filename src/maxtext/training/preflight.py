@@ -11,6 +11,7 @@ import jax
 
 from maxtext.checkpoint.location import folder_of, steps_in
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.derived import training_steps
 from maxtext.configs.errors import plural
 from maxtext.configs.types import DatasetType
 from maxtext.configs.values import plain_value
@@ -22,6 +23,7 @@ from maxtext.observe.metric_writers import warn
 from maxtext.observe.run_directory import RunDirectory, nearest_folder
 from maxtext.training.program import Program
 from maxtext.training.state import bytes_per_device
+from maxtext.training.teacher import check_teacher
 
 _PATIENCE = 600  # seconds for the slowest process to open its data
 _LEAST_FILLED = 0.75  # of a state's bytes, which its checkpoint takes at least, compressed
@@ -70,6 +72,7 @@ def check_host(program: Program) -> None:
   problem: ConfigError | None = None
   try:
     check_extras(program.config)
+    check_teacher(program)
     _check_memory(program)
     program.data.check()
     if jax.process_index() == 0:
@@ -112,7 +115,7 @@ def describe(program: Program, run: RunDirectory, config_name: str) -> str:
 def dry_run_lines(program: Program, run: RunDirectory, config_name: str) -> Iterator[str]:
   """What a run would do, after its checks, with nothing compiled and nothing written."""
   c = program.config
-  steps = c.learning_rate_schedule_steps if c.steps == -1 else c.steps
+  steps = training_steps(c)
   rows, length = _batch_shape(program)
   yield describe(program, run, config_name)
   yield f"steps        {steps:,}, {rows * length:,} tokens each, {steps * rows * length:,} together"
@@ -177,7 +180,7 @@ def _check_output(program: Program) -> None:
 def _checkpoints_to_write(config: MaxTextConfig) -> int | None:
   """How many checkpoints will be on the disk beside those that are there; None where time decides."""
   c, keep = config, config.max_num_checkpoints_to_keep
-  steps = c.learning_rate_schedule_steps if c.steps == -1 else c.steps
+  steps = training_steps(c)
   saves = steps // c.checkpoint_period + (steps % c.checkpoint_period != 0 and c.save_checkpoint_on_completion)
   best = int(c.eval_interval > 0)
   most = None if keep is None else max(2, keep) + 1 + best  # an old one is removed after a new one is written

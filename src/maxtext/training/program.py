@@ -73,7 +73,8 @@ class Program:
     model = build_model(config, mesh)
     config = with_devices(config, mesh.devices.flatten().tolist())
     if not model.params:
-      raise ConfigError(f"trainable_parameters_mask={config.trainable_parameters_mask} leaves nothing to train.")
+      key = "student_params_to_update" if config.student_params_to_update else "trainable_parameters_mask"
+      raise ConfigError(f"{key}={getattr(config, key)} leaves nothing to train.")
     schedule = learning_rate(schedule_options(config)) if optimizer is None else None
     optimizer = optimizer or make_optimizer(optimizer_options(config), model.matrices)
     updated = update_shardings(model, config.shard_optimizer_over_data)
@@ -174,6 +175,10 @@ class Program:
   def init_frozen(self) -> dict[str, Params]:
     """The parameters of the frozen models, by name, made or read where they live: the same for every start of a run."""
     return {name: frozen_params(config, model) for name, (config, model) in self._frozen_models.items()}
+
+  def frozen_config(self, name: str) -> MaxTextConfig:
+    """The configuration of a frozen model."""
+    return self._frozen_models[name][0]
 
   def forward(self, function: Callable[[Decoder, Any], Any]) -> Callable[[Params, Any], Any]:
     """Compiles a function of the model and a batch, which sees both as the step does.

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from maxtext.checkpoint.tokenizer import find_tokenizer, keep_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.derived import training_steps
 from maxtext.configs.errors import plural
 from maxtext.configs.loader import values_and_origins
 from maxtext.configs.types import ProfilerType
@@ -66,6 +67,7 @@ from maxtext.training.program import Program, hlo_folder
 from maxtext.training.resume import RunCheckpoints
 from maxtext.training.state import TrainState
 from maxtext.training.synchronized_compile import SynchronizedCompile
+from maxtext.training.teacher import TEACHER, start_from_teacher
 
 _LOG = logging.getLogger(__name__)
 
@@ -135,8 +137,10 @@ def train(
     status.phase("making the first state, or restoring it")
     state, feed = checkpoints.restore_or_init(program)
     frozen = program.init_frozen()
+    if not int(state.step) and TEACHER in frozen:
+      state = start_from_teacher(program, state, frozen[TEACHER])
     feed = agree_on_step(program, feed)
-    steps = range(int(state.step), config.learning_rate_schedule_steps if config.steps == -1 else config.steps)
+    steps = range(int(state.step), training_steps(config))
     if steps.start and not steps:
       if first:
         _LOG.info(f"maxtext: {_nothing_left(config, name, steps)}")

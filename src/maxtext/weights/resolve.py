@@ -18,12 +18,14 @@ from maxtext.weights.detect import is_hugging_face
 _LOG = logging.getLogger(__name__)
 
 
-def resolve_source(source: str | None, values: Mapping[str, Any], strict: bool = False) -> Resolved:
+def resolve_source(
+  source: str | None, values: Mapping[str, Any], strict: bool = False, recorded: Collection[str] = ()
+) -> Resolved:
   """The configuration of a file, recipe, model, run or folder of weights, of keys and of the environment.
 
   A run gives its model, its last parameters and its tokenizer to start from.
 
-  Warns on stderr of keys that have no effect; `strict` raises instead.
+  Warns on stderr of keys that have no effect, but for `recorded` ones; `strict` raises instead.
   """
   folder = source if source and is_hugging_face(source) else None
   if folder:
@@ -34,12 +36,12 @@ def resolve_source(source: str | None, values: Mapping[str, Any], strict: bool =
     keys = starting_keys(source, values)
     found = resolve_keys(keys, strict, recorded=keys.keys() - values.keys())
     return replace(found, name=Path(source).resolve().name)
-  first = resolve(source, os.environ, values)
+  first = resolve(source, os.environ, values, recorded=recorded)
   path = first.config.load_parameters_path
   if not path or not is_hugging_face(path):
     return _warn(first, strict)
   own = _folder_values(path, first)
-  again = resolve_keys({**own, **values}, strict, source, recorded=own.keys())
+  again = resolve_keys({**own, **values}, strict, source, recorded={*own, *recorded})
   origins = {**again.origins, **dict.fromkeys(own, os.path.join(path, "config.json"))}
   return replace(again, origins=origins, name=Path(folder).resolve().name if folder else again.name)
 

@@ -56,13 +56,13 @@ class Distillation(Section):
   """Learning from a teacher."""
 
   student_overrides: dict[str, Any] = Field(
-    default_factory=dict, description="Config values that apply to the student model only."
+    default_factory=dict, description="Keys of the student alone, which win over all others."
   )
   teacher_overrides: dict[str, Any] = Field(
-    default_factory=dict, description="Config values that apply to the teacher model only, such as its checkpoint."
+    default_factory=dict, description="Keys of the teacher alone: model_name, load_parameters_path. Empty: no teacher."
   )
   offline_data_dir: str | None = Field(
-    None, description="Folder of saved teacher outputs; None runs the teacher during training."
+    None, description="Folder of saved teacher outputs, read instead of other data; None runs the teacher."
   )
   distill_alpha: float = Field(0.5, description="Weight of the teacher loss, 0 to 1; the label loss has the rest.")
   distill_temperature: float = Field(
@@ -100,13 +100,14 @@ class Distillation(Section):
     False, description="True uses one full linear map per weight in learn_to_init_mode, not a factored one."
   )
   distill_weights_copy_map: dict[str, Any] = Field(
-    default_factory=dict, description="Student weight names and the teacher weights copied into them at the start."
+    default_factory=dict,
+    description="Paths of student weights, and the teacher's that they start with: PATH, or [PATH, [LAYER, ...]].",
   )
   distill_student_weights_share_map: dict[str, Any] = Field(
     default_factory=dict, description="Student weight names and the student weights they share values with."
   )
   student_params_to_update: None | list = Field(
-    None, description="Name patterns of student weights that train, others frozen; None trains all."
+    None, description="Regular expressions of paths of the student's weights that train; None trains all."
   )
 
 

@@ -3,6 +3,7 @@
 from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.derived import compares_features
 from maxtext.layers.execution import ExecutionConfig, Kernels, KVCacheConfig, Numerics, Sharding
 from maxtext.mesh.rules import Rules
 from maxtext.models.execution.attention_kernel import attention, check_attention
@@ -61,6 +62,7 @@ def execution_config(config: MaxTextConfig, mesh: Mesh) -> ExecutionConfig:
     scan_layers=c.scan_layers,
     kv_cache=KVCacheConfig(kv_cache_quantization(c), kv_cache_pages(c, mesh), kv_cache_block(c, mesh)),
     dropout_rate=c.dropout_rate if c.enable_dropout else 0.0,
+    keep_mixer_outputs=compares_features(c),
   )
 
 

@@ -2,6 +2,7 @@
 
 from maxtext.configs import MaxTextConfig
 from maxtext.training.objectives.base import Objective
+from maxtext.training.objectives.distillation import KnowledgeDistillation
 from maxtext.training.objectives.language_modeling import LanguageModeling
 from maxtext.training.objectives.preference import PreferenceOptimization
 
@@ -10,6 +11,8 @@ def training_objective(config: MaxTextConfig) -> Objective:
   """What is minimised."""
   if config.use_dpo:
     return PreferenceOptimization.of(config)
+  if KnowledgeDistillation.is_chosen(config):
+    return KnowledgeDistillation.of(config)
   return LanguageModeling(config.z_loss_multiplier, config.num_vocab_tiling, config.mtp_loss_scaling_factor)
 
 

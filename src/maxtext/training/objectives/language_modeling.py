@@ -39,11 +39,18 @@ class LanguageModeling(Objective):
     losses = tiled_cross_entropy(hidden, decoder.logits, batch.targets, self.z_loss, self.tiles)
     if self.next_token_only:
       return (losses * batch.weights).sum(), self._mtp_acceptance(decoder, hidden, batch)
+    further, metrics = self.further_losses(decoder, hidden, auxiliary, batch)
+    return (losses * batch.weights).sum() + further, metrics
+
+  def further_losses(
+    self, decoder: Decoder, hidden: jax.Array, auxiliary: list[Any], batch: Batch
+  ) -> tuple[jax.Array, Metrics]:
+    """The loss beside the next token's, of multi-token prediction and of layers, and its parts by name."""
     mtp_losses, mtp_auxiliary = self._mtp_loss(decoder, hidden, batch)
     auxiliary_loss, metrics = collect_auxiliary([*auxiliary, *mtp_auxiliary])
     weight = self.weight(batch)
     metrics |= mtp_losses
-    loss = (losses * batch.weights).sum() + (auxiliary_loss + sum(mtp_losses.values())) * weight
+    loss = (auxiliary_loss + sum(mtp_losses.values())) * weight
     return loss, {name: mean * weight for name, mean in metrics.items()}
 
   def tokens(self, batch: Batch) -> jax.Array:
@@ -70,7 +77,8 @@ class LanguageModeling(Objective):
       return {}
     states, _ = decoder.mtp_hidden(hidden, batch.targets, batch.positions, batch.segments)
     targets, weights = _further_targets(batch, self.mtp_eval_layer)
-    hits = tiled(is_hit, states[self.mtp_eval_layer - 1], decoder.logits, targets, self.tiles)
+    state = states[self.mtp_eval_layer - 1]
+    hits = tiled(lambda state, targets: is_hit(decoder.logits(state), targets), self.tiles, state, targets)
     counted = weights > 0
     sums = {"mtp_acceptance_rate": hits & counted, "mtp_acceptance_rate_weight": counted}
     return {name: values.sum(dtype=jnp.float32) for name, values in sums.items()}

@@ -1,0 +1,212 @@
+"""Knowledge distillation: a student learns the teacher's distribution of the next token beside the token itself."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.derived import compares_features, training_steps
+from maxtext.data.batch import Batch
+from maxtext.kernels.cross_entropy import cross_entropy, tiled
+from maxtext.kernels.divergence import kl_divergence
+from maxtext.layers.block import MIXER_OUTPUT
+from maxtext.models.build import model_spec
+from maxtext.models.spec import DecoderSpec
+from maxtext.training.objectives.base import FrozenModel, Metrics, Models, Objective, StepContext
+from maxtext.training.objectives.language_modeling import LanguageModeling
+from maxtext.training.teacher import TEACHER, teacher_config
+
+
+@dataclass(frozen=True)
+class Ramp:
+  """A value that goes to another one over a run.
+
+  Attributes:
+    start: at step 0.
+    end: after the last step.
+    steps: of the run.
+    shape: of the way between.
+  """
+
+  start: float
+  end: float | None = None
+  steps: int = 1
+  shape: Literal["constant", "linear", "cosine"] = "constant"
+
+  def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
+    """The value after so many steps."""
+    return jnp.asarray(_SHAPES[self.shape](self)(step), jnp.float32)
+
+  @property
+  def is_zero(self) -> bool:
+    """Whether it is 0 throughout."""
+    return self.start == 0 and (self.shape == "constant" or not self.end)
+
+
+def _cosine(ramp: Ramp) -> optax.Schedule:
+  assert ramp.end is not None, "checked with the configuration"
+  start, end = ramp.start, ramp.end
+  half = optax.cosine_decay_schedule(1.0, ramp.steps)
+  return lambda step: end + (start - end) * half(step)
+
+
+def _linear(ramp: Ramp) -> optax.Schedule:
+  assert ramp.end is not None, "checked with the configuration"
+  return optax.linear_schedule(ramp.start, ramp.end, ramp.steps)
+
+
+_SHAPES: Mapping[str, Callable[[Ramp], optax.Schedule]] = {
+  "constant": lambda ramp: optax.constant_schedule(ramp.start),
+  "linear": _linear,
+  "cosine": _cosine,
+}
+
+
+@dataclass(frozen=True)
+class KnowledgeDistillation(Objective):
+  """alpha * T^2 * KL(teacher || student) + (1 - alpha) * cross-entropy + beta * distance of features, for each target.
+
+  Losses of layers and of multi-token prediction are added whole.
+
+  Attributes:
+    teacher: the frozen model.
+    labels: the loss of the targets, and what is added to it.
+    alpha: weight of the teacher's distribution.
+    temperature: T, which divides the logits of both models.
+    beta: weight of the features: the outputs of attention, or of what a layer has in its place.
+    feature_loss: how features are compared.
+    layers: whose features are compared; None is all.
+  """
+
+  teacher: FrozenModel
+  labels: LanguageModeling
+  alpha: Ramp = Ramp(0.5)
+  temperature: Ramp = Ramp(1.0)
+  beta: Ramp = Ramp(0.0)
+  feature_loss: Literal["cosine", "l2"] = "cosine"
+  layers: tuple[int, ...] | None = None
+
+  @staticmethod
+  def is_chosen(config: MaxTextConfig) -> bool:
+    """Whether a run has a teacher that counts. Where its weights are 0 for the whole run, it is plain training."""
+    alpha, _, beta = _ramps(config)
+    return bool(config.teacher_overrides) and not (alpha.is_zero and beta.is_zero)
+
+  @staticmethod
+  def of(config: MaxTextConfig) -> "KnowledgeDistillation":
+    """As configured.
+
+    Raises:
+      ConfigError: the teacher's configuration is wrong, or has features that cannot be compared with the student's.
+    """
+    c, teacher = config, teacher_config(config)
+    if compares_features(c):
+      _check_features(c, model_spec(c), model_spec(teacher))
+    return KnowledgeDistillation(
+      FrozenModel(teacher),
+      LanguageModeling(c.z_loss_multiplier, c.num_vocab_tiling, c.mtp_loss_scaling_factor),
+      *_ramps(c),
+      c.distill_feature_loss_type,
+      None if c.distill_layer_indices is None else tuple(c.distill_layer_indices),
+    )
+
+  @property
+  def frozen(self) -> Mapping[str, FrozenModel]:
+    """The teacher."""
+    return {TEACHER: self.teacher}
+
+  def __call__(self, models: Models, batch: Batch, context: StepContext) -> tuple[jax.Array, Metrics]:
+    """The sum over all targets, each times its weight."""
+    student, teacher = models.decoder, models.frozen[TEACHER]
+    alpha, temperature, beta = (ramp(context.step) for ramp in (self.alpha, self.temperature, self.beta))
+    hidden, auxiliary, _ = student.hidden(batch.inputs, batch.positions, batch.segments)
+    read, teacher_auxiliary, _ = jax.lax.stop_gradient(teacher.hidden(batch.inputs, batch.positions, batch.segments))
+
+    def of_tile(hidden: jax.Array, read: jax.Array, targets: jax.Array) -> dict[str, jax.Array]:
+      """Both models' logits exist for one tile at a time."""
+      ours, theirs = student.logits(hidden), jax.lax.stop_gradient(teacher.logits(read))
+      return {
+        "hard_loss": cross_entropy(ours, targets, self.labels.z_loss),
+        "kl": kl_divergence(ours, theirs, temperature),
+        "teacher_loss": cross_entropy(theirs, targets, 0.0),
+      }
+
+    tokens = tiled(of_tile, self.labels.tiles, hidden, read, batch.targets)
+    tokens["soft_loss"] = jnp.square(temperature) * tokens["kl"]
+    losses = alpha * tokens["soft_loss"] + (1.0 - alpha) * tokens["hard_loss"]
+    if not self.beta.is_zero:
+      tokens["feature_loss"] = self._distance(features(auxiliary), features(teacher_auxiliary))
+      losses = losses + beta * tokens["feature_loss"]
+    further, metrics = self.labels.further_losses(student, hidden, auxiliary, batch)
+    weight = self.weight(batch)
+    schedule = {"distill_alpha": alpha, "distill_temperature": temperature, "distill_beta": beta}
+    ramped = {name: schedule[name] * weight for name, ramp in self._ramped.items() if ramp.shape != "constant"}
+    own = {name: (values * batch.weights).sum() for name, values in tokens.items()}
+    return (losses * batch.weights).sum() + further, metrics | own | ramped
+
+  def tokens(self, batch: Batch) -> jax.Array:
+    """Tokens that the model reads, also those without a weight in the loss."""
+    return self.labels.tokens(batch)
+
+  @property
+  def _ramped(self) -> dict[str, Ramp]:
+    return {"distill_alpha": self.alpha, "distill_temperature": self.temperature, "distill_beta": self.beta}
+
+  def _distance(self, student: jax.Array, teacher: jax.Array) -> jax.Array:
+    """The mean distance [B,S] of features [L,B,S,E] over the layers."""
+    chosen = slice(None) if self.layers is None else jnp.asarray(self.layers)
+    a, b = (x[chosen].astype(jnp.float32) for x in (student, jax.lax.stop_gradient(teacher)))
+    return _DISTANCES[self.feature_loss](a, b).mean(0)
+
+
+def features(auxiliary: list[Any]) -> jax.Array:
+  """The outputs of attention [L,B,S,E] of all layers, in their order, from the auxiliary outputs of a decoder."""
+  groups = []
+  for cycle in auxiliary:
+    places = jnp.stack([layer[MIXER_OUTPUT] for layer in cycle], axis=1)  # [R,cycle,B,S,E]
+    groups.append(places.reshape(-1, *places.shape[2:]))
+  return jnp.concatenate(groups)
+
+
+def _cosine_distance(a: jax.Array, b: jax.Array) -> jax.Array:
+  return 1.0 - optax.losses.cosine_similarity(a, b, epsilon=1e-8)
+
+
+def _mean_squared_error(a: jax.Array, b: jax.Array) -> jax.Array:
+  return jnp.square(a - b).mean(-1)
+
+
+_DISTANCES = {"cosine": _cosine_distance, "l2": _mean_squared_error}
+
+
+def _ramps(config: MaxTextConfig) -> tuple[Ramp, Ramp, Ramp]:
+  """alpha, temperature, beta."""
+  c, steps = config, max(training_steps(config), 1)
+  return (
+    Ramp(c.distill_alpha, c.distill_alpha_end, steps, c.distill_alpha_schedule),
+    Ramp(c.distill_temperature, c.distill_temperature_end, steps, c.distill_temperature_schedule),
+    Ramp(c.distill_beta, c.distill_beta_end, steps, c.distill_beta_schedule),
+  )
+
+
+def _check_features(config: MaxTextConfig, student: DecoderSpec, teacher: DecoderSpec) -> None:
+  if student.width != teacher.width:
+    raise ConfigError(
+      f"distill_beta={config.distill_beta} compares layers of one width: the student's is {student.width}, the "
+      f"teacher's {teacher.width}. Leave it out."
+    )
+  ours, theirs = (sum(len(group.cycle) * group.repeats for group in spec.groups) for spec in (student, teacher))
+  indices = config.distill_layer_indices
+  if indices is None and ours != theirs:
+    raise ConfigError(
+      f"distill_beta={config.distill_beta} compares layer by layer, and the student has {ours} layers, the teacher "
+      f"{theirs}: name the layers with distill_layer_indices."
+    )
+  most = min(ours, theirs) - 1
+  for index in indices or ():
+    if not isinstance(index, int) or not 0 <= index <= most:
+      raise ConfigError(f"distill_layer_indices={indices}: {index} must be a layer of both models, 0 to {most}.")

@@ -1,0 +1,182 @@
+"""The teacher of a distillation: its configuration, its tokenizer, and the weights that a student starts with."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.checkpoint.inspect import OF_THE_MODEL, STARTED_FROM, chosen, starting_keys
+from maxtext.checkpoint.tokenizer import find_tokenizer, open_data_tokenizer
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.types import DatasetType, DataTypes, Distillation
+from maxtext.configs.values import plain_value
+from maxtext.data.options import data_options
+from maxtext.data.tokenizers import TextTokenizer
+from maxtext.models.model import Params
+from maxtext.training.state import TrainState
+from maxtext.weights.detect import is_hugging_face
+from maxtext.weights.resolve import resolve_source
+
+if TYPE_CHECKING:
+  from maxtext.training.program import Program
+
+TEACHER = "teacher"
+"""The name of the frozen model, for an objective."""
+_NAMES_A_MODEL = {"model_name", "decoder_block"}
+_OF_THE_STUDENT = {*STARTED_FROM, *Distillation.model_fields, "trainable_parameters_mask"} - {
+  key for key in Distillation.model_fields if key.startswith("distill_beta")
+}
+
+
+def teacher_config(config: MaxTextConfig) -> MaxTextConfig:
+  """The run's own keys, with `teacher_overrides`.
+
+  The model is the one that the overrides name, or that the folder of their `load_parameters_path` holds; only where
+  they say neither it is the student's, with what they change.
+  """
+  given, path = config.teacher_overrides, config.teacher_overrides.get("load_parameters_path", "")
+  run = {key: plain_value(value) for key, value in config}
+  shared = {
+    key: value for key, value in chosen(json.loads(json.dumps(run, default=str))).items() if key not in _OF_THE_STUDENT
+  }
+  own: dict[str, Any] = {}
+  if path or given.keys() & _NAMES_A_MODEL:
+    shared = {key: value for key, value in shared.items() if key not in OF_THE_MODEL}
+  try:
+    if path and not given.keys() & _NAMES_A_MODEL and not is_hugging_face(path):
+      own = {key: value for key, value in starting_keys(path, {}).items() if key in OF_THE_MODEL}
+    keys = own | shared | {key: run[key] for key in DataTypes.model_fields} | given
+    return resolve_source(None, keys, recorded=keys.keys() - given.keys()).config
+  except ConfigError as error:
+    raise ConfigError(f"teacher_overrides: {error}") from None
+
+
+def check_teacher(program: "Program") -> None:
+  """Raises where the teacher has no parameters, another tokenizer than the data of its student, or not the weights that
+  the student is to start with."""
+  if TEACHER not in program.frozen:
+    return
+  config, teacher = program.config, program.frozen_config(TEACHER)
+  _copied_weights(config, program.state.params | program.state.buffers, program.frozen[TEACHER])
+  path = teacher.load_parameters_path or teacher.load_full_state_path
+  if not path:
+    raise ConfigError(
+      "teacher_overrides names no parameters, and a teacher that was never trained teaches nothing: add "
+      "load_parameters_path, the folder of a run or of weights."
+    )
+  if find_tokenizer(path) is None:
+    return
+  data, own = data_options(config), replace(data_options(teacher), kind=DatasetType.SYNTHETIC)  # as without data
+  with (
+    open_data_tokenizer(data, config.load_parameters_path) as student,
+    open_data_tokenizer(own, path) as known,
+  ):
+    if student is not None and known is not None and (found := _difference(student, known)):
+      raise ConfigError(f"teacher_overrides: the teacher in {path} has another tokenizer than the data: {found}.")
+
+
+def start_from_teacher(program: "Program", state: TrainState, teacher: Params) -> TrainState:
+  """A first state with the weights that `distill_weights_copy_map` names."""
+  student = state.params | state.buffers
+  params = _copy_weights(_copied_weights(program.config, student, teacher), student, teacher)
+  return program.start_from(
+    state, {name: params[name] for name in state.params}, {name: params[name] for name in state.buffers}
+  )
+
+
+class _Copied(NamedTuple):
+  """Where a weight of the student comes from.
+
+  Attributes:
+    path: of the teacher's weight.
+    layers: of its stacked layers, those that are taken; None for all.
+  """
+
+  path: str
+  layers: tuple[int, ...] | None
+
+
+def _copied_weights(
+  config: MaxTextConfig, student: Mapping[str, Any], teacher: Mapping[str, Any]
+) -> dict[str, _Copied]:
+  """What `distill_weights_copy_map` says of each weight, by the student's path. A path stands for all below it.
+
+  Raises:
+    ConfigError: a path names nothing, or the shapes differ.
+  """
+  found: dict[str, _Copied] = {}
+  for target, value in config.distill_weights_copy_map.items():
+    source, layers = _source(target, value)
+    names = [name for name in student if name == target or name.startswith(f"{target}/")]
+    if not names:
+      raise ConfigError(f"distill_weights_copy_map: the student has no weight '{target}'. It has {_some(student)}.")
+    for name in names:
+      path = source + name.removeprefix(target)
+      if path not in teacher:
+        raise ConfigError(f"distill_weights_copy_map: the teacher has no weight '{path}'. It has {_some(teacher)}.")
+      size = teacher[path].shape[0] if teacher[path].shape else 0
+      if layers is not None and not all(0 <= layer < size for layer in layers):
+        raise ConfigError(f"distill_weights_copy_map: '{path}' of the teacher has {size} layers, from 0 on.")
+      shape = teacher[path].shape if layers is None else (len(layers), *teacher[path].shape[1:])
+      if student[name].shape != shape:
+        raise ConfigError(
+          f"distill_weights_copy_map: '{name}' of the student is {list(student[name].shape)}, and '{path}' of the "
+          f"teacher is {list(shape)}."
+        )
+      found[name] = _Copied(path, layers)
+  return found
+
+
+def _copy_weights(found: Mapping[str, _Copied], student: Params, teacher: Params) -> Params:
+  """The student's parameters, with those that are copied."""
+  if not found:
+    return student
+
+  def copy(teacher: Params) -> Params:
+    taken = {
+      name: teacher[path] if layers is None else teacher[path][jnp.array(layers)]
+      for name, (path, layers) in found.items()
+    }
+    return {name: array.astype(student[name].dtype) for name, array in taken.items()}
+
+  shardings = {name: student[name].sharding for name in found}
+  sources = {path: teacher[path] for path, _ in found.values()}
+  return student | jax.jit(copy, out_shardings=shardings)(sources)
+
+
+def _source(target: str, value: Any) -> tuple[str, tuple[int, ...] | None]:
+  if isinstance(value, str):
+    return value, None
+  if (
+    isinstance(value, list)
+    and len(value) == 2
+    and isinstance(value[0], str)
+    and isinstance(value[1], list)
+    and value[1]
+    and all(isinstance(layer, int) for layer in value[1])
+  ):
+    return value[0], tuple(value[1])
+  raise ConfigError(
+    f"distill_weights_copy_map: {{{target}: {value}}} must name a path of the teacher, or [PATH, [LAYER, ...]]."
+  )
+
+
+def _some(weights: Mapping[str, Any]) -> str:
+  names = sorted({"/".join(name.split("/")[:5]) for name in weights})
+  return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+
+
+def _difference(student: TextTokenizer, teacher: TextTokenizer) -> str | None:
+  """The first difference, for a person; None where there is none."""
+  if student.sha256 == teacher.sha256:
+    return None
+  for token in range(min(student.vocab_size, teacher.vocab_size)):
+    ours, theirs = student.vocabulary.name(token), teacher.vocabulary.name(token)
+    if ours != theirs:
+      return f"token {token} is {ours!r} there, and {theirs!r} for the teacher"
+  if student.vocab_size != teacher.vocab_size:
+    return f"it has {student.vocab_size:,} tokens there, and {teacher.vocab_size:,} for the teacher"
+  return None
