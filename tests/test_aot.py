@@ -189,6 +189,7 @@ def test_a_plan_of_what_does_not_fit():
   assert "DOES NOT FIT" in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_search_finds_a_recipe_that_runs(tmp_path):
   recipe = tmp_path / "found.yml"
   done = plan("--search", "--compiles", "3", "--json", "--recipe", str(recipe), "--jobs", "1")

@@ -64,7 +64,8 @@ def test_a_plan_counts_the_blocks_that_a_kernel_multiplies(fused):
 
 @pytest.mark.aot
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", ["v5p-8", pytest.param("v6e-4", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("chip", ["v5p-8", "v6e-4"])
 def test_blocks_are_chosen_by_schedules(chip, monkeypatch):
   monkeypatch.setattr(kernel_blocks, "SIZES", ((512, 512, 512), (1024, 1024, 512)))
   keys = {"base_num_decoder_layers": 1, "vocab_size": 1024, "max_target_length": 4096, "dataset_type": "synthetic",

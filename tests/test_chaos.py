@@ -140,7 +140,7 @@ def documents(run: Run) -> list[int]:
   return [first for batch in range(1, STEPS + 1) for row in range(ROWS) for first in min(seen[batch, row])[1:]]
 
 
-@pytest.mark.parametrize("times", [8, pytest.param(20, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("times", [5, pytest.param(20, marks=pytest.mark.nightly)])
 def test_killed_again_and_again_the_history_is_the_same(whole, corpus, times):
   expected, start_up = whole
   run, rng = Run(corpus.parent / f"killed{times}", corpus), random.Random(11)
@@ -177,22 +177,21 @@ def compare_documents(run: Run, expected: Run) -> tuple[int, int]:
 
 
 def test_host_counts_change_between_kills(whole, corpus):
-  """1, 2, 4, 1 processes over the same four devices."""
+  """1, 2, 4, 2, 1 processes over the same four devices."""
   expected, start_up = whole
   run, rng = Run(corpus.parent / "moved", corpus), random.Random(5)
   interrupted = 0
-  for processes in (1, 2, 4):
-    for moment in (in_a_step, in_a_save):
-      process = run.start(processes)
-      moment(run, process, rng, start_up)
-      assert process.poll() is None, run.log.read_text()[-3000:]
-      kill(process)
-      interrupted += bool(run.unfinished())
+  for processes, moment in ((1, in_a_step), (2, in_a_save), (4, in_a_step), (2, in_a_save)):
+    process = run.start(processes)
+    moment(run, process, rng, start_up)
+    assert process.poll() is None, run.log.read_text()[-3000:]
+    kill(process)
+    interrupted += bool(run.unfinished())
   run.finish(1)
   lost, repeated = compare_documents(run, expected)
   ours, theirs = np.array(run.history()), np.array(expected.history())
   np.testing.assert_array_equal(ours, theirs, "losses, gradient norms and token counts, bit for bit")
-  print(f"\n6 kills, {interrupted} saves interrupted, documents lost or repeated ({lost}, {repeated})")
+  print(f"\n4 kills, {interrupted} saves interrupted, documents lost or repeated ({lost}, {repeated})")
   assert (lost, repeated) == (0, 0)
 
 

@@ -178,7 +178,7 @@ def first_pairs(keys, devices, tmp_path, count=8):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["sigmoid", "orpo"])
+@pytest.mark.parametrize("loss", ["sigmoid", pytest.param("orpo", marks=pytest.mark.nightly)])
 def test_meshes_packing_tiles_and_a_frozen_copy_agree(folder, tmp_path, loss):
   keys = dpo_keys(folder, dpo_loss_type=[loss], per_device_batch_size=8, packing=False, opt_type="sgd")
   expected = first_pairs(keys, 1, tmp_path)

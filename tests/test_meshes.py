@@ -150,7 +150,7 @@ def test_loss_curve_with_every_head_split():
   [
     pytest.param(2, 4, {"fsdp": 4, "tensor": 2}, id="2 x 4"),
     pytest.param(4, 2, {"fsdp": 4, "tensor": 2}, id="4 x 2", marks=pytest.mark.nightly),
-    pytest.param(2, 4, {"fsdp": 1, "context": 8}, id="2 x 4, rows shared"),
+    pytest.param(2, 4, {"fsdp": 1, "context": 8}, id="2 x 4, rows shared", marks=pytest.mark.nightly),
     pytest.param(2, 4, {"fsdp": 4, "pipeline": 2}, id="2 x 4, layers shared", marks=pytest.mark.nightly),
   ],
 )
