@@ -81,7 +81,7 @@ def test_lists(scripts):
     return subprocess.run(["bash", "-c", *command], capture_output=True, text=True, check=True).stdout.split()
 
   assert {"train", "data", "completion"} <= set(candidates(""))
-  assert candidates("data", "") == ["prepare", "show", "bench"]
+  assert candidates("data", "") == ["prepare", "show", "teacher", "bench"]
   assert candidates("completion", "") == ["bash", "zsh", "fish"]
   assert candidates("report", "-") == ["-h", "--help", "--out", "--serve", "--port"]
   assert candidates("train", "opt_type=") == [f"opt_type={name}" for name in ("adamw", "adam_pax", "sgd", "muon")]

@@ -13,13 +13,17 @@ import pytest
 import maxtext
 from maxtext import ConfigError, load_config
 from maxtext.cli.main import main
+from maxtext.configs.errors import RunError
+from maxtext.data.teacher_outputs import SavedOutputs, TeacherOutputs
 from maxtext.kernels.divergence import kl_divergence, top_k_kl_divergence, top_k_log_probs
+from maxtext.training import save_teacher
 from maxtext.training.loop import run_loop
 from maxtext.training.objectives.configured import training_objective
 from maxtext.training.objectives.distillation import KnowledgeDistillation, Ramp
 from maxtext.training.objectives.language_modeling import LanguageModeling
+from maxtext.training.save_teacher import save_teacher_outputs
 from maxtext.training.teacher import TEACHER, start_from_teacher, teacher_config
-from tests.chat_templates import make_tokenizer
+from tests.chat_templates import VOCAB_SIZE, make_tokenizer
 from tests.support import TINY, History, program, tiny
 from tests.test_objective_seam import same
 
@@ -320,3 +324,159 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(taught, here):
     maxtext.train(student(taught, **keys, run_name="parts", steps=5), callbacks=[AtThree()])
   parts = maxtext.train(student(taught, **keys, run_name="parts", steps=5))
   assert same(whole.params, parts.params)
+
+
+TEXT = ("the one and the other " * 7, "and the last\n\nis the one ", "one, the ")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+  """A tokenizer, data of it, and a teacher of its vocabulary."""
+  folder = make_tokenizer(tmp_path_factory.mktemp("corpus"))
+  lines = [json.dumps({"text": TEXT[n % 3] * (1 + n % 5)}) for n in range(300)]
+  (folder / "train.jsonl").write_text("\n".join(lines))
+  data = {
+    "vocab_size": VOCAB_SIZE, "dataset_type": "grain", "grain_file_type": "jsonl", "tokenizer_type": "huggingface",
+    "tokenizer_path": str(folder), "grain_train_files": str(folder / "train.jsonl"), "train_data_columns": ["text"],
+    "grain_worker_count": 0, "num_epoch": 20, "packing": True,
+  }  # fmt: skip
+  run = {"steps": 3, "enable_checkpointing": True, "base_output_directory": str(folder), "run_name": "teacher"}
+  maxtext.train(tiny(**data, **TEACHER_SIZE, **run, learning_rate=1e-2, enable_tensorboard=False))
+  return folder, data
+
+
+def offline(corpus, folder, **changes):
+  keys = corpus[1] | {"offline_data_dir": folder and str(folder), "learning_rate": 1e-2, "per_device_batch_size": 1}
+  keys |= {"teacher_overrides": {"load_parameters_path": str(corpus[0] / "teacher")}, "steps": 3}
+  return tiny(**(keys | changes))
+
+
+@pytest.fixture(scope="module")
+def whole_vocabulary(corpus):
+  """Everything that the teacher says of three batches, and of what the next would be."""
+  folder = corpus[0] / "whole"
+  save_teacher_outputs(offline(corpus, folder, steps=4), VOCAB_SIZE)
+  return folder
+
+
+def test_saved_outputs_of_all_tokens_are_the_teacher(corpus, whole_vocabulary, tmp_path):
+  online, _ = losses(offline(corpus, None), devices=8)
+  saved, _ = losses(offline(corpus, whole_vocabulary), devices=8)
+  tiled, _ = losses(offline(corpus, whole_vocabulary, num_vocab_tiling=2), devices=8)
+  for name in ("loss", "kl", "hard_loss", "grad_norm"):
+    expected = [f[name] for f in online.figures]
+    for found in (saved, tiled):
+      np.testing.assert_allclose([f[name] for f in found.figures], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+  few = tmp_path / "few"
+  save_teacher_outputs(offline(corpus, few), 4)
+  bounded, _ = losses(offline(corpus, few), devices=8, steps=1)
+  assert 0 < bounded.figures[0]["kl"] < online.figures[0]["kl"]
+  assert bounded.figures[0]["hard_loss"] == pytest.approx(online.figures[0]["hard_loss"], rel=1e-6)
+
+
+def test_saving_goes_on_where_it_stopped(corpus, whole_vocabulary, tmp_path, monkeypatch):
+  monkeypatch.setattr(save_teacher, "_SHARD_BYTES", 1)
+  folder = tmp_path / "parts"
+  for steps in (1, 3, 3, 4):
+    found = save_teacher_outputs(offline(corpus, folder, steps=steps), VOCAB_SIZE)
+  assert len(found.shards) == 4
+  whole = TeacherOutputs(str(whole_vocabulary), SavedOutputs.read(str(whole_vocabulary)), 1, 0)
+  parts = TeacherOutputs(str(folder), SavedOutputs.read(str(folder)), 1, 0)
+  assert whole.saved.rows == parts.saved.rows == 32
+  np.testing.assert_array_equal(whole._rows(list(range(32))), parts._rows(list(range(32))))
+
+
+def test_rows_do_not_depend_on_the_batch_and_later_epochs_have_another_order(corpus, whole_vocabulary):
+  def read(devices, state=None, **changes):
+    p = program(offline(corpus, whole_vocabulary, num_epoch=2, **changes), devices)
+    return list(p.feed(state))
+
+  small, large = read(1, per_device_batch_size=4), read(8)
+  assert (len(small), len(large)) == (16, 8)
+  rows = [np.concatenate([np.asarray(fed.batch.inputs) for fed in fed_batches]) for fed_batches in (small, large)]
+  np.testing.assert_array_equal(*rows)
+  first, second = rows[0][:32], rows[0][32:]
+  assert not np.array_equal(first, second)
+  assert sorted(map(bytes, first)) == sorted(map(bytes, second))
+  rest = read(8, small[7].iterator_state())
+  np.testing.assert_array_equal(np.concatenate([np.asarray(fed.batch.inputs) for fed in rest]), second)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"max_target_length": 64}, "max_target_length=64, and offline_data_dir=.* was saved with max_target_length=32"),
+    ({"distill_temperature": 2.0}, "distill_temperature=2.0, and .* was saved with distill_temperature=1.0"),
+    ({"vocab_size": 128}, "has tokens of .* kinds, and vocab_size=128"),
+    ({"distill_beta": 1.0}, "neither its layers nor its weights"),
+    ({"distill_temperature_end": 2.0, "distill_temperature_schedule": "linear"}, "outputs at one temperature"),
+    ({"offline_data_dir": "/nothing"}, "offline_data_dir=/nothing has no saved outputs"),
+    ({"per_device_batch_size": 5, "num_epoch": 1}, "has 32 rows, and a batch takes 40"),
+  ],
+)
+def test_saved_outputs_that_do_not_fit(corpus, whole_vocabulary, changes, message):
+  with pytest.raises(ConfigError, match=message):
+    maxtext.train(offline(corpus, whole_vocabulary, **changes))
+
+
+@pytest.mark.parametrize(
+  ("changes", "top_k", "message"),
+  [
+    ({"distill_temperature": 2.0}, VOCAB_SIZE, "was begun with temperature=1.0, and this is 2.0"),
+    ({}, 3, "was begun with top_k"),
+    ({}, 0, "--top-k 0: from 1 to"),
+    ({"num_epoch": 20, "add_eos": False}, VOCAB_SIZE, "has outputs of other data"),
+    ({"teacher_overrides": {}}, 3, "needs offline_data_dir=FOLDER, to write to, and teacher_overrides"),
+    ({"teacher_overrides": {"base_emb_dim": 48}}, 3, "names no parameters"),
+  ],
+)  # fmt: skip
+def test_outputs_that_cannot_be_saved(corpus, whole_vocabulary, changes, top_k, message):
+  with pytest.raises(ConfigError, match=message):
+    save_teacher_outputs(offline(corpus, whole_vocabulary, **changes), top_k)
+
+
+def test_damaged_outputs_are_named(corpus, whole_vocabulary, tmp_path):
+  folder = Path(shutil.copytree(whole_vocabulary, tmp_path / "damaged"))
+  (file,) = folder.glob("*.array_record")
+  file.write_bytes(file.read_bytes()[: -len(file.read_bytes()) // 2])
+  with pytest.raises(RunError, match=r"teacher-00000.array_record"):
+    maxtext.train(offline(corpus, folder))
+  (folder / "manifest.json").write_text("{")
+  with pytest.raises(ConfigError, match=r"manifest.json cannot be read"):
+    maxtext.train(offline(corpus, folder))
+
+
+@pytest.mark.slow
+def test_commands_from_a_teacher_to_a_student(corpus, here, capsys):
+  """By the commands; the student needs no teacher, evaluates on other data, and resumes bit for bit."""
+  folder, data = corpus
+  words = [f"{key}={value}" for key, value in (TINY | data | {"steps": 6, "per_device_batch_size": 1}).items()]
+  words += ["offline_data_dir=outputs", "base_output_directory=runs"]
+  teacher = f"teacher_overrides={{load_parameters_path: {folder / 'teacher'}}}"
+  assert main(["data", "teacher", *words, teacher, "--top-k", "16"]) == 0
+  assert "48 rows of teacher outputs in" in capsys.readouterr().out
+  evaluation = [
+    f"grain_eval_files={folder / 'train.jsonl'}",
+    "eval_data_columns=[text]",
+    "eval_interval=2",
+    "eval_steps=1",
+  ]
+  student = [
+    "distill",
+    *words,
+    *evaluation,
+    "enable_checkpointing=true",
+    "checkpoint_period=2",
+    "enable_tensorboard=false",
+  ]
+  assert main([*student, "run_name=whole"]) == 0
+  assert main([*student, "run_name=parts", "steps=4", "learning_rate_schedule_steps=6"]) == 0
+  assert main([*student, "run_name=parts", "learning_rate_schedule_steps=6"]) == 0
+  lines = {
+    name: [json.loads(line) for line in (here / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    for name in ("whole", "parts")
+  }
+  whole, parts = ({line["step"]: line for line in lines[name] if "kl" in line} for name in ("whole", "parts"))
+  assert whole.keys() == parts.keys()
+  assert [line["loss"] for line in whole.values()] == [line["loss"] for line in parts.values()]
+  assert any("eval_loss" in line for line in lines["whole"])

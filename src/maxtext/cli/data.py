@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_commands(commands: Any) -> None:
-  """Adds `data prepare`, `data show` and `data bench` to the parser."""
+  """Adds the actions of `maxtext data` to the parser."""
   parser = commands.add_parser("data", help="make text ready for training, show it, measure how fast it is read")
   actions = parser.add_subparsers(required=True, metavar="ACTION")
   prepare = actions.add_parser(
@@ -77,6 +77,15 @@ def add_commands(commands: Any) -> None:
   show.add_argument("--rows", type=int, default=4, metavar="N", help="how many (default 4)")
   show.add_argument("--html", type=Path, metavar="FILE", help="write a page instead, and print only the counts")
   show.set_defaults(run=_show)
+  teacher = actions.add_parser(
+    "teacher",
+    help="save a teacher's outputs for distillation without it",
+    description="Save the likeliest next tokens of teacher_overrides for `steps` batches of a run's data in "
+    "offline_data_dir. Started again, it resumes.",
+  )
+  add_overrides(teacher)
+  teacher.add_argument("--top-k", type=int, default=64, metavar="K", help="tokens to keep of each (default 64)")
+  teacher.set_defaults(run=_teacher)
   bench = actions.add_parser(
     "bench",
     help="how fast a run's data is made",
@@ -188,6 +197,14 @@ def _show(arguments: argparse.Namespace) -> int:
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     _print(title, *as_text(rows, colours), "")
   _print(*describe_counts(RowCounts.of(rows)))
+  return 0
+
+
+def _teacher(arguments: argparse.Namespace) -> int:
+  config = resolve_overrides(arguments.overrides, arguments.strict).config
+  from maxtext.training.save_teacher import save_teacher_outputs
+
+  save_teacher_outputs(config, arguments.top_k)
   return 0
 
 

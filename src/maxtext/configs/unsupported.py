@@ -641,6 +641,14 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     allowed_values=(0.0,),
   ),
   UnsupportedOption(
+    ("offline_data_dir",), "saved rows are read in batches of one size: write enable_rampup_batch_size=false",
+    unless=is_unset("enable_rampup_batch_size"),
+  ),
+  UnsupportedOption(
+    ("offline_data_dir",), "it has outputs at one temperature: write distill_temperature_schedule=constant",
+    unless=is_one_of("distill_temperature_schedule", "constant"),
+  ),
+  UnsupportedOption(
     ("distill_beta", "distill_beta_end"), "layers of pipeline stages are not compared: leave one of them out",
     unless=negate(_PIPELINED),
     allowed_values=(0.0,),

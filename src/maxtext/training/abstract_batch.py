@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext.configs import ConfigError, MaxTextConfig
@@ -12,10 +11,11 @@ from maxtext.configs.derived import eval_batch_size, global_batch_size
 from maxtext.configs.types import DatasetType
 from maxtext.data.batch import BatchSource
 from maxtext.data.reference_log_probs import REFERENCE
+from maxtext.data.teacher_outputs import TEACHER_LOG_PROBS, TEACHER_TOKENS
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.mesh.rules import LOGICAL_AXES, mesh_axes_of, num_shards_of
 from maxtext.training import diloco
-from maxtext.training.objectives.base import BATCH, LENGTH, Field, Objective, token_batch, token_field
+from maxtext.training.objectives.base import BATCH, LENGTH, Field, Objective, token_batch
 
 _ROWS = {"per_device_batch_size": global_batch_size, "eval_per_device_batch_size": eval_batch_size}
 
@@ -49,16 +49,22 @@ def abstract_batch(
 
   declared = objective.batch(rows, config.max_target_length)
   if data is None:
-    made = {REFERENCE: token_field(rows, config.max_target_length, jnp.float32)} if config.use_dpo else {}
-    extra = {name: field for name, field in made.items() if name in getattr(declared, "extra", ())}
+    extra = {name: field for name, field in getattr(declared, "extra", {}).items() if name in _brought(config)}
     if declared != replace(token_batch(rows, config.max_target_length), extra=extra):
       raise ConfigError(
         f"{type(objective).__name__} declares a batch that the configured data does not make: give maxtext.train the "
         f"argument data."
       )
-    if config.dataset_type == DatasetType.SYNTHETIC:  # its rows are one document each
+    if config.dataset_type == DatasetType.SYNTHETIC and not extra:  # its rows are one document each
       declared = replace(declared, segments=None)
   return jax.tree_util.tree_map_with_path(array, declared)
+
+
+def _brought(config: MaxTextConfig) -> tuple[str, ...]:
+  """Extra values of targets that the configured data can bring."""
+  if config.use_dpo:
+    return (REFERENCE,)
+  return (TEACHER_TOKENS, TEACHER_LOG_PROBS) if config.offline_data_dir else ()
 
 
 def token_paths(declared: Any) -> frozenset[Any]:

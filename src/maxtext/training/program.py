@@ -148,7 +148,7 @@ class Program:
     batch = abstract_batch(
       config, model.execution, trained, data, "per_device_batch_size", config.gradient_accumulation_steps
     )
-    eval_batch = abstract_batch(config, model.execution, trained, data, "eval_per_device_batch_size")
+    eval_batch = abstract_batch(config, model.execution, measured, data, "eval_per_device_batch_size")
     made = Program(
       config,
       model,

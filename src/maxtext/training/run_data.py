@@ -14,6 +14,8 @@ from maxtext.data.dataloader import OpenedData, make_dataloader, missing_eval_da
 from maxtext.data.options import data_options
 from maxtext.data.reference_log_probs import REFERENCE, ReferenceLogProbs
 from maxtext.data.splits import SplitName
+from maxtext.data.teacher_outputs import TEACHER_TOKENS, TeacherOutputs
+from maxtext.training.teacher import saved_outputs
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ class RunData:
     """Raises where data of training or evaluation is missing or wrong, before anything costly has begun."""
     if self._source is None:
       for split in self.splits:
+        if split == "train" and self._saved is not None:
+          continue
         data = self.opened(split)
         if REFERENCE in data.batch.extra and not data.sources:
           raise ConfigError(
@@ -46,12 +50,17 @@ class RunData:
 
   def size(self) -> tuple[int, int | None] | None:
     """Documents and tokens of the training data; None for what its source does not know before it is read."""
-    if self._source is not None or not self.opened("train").sources:
+    if self._source is not None or self._saved is not None or not self.opened("train").sources:
       return None
     sources = self.opened("train").sources
     totals = [source.documents.counts.total for source in sources]
     documents = sum(sum(source.documents.sizes) for source in sources)
     return documents, None if None in totals else sum(total or 0 for total in totals)
+
+  @cached_property
+  def _saved(self) -> TeacherOutputs | None:
+    """The outputs of a teacher that are read instead of other training data."""
+    return saved_outputs(self._config) if TEACHER_TOKENS in getattr(self._batches["train"], "extra", ()) else None
 
   @property
   def is_configured(self) -> bool:
@@ -96,6 +105,8 @@ class RunData:
     batch = self._batches[split]
     if self._source is not None:
       return self._source.batches(batch, position, split)
+    if split == "train" and self._saved is not None:
+      return self._saved.batches(batch, position)
     data = self.opened(split)
     if REFERENCE in batch.extra and not (data.options.conversations and data.options.conversations.reference_log_probs):
       raise ConfigError("The objective needs reference log-probabilities in the data: give it precomputed=False.")

@@ -14,6 +14,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import DatasetType, DataTypes, Distillation
 from maxtext.configs.values import plain_value
 from maxtext.data.options import data_options
+from maxtext.data.teacher_outputs import SavedOutputs, TeacherOutputs
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.models.model import Params
 from maxtext.training.state import TrainState
@@ -52,6 +53,20 @@ def teacher_config(config: MaxTextConfig) -> MaxTextConfig:
     return resolve_source(None, keys, recorded=keys.keys() - given.keys()).config
   except ConfigError as error:
     raise ConfigError(f"teacher_overrides: {error}") from None
+
+
+def saved_outputs(config: MaxTextConfig) -> TeacherOutputs | None:
+  """The outputs in `offline_data_dir`, which a run reads instead of other training data; None without that key."""
+  if not config.offline_data_dir:
+    return None
+  found = SavedOutputs.read(config.offline_data_dir)
+  if found is None:
+    raise ConfigError(
+      f"offline_data_dir={config.offline_data_dir} has no saved outputs: `maxtext data teacher` writes them."
+    )
+  outputs = TeacherOutputs(config.offline_data_dir, found, config.num_epoch, config.data_shuffle_seed)
+  outputs.check(config.vocab_size, config.max_target_length, config.distill_temperature)
+  return outputs
 
 
 def check_teacher(program: "Program") -> None:

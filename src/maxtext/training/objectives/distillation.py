@@ -1,7 +1,7 @@
 """Knowledge distillation: a student learns the teacher's distribution of the next token beside the token itself."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -11,14 +11,25 @@ import optax
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import compares_features, training_steps
 from maxtext.data.batch import Batch
+from maxtext.data.teacher_outputs import TEACHER_LOG_PROBS, TEACHER_TOKENS
 from maxtext.kernels.cross_entropy import cross_entropy, tiled
-from maxtext.kernels.divergence import kl_divergence
+from maxtext.kernels.divergence import kl_divergence, top_k_kl_divergence
 from maxtext.layers.block import MIXER_OUTPUT
 from maxtext.models.build import model_spec
 from maxtext.models.spec import DecoderSpec
-from maxtext.training.objectives.base import FrozenModel, Metrics, Models, Objective, StepContext
+from maxtext.training.objectives.base import (
+  BATCH,
+  LENGTH,
+  Field,
+  FrozenModel,
+  Metrics,
+  Models,
+  Objective,
+  StepContext,
+  token_batch,
+)
 from maxtext.training.objectives.language_modeling import LanguageModeling
-from maxtext.training.teacher import TEACHER, teacher_config
+from maxtext.training.teacher import TEACHER, saved_outputs, teacher_config
 
 
 @dataclass(frozen=True)
@@ -73,28 +84,30 @@ class KnowledgeDistillation(Objective):
   Losses of layers and of multi-token prediction are added whole.
 
   Attributes:
-    teacher: the frozen model.
+    teacher: the frozen model; None where the data brings its likeliest tokens (`TeacherOutputs`).
     labels: the loss of the targets, and what is added to it.
     alpha: weight of the teacher's distribution.
     temperature: T, which divides the logits of both models.
     beta: weight of the features: the outputs of attention, or of what a layer has in its place.
     feature_loss: how features are compared.
     layers: whose features are compared; None is all.
+    top_k: tokens of the teacher that the data brings for each target.
   """
 
-  teacher: FrozenModel
+  teacher: FrozenModel | None
   labels: LanguageModeling
   alpha: Ramp = Ramp(0.5)
   temperature: Ramp = Ramp(1.0)
   beta: Ramp = Ramp(0.0)
   feature_loss: Literal["cosine", "l2"] = "cosine"
   layers: tuple[int, ...] | None = None
+  top_k: int = 0
 
   @staticmethod
   def is_chosen(config: MaxTextConfig) -> bool:
     """Whether a run has a teacher that counts. Where its weights are 0 for the whole run, it is plain training."""
     alpha, _, beta = _ramps(config)
-    return bool(config.teacher_overrides) and not (alpha.is_zero and beta.is_zero)
+    return bool(config.teacher_overrides or config.offline_data_dir) and not (alpha.is_zero and beta.is_zero)
 
   @staticmethod
   def of(config: MaxTextConfig) -> "KnowledgeDistillation":
@@ -103,39 +116,47 @@ class KnowledgeDistillation(Objective):
     Raises:
       ConfigError: the teacher's configuration is wrong, or has features that cannot be compared with the student's.
     """
-    c, teacher = config, teacher_config(config)
-    if compares_features(c):
+    c, saved = config, saved_outputs(config)
+    teacher = None if saved else teacher_config(config)
+    if teacher is not None and compares_features(c):
       _check_features(c, model_spec(c), model_spec(teacher))
     return KnowledgeDistillation(
-      FrozenModel(teacher),
+      None if teacher is None else FrozenModel(teacher),
       LanguageModeling(c.z_loss_multiplier, c.num_vocab_tiling, c.mtp_loss_scaling_factor),
       *_ramps(c),
       c.distill_feature_loss_type,
       None if c.distill_layer_indices is None else tuple(c.distill_layer_indices),
+      saved.saved.top_k if saved else 0,
     )
+
+  def batch(self, rows: int, length: int) -> Any:
+    """The batch of the configured data, with the teacher's likeliest tokens where there is no teacher."""
+    declared = token_batch(rows, length)
+    if self.teacher is not None:
+      return declared
+    tokens, log_probs = (
+      Field((rows, length, self.top_k), dtype, (BATCH, LENGTH, None)) for dtype in (jnp.int32, jnp.float32)
+    )
+    return replace(declared, extra={TEACHER_TOKENS: tokens, TEACHER_LOG_PROBS: log_probs})
 
   @property
   def frozen(self) -> Mapping[str, FrozenModel]:
     """The teacher."""
-    return {TEACHER: self.teacher}
+    return {} if self.teacher is None else {TEACHER: self.teacher}
 
   def __call__(self, models: Models, batch: Batch, context: StepContext) -> tuple[jax.Array, Metrics]:
     """The sum over all targets, each times its weight."""
-    student, teacher = models.decoder, models.frozen[TEACHER]
+    student = models.decoder
     alpha, temperature, beta = (ramp(context.step) for ramp in (self.alpha, self.temperature, self.beta))
     hidden, auxiliary, _ = student.hidden(batch.inputs, batch.positions, batch.segments)
-    read, teacher_auxiliary, _ = jax.lax.stop_gradient(teacher.hidden(batch.inputs, batch.positions, batch.segments))
+    compare, known, teacher_auxiliary = self._compared(models, batch, temperature)
 
-    def of_tile(hidden: jax.Array, read: jax.Array, targets: jax.Array) -> dict[str, jax.Array]:
-      """Both models' logits exist for one tile at a time."""
-      ours, theirs = student.logits(hidden), jax.lax.stop_gradient(teacher.logits(read))
-      return {
-        "hard_loss": cross_entropy(ours, targets, self.labels.z_loss),
-        "kl": kl_divergence(ours, theirs, temperature),
-        "teacher_loss": cross_entropy(theirs, targets, 0.0),
-      }
+    def of_tile(hidden: jax.Array, targets: jax.Array, *known: jax.Array) -> dict[str, jax.Array]:
+      """Logits, of both models, exist for one tile at a time."""
+      ours = student.logits(hidden)
+      return {"hard_loss": cross_entropy(ours, targets, self.labels.z_loss), **compare(ours, targets, *known)}
 
-    tokens = tiled(of_tile, self.labels.tiles, hidden, read, batch.targets)
+    tokens = tiled(of_tile, self.labels.tiles, hidden, batch.targets, *known)
     tokens["soft_loss"] = jnp.square(temperature) * tokens["kl"]
     losses = alpha * tokens["soft_loss"] + (1.0 - alpha) * tokens["hard_loss"]
     if not self.beta.is_zero:
@@ -147,6 +168,26 @@ class KnowledgeDistillation(Objective):
     ramped = {name: schedule[name] * weight for name, ramp in self._ramped.items() if ramp.shape != "constant"}
     own = {name: (values * batch.weights).sum() for name, values in tokens.items()}
     return (losses * batch.weights).sum() + further, metrics | own | ramped
+
+  def _compared(
+    self, models: Models, batch: Batch, temperature: jax.Array
+  ) -> tuple[Callable[..., dict[str, jax.Array]], tuple[jax.Array, ...], list[Any]]:
+    """The function that compares a tile of the student's logits with the teacher, its other arguments, and the
+    teacher's auxiliary outputs."""
+    if self.teacher is None:
+
+      def compare_saved(ours: jax.Array, _: jax.Array, tokens: jax.Array, log_probs: jax.Array) -> dict[str, jax.Array]:
+        return {"kl": top_k_kl_divergence(ours, tokens, log_probs, temperature)}
+
+      return compare_saved, (batch.extra[TEACHER_TOKENS], batch.extra[TEACHER_LOG_PROBS]), []
+    teacher = models.frozen[TEACHER]
+    read, auxiliary, _ = jax.lax.stop_gradient(teacher.hidden(batch.inputs, batch.positions, batch.segments))
+
+    def compare(ours: jax.Array, targets: jax.Array, read: jax.Array) -> dict[str, jax.Array]:
+      theirs = jax.lax.stop_gradient(teacher.logits(read))
+      return {"kl": kl_divergence(ours, theirs, temperature), "teacher_loss": cross_entropy(theirs, targets, 0.0)}
+
+    return compare, (read,), auxiliary
 
   def tokens(self, batch: Batch) -> jax.Array:
     """Tokens that the model reads, also those without a weight in the loss."""
