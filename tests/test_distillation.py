@@ -2,7 +2,10 @@
 
 import json
 import math
+import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -78,17 +81,17 @@ def test_a_top_k_bounds_the_divergence_and_is_it_with_all_tokens():
   ours, theirs = (jnp.float32(x) for x in rng.normal(0, 3, (2, 3, 7, 50)))
   whole, before = kl_divergence(ours, theirs, 2.0), -np.inf
   for k in (1, 4, 20, 49, 50):
-    found = top_k_kl_divergence(ours, *top_k_log_probs(theirs, 2.0, k), 2.0)
+    found = top_k_kl_divergence(ours, *top_k_log_probs(theirs, 2.0, k, 50), 2.0, 50)
     assert (found <= whole + 1e-5).all()
     assert (found >= before - 1e-5).all()
     before = found
   np.testing.assert_allclose(before, whole, rtol=1e-5, atol=1e-5)
   certain = jnp.zeros((1, 1, 50)).at[..., 3].set(80.0)
   for a, b in ((certain, theirs[:1, :1]), (theirs[:1, :1], certain), (certain, certain)):
-    tokens = top_k_log_probs(b, 1.0, 4)
-    gradient = jax.grad(lambda x, tokens=tokens: top_k_kl_divergence(x, *tokens, 1.0).sum())(a)
+    tokens = top_k_log_probs(b, 1.0, 4, 50)
+    gradient = jax.grad(lambda x, tokens=tokens: top_k_kl_divergence(x, *tokens, 1.0, 50).sum())(a)
     assert np.isfinite(gradient).all()
-    assert np.isfinite(top_k_kl_divergence(a, *tokens, 1.0)).all()
+    assert np.isfinite(top_k_kl_divergence(a, *tokens, 1.0, 50)).all()
 
 
 def test_ramps_by_hand():
@@ -221,7 +224,7 @@ def test_only_the_named_weights_of_the_student_train(taught):
   assert same(state.buffers, program(config).init().buffers)
 
 
-def test_where_the_teacher_comes_from(taught):
+def test_where_the_teacher_comes_from(taught, monkeypatch):
   shared = {"dtype": "bfloat16", "ici_fsdp_parallelism": 4, "load_parameters_path": "mine"}
   found = teacher_config(student(taught, **shared))
   assert (found.base_num_decoder_layers, found.base_mlp_dim, found.vocab_size) == (4, 96, 128)
@@ -231,6 +234,10 @@ def test_where_the_teacher_comes_from(taught):
   assert (named.model_name, named.base_emb_dim, named.vocab_size, named.dtype.value) == (
     "llama3.1-8b", 4096, 128256, "float32"
   )  # fmt: skip
+  assert teacher_config(student(taught, attention="dot_product")).attention == "dot_product"
+  monkeypatch.setenv("M_STUDENT_OVERRIDES", "{base_mlp_dim: 16}")
+  monkeypatch.setenv("M_MODEL_NAME", "gemma2-2b")
+  assert teacher_config(student(taught)).base_mlp_dim == 96, "the environment is the student's"
   changed = teacher_config(tiny(teacher_overrides={"base_num_decoder_layers": 8}))
   assert (changed.base_num_decoder_layers, changed.base_emb_dim) == (8, 48)
 
@@ -256,6 +263,9 @@ def test_keys_of_the_student_alone_win(tmp_path):
     ({"distill_beta_schedule": "cosine"}, "distill_beta_schedule=cosine needs distill_beta_end"),
     ({"student_params_to_update": ["a"], "trainable_parameters_mask": ["b"]}, "leave one of them out"),
     ({"student_params_to_update": ["("]}, "is not a regular expression"),
+    ({"student_params_to_update": [3]}, "student_params_to_update: 3 is not a regular expression"),
+    ({"student_overrides": {3: 4}}, "'3' is not a key"),
+    ({"teacher_overrides": {"load_parameters_path": 3}}, "load_parameters_path=3 must be a path"),
     ({"learn_to_init_mode": True}, "learning the first weights is not implemented"),
   ],
 )  # fmt: skip
@@ -273,6 +283,9 @@ def test_keys_that_are_wrong(changes, message):
     ({"teacher": {"load_parameters_path": ""}}, "teacher_overrides names no parameters"),
     ({"teacher": {"load_parameters_path": "/nothing"}}, "teacher_overrides: .*/nothing"),
     ({"teacher": {"dtype": "nothing"}}, "teacher_overrides: dtype=nothing"),
+    ({"teacher": {"ici_tensor_parallelism": 7}}, "ici_tensor_parallelism is a key of both models"),
+    ({"teacher": {"vocab_size": 64}}, "vocab_size=64, and the data may have tokens up to 128"),
+    ({"distill_beta": 1.0, "distill_layer_indices": []}, "names no layer"),
   ],
 )
 def test_teachers_that_are_wrong(taught, changes, message):
@@ -378,11 +391,11 @@ def test_saving_goes_on_where_it_stopped(corpus, whole_vocabulary, tmp_path, mon
   monkeypatch.setattr(save_teacher, "_SHARD_BYTES", 1)
   folder = tmp_path / "parts"
   for steps in (1, 3, 3, 4):
-    found = save_teacher_outputs(offline(corpus, folder, steps=steps), VOCAB_SIZE)
-  assert len(found.shards) == 4
+    save_teacher_outputs(offline(corpus, folder, steps=steps), VOCAB_SIZE)
   whole = TeacherOutputs(str(whole_vocabulary), SavedOutputs.read(str(whole_vocabulary)), 1, 0)
   parts = TeacherOutputs(str(folder), SavedOutputs.read(str(folder)), 1, 0)
   assert whole.saved.rows == parts.saved.rows == 32
+  assert (len(whole.saved.shards), len(parts.saved.shards)) == (1, 4)
   np.testing.assert_array_equal(whole._rows(list(range(32))), parts._rows(list(range(32))))
 
 
@@ -411,6 +424,10 @@ def test_rows_do_not_depend_on_the_batch_and_later_epochs_have_another_order(cor
     ({"distill_beta": 1.0}, "neither its layers nor its weights"),
     ({"distill_temperature_end": 2.0, "distill_temperature_schedule": "linear"}, "outputs at one temperature"),
     ({"offline_data_dir": "/nothing"}, "offline_data_dir=/nothing has no saved outputs"),
+    ({"offline_data_dir": "/nothing", "distill_alpha": 0.0}, "offline_data_dir=/nothing has no saved outputs"),
+    ({"offline_data_dir": __file__}, "manifest.json cannot be read .*Not a directory"),
+    ({"offline_data_dir": "gs://bucket/outputs"}, "must be a folder on a disk"),
+    ({"reuse_example_batch": 1}, "its batches are not repeated"),
     ({"per_device_batch_size": 5, "num_epoch": 1}, "has 32 rows, and a batch takes 40"),
   ],
 )
@@ -426,6 +443,7 @@ def test_saved_outputs_that_do_not_fit(corpus, whole_vocabulary, changes, messag
     ({}, 3, "was begun with top_k"),
     ({}, 0, "--top-k 0: from 1 to"),
     ({"num_epoch": 20, "add_eos": False}, VOCAB_SIZE, "has outputs of other data"),
+    ({"data_shuffle_seed": 5}, VOCAB_SIZE, "has outputs of other data, or of another order"),
     ({"teacher_overrides": {}}, 3, "needs offline_data_dir=FOLDER, to write to, and teacher_overrides"),
     ({"teacher_overrides": {"base_emb_dim": 48}}, 3, "names no parameters"),
   ],
@@ -441,9 +459,94 @@ def test_damaged_outputs_are_named(corpus, whole_vocabulary, tmp_path):
   file.write_bytes(file.read_bytes()[: -len(file.read_bytes()) // 2])
   with pytest.raises(RunError, match=r"teacher-00000.array_record"):
     maxtext.train(offline(corpus, folder))
-  (folder / "manifest.json").write_text("{")
-  with pytest.raises(ConfigError, match=r"manifest.json cannot be read"):
+  content = bytearray((whole_vocabulary / file.name).read_bytes())
+  content[len(content) // 2] ^= 4
+  file.write_bytes(content)
+  with pytest.raises(RunError, match=r"teacher-00000.array_record is damaged"):
     maxtext.train(offline(corpus, folder))
+  manifest = json.loads((folder / "manifest.json").read_text())
+  outside = manifest | {"shards": [["../../x.array_record", 32]]}
+  wrong = [manifest | change for change in ({"top_k": "4"}, {"top_k": -1}, {"length": "32"}, {"schema": 7})]
+  for text in ("{", "null", '"x"', "[]", *map(json.dumps, wrong)):
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"manifest.json cannot be read"):
+      maxtext.train(offline(corpus, folder))
+  (folder / "manifest.json").write_text(json.dumps(outside))
+  with pytest.raises(ConfigError, match=r"leads out of the folder"):
+    maxtext.train(offline(corpus, folder))
+
+
+def test_a_full_disk_ends_the_saving(corpus, tmp_path):
+  """A limit of the size of files, as a disk would be full in the middle of a shard."""
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+  try:
+    with pytest.raises(RunError, match=r"offline_data_dir=.* cannot be written: .*File too large"):
+      save_teacher_outputs(offline(corpus, tmp_path / "full", steps=1), VOCAB_SIZE)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+  save_teacher_outputs(offline(corpus, tmp_path / "full", steps=1), VOCAB_SIZE)
+  assert SavedOutputs.read(str(tmp_path / "full")).rows == 8
+
+
+def test_other_outputs_are_not_resumed_with(corpus, whole_vocabulary, tmp_path):
+  folder = Path(shutil.copytree(whole_vocabulary, tmp_path / "grown"))
+  p = program(offline(corpus, folder), 8)
+  fed = next(p.feed())
+  save_teacher_outputs(offline(corpus, folder, steps=5), VOCAB_SIZE)
+  with pytest.raises(
+    ConfigError, match="The data of the checkpoint is not the data of this run: rows was 32 and is 40"
+  ):
+    next(program(offline(corpus, folder), 8).feed(fed.iterator_state()))
+  online = next(program(offline(corpus, None), 8).feed())
+  with pytest.raises(ConfigError, match="The data of the checkpoint is not the data of this run"):
+    next(program(offline(corpus, folder), 8).feed(online.iterator_state()))
+
+
+def test_padded_vocabularies_are_compared_on_what_both_have(corpus, tmp_path):
+  """Online and offline alike, for a student with more rows than its teacher."""
+  folder, keys = tmp_path / "padded", {"vocab_size": VOCAB_SIZE + 64}
+  save_teacher_outputs(offline(corpus, folder, **keys), VOCAB_SIZE)
+  online, _ = losses(offline(corpus, None, **keys), devices=8, steps=1)
+  saved, _ = losses(offline(corpus, folder, **keys), devices=8, steps=1)
+  assert saved.figures[0]["kl"] == pytest.approx(online.figures[0]["kl"], rel=1e-5)
+
+
+def test_saving_on_an_explicit_mesh(corpus, whole_vocabulary, tmp_path):
+  keys = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "shard_mode": "explicit"}
+  save_teacher_outputs(offline(corpus, tmp_path / "explicit", **keys, steps=1), 8)
+  found = SavedOutputs.read(str(tmp_path / "explicit"))
+  rows = TeacherOutputs(str(tmp_path / "explicit"), found, 1, 0)._rows(list(range(8)))
+  whole = TeacherOutputs(str(whole_vocabulary), SavedOutputs.read(str(whole_vocabulary)), 1, 0)._rows(list(range(8)))
+  np.testing.assert_array_equal(rows["inputs"], whole["inputs"])
+  np.testing.assert_allclose(rows["teacher_log_probs"], whole["teacher_log_probs"][..., :8], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_several_processes_save_one_folder(corpus, whole_vocabulary, here):
+  words = [f"{key}={value}" for key, value in (TINY | corpus[1] | {"steps": 2, "per_device_batch_size": 4}).items()]
+  words += ["offline_data_dir=outputs", f"teacher_overrides={{load_parameters_path: {corpus[0] / 'teacher'}}}"]
+  command = [
+    sys.executable,
+    "-m",
+    "maxtext.cli",
+    "launch",
+    "--processes",
+    "2",
+    "--devices",
+    "1",
+    "--",
+    "data",
+    "teacher",
+  ]
+  done = subprocess.run([*command, *words, "--top-k", "512"], capture_output=True, text=True, cwd=here, check=False)
+  assert done.returncode == 0, done.stdout + done.stderr
+  found = TeacherOutputs("outputs", SavedOutputs.read("outputs"), 1, 0)
+  assert (found.saved.rows, found.saved.rows_per_batch) == (16, 8)
+  whole = TeacherOutputs(str(whole_vocabulary), SavedOutputs.read(str(whole_vocabulary)), 1, 0)
+  rows, expected = found._rows(list(range(16))), whole._rows(list(range(16)))
+  np.testing.assert_array_equal(rows["inputs"], expected["inputs"])
+  np.testing.assert_allclose(rows["teacher_log_probs"], expected["teacher_log_probs"], atol=1e-5)
 
 
 @pytest.mark.slow
@@ -480,3 +583,4 @@ def test_commands_from_a_teacher_to_a_student(corpus, here, capsys):
   assert whole.keys() == parts.keys()
   assert [line["loss"] for line in whole.values()] == [line["loss"] for line in parts.values()]
   assert any("eval_loss" in line for line in lines["whole"])
+  assert (here / "runs" / "whole" / "tokenizer" / "tokenizer.json").exists()

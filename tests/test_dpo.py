@@ -13,12 +13,21 @@ from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
 from maxtext.configs.types.post_training import DpoLossType
 from maxtext.configs.unsupported import keys_with_no_effect
+from maxtext.data.options import tokenizer_options
 from maxtext.data.reference_log_probs import PAIR_RECORD, REFERENCE
 from maxtext.data.sources.preference_encoding import _common_prompt
+from maxtext.data.tokenizers import load_tokenizer
 from maxtext.mesh.devices import make_mesh
 from maxtext.training.loop import run_loop
 from maxtext.training.objectives.preference import PreferenceOptimization, pair_sums
-from maxtext.training.objectives.preference_losses import PAIR_LOSSES, REFERENCE_FREE, LossParameters, PairLogProbs
+from maxtext.training.objectives.preference_losses import (
+  KTO,
+  PAIR_LOSSES,
+  REFERENCE_FREE,
+  LossParameters,
+  PairLogProbs,
+  kto,
+)
 from maxtext.training.program import Program
 from maxtext.training.reference import attach_reference, parameter_digest
 from tests.chat_templates import TEMPLATES, VOCAB_SIZE, make_tokenizer
@@ -84,7 +93,7 @@ def losses(keys, reference, devices=1, steps=3):
 
 
 def test_the_names_of_the_losses_are_the_values_of_the_key():
-  assert set(DpoLossType.__args__) == set(PAIR_LOSSES)
+  assert set(DpoLossType.__args__) == {*PAIR_LOSSES, KTO}
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
@@ -391,3 +400,80 @@ def test_the_command(folder, tmp_path, capsys):
   assert "48 pairs" in out
   assert "step 2/2  loss " in out
   assert "reference log-probabilities of 48 train pairs" in out
+
+
+def labelled(number):
+  """An answer of a pair with its label: every third is not desirable."""
+  found = pair(number)
+  return {"prompt": found["prompt"], "completion": found["chosen"], "label": number % 3 > 0}
+
+
+def kto_keys(folder, **changes):
+  path = folder / "labelled.jsonl"
+  write(path, map(labelled, range(24)))
+  columns = {f"{split}_data_columns": ["prompt", "completion", "label"] for split in ("train", "eval")}
+  files = {"grain_train_files": str(path), "grain_eval_files": str(path)}
+  return dpo_keys(folder, **({"dpo_loss_type": ["kto"], "learning_rate_schedule_steps": 8} | columns | files | changes))
+
+
+def test_the_loss_of_labelled_answers_is_its_formula():
+  """In float64, as the paper has it."""
+  rng = np.random.default_rng(4)
+  own, other, own_reference, other_reference = -rng.uniform(1, 60, (4, 40))
+  labels = np.where(rng.random(40) < 0.6, 1.0, -1.0)
+  labels[7] = 0
+  there = labels != 0
+  for shift in (0.0, 30.0):  # a mean below 0 counts as 0
+    kl = max(0.0, (other + shift - other_reference)[there].mean())
+    ratio = own - own_reference
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+    expected = np.where(labels > 0, 0.7 * (1 - sigmoid(0.3 * (ratio - kl))), 1.3 * (1 - sigmoid(0.3 * (kl - ratio))))
+    arrays = (own, other + shift, own_reference, other_reference, np.ones(40), np.ones(40))
+    pairs = PairLogProbs(*map(np.float32, arrays))
+    losses_, found = kto(pairs, np.float32(labels), LossParameters(beta=0.3, desirable=0.7, undesirable=1.3))
+    np.testing.assert_allclose(found, kl, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(losses_)[there], expected[there], rtol=1e-4, atol=1e-6)
+
+
+def test_labelled_answers_are_packed_with_the_answer_of_the_next_row(folder):
+  config = load_config(**kto_keys(folder, packing=False, precompute_ref_log_probs=False))
+  p = Program.of(config, make_mesh(config, jax.devices()[:1]))
+  batch = next(p.feed()).batch
+  labels = pair_sums(batch.extra["label"], batch.segments)[..., 0]
+  np.testing.assert_array_equal(labels[:, 0], [-1, 1])
+  tokenizer = load_tokenizer(tokenizer_options(config))
+  inputs, segments, weights = (np.asarray(a) for a in (batch.targets, batch.segments, batch.weights))
+  for row in range(2):
+    texts = [tokenizer.decode(inputs[row][(segments[row] == side) & (weights[row] > 0)].tolist()) for side in (1, 2)]
+    assert [text.strip() for text in texts] == [WORDS[row % 5].strip(), WORDS[(row + 1) % 5].strip()]
+
+
+def test_the_loss_of_labelled_answers_begins_at_one_half_and_falls(folder, tmp_path):
+  history = losses(kto_keys(folder), tmp_path, steps=8)
+  assert history.losses[0] == pytest.approx(0.5, abs=1e-6)
+  assert history.figures[0]["kl"] == pytest.approx(0.0, abs=1e-5)
+  assert history.losses[-1] < 0.49
+  assert history.figures[-1]["reward_margin"] > 0.01
+  frozen = losses(kto_keys(folder, precompute_ref_log_probs=False), tmp_path, steps=3)
+  mesh = losses(kto_keys(folder, ici_fsdp_parallelism=2, per_device_batch_size=1, num_vocab_tiling=2), tmp_path, 2, 3)
+  for other in (frozen, mesh):
+    np.testing.assert_allclose(other.losses, history.losses[:3], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"dpo_loss_type": ["kto", "sft"]}, "kto is of single answers with labels"),
+    ({"train_data_columns": ["prompt", "completion"]}, "needs the columns prompt, completion and label"),
+  ],
+)
+def test_labels_that_are_wrong(folder, tmp_path, changes, message):
+  with pytest.raises(ConfigError, match=message):
+    losses(kto_keys(folder, **changes), tmp_path, steps=1)
+
+
+def test_a_label_that_is_none(folder, tmp_path):
+  keys = kto_keys(folder)
+  write(folder / "labelled.jsonl", [labelled(0), labelled(1) | {"label": "good"}])
+  with pytest.raises(ConfigError, match=r"labelled.jsonl.*'label' is 'good': it must be true for a desirable answer"):
+    losses(keys, tmp_path, steps=1)

@@ -55,12 +55,12 @@ def chosen_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
   """Those of a run's values that are not at their default, or that its model would set to another.
 
-  The name of its rules is not among them, since the rules are: a run outlives their file. Neither are secrets, which
-  are not written down, and what follows from other keys.
+  The name of its rules is not among them, since the rules are: a run outlives their file. Neither are
+  `student_overrides`, whose values are, nor secrets, which are not written down, nor what follows from other keys.
   """
   defaults = {key: json.loads(json.dumps(plain_value(default_of(key)), default=str)) for key in values}
   below = default_layer_keys(values)
-  left_out = {"custom_mesh_and_rule", *SECRET_KEYS, *DerivedValues.model_fields}
+  left_out = {"custom_mesh_and_rule", "student_overrides", *SECRET_KEYS, *DerivedValues.model_fields}
   kept = {key for key, value in values.items() if value != defaults[key] or key in below}
   chosen = {key: value for key, value in values.items() if key in kept - left_out}
   return chosen | ({"override_logical_axis_rules": True} if values.get("custom_mesh_and_rule") else {})
@@ -121,7 +121,7 @@ OF_THE_MODEL = frozenset(
     types.ManifoldConstrainedHyperConnections, types.PositionalEmbedding, types.Rope, types.YarnRope, types.DataTypes,
   )
   for key in section.model_fields
-) | {"model_name", "vocab_size", "inhomogeneous_layer_cycle_interval"}  # fmt: skip
+) | {"model_name", "override_model_config", "vocab_size", "inhomogeneous_layer_cycle_interval"}  # fmt: skip
 STARTED_FROM = ("load_parameters_path", "load_full_state_path", "source_checkpoint_layout")
 
 _OF_THE_TRAINING = (

@@ -37,6 +37,8 @@ def _preference(c: MaxTextConfig) -> str | None:
     return f"dpo_beta={c.dpo_beta} must be above 0."
   if c.dpo_loss_weights and len(c.dpo_loss_weights) != len(c.dpo_loss_type):
     return f"dpo_loss_weights={c.dpo_loss_weights} must have a weight for each of dpo_loss_type={c.dpo_loss_type}."
+  if "kto" in c.dpo_loss_type and len(c.dpo_loss_type) > 1:
+    return f"dpo_loss_type={c.dpo_loss_type}: kto is of single answers with labels, and the others are of pairs."
   if any(not 0 <= weight < float("inf") for weight in c.dpo_loss_weights):
     return f"dpo_loss_weights={c.dpo_loss_weights} must be finite numbers from 0 on."
   if "robust" in c.dpo_loss_type and c.dpo_label_smoothing >= 0.5:
@@ -46,6 +48,9 @@ def _preference(c: MaxTextConfig) -> str | None:
 
 def _distillation(c: MaxTextConfig) -> str | None:
   for key in ("student_overrides", "teacher_overrides"):
+    for name in ("load_parameters_path", "load_full_state_path"):
+      if not isinstance(getattr(c, key).get(name, ""), str):
+        return f"{key}: {name}={getattr(c, key)[name]} must be a path."
     for name in getattr(c, key):
       if name not in MaxTextConfig.model_fields:
         return f"{key}: '{name}' is not a key.{did_you_mean(str(name), MaxTextConfig.model_fields)}"
@@ -259,8 +264,10 @@ def _sizes(c: MaxTextConfig) -> str | None:
 def _patterns(c: MaxTextConfig) -> str | None:
   for key in ("trainable_parameters_mask", "student_params_to_update", "adamw_mask"):
     for pattern in getattr(c, key) or ():
+      if not isinstance(pattern, str):
+        return f"{key}: {pattern} is not a regular expression: write it in quotes."
       try:
-        re.compile(str(pattern))
+        re.compile(pattern)
       except re.error as error:
         return f"{key}: '{pattern}' is not a regular expression: {error}."
   return None

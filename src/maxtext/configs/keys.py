@@ -456,8 +456,8 @@ class ConfigKeys(TypedDict, total=False):
   """Assumed share of swapped preference labels in the DPO loss, 0 to 1; 0 trusts all. Default: 0.0."""
 
   dpo_loss_type: list[Literal[
-    "sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "orpo", "sft",
-  ]] | tuple[Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "orpo", "sft"], ...]
+    "sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "orpo", "sft", "kto",
+  ]] | tuple[Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "orpo", "sft", "kto"], ...]
   """Losses of preference pairs that are added up: sigmoid (DPO), ipo, hinge, robust, simpo, orpo, ... Default:
   ['sigmoid']."""
 
@@ -1062,6 +1062,12 @@ class ConfigKeys(TypedDict, total=False):
 
   key_proj: RematLocation | Literal["remat", "device", "offload"]
   """Key projection (custom). Default: 'remat'."""
+
+  kto_desirable_weight: float
+  """Weight of answers with label true in the kto loss. Default: 1.0."""
+
+  kto_undesirable_weight: float
+  """Weight of answers with label false in the kto loss. Default: 1.0."""
 
   kv_cache_buffer: int
   """Spare KV-cache tokens beyond the prompt and the response. Not supported yet: runs only pre-train, fine-tune

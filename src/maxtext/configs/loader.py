@@ -328,7 +328,7 @@ def _student_layers(given: Collection[_Layer]) -> list[_Layer]:
   found = [layer.values["student_overrides"] for layer in given if "student_overrides" in layer.values]
   if not found or not isinstance(found[-1], Mapping):  # validation of the key reports it
     return []
-  return [_Layer("student_overrides", dict(found[-1]))]
+  return [_Layer("student_overrides", {str(key): value for key, value in found[-1].items()})]
 
 
 def _method_layers(values: Mapping[str, Any]) -> list[_Layer]:

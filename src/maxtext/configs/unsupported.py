@@ -128,8 +128,9 @@ _TILES = tuple(key for key in t.MoEKernels.model_fields if "_tile_" in key)
 
 _DPO = (
   "dpo_label_smoothing", "dpo_beta", "dpo_loss_type", "dpo_loss_weights", "simpo_gamma", "precompute_ref_log_probs",
+  "kto_desirable_weight", "kto_undesirable_weight",
 )  # fmt: skip
-_WITH_REFERENCE = includes("dpo_loss_type", "sigmoid", "sigmoid_norm", "robust", "hinge", "ipo")
+_WITH_REFERENCE = includes("dpo_loss_type", "sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "kto")
 _LEARN_TO_INIT = ("learn_to_init_mode", "lti_use_general_linear_map", "distill_student_weights_share_map")
 _FORMATTING = ("formatting_func_path", "formatting_func_kwargs")
 _SIZES = ("emb_dim", "mlp_dim", "moe_mlp_dim", "num_decoder_layers", "num_kv_heads", "num_query_heads")
@@ -586,11 +587,15 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=_WITH_REFERENCE,
   ),
   NoEffectOption(
+    ("kto_desirable_weight", "kto_undesirable_weight"), "it has no effect without dpo_loss_type=[kto]",
+    unless=includes("dpo_loss_type", "kto"),
+  ),
+  NoEffectOption(
     ("simpo_gamma",), "it has no effect without dpo_loss_type=[simpo]", unless=includes("dpo_loss_type", "simpo")
   ),
   NoEffectOption(
     ("dpo_label_smoothing",),
-    "it has no effect on dpo_loss_type=[hinge], [ipo], [orpo] or [sft]",
+    "it has no effect on dpo_loss_type=[hinge], [ipo], [orpo], [sft] or [kto]",
     unless=includes("dpo_loss_type", "sigmoid", "sigmoid_norm", "robust", "simpo"),
   ),
   NoEffectOption(
@@ -643,6 +648,10 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   UnsupportedOption(
     ("offline_data_dir",), "saved rows are read in batches of one size: write enable_rampup_batch_size=false",
     unless=is_unset("enable_rampup_batch_size"),
+  ),
+  UnsupportedOption(
+    ("offline_data_dir",), "its batches are not repeated: write reuse_example_batch=0",
+    unless=is_unset("reuse_example_batch"),
   ),
   UnsupportedOption(
     ("offline_data_dir",), "it has outputs at one temperature: write distill_temperature_schedule=constant",

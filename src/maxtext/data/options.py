@@ -67,6 +67,7 @@ class ConversationOptions:
     formatting_kwargs: its other arguments.
     method: the key that chose this, for messages.
     pairs: a row has a chosen and a rejected answer.
+    labelled: instead of pairs, a row has one answer and a label, whether it is desirable.
     reference_log_probs: the file of the reference model's log-probabilities and the digest of that model; None where
       the data does not bring them.
   """
@@ -77,6 +78,7 @@ class ConversationOptions:
   formatting_kwargs: Mapping[str, Any]
   method: str = "use_sft"
   pairs: bool = False
+  labelled: bool = False
   reference_log_probs: tuple[str, str] | None = None
 
 
@@ -180,6 +182,7 @@ def data_options(config: MaxTextConfig) -> DataOptions:
     formatting_kwargs=c.formatting_func_kwargs,
     method="use_dpo" if c.use_dpo else "use_sft",
     pairs=c.use_dpo,
+    labelled=c.use_dpo and "kto" in c.dpo_loss_type,
   )
   return DataOptions(
     kind=c.dataset_type,

@@ -18,7 +18,7 @@ import numpy as np
 from etils import epath
 
 from maxtext.configs import ConfigError
-from maxtext.data.documents import PAIRED, DataSource, Documents, TokenCounts
+from maxtext.data.documents import DataSource, Documents, TokenCounts
 from maxtext.data.order import ShuffleWindow
 from maxtext.data.splits import SplitName
 from maxtext.storage.atomic import UNFINISHED, write_atomically
@@ -28,7 +28,6 @@ REFERENCE = "reference"
 PAIR_RECORD = np.dtype([("log_probs", np.float32, (2,)), ("checksum", np.uint32)])
 """Of a pair: log-probabilities of the chosen and the rejected answer, and the checksum of the tokens they are of. NaN
 where a pair is left out because it is too long."""
-_REFERENCED = np.dtype([*PAIRED.descr, (REFERENCE, np.float32)])
 
 
 def pair_checksum(pair: np.ndarray) -> int:
@@ -137,7 +136,7 @@ class _WithReference:
   def tokens(self, record: tuple[int, Any]) -> np.ndarray:
     number, own = record
     pair, reference = self.documents.tokens(own), self.records[number]
-    document = np.zeros(len(pair), _REFERENCED)
+    document = np.zeros(len(pair), [*pair.dtype.descr, (REFERENCE, np.float32)])
     if not len(pair):
       return document
     if pair_checksum(pair) != reference["checksum"]:
@@ -145,7 +144,7 @@ class _WithReference:
         "the pair has changed since the reference log-probabilities were computed: set reference_log_probs_path to "
         "another folder, or delete the old one."
       )
-    for name in PAIRED.names or ():
+    for name in pair.dtype.names or ():
       document[name] = pair[name]
     for side, value in enumerate(reference["log_probs"]):
       document[REFERENCE][np.flatnonzero(pair["side"] == side)[-1]] = value

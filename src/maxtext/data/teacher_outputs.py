@@ -7,22 +7,26 @@ valid at any moment, and what began it can go on.
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
+from pydantic.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError, plural
 from maxtext.data.batch import Batch, BatchWithState, IteratorState
+from maxtext.data.fingerprint import check_same_data, to_array
 from maxtext.data.local_rows import LocalRows
 from maxtext.data.output_folder import OutputFolder
 from maxtext.data.prepared_corpus import INDEX_BYTES, open_array_record
-from maxtext.data.records import Reader, Shard
+from maxtext.data.records import Records, Shard
+from maxtext.data.safe_paths import resolve_inside
 
 _LOG = logging.getLogger(__name__)
 TEACHER_TOKENS, TEACHER_LOG_PROBS = "teacher_tokens", "teacher_log_probs"
@@ -40,40 +44,42 @@ class SavedOutputs:
     top_k: tokens that are kept of each distribution.
     temperature: that the teacher's logits were divided by.
     length: of a row.
-    vocab_size: of the teacher.
+    vocab_size: tokens that the distributions are of.
     rows_per_batch: of the batches that were saved one after the other.
     model: digest of the teacher's parameters.
-    data: what the rows were made of.
+    data: what the rows were made of, and in which order.
     shards: (file, rows), in order.
   """
 
-  top_k: int
-  temperature: float
-  length: int
-  vocab_size: int
-  rows_per_batch: int
+  top_k: PositiveInt
+  temperature: PositiveFloat
+  length: PositiveInt
+  vocab_size: PositiveInt
+  rows_per_batch: PositiveInt
   model: str
   data: Any
-  shards: tuple[tuple[str, int], ...] = field(default=())
+  shards: tuple[tuple[str, NonNegativeInt], ...] = ()
 
   @staticmethod
   def read(folder: str) -> "SavedOutputs | None":
     """What is in a folder; None where there is nothing.
 
     Raises:
-      ConfigError: its manifest cannot be read.
+      ConfigError: the folder is none, or its manifest cannot be read.
     """
-    text = OutputFolder(folder).read(_MANIFEST)
-    if text is None:
-      return None
+    path = local_folder(folder)
     try:
-      found = json.loads(text)
-      if found.pop("schema") != _SCHEMA:
-        raise ValueError("its schema is another one")
-      return SavedOutputs(**found | {"shards": tuple((str(file), int(rows)) for file, rows in found["shards"])})
-    except (ValueError, KeyError, TypeError) as error:
+      content = json.loads((path / _MANIFEST).read_bytes())
+      schema = content.pop("schema") if isinstance(content, dict) else None
+      if schema != _SCHEMA:
+        raise ValueError(f"its schema is {schema}, and this version reads {_SCHEMA}")
+      return TypeAdapter(SavedOutputs).validate_json(json.dumps(content), strict=True)
+    except FileNotFoundError:
+      return None
+    except (OSError, ValueError, KeyError, ValidationError) as error:
+      reason = f"{len(error.errors())} wrong values" if isinstance(error, ValidationError) else str(error)
       raise ConfigError(
-        f"offline_data_dir={folder}: {_MANIFEST} cannot be read ({error}): write it to another folder."
+        f"offline_data_dir={folder}: {_MANIFEST} cannot be read ({reason}): choose another folder."
       ) from None
 
   def write(self, folder: OutputFolder) -> None:
@@ -104,18 +110,18 @@ class TeacherOutputs:
     folder: of the shards.
     saved: what they are.
     epochs: how often they are read.
-    seed: of the order of later epochs.
+    seed: of the order of later epochs; None keeps the first one.
   """
 
   folder: str
   saved: SavedOutputs
   epochs: int
-  seed: int
+  seed: int | None
 
   def check(self, vocab_size: int, length: int, temperature: float) -> None:
     """Raises where a run's model, rows or temperature are others than those that were saved."""
     s = self.saved
-    if not s.shards:
+    if not s.rows:
       raise ConfigError(f"offline_data_dir={self.folder} has no rows yet: `maxtext data teacher` writes them.")
     given = {"max_target_length": (length, s.length), "distill_temperature": (temperature, s.temperature)}
     for key, (ours, theirs) in given.items():
@@ -123,27 +129,21 @@ class TeacherOutputs:
         raise ConfigError(
           f"{key}={ours}, and offline_data_dir={self.folder} was saved with {key}={theirs}: write that."
         )
-    if s.vocab_size > vocab_size:
+    if s.vocab_size > vocab_size or s.top_k > s.vocab_size:
       raise ConfigError(
         f"offline_data_dir={self.folder} has tokens of {s.vocab_size:,} kinds, and vocab_size={vocab_size}."
       )
 
   def batches(self, batch: Batch, state: IteratorState | None) -> Iterator[BatchWithState]:
     """Batches like an abstract one, from an iterator state on."""
-    total = batch.inputs.shape[0]
+    total, about = batch.inputs.shape[0], to_array(self._about)
     local = LocalRows.of(batch.inputs.sharding, total, self.saved.length)
-    used = 0 if state is None else int(state["rows"])
-    for number in count(0 if state is None else int(state["batches"])):
+    if state is not None:
+      check_same_data(np.asarray(state.get("about", to_array({}))), self._about)
+    used, first = (0, 0) if state is None else (int(state["rows"]), int(state["batches"]))
+    for number in count(first):
       if used + total > self.epochs * self.saved.rows:
-        if not number:
-          raise ConfigError(
-            f"offline_data_dir={self.folder} has {plural(self.saved.rows, 'row')}, and a batch takes {total}."
-          )
-        if not jax.process_index():
-          there = plural(self.saved.rows, "row")
-          _LOG.info(
-            f"data: ended after {plural(number, 'batch')} ({there}); num_epoch={self.epochs} is how often it is read."
-          )
+        self._log_end(number, total)
         return
       rows = self._rows([self._place(used + int(n)) for n in local.numbers(total)])
 
@@ -155,34 +155,52 @@ class TeacherOutputs:
         extra={name: place(name, like) for name, like in batch.extra.items()},
       )
       used += total
-      yield BatchWithState(made, partial(_state, number + 1, used))
+      yield BatchWithState(made, partial(_state, number + 1, used, about))
+
+  @property
+  def _about(self) -> dict[str, Any]:
+    saved = self.saved
+    return {"teacher": saved.model, "data": saved.data, "rows": saved.rows, "top_k": saved.top_k, "seed": self.seed}
+
+  def _log_end(self, batches: int, total: int) -> None:
+    there = plural(self.saved.rows, "row")
+    if not batches:
+      raise ConfigError(f"offline_data_dir={self.folder} has {there}, and a batch takes {total}.")
+    if not jax.process_index():
+      again = f"num_epoch={self.epochs} is how often it is read"
+      _LOG.info(f"data: ended after {plural(batches, 'batch')} ({there}); {again}.")
 
   def _place(self, row: int) -> int:
     """Where a row of the run is saved."""
     epoch, place = divmod(row, self.saved.rows)
-    return place if not epoch else int(_order(self.seed, epoch, self.saved.rows)[place])
+    return place if not epoch or self.seed is None else int(_order(self.seed, epoch, self.saved.rows)[place])
 
   def _rows(self, places: list[int]) -> np.ndarray:
-    starts = np.cumsum([0, *(rows for _, rows in self.saved.shards)])
     found = np.empty(len(places), self.saved.record)
-    for number, place in enumerate(places):
-      shard = int(np.searchsorted(starts, place, side="right")) - 1
-      (record,) = _reader(self.folder, *self.saved.shards[shard]).read([place - int(starts[shard])])
+    for number, record in enumerate(self._records.read(places)):
       if len(record) != self.saved.record.itemsize:
-        raise RunError(f"{self.saved.shards[shard][0]} in {self.folder} is damaged: a row has {len(record)} bytes.")
+        raise RunError(f"{self._records.where(places[number])} is damaged: a row has {len(record)} bytes.")
       found[number] = np.frombuffer(record, self.saved.record)[0]
     return found
 
+  @cached_property
+  def _records(self) -> Records:
+    folder = local_folder(self.folder)
+    shards = [Shard(str(resolve_inside(folder, file)), rows, rows * INDEX_BYTES) for file, rows in self.saved.shards]
+    return Records(shards, open_array_record)
 
-def _state(batches: int, rows: int) -> IteratorState:
-  return {"batches": np.array(batches, np.int32), "rows": np.array(rows, np.int64)}
+
+def local_folder(folder: str) -> Path:
+  """The folder of saved outputs, which is on a disk."""
+  if "://" in folder:
+    raise ConfigError(f"offline_data_dir={folder} must be a folder on a disk: copy it there.")
+  return Path(folder).expanduser()
+
+
+def _state(batches: int, rows: int, about: np.ndarray) -> IteratorState:
+  return {"batches": np.array(batches, np.int32), "rows": np.array(rows, np.int64), "about": about}
 
 
 @cache
 def _order(seed: int, epoch: int, rows: int) -> np.ndarray:
   return np.random.default_rng([seed, epoch]).permutation(rows)
-
-
-@cache
-def _reader(folder: str, file: str, rows: int) -> Reader:
-  return open_array_record(Shard(str(Path(folder) / file), rows, rows * INDEX_BYTES))

@@ -53,9 +53,10 @@ def match_sharding(bias: jax.Array, y: jax.Array, mesh: Mesh) -> jax.Array:
   return reshard(bias, mesh, PartitionSpec(*_spec(y)[y.ndim - bias.ndim :]))
 
 
-def auto_axes(run: Callable[..., jax.Array], sharding: NamedSharding, *arguments: Any) -> jax.Array:
-  """Calls a function in which the compiler chooses the shardings; on explicit axes its result gets `sharding`."""
-  if not is_explicit(sharding.mesh):
+def auto_axes(run: Callable[..., Any], sharding: Any, *arguments: Any) -> Any:
+  """Calls a function in which the compiler chooses the shardings; on explicit axes its result gets `sharding`, one or a
+  tree of them."""
+  if not is_explicit(jax.tree.leaves(sharding)[0].mesh):
     return run(*arguments)
   return jax.sharding.auto_axes(run, out_sharding=sharding)(*arguments)
 

@@ -10,6 +10,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import eval_batch_size, global_batch_size
 from maxtext.configs.types import DatasetType
 from maxtext.data.batch import BatchSource
+from maxtext.data.documents import LABEL
 from maxtext.data.reference_log_probs import REFERENCE
 from maxtext.data.teacher_outputs import TEACHER_LOG_PROBS, TEACHER_TOKENS
 from maxtext.layers.execution import ExecutionConfig
@@ -63,7 +64,7 @@ def abstract_batch(
 def _brought(config: MaxTextConfig) -> tuple[str, ...]:
   """Extra values of targets that the configured data can bring."""
   if config.use_dpo:
-    return (REFERENCE,)
+    return REFERENCE, LABEL
   return (TEACHER_TOKENS, TEACHER_LOG_PROBS) if config.offline_data_dir else ()
 
 

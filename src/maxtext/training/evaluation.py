@@ -69,7 +69,7 @@ def evaluate(
     join(config)
     check_joined(config)
     program = Program.of(config, make_mesh(config), objective, None, data)
-    found = program.evaluate(_load_state(program, path), program.init_frozen())
+    found = program.evaluate(_load_state(program, path), program.init_frozen(measured=True))
   assert found is not None, "only a signal stops an evaluation, and none is asked for"
   return found
 

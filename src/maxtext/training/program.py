@@ -1,7 +1,7 @@
 """A run made ready: the model, the compiled step, and the abstract state and batch it takes. No array exists yet."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -55,6 +55,7 @@ class Program:
   eval_batch: Any  # abstract
   _eval_sums: Any
   _frozen_models: Mapping[str, tuple[MaxTextConfig, Model]]
+  _measured: Collection[str]  # the frozen models of an evaluation
   data: RunData
   _jit: Any  # with the compiler options of this run
   _in_token_order: Callable[[Any], Any]
@@ -160,6 +161,7 @@ class Program:
       eval_batch,
       SynchronizedCompile(jit(evaluate, out_shardings=replicated), batch=2),
       frozen_models,
+      tuple(measured.frozen),
       RunData(config, batch, eval_batch, data),
       jit,
       in_token_order,
@@ -172,9 +174,11 @@ class Program:
     """The first state, made where it lives."""
     return self._init(np.uint32(self.config.init_weights_seed))
 
-  def init_frozen(self) -> dict[str, Params]:
-    """The parameters of the frozen models, by name, made or read where they live: the same for every start of a run."""
-    return {name: frozen_params(config, model) for name, (config, model) in self._frozen_models.items()}
+  def init_frozen(self, measured: bool = False) -> dict[str, Params]:
+    """The parameters of the frozen models, by name, made or read where they live: the same for every start of a run.
+    With `measured`, only those that an evaluation needs."""
+    needed = [name for name in self._frozen_models if name in self._measured or not measured]
+    return {name: frozen_params(*self._frozen_models[name]) for name in needed}
 
   def frozen_config(self, name: str) -> MaxTextConfig:
     """The configuration of a frozen model."""

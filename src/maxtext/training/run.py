@@ -67,7 +67,7 @@ from maxtext.training.program import Program, hlo_folder
 from maxtext.training.resume import RunCheckpoints
 from maxtext.training.state import TrainState
 from maxtext.training.synchronized_compile import SynchronizedCompile
-from maxtext.training.teacher import TEACHER, start_from_teacher
+from maxtext.training.teacher import TEACHER, start_from_teacher, tokenizer_folder
 
 _LOG = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def train(
       run.begin(record if config.log_config else None, program.model.size)
       if config.save_config_to_gcs and run.store:
         run.store_config(record)
-      if why := keep_tokenizer(data_options(config), config.load_parameters_path, str(run.store or run.path)):
+      if why := keep_tokenizer(data_options(config), tokenizer_folder(config), str(run.store or run.path)):
         _LOG.warning(f"maxtext: the run's folder has no tokenizer: {why}")
     callbacks = [
       *_evaluations(program, checkpoints, frozen),

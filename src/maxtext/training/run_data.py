@@ -11,6 +11,7 @@ import jax
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.data.batch import BatchSource, BatchWithState, IteratorState
 from maxtext.data.dataloader import OpenedData, make_dataloader, missing_eval_data, open_data
+from maxtext.data.documents import LABEL
 from maxtext.data.options import data_options
 from maxtext.data.reference_log_probs import REFERENCE, ReferenceLogProbs
 from maxtext.data.splits import SplitName
@@ -42,10 +43,10 @@ class RunData:
         if split == "train" and self._saved is not None:
           continue
         data = self.opened(split)
-        if REFERENCE in data.batch.extra and not data.sources:
+        if data.batch.extra and not data.sources:
+          instead = "" if LABEL in data.batch.extra else "set precompute_ref_log_probs=false, or "
           raise ConfigError(
-            f"hf_path={data.options.hub.path} is streamed, so its pairs have no numbers: set "
-            f"precompute_ref_log_probs=false, or read files on disk."
+            f"hf_path={data.options.hub.path} is streamed, so its rows have no numbers: {instead}read files on disk."
           )
 
   def size(self) -> tuple[int, int | None] | None:

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.checkpoint.inspect import OF_THE_MODEL, STARTED_FROM, chosen, starting_keys
-from maxtext.checkpoint.tokenizer import find_tokenizer, open_data_tokenizer
+from maxtext.checkpoint.tokenizer import FOLDER as TOKENIZER
+from maxtext.checkpoint.tokenizer import open_data_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.configs.types import DatasetType, DataTypes, Distillation
+from maxtext.configs.types import DatasetType, DataTypes, Distillation, MoEKernels
 from maxtext.configs.values import plain_value
 from maxtext.data.options import data_options
-from maxtext.data.teacher_outputs import SavedOutputs, TeacherOutputs
+from maxtext.data.teacher_outputs import TEACHER_TOKENS, SavedOutputs, TeacherOutputs
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.models.model import Params
 from maxtext.training.state import TrainState
@@ -24,9 +25,12 @@ from maxtext.weights.resolve import resolve_source
 if TYPE_CHECKING:
   from maxtext.training.program import Program
 
-TEACHER = "teacher"
-"""The name of the frozen model, for an objective."""
+TEACHER = "teacher_overrides"
+"""The name of the frozen model, for the objective of a distillation."""
 _NAMES_A_MODEL = {"model_name", "decoder_block"}
+_KERNELS = {"attention", "use_ring_of_experts", "megablox", "sparse_matmul", "shard_exp_on_fsdp"}
+_OF_BOTH = {*DataTypes.model_fields, *_KERNELS}
+_OF_THE_TEACHER = {*OF_THE_MODEL, *STARTED_FROM, *_OF_BOTH, *MoEKernels.model_fields, "init_weights_seed"}
 _OF_THE_STUDENT = {*STARTED_FROM, *Distillation.model_fields, "trainable_parameters_mask"} - {
   key for key in Distillation.model_fields if key.startswith("distill_beta")
 }
@@ -39,6 +43,8 @@ def teacher_config(config: MaxTextConfig) -> MaxTextConfig:
   they say neither it is the student's, with what they change.
   """
   given, path = config.teacher_overrides, config.teacher_overrides.get("load_parameters_path", "")
+  if others := given.keys() - _OF_THE_TEACHER:
+    raise ConfigError(f"teacher_overrides: {min(others)} is a key of both models: write it beside teacher_overrides.")
   run = {key: plain_value(value) for key, value in config}
   shared = {
     key: value for key, value in chosen(json.loads(json.dumps(run, default=str))).items() if key not in _OF_THE_STUDENT
@@ -49,8 +55,8 @@ def teacher_config(config: MaxTextConfig) -> MaxTextConfig:
   try:
     if path and not given.keys() & _NAMES_A_MODEL and not is_hugging_face(path):
       own = {key: value for key, value in starting_keys(path, {}).items() if key in OF_THE_MODEL}
-    keys = own | shared | {key: run[key] for key in DataTypes.model_fields} | given
-    return resolve_source(None, keys, recorded=keys.keys() - given.keys()).config
+    keys = own | shared | {key: run[key] for key in _OF_BOTH} | given
+    return resolve_source(None, keys, recorded=keys.keys() - given.keys(), environment={}).config
   except ConfigError as error:
     raise ConfigError(f"teacher_overrides: {error}") from None
 
@@ -64,33 +70,58 @@ def saved_outputs(config: MaxTextConfig) -> TeacherOutputs | None:
     raise ConfigError(
       f"offline_data_dir={config.offline_data_dir} has no saved outputs: `maxtext data teacher` writes them."
     )
-  outputs = TeacherOutputs(config.offline_data_dir, found, config.num_epoch, config.data_shuffle_seed)
+  seed = config.data_shuffle_seed if config.enable_data_shuffling else None
+  outputs = TeacherOutputs(config.offline_data_dir, found, config.num_epoch, seed)
   outputs.check(config.vocab_size, config.max_target_length, config.distill_temperature)
   return outputs
+
+
+def tokenizer_folder(config: MaxTextConfig) -> str:
+  """Where a run that names no tokenizer has one from: saved outputs, or the parameters that it starts from."""
+  return f"{config.offline_data_dir}/{TOKENIZER}" if config.offline_data_dir else config.load_parameters_path
 
 
 def check_teacher(program: "Program") -> None:
   """Raises where the teacher has no parameters, another tokenizer than the data of its student, or not the weights that
   the student is to start with."""
+  config = program.config
+  if config.offline_data_dir and TEACHER_TOKENS in program.batch.extra:
+    _compare(config, config, f"offline_data_dir={config.offline_data_dir}", tokenizer_folder(config))
   if TEACHER not in program.frozen:
     return
-  config, teacher = program.config, program.frozen_config(TEACHER)
+  teacher = program.frozen_config(TEACHER)
   _copied_weights(config, program.state.params | program.state.buffers, program.frozen[TEACHER])
-  path = teacher.load_parameters_path or teacher.load_full_state_path
-  if not path:
+  check_parameters(teacher)
+  check_tokenizers(config, teacher)
+
+
+def check_parameters(teacher: MaxTextConfig) -> None:
+  """Raises where a teacher has none."""
+  if not teacher.load_parameters_path and not teacher.load_full_state_path:
     raise ConfigError(
       "teacher_overrides names no parameters, and a teacher that was never trained teaches nothing: add "
       "load_parameters_path, the folder of a run or of weights."
     )
-  if find_tokenizer(path) is None:
-    return
-  data, own = data_options(config), replace(data_options(teacher), kind=DatasetType.SYNTHETIC)  # as without data
-  with (
-    open_data_tokenizer(data, config.load_parameters_path) as student,
-    open_data_tokenizer(own, path) as known,
-  ):
-    if student is not None and known is not None and (found := _difference(student, known)):
-      raise ConfigError(f"teacher_overrides: the teacher in {path} has another tokenizer than the data: {found}.")
+
+
+def check_tokenizers(config: MaxTextConfig, teacher: MaxTextConfig) -> None:
+  """Raises where the teacher has another tokenizer than the student's data, or no row for some of its tokens."""
+  path = teacher.load_parameters_path or teacher.load_full_state_path
+  data = _compare(config, teacher, f"teacher_overrides: the teacher in {path}", path)
+  known = config.vocab_size if data is None else data.vocab_size
+  if teacher.vocab_size < known:
+    raise ConfigError(
+      f"teacher_overrides: the teacher has vocab_size={teacher.vocab_size}, and the data may have tokens up to {known}."
+    )
+
+
+def _compare(config: MaxTextConfig, other: MaxTextConfig, whose: str, path: str) -> TextTokenizer | None:
+  """The tokenizer of the data, if it is known; raises where another one is kept at `path`."""
+  data, without = data_options(config), replace(data_options(other), kind=DatasetType.SYNTHETIC)
+  with open_data_tokenizer(data, config.load_parameters_path) as ours, open_data_tokenizer(without, path) as theirs:
+    if ours is not None and theirs is not None and (found := _difference(ours, theirs)):
+      raise ConfigError(f"{whose} has another tokenizer than the data: {found}.")
+    return ours
 
 
 def start_from_teacher(program: "Program", state: TrainState, teacher: Params) -> TrainState:

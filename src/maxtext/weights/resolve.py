@@ -19,7 +19,11 @@ _LOG = logging.getLogger(__name__)
 
 
 def resolve_source(
-  source: str | None, values: Mapping[str, Any], strict: bool = False, recorded: Collection[str] = ()
+  source: str | None,
+  values: Mapping[str, Any],
+  strict: bool = False,
+  recorded: Collection[str] = (),
+  environment: Mapping[str, str] = os.environ,
 ) -> Resolved:
   """The configuration of a file, recipe, model, run or folder of weights, of keys and of the environment.
 
@@ -36,12 +40,12 @@ def resolve_source(
     keys = starting_keys(source, values)
     found = resolve_keys(keys, strict, recorded=keys.keys() - values.keys())
     return replace(found, name=Path(source).resolve().name)
-  first = resolve(source, os.environ, values, recorded=recorded)
+  first = resolve(source, environment, values, recorded=recorded)
   path = first.config.load_parameters_path
   if not path or not is_hugging_face(path):
     return _warn(first, strict)
   own = _folder_values(path, first)
-  again = resolve_keys({**own, **values}, strict, source, recorded={*own, *recorded})
+  again = resolve_keys({**own, **values}, strict, source, recorded={*own, *recorded}, environment=environment)
   origins = {**again.origins, **dict.fromkeys(own, os.path.join(path, "config.json"))}
   return replace(again, origins=origins, name=Path(folder).resolve().name if folder else again.name)
 
@@ -55,11 +59,15 @@ def _is_run(source: str) -> bool:
 
 
 def resolve_keys(
-  keys: Mapping[str, Any], strict: bool = False, source: str | None = None, recorded: Collection[str] = ()
+  keys: Mapping[str, Any],
+  strict: bool = False,
+  source: str | None = None,
+  recorded: Collection[str] = (),
+  environment: Mapping[str, str] = os.environ,
 ) -> Resolved:
   """The configuration of those keys, of which some were `recorded` by a run or a folder of weights; warns of the others
   that have no effect."""
-  return _warn(resolve(source, os.environ, keys, recorded=recorded), strict)
+  return _warn(resolve(source, environment, keys, recorded=recorded), strict)
 
 
 def _warn(resolved: Resolved, strict: bool) -> Resolved:

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from maxtext.configs.types.section import Section
 
-DpoLossType = Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "orpo", "sft"]
+DpoLossType = Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "orpo", "sft", "kto"]
 
 
 def _sigmoid() -> list[DpoLossType]:
@@ -30,6 +30,8 @@ class FineTuning(Section):
     default_factory=list, description="Weight of each loss of dpo_loss_type; empty is 1 for all."
   )
   simpo_gamma: float = Field(0.5, description="Margin of the simpo loss between chosen and rejected answer.")
+  kto_desirable_weight: float = Field(1.0, ge=0.0, description="Weight of answers with label true in the kto loss.")
+  kto_undesirable_weight: float = Field(1.0, ge=0.0, description="Weight of answers with label false in the kto loss.")
   precompute_ref_log_probs: bool = Field(
     True,
     description="True computes the reference model's log-probabilities once, on disk; false keeps a copy in memory.",

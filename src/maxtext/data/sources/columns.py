@@ -1,5 +1,6 @@
 """Documents in tables with random access, whose columns hold text or tokens."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,18 @@ class ColumnDocuments:
     self.counts = encoding.counts(len(sizes))
     self.read, self.where = read, where
     self.encoding, self.values = encoding, values
+
+  def with_neighbours(self) -> "ColumnDocuments":
+    """The same documents, whose rows bring the values of the next row as a last value."""
+    found, count = copy.copy(self), sum(self.sizes)
+
+    def read(numbers: Sequence[int]) -> list[tuple[Any, Any]]:
+      rows = list(self.read([*numbers, *((number + 1) % count for number in numbers)]))
+      return list(zip(rows[: len(numbers)], rows[len(numbers) :], strict=True))
+
+    found.read = read
+    found.values = lambda record: [*self.values(record[0]), self.values(record[1])]
+    return found
 
   def tokens(self, record: Any) -> np.ndarray:
     """The tokens of the document in a row."""

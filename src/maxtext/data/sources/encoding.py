@@ -49,7 +49,8 @@ def make_encoding(options: DataOptions, split: Split) -> Encoding:
     conversations = ConversationEncoding.of(
       columns, load_tokenizer(options.tokenizer), most, options.truncate, options.conversations
     )
-    return PreferenceEncoding(conversations) if options.conversations.pairs else conversations
+    pairs, labelled = options.conversations.pairs, options.conversations.labelled
+    return PreferenceEncoding(conversations, labelled) if pairs else conversations
   if not split.tokenize:
     return TextEncoding(columns, None, None)
   return TextEncoding(columns, load_tokenizer(options.tokenizer), most if options.truncate else None)

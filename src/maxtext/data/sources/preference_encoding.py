@@ -1,4 +1,8 @@
-"""Converts the columns of a record to a preference pair: the same prompt with a chosen and a rejected answer."""
+"""Converts the columns of a record to a preference pair: the same prompt with a chosen and a rejected answer.
+
+A labelled answer is a pair too: its other side is the answer of another row to the same prompt, by which KTO estimates
+how far the model is from its reference.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +13,7 @@ import numpy as np
 
 from maxtext.configs import ConfigError
 from maxtext.data.conversations import TrainingSequence, join_sequences
-from maxtext.data.documents import PAIRED, TokenCounts
+from maxtext.data.documents import LABEL, PAIRED, TokenCounts
 from maxtext.data.sources.conversation_encoding import CHOSEN, COMPLETION, PROMPT, REJECTED, ConversationEncoding
 
 
@@ -22,9 +26,11 @@ class PreferenceEncoding:
 
   Attributes:
     conversations: encodes each side.
+    labelled: the columns are prompt, completion and label; the values of another row follow as a last one.
   """
 
   conversations: ConversationEncoding
+  labelled: bool = False
 
   @property
   def columns(self) -> tuple[str, ...]:
@@ -34,7 +40,7 @@ class PreferenceEncoding:
   @property
   def identity(self) -> dict[str, Any]:
     """What determines the tokens."""
-    return {**self.conversations.identity, "pairs": True}
+    return {**self.conversations.identity, "pairs": True} | ({"labelled": True} if self.labelled else {})
 
   def counts(self, shards: int) -> TokenCounts:
     """A pair is never cut."""
@@ -42,12 +48,20 @@ class PreferenceEncoding:
 
   def __call__(self, values: Sequence[Any]) -> np.ndarray:
     """The pair as one document; empty where it does not fit in a row."""
-    pair = join_sequences(self.fitting(self.sequences(values)))
-    return pair.view(PAIRED)
+    pair = join_sequences(self.fitting(self.sequences(values))).view(PAIRED)
+    if not self.labelled:
+      return pair
+    document = np.zeros(len(pair), [*PAIRED.descr, (LABEL, np.float32)])
+    for name in PAIRED.names or ():
+      document[name] = pair[name]
+    if len(pair):
+      is_desirable = self.conversations.row(values[:-1])[LABEL]
+      document[LABEL][np.flatnonzero(pair["side"] == 0)[-1]] = 1.0 if is_desirable else -1.0
+    return document
 
   def sequences(self, values: Sequence[Any]) -> list[TrainingSequence]:
     """The chosen and the rejected sequence, however long."""
-    row = self.conversations.row(values)
+    row = self._labelled_row(values) if self.labelled else self.conversations.row(values)
     if CHOSEN not in row or REJECTED not in row:
       raise ConfigError(
         "use_dpo=true needs the columns chosen and rejected, and prompt where they do not contain it: set the "
@@ -57,6 +71,18 @@ class PreferenceEncoding:
       parts = _common_prompt(row[CHOSEN], row[REJECTED], self.conversations.options.chat)
       row |= dict(zip((PROMPT, CHOSEN, REJECTED), parts, strict=True))
     return [self._side(row, side) for side in (CHOSEN, REJECTED)]
+
+  def _labelled_row(self, values: Sequence[Any]) -> dict[str, Any]:
+    """A labelled answer as a pair with the answer of another row."""
+    row, other = self.conversations.row(values[:-1]), self.conversations.row(values[-1])
+    if not {PROMPT, COMPLETION, LABEL} <= row.keys() or COMPLETION not in other:
+      raise ConfigError(
+        "dpo_loss_type=[kto] needs the columns prompt, completion and label: set the *_data_columns keys to "
+        "[prompt,completion,label]."
+      )
+    if row[LABEL] not in (True, False):
+      raise ConfigError(f"'{LABEL}' is {row[LABEL]!r}: it must be true for a desirable answer, or false.")
+    return {**row, CHOSEN: row[COMPLETION], REJECTED: other[COMPLETION]}
 
   def fitting(self, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
     """Both, or none where one row does not hold them."""

@@ -92,6 +92,7 @@ class KnowledgeDistillation(Objective):
     feature_loss: how features are compared.
     layers: whose features are compared; None is all.
     top_k: tokens of the teacher that the data brings for each target.
+    vocab_size: tokens that these distributions are of.
   """
 
   teacher: FrozenModel | None
@@ -102,12 +103,17 @@ class KnowledgeDistillation(Objective):
   feature_loss: Literal["cosine", "l2"] = "cosine"
   layers: tuple[int, ...] | None = None
   top_k: int = 0
+  vocab_size: int = 0
 
   @staticmethod
   def is_chosen(config: MaxTextConfig) -> bool:
-    """Whether a run has a teacher that counts. Where its weights are 0 for the whole run, it is plain training."""
+    """Whether a run has a teacher that counts. Where alpha and beta are 0 for the whole run, and neither its data nor
+    its first weights come from a teacher, it is plain training."""
     alpha, _, beta = _ramps(config)
-    return bool(config.teacher_overrides or config.offline_data_dir) and not (alpha.is_zero and beta.is_zero)
+    if config.offline_data_dir:
+      return True
+    counts = not (alpha.is_zero and beta.is_zero) or bool(config.distill_weights_copy_map)
+    return bool(config.teacher_overrides) and counts
 
   @staticmethod
   def of(config: MaxTextConfig) -> "KnowledgeDistillation":
@@ -127,6 +133,7 @@ class KnowledgeDistillation(Objective):
       c.distill_feature_loss_type,
       None if c.distill_layer_indices is None else tuple(c.distill_layer_indices),
       saved.saved.top_k if saved else 0,
+      saved.saved.vocab_size if saved else 0,
     )
 
   def batch(self, rows: int, length: int) -> Any:
@@ -153,14 +160,16 @@ class KnowledgeDistillation(Objective):
 
     def of_tile(hidden: jax.Array, targets: jax.Array, *known: jax.Array) -> dict[str, jax.Array]:
       """Logits, of both models, exist for one tile at a time."""
-      ours = student.logits(hidden)
-      return {"hard_loss": cross_entropy(ours, targets, self.labels.z_loss), **compare(ours, targets, *known)}
+      ours, z_loss = student.logits(hidden), self.labels.z_loss
+      hard = cross_entropy(ours, targets, 0.0)
+      z = {"z_loss": cross_entropy(ours, targets, z_loss) - hard} if z_loss else {}
+      return {"hard_loss": hard, **z, **compare(ours, targets, *known)}
 
     tokens = tiled(of_tile, self.labels.tiles, hidden, batch.targets, *known)
     tokens["soft_loss"] = jnp.square(temperature) * tokens["kl"]
-    losses = alpha * tokens["soft_loss"] + (1.0 - alpha) * tokens["hard_loss"]
+    losses = alpha * tokens["soft_loss"] + (1.0 - alpha) * tokens["hard_loss"] + tokens.get("z_loss", 0.0)
     if not self.beta.is_zero:
-      tokens["feature_loss"] = self._distance(features(auxiliary), features(teacher_auxiliary))
+      tokens["feature_loss"] = self._distance(auxiliary, teacher_auxiliary)
       losses = losses + beta * tokens["feature_loss"]
     further, metrics = self.labels.further_losses(student, hidden, auxiliary, batch)
     weight = self.weight(batch)
@@ -177,7 +186,7 @@ class KnowledgeDistillation(Objective):
     if self.teacher is None:
 
       def compare_saved(ours: jax.Array, _: jax.Array, tokens: jax.Array, log_probs: jax.Array) -> dict[str, jax.Array]:
-        return {"kl": top_k_kl_divergence(ours, tokens, log_probs, temperature)}
+        return {"kl": top_k_kl_divergence(ours, tokens, log_probs, temperature, self.vocab_size)}
 
       return compare_saved, (batch.extra[TEACHER_TOKENS], batch.extra[TEACHER_LOG_PROBS]), []
     teacher = models.frozen[TEACHER]
@@ -197,20 +206,25 @@ class KnowledgeDistillation(Objective):
   def _ramped(self) -> dict[str, Ramp]:
     return {"distill_alpha": self.alpha, "distill_temperature": self.temperature, "distill_beta": self.beta}
 
-  def _distance(self, student: jax.Array, teacher: jax.Array) -> jax.Array:
-    """The mean distance [B,S] of features [L,B,S,E] over the layers."""
-    chosen = slice(None) if self.layers is None else jnp.asarray(self.layers)
-    a, b = (x[chosen].astype(jnp.float32) for x in (student, jax.lax.stop_gradient(teacher)))
-    return _DISTANCES[self.feature_loss](a, b).mean(0)
+  def _distance(self, student: list[Any], teacher: list[Any]) -> jax.Array:
+    """The mean distance [B,S] over the layers, from the auxiliary outputs of both decoders."""
+    pairs = zip(features(student, self.layers), features(teacher, self.layers), strict=True)
+    distances = [
+      _DISTANCES[self.feature_loss](ours.astype(jnp.float32), jax.lax.stop_gradient(theirs).astype(jnp.float32))
+      for ours, theirs in pairs
+    ]
+    return sum(distances, jnp.zeros(())) / len(distances)
 
 
-def features(auxiliary: list[Any]) -> jax.Array:
-  """The outputs of attention [L,B,S,E] of all layers, in their order, from the auxiliary outputs of a decoder."""
-  groups = []
-  for cycle in auxiliary:
-    places = jnp.stack([layer[MIXER_OUTPUT] for layer in cycle], axis=1)  # [R,cycle,B,S,E]
-    groups.append(places.reshape(-1, *places.shape[2:]))
-  return jnp.concatenate(groups)
+def features(auxiliary: list[Any], layers: tuple[int, ...] | None) -> list[jax.Array]:
+  """The outputs of attention [B,S,E] of some layers, or of all, from the auxiliary outputs of a decoder."""
+  found = [(layer[MIXER_OUTPUT], repeat) for cycle in auxiliary for repeat in range(_repeats(cycle)) for layer in cycle]
+  chosen = found if layers is None else [found[layer] for layer in layers]
+  return [outputs[repeat] for outputs, repeat in chosen]
+
+
+def _repeats(cycle: list[Any]) -> int:
+  return cycle[0][MIXER_OUTPUT].shape[0]
 
 
 def _cosine_distance(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -248,6 +262,8 @@ def _check_features(config: MaxTextConfig, student: DecoderSpec, teacher: Decode
       f"{theirs}: name the layers with distill_layer_indices."
     )
   most = min(ours, theirs) - 1
+  if indices == []:
+    raise ConfigError("distill_layer_indices=[] names no layer: leave it out for all, or name some.")
   for index in indices or ():
     if not isinstance(index, int) or not 0 <= index <= most:
       raise ConfigError(f"distill_layer_indices={indices}: {index} must be a layer of both models, 0 to {most}.")

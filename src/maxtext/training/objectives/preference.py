@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import Batch
+from maxtext.data.documents import LABEL
 from maxtext.data.reference_log_probs import REFERENCE
 from maxtext.kernels.cross_entropy import tiled_cross_entropy
 from maxtext.mesh.explicit import auto_axes
@@ -30,11 +31,13 @@ from maxtext.training.objectives.base import (
 )
 from maxtext.training.objectives.preference_losses import (
   DEFAULT_PARAMETERS,
+  KTO,
   OF_MEANS,
   PAIR_LOSSES,
   REFERENCE_FREE,
   LossParameters,
   PairLogProbs,
+  kto,
 )
 
 
@@ -61,7 +64,9 @@ class PreferenceOptimization(Objective):
     weights = c.dpo_loss_weights or [1.0] * len(c.dpo_loss_type)
     return PreferenceOptimization(
       tuple(zip(c.dpo_loss_type, weights, strict=True)),
-      LossParameters(c.dpo_beta, c.dpo_label_smoothing, c.simpo_gamma),
+      LossParameters(
+        c.dpo_beta, c.dpo_label_smoothing, c.simpo_gamma, c.kto_desirable_weight, c.kto_undesirable_weight
+      ),
       c.precompute_ref_log_probs,
       c.num_vocab_tiling,
     )
@@ -70,6 +75,11 @@ class PreferenceOptimization(Objective):
   def needs_reference(self) -> bool:
     """Whether a loss compares the policy with a reference model."""
     return any(name not in REFERENCE_FREE for name, _ in self.losses)
+
+  @property
+  def is_labelled(self) -> bool:
+    """Whether the data is single answers with labels, in place of pairs."""
+    return self.losses[0][0] == KTO
 
   @property
   def reads_reference(self) -> bool:
@@ -83,10 +93,9 @@ class PreferenceOptimization(Objective):
 
   def batch(self, rows: int, length: int) -> Any:
     """The batch of the configured data, with log-probabilities of the reference where they are precomputed."""
-    declared = token_batch(rows, length)
-    if not self.reads_reference:
-      return declared
-    return replace(declared, extra={REFERENCE: token_field(rows, length, jnp.float32)})
+    brought = {REFERENCE: self.reads_reference, LABEL: self.is_labelled}
+    extra = {name: token_field(rows, length, jnp.float32) for name, is_brought in brought.items() if is_brought}
+    return replace(token_batch(rows, length), extra=extra)
 
   def __call__(self, models: Models, batch: Batch, context: StepContext) -> tuple[jax.Array, Metrics]:
     """The sum of the losses of all pairs; auxiliary losses of layers count for every pair."""
@@ -98,11 +107,11 @@ class PreferenceOptimization(Objective):
     pairs = PairLogProbs(
       policy[..., 0], policy[..., 1], reference[..., 0], reference[..., 1], counts[..., 0], counts[..., 1]
     )
-    losses = sum(weight * PAIR_LOSSES[name](pairs, self.parameters) for name, weight in self.losses)
+    losses, figures = self._labelled(pairs, batch) if self.is_labelled else self._paired(pairs)
     auxiliary_loss, metrics = collect_auxiliary(auxiliary)
     count = self.weight(batch)
     loss = jnp.where(is_pair, losses, 0.0).sum() + auxiliary_loss * count
-    own = {name: jnp.where(is_pair, value, 0.0).sum() for name, value in self._figures(pairs).items()}
+    own = {name: jnp.where(is_pair, value, 0.0).sum() for name, value in figures.items()}
     return loss, {name: mean * count for name, mean in metrics.items()} | own
 
   def weight(self, batch: Batch) -> jax.Array:
@@ -119,6 +128,24 @@ class PreferenceOptimization(Objective):
     if self.precomputed:
       return pair_sums(batch.extra[REFERENCE], batch.segments)
     return jax.lax.stop_gradient(answer_log_probs(models.frozen[REFERENCE], batch, self.tiles)[0])
+
+  def _paired(self, pairs: PairLogProbs) -> tuple[jax.Array, Metrics]:
+    losses = [weight * PAIR_LOSSES[name](pairs, self.parameters) for name, weight in self.losses]
+    return sum(losses, jnp.zeros(())), self._figures(pairs)
+
+  def _labelled(self, pairs: PairLogProbs, batch: Batch) -> tuple[jax.Array, Metrics]:
+    """Losses and figures of labelled answers: `reward_margin` is how much more than others desirable ones gained."""
+    labels = pair_sums(batch.extra[LABEL], batch.segments)[..., 0]
+    losses, kl = kto(pairs, labels, self.parameters)
+    reward = self.parameters.beta * (pairs.chosen - pairs.reference_chosen)
+    figures = {
+      "reward_margin": labels * reward,
+      "reward_accuracy": (labels * (reward - self.parameters.beta * kl) > 0).astype(jnp.float32),
+      "kl": jnp.broadcast_to(kl, reward.shape),
+      "log_prob": pairs.chosen,
+    }
+    weight = self.losses[0][1]
+    return weight * losses, figures
 
   def _figures(self, pairs: PairLogProbs) -> Metrics:
     """Rewards as the first loss compares them: beta times the log-ratio to the reference, or the log-probability where

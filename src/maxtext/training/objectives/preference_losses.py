@@ -56,11 +56,15 @@ class LossParameters(NamedTuple):
     beta: `dpo_beta`.
     label_smoothing: `dpo_label_smoothing`.
     gamma: `simpo_gamma`.
+    desirable: `kto_desirable_weight`.
+    undesirable: `kto_undesirable_weight`.
   """
 
   beta: float = 0.1
   label_smoothing: float = 0.0
   gamma: float = 0.5
+  desirable: float = 1.0
+  undesirable: float = 1.0
 
 
 DEFAULT_PARAMETERS = LossParameters()
@@ -107,6 +111,24 @@ def sft(pairs: PairLogProbs, p: LossParameters) -> jax.Array:
   """Loss per token of the chosen answer, to be combined with another one."""
   return -pairs.mean_chosen
 
+
+def kto(pairs: PairLogProbs, labels: jax.Array, p: LossParameters) -> tuple[jax.Array, jax.Array]:
+  """KTO (Ethayarajh et al. 2024): losses of labelled answers, and the estimate of the KL that they are compared with.
+
+  Args:
+    pairs: the labelled answers as chosen ones; as rejected ones, answers of other rows to the same prompts.
+    labels: 1 for a desirable answer, -1 for another, 0 where there is none.
+    p: the weights of both.
+  """
+  is_there = labels != 0
+  other = jnp.where(is_there, pairs.rejected - pairs.reference_rejected, 0.0).sum() / jnp.maximum(is_there.sum(), 1)
+  kl = jax.lax.stop_gradient(jnp.maximum(other, 0.0))
+  weights = jnp.where(labels > 0, p.desirable, p.undesirable)
+  return weights * (1 - jax.nn.sigmoid(labels * p.beta * (pairs.chosen - pairs.reference_chosen - kl))), kl
+
+
+KTO = "kto"
+"""The loss of labelled answers, in place of those of pairs."""
 
 PairLoss = Callable[[PairLogProbs, LossParameters], jax.Array]
 
