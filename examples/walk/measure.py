@@ -1,0 +1,56 @@
+"""How often a model's answers have the form that it was taught, on held-out prompts of `conversations.py`.
+
+python examples/walk/measure.py RUN FOLDER
+"""
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import maxtext
+
+MOST = 100  # prompts of each kind
+
+
+def is_signature(answer: str) -> bool:
+  """Whether it is the first line of a function, and nothing else."""
+  try:
+    ast.parse(f"{answer}\n  pass")
+  except (SyntaxError, ValueError):
+    return False
+  return answer.startswith("def ") and "\n" not in answer
+
+
+def is_description(answer: str) -> bool:
+  """Whether it is one line that ends as a sentence does."""
+  return answer.endswith(".") and "\n" not in answer and len(answer) > 8
+
+
+def is_preferred(answer: str) -> bool:
+  """Whether it begins in lower case and has no full stop, as the better answers do."""
+  return answer[:1].islower() and not answer.endswith(".") and "\n" not in answer
+
+
+def main(run: str, folder: Path) -> None:
+  """Prints the rates."""
+  rows = [json.loads(line)["messages"][0] for line in (folder / "held_out.jsonl").read_text().splitlines()]
+  asked = {
+    "signature": [row for row in rows if row["content"].startswith("Write")][:MOST],
+    "description": [row for row in rows if row["content"].startswith("Describe")][:MOST],
+  }
+  llm = maxtext.LLM(run, chat_template_path=str(folder / "chat.jinja"), max_prefill_predict_length=64)
+  params = maxtext.SamplingParams(max_tokens=40)
+  answers = {
+    kind: [one.text for one in llm.chat([[row] for row in prompts], params)] for kind, prompts in asked.items()
+  }
+  forms = {"signature": ("signature", is_signature), "description": ("description", is_description),
+           "preferred": ("description", is_preferred)}  # fmt: skip
+  for name, (kind, test) in forms.items():
+    print(f"{name:<12} {sum(map(test, answers[kind])):>3} of {len(answers[kind])}")
+  for kind, texts in answers.items():
+    print(f"{asked[kind][0]['content']!r} -> {texts[0]!r}")
+
+
+if __name__ == "__main__":
+  main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,75 @@
+"""The commands of `docs/walk.md`, in their order: with few steps and little text in the gate, as they stand nightly."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+
+
+def commands():
+  blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "walk.md").read_text(), re.DOTALL)
+  return [shlex.split(line) for block in blocks for line in block.replace("\\\n", "").splitlines()]
+
+
+def shortened(words):
+  """Three steps, and the pages of this repository for a text."""
+  words = [re.sub(r"^steps=.*", "steps=3", word) for word in words]
+  words = [re.sub(r"^eval_interval=.*", "eval_interval=3", word) for word in words]
+  if "--stdlib" not in words:
+    return words
+  at = words.index("--stdlib")
+  return [*words[:at], "--from", str(ROOT / "docs"), "--suffix", ".md", "--to", "data/stdlib", *words[at + 1 :]]
+
+
+def walk(folder, change=lambda words: words):
+  """What each command printed, by its first words."""
+  (folder / "examples").symlink_to(ROOT / "examples")
+  environment = os.environ | {"XLA_FLAGS": "", "PATH": f"{BIN}:{os.environ['PATH']}"}
+  said = []
+  for words in map(change, commands()):
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=environment, timeout=1500, check=False)
+    assert done.returncode == 0, (words, done.stderr)
+    said.append((words, done.stdout))
+  return said
+
+
+def rates(said):
+  """{run: {form: answers that have it}}, of a hundred."""
+  found = {}
+  for words, text in said:
+    if "examples/walk/measure.py" in words:
+      found[words[2]] = {form: int(count) for form, count in re.findall(r"^(\w+) +(\d+) of 100$", text, re.MULTILINE)}
+  return found
+
+
+def last(folder, name):
+  lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+  return [found for found in map(json.loads, lines) if "eval_loss" in found][-1]["eval_loss"]
+
+
+@pytest.mark.slow
+def test_every_command_works(tmp_path):
+  said = walk(tmp_path, shortened)
+  assert rates(said).keys() == {"runs/base", "runs/chat", "runs/aligned"}
+  for name in ("base", "chat", "aligned", "student", "alone"):
+    assert last(tmp_path, name) > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_the_walk_arrives(tmp_path):
+  found = rates(walk(tmp_path))
+  base, chat, aligned = (found[f"runs/{name}"] for name in ("base", "chat", "aligned"))
+  assert base["signature"] + base["description"] < 20
+  assert min(chat["signature"], chat["description"]) > 80
+  assert chat["preferred"] < 20
+  assert aligned["preferred"] > 80
+  assert last(tmp_path, "student") < last(tmp_path, "alone")
