@@ -33,6 +33,7 @@ from maxtext.weights.from_hugging_face import load_from_hugging_face
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
 from maxtext.weights.tensor_files import make_header, read_header, write_file
 from maxtext.weights.tensor_layout import tensor_layouts
+from tests.chat_templates import make_tokenizer
 from tests.support import program
 from tests.test_parity import CASES, RUN, configure, every_case, every_case_but_nightly, references, torch
 
@@ -150,6 +151,16 @@ def test_what_the_user_says_wins_over_a_folder(tiny):
   assert (named.vocab_size, named.base_emb_dim) == (100, 48)
   other = resolve_overrides([f"load_parameters_path={tiny}", "dataset_type=synthetic", "model_name=llama2-7b"]).config
   assert other.base_emb_dim == 4096
+
+
+def test_a_folder_brings_its_tokenizer(tiny, tmp_path):
+  folder = shutil.copytree(tiny, tmp_path / "folder")
+  make_tokenizer(tmp_path / "vocabulary")
+  shutil.copy(tmp_path / "vocabulary" / "tokenizer.json", folder)
+  found = resolve_overrides([str(folder), "dataset_type=synthetic"]).config
+  assert (found.tokenizer_path, found.tokenizer_type.value) == (str(folder), "huggingface")
+  named = resolve_overrides([str(folder), "dataset_type=synthetic", "tokenizer_path=mine"]).config
+  assert named.tokenizer_path == "mine"
 
 
 @pytest.mark.parametrize(

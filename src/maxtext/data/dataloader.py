@@ -71,7 +71,8 @@ def open_data(options: DataOptions, batch: Batch, split: SplitName = "train") ->
   if options.conversations is not None:
     statistics = measure_conversations(sources, options.conversations.method)
     if not jax.process_index():
-      noun = "pair" if options.conversations.pairs else "conversation"
+      c = options.conversations
+      noun = "labelled answer" if c.labelled else "pair" if c.pairs else "conversation"
       _LOG.info(f"{split} data: {statistics.describe(length, keys.epochs, noun)}")
   opened = OpenedData(options, batch, split, tuple(sources))
   mixture = SourceMixture(sources, sizes.streams, options.seed, keys.shuffle, keys.epochs, options.vocab_size)

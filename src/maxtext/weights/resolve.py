@@ -79,7 +79,7 @@ def _warn(resolved: Resolved, strict: bool) -> Resolved:
 
 
 def _folder_values(path: str, resolved: Resolved) -> dict[str, Any]:
-  """What a folder of weights says of its model, less what the user says, in whichever file."""
+  """What a folder of weights says of its model and its tokenizer, less what the user says, in whichever file."""
   ours = ("base.yml", "model ", "custom_mesh_and_rule=")
   given = {key for key, origin in resolved.origins.items() if not origin.startswith(ours)}
   own: dict[str, Any] = {"source_checkpoint_layout": "safetensors"}
@@ -88,4 +88,14 @@ def _folder_values(path: str, resolved: Resolved) -> dict[str, Any]:
     from maxtext.weights.hugging_face_folder import HuggingFaceFolder
 
     own |= keys_of_folder(HuggingFaceFolder(path))
+  if not given & {"tokenizer_path", "tokenizer_type"}:
+    own |= _tokenizer_keys(path)
   return {key: value for key, value in own.items() if key not in given}
+
+
+def _tokenizer_keys(path: str) -> dict[str, Any]:
+  """The tokenizer beside the weights, if there is one."""
+  from maxtext.checkpoint.tokenizer import kind_of
+
+  kind = kind_of(Path(path).expanduser())
+  return {} if kind is None else {"tokenizer_path": path, "tokenizer_type": kind.value}
