@@ -248,6 +248,26 @@ def test_control_c_does_not_wait_for_other_threads(hears_control_c):
   assert process.returncode == 130
 
 
+def test_control_c_in_a_finalizer_is_not_lost(hears_control_c):
+  """Python ignores what a finalizer raises, also `KeyboardInterrupt`."""
+  script = """if True:
+    import os, signal
+    from maxtext.cli.interrupt import prompt_interrupt
+    class Finalized:
+      def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000): pass
+    try:
+      with prompt_interrupt(30):
+        Finalized()
+        print("goes on", flush=True)
+    except KeyboardInterrupt:
+      print("stopped", flush=True)
+  """
+  done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+  assert (done.returncode, done.stdout) == (0, "goes on\nstopped\n"), done.stderr
+
+
 def test_libtpu_is_not_asked_where_there_is_no_tpu(tmp_path):
   """It would look for one at length, and print lines of errors."""
   pytest.importorskip("libtpu", reason="extra tpu")

@@ -52,6 +52,15 @@ def erase_status_line() -> None:
     _open_line.close()
 
 
+def at_line_start(text: str, out: TextIO) -> str:
+  """The text, after an empty line's start on a terminal, which shows Ctrl-C as `^C` where its cursor is."""
+  return f"{_ERASE}{text}" if _is_capable(out) else text
+
+
+def _is_capable(out: TextIO) -> bool:
+  return out.isatty() and os.environ.get("TERM") != "dumb"
+
+
 class StatusLine:
   """Shown from the first `phase` or `show` until `close`.
 
@@ -67,7 +76,7 @@ class StatusLine:
     self._out = out
     self._render: Render | None = None
     self._drawn = ""
-    self._closed = not (out.isatty() and os.environ.get("TERM") != "dumb")
+    self._closed = not _is_capable(out)
     self._lock, self._ended = threading.RLock(), threading.Event()
     self._replaced: list[tuple[str, Any]] = []
     if not self._closed:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from maxtext.status_line import erase_status_line
+from maxtext.status_line import at_line_start, erase_status_line
 
 _watched = threading.Event()  # a thread of `prompt_interrupt` reads signals
 
@@ -19,6 +19,9 @@ _watched = threading.Event()  # a thread of `prompt_interrupt` reads signals
 @contextmanager
 def prompt_interrupt(grace: float = 1.0, clean_up: Callable[[], None] = lambda: None) -> Iterator[None]:
   """Inside it, a Ctrl-C that has not ended the work after `grace` seconds ends the process and its children.
+
+  One that was lost inside it, because Python raised `KeyboardInterrupt` where exceptions are ignored, such as in a
+  finalizer, is raised again at its end.
 
   SIGTERM ends them at once, as without it, but leaves a clean terminal and calls `clean_up`. Whoever handles SIGTERM
   already, or begins to, goes on with that.
@@ -33,13 +36,16 @@ def prompt_interrupt(grace: float = 1.0, clean_up: Callable[[], None] = lambda: 
   reader, writer = os.pipe()
   os.set_blocking(writer, False)
   before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-  handled = threading.Event()
+  handled, interrupted = threading.Event(), threading.Event()
   _watched.set()
   if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
     signal.signal(signal.SIGTERM, terminate)
-  threading.Thread(target=_watch, args=(reader, grace, handled, clean_up), daemon=True).start()
+  watching = threading.Thread(target=_watch, args=(reader, grace, handled, interrupted, clean_up), daemon=True)
+  watching.start()
+  is_done = False
   try:
     yield
+    is_done = True
   except KeyboardInterrupt:
     handled.set()
     raise
@@ -49,6 +55,9 @@ def prompt_interrupt(grace: float = 1.0, clean_up: Callable[[], None] = lambda: 
     restore_termination()
     if not handled.is_set():
       os.close(writer)  # which ends the thread
+      watching.join()
+  if is_done and interrupted.is_set():
+    raise KeyboardInterrupt
 
 
 @contextmanager
@@ -86,7 +95,9 @@ def restore_termination() -> None:
       signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _watch(reader: int, grace: float, handled: threading.Event, clean_up: Callable[[], None]) -> None:
+def _watch(
+  reader: int, grace: float, handled: threading.Event, interrupted: threading.Event, clean_up: Callable[[], None]
+) -> None:
   deadline = None
   while True:
     left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -100,6 +111,7 @@ def _watch(reader: int, grace: float, handled: threading.Event, clean_up: Callab
       _end(signal.SIGTERM, handled.is_set(), clean_up)
     if read[0] == signal.SIGINT and deadline is None:
       deadline = time.monotonic() + grace
+      interrupted.set()
 
 
 def _end(number: int, handled: bool, clean_up: Callable[[], None]) -> None:
@@ -111,7 +123,7 @@ def _end(number: int, handled: bool, clean_up: Callable[[], None]) -> None:
       clean_up()
     erase_status_line()
     with suppress(OSError):
-      os.write(sys.stderr.fileno(), b"maxtext: stopped.\n")
+      os.write(sys.stderr.fileno(), at_line_start("maxtext: stopped.\n", sys.stderr).encode())
   os._exit(128 + number)
 
 

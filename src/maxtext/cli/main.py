@@ -32,7 +32,7 @@ from maxtext.configs.errors import RunError
 from maxtext.configs.secrets import redact, redact_arguments
 from maxtext.configs.types import MaxTextConfig
 from maxtext.logs import setup_logging
-from maxtext.status_line import status_line
+from maxtext.status_line import at_line_start, status_line
 
 _GRACE_SECONDS = 3.0  # for a start to end after Ctrl-C; a compiler may need minutes
 _TEACHERS = ("teacher_overrides", "offline_data_dir")
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
   except KeyboardInterrupt:
-    print("maxtext: stopped.", file=sys.stderr)
+    print(at_line_start("maxtext: stopped.", sys.stderr), file=sys.stderr)
     return 130
 
 
