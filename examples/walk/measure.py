@@ -1,6 +1,6 @@
 """How often a model's answers have the form that it was taught, on held-out prompts of `conversations.py`.
 
-python examples/walk/measure.py RUN FOLDER
+python examples/walk/measure.py RUN FOLDER [PROMPTS]
 """
 
 import json
@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import maxtext
-
-MOST = 100  # prompts of each kind
 
 
 def is_signature(answer: str) -> bool:
@@ -28,12 +26,12 @@ def is_preferred(answer: str) -> bool:
   return answer[:1].islower() and not answer.endswith(".") and "\n" not in answer
 
 
-def main(run: str, folder: Path) -> None:
-  """Prints the rates."""
+def main(run: str, folder: Path, most: int = 100) -> None:
+  """Prints the rates, of so many prompts of each kind."""
   rows = [json.loads(line)["messages"][0] for line in (folder / "held_out.jsonl").read_text().splitlines()]
   asked = {
-    "signature": [row for row in rows if row["content"].startswith("Write")][:MOST],
-    "description": [row for row in rows if row["content"].startswith("Describe")][:MOST],
+    "signature": [row for row in rows if row["content"].startswith("Write")][:most],
+    "description": [row for row in rows if row["content"].startswith("Describe")][:most],
   }
   llm = maxtext.LLM(run, chat_template_path=str(folder / "chat.jinja"), max_prefill_predict_length=64)
   params = maxtext.SamplingParams(max_tokens=40)
@@ -49,4 +47,4 @@ def main(run: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-  main(sys.argv[1], Path(sys.argv[2]))
+  main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))
