@@ -77,7 +77,7 @@ def test_no_line_is_wider_than_the_terminal_and_nothing_is_left(columns):
 def test_control_c_leaves_a_clean_terminal():
   terminal, code = run(70, sleep=30.0, keys="\x03")
   assert code != 0
-  rows = terminal.screen()
+  rows = [row.replace("^C", "") for row in terminal.screen()]  # the terminal's own echo comes whenever it likes
   assert rows[-2:] == ["KeyboardInterrupt", ""]
   assert not any("left" in row for row in rows), "the status line is erased"
   assert set(re.findall(r"\x1b\[[^A-Za-z]*[A-Za-z]", terminal.output)) == {"\x1b[K"}, "the cursor is never hidden"
