@@ -5,7 +5,16 @@ from collections.abc import Callable
 
 from maxtext.configs.errors import ConfigError, did_you_mean
 from maxtext.configs.secrets import REDACTED
-from maxtext.configs.types import DatasetType, DType, KvQuantAxis, MaxTextConfig, RematPolicy, SamplingStrategy
+from maxtext.configs.types import (
+  DatasetType,
+  DType,
+  KvQuantAxis,
+  MaxTextConfig,
+  QuantizationType,
+  RematPolicy,
+  SamplingStrategy,
+  ShardMode,
+)
 from maxtext.configs.unsupported import UNSUPPORTED, NoEffectOption
 from maxtext.configs.values import ACTIVATIONS, ATTENTION_KERNELS, STORES, default_of, in_bucket, policy_names
 
@@ -105,6 +114,16 @@ def _positions(c: MaxTextConfig) -> str | None:
 def _cache(c: MaxTextConfig) -> str | None:
   if c.quantize_kvcache and c.kv_quant_axis == KvQuantAxis.NONE:
     return "quantize_kvcache=true needs scales: write kv_quant_axis=dkv, or heads_and_dkv for fewer of them."
+  return None
+
+
+def _quantization(c: MaxTextConfig) -> str | None:
+  if c.quantization == QuantizationType.INTMP and not c.quant_cfg_path:
+    return "quantization=intmp needs quant_cfg_path, a JSON file of bits by module path (docs/quantization.md)."
+  if c.quantization and c.shard_mode == ShardMode.EXPLICIT:
+    return f"quantization={c.quantization.value} needs shard_mode=auto: its gradients have no shardings as types."
+  if (parts := c.quantization_local_shard_count) == 0 or parts < -1:
+    return f"quantization_local_shard_count={parts} must be 1 or more, or -1 for the number of slices."
   return None
 
 
@@ -413,6 +432,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _window,
   _positions,
   _cache,
+  _quantization,
   _attention,
   _pages,
   _experts,

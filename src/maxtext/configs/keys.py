@@ -41,8 +41,7 @@ class ConfigKeys(TypedDict, total=False):
   """True stops the run when the loss or the gradient norm is not a number. Default: True."""
 
   act_quantization_calibration_method: str
-  """How the range of activations is found, e.g. absmax or fixed bounds (Qwix). Not supported yet: quantization is
-  not implemented yet; lower dtype to bfloat16. Default: 'absmax'."""
+  """How the range of activations is found, such as absmax, fixed or delayed. Default: 'absmax'."""
 
   activation_dropout_for_audio: float
   """Dropout rate inside the audio feed-forward; 0 is none. Not supported yet: models take text only for now.
@@ -168,8 +167,7 @@ class ConfigKeys(TypedDict, total=False):
   """Rotations over the original context below which YaRN scales a frequency fully. Default: 1."""
 
   bwd_quantization_calibration_method: str
-  """How the range of gradients is found, e.g. absmax or fixed bounds (Qwix). Not supported yet: quantization is not
-  implemented yet; lower dtype to bfloat16. Default: 'absmax'."""
+  """How the range of gradients is found, such as absmax, fixed or delayed. Default: 'absmax'."""
 
   capacity_factor: float
   """Expert room over an even share, extra tokens dropped; -1 drops none. Default: -1.0."""
@@ -1666,19 +1664,17 @@ class ConfigKeys(TypedDict, total=False):
   """Query, key and value projections, all three at once (custom). Default: 'remat'."""
 
   quant_cfg_path: str
-  """File of per-layer settings for mixed-precision quantization; '' is none. Not supported yet: quantization is not
-  implemented yet; lower dtype to bfloat16. Default: ''."""
+  """File of per-layer settings for mixed-precision quantization; '' is none. Default: ''."""
 
   quantization: QuantizationType | Literal[
     "", "int4", "int8", "intmp", "fp8", "nanoo_fp8", "fp8_nanoo", "fp8_gpu", "fp8_full", "te_fp8_delayedscaling",
     "te_fp8_currentscaling", "te_mxfp8", "te_nvfp4", "te_nvfp4_no_rht",
   ] | None
-  """Dtype of quantized matmuls (int8, fp8...); empty is none. Not supported yet: quantization is not implemented
-  yet; lower dtype to bfloat16. Default: ''."""
+  """Format of quantized matmuls (int8, fp8...); empty is none. Not supported yet: it needs TransformerEngine or an
+  AMD GPU; int8, int4, intmp, fp8 and fp8_full run on every platform. Default: ''."""
 
   quantization_local_shard_count: int
-  """Shards that each find their own scale range; -1 takes the slice count. Not supported yet: quantization is not
-  implemented yet; lower dtype to bfloat16. Default: -1."""
+  """Shards that each find their own scale range; -1 takes the slice count. Default: -1."""
 
   quantize_kvcache: bool
   """True stores the key-value cache as kv_quant_dtype. Default: False."""
@@ -1721,8 +1717,7 @@ class ConfigKeys(TypedDict, total=False):
   """True leaves mesh axes of size one out of JAX array types. Default: True."""
 
   replicate_quant_scale: bool
-  """True copies quantization scales to all devices rather than sharding them. Not supported yet: quantization is not
-  implemented yet; lower dtype to bfloat16. Default: False."""
+  """True copies quantization scales to all devices rather than sharding them. Default: False."""
 
   replicator_backup_interval_minutes: int
   """Minutes between the replicator's copies to the bucket; 0 is unset. Not supported yet: there is no replicator
@@ -2160,8 +2155,8 @@ class ConfigKeys(TypedDict, total=False):
   """True uses the plain JAX version of splash attention, with no kernel. Default: False."""
 
   use_manual_quantization: bool
-  """True quantizes by hand-written code in the batch-split layers. Not supported yet: quantization is not
-  implemented yet; lower dtype to bfloat16. Default: False."""
+  """True quantizes by hand-written code in the batch-split layers. Not supported yet: it belongs to
+  use_batch_split_schedule. Default: False."""
 
   use_max_logit_estimate: int
   """Fixed guess of the largest logit, in place of a running one; -1 is none. Not supported yet: the kernels are
@@ -2195,8 +2190,7 @@ class ConfigKeys(TypedDict, total=False):
   """True applies L2 norm to queries and keys in linear attention. Default: True."""
 
   use_qwix_quantization: bool
-  """True quantizes with Qwix, false with AQT. Not supported yet: quantization is not implemented yet; lower dtype to
-  bfloat16. Default: False."""
+  """Either value: one implementation does what Qwix and AQT do. Default: False."""
 
   use_ragged_attention: bool
   """True reads the cache in blocks when decoding, up to what is used of it, on any device. Default: False."""
@@ -2303,24 +2297,22 @@ class ConfigKeys(TypedDict, total=False):
   """Weights as they are stored. Default: 'float32'."""
 
   weight_quantization_calibration_method: str
-  """How the range of weights is found, e.g. absmax or fixed bounds (Qwix). Not supported yet: quantization is not
-  implemented yet; lower dtype to bfloat16. Default: 'absmax'."""
+  """How the range of weights is found, such as absmax, fixed or delayed. Default: 'absmax'."""
 
   weight_sparsity_m: int | None
-  """Group size for weight_sparsity_n; None is dense. Not supported yet: quantization is not implemented yet; lower
-  dtype to bfloat16. Default: None."""
+  """Group size for weight_sparsity_n; None is dense. Not supported yet: N:M sparsity is not implemented yet.
+  Default: None."""
 
   weight_sparsity_n: int | None
-  """Weights kept of every weight_sparsity_m; None is dense. Not supported yet: quantization is not implemented yet;
-  lower dtype to bfloat16. Default: None."""
+  """Weights kept of every weight_sparsity_m; None is dense. Not supported yet: N:M sparsity is not implemented yet.
+  Default: None."""
 
   weight_sparsity_start_step: int
-  """First step with sparse weights; dense before it. Not supported yet: quantization is not implemented yet; lower
-  dtype to bfloat16. Default: 50."""
+  """First step with sparse weights; dense before it. Not supported yet: N:M sparsity is not implemented yet.
+  Default: 50."""
 
   weight_sparsity_update_step: int
-  """Steps between updates of the sparsity mask. Not supported yet: quantization is not implemented yet; lower dtype
-  to bfloat16. Default: 10."""
+  """Steps between updates of the sparsity mask. Not supported yet: N:M sparsity is not implemented yet. Default: 10."""
 
   wi_tile_dlhs_batch_seq: int
   """Expert input matmul, activation gradient: tile in tokens. Default: 512."""

@@ -269,9 +269,30 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   UnsupportedOption(("dtype_mm",), "there is no image encoder yet"),
   UnsupportedOption(
-    _section(t.Quantization, but=_QUANTIZED_CACHE),
-    "quantization is not implemented yet; lower dtype to bfloat16",
-    allowed_values=(None, False),
+    ("quantization",),
+    "it needs TransformerEngine or an AMD GPU; int8, int4, intmp, fp8 and fp8_full run on every platform",
+    allowed_values=(
+      None, t.QuantizationType.INT8, t.QuantizationType.INT4, t.QuantizationType.INTMP, t.QuantizationType.FP8,
+      t.QuantizationType.FP8_FULL,
+    ),
+  ),
+  FixedOption(
+    ("use_qwix_quantization",), "one implementation serves both values; leave it out", allowed_values=(True,)
+  ),
+  UnsupportedOption(("use_manual_quantization",), "it belongs to use_batch_split_schedule", allowed_values=(False,)),
+  NoEffectOption(
+    ("replicate_quant_scale", "quantization_local_shard_count", "weight_quantization_calibration_method",
+     "act_quantization_calibration_method", "bwd_quantization_calibration_method"),
+    "it has no effect without quantization",
+    unless=is_set("quantization"),
+  ),
+  NoEffectOption(
+    ("quant_cfg_path",), "it has no effect without quantization=intmp",
+    unless=is_one_of("quantization", t.QuantizationType.INTMP),
+  ),
+  UnsupportedOption(
+    ("weight_sparsity_n", "weight_sparsity_m", "weight_sparsity_update_step", "weight_sparsity_start_step"),
+    "N:M sparsity is not implemented yet",
   ),
   NoEffectOption(
     _QUANTIZED_CACHE[1:], "it has no effect without quantize_kvcache=true", unless=is_set("quantize_kvcache")

@@ -51,9 +51,25 @@ class GroupedMatmul:
       return jnp.where(_in_groups(x, sizes), out, 0)
     return _with_vjp(self, x, weights, sizes)
 
+  def quantized(self, x: jax.Array, weights: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
+    """The result of operands of few bits, summed and returned in `dtype`. No gradients."""
+    if self.kernel in ("tiled", "reference"):
+      return _tiled_matmul(x, weights, sizes, self.precision, dtype)
+    # XLA's kernel multiplies integers on a TPU; megablox takes floats only.
+    if x.dtype != weights.dtype:
+      x, weights = x.astype(jnp.bfloat16), weights.astype(jnp.bfloat16)  # exact
+    out = jax.lax.ragged_dot(x, weights, sizes, preferred_element_type=dtype)
+    return jnp.where(_in_groups(x, sizes), out, 0)
+
+  def quantized_weights_gradient(self, x: jax.Array, grad: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
+    """The gradient [G,I,O] from rows [M,I] and [M,O] of few bits, summed and returned in `dtype`."""
+    if self.kernel == "megablox":  # its operands are floats, and eight bits are exact in bfloat16
+      return self._weights_gradient(x.astype(jnp.bfloat16), grad.astype(jnp.bfloat16), sizes, jnp.float32)
+    return _tiled_weights_gradient(x, grad, sizes, self.precision, dtype)
+
   def _matmul(self, x: jax.Array, weights: jax.Array, sizes: jax.Array, tiles: Tiles, transposed: bool) -> jax.Array:
     if self.kernel == "tiled":
-      return _tiled_matmul(x, weights.swapaxes(1, 2) if transposed else weights, sizes, self.precision)
+      return _tiled_matmul(x, weights.swapaxes(1, 2) if transposed else weights, sizes, self.precision, x.dtype)
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     shape = weights.shape[:0:-1] if transposed else weights.shape[1:]
@@ -61,15 +77,15 @@ class GroupedMatmul:
     sizes = _with_rest(sizes, x.shape[0])
     return gmm(x, weights, sizes, x.dtype, tiling, transpose_rhs=transposed, interpret=self.interpret)[:M]
 
-  def _weights_gradient(self, x: jax.Array, grad: jax.Array, sizes: jax.Array) -> jax.Array:
+  def _weights_gradient(self, x: jax.Array, grad: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
     if self.kernel == "tiled":
-      return _tiled_weights_gradient(x, grad, sizes, self.precision)
+      return _tiled_weights_gradient(x, grad, sizes, self.precision, jnp.float32)
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     shape = x.shape[1], grad.shape[1]
     (x, tiling, _), (grad, _, _) = (_whole_tiles(a, shape, self.by_weights) for a in (x, grad))
     groups, sizes = sizes.shape[0], _with_rest(sizes, x.shape[0])
-    return tgmm(x.swapaxes(0, 1), grad, sizes, x.dtype, tiling, num_actual_groups=groups, interpret=self.interpret)
+    return tgmm(x.swapaxes(0, 1), grad, sizes, dtype, tiling, num_actual_groups=groups, interpret=self.interpret)
 
 
 def reference(x: jax.Array, weights: jax.Array, sizes: jax.Array, precision: str = "default") -> jax.Array:
@@ -96,7 +112,7 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, None]:
   x, weights, sizes = saved
   by_rows = kernel._matmul(grad, weights, sizes, kernel.by_rows, transposed=True)
-  return by_rows, kernel._weights_gradient(x, grad, sizes).astype(weights.dtype), None
+  return by_rows, kernel._weights_gradient(x, grad, sizes, x.dtype).astype(weights.dtype), None
 
 
 _with_vjp.defvjp(_forward, _backward)
@@ -127,7 +143,7 @@ def _over_tiles(state: Any, start: jax.Array, end: jax.Array, rows: int, step: C
   return carry[1]
 
 
-def _tiled_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array, precision: str) -> jax.Array:
+def _tiled_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array, precision: str, dtype: Any) -> jax.Array:
   """Loops over groups, and over the tiles of each. Rows that a tile writes beyond the end of its group are overwritten
   by the next group."""
   M = x.shape[0]
@@ -138,16 +154,22 @@ def _tiled_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array, precision:
 
     def step(T: int, row: jax.Array, out: jax.Array) -> jax.Array:
       rows = jax.lax.dynamic_slice_in_dim(padded, row, T)
-      return jax.lax.dynamic_update_slice_in_dim(out, jnp.dot(rows, weight, precision=precision), row, 0)
+      product = _dot(rows, weight, precision, dtype)
+      return jax.lax.dynamic_update_slice_in_dim(out, product, row, 0)
 
     return (_over_tiles(out, start, start + size, M, step), start + size), None
 
-  out = jnp.zeros((padded.shape[0], weights.shape[2]), x.dtype)
+  out = jnp.zeros((padded.shape[0], weights.shape[2]), dtype)
   (out, end), _ = jax.lax.scan(group, (out, jnp.zeros((), sizes.dtype)), (weights, sizes))
   return jax.lax.dynamic_update_slice_in_dim(out, jnp.zeros((_TILES[-1], out.shape[1]), out.dtype), end, 0)[:M]
 
 
-def _tiled_weights_gradient(x: jax.Array, grad: jax.Array, sizes: jax.Array, precision: str) -> jax.Array:
+def _dot(x: jax.Array, y: jax.Array, precision: str, dtype: Any) -> jax.Array:
+  """As `jnp.dot`, which would convert operands of two formats to one."""
+  return jax.lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=dtype)
+
+
+def _tiled_weights_gradient(x: jax.Array, grad: jax.Array, sizes: jax.Array, precision: str, dtype: Any) -> jax.Array:
   M = x.shape[0]
   x, grad = (jnp.pad(a, ((0, _TILES[-1]), (0, 0))) for a in (x, grad))
 
@@ -157,9 +179,9 @@ def _tiled_weights_gradient(x: jax.Array, grad: jax.Array, sizes: jax.Array, pre
     def step(T: int, row: jax.Array, total: jax.Array) -> jax.Array:
       rows, grads = (jax.lax.dynamic_slice_in_dim(a, row, T) for a in (x, grad))
       rows = jnp.where((row + jnp.arange(T) < end)[:, None], rows, 0)
-      return total + jnp.dot(rows.T, grads, precision=precision, preferred_element_type=jnp.float32)
+      return total + _dot(rows.T, grads, precision, dtype)
 
-    return end, _over_tiles(jnp.zeros((x.shape[1], grad.shape[1]), jnp.float32), start, end, M, step)
+    return end, _over_tiles(jnp.zeros((x.shape[1], grad.shape[1]), dtype), start, end, M, step)
 
   return jax.lax.scan(group, jnp.zeros((), sizes.dtype), sizes)[1]
 

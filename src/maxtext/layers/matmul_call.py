@@ -41,7 +41,7 @@ class Site:
 
 @partial(
   jax.tree_util.register_dataclass,
-  data_fields=("group_sizes", "documents"),
+  data_fields=("group_sizes", "documents", "ranges"),
   meta_fields=("site", "contraction", "dtype", "precision", "preferred_element_type", "kernel", "part", "taps"),
 )
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class MatmulCall:
     taps: number of taps of a convolution, and their distance.
     group_sizes: [X] rows of each expert.
     documents: of a convolution: the document of each token [B,S], and of each token with the earlier ones [B,T].
+    ranges: of an implementation that does all passes: the largest magnitudes of the input and of the weight that it
+      knows from earlier steps.
   """
 
   site: Site
@@ -71,6 +73,7 @@ class MatmulCall:
   taps: tuple[int, int] | None = None
   group_sizes: jax.Array | None = None
   documents: tuple[jax.Array, jax.Array] | None = None
+  ranges: tuple[jax.Array | None, jax.Array | None] = (None, None)
 
   @property
   def terms(self) -> tuple[str, str, str]:

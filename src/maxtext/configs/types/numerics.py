@@ -25,7 +25,7 @@ class Quantization(Section):
   """Products and caches in few bits."""
 
   quantization: None | QuantizationType = Field(
-    QuantizationType.NONE, description="Dtype of quantized matmuls (int8, fp8...); empty is none."
+    QuantizationType.NONE, description="Format of quantized matmuls (int8, fp8...); empty is none."
   )
   replicate_quant_scale: bool = Field(
     False, description="True copies quantization scales to all devices rather than sharding them."
@@ -41,18 +41,18 @@ class Quantization(Section):
   quantization_local_shard_count: int = Field(
     -1, description="Shards that each find their own scale range; -1 takes the slice count."
   )
-  use_qwix_quantization: bool = Field(False, description="True quantizes with Qwix, false with AQT.")
+  use_qwix_quantization: bool = Field(False, description="Either value: one implementation does what Qwix and AQT do.")
   use_manual_quantization: bool = Field(
     False, description="True quantizes by hand-written code in the batch-split layers."
   )
   weight_quantization_calibration_method: str = Field(
-    "absmax", description="How the range of weights is found, e.g. absmax or fixed bounds (Qwix)."
+    "absmax", description="How the range of weights is found, such as absmax, fixed or delayed."
   )
   act_quantization_calibration_method: str = Field(
-    "absmax", description="How the range of activations is found, e.g. absmax or fixed bounds (Qwix)."
+    "absmax", description="How the range of activations is found, such as absmax, fixed or delayed."
   )
   bwd_quantization_calibration_method: str = Field(
-    "absmax", description="How the range of gradients is found, e.g. absmax or fixed bounds (Qwix)."
+    "absmax", description="How the range of gradients is found, such as absmax, fixed or delayed."
   )
   weight_sparsity_n: int | None = Field(None, description="Weights kept of every weight_sparsity_m; None is dense.")
   weight_sparsity_m: int | None = Field(None, description="Group size for weight_sparsity_n; None is dense.")

@@ -1,0 +1,94 @@
+"""From keys to quantized matmuls (`layers/quantized_matmul.py`)."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.types import QuantizationType
+from maxtext.kernels.quantize import ABSMAX, FORMATS, RangeCalibration
+from maxtext.layers.quantized_matmul import Operand, QuantizedMatmul
+
+# Formats of the input, the weight and the gradient.
+_FORMATS: dict[QuantizationType, tuple[str | None, str, str | None]] = {
+  QuantizationType.INT8: ("int8", "int8", "int8"),
+  QuantizationType.INT4: (None, "int4", None),
+  QuantizationType.FP8: ("e4m3", "e4m3", "e5m2"),
+  QuantizationType.FP8_FULL: ("e4m3", "e4m3", "e5m2"),
+}
+_STATIC = RangeCalibration("fixed", 224.0)
+_METHODS = {
+  "input": "act_quantization_calibration_method",
+  "weight": "weight_quantization_calibration_method",
+  "gradient": "bwd_quantization_calibration_method",
+}
+
+
+def quantized_matmuls(config: MaxTextConfig, mesh: Mesh) -> tuple[QuantizedMatmul, ...]:
+  """The implementations that `quantization` asks for; none without it.
+
+  Raises:
+    ConfigError: a calibration method or the file of quant_cfg_path cannot be read.
+  """
+  kind = config.quantization
+  if not kind:
+    return ()
+  shards = config.quantization_local_shard_count
+  common: dict[str, Any] = {
+    "shards": max(config.num_slices, 1) if shards == -1 else shards,
+    "replicated_scales": mesh if config.replicate_quant_scale and mesh.size > 1 else None,
+  }
+  if kind == QuantizationType.INTMP:
+    return _by_path(config, common)
+  return (QuantizedMatmul(**_operands(config, *_FORMATS[kind]), **common),)
+
+
+def _operands(config: MaxTextConfig, *formats: str | None) -> dict[str, Operand]:
+  found = {}
+  for (name, key), format_ in zip(_METHODS.items(), formats, strict=True):
+    try:
+      calibration = RangeCalibration.parse(getattr(config, key))
+    except ValueError as error:
+      raise ConfigError(f"{key}: {error}.") from None
+    if name == "gradient" and calibration.method == "delayed":
+      raise ConfigError(f"{key}=delayed: only inputs and weights have histories; gradients are scaled by absmax.")
+    static = config.quantization == QuantizationType.FP8_FULL and name != "gradient"
+    if static and calibration == ABSMAX:
+      calibration = _STATIC
+    found[name] = Operand(None if format_ is None else FORMATS[format_], calibration)
+  return found
+
+
+def _by_path(config: MaxTextConfig, common: dict[str, Any]) -> tuple[QuantizedMatmul, ...]:
+  """One implementation for each entry of quant_cfg_path; a path belongs to the first entry whose pattern it has."""
+  entries = _entries(config.quant_cfg_path)
+  rest = entries.pop("__default__", None)
+  made: list[QuantizedMatmul] = []
+  for i, (pattern, bits) in enumerate([*entries.items(), *([("", rest)] if rest is not None else [])]):
+    formats = tuple(None if bits.get(key) is None else f"int{bits[key]}" for key in ("a_bits", "w_bits", "a_bits"))
+    if formats[1] is not None:
+      others = tuple(entries)[:i]
+      made.append(
+        QuantizedMatmul(f"quantization_{i}", **_operands(config, *formats), pattern=pattern, others=others, **common)
+      )
+  return tuple(made)
+
+
+def _entries(path: str) -> dict[str, dict[str, int | None]]:
+  shape = '{"__default__": {"w_bits": 8, "a_bits": 8}, "PATTERN OF PATHS": {"w_bits": 4, "a_bits": null}}'
+  try:
+    entries = json.loads(Path(path).read_text())
+  except (OSError, ValueError) as error:
+    raise ConfigError(f"quant_cfg_path={path} cannot be read as JSON: {error}.") from None
+  for pattern, bits in entries.items() if isinstance(entries, dict) else [("", None)]:
+    known = isinstance(bits, dict) and bits.keys() <= {"w_bits", "a_bits"}
+    if not known or any(value not in (None, 4, 8) for value in bits.values()):
+      raise ConfigError(f"quant_cfg_path={path}: the entry {pattern!r} must be as in {shape}.")
+    try:
+      re.compile(pattern)
+    except re.error as error:
+      raise ConfigError(f"quant_cfg_path={path}: {pattern!r} is no regular expression: {error}.") from None
+  return entries
