@@ -387,7 +387,7 @@ class Amax(Matmul):
       own["calls"].set_value(own["calls"][...] + rows)
     return next_(call, x, weight)
 
-  def end_update(self, site, own):
+  def end_update(self, site, own, weight):
     past = own["history"][...]
     found = jnp.stack([own["now"][...], own["calls"][...]], axis=-1)
     own["history"].set_value(jnp.concatenate([found, past[..., :-2]], axis=-1))

@@ -127,6 +127,19 @@ def _quantization(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _sparsity(c: MaxTextConfig) -> str | None:
+  kept, block = c.weight_sparsity_n, c.weight_sparsity_m
+  if kept is None and block is None:
+    return None
+  if kept is None or block is None or not 0 < kept < block:
+    return f"weight_sparsity_n={kept} and weight_sparsity_m={block} must be N and M of N:M sparsity, such as 2 and 4."
+  if c.weight_sparsity_start_step < 0 or c.weight_sparsity_update_step < 1:
+    return "weight_sparsity_start_step must be 0 or more, and weight_sparsity_update_step 1 or more."
+  if c.shard_mode == ShardMode.EXPLICIT:
+    return f"weight_sparsity_n={kept} needs shard_mode=auto."
+  return None
+
+
 def _pages(c: MaxTextConfig) -> str | None:
   if (most := c.pagedattn_max_pages_per_group) == 0 or most < -1:
     return f"pagedattn_max_pages_per_group={most} must be 1 or more, or -1 for as many as the longest text needs."
@@ -433,6 +446,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _positions,
   _cache,
   _quantization,
+  _sparsity,
   _attention,
   _pages,
   _experts,

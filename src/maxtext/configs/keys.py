@@ -167,7 +167,7 @@ class ConfigKeys(TypedDict, total=False):
   """Rotations over the original context below which YaRN scales a frequency fully. Default: 1."""
 
   bwd_quantization_calibration_method: str
-  """How the range of gradients is found, such as absmax, fixed or delayed. Default: 'absmax'."""
+  """How the range of gradients is found, such as absmax or fixed. Default: 'absmax'."""
 
   capacity_factor: float
   """Expert room over an even share, extra tokens dropped; -1 drops none. Default: -1.0."""
@@ -2300,19 +2300,16 @@ class ConfigKeys(TypedDict, total=False):
   """How the range of weights is found, such as absmax, fixed or delayed. Default: 'absmax'."""
 
   weight_sparsity_m: int | None
-  """Group size for weight_sparsity_n; None is dense. Not supported yet: N:M sparsity is not implemented yet.
-  Default: None."""
+  """Group size for weight_sparsity_n; None is dense. Default: None."""
 
   weight_sparsity_n: int | None
-  """Weights kept of every weight_sparsity_m; None is dense. Not supported yet: N:M sparsity is not implemented yet.
-  Default: None."""
+  """Weights kept of every weight_sparsity_m; None is dense. Default: None."""
 
   weight_sparsity_start_step: int
-  """First step with sparse weights; dense before it. Not supported yet: N:M sparsity is not implemented yet.
-  Default: 50."""
+  """First step with sparse weights; dense before it. Default: 50."""
 
   weight_sparsity_update_step: int
-  """Steps between updates of the sparsity mask. Not supported yet: N:M sparsity is not implemented yet. Default: 10."""
+  """Steps between updates of the sparsity mask. Default: 10."""
 
   wi_tile_dlhs_batch_seq: int
   """Expert input matmul, activation gradient: tile in tokens. Default: 512."""

@@ -290,9 +290,9 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     ("quant_cfg_path",), "it has no effect without quantization=intmp",
     unless=is_one_of("quantization", t.QuantizationType.INTMP),
   ),
-  UnsupportedOption(
-    ("weight_sparsity_n", "weight_sparsity_m", "weight_sparsity_update_step", "weight_sparsity_start_step"),
-    "N:M sparsity is not implemented yet",
+  NoEffectOption(
+    ("weight_sparsity_update_step", "weight_sparsity_start_step"), "it has no effect without weight_sparsity_n",
+    unless=is_set("weight_sparsity_n"),
   ),
   NoEffectOption(
     _QUANTIZED_CACHE[1:], "it has no effect without quantize_kvcache=true", unless=is_set("quantize_kvcache")

@@ -1,8 +1,8 @@
 """Rounding to few bits: the one rounding of quantized training, of weights at rest, and of what is exported.
 
 A quantized array is values of a narrow dtype and a scale, `x ~ values * scale`. The arithmetic is float32, whatever the
-dtype of x, so that training, conversion and the engine round alike. Equal to qwix's in float32, bit for bit, and to the
-symmetric scales of compressed-tensors.
+dtype of x, so that training, conversion and the engine round alike. Scales are those of qwix and of compressed-tensors,
+and so are values, but for the lowest integer (-128, -8), which is not used.
 """
 
 from collections.abc import Sequence
@@ -113,10 +113,14 @@ def dequantize(array: Quantized, dtype: Any) -> jax.Array:
 
 
 def round_to(x: jax.Array, format_: NumberFormat) -> jax.Array:
-  """Values in units of the scale, rounded half to even and cut at the ends of the format."""
+  """Values in units of the scale, rounded half to even and cut at the ends of the format, which are symmetric.
+
+  The largest value of a scale is exactly half a step beyond the last integer. Were -128 allowed, the last bit of a
+  division would decide whether it is that or -127, and a mesh would not compute what one device does.
+  """
   if jnp.issubdtype(format_.dtype, jnp.integer):
-    least, most = jnp.iinfo(format_.dtype).min, jnp.iinfo(format_.dtype).max
-    return jnp.clip(jnp.round(x), least, most).astype(format_.dtype)
+    most = float(jnp.iinfo(format_.dtype).max)
+    return jnp.clip(jnp.round(x), -most, most).astype(format_.dtype)
   most = float(jnp.finfo(format_.dtype).max)
   return jnp.clip(x, -most, most).astype(format_.dtype)
 

@@ -56,4 +56,4 @@ class CausalConvolution(nnx.Module):
     """Calls `end_update` of the implementations of the matmul."""
     for one in self.execution.matmul:
       if one.wants(self.site):
-        one.end_update(self.site, self.matmul[one.name])
+        one.end_update(self.site, self.matmul[one.name], self.weight)

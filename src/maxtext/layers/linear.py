@@ -82,7 +82,7 @@ class Linear(nnx.Module):
     """Calls `end_update` of the implementations of the matmul."""
     for one in self.execution.matmul:
       if one.wants(self.site):
-        one.end_update(self.site, self.matmul[one.name])
+        one.end_update(self.site, self.matmul[one.name], self.weight)
 
   def _run(self, call: MatmulCall, x: jax.Array, tied: jax.Array | None) -> jax.Array:
     weight: Any = tied

@@ -23,6 +23,10 @@ from maxtext.layers.weight_format import StoredWeight
 from maxtext.mesh import explicit
 
 
+class UnfitWeightError(ValueError):
+  """A weight has a shape that an implementation cannot take; the message names the key and the module."""
+
+
 @dataclass(frozen=True)
 class Matmul:
   """An implementation of the seam; this one changes nothing. Hashable: it is part of what a program depends on.
@@ -54,9 +58,9 @@ class Matmul:
     """
     return next_(call, x, weight)
 
-  def end_update(self, site: Site, own: Mapping[str, nnx.Variable]) -> None:
-    """Called after the optimizer's update, if the model has an `UpdateStatistic`; here variables have the leading
-    dimensions of layers and experts."""
+  def end_update(self, site: Site, own: Mapping[str, nnx.Variable], weight: nnx.Variable | None) -> None:
+    """Called after the optimizer's update. Here variables have the leading dimensions of layers and experts. `weight`
+    is the updated one; None for a tied layer."""
 
 
 def matmul_variables(

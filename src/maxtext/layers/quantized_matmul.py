@@ -78,7 +78,7 @@ class QuantizedMatmul(Matmul):
     call = dataclasses.replace(call, ranges=(ranges.get("input"), ranges.get("weight")))
     return each_pass(self._pass, call, next_, x, weight)
 
-  def end_update(self, site: Site, own: Mapping[str, nnx.Variable]) -> None:
+  def end_update(self, site: Site, own: Mapping[str, nnx.Variable], weight: nnx.Variable | None) -> None:
     """Moves the largest magnitudes of the update into the histories."""
     for name in self._delayed:
       past = own[f"{name}_history"]

@@ -18,6 +18,7 @@ from maxtext.configs.types.enums import REGISTERED_FAMILIES
 from maxtext.configs.unsupported import keys_with_no_effect
 from maxtext.configs.values import default_of, plain_value
 from maxtext.layers.execution import ExecutionConfig, Numerics, Sharding
+from maxtext.layers.matmul import UnfitWeightError
 from maxtext.models import families
 from maxtext.models.execution.execution import execution_of_model, sharding_rules
 from maxtext.models.features import with_features
@@ -78,7 +79,11 @@ _DESCRIBES_EXPERTS = {"moe_expert_input_dim", "base_moe_mlp_dim", "interleave_mo
 def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
   """Builds the abstract model of a run."""
   spec = model_spec(config)
-  return Model.of(spec, execution_of_model(config, mesh, spec), _trained(config))
+  execution = execution_of_model(config, mesh, spec)
+  try:
+    return Model.of(spec, execution, _trained(config))
+  except UnfitWeightError as error:
+    raise ConfigError(str(error)) from None
 
 
 def abstract_model(config: MaxTextConfig) -> Model:

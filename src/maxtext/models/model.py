@@ -139,7 +139,7 @@ class Model:
 
   def end_update(self, params: Params, buffers: Params) -> Params:
     """Returns the buffers after an update. `buffers` also holds the statistics of all its micro-batches."""
-    if not self.statistics:
+    if not self.statistics and not self.execution.matmul:
       return buffers
     decoder = self.bind(params | buffers)
     for _, module in nnx.iter_modules(decoder):

@@ -52,7 +52,7 @@ class Quantization(Section):
     "absmax", description="How the range of activations is found, such as absmax, fixed or delayed."
   )
   bwd_quantization_calibration_method: str = Field(
-    "absmax", description="How the range of gradients is found, such as absmax, fixed or delayed."
+    "absmax", description="How the range of gradients is found, such as absmax or fixed."
   )
   weight_sparsity_n: int | None = Field(None, description="Weights kept of every weight_sparsity_m; None is dense.")
   weight_sparsity_m: int | None = Field(None, description="Group size for weight_sparsity_n; None is dense.")

@@ -10,7 +10,7 @@ from maxtext.models.execution.attention_kernel import attention, check_attention
 from maxtext.models.execution.expert_dispatch import check_experts, dispatch
 from maxtext.models.execution.kv_cache import kv_cache_block, kv_cache_pages, kv_cache_quantization
 from maxtext.models.execution.pipeline_stages import pipelines
-from maxtext.models.execution.quantization import quantized_matmuls
+from maxtext.models.execution.quantization import quantized_matmuls, sparse_matmuls
 from maxtext.models.execution.remat_policy import remat
 from maxtext.models.spec import DecoderSpec
 
@@ -62,7 +62,7 @@ def execution_config(config: MaxTextConfig, mesh: Mesh) -> ExecutionConfig:
     remat=remat(c),
     scan_layers=c.scan_layers,
     kv_cache=KVCacheConfig(kv_cache_quantization(c), kv_cache_pages(c, mesh), kv_cache_block(c, mesh)),
-    matmul=quantized_matmuls(c, mesh),
+    matmul=(*sparse_matmuls(c), *quantized_matmuls(c, mesh)),
     dropout_rate=c.dropout_rate if c.enable_dropout else 0.0,
     keep_mixer_outputs=compares_features(c),
   )

@@ -1,4 +1,4 @@
-"""From keys to quantized matmuls (`layers/quantized_matmul.py`)."""
+"""From keys to quantized and sparse matmuls (`layers/quantized_matmul.py`, `layers/sparse_matmul.py`)."""
 
 import json
 import re
@@ -11,6 +11,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import QuantizationType
 from maxtext.kernels.quantize import ABSMAX, FORMATS, RangeCalibration
 from maxtext.layers.quantized_matmul import Operand, QuantizedMatmul
+from maxtext.layers.sparse_matmul import SparseMatmul
 
 # Formats of the input, the weight and the gradient.
 _FORMATS: dict[QuantizationType, tuple[str | None, str, str | None]] = {
@@ -44,6 +45,15 @@ def quantized_matmuls(config: MaxTextConfig, mesh: Mesh) -> tuple[QuantizedMatmu
   if kind == QuantizationType.INTMP:
     return _by_path(config, common)
   return (QuantizedMatmul(**_operands(config, *_FORMATS[kind]), **common),)
+
+
+def sparse_matmuls(config: MaxTextConfig) -> tuple[SparseMatmul, ...]:
+  """The implementation that `weight_sparsity_n` asks for; none without it."""
+  kept, block = config.weight_sparsity_n, config.weight_sparsity_m
+  if kept is None or block is None:
+    return ()
+  start, every = config.weight_sparsity_start_step, config.weight_sparsity_update_step
+  return (SparseMatmul(kept=kept, block=block, start=start, every=every),)
 
 
 def _operands(config: MaxTextConfig, *formats: str | None) -> dict[str, Operand]:
