@@ -1,10 +1,14 @@
-"""Supervised fine-tuning and DPO beside TRL: the same tiny Llama, the same files, ten steps of each.
+"""Supervised fine-tuning, DPO and KTO beside TRL: the same tiny Llama, the same files, ten steps of each.
 
   python -m benchmarks.trl --python TRL/bin/python [--json]
 
 TRL lives in an environment of its own. Both read one Hugging Face folder of random float32 weights, take all examples
 in one batch, so that their order does not matter, and update with plain AdamW at a constant rate. Prints the losses of
 both and the largest difference.
+
+KTO's KL is estimated from prompts with answers of other rows: here of the next row of the file, in TRL of the row
+before in the batch, around the end in both. So TRL reads the rows in reverse, and
+both compare the same prompts and answers.
 """
 
 import argparse
@@ -35,7 +39,13 @@ OPTIMIZER = {
   "learning_rate": RATE, "warmup_steps_fraction": 0.0, "learning_rate_final_fraction": 1.0, "adam_b1": 0.9,
   "adam_b2": 0.999, "adam_eps": 1e-8, "adam_weight_decay": 0.0, "gradient_clipping_threshold": 0.0,
 }  # fmt: skip
-METHODS = {"sft": ("use_sft", ["prompt", "completion"]), "dpo": ("use_dpo", ["prompt", "chosen", "rejected"])}
+KTO_WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.75}
+METHODS: dict[str, dict[str, Any]] = {
+  "sft": {"use_sft": True, "train_data_columns": ["prompt", "completion"]},
+  "dpo": {"use_dpo": True, "train_data_columns": ["prompt", "chosen", "rejected"]},
+  "kto": {"use_dpo": True, "train_data_columns": ["prompt", "completion", "label"], "dpo_loss_type": ["kto"]}
+  | {f"kto_{name}": weight for name, weight in KTO_WEIGHTS.items()},
+}
 
 
 def main() -> None:
@@ -54,6 +64,8 @@ def main() -> None:
     print(f"{method}: largest difference {both['difference']:.1e}")
     for name in ("ours", "theirs"):
       print(f"  {name:>6}  " + " ".join(f"{loss:.6f}" for loss in both[name]))
+    if "kl" in both:
+      print("      kl  " + " ".join(f"{kl:.6f}" for kl in both["kl"]))
 
 
 def compare(python: str, work: Path) -> dict[str, Any]:
@@ -63,7 +75,7 @@ def compare(python: str, work: Path) -> dict[str, Any]:
     rows = [example(method, number) for number in range(EXAMPLES)]
     (work / f"{method}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
   asked = {"folder": str(work / "hf"), "data": str(work), "steps": STEPS, "rate": RATE, "batch": EXAMPLES,
-           "length": LENGTH, "methods": list(METHODS)}  # fmt: skip
+           "length": LENGTH, "methods": list(METHODS), "kto": KTO_WEIGHTS}  # fmt: skip
   done = subprocess.run(
     [python, "-c", _THEIRS], input=json.dumps(asked), capture_output=True, text=True, check=False, cwd=work
   )
@@ -72,9 +84,12 @@ def compare(python: str, work: Path) -> dict[str, Any]:
   theirs = json.loads(done.stdout.splitlines()[-1])
   found: dict[str, Any] = {name: theirs[name] for name in ("trl", "transformers", "torch")}
   for method in METHODS:
-    ours = train(method, work)
+    steps = train(method, work)
+    ours = [step["loss"] for step in steps]
     difference = max(abs(a - b) for a, b in zip(ours, theirs[method], strict=True))
     found[method] = {"ours": ours, "theirs": theirs[method], "difference": difference}
+    if "kl" in steps[0]:
+      found[method]["kl"] = [step["kl"] for step in steps]
   return found
 
 
@@ -114,36 +129,38 @@ def make_model(work: Path) -> None:
 
 
 def example(method: str, number: int) -> dict[str, Any]:
-  """A row of either kind, with answers of several lengths."""
+  """A row for the method, with answers of several lengths."""
   prompt = [{"role": "user", "content": f"What is {number} times {number + 1}?" * (1 + number % 3)}]
   right, wrong = f"It is {number * (number + 1)}. " * (1 + number % 2), f"Perhaps {number}, who knows."
-  answers = {"completion": right} if method == "sft" else {"chosen": right, "rejected": wrong}
-  return {"prompt": prompt} | {name: [{"role": "assistant", "content": answer}] for name, answer in answers.items()}
+  is_right = method == "sft" or number % 3 > 0
+  answers = {"chosen": right, "rejected": wrong} if method == "dpo" else {"completion": right if is_right else wrong}
+  label = {"label": is_right} if method == "kto" else {}
+  turns = {name: [{"role": "assistant", "content": answer}] for name, answer in answers.items()}
+  return {"prompt": prompt} | turns | label
 
 
-class _Losses(Callback):
+class _Steps(Callback):
   def __init__(self) -> None:
-    self.losses: list[float] = []
+    self.steps: list[dict[str, float]] = []
 
   def on_step(self, step: int, metrics: dict[str, float]) -> None:
-    self.losses.append(metrics["loss"])
+    self.steps.append(dict(metrics))
 
 
-def train(method: str, work: Path) -> list[float]:
-  """Our losses."""
+def train(method: str, work: Path) -> list[dict[str, float]]:
+  """Our metrics of each step."""
   from maxtext.weights.resolve import resolve_source
 
-  key, columns = METHODS[method]
-  keys = {
-    key: True, "grain_train_files": str(work / f"{method}.jsonl"), "train_data_columns": columns, "packing": False,
+  keys = METHODS[method] | {
+    "grain_train_files": str(work / f"{method}.jsonl"), "packing": False,
     "per_device_batch_size": EXAMPLES, "num_epoch": STEPS, "enable_data_shuffling": False, "steps": STEPS,
     "dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest", "max_target_length": LENGTH,
     "base_output_directory": str(work), "run_name": method, "enable_checkpointing": False, "grain_worker_count": 0,
     "dpo_beta": 0.1, "add_bos": False, "tokenizer_type": "huggingface", "tokenizer_path": str(work / "hf"),
   }  # fmt: skip
-  losses = _Losses()
-  maxtext.train(resolve_source(str(work / "hf"), keys | OPTIMIZER).config, callbacks=[losses])
-  return losses.losses
+  seen = _Steps()
+  maxtext.train(resolve_source(str(work / "hf"), keys | OPTIMIZER).config, callbacks=[seen])
+  return seen.steps
 
 
 _THEIRS = """
@@ -151,7 +168,7 @@ import json, sys
 import torch, transformers, trl
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 asked = json.load(sys.stdin)
 found = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
@@ -159,8 +176,13 @@ for method in asked["methods"]:
   tokenizer = AutoTokenizer.from_pretrained(asked["folder"])
   model = AutoModelForCausalLM.from_pretrained(asked["folder"], dtype=torch.float32)
   data = load_dataset("json", data_files=f"{asked['data']}/{method}.jsonl", split="train", cache_dir=asked["data"])
-  config, trainer = {"sft": (SFTConfig, SFTTrainer), "dpo": (DPOConfig, DPOTrainer)}[method]
-  own = {"beta": 0.1} if method == "dpo" else {}
+  if method == "kto":
+    data = data.select(range(len(data) - 1, -1, -1))
+  config, trainer, own = {
+    "sft": (SFTConfig, SFTTrainer, {}),
+    "dpo": (DPOConfig, DPOTrainer, {"beta": 0.1}),
+    "kto": (KTOConfig, KTOTrainer, {"beta": 0.1} | asked["kto"]),
+  }[method]
   arguments = config(
     output_dir=f"{asked['data']}/{method}", max_steps=asked["steps"], per_device_train_batch_size=asked["batch"],
     learning_rate=asked["rate"], lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, max_grad_norm=0.0,
