@@ -37,3 +37,9 @@ def test_the_period_is_the_best_and_the_goodput_is_that_of_dice():
   chosen = run.checkpoint_period * run.step_seconds
   assert played(run, chosen) == pytest.approx(run.goodput, abs=0.02)
   assert all(played(run, chosen) > played(run, chosen * factor) - 0.002 for factor in (0.5, 0.75, 1.5, 2))
+
+
+def test_a_short_run_is_in_hours():
+  hour = dataclasses.replace(RUN, tokens=120 * RUN.tokens_per_step, chips=4, interruptions_per_chip_hour=1e-12)
+  assert "120 steps, 1.00 hours, 4 chip-hours" in hour.as_text()
+  assert f"149,012 steps, {RUN.days:.1f} days" in RUN.as_text()

@@ -106,9 +106,10 @@ class RunEstimate:
   def as_text(self) -> str:
     """The estimate as a few lines of text."""
     cost = "" if self.money is None else f", {self.money:,.0f} at {self.price:g} a chip and hour"
+    length = f"{self.days:,.1f} days" if self.days >= 2 else f"{self.days * 24:.2f} hours"
     return "\n".join(
       [
-        f"whole run    {self.tokens:.3g} tokens in {self.steps:,} steps, {self.days:,.1f} days, "
+        f"whole run    {self.tokens:.3g} tokens in {self.steps:,} steps, {length}, "
         f"{self.chip_hours:,.0f} chip-hours{cost}",
         f"checkpoints  {self.checkpoint_bytes / 1e9:,.0f} GB, {self.write_seconds:,.0f} s at "
         f"{self.storage_bandwidth / 1e9:g} GB/s; best saved every {self.checkpoint_period:,} steps "
