@@ -98,7 +98,7 @@ def test_mistakes_are_named(tmp_path):
     maxtext.evaluate(tiny(), steps=3)
   with pytest.raises(ConfigError, match="nothing is no checkpoint, and no run's folder with one in it"):
     maxtext.evaluate(tmp_path / "nothing")
-  with pytest.raises(ConfigError, match="to='torch' is neither 'maxtext' nor 'huggingface'"):
+  with pytest.raises(ConfigError, match="to='torch' is neither 'maxtext', 'huggingface' nor 'peft'"):
     maxtext.convert(tmp_path, tmp_path / "out", to="torch")
   with pytest.raises(ConfigError, match="shard_gigabytes=0 must be a number above 0"):
     maxtext.convert(tmp_path, tmp_path / "out", shard_gigabytes=0)

@@ -119,13 +119,15 @@ OF_THE_MODEL = frozenset(
     types.ModelArchitecture, types.Engram, types.MTP, types.Logits, types.Attention, types.MlaAttention, types.MoBa,
     types.AttentionIndexer, types.Llama4Attention, types.MoEGeneral, types.DeepSeekMoE, types.Qwen3Next,
     types.ManifoldConstrainedHyperConnections, types.PositionalEmbedding, types.Rope, types.YarnRope, types.DataTypes,
+    types.Lora,
   )
   for key in section.model_fields
 ) | {"model_name", "override_model_config", "vocab_size", "inhomogeneous_layer_cycle_interval"}  # fmt: skip
-STARTED_FROM = ("load_parameters_path", "load_full_state_path", "source_checkpoint_layout")
+STARTED_FROM = ("load_parameters_path", "load_full_state_path", "source_checkpoint_layout", "lora_input_adapters_path")
 
 _OF_THE_TRAINING = (
-  "load_", "source_checkpoint_layout", "ici_", "dcn_", "num_slices", "shard_exp_on_fsdp", "use_ring_of_experts",
+  "load_", "source_checkpoint_layout", "lora_input_adapters_path", "ici_", "dcn_", "num_slices", "shard_exp_on_fsdp",
+  "use_ring_of_experts",
   "context_parallel_", "pipeline_", "num_pipeline_", "num_layers_per_pipeline_stage", "hardware",
   "gradient_accumulation_steps", "student_", "teacher_", "distill_", "offline_data_dir",
 )  # fmt: skip

@@ -11,7 +11,7 @@ from maxtext.configs.loader import parse_assignments
 
 
 def add_commands(commands: Any) -> None:
-  """Adds `convert from-hf` and `convert to-hf` to the parser."""
+  """Adds `convert from-hf`, `convert to-hf` and `convert to-peft` to the parser."""
   parser = commands.add_parser("convert", help="weights from Hugging Face folders, and to them")
   actions = parser.add_subparsers(required=True, metavar="ACTION")
   come = actions.add_parser(
@@ -31,7 +31,14 @@ def add_commands(commands: Any) -> None:
   )
   go.add_argument("folder", metavar="CHECKPOINT", help="a run's folder, its checkpoints, one step, or parameters")
   go.add_argument("--shard-gigabytes", type=float, default=5, metavar="GB", help="most in one file (default 5)")
-  for action, run in ((come, _from_hf), (go, _to_hf)):
+  adapters = actions.add_parser(
+    "to-peft",
+    help="a PEFT folder from the LoRA adapters of a run",
+    description="Write adapter_config.json and adapter_model.safetensors, for PEFT, vLLM and lora_input_adapters_path. "
+    "to-hf writes the weights with the adapters merged into them.",
+  )
+  adapters.add_argument("folder", metavar="CHECKPOINT", help="a run's folder, its checkpoints, one step, or parameters")
+  for action, run in ((come, _from_hf), (go, _to_hf), (adapters, _to_peft)):
     action.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
     action.add_argument("overrides", nargs="*", metavar="key=value")
     add_strict(action)
@@ -46,7 +53,13 @@ def _to_hf(arguments: argparse.Namespace) -> int:
   return _convert(arguments, "shard", "huggingface", shard_gigabytes=arguments.shard_gigabytes)
 
 
-def _convert(arguments: argparse.Namespace, unit: str, to: Literal["maxtext", "huggingface"], **options: Any) -> int:
+def _to_peft(arguments: argparse.Namespace) -> int:
+  return _convert(arguments, "shard", "peft")
+
+
+def _convert(
+  arguments: argparse.Namespace, unit: str, to: Literal["maxtext", "huggingface", "peft"], **options: Any
+) -> int:
   os.environ["JAX_PLATFORMS"] = "cpu"  # whatever accelerator is here may be busy, and is not needed
   from maxtext.weights.convert import convert
 

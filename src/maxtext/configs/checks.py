@@ -294,7 +294,7 @@ def _sizes(c: MaxTextConfig) -> str | None:
 
 
 def _patterns(c: MaxTextConfig) -> str | None:
-  for key in ("trainable_parameters_mask", "student_params_to_update", "adamw_mask"):
+  for key in ("trainable_parameters_mask", "student_params_to_update", "adamw_mask", "lora_targets"):
     for pattern in getattr(c, key) or ():
       if not isinstance(pattern, str):
         return f"{key}: {pattern} is not a regular expression: write it in quotes."

@@ -186,7 +186,7 @@ class ConfigKeys(TypedDict, total=False):
   are read and written through Orbax's CheckpointManager, in its own layout, by the process itself. Default: None."""
 
   checkpoint_is_quantized: bool
-  """True reads load_parameters_path as already quantized weights. Not supported yet: it belongs to LoRA, RL or
+  """True reads load_parameters_path as already quantized weights. Not supported yet: it belongs to RL or
   quantization, which are not implemented yet. Default: False."""
 
   checkpoint_period: int
@@ -1100,8 +1100,8 @@ class ConfigKeys(TypedDict, total=False):
   """Weight of the loss for even use of experts; 0 is none. Default: 0.0."""
 
   load_checkpoint_only_once: bool
-  """True reads weights once and copies them to the other models (RL actor). Not supported yet: it belongs to LoRA,
-  RL or quantization, which are not implemented yet. Default: False."""
+  """True reads weights once and copies them to the other models (RL actor). Not supported yet: it belongs to RL or
+  quantization, which are not implemented yet. Default: False."""
 
   load_from_prefill_dir: bool
   """True reads the prompt's cache from prefill_cache_dir instead of computing it. Default: False."""
@@ -1139,9 +1139,18 @@ class ConfigKeys(TypedDict, total=False):
   logits_via_embedding: bool
   """Use the embedding table as output head. Default: False."""
 
+  lora_alpha: float
+  """LoRA adapters are multiplied by this over their rank. Default: 16.0."""
+
   lora_input_adapters_path: str
-  """Folder of LoRA adapters to load onto the base weights; '' is none. Not supported yet: it belongs to LoRA, RL or
-  quantization, which are not implemented yet. Default: ''."""
+  """Folder of LoRA adapters to load onto the base weights; '' is none. Default: ''."""
+
+  lora_rank: int
+  """Rank of LoRA adapters, which alone are trained; 0 is none. Default: 0."""
+
+  lora_targets: list[str] | tuple[str, ...]
+  """Patterns of paths of modules that get LoRA adapters, among layers' linear and expert weights. Default:
+  ['layers/']."""
 
   loss_algo: Literal["grpo", "gspo-token"]
   """Policy ratio per token ('grpo') or per sequence ('gspo-token'). Not supported yet: runs only pre-train, fine-
@@ -1888,8 +1897,8 @@ class ConfigKeys(TypedDict, total=False):
   """True writes the resolved configuration to the run's bucket folder. Default: False."""
 
   save_quantized_params_path: str
-  """Where weights are written after quantization at load; '' is nowhere. Not supported yet: it belongs to LoRA, RL
-  or quantization, which are not implemented yet. Default: ''."""
+  """Where weights are written after quantization at load; '' is nowhere. Not supported yet: it belongs to RL or
+  quantization, which are not implemented yet. Default: ''."""
 
   scale_embedding_for_audio: bool
   """True multiplies audio embeddings by the square root of the width. Not supported yet: models take text only for
@@ -2205,6 +2214,9 @@ class ConfigKeys(TypedDict, total=False):
   use_ring_of_experts: bool
   """True gathers tokens on every expert shard and reduce-scatters the results; false sends each token only to its
   experts. Default: False."""
+
+  use_rslora: bool
+  """True divides lora_alpha by the root of the rank instead (rsLoRA). Default: False."""
 
   use_sft: bool
   """True does supervised fine-tuning on prompt and completion or chat data. Default: False."""

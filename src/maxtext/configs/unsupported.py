@@ -217,9 +217,21 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_set("load_parameters_path"),
   ),
   UnsupportedOption(
-    ("lora_input_adapters_path", "load_checkpoint_only_once", "checkpoint_is_quantized", "save_quantized_params_path"),
-    "it belongs to LoRA, RL or quantization, which are not implemented yet",
+    ("load_checkpoint_only_once", "checkpoint_is_quantized", "save_quantized_params_path"),
+    "it belongs to RL or quantization, which are not implemented yet",
     allowed_values=(False,),
+  ),
+  NoEffectOption(
+    ("lora_alpha", "lora_targets", "use_rslora"), "it has no effect without lora_rank", unless=is_set("lora_rank")
+  ),
+  UnsupportedOption(
+    ("lora_input_adapters_path",), "adapters change a trained model: set load_parameters_path to their base",
+    unless=is_set("load_parameters_path"),
+  ),
+  UnsupportedOption(
+    ("trainable_parameters_mask", "student_params_to_update", "use_qk_clip"),
+    "lora_rank trains the adapters alone, and lora_targets says which: leave one of them out",
+    allowed_values=(False,), unless=is_unset("lora_rank"),
   ),
   NoEffectOption(
     ("checkpoint_storage_target_data_file_size_bytes",),

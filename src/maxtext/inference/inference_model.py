@@ -24,6 +24,7 @@ from maxtext.inference.engine import Engine, dropless
 from maxtext.inference.prefix_cache import PrefixCache
 from maxtext.inference.sampling import MAX_STOP_TOKENS, SamplingParams
 from maxtext.inference.scheduler import Request, Scheduler
+from maxtext.layers.lora import is_adapter
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
 from maxtext.models.model import Model, Params
@@ -188,7 +189,13 @@ def load_params(config: MaxTextConfig, model: Model) -> Params:
   """The parameters and buffers of `load_parameters_path`."""
   if not config.load_parameters_path:
     raise ConfigError("load_parameters_path is not set: give a run folder, a checkpoint, or exported parameters.")
-  return model.unstack_layers(load_weights(config, model, model.params | model.buffers))
+  found = load_weights(config, model, model.params | model.buffers)
+  if config.lora_rank and not any(map(is_adapter, found)):
+    raise ConfigError(
+      f"lora_rank={config.lora_rank}, but load_parameters_path={config.load_parameters_path} has no adapters: leave it "
+      "out, or set lora_input_adapters_path."
+    )
+  return model.unstack_layers(found)
 
 
 def default_stop_token_ids(tokenizer: TextTokenizer) -> tuple[int, ...]:

@@ -96,6 +96,13 @@ def matmul(
   return step(call, x, weight)
 
 
+def innermost(next_: Next) -> Next:
+  """The plain operation below all further implementations, for matmuls that none of them should see."""
+  while isinstance(next_, partial):
+    next_ = next_.args[2]
+  return next_
+
+
 def attention_matmuls(implementations: Sequence[Matmul], path: str, fused: str | None) -> AttentionMatmuls:
   """The two matmuls of attention at a path. `fused` names the setting that selects a fused kernel, if any."""
   sites = Site(path, "attention_scores"), Site(path, "attention_values")

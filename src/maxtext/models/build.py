@@ -18,8 +18,10 @@ from maxtext.configs.types.enums import REGISTERED_FAMILIES
 from maxtext.configs.unsupported import keys_with_no_effect
 from maxtext.configs.values import default_of, plain_value
 from maxtext.layers.execution import ExecutionConfig, Numerics, Sharding
+from maxtext.layers.lora import is_adapter
 from maxtext.layers.matmul import UnfitWeightError
 from maxtext.models import families
+from maxtext.models.execution.adapters import adapters, check_adapters
 from maxtext.models.execution.execution import execution_of_model, sharding_rules
 from maxtext.models.features import with_features
 from maxtext.models.model import Model
@@ -81,17 +83,20 @@ def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
   spec = model_spec(config)
   execution = execution_of_model(config, mesh, spec)
   try:
-    return Model.of(spec, execution, _trained(config))
+    model = Model.of(spec, execution, _trained(config))
   except UnfitWeightError as error:
     raise ConfigError(str(error)) from None
+  check_adapters(config, model.params.keys() | model.buffers.keys())
+  return model
 
 
 def abstract_model(config: MaxTextConfig) -> Model:
   """Builds the abstract model on one device, without checking keys of meshes or kernels. It must not be run."""
   mesh = Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(config.mesh_axes)), config.mesh_axes)
+  lora, numerics = adapters(config), Numerics(weight_dtype=config.weight_dtype.value)
+  matmul = () if lora is None else (lora,)
   return Model.of(
-    model_spec(config),
-    ExecutionConfig(Sharding(mesh, sharding_rules(config, mesh)), Numerics(weight_dtype=config.weight_dtype.value)),
+    model_spec(config), ExecutionConfig(Sharding(mesh, sharding_rules(config, mesh)), numerics, matmul=matmul)
   )
 
 
@@ -101,7 +106,8 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
   Raises:
     ConfigError: a key that describes a model is set, and the model's family does not read it.
   """
-  reader = _Reader(config.model_copy(update=scaled_sizes(config)))
+  fixed = {"routed_bias_update_rate": 0.0} if config.lora_rank else {}  # the base is frozen, with the routers' biases
+  reader = _Reader(config.model_copy(update=scaled_sizes(config) | fixed))
   read = cast(MaxTextConfig, reader)
   spec = with_features(read, FAMILIES[config.decoder_block].spec(read))
   keys = _DESCRIBES_EXPERTS.union(*(section.model_fields for section in _DESCRIBES_A_MODEL))
@@ -144,5 +150,7 @@ _READ_ELSEWHERE = {
 
 
 def _trained(config: MaxTextConfig) -> Callable[[str], bool]:
+  if config.lora_rank:
+    return is_adapter
   patterns = [re.compile(p) for p in config.student_params_to_update or config.trainable_parameters_mask]
   return lambda path: not patterns or any(pattern.search(path) for pattern in patterns)

@@ -69,7 +69,9 @@ def evaluate(
     join(config)
     check_joined(config)
     program = Program.of(config, make_mesh(config), objective, None, data)
-    found = program.evaluate(_load_state(program, path), program.init_frozen(measured=True))
+    own = path != config.load_parameters_path and "lora_input_adapters_path" not in keys  # adapters that it trained
+    adapters = "" if own else config.lora_input_adapters_path
+    found = program.evaluate(_load_state(program, path, adapters), program.init_frozen(measured=True))
   assert found is not None, "only a signal stops an evaluation, and none is asked for"
   return found
 
@@ -100,11 +102,13 @@ def _config_and_path(
   return resolve_keys(own, strict, recorded=own.keys() - given.keys()).config, path
 
 
-def _load_state(program: Program, path: str) -> TrainState:
+def _load_state(program: Program, path: str, adapters: str) -> TrainState:
   """A state of those parameters, without an optimizer's."""
   hugging_face = is_hugging_face(path)
   layout = "safetensors" if hugging_face else "orbax"
-  config = program.config.model_copy(update={"load_parameters_path": path, "source_checkpoint_layout": layout})
+  config = program.config.model_copy(
+    update={"load_parameters_path": path, "source_checkpoint_layout": layout, "lora_input_adapters_path": adapters}
+  )
   found = load_weights(config, program.model, program.state.params | program.state.buffers)
   if not program.state.params.keys() | program.state.buffers.keys() <= found.keys():
     initial = program.init()  # what layers keep beside weights is in no Hugging Face file

@@ -16,6 +16,7 @@ from maxtext.configs.errors import plural
 from maxtext.configs.types import DatasetType
 from maxtext.configs.values import plain_value
 from maxtext.distributed.multihost import gather_problems, unique_name
+from maxtext.layers.lora import is_adapter
 from maxtext.logs import readable_size
 from maxtext.mesh.memory import device_memory, host_memory
 from maxtext.models.placement import placements
@@ -87,8 +88,10 @@ def check_host(program: Program) -> None:
 
 
 def check_sharding(program: Program) -> None:
-  """Parameters that stay whole on a mesh that is there to split them are a mistake in sizes or rules."""
-  rows, tolerance = placements(program.model), program.config.sharding_tolerance
+  """Parameters that stay whole on a mesh that is there to split them are a mistake in sizes or rules; adapters are
+  small and may."""
+  rows = [row for row in placements(program.model) if not is_adapter(row.path)]
+  tolerance = program.config.sharding_tolerance
   if all(row.shards == 1 for row in rows):
     return
   whole = sorted((row for row in rows if row.shards == 1), key=lambda row: -row.size)

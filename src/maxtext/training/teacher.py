@@ -12,11 +12,12 @@ from maxtext.checkpoint.inspect import OF_THE_MODEL, STARTED_FROM, chosen, start
 from maxtext.checkpoint.tokenizer import FOLDER as TOKENIZER
 from maxtext.checkpoint.tokenizer import open_data_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.configs.types import DatasetType, DataTypes, Distillation, MoEKernels
+from maxtext.configs.types import DatasetType, DataTypes, Distillation, Lora, MoEKernels
 from maxtext.configs.values import plain_value
 from maxtext.data.options import data_options
 from maxtext.data.teacher_outputs import TEACHER_TOKENS, SavedOutputs, TeacherOutputs
 from maxtext.data.tokenizers import TextTokenizer
+from maxtext.layers.lora import is_adapter
 from maxtext.models.model import Params
 from maxtext.training.state import TrainState
 from maxtext.weights.detect import is_hugging_face
@@ -31,7 +32,7 @@ _NAMES_A_MODEL = {"model_name", "decoder_block"}
 _KERNELS = {"attention", "use_ring_of_experts", "megablox", "sparse_matmul", "shard_exp_on_fsdp"}
 _OF_BOTH = {*DataTypes.model_fields, *_KERNELS}
 _OF_THE_TEACHER = {*OF_THE_MODEL, *STARTED_FROM, *_OF_BOTH, *MoEKernels.model_fields, "init_weights_seed"}
-_OF_THE_STUDENT = {*STARTED_FROM, *Distillation.model_fields, "trainable_parameters_mask"} - {
+_OF_THE_STUDENT = {*STARTED_FROM, *Distillation.model_fields, *Lora.model_fields, "trainable_parameters_mask"} - {
   key for key in Distillation.model_fields if key.startswith("distill_beta")
 }
 
@@ -156,7 +157,8 @@ def _copied_weights(
   found: dict[str, _Copied] = {}
   for target, value in config.distill_weights_copy_map.items():
     source, layers = _source(target, value)
-    names = [name for name in student if name == target or name.startswith(f"{target}/")]
+    below = [name for name in student if name == target or name.startswith(f"{target}/")]
+    names = [name for name in below if not is_adapter(name)]
     if not names:
       raise ConfigError(f"distill_weights_copy_map: the student has no weight '{target}'. It has {_some(student)}.")
     for name in names:

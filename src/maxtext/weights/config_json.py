@@ -83,6 +83,14 @@ def keys_of_folder(folder: HuggingFaceFolder) -> dict[str, Any]:
     raise ConfigError(f"{folder.path}: {error}") from None
 
 
+def our_name(name: str, about: HuggingFace) -> str:
+  """The name in a family's table of a tensor of a file, which may have another prefix."""
+  for theirs, ours in (about.prefixes or {}).items():
+    if name.startswith(theirs):
+      return ours + name.removeprefix(theirs)
+  return name
+
+
 def find_model(folder: HuggingFaceFolder) -> str | None:
   """The name of the model in a folder; the first of several that differ only in their weights."""
   for spare_rows in (0, SPARE_ROWS):

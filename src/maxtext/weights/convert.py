@@ -15,6 +15,7 @@ from maxtext.weights.config_json import keys_of_folder
 from maxtext.weights.detect import is_hugging_face
 from maxtext.weights.from_hugging_face import Progress, convert_from_hugging_face
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
+from maxtext.weights.peft import write_adapters
 from maxtext.weights.resolve import resolve_keys
 from maxtext.weights.to_hugging_face import convert_to_hugging_face
 
@@ -28,7 +29,7 @@ def convert(
   source: str | os.PathLike[str],
   target: str | os.PathLike[str],
   *,
-  to: Literal["maxtext", "huggingface"] | None = None,
+  to: Literal["maxtext", "huggingface", "peft"] | None = None,
   shard_gigabytes: float = 5.0,
   progress: Progress | None = None,
   strict: bool = False,
@@ -41,7 +42,8 @@ def convert(
   Args:
     source: a folder with `config.json` and safetensors; or a run folder, its checkpoints, one step, or parameters.
     target: a folder that does not exist yet.
-    to: what is written; None is whatever `source` is not. A source without `config.json` needs `to="maxtext"`, and
+    to: what is written; None is whatever `source` is not. "huggingface" merges the adapters of a LoRA run into its
+      weights, and "peft" writes them alone. A source without `config.json` needs `to="maxtext"`, and
       `model_name`, or `decoder_block` and its sizes.
     shard_gigabytes: the largest safetensors file that is written.
     progress: called with parts done, all parts, bytes done, all bytes.
@@ -56,12 +58,14 @@ def convert(
     ConfigError: (a ValueError) the folders or the keys are invalid, or the weights are not those of the model.
   """
   source, given = os.fspath(source), dict[str, Any](keys)
-  if to not in ("maxtext", "huggingface", None):
-    raise ConfigError(f"to={to!r} is neither 'maxtext' nor 'huggingface'.")
+  if to not in ("maxtext", "huggingface", "peft", None):
+    raise ConfigError(f"to={to!r} is neither 'maxtext', 'huggingface' nor 'peft'.")
   if to is None:
     to = "maxtext" if is_hugging_face(source) else "huggingface"
   if to == "maxtext":
     return _from_hugging_face(source, Path(target), given, strict, progress or _silent)
+  if to == "peft":
+    return _to_peft(source, Path(target), given, strict)
   if not 0 < shard_gigabytes < float("inf"):
     raise ConfigError(f"shard_gigabytes={shard_gigabytes:g} must be a number above 0.")
   return _to_hugging_face(source, Path(target), given, strict, progress or _silent, int(shard_gigabytes * 10**9))
@@ -92,6 +96,14 @@ def _to_hugging_face(
   _LOG.info(f"{path}: {model.size:,} parameters, for transformers")
   if kind_of(path) is None:
     _LOG.info("without a tokenizer, as none is kept with them: tokenizer_path=... puts one beside the weights")
+  return path
+
+
+def _to_peft(source: str, target: Path, given: dict[str, Any], strict: bool) -> Path:
+  keys = chosen_keys(source, given)
+  config = resolve_keys(keys, strict, recorded=keys.keys() - given.keys()).config
+  path = write_adapters(config, abstract_model(config), locate(source), target)
+  _LOG.info(f"{path}: LoRA adapters of rank {config.lora_rank}, for PEFT and lora_input_adapters_path")
   return path
 
 

@@ -10,17 +10,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.metadata import ArrayMetadata
 from maxtext.checkpoint.options import array_storage, restore_options
-from maxtext.checkpoint.restore import load_parameters
+from maxtext.checkpoint.restore import load_parameters, readable
 from maxtext.checkpoint.stream import StreamWriter
 from maxtext.checkpoint.tokenizer import SIDE_FOLDER
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.layers.lora import is_adapter
 from maxtext.models.build import weight_table
-from maxtext.models.hugging_face import HuggingFace
 from maxtext.models.model import Model
-from maxtext.weights.config_json import SPARE_ROWS, config_differences, hugging_face_class
+from maxtext.weights.config_json import SPARE_ROWS, config_differences, hugging_face_class, our_name
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
+from maxtext.weights.peft import load_adapters
 from maxtext.weights.quantized import TensorSource
 from maxtext.weights.tensor_layout import TensorLayout, check_all_used, tensor_layouts, tensors_of_parameters
 
@@ -63,11 +65,21 @@ def convert_from_hugging_face(
 def load_weights(
   config: MaxTextConfig, model: Model, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-  """The parameters that `load_parameters_path` names, in a Hugging Face folder or a checkpoint."""
+  """The parameters that `load_parameters_path` names, in a Hugging Face folder or a checkpoint, and the adapters of
+  `lora_input_adapters_path`. Adapters that neither has are left out."""
   path = config.load_parameters_path
+  loaded = load_adapters(config, model) if config.lora_input_adapters_path else {}
   if config.source_checkpoint_layout == "safetensors":
-    return load_from_hugging_face(config, model, path)
-  return load_parameters(restore_options(config), "load_parameters_path", path, wanted)
+    return load_from_hugging_face(config, model, path) | loaded
+  if not config.lora_input_adapters_path and any(map(is_adapter, readable(locate(path)).parameters)):
+    if not config.lora_rank:
+      raise ConfigError(
+        f"load_parameters_path={path} has LoRA adapters, and this run has lora_rank=0, which would leave them out: set "
+        "lora_rank and lora_alpha as they were, or start from its merged weights (maxtext convert to-hf)."
+      )
+  else:
+    wanted = {name: struct for name, struct in wanted.items() if not is_adapter(name)}
+  return load_parameters(restore_options(config), "load_parameters_path", path, wanted) | loaded
 
 
 def load_from_hugging_face(config: MaxTextConfig, model: Model, path: str) -> dict[str, jax.Array]:
@@ -114,7 +126,7 @@ class HuggingFaceWeights:
     if contradictions := config_differences(config, folder.config):
       raise ConfigError(f"{folder.path / 'config.json'} describes another model: {'; '.join(contradictions)}.")
     tensors = tensor_layouts(model, weight_table(config, model.spec))
-    sources = {_our_name(name, about): source for name, source in folder.tensors.items()}
+    sources = {our_name(name, about): source for name, source in folder.tensors.items()}
     check_all_used(tensors, sources, (*_NEVER_WEIGHTS, *about.ignored))
     fitting = {name: _match_shape(name, tensor, sources[name], model) for name, tensor in tensors.items()}
     return HuggingFaceWeights(tensors, fitting, tensors_of_parameters(tensors))
@@ -170,13 +182,6 @@ def _match_shape(name: str, tensor: TensorLayout, source: TensorSource, model: M
   if spare and "vocab" in model.logical_axes[tensor.slices[0].path]:
     return _ResizedVocabulary(source, tensor.shape[0])
   raise ConfigError(f"{name} is {list(source.shape)} in the folder, and this model has {list(tensor.shape)}.")
-
-
-def _our_name(name: str, about: HuggingFace) -> str:
-  for theirs, ours in (about.prefixes or {}).items():
-    if name.startswith(theirs):
-      return ours + name.removeprefix(theirs)
-  return name
 
 
 _NEVER_WEIGHTS = (r".*\.rotary_emb\.inv_freq",)

@@ -43,6 +43,8 @@ def resolve_source(
   first = resolve(source, environment, values, recorded=recorded)
   path = first.config.load_parameters_path
   if not path or not is_hugging_face(path):
+    if _names_adapters(first, recorded):
+      return resolve_keys(values, strict, source, recorded, environment)
     return _warn(first, strict)
   own = _folder_values(path, first)
   again = resolve_keys({**own, **values}, strict, source, recorded={*own, *recorded}, environment=environment)
@@ -66,8 +68,23 @@ def resolve_keys(
   environment: Mapping[str, str] = os.environ,
 ) -> Resolved:
   """The configuration of those keys, of which some were `recorded` by a run or a folder of weights; warns of the others
-  that have no effect."""
-  return _warn(resolve(source, environment, keys, recorded=recorded), strict)
+  that have no effect. The folder of `lora_input_adapters_path` gives the keys of its adapters."""
+  first = resolve(source, environment, keys, recorded=recorded)
+  if not _names_adapters(first, recorded):
+    return _warn(first, strict)
+  from maxtext.weights.peft import CONFIG, adapter_keys
+
+  own, file = adapter_keys(first.config), os.path.join(first.config.lora_input_adapters_path, CONFIG)
+  for key, value in own.items():
+    if key in first.origins and key not in recorded and getattr(first.config, key) != value:
+      raise ConfigError(f"{key}={getattr(first.config, key)} contradicts {file}, which says {value}: leave it out.")
+  again = _warn(resolve(source, environment, {**keys, **own}, recorded={*own, *recorded}), strict)
+  return replace(again, origins={**again.origins, **dict.fromkeys(own, file)})
+
+
+def _names_adapters(resolved: Resolved, recorded: Collection[str]) -> bool:
+  """Whether the user gives adapters to load; a run that once loaded some has its keys."""
+  return bool(resolved.config.lora_input_adapters_path) and "lora_input_adapters_path" not in recorded
 
 
 def _warn(resolved: Resolved, strict: bool) -> Resolved:

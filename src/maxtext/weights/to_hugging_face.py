@@ -16,14 +16,17 @@ from maxtext.checkpoint.journal import Journal
 from maxtext.checkpoint.metadata import CorruptCheckpointError
 from maxtext.checkpoint.stream import StreamReader
 from maxtext.checkpoint.tokenizer import SIDE_FOLDER, kind_of, open_tokenizer
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.data.options import data_options
+from maxtext.layers.lora import adapted_module, adapter_paths, is_adapter, merged
 from maxtext.models.build import weight_table
+from maxtext.models.execution.adapters import adapters
 from maxtext.models.model import Model
 from maxtext.weights.config_json import TOKENS, config_json_entries
 from maxtext.weights.from_hugging_face import Progress, copy_files, side_files
 from maxtext.weights.hugging_face_folder import INDEX, SINGLE, HuggingFaceFolder
+from maxtext.weights.peft import check_shapes
 from maxtext.weights.tensor_files import make_header, write_file
 from maxtext.weights.tensor_layout import tensor_layouts
 from maxtext.weights.tokenizer_files import write_tokenizer
@@ -56,7 +59,10 @@ class _HuggingFaceWriter:
     self._entries = config_json_entries(config)
     tensors = tensor_layouts(model, weight_table(config, model.spec))
     self._tensors = {name: tensors[name] for name in sorted(tensors, key=_natural)}
-    self._check_shapes()
+    names = (f"{adapted_module(name)}/weight" for name in (*model.params, *model.buffers) if is_adapter(name))
+    self._lora, self._adapters = adapters(config), {name: adapter_paths(name.removesuffix("/weight")) for name in names}
+    stored = (*model.weight_names, *(name for pair in self._adapters.values() for name in pair))
+    check_shapes(self._reader, {name: model.struct(name) for name in stored})
     self._shards = self._plan(most)
     record = self._reader.metadata.to_json()["digest"]
     self._journal = Journal(target, (str(source.absolute()), record, config.weight_dtype.value, most))
@@ -92,12 +98,24 @@ class _HuggingFaceWriter:
     written = 0
     for name in names:
       tensor = self._tensors[name]
-      pieces = [self._reader.read(s.path, s.index, len(self._model.struct(s.path).shape)) for s in tensor.slices]
+      pieces = [self._read(slice_.path, slice_.index) for slice_ in tensor.slices]
       for rows in tensor.join_in_rows(pieces, CHUNK):
         block = np.ascontiguousarray(rows, self._dtype(name)).view(np.uint8).data
         yield block
         written += block.nbytes
         report(written)
+
+  def _read(self, path: str, index: tuple[int, ...]) -> np.ndarray:
+    """A part of a parameter, with its adapter merged into it."""
+    weight, *adapter = (
+      self._reader.read(name, index, len(self._model.struct(name).shape))
+      for name in (path, *self._adapters.get(path, ()))
+    )
+    if not adapter:
+      return weight
+    assert self._lora is not None
+    a, b = adapter
+    return merged(weight, a, b, self._lora.scale, self._model.contracted[path][0] - len(index))
 
   def _plan(self, most: int) -> dict[str, list[str]]:
     """Files with their tensors, in the order of layers."""
@@ -128,13 +146,6 @@ class _HuggingFaceWriter:
     write_file(folder / "config.json", [_json(content)])
     if not (folder / "generation_config.json").exists():
       write_file(folder / "generation_config.json", [_json(tokens)])
-
-  def _check_shapes(self) -> None:
-    for path in self._model.weight_names:
-      for stored, (wants, has) in self._reader.shapes(path, self._model.struct(path)).items():
-        if wants != has:
-          there = "has none" if has is None else f"has {list(has)}"
-          raise ConfigError(f"{self._reader.folder} {there} for {stored}, and this model has {list(wants)}.")
 
   def _dtype(self, name: str) -> np.dtype:
     return np.dtype(self._model.struct(self._tensors[name].slices[0].path).dtype)

@@ -46,6 +46,7 @@ from maxtext.configs.types.inference import (
   InferenceServer,
   PrefixCaching,
 )
+from maxtext.configs.types.lora import Lora
 from maxtext.configs.types.model import (
   MTP,
   Engram,
@@ -152,6 +153,7 @@ class _Training(
 
 class _PostTraining(
   FineTuning,
+  Lora,
   Distillation,
   RLHardware,
   VLLM,
@@ -271,6 +273,7 @@ __all__ = [
   "LearningRateScheduleType",
   "Llama4Attention",
   "Logits",
+  "Lora",
   "ManagedMLDiagnostics",
   "ManifoldConstrainedHyperConnections",
   "MatmulPrecision",

@@ -6,6 +6,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import compares_features
 from maxtext.layers.execution import ExecutionConfig, Kernels, KVCacheConfig, Numerics, Sharding
 from maxtext.mesh.rules import Rules
+from maxtext.models.execution.adapters import adapters
 from maxtext.models.execution.attention_kernel import attention, check_attention
 from maxtext.models.execution.expert_dispatch import check_experts, dispatch
 from maxtext.models.execution.kv_cache import kv_cache_block, kv_cache_pages, kv_cache_quantization
@@ -41,7 +42,7 @@ def execution_of_model(config: MaxTextConfig, mesh: Mesh, spec: DecoderSpec) -> 
 def execution_config(config: MaxTextConfig, mesh: Mesh) -> ExecutionConfig:
   """The execution of any model on a mesh, without the checks and pipelines of one model."""
   c = config
-  rules = sharding_rules(c, mesh)
+  rules, lora = sharding_rules(c, mesh), adapters(c)
   return ExecutionConfig(
     sharding=Sharding(mesh, rules),
     numerics=Numerics(
@@ -62,7 +63,8 @@ def execution_config(config: MaxTextConfig, mesh: Mesh) -> ExecutionConfig:
     remat=remat(c),
     scan_layers=c.scan_layers,
     kv_cache=KVCacheConfig(kv_cache_quantization(c), kv_cache_pages(c, mesh), kv_cache_block(c, mesh)),
-    matmul=(*sparse_matmuls(c), *quantized_matmuls(c, mesh)),
+    # The quantized one must be the last.
+    matmul=(*((lora,) if lora else ()), *sparse_matmuls(c), *quantized_matmuls(c, mesh)),
     dropout_rate=c.dropout_rate if c.enable_dropout else 0.0,
     keep_mixer_outputs=compares_features(c),
   )
