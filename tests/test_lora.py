@@ -138,7 +138,7 @@ ADAPTED = {
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("case", cases(ADAPTED, ("llama",), ("llama", "qwen3_next")))
+@pytest.mark.parametrize("case", cases(ADAPTED, (), ("llama", "qwen3_next")))
 def test_peft_and_we_compute_the_same(case, references, tmp_path):
   """An adapter that PEFT wrote, read here; written from here, read by PEFT; and merged by both."""
   peft = pytest.importorskip("peft")
@@ -311,6 +311,7 @@ def test_experts_that_peft_cannot_express_are_named(tmp_path):
     maxtext.convert(checkpoint(tmp_path / "plain", tiny(), buffers), tmp_path / "peft", to="peft")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(folder, tmp_path):
   keys = {
     "load_parameters_path": str(folder / "base"), "base_output_directory": str(tmp_path), "enable_checkpointing": True,
