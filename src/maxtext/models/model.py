@@ -68,6 +68,13 @@ class Model:
     return [n for n, *_ in self._variables if "/matmul/" not in n and n not in self.statistics]
 
   @property
+  def matmul_buffers(self) -> list[str]:
+    """Paths of the buffers of matmul implementations, which weight files do not have."""
+    return [
+      n for n, _, kind, _ in self._variables if "/matmul/" in n and issubclass(kind, Buffer) and n in self.buffers
+    ]
+
+  @property
   def logical_axes(self) -> dict[str, tuple[str | None, ...]]:
     """The logical axes of every parameter and buffer."""
     return {name: metadata["axes"] for name, _, _, metadata in self._variables}
@@ -147,6 +154,11 @@ class Model:
         module.end_update()
     updated = self.buffers_of(decoder)
     return {name: updated[name] for name in self.buffers}
+
+  def initial_buffers(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Params:
+    """The initial values of these buffers, on the devices that they want."""
+    shardings = {name: struct.sharding for name, struct in wanted.items()}
+    return jax.jit(lambda: {name: self.init(0)[1][name] for name in wanted}, out_shardings=shardings)()
 
   def struct(self, name: str) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of a parameter or buffer."""

@@ -66,7 +66,22 @@ def load_weights(
   config: MaxTextConfig, model: Model, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
   """The parameters that `load_parameters_path` names, in a Hugging Face folder or a checkpoint, and the adapters of
-  `lora_input_adapters_path`. Adapters that neither has are left out."""
+  `lora_input_adapters_path`. Adapters that neither has are left out. Buffers of matmul implementations (ranges of
+  delayed scaling, masks) that the checkpoint does not have are new."""
+  own = {name: struct for name, struct in wanted.items() if name in model.matmul_buffers}
+  if own and config.source_checkpoint_layout != "safetensors":
+    own = {
+      name: struct
+      for name, struct in own.items()
+      if name not in readable(locate(config.load_parameters_path)).parameters
+    }
+  found = _load_weights(config, model, {name: struct for name, struct in wanted.items() if name not in own})
+  return found | (model.initial_buffers(own) if own else {})
+
+
+def _load_weights(
+  config: MaxTextConfig, model: Model, wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
   path = config.load_parameters_path
   loaded = load_adapters(config, model) if config.lora_input_adapters_path else {}
   if config.source_checkpoint_layout == "safetensors":

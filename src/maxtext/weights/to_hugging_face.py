@@ -16,7 +16,7 @@ from maxtext.checkpoint.journal import Journal
 from maxtext.checkpoint.metadata import CorruptCheckpointError
 from maxtext.checkpoint.stream import StreamReader
 from maxtext.checkpoint.tokenizer import SIDE_FOLDER, kind_of, open_tokenizer
-from maxtext.configs import MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.data.options import data_options
 from maxtext.layers.lora import adapted_module, adapter_paths, is_adapter, merged
@@ -55,6 +55,10 @@ def convert_to_hugging_face(
 
 class _HuggingFaceWriter:
   def __init__(self, config: MaxTextConfig, model: Model, source: epath.Path, target: Path, most: int) -> None:
+    if config.weight_sparsity_n:
+      raise ConfigError(
+        f"weight_sparsity_n={config.weight_sparsity_n}: masks of N:M sparsity cannot be exported; serve the run itself."
+      )
     self._config, self._model, self._reader = config, model, StreamReader(source)
     self._entries = config_json_entries(config)
     tensors = tensor_layouts(model, weight_table(config, model.spec))

@@ -56,8 +56,8 @@ def sparse_matmuls(config: MaxTextConfig) -> tuple[SparseMatmul, ...]:
   return (SparseMatmul(kept=kept, block=block, start=start, every=every),)
 
 
-def _operands(config: MaxTextConfig, *formats: str | None) -> dict[str, Operand]:
-  found = {}
+def _operands(config: MaxTextConfig, *formats: str | None) -> dict[str, Any]:
+  found: dict[str, Any] = {}
   for (name, key), format_ in zip(_METHODS.items(), formats, strict=True):
     try:
       calibration = RangeCalibration.parse(getattr(config, key))
@@ -93,9 +93,9 @@ def _entries(path: str) -> dict[str, dict[str, int | None]]:
     entries = json.loads(Path(path).read_text())
   except (OSError, ValueError) as error:
     raise ConfigError(f"quant_cfg_path={path} cannot be read as JSON: {error}.") from None
-  for pattern, bits in entries.items() if isinstance(entries, dict) else [("", None)]:
+  for pattern, bits in entries.items() if isinstance(entries, dict) else [("", {"": None})]:
     known = isinstance(bits, dict) and bits.keys() <= {"w_bits", "a_bits"}
-    if not known or any(value not in (None, 4, 8) for value in bits.values()):
+    if not known or not all(value in (None, 4, 8) for value in bits.values()):
       raise ConfigError(f"quant_cfg_path={path}: the entry {pattern!r} must be as in {shape}.")
     try:
       re.compile(pattern)
