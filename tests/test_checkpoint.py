@@ -561,7 +561,7 @@ def test_inspect_needs_no_jax(half):
       1,
       1,
     ),
-    ({}, [4], "4/state/ocdbt.process_0/d/*", 1, 20),
+    ({}, [4], "4/state/ocdbt.process_0/d/*", 1, 38),
     ({"checkpoint_storage_target_data_file_size_bytes": 4096}, [4], "4/state/ocdbt.process_0/d/*", 40, 999),
   ],
 )

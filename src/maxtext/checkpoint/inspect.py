@@ -122,7 +122,10 @@ OF_THE_MODEL = frozenset(
     types.Lora,
   )
   for key in section.model_fields
-) | {"model_name", "override_model_config", "vocab_size", "inhomogeneous_layer_cycle_interval"}  # fmt: skip
+) | {
+  "model_name", "override_model_config", "vocab_size", "inhomogeneous_layer_cycle_interval", "weight_sparsity_n",
+  "weight_sparsity_m", "weight_sparsity_update_step", "weight_sparsity_start_step",
+}  # fmt: skip
 STARTED_FROM = ("load_parameters_path", "load_full_state_path", "source_checkpoint_layout", "lora_input_adapters_path")
 
 _OF_THE_TRAINING = (

@@ -137,6 +137,8 @@ def _sparsity(c: MaxTextConfig) -> str | None:
     return "weight_sparsity_start_step must be 0 or more, and weight_sparsity_update_step 1 or more."
   if c.shard_mode == ShardMode.EXPLICIT:
     return f"weight_sparsity_n={kept} needs shard_mode=auto."
+  if c.enable_diloco:
+    return f"weight_sparsity_n={kept} does not go with enable_diloco=true: replicas have masks of their own."
   return None
 
 

@@ -282,7 +282,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   UnsupportedOption(("dtype_mm",), "there is no image encoder yet"),
   UnsupportedOption(
     ("quantization",),
-    "it needs TransformerEngine or an AMD GPU; int8, int4, intmp, fp8 and fp8_full run on every platform",
+    "it is of TransformerEngine or of one kind of GPU; int8, int4, intmp, fp8 and fp8_full run on every platform",
     allowed_values=(
       None, t.QuantizationType.INT8, t.QuantizationType.INT4, t.QuantizationType.INTMP, t.QuantizationType.FP8,
       t.QuantizationType.FP8_FULL,

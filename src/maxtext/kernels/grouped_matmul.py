@@ -62,7 +62,7 @@ class GroupedMatmul:
     return jnp.where(_in_groups(x, sizes), out, 0)
 
   def quantized_weights_gradient(self, x: jax.Array, grad: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
-    """The gradient [G,I,O] from rows [M,I] and [M,O] of few bits, summed and returned in `dtype`."""
+    """The gradient [G,I,O] from rows [M,I] and [M,O] of few bits in float32; tiles are summed in `dtype`."""
     if self.kernel == "megablox":  # its operands are floats, and eight bits are exact in bfloat16
       return self._weights_gradient(x.astype(jnp.bfloat16), grad.astype(jnp.bfloat16), sizes, jnp.float32)
     return _tiled_weights_gradient(x, grad, sizes, self.precision, dtype)
@@ -179,9 +179,9 @@ def _tiled_weights_gradient(x: jax.Array, grad: jax.Array, sizes: jax.Array, pre
     def step(T: int, row: jax.Array, total: jax.Array) -> jax.Array:
       rows, grads = (jax.lax.dynamic_slice_in_dim(a, row, T) for a in (x, grad))
       rows = jnp.where((row + jnp.arange(T) < end)[:, None], rows, 0)
-      return total + _dot(rows.T, grads, precision, dtype)
+      return total + _dot(rows.T, grads, precision, dtype).astype(jnp.float32)
 
-    return end, _over_tiles(jnp.zeros((x.shape[1], grad.shape[1]), dtype), start, end, M, step)
+    return end, _over_tiles(jnp.zeros((x.shape[1], grad.shape[1]), jnp.float32), start, end, M, step)
 
   return jax.lax.scan(group, jnp.zeros((), sizes.dtype), sizes)[1]
 

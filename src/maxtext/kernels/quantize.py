@@ -1,4 +1,4 @@
-"""Rounding to few bits: the one rounding of quantized training, of weights at rest, and of what is exported.
+"""Rounding to few bits: the one place where numbers are rounded to a format.
 
 A quantized array is values of a narrow dtype and a scale, `x ~ values * scale`. The arithmetic is float32, whatever the
 dtype of x, so that training, conversion and the engine round alike. Scales are those of qwix and of compressed-tensors,
@@ -70,8 +70,10 @@ class RangeCalibration:
     numbers = numbers or default.get(method, [])
     if method not in ("absmax", "rms", "fixed", "delayed") or len(numbers) != 1:
       raise ValueError(f"{text!r} is none of 'absmax', 'absmax,0.9', 'rms,7', 'fixed,-224,224' and 'delayed,16'")
-    if not 0 < numbers[0] < float("inf") or (method == "delayed" and numbers[0] % 1):
-      raise ValueError(f"{text!r} needs a {'whole ' if method == 'delayed' else ''}number above 0")
+    if not 0 < numbers[0] < float("inf"):
+      raise ValueError(f"{text!r} needs a number above 0")
+    if method == "delayed" and (numbers[0] % 1 or numbers[0] > 1024):
+      raise ValueError(f"{text!r} needs a whole number of steps up to 1,024")
     return RangeCalibration(method, numbers[0])  # type: ignore[arg-type]
 
 

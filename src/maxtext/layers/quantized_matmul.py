@@ -6,6 +6,7 @@ its format, and the result is multiplied by both scales. Gradients pass rounding
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class QuantizedMatmul(Matmul):
     input, weight: of the forward pass, and of the gradient of the other one.
     gradient: of the output's gradient.
     pattern, others: it applies to modules whose path the pattern finds, and none of the others does.
-    shards: parts of the batch that each have their own scale in the weight gradient of linear layers.
+    shards: at least so many parts of the batch each have their own scale in the weight gradient of linear layers.
     replicated_scales: the mesh on which scales are replicated rather than sharded; None leaves it to XLA.
   """
 
@@ -97,10 +98,12 @@ class QuantizedMatmul(Matmul):
       "weight_gradient": ((self.input, of_input), (self.gradient, None)),
     }[call.site.pass_]
     dtype = call.dtype or first.dtype
-    split = self.shards if call.site.pass_ == "weight_gradient" and call.group_sizes is None else 1
     a, b, result = call.terms
+    contracted, split = "", 1
+    if call.site.pass_ == "weight_gradient" and call.group_sizes is None and by_first.format and by_second.format:
+      sizes = {c: size for c, size in zip(a, first.shape, strict=True) if c in b and c not in result}
+      contracted, split = _parts(self.shards, sizes)
     if split > 1:
-      contracted = next(c for c in a if c in b and c not in result)
       (a, first), (b, second) = (_split(t, v, contracted, split) for t, v in ((a, first), (b, second)))
       call, result = dataclasses.replace(call, contraction=f"{a},{b}->S{result}"), f"S{result}"
     shared = [c for c in a if c in b and c not in result]
@@ -133,13 +136,23 @@ def _observe(own: Mapping[str, nnx.Variable], name: str, x: jax.Array) -> jax.Ar
   return jnp.where(past > 0, past, now)
 
 
+# An int32 holds the sum of so many products of two int8 values.
+_MOST_SUMMED = 2**31 // 128**2
+
+
+def _parts(shards: int, sizes: Mapping[str, int]) -> tuple[str, int]:
+  """Which contracted dimension is split, and into how many parts: at least those asked for, and as many as it takes for
+  sums to fit an int32. ("", 1) if none is."""
+  least = max(shards, -(-math.prod(sizes.values()) // _MOST_SUMMED))
+  for letter, size in sizes.items() if least > 1 else ():
+    if parts := next((parts for parts in range(least, size + 1) if size % parts == 0), 0):
+      return letter, parts
+  return "", 1
+
+
 def _split(letters: str, x: jax.Array, letter: str, parts: int) -> tuple[str, jax.Array]:
   """The dimension of a letter in two: S of this many parts, and the rest."""
   axis = letters.index(letter)
-  if x.shape[axis] % parts:
-    raise ValueError(
-      f"quantization_local_shard_count={parts} must divide the {x.shape[axis]} rows of a batch: choose a divisor, or 1."
-    )
   x = x.reshape(*x.shape[:axis], parts, x.shape[axis] // parts, *x.shape[axis + 1 :])
   return letters.replace(letter, "S" + letter), x
 

@@ -14,11 +14,16 @@ from maxtext.layers.matmul_call import MatmulCall, Next, Site
 from maxtext.layers.param_factory import Buffer, ParamFactory
 
 
+def is_mask(path: str) -> bool:
+  """Whether a buffer is the mask of a weight."""
+  return path.endswith("/matmul/sparsity/mask")
+
+
 @dataclass(frozen=True)
 class SparseMatmul(Matmul):
   """Masks the weights of linear layers and experts. The masks are buffers, so they are saved with the model.
 
-  A weight outside its mask keeps its value and gets no gradient; it may come back when masks are made again.
+  A weight outside its mask gets no gradient; weight decay shrinks it. It may come back when masks are made again.
 
   Attributes:
     kept, block: N and M.
@@ -34,7 +39,7 @@ class SparseMatmul(Matmul):
 
   def wants(self, site: Site) -> bool:
     """Linear layers and experts."""
-    return site.role in ("linear", "experts")
+    return site.role in ("linear", "experts", "mla_absorb_key", "mla_absorb_value")
 
   def variables(
     self, factory: ParamFactory, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int]

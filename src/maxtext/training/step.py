@@ -90,6 +90,8 @@ def make_train_step(
     if post_update is not None:
       params, buffers = post_update(params, buffers)
     buffers = model.end_update(params, buffers)
+    if before is not None:
+      buffers = {n: jnp.where(skipped == before, b, state.buffers[n]) for n, b in buffers.items()}
     return TrainState(state.step + 1, params, buffers, opt_state), metrics
 
   return train_step

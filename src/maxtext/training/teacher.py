@@ -12,7 +12,7 @@ from maxtext.checkpoint.inspect import OF_THE_MODEL, STARTED_FROM, chosen, start
 from maxtext.checkpoint.tokenizer import FOLDER as TOKENIZER
 from maxtext.checkpoint.tokenizer import open_data_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.configs.types import DatasetType, DataTypes, Distillation, Lora, MoEKernels
+from maxtext.configs.types import DatasetType, DataTypes, Distillation, Lora, MoEKernels, Quantization
 from maxtext.configs.values import plain_value
 from maxtext.data.options import data_options
 from maxtext.data.teacher_outputs import TEACHER_TOKENS, SavedOutputs, TeacherOutputs
@@ -31,10 +31,16 @@ TEACHER = "teacher_overrides"
 _NAMES_A_MODEL = {"model_name", "decoder_block"}
 _KERNELS = {"attention", "use_ring_of_experts", "megablox", "sparse_matmul", "shard_exp_on_fsdp"}
 _OF_BOTH = {*DataTypes.model_fields, *_KERNELS}
-_OF_THE_TEACHER = {*OF_THE_MODEL, *STARTED_FROM, *_OF_BOTH, *MoEKernels.model_fields, "init_weights_seed"}
-_OF_THE_STUDENT = {*STARTED_FROM, *Distillation.model_fields, *Lora.model_fields, "trainable_parameters_mask"} - {
-  key for key in Distillation.model_fields if key.startswith("distill_beta")
-}
+_OF_THE_TEACHER = {
+  *OF_THE_MODEL, *STARTED_FROM, *_OF_BOTH, *MoEKernels.model_fields, *Quantization.model_fields, "init_weights_seed",
+}  # fmt: skip
+_OF_THE_STUDENT = {
+  *STARTED_FROM,
+  *Distillation.model_fields,
+  *Lora.model_fields,
+  *Quantization.model_fields,
+  "trainable_parameters_mask",
+} - {key for key in Distillation.model_fields if key.startswith("distill_beta")}
 
 
 def teacher_config(config: MaxTextConfig) -> MaxTextConfig:

@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +305,7 @@ def _rank(file: Path, value: Any) -> int:
 
 
 def _alpha(file: Path, value: Any) -> float:
-  if type(value) not in (int, float) or not isfinite(value) or value <= 0:
+  if type(value) not in (int, float) or not 0 < value <= 1e9:
     raise ConfigError(f"{file} has lora_alpha={str(value)[:80]}: it must be a number above 0.")
   return float(value)
 

@@ -13,6 +13,7 @@ from etils import epath
 
 from maxtext.checkpoint.files import CHUNK
 from maxtext.checkpoint.journal import Journal
+from maxtext.checkpoint.layout import Layout
 from maxtext.checkpoint.metadata import CorruptCheckpointError
 from maxtext.checkpoint.stream import StreamReader
 from maxtext.checkpoint.tokenizer import SIDE_FOLDER, kind_of, open_tokenizer
@@ -66,6 +67,10 @@ class _HuggingFaceWriter:
     names = (f"{adapted_module(name)}/weight" for name in (*model.params, *model.buffers) if is_adapter(name))
     self._lora, self._adapters = adapters(config), {name: adapter_paths(name.removesuffix("/weight")) for name in names}
     stored = (*model.weight_names, *(name for pair in self._adapters.values() for name in pair))
+    layout = Layout(self._reader.metadata.stacked)
+    parts = {part for name in stored for part in layout.stored(name, model.struct(name))}
+    if lost := [name for name in self._reader.metadata.parameters if is_adapter(name) and name not in parts]:
+      raise ConfigError(f"{source} has the LoRA adapter {lost[0]}, and lora_rank or lora_targets would leave it out.")
     check_shapes(self._reader, {name: model.struct(name) for name in stored})
     self._shards = self._plan(most)
     record = self._reader.metadata.to_json()["digest"]

@@ -9,7 +9,7 @@ class Lora(Section):
   """Adapters beside frozen weights; `lora_input_adapters_path` sets these keys from its folder."""
 
   lora_rank: int = Field(0, ge=0, le=65536, description="Rank of LoRA adapters, which alone are trained; 0 is none.")
-  lora_alpha: float = Field(16.0, gt=0, description="LoRA adapters are multiplied by this over their rank.")
+  lora_alpha: float = Field(16.0, gt=0, le=1e9, description="LoRA adapters are multiplied by this over their rank.")
   lora_targets: list[str] = Field(
     default_factory=lambda: ["layers/"],
     description="Patterns of paths of modules that get LoRA adapters, among layers' linear and expert weights.",

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import QuantizationType
-from maxtext.kernels.quantize import ABSMAX, FORMATS, RangeCalibration
+from maxtext.kernels.quantize import FORMATS, RangeCalibration
 from maxtext.layers.quantized_matmul import Operand, QuantizedMatmul
 from maxtext.layers.sparse_matmul import SparseMatmul
 
@@ -65,8 +65,7 @@ def _operands(config: MaxTextConfig, *formats: str | None) -> dict[str, Any]:
       raise ConfigError(f"{key}: {error}.") from None
     if name == "gradient" and calibration.method == "delayed":
       raise ConfigError(f"{key}=delayed: only inputs and weights have histories; gradients are scaled by absmax.")
-    static = config.quantization == QuantizationType.FP8_FULL and name != "gradient"
-    if static and calibration == ABSMAX:
+    if config.quantization == QuantizationType.FP8_FULL and name != "gradient" and getattr(config, key) == "absmax":
       calibration = _STATIC
     found[name] = Operand(None if format_ is None else FORMATS[format_], calibration)
   return found
@@ -91,11 +90,11 @@ def _entries(path: str) -> dict[str, dict[str, int | None]]:
   shape = '{"__default__": {"w_bits": 8, "a_bits": 8}, "PATTERN OF PATHS": {"w_bits": 4, "a_bits": null}}'
   try:
     entries = json.loads(Path(path).read_text())
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     raise ConfigError(f"quant_cfg_path={path} cannot be read as JSON: {error}.") from None
   for pattern, bits in entries.items() if isinstance(entries, dict) else [("", {"": None})]:
     known = isinstance(bits, dict) and bits.keys() <= {"w_bits", "a_bits"}
-    if not known or not all(value in (None, 4, 8) for value in bits.values()):
+    if not known or not all(value is None or (type(value) is int and value in (4, 8)) for value in bits.values()):
       raise ConfigError(f"quant_cfg_path={path}: the entry {pattern!r} must be as in {shape}.")
     try:
       re.compile(pattern)
