@@ -217,16 +217,26 @@ def fastest(*words):
   return min((command(*words) for _ in range(3)), key=lambda found: found[1])
 
 
+def bare_start():
+  """Processor time of a process that imports what any configuration needs: the measure of a slow machine."""
+  before = os.times()
+  for _ in range(3):
+    subprocess.run([sys.executable, "-c", "import pydantic, yaml"], check=True, timeout=60)
+  after = os.times()
+  return (after.children_user + after.children_system - before.children_user - before.children_system) / 3
+
+
 def test_show_and_explain_answer_at_once():
+  bound = max(1.0, 5 * bare_start())
   shown, seconds = fastest("config", "show", "llama2-7b", "dataset_type=synthetic", "--json")
-  assert seconds < 1
+  assert seconds < bound
   rows = json.loads(shown.stdout)
   assert len(rows) == len(MaxTextConfig.model_fields)
   assert rows["base_emb_dim"] == {"value": 4096, "from": "model llama2-7b"}
   changed, _ = command("config", "show", "small-llama", "--changed")
   assert re.search(r"^steps +60  \(small-llama\)$", changed.stdout, re.MULTILINE)
   explained, seconds = fastest("config", "explain", "remat_policy")
-  assert seconds < 1
+  assert seconds < bound
   assert explained.stdout.splitlines() == [
     "remat_policy: A policy's name; several, separated by commas, take turns over the layers.",
     "  type     str",
