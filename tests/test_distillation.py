@@ -238,6 +238,8 @@ def test_where_the_teacher_comes_from(taught, monkeypatch):
   monkeypatch.setenv("M_STUDENT_OVERRIDES", "{base_mlp_dim: 16}")
   monkeypatch.setenv("M_MODEL_NAME", "gemma2-2b")
   assert teacher_config(student(taught)).base_mlp_dim == 96, "the environment is the student's"
+  quantized = teacher_config(student(taught, quantization="int8", weight_sparsity_n=2, weight_sparsity_m=4))
+  assert (quantized.quantization.value, quantized.weight_sparsity_n) == ("", None), "these are the student's own"
   changed = teacher_config(tiny(teacher_overrides={"base_num_decoder_layers": 8}))
   assert (changed.base_num_decoder_layers, changed.base_emb_dim) == (8, 48)
 

@@ -287,6 +287,13 @@ def test_adapters_of_a_run_are_not_lost(folder):
   config, plain = tiny(load_parameters_path=str(folder / "run")), program(tiny()).model
   with pytest.raises(ConfigError, match="has LoRA adapters, and this run, with lora_rank=0, would leave them out"):
     load_weights(config, plain, plain.params)
+  narrow = tiny(**LORA | {"lora_targets": ["query$"]}, load_parameters_path=str(folder / "run"))
+  model = program(narrow).model
+  with pytest.raises(ConfigError, match="with lora_rank=4, would leave them out"):
+    load_weights(narrow, model, model.params | model.buffers)
+  for changes in ({"lora_rank": 0}, {"lora_targets": ["query$"]}):
+    with pytest.raises(ConfigError, match="has the LoRA adapter .*, and lora_rank or lora_targets would leave it out"):
+      maxtext.convert(folder / "run", folder / "merged", to="huggingface", **changes)
   config = tiny(**LORA, load_parameters_path=str(folder / "base"))
   model = program(config).model
   assert not any(map(is_adapter, load_weights(config, model, model.params | model.buffers))), "they start fresh"
