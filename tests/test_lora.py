@@ -292,7 +292,7 @@ def test_adapters_of_a_run_are_not_lost(folder):
   with pytest.raises(ConfigError, match="with lora_rank=4, would leave them out"):
     load_weights(narrow, model, model.params | model.buffers)
   for changes in ({"lora_rank": 0}, {"lora_targets": ["query$"]}):
-    with pytest.raises(ConfigError, match="has the LoRA adapter .*, and lora_rank or lora_targets would leave it out"):
+    with pytest.raises(ConfigError, match=r"has the LoRA adapter .*, and lora_rank or lora_targets would leave it out"):
       maxtext.convert(folder / "run", folder / "merged", to="huggingface", **changes)
   config = tiny(**LORA, load_parameters_path=str(folder / "base"))
   model = program(config).model
