@@ -1679,8 +1679,8 @@ class ConfigKeys(TypedDict, total=False):
     "", "int4", "int8", "intmp", "fp8", "nanoo_fp8", "fp8_nanoo", "fp8_gpu", "fp8_full", "te_fp8_delayedscaling",
     "te_fp8_currentscaling", "te_mxfp8", "te_nvfp4", "te_nvfp4_no_rht",
   ] | None
-  """Format of quantized matmuls (int8, fp8...); empty is none. Not supported yet: it needs TransformerEngine or an
-  AMD GPU; int8, int4, intmp, fp8 and fp8_full run on every platform. Default: ''."""
+  """Format of quantized matmuls (int8, fp8...); empty is none. Not supported yet: it is of TransformerEngine or of
+  one kind of GPU; int8, int4, intmp, fp8 and fp8_full run on every platform. Default: ''."""
 
   quantization_local_shard_count: int
   """Shards that each find their own scale range; -1 takes the slice count. Default: -1."""
