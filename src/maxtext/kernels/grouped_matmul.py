@@ -96,6 +96,11 @@ def reference(x: jax.Array, weights: jax.Array, sizes: jax.Array, precision: str
   return jnp.einsum("mi,gio,mg->mo", x, weights, own.astype(x.dtype), precision=precision)
 
 
+def group_of_each_row(sizes: jax.Array, rows: int) -> jax.Array:
+  """The group of each row [M]; rows after the last group have the last one."""
+  return jnp.searchsorted(jnp.cumsum(sizes)[:-1], jnp.arange(rows), side="right")
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_vjp(kernel: GroupedMatmul, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
   return kernel._matmul(x, weights, sizes, kernel.forward, transposed=False)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.kernels.grouped_matmul import GroupedMatmul
+from maxtext.kernels.grouped_matmul import GroupedMatmul, group_of_each_row
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.expert_dispatch import Routing
 from maxtext.layers.expert_parallel import expert_parallel
@@ -138,11 +138,5 @@ class ExpertLinear(Linear):
     y = self._run(call, x, None)
     if self.bias is not None:
       bias = self.bias[...].astype(dtype) / parts
-      y = y + (bias[:, None] if sizes is None else bias[_expert_of_each_row(sizes, x.shape[0])])
+      y = y + (bias[:, None] if sizes is None else bias[group_of_each_row(sizes, x.shape[0])])
     return checkpoint_name(y, self.name)
-
-
-def _expert_of_each_row(sizes: jax.Array, rows: int) -> jax.Array:
-  """The expert of each row; rows after the last group have that of the last expert."""
-  ends = jnp.cumsum(sizes)[:-1]
-  return jnp.searchsorted(ends, jnp.arange(rows), side="right")

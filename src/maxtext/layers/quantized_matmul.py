@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxtext.kernels.grouped_matmul import group_of_each_row
 from maxtext.kernels.quantize import ABSMAX, NumberFormat, Quantized, RangeCalibration, dequantize, quantize
 from maxtext.layers.matmul import Matmul, each_pass
 from maxtext.layers.matmul_call import MatmulCall, Next, Site
@@ -178,8 +179,7 @@ def _product(call: MatmulCall, left: Quantized, right: Quantized) -> jax.Array:
       by_input = call.site.pass_ == "input_gradient"
       weights, scale = (v.swapaxes(1, 2) if by_input else v for v in right)
       values = call.kernel.quantized(left.values, weights, sizes, total)
-      expert = jnp.searchsorted(jnp.cumsum(sizes)[:-1], jnp.arange(rows), side="right")
-      scales = [left.scale, scale[:, 0] if scale.shape[0] == 1 else scale[:, 0][expert]]
+      scales = [left.scale, scale[:, 0] if scale.shape[0] == 1 else scale[:, 0][group_of_each_row(sizes, rows)]]
   return values.astype(jnp.float32) * scales[0] * scales[1]
 
 
