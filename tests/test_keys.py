@@ -220,6 +220,8 @@ def test_flops_by_hand():
   mixture = program(tiny(**experts)).model
   more = 2 * (48 * 8 + 3 * 48 * 80)  # a router, and two experts instead of one layer
   assert train_flops_per_token(mixture, length=32) == 6 * (weights + more) + 2 * 12 * 32 * 16
+  adapted = program(tiny(lora_rank=3, lora_targets=["query$"])).model
+  assert train_flops_per_token(adapted, length=32) == 4 * weights + 6 * 2 * 3 * (48 + 32) + 2 * 12 * 32 * 16
 
 
 def test_large_arrays_have_an_index():

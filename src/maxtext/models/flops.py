@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
+from maxtext.layers.lora import is_adapter
 from maxtext.layers.parameter_paths import LayerPath, tower_name
 from maxtext.layers.router import Router
 from maxtext.models.model import Model
@@ -14,15 +15,17 @@ from maxtext.models.spec import Group, groups_of, towers_of
 def train_flops_per_token(model: Model, length: int) -> float:
   """Floating-point operations per token of a train step, recomputation not counted.
 
-  Each weight of a matmul counts six (two forward, four backward). The input embedding is not counted unless it is also
+  Each weight of a matmul counts six: two forward, two for the gradient of its input, and two for its own; a frozen one,
+  as below LoRA adapters, counts four. The input embedding is not counted unless it is also
   the head, nor are experts that a token is not routed to. Attention counts 12 x heads x head_dim x (length / 2) per
   layer, or the window if it is shorter, since a query attends to half of a causal sequence on average. Towers are not
   counted, because their cost depends on their inputs: see `tower_flops`.
   """
-  weights = _matmul_weights(model, "")
-  if model.spec.tied:
-    weights += model.struct("embedding/table").size
-  return 6.0 * float(weights) + _attention(model.spec.groups, lambda window: _attended(window, length))
+  weights = _matmul_weights(model, "") | ({"embedding/table": Fraction(1)} if model.spec.tied else {})
+  operations = sum(
+    model.struct(path).size * used * (6 if path in model.params else 4) for path, used in weights.items()
+  )
+  return float(operations) + _attention(model.spec.groups, lambda window: _attended(window, length))
 
 
 def tower_flops(model: Model, name: str, length: int | None = None) -> float:
@@ -34,14 +37,15 @@ def tower_flops(model: Model, name: str, length: int | None = None) -> float:
   tower = next(t for t in towers_of(model.spec) if t.name == name)
   tokens = tower.length if length is None else length
   attention = _attention(tower.groups, lambda window: min(2 * (window or tokens), tokens))
-  return tokens * (6.0 * float(_matmul_weights(model, name)) + attention)
+  weights = sum(model.struct(path).size * used for path, used in _matmul_weights(model, name).items())
+  return tokens * (6.0 * float(weights) + attention)
 
 
-def _matmul_weights(model: Model, tower: str) -> Fraction:
-  """The number of matmul weights that one token uses in a tower, or in the decoder if `tower` is empty."""
-  structs = model.params | model.buffers
-  weights = (path for path in structs if path.endswith("/weight") and tower_name(path) == tower)
-  return sum((structs[path].size * active_share(model, path) for path in weights), Fraction())
+def _matmul_weights(model: Model, tower: str) -> dict[str, Fraction]:
+  """The weights of matmuls in a tower, or in the decoder if `tower` is empty, adapters among them, and how much of each
+  a token uses."""
+  paths = (path for path in (*model.params, *model.buffers) if tower_name(path) == tower)
+  return {path: active_share(model, path) for path in paths if path.endswith("/weight") or is_adapter(path)}
 
 
 def _attention(groups: tuple[Group, ...], attended: Callable[[int | None], float]) -> float:
