@@ -531,7 +531,7 @@ def test_inspect_needs_no_jax(half):
   done = subprocess.run([sys.executable, "-c", code, half[0] / "run"], capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr
   lines = done.stdout.splitlines()
-  assert lines[1] == "step 4, schema 2, layers stacked on dimension 0"
+  assert lines[1] == "step 4, schema 3, layers stacked on dimension 0"
   rows = {line.split()[0]: line.split()[1:] for line in lines[3:]}
   assert rows["params/embedding/table"] == ["float32[128,", "48]", "24,576"]
   assert rows["data/batches"] == ["int32[]", "4"]

@@ -18,8 +18,8 @@ from maxtext.checkpoint.options import array_storage
 from maxtext.checkpoint.stream import StreamWriter
 from maxtext.configs.loader import values_and_origins
 from maxtext.inference.resolve import resolve_model
-from maxtext.layers.lora import adapted_module, adapter_paths, is_adapter, merged
-from maxtext.weights.from_hugging_face import load_weights
+from maxtext.layers.lora import LoraMatmul, adapted_module, adapter_paths, is_adapter
+from maxtext.weights.load import load_weights
 from maxtext.weights.resolve import resolve_source
 from tests.cases import cases
 from tests.support import TINY, losses, program, random_batch, tiny
@@ -138,21 +138,23 @@ ADAPTED = {
 
 
 @pytest.mark.parity
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", cases(ADAPTED, (), ("llama",)))
-def test_peft_and_we_compute_the_same(case, references, tmp_path):
+def test_peft_and_we_compute_the_same(case, dora, references, tmp_path):
   """An adapter that PEFT wrote, read here; written from here, read by PEFT; and merged by both."""
   peft = pytest.importorskip("peft")
   reference = references(case)
   base, batch = reference.model.folder / "weights", reference.batch
   settings = peft.LoraConfig(
-    r=4, lora_alpha=6, target_modules=ADAPTED[case], use_rslora=case == "gemma3", task_type="CAUSAL_LM"
+    r=4, lora_alpha=6, target_modules=ADAPTED[case], use_rslora=case == "gemma3", use_dora=dora, task_type="CAUSAL_LM"
   )
   theirs = peft.get_peft_model(copy.deepcopy(reference.model.model), settings).eval()
   torch.manual_seed(1)
   with torch.no_grad():
     for name, value in theirs.named_parameters():
       if "lora_" in name:
-        value.copy_(torch.randn_like(value) * 0.1)
+        random = torch.randn_like(value) * 0.1
+        value.copy_(value * (1 + random) if "magnitude" in name else random)
     expected = theirs(reference.inputs).logits.numpy()
   theirs.save_pretrained(tmp_path / "theirs")
   scale = np.abs(expected).max()
@@ -217,7 +219,7 @@ HOSTILE = {
   "another rank": ({"r": 5}, {}, r"says rank 5: A must be \[5, inputs\]"),
   "no rank": ({"r": "4"}, {}, "r=4: it must be a whole number"),
   "alpha": ({"lora_alpha": float("nan")}, {}, "lora_alpha=nan: it must be a number above 0"),
-  "DoRA": ({"use_dora": True}, {}, r"use_dora=True.*merge it with PEFT"),
+  "DoRA": ({"use_dora": True}, {}, r"has no .*lora_magnitude_vector: write the adapter again"),
   "another kind": ({"peft_type": "IA3"}, {}, "peft_type=IA3, and only LORA is read"),
   "patterns": ({"rank_pattern": {"(a+)+$": 4}}, {}, "it must be a table of names of modules"),
   "half": ({}, {B: None}, r"has no .*q_proj\.lora_B\.weight: write the adapter again"),
@@ -358,7 +360,7 @@ def test_merged_equals_unmerged_with_experts_and_absorbed_matmuls(case):
   plain = {name: np.asarray(value) for name, value in params.items() if not is_adapter(name)}
   for module in {adapted_module(name) for name in params if is_adapter(name)}:
     weight, (a, b) = f"{module}/weight", (np.asarray(params[path]) for path in adapter_paths(module))
-    plain[weight] = merged(plain[weight], a, b, 2.0, model.contracted[weight][0])
+    plain[weight] = LoraMatmul(scale=2.0).merge(plain[weight], model.contracted[weight][0], a, b)
   expected = np.asarray(stepped(program(load_config(**keys)).model, plain))
   found = np.asarray(stepped(model, params))
   np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())

@@ -24,7 +24,7 @@ from maxtext.layers.quantized_matmul import Operand, QuantizedMatmul
 from maxtext.layers.sparse_matmul import largest
 from maxtext.training.objectives.language_modeling import LanguageModeling
 from maxtext.training.step import gradients
-from maxtext.weights.from_hugging_face import load_weights
+from maxtext.weights.load import load_weights
 from maxtext.weights.resolve import resolve_source
 from tests.support import losses, program, tiny
 

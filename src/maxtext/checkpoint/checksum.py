@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 Parts = list[list[tuple[jax.Array, jax.Array]]]  # of each array, of each part: its checksum, and whether it is finite
 
@@ -24,6 +25,15 @@ def checksums(arrays: Mapping[str, Any]) -> Parts:
 def added(parts: Parts) -> np.ndarray:
   """One uint32 per array."""
   return np.array([sum(int(checksum) for checksum, _ in own) % 2**32 for own in parts], np.uint32)
+
+
+def checksums_of_all(arrays: Mapping[str, Any]) -> dict[str, int]:
+  """The checksum of each array, the same on every process; all of them call it."""
+  # One by one: on a CPU an array takes its own size as scratch.
+  sums = np.array([added(checksums({name: arrays[name]}))[0] for name in sorted(arrays)], np.uint32)
+  if jax.process_count() > 1:
+    sums = np.sum(multihost_utils.process_allgather(sums), axis=0, dtype=np.uint32)
+  return dict(zip(sorted(arrays), sums.tolist(), strict=True))
 
 
 def nonfinite(parts: Parts) -> np.ndarray:

@@ -14,7 +14,8 @@ from maxtext.configs.errors import RunError
 
 
 def export_parameters(storage: ArrayStorage, source: str, target: str, stacked: int | None) -> epath.Path:
-  """Writes `params/...` of a checkpoint (buffers among them) to a folder that does not exist yet; returns it.
+  """Writes `params/...` of a checkpoint (buffers among them) to a folder that does not exist yet; returns it. The base
+  of adapters is named in it, as in the checkpoint.
 
   `stacked` is the dimension of stacked weights over layers; None writes each layer apart.
   It takes as much memory as the parameters do.
@@ -33,6 +34,6 @@ def export_parameters(storage: ArrayStorage, source: str, target: str, stacked: 
   layout = Layout(stacked)
   stored = {f"params/{n}": a for path, name in names.items() for n, a in layout.store(path, arrays[name]).items()}
   with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers(storage))) as writer:
-    writer.save(out, args=contents(storage, stored, metadata.step, layout.stacked, metadata.config))
+    writer.save(out, args=contents(storage, stored, metadata.step, layout.stacked, metadata.config, base=metadata.base))
   copy_tokenizer(source, out)
   return out

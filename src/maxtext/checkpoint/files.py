@@ -22,6 +22,7 @@ from maxtext.checkpoint.metadata import (
   NOT_FINITE,
   PARAMETERS,
   ArrayMetadata,
+  Base,
   CheckpointMetadata,
   CorruptCheckpointError,
   NotFiniteError,
@@ -67,13 +68,14 @@ def contents(
   keys: Mapping[str, Any],
   finite: bool = False,
   eval_loss: float | None = None,
+  base: Base | None = None,
 ) -> ocp.args.Composite:
   """What a save writes: the arrays and the metadata. Checksums are under way when this returns.
 
   With `finite`, a save of arrays that hold NaN or infinities fails, on all processes, and is never committed.
   """
   described = {name: ArrayMetadata(tuple(np.shape(array)), str(array.dtype)) for name, array in arrays.items()}
-  metadata = CheckpointMetadata(step, described, stacked, keys, jax.process_count(), eval_loss=eval_loss)
+  metadata = CheckpointMetadata(step, described, stacked, keys, jax.process_count(), eval_loss=eval_loss, base=base)
   parts = checksums(arrays)
 
   def write(folder: epath.Path) -> None:

@@ -8,7 +8,7 @@ from etils import epath
 
 from maxtext.checkpoint.best import best_step, eval_losses
 from maxtext.checkpoint.location import FOLDER, locate, steps_in
-from maxtext.checkpoint.metadata import CheckpointMetadata, CorruptCheckpointError
+from maxtext.checkpoint.metadata import Base, CheckpointMetadata, CorruptCheckpointError
 from maxtext.configs import types
 from maxtext.configs.errors import RunError
 from maxtext.configs.loader import RULE_KEYS, default_layer_keys
@@ -33,9 +33,18 @@ def describe(path: str) -> str:
         f"  {name:<{width}}  {array.dtype}{list(array.shape)}  {array.bytes:,}"
         for name, array in sorted(metadata.arrays.items())
       ),
+      *_describe_base(metadata.base),
       *_describe_steps(folder.parent),
     ]
   )
+
+
+def _describe_base(base: Base | None) -> list[str]:
+  """Where the frozen weights of a run of adapters are, if they are elsewhere."""
+  if base is None:
+    return []
+  size = sum(array.bytes for array in base.arrays.values())
+  return [f"base: {base.path}", f"  {len(base.arrays)} arrays, {size:,} bytes, fingerprint {base.fingerprint}"]
 
 
 def _describe_steps(folder: epath.Path) -> list[str]:

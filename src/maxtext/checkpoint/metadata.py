@@ -14,7 +14,7 @@ from maxtext.checkpoint.storage import retried
 from maxtext.configs.secrets import redact_entries
 from maxtext.layers.parameter_paths import below
 
-SCHEMA = 2  # raised when an older release could no longer read what is written; see docs/checkpoints.md
+SCHEMA = 3  # raised when an older release could no longer read what is written; see docs/checkpoints.md
 MOVED = {"ahead/": 2}  # beginnings of parameter paths that have another name since that schema
 ITEM, FILE = "record", "record.json"
 NOT_FINITE = "is not finite"
@@ -50,6 +50,36 @@ class ArrayMetadata:
 
 
 @dataclass(frozen=True)
+class Base:
+  """The frozen weights of a run of adapters: its checkpoints name them, with their checksums, and do not hold them.
+
+  Attributes:
+    path: the folder with the weights: a step of a run, exported parameters, or a Hugging Face folder.
+    arrays: the weights as the run holds them, by their paths in the model.
+    checksums: of each array, as `checksum.py` computes them; they depend on neither mesh nor files.
+  """
+
+  path: str
+  arrays: Mapping[str, ArrayMetadata]
+  checksums: Mapping[str, int]
+
+  @property
+  def fingerprint(self) -> str:
+    """One short name for the content of all arrays."""
+    return _digest(json.loads(json.dumps([asdict(self)["arrays"], dict(self.checksums)])))[:16]
+
+  @property
+  def stored_names(self) -> dict[str, str]:
+    """The arrays by the names that they would have in a checkpoint, with their paths in the model."""
+    return {f"buffers/{path}": path for path in self.arrays}
+
+  @staticmethod
+  def parse(body: Mapping[str, Any]) -> "Base":
+    """From what `CheckpointMetadata` writes."""
+    return Base(body["path"], _parse_arrays(body["arrays"]), body["checksums"])
+
+
+@dataclass(frozen=True)
 class CheckpointMetadata:
   """The description of a checkpoint.
 
@@ -61,6 +91,7 @@ class CheckpointMetadata:
     processes: how many wrote it; each has left the checksums of its parts beside this file.
     schema: the version of this description and of the names.
     eval_loss: the loss of the evaluation of this step; None where there was none, or where it is not finite.
+    base: the frozen weights that are elsewhere; None where `arrays` is everything.
   """
 
   step: int
@@ -70,6 +101,13 @@ class CheckpointMetadata:
   processes: int
   schema: int = SCHEMA
   eval_loss: float | None = None
+  base: Base | None = None
+
+  @property
+  def arrays_with_base(self) -> dict[str, ArrayMetadata]:
+    """Every array of the state, those of the base among them."""
+    base = {} if self.base is None else {name: self.base.arrays[path] for name, path in self.base.stored_names.items()}
+    return {**self.arrays, **base}
 
   @property
   def parameters(self) -> dict[str, str]:
@@ -101,17 +139,21 @@ class CheckpointMetadata:
       raise CorruptCheckpointError(f"{ITEM}/{FILE} cannot be read") from None
     if not whole:
       raise CorruptCheckpointError(f"{ITEM}/{FILE} is not what was written")
-    arrays = {name: ArrayMetadata(tuple(a["shape"]), a["dtype"]) for name, a in body["arrays"].items()}
-    loss = body.get("eval_loss")
+    loss, base = body.get("eval_loss"), body.get("base")
     return CheckpointMetadata(
-      body["step"], arrays, body["stacked"], body["config"], body["processes"], body["schema"],
+      body["step"], _parse_arrays(body["arrays"]), body["stacked"], body["config"], body["processes"], body["schema"],
       eval_loss=loss if isinstance(loss, int | float) and isfinite(loss) else None,
+      base=None if base is None else Base.parse(base),
     )  # fmt: skip
 
 
 def checksum_file(process: int) -> str:
   """Where a process leaves its checksums, in the order of the arrays' names."""
   return f"checksums-{process}.json"
+
+
+def _parse_arrays(body: Mapping[str, Mapping[str, Any]]) -> dict[str, ArrayMetadata]:
+  return {name: ArrayMetadata(tuple(array["shape"]), array["dtype"]) for name, array in body.items()}
 
 
 def _digest(body: Any) -> str:

@@ -5,7 +5,7 @@ take another run's, which they never touch.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from maxtext.checkpoint.location import locate, steps_in, unfinished_in
 from maxtext.checkpoint.metadata import (
   SCHEMA,
   ArrayMetadata,
+  Base,
   CheckpointMetadata,
   CorruptCheckpointError,
   NotFiniteError,
@@ -29,8 +30,9 @@ from maxtext.checkpoint.tree import like, named
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.configs.secrets import SECRET_KEYS
-from maxtext.configs.types import DerivedValues
+from maxtext.configs.types import DerivedValues, Lora
 from maxtext.distributed.multihost import any_process, broadcast_from_first
+from maxtext.layers.lora import is_adapter
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,15 +41,23 @@ _DATA = "data/"
 _NONFINITE = "nonfinite"  # behind the name of a step that no run can resume from
 
 
+Structs = Mapping[str, jax.ShapeDtypeStruct]
+LoadBase = Callable[[epath.Path, Base, Structs], Mapping[str, jax.Array]]
+"""Loads those arrays of the base of a checkpoint in a folder."""
+
+
 class Restored(NamedTuple):
-  """A state as it was saved, and where the data stood after it."""
+  """A state as it was saved, where the data stood after it, and what of the state its checkpoint does not hold."""
 
   state: Any
   position: dict[str, jax.Array | np.ndarray]
   folder: epath.Path
+  base: Base | None = None
 
 
-def resume(options: RestoreOptions, folder: epath.Path, abstract: Any) -> Restored | None:
+def resume(
+  options: RestoreOptions, folder: epath.Path, abstract: Any, load_base: LoadBase | None = None
+) -> Restored | None:
   """The latest good step under a run's folder of checkpoints, or None where there is no step.
 
   Process 0 names what was never finished, and renames what is damaged or not finite, so that nothing is lost that a
@@ -61,7 +71,7 @@ def resume(options: RestoreOptions, folder: epath.Path, abstract: Any) -> Restor
   for step in _steps_of_first_process(steps_in(folder)[::-1]):
     path = folder / str(step)
     try:
-      found = _state(options, path, abstract)
+      found = _state(options, path, abstract, load_base)
     except (CorruptCheckpointError, NotFiniteError) as problem:
       kind = "damaged" if isinstance(problem, CorruptCheckpointError) else _NONFINITE
       bad[path] = kind, f"is {kind}: {problem}"
@@ -105,25 +115,34 @@ def quarantine_blamed(folder: epath.Path) -> int | None:
   return int(number) if number else None
 
 
-def load_state(options: RestoreOptions, key: str, path: str, abstract: Any) -> Restored:
+def load_state(
+  options: RestoreOptions, key: str, path: str, abstract: Any, load_base: LoadBase | None = None
+) -> Restored:
   """The whole state of a checkpoint that a key of the configuration names."""
-  return _with_key_in_errors(key, path, lambda: _state(options, locate(path), abstract))
+  return _with_key_in_errors(key, path, lambda: _state(options, locate(path), abstract, load_base))
 
 
 def load_parameters(
   options: RestoreOptions, key: str, path: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
-  """Parameters and buffers alone, of a whole state or of exported parameters in any layout."""
+  """Parameters and buffers alone, of a whole state or of exported parameters in any layout, without a base that is
+  elsewhere."""
   return _with_key_in_errors(key, path, lambda: _parameters(options, locate(path), wanted))
 
 
-def _state(options: RestoreOptions, folder: epath.Path, abstract: Any) -> Restored:
+def _state(options: RestoreOptions, folder: epath.Path, abstract: Any, load_base: LoadBase | None) -> Restored:
   metadata = readable(folder)
-  wanted = named(abstract)
-  _refuse_other(options.values, folder, metadata, wanted)
+  wanted, base = named(abstract), metadata.base
+  refuse_other(options.values, folder, metadata, wanted)
   position = [name for name in metadata.arrays if name.startswith(_DATA)]
-  arrays = read(options.storage, folder, wanted | dict.fromkeys(position), metadata, finite=True)
-  return Restored(like(abstract, arrays), {n.removeprefix(_DATA): arrays[n] for n in position}, folder)
+  apart = {} if base is None else {path: name for name, path in base.stored_names.items() if name in wanted}
+  here = {name: struct for name, struct in wanted.items() if name not in apart.values()}
+  arrays = read(options.storage, folder, here | dict.fromkeys(position), metadata, finite=True)
+  if base is not None:
+    assert load_base is not None, "who restores a run of adapters says how its base is loaded"
+    loaded = load_base(folder, base, {path: wanted[name] for path, name in apart.items()})
+    arrays |= {apart[path]: array for path, array in loaded.items()}
+  return Restored(like(abstract, arrays), {n.removeprefix(_DATA): arrays[n] for n in position}, folder, base)
 
 
 def _parameters(
@@ -132,7 +151,7 @@ def _parameters(
   metadata = readable(folder)
   layout, where = Layout(metadata.stacked), metadata.parameters
   stored = {n: s for name, struct in wanted.items() for n, s in layout.stored(name, struct).items()}
-  _refuse_other(options.values, folder, metadata, {where.get(n, f"params/{n}"): s for n, s in stored.items()})
+  refuse_other(options.values, folder, metadata, {where.get(n, f"params/{n}"): s for n, s in stored.items()})
   arrays = read(options.storage, folder, {where[n]: s for n, s in stored.items()}, metadata)
   own = {n: arrays[where[n]] for n in stored}
   return {name: layout.load(name, struct, own) for name, struct in wanted.items()}
@@ -162,19 +181,34 @@ def readable(folder: epath.Path) -> CheckpointMetadata:
   return metadata
 
 
-def _refuse_other(
+def refuse_other(
   values: Mapping[str, Any],
   folder: epath.Path,
   metadata: CheckpointMetadata,
   wanted: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
   """A checkpoint of something else is the user's mistake, not damage."""
+  _refuse_other_scale(values, folder, metadata, wanted)
+  there = metadata.arrays_with_base
   for name, struct in wanted.items():
-    has, wants = metadata.arrays.get(name), ArrayMetadata(tuple(struct.shape), str(struct.dtype))
+    has, wants = there.get(name), ArrayMetadata(tuple(struct.shape), str(struct.dtype))
     if has is None or (has.shape, has.dtype) != (wants.shape, wants.dtype):
-      there = "has none" if has is None else f"has {has.dtype}{list(has.shape)}"
+      found = "has none" if has is None else f"has {has.dtype}{list(has.shape)}"
       here = f"this run wants {wants.dtype}{list(wants.shape)}"
-      raise ConfigError(f"{folder} {there} for {name}, and {here}.{_differences(values, metadata)}")
+      raise ConfigError(f"{folder} {found} for {name}, and {here}.{_differences(values, metadata)}")
+
+
+def _refuse_other_scale(
+  values: Mapping[str, Any], folder: epath.Path, metadata: CheckpointMetadata, wanted: Collection[str]
+) -> None:
+  """Adapters that are read with other keys than they were trained with are not what they were."""
+  for key in Lora.model_fields if any(map(is_adapter, wanted)) else ():
+    trained = metadata.config.get(key, {}).get("value")
+    if key != "lora_targets" and trained is not None and trained != values.get(key):
+      raise ConfigError(
+        f"{key}={values.get(key)} contradicts {folder}, whose adapters were trained with {trained}: leave it out. New "
+        "adapters start from merged weights (maxtext convert to-hf)."
+      )
 
 
 def _differences(values: Mapping[str, Any], metadata: CheckpointMetadata) -> str:

@@ -36,6 +36,7 @@ from maxtext.checkpoint.options import ArrayStorage
 from maxtext.checkpoint.restore import readable
 from maxtext.checkpoint.storage import StorageError, reason, retried
 from maxtext.checkpoint.tree import nested
+from maxtext.configs import ConfigError
 
 _IN_FLIGHT = 2 * CHUNK  # bytes that are written together
 
@@ -166,6 +167,14 @@ class StreamReader:
       stored: (tuple(wanted.shape), self.metadata.arrays[self._names[stored]].shape if stored in self._names else None)
       for stored, wanted in self._layout.stored(name, struct).items()
     }
+
+  def check_shapes(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises `ConfigError` where the checkpoint lacks a parameter, or has it in another shape."""
+    for path, struct in structs.items():
+      for stored, (wants, has) in self.shapes(path, struct).items():
+        if wants != has:
+          there = "has none" if has is None else f"has {list(has)}"
+          raise ConfigError(f"{self.folder} {there} for {stored}, and this model has {list(wants)}.")
 
   def read(self, name: str, index: Index, dims: int) -> np.ndarray:
     """What stands at an index into a parameter of that many dimensions."""

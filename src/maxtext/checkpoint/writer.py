@@ -18,7 +18,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from maxtext.checkpoint.best import best_step, eval_losses
 from maxtext.checkpoint.files import contents, handlers
 from maxtext.checkpoint.location import failures, unfinished_in
-from maxtext.checkpoint.metadata import NotFiniteError
+from maxtext.checkpoint.metadata import Base, NotFiniteError
 from maxtext.checkpoint.nonfinite import NonfiniteNote
 from maxtext.checkpoint.options import CheckpointOptions
 from maxtext.checkpoint.quiet import quiet_failed_saves
@@ -45,6 +45,7 @@ class Writer:
     keys: every key with its value and origin.
     began: the step that the run resumes from; 0 is a new run.
     fence: asked before a step counts; raises `LeaseLostError` where the folder is another run's by now.
+    base: the frozen weights of the state, which are not saved; None saves everything.
   """
 
   def __init__(
@@ -54,8 +55,10 @@ class Writer:
     keys: Mapping[str, Any],
     began: int = 0,
     fence: Callable[[], None] = lambda: None,
+    base: Base | None = None,
   ) -> None:
     self._options, self._folder, self._keys, self._began, self._fence = options, folder, keys, began, fence
+    self._base = base
     self._saving: int | None = None
     self._failures = 0  # since the last save that succeeded
     self._eval_losses: dict[int, float] | None = {}  # of steps; None where those of before cannot be read
@@ -75,9 +78,11 @@ class Writer:
     `eval_loss` is that of the evaluation of this step, if there was one; a loss that is not finite is never the best.
     """
     self.wait()
-    arrays = named({**named(state), "data": dict(position)})
+    apart = {} if self._base is None else self._base.stored_names
+    kept = {name: array for name, array in named(state).items() if name not in apart}
+    arrays = named({**kept, "data": dict(position)})
     loss = eval_loss if eval_loss is not None and isfinite(eval_loss) else None
-    args = contents(self._options.storage, arrays, step, 0, self._keys, finite=True, eval_loss=loss)
+    args = contents(self._options.storage, arrays, step, 0, self._keys, finite=True, eval_loss=loss, base=self._base)
     try:
       manager = self._manager
       if loss is not None and self._eval_losses is not None:

@@ -2143,6 +2143,9 @@ class ConfigKeys(TypedDict, total=False):
   use_custom_sort_vjp: bool
   """True uses a hand-written gradient for sorting tokens by expert. Default: True."""
 
+  use_dora: bool
+  """True trains the magnitudes of adapted weights beside LoRA (DoRA). Default: False."""
+
   use_dpo: bool
   """True trains on preference pairs with the DPO loss. Default: False."""
 

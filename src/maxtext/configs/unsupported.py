@@ -222,7 +222,9 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     allowed_values=(False,),
   ),
   NoEffectOption(
-    ("lora_alpha", "lora_targets", "use_rslora"), "it has no effect without lora_rank", unless=is_set("lora_rank")
+    ("lora_alpha", "lora_targets", "use_dora", "use_rslora"),
+    "it has no effect without lora_rank",
+    unless=is_set("lora_rank"),
   ),
   UnsupportedOption(
     ("lora_input_adapters_path",), "adapters change a trained model: set load_parameters_path to their base",
@@ -232,6 +234,10 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     ("trainable_parameters_mask", "student_params_to_update", "use_qk_clip"),
     "lora_rank trains the adapters alone, and lora_targets says which: leave one of them out",
     allowed_values=(False,), unless=is_unset("lora_rank"),
+  ),
+  UnsupportedOption(
+    ("weight_sparsity_n",), "the norms of use_dora=true are those of all weights: leave one of them out",
+    unless=is_unset("use_dora"),
   ),
   NoEffectOption(
     ("checkpoint_storage_target_data_file_size_bytes",),

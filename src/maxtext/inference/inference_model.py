@@ -28,7 +28,7 @@ from maxtext.layers.lora import is_adapter
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
 from maxtext.models.model import Model, Params
-from maxtext.weights.from_hugging_face import load_weights
+from maxtext.weights.load import load_weights
 
 if TYPE_CHECKING:
   from maxtext.inference.grammar import CompiledGrammar, GrammarCompiler

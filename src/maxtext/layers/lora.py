@@ -20,7 +20,7 @@ _ADAPTED = ("linear", "experts", "mla_absorb_key", "mla_absorb_value")
 
 
 def is_adapter(path: str) -> bool:
-  """Whether a parameter is A or B of an adapter."""
+  """Whether a parameter belongs to an adapter."""
   return _FOLDER in path
 
 
@@ -61,6 +61,20 @@ class LoraMatmul(Matmul):
     b = factory("b", (self.rank, *outputs.values()), (None, *outputs), dtype=jnp.float32, contracted=1)
     return {"a": a, "b": b}
 
+  def paths(self, module: str) -> tuple[str, ...]:
+    """The paths of the parameters beside the weight of a module."""
+    return adapter_paths(module)
+
+  def merge(self, weight: np.ndarray, stacked: int, *adapter: np.ndarray) -> np.ndarray:
+    """A weight [stacked..., inputs..., outputs...] with its adapter in it, in its own dtype."""
+    return self.updated(weight, stacked, *adapter).astype(weight.dtype)
+
+  def updated(self, weight: np.ndarray, stacked: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """W + scale A B in float32."""
+    lead, rank = weight.shape[:stacked], a.shape[-1]
+    update = np.matmul(a.reshape(*lead, -1, rank), b.reshape(*lead, rank, -1)) * np.float32(self.scale)
+    return weight.astype(np.float32) + update.reshape(weight.shape)
+
   def __call__(
     self, call: MatmulCall, own: Mapping[str, nnx.Variable], next_: Next, x: jax.Array, weight: Any
   ) -> jax.Array:
@@ -73,13 +87,6 @@ class LoraMatmul(Matmul):
     plain = innermost(next_)
     narrow = plain(calls[0], x, operands[0])
     return next_(call, x, weight) + plain(calls[1], narrow * self.scale, operands[1])
-
-
-def merged(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, stacked: int) -> np.ndarray:
-  """A weight [stacked..., inputs..., outputs...] with its adapter in it, in its own dtype."""
-  lead, rank = weight.shape[:stacked], a.shape[-1]
-  update = np.matmul(a.reshape(*lead, -1, rank), b.reshape(*lead, rank, -1)) * np.float32(scale)
-  return (weight.astype(np.float32) + update.reshape(weight.shape)).astype(weight.dtype)
 
 
 def _absorbed(

@@ -20,7 +20,7 @@ from maxtext.training.objectives.base import Objective
 from maxtext.training.program import Program
 from maxtext.training.state import TrainState
 from maxtext.weights.detect import is_hugging_face
-from maxtext.weights.from_hugging_face import load_weights
+from maxtext.weights.load import load_weights
 from maxtext.weights.resolve import resolve_keys, resolve_source
 
 if TYPE_CHECKING:

@@ -44,14 +44,13 @@ def frozen_params(config: MaxTextConfig, model: Model) -> Params:
 
 def _loaded(config: MaxTextConfig, model: Model, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Params:
   if config.load_parameters_path:
-    from maxtext.weights.from_hugging_face import load_weights
+    from maxtext.weights.load import load_weights
 
     found = load_weights(config, model, structs)
   elif config.load_full_state_path:
-    from maxtext.checkpoint.options import restore_options
-    from maxtext.checkpoint.restore import load_parameters
+    from maxtext.weights.load import load_from_checkpoint
 
-    found = load_parameters(restore_options(config), "load_full_state_path", config.load_full_state_path, structs)
+    found = load_from_checkpoint(config, model, "load_full_state_path", config.load_full_state_path, structs)
   else:
     found = {}
   return {name: value for name, value in found.items() if name in structs}

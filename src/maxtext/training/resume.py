@@ -4,11 +4,13 @@ import logging
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from maxtext.checkpoint.location import folder_of, is_there, steps_in
+from maxtext.checkpoint.metadata import Base, CheckpointMetadata, CorruptCheckpointError
 from maxtext.checkpoint.options import checkpoint_options, local_checkpoint_options, restore_options
 from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import BatchWithState
@@ -27,7 +29,7 @@ from maxtext.training.state import TrainState
 _LOG = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-  from maxtext.checkpoint.restore import Restored
+  from maxtext.checkpoint.restore import LoadBase, Restored
 
 
 class RunCheckpoints:
@@ -44,6 +46,7 @@ class RunCheckpoints:
     self._name = name
     self._folder = folder_of(config.base_output_directory, name)
     self._resumed_from = 0  # a step of its own; 0 is none
+    self._base: Base | None = None  # what its checkpoints do not hold
     self._lease = Lease(self._folder.parent, name)
     self._interrupt = Interrupt()
 
@@ -80,7 +83,9 @@ class RunCheckpoints:
     elif c.load_full_state_path:
       from maxtext.checkpoint.restore import load_state
 
-      found = load_state(restore_options(c), "load_full_state_path", c.load_full_state_path, program.state)
+      key, path = "load_full_state_path", c.load_full_state_path
+      found = load_state(restore_options(c), key, path, program.state, self._load_base(program))
+      self._base = self._describe_base(program, found.state, path)
     if found:
       _log(f"resuming from {found.folder}")
       if self._resumed_from:
@@ -91,13 +96,12 @@ class RunCheckpoints:
     state = program.init()
     if c.load_parameters_path:
       state = self._load_parameters(program, state)
+      self._base = self._describe_base(program, state, c.load_parameters_path)
     self._attach_reference(program, lambda: state.params | state.buffers)
     return state, program.feed()
 
   def saved_config(self, step: int) -> Mapping[str, Any]:
     """The configuration that a step of this run was saved with; empty where it is missing or cannot be read."""
-    from maxtext.checkpoint.metadata import CheckpointMetadata
-
     try:
       return CheckpointMetadata.read(self._folder / str(step)).config
     except Exception:  # damage, disks, object stores: it is only for a line
@@ -113,7 +117,9 @@ class RunCheckpoints:
 
     if jax.process_count() > 1:  # JAX keeps a notice that comes while the step compiles; alone, that ends at once
       self._interrupt.listen(signal.SIGTERM)
-    writer = Writer(checkpoint_options(c), self._folder, self._config_record, self._resumed_from, self._lease.check)
+    writer = Writer(
+      checkpoint_options(c), self._folder, self._config_record, self._resumed_from, self._lease.check, self._base
+    )
     saves: list[Callback] = [Save(writer, self._interrupt, guard, c.save_checkpoint_on_completion)]
     if c.enable_emergency_checkpoint:
       from maxtext.checkpoint.local import LocalWriter, local_folder
@@ -137,8 +143,42 @@ class RunCheckpoints:
 
       latest = int(broadcast_from_first(str(max(steps_in(self._folder), default=0))))
       if found := resume_locally(local_folder(c.local_checkpoint_directory, self._name), program.state, latest, blamed):
+        # Local disks hold everything. Where no checkpoint names the base yet, none of this start does.
+        self._base = self._saved_base(latest)
         return found
-    return resume(restore_options(c), self._folder, program.state) if there else None
+    if not there:
+      return None
+    found = resume(restore_options(c), self._folder, program.state, self._load_base(program))
+    if found and found.base:
+      from maxtext.weights.base import find_base
+
+      self._base = find_base(c, found.folder, found.base)
+    return found
+
+  def _saved_base(self, step: int) -> Base | None:
+    with suppress(CorruptCheckpointError):
+      return CheckpointMetadata.read(self._folder / str(step)).base if step else None
+    return None
+
+  def _load_base(self, program: Program) -> "LoadBase":
+    from maxtext.weights.base import load_base
+
+    return partial(load_base, self._config, program.model)
+
+  def _describe_base(self, program: Program, state: TrainState, path: str) -> Base | None:
+    """The frozen weights of a new run of adapters, which came from a folder; None where checkpoints hold everything.
+
+    They do where the weights were initialised here: another version of JAX or another kind of device may make other
+    bits from the seed, and no folder has them. They do too where some weights come from a teacher, and with DiLoCo,
+    whose replicas have all of them.
+    """
+    c = self._config
+    if not (c.lora_rank and c.enable_checkpointing) or c.distill_weights_copy_map or c.enable_diloco:
+      return None
+    from maxtext.weights.base import describe_base
+
+    base = {name: state.buffers[name] for name in program.model.weight_names if name in state.buffers}
+    return describe_base(path, base)
 
   def _attach_reference(self, program: Program, initial: Callable[[], Params], is_new: bool = True) -> None:
     shared = self._config.reference_log_probs_path
@@ -146,7 +186,7 @@ class RunCheckpoints:
     attach_reference(program, shared or own, initial, is_new=is_new, is_shared=bool(shared))
 
   def _load_parameters(self, program: Program, state: TrainState) -> TrainState:
-    from maxtext.weights.from_hugging_face import load_weights
+    from maxtext.weights.load import load_weights
 
     found = load_weights(self._config, program.model, program.state.params | program.state.buffers)
     _log(f"starts with the parameters of {self._config.load_parameters_path}")

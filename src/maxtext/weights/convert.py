@@ -15,9 +15,9 @@ from maxtext.weights.config_json import keys_of_folder
 from maxtext.weights.detect import is_hugging_face
 from maxtext.weights.from_hugging_face import Progress, convert_from_hugging_face
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
-from maxtext.weights.peft import write_adapters
 from maxtext.weights.resolve import resolve_keys
 from maxtext.weights.to_hugging_face import convert_to_hugging_face
+from maxtext.weights.to_peft import write_adapters
 
 if TYPE_CHECKING:
   from maxtext.configs.keys import ConfigKeys

@@ -1,7 +1,7 @@
 """Weight conversion from Hugging Face: parameters of a folder as a checkpoint, or directly on the devices of a run."""
 
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -10,21 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext.checkpoint.layout import Layout
-from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.metadata import ArrayMetadata
-from maxtext.checkpoint.options import array_storage, restore_options
-from maxtext.checkpoint.restore import load_parameters, readable
+from maxtext.checkpoint.options import array_storage
 from maxtext.checkpoint.stream import StreamWriter
 from maxtext.checkpoint.tokenizer import SIDE_FOLDER
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.layers.lora import is_adapter
-from maxtext.layers.sparse_matmul import is_mask
 from maxtext.models.build import weight_table
 from maxtext.models.model import Model
 from maxtext.weights.config_json import SPARE_ROWS, config_differences, hugging_face_class, our_name
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
-from maxtext.weights.peft import load_adapters
 from maxtext.weights.quantized import TensorSource
 from maxtext.weights.tensor_layout import TensorLayout, check_all_used, tensor_layouts, tensors_of_parameters
 
@@ -62,45 +56,6 @@ def convert_from_hugging_face(
   copy_files(others, writer.folder / SIDE_FOLDER)
   progress(len(pieces), len(pieces), done, total)
   return writer.finish(0, keys)
-
-
-def load_weights(
-  config: MaxTextConfig, model: Model, wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.Array]:
-  """The parameters that `load_parameters_path` names, in a Hugging Face folder or a checkpoint, and the adapters of
-  `lora_input_adapters_path`. Adapters that neither has are left out. Buffers of matmul implementations (ranges of
-  delayed scaling, masks) that the checkpoint does not have are new."""
-  path = config.load_parameters_path
-  loaded = load_adapters(config, model) if config.lora_input_adapters_path else {}
-  if config.source_checkpoint_layout == "safetensors":
-    found = load_from_hugging_face(config, model, path) | loaded
-  else:
-    metadata = readable(locate(path))
-    there, layout = metadata.parameters, Layout(metadata.stacked)
-    stored = {name: layout.stored(name, struct).keys() for name, struct in wanted.items()}
-    _check_nothing_is_lost(config, there, {part for parts in stored.values() for part in parts})
-    optional = {name for name in wanted if is_adapter(name)}.union(model.matmul_buffers)
-    known = {name: wanted[name] for name, parts in stored.items() if name not in optional or parts <= there.keys()}
-    found = load_parameters(restore_options(config), "load_parameters_path", path, known) | loaded
-  own = {name: wanted[name] for name in model.matmul_buffers if name in wanted and name not in found}
-  return found | (model.initial_buffers(own) if own else {})
-
-
-def _check_nothing_is_lost(config: MaxTextConfig, there: Collection[str], stored: Collection[str]) -> None:
-  """Raises where a checkpoint has adapters or masks that this run would leave out."""
-  path = config.load_parameters_path
-  lost = [name for name in there if name not in stored]
-  if any(map(is_adapter, lost)) or (config.lora_input_adapters_path and any(map(is_adapter, there))):
-    raise ConfigError(
-      f"load_parameters_path={path} has LoRA adapters, and this run, with lora_rank={config.lora_rank}, would leave "
-      "them out: set lora_rank, lora_alpha and lora_targets as they were and no lora_input_adapters_path, or start "
-      "from its merged weights (maxtext convert to-hf)."
-    )
-  if any(map(is_mask, lost)):
-    raise ConfigError(
-      f"load_parameters_path={path} has masks of N:M sparsity, which this run would leave out: set weight_sparsity_n "
-      "and weight_sparsity_m as they were."
-    )
 
 
 def load_from_hugging_face(config: MaxTextConfig, model: Model, path: str) -> dict[str, jax.Array]:

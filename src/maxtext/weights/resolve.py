@@ -72,7 +72,8 @@ def resolve_keys(
   first = resolve(source, environment, keys, recorded=recorded)
   if not _names_adapters(first, recorded):
     return _warn(first, strict)
-  from maxtext.weights.peft import CONFIG, adapter_keys
+  from maxtext.weights.from_peft import adapter_keys
+  from maxtext.weights.peft_layout import CONFIG
 
   own, file = adapter_keys(first.config), os.path.join(first.config.lora_input_adapters_path, CONFIG)
   for key, value in own.items():

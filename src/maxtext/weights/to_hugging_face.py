@@ -15,19 +15,18 @@ from maxtext.checkpoint.files import CHUNK
 from maxtext.checkpoint.journal import Journal
 from maxtext.checkpoint.layout import Layout
 from maxtext.checkpoint.metadata import CorruptCheckpointError
-from maxtext.checkpoint.stream import StreamReader
 from maxtext.checkpoint.tokenizer import SIDE_FOLDER, kind_of, open_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.data.options import data_options
-from maxtext.layers.lora import adapted_module, adapter_paths, is_adapter, merged
+from maxtext.layers.lora import adapted_module, is_adapter
 from maxtext.models.build import weight_table
 from maxtext.models.execution.adapters import adapters
 from maxtext.models.model import Model
+from maxtext.weights.base import parameter_reader
 from maxtext.weights.config_json import TOKENS, config_json_entries
 from maxtext.weights.from_hugging_face import Progress, copy_files, side_files
 from maxtext.weights.hugging_face_folder import INDEX, SINGLE, HuggingFaceFolder
-from maxtext.weights.peft import check_shapes
 from maxtext.weights.tensor_files import make_header, write_file
 from maxtext.weights.tensor_layout import tensor_layouts
 from maxtext.weights.tokenizer_files import write_tokenizer
@@ -60,21 +59,22 @@ class _HuggingFaceWriter:
       raise ConfigError(
         f"weight_sparsity_n={config.weight_sparsity_n}: masks of N:M sparsity cannot be exported; serve the run itself."
       )
-    self._config, self._model, self._reader = config, model, StreamReader(source)
+    self._config, self._model, self._reader = config, model, parameter_reader(config, model, source)
     self._entries = config_json_entries(config)
     tensors = tensor_layouts(model, weight_table(config, model.spec))
     self._tensors = {name: tensors[name] for name in sorted(tensors, key=_natural)}
     names = (f"{adapted_module(name)}/weight" for name in (*model.params, *model.buffers) if is_adapter(name))
-    self._lora, self._adapters = adapters(config), {name: adapter_paths(name.removesuffix("/weight")) for name in names}
+    self._lora = adapters(config)
+    self._adapters = {name: self._lora.paths(name.removesuffix("/weight")) for name in names} if self._lora else {}
     stored = (*model.weight_names, *(name for pair in self._adapters.values() for name in pair))
     layout = Layout(self._reader.metadata.stacked)
     parts = {part for name in stored for part in layout.stored(name, model.struct(name))}
     if lost := [name for name in self._reader.metadata.parameters if is_adapter(name) and name not in parts]:
       raise ConfigError(f"{source} has the LoRA adapter {lost[0]}, and lora_rank or lora_targets would leave it out.")
-    check_shapes(self._reader, {name: model.struct(name) for name in stored})
+    self._reader.check_shapes({name: model.struct(name) for name in stored})
     self._shards = self._plan(most)
     record = self._reader.metadata.to_json()["digest"]
-    self._journal = Journal(target, (str(source.absolute()), record, config.weight_dtype.value, most))
+    self._journal = Journal(target, (str(source.absolute()), record, config.weight_dtype.value, most, str(self._lora)))
 
   def write(self, progress: Progress) -> Path:
     """All of it."""
@@ -123,8 +123,7 @@ class _HuggingFaceWriter:
     if not adapter:
       return weight
     assert self._lora is not None
-    a, b = adapter
-    return merged(weight, a, b, self._lora.scale, self._model.contracted[path][0] - len(index))
+    return self._lora.merge(weight, self._model.contracted[path][0] - len(index), *adapter)
 
   def _plan(self, most: int) -> dict[str, list[str]]:
     """Files with their tensors, in the order of layers."""

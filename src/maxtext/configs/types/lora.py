@@ -14,4 +14,5 @@ class Lora(Section):
     default_factory=lambda: ["layers/"],
     description="Patterns of paths of modules that get LoRA adapters, among layers' linear and expert weights.",
   )
+  use_dora: bool = Field(False, description="True trains the magnitudes of adapted weights beside LoRA (DoRA).")
   use_rslora: bool = Field(False, description="True divides lora_alpha by the root of the rank instead (rsLoRA).")

@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.layers.dora import DoraMatmul
 from maxtext.layers.lora import LoraMatmul, adapted_module, is_adapter
 
 
@@ -13,7 +14,8 @@ def adapters(config: MaxTextConfig) -> LoraMatmul | None:
   if not c.lora_rank:
     return None
   scale = c.lora_alpha / (c.lora_rank**0.5 if c.use_rslora else c.lora_rank)
-  return LoraMatmul(rank=c.lora_rank, scale=scale, targets=tuple(c.lora_targets))
+  kind = DoraMatmul if c.use_dora else LoraMatmul
+  return kind(rank=c.lora_rank, scale=scale, targets=tuple(c.lora_targets))
 
 
 def check_adapters(config: MaxTextConfig, parameters: Collection[str]) -> None:
