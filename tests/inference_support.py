@@ -12,6 +12,7 @@ import jax
 from maxtext.configs.types import TokenizerType
 from maxtext.data.options import tokenizer_options
 from maxtext.data.tokenizers import load_tokenizer, train_tokenizer
+from maxtext.inference.adapters import AdapterManager
 from maxtext.inference.detokenizer import IncrementalDetokenizer
 from maxtext.inference.inference_model import InferenceModel, make_engine
 from maxtext.inference.sampling import SamplingParams
@@ -23,20 +24,21 @@ from tests.support import program, tiny
 BYTES = 258  # tokens: every byte, a beginning and an end
 
 
-def random_model(folder, num_speculative_tokens=0, seed=0, **changes):
+def random_model(folder, num_speculative_tokens=0, seed=0, adapter_options=None, devices=1, **changes):
   """What answers, two requests at once; its tokenizer is written to the folder."""
   train_tokenizer([], BYTES, 0, folder)
   keys = {"vocab_size": BYTES, "max_target_length": 96, "max_prefill_predict_length": 16, "per_device_batch_size": 2}
   config = tiny(**(keys | changes))
-  model = program(config).model
+  model = program(config, devices).model
   shardings = jax.tree.map(lambda a: a.sharding, (model.params, model.buffers))
   params, buffers = jax.jit(model.init, out_shardings=shardings)(seed)
   named = config.model_copy(update={"tokenizer_type": TokenizerType.HUGGINGFACE, "tokenizer_path": str(folder)})
   tokenizer = replace(load_tokenizer(tokenizer_options(named)), add_bos=False, add_eos=False)
   sampling_params = SamplingParams(stop_token_ids=(tokenizer.eos,))
-  return InferenceModel(
-    config, make_engine(config, model, params | buffers, num_speculative_tokens), tokenizer, sampling_params
-  )
+  adapters = None if adapter_options is None else AdapterManager(config, adapter_options)
+  params = model.unstack_layers(params | buffers)
+  engine = make_engine(config, model, params, num_speculative_tokens, adapters=adapters)
+  return InferenceModel(config, engine, tokenizer, sampling_params, adapters)
 
 
 def broken_model(folder):

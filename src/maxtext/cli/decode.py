@@ -14,6 +14,7 @@ from maxtext.inference.resolve import resolve_draft_model, resolve_model
 from maxtext.weights.detect import is_hugging_face
 
 if TYPE_CHECKING:
+  from maxtext.inference.adapter_options import AdapterOptions
   from maxtext.inference.inference_model import InferenceModel
 
 
@@ -61,8 +62,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
   )
 
 
-def load_model(arguments: argparse.Namespace, config: MaxTextConfig) -> "InferenceModel":
-  """Loads the model of a configuration, with speculative decoding if the flags ask for it."""
+def load_model(
+  arguments: argparse.Namespace, config: MaxTextConfig, adapter_options: "AdapterOptions | None" = None
+) -> "InferenceModel":
+  """Loads the model of a configuration, with speculative decoding if the flags ask for it, and adapters."""
   from maxtext.inference.inference_model import InferenceModel
 
   num_speculative_tokens, draft_model = arguments.num_speculative_tokens, arguments.draft_model
@@ -73,7 +76,7 @@ def load_model(arguments: argparse.Namespace, config: MaxTextConfig) -> "Inferen
       f"--draft-model {draft_model}: set --num-speculative-tokens too, such as --num-speculative-tokens 4."
     )
   draft_config = resolve_draft_model(draft_model, "--draft-model") if draft_model else None
-  return InferenceModel.load(config, num_speculative_tokens, draft_config)
+  return InferenceModel.load(config, num_speculative_tokens, draft_config, adapter_options)
 
 
 def resolve_model_config(words: Sequence[str], strict: bool = False) -> MaxTextConfig:

@@ -9,6 +9,7 @@ from typing import Any
 
 from maxtext.cli.decode import add_model_arguments, folder_name, load_model, resolve_model_config
 from maxtext.configs import ConfigError
+from maxtext.inference.adapter_options import AdapterOptions
 from maxtext.serving.api_keys import API_KEYS, is_loopback, read_api_keys
 
 
@@ -62,6 +63,31 @@ def add_command(commands: Any) -> None:
     "--write-timeout", type=float, default=30, metavar="S", help="seconds to read some of a response (default 30)"
   )
   parser.add_argument("--api-key-file", metavar="FILE", help=f"an API key on each line, instead of {API_KEYS}")
+  parser.add_argument(
+    "--lora",
+    action="append",
+    default=[],
+    metavar="NAME=FOLDER",
+    help="serve the LoRA adapter of a PEFT folder as the model NAME; may be repeated",
+  )
+  parser.add_argument(
+    "--lora-root",
+    metavar="FOLDER",
+    help="let clients load adapters below this folder and unload adapters, by /v1/load_lora_adapter and "
+    "/v1/unload_lora_adapter; needs API keys (default: they cannot)",
+  )
+  parser.add_argument(
+    "--max-loras",
+    type=int,
+    metavar="N",
+    help="adapters that are loaded at once (default: as many as --lora; with --lora-root, at least 8)",
+  )
+  parser.add_argument(
+    "--max-lora-rank",
+    type=int,
+    metavar="R",
+    help="largest rank of an adapter (default: the largest of --lora; with --lora-root, at least 16)",
+  )
   parser.set_defaults(run=_serve)
 
 
@@ -80,6 +106,9 @@ def _serve(arguments: argparse.Namespace) -> int:
   for flag in ("request_timeout", "shutdown_timeout", "header_timeout", "body_timeout", "write_timeout"):
     if not 0 < (seconds := getattr(arguments, flag)) < math.inf:  # rejects NaN, too
       raise ConfigError(f"--{flag.replace('_', '-')} {seconds}: it must be more than 0 and finite.")
+  adapter_options = _adapter_options(arguments)
+  if arguments.lora_root and not api_keys:
+    raise ConfigError(f"--lora-root lets clients load adapters, and so needs API keys: set {API_KEYS}.")
   try:
     import fastapi  # noqa: F401
     import llguidance  # noqa: F401
@@ -100,6 +129,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     a.request_timeout,
     a.shutdown_timeout,
     api_keys,
+    a.lora_root and os.path.abspath(os.path.expanduser(a.lora_root)),
     connections,
   )
   if not api_keys and not is_loopback(a.host):
@@ -108,5 +138,27 @@ def _serve(arguments: argparse.Namespace) -> int:
       file=sys.stderr,
     )
   name = a.served_model_name or config.run_name or folder_name(config) or config.model_name
-  serve(partial(load_model, a, config), name, a.host, a.port, limits)
+  if adapter_options and name in adapter_options.folders:
+    raise ConfigError(f"--lora {name}: the base model has that name: choose another, or set --served-model-name.")
+  serve(partial(load_model, a, config, adapter_options), name, a.host, a.port, limits)
   return 0
+
+
+def _adapter_options(arguments: argparse.Namespace) -> AdapterOptions | None:
+  """The adapters to serve; None if there are none and clients cannot load any."""
+  a, folders = arguments, dict[str, str]()
+  for word in a.lora:
+    name, separator, folder = word.partition("=")
+    if not separator or not folder:
+      raise ConfigError(f"--lora {word}: write --lora NAME=FOLDER.")
+    if name in folders:
+      raise ConfigError(f"--lora {name}: two adapters have that name.")
+    folders[name] = folder
+  if not folders and not a.lora_root:
+    for flag in ("max_loras", "max_lora_rank"):
+      if getattr(a, flag) is not None:
+        raise ConfigError(f"--{flag.replace('_', '-')} needs --lora or --lora-root.")
+    return None
+  if a.lora_root and not os.path.isdir(os.path.expanduser(a.lora_root)):
+    raise ConfigError(f"--lora-root {a.lora_root}: there is no such folder.")
+  return AdapterOptions(folders, a.max_loras, a.max_lora_rank, room=bool(a.lora_root))

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 from maxtext.inference.sampling import SamplerOutput, SamplingState, TokenHistory, sample
 from maxtext.layers.kv_cache import Cache, CacheSpec
+from maxtext.layers.multi_lora import with_rows
 from maxtext.layers.paged_kv_cache import insert_row
+from maxtext.models.decoder import Decoder
 from maxtext.models.model import Model, Params
 
 Caches = list[list[Cache]]
@@ -26,6 +28,7 @@ class DecodeState(NamedTuple):
     positions: [B] the position of that token.
     sampling: the sampling parameters of each slot.
     history: which tokens occurred, for the penalties.
+    adapters: [B] the slot of each row's adapter in the tables of adapters; 0 is none.
   """
 
   cache: Caches
@@ -34,6 +37,7 @@ class DecodeState(NamedTuple):
   positions: jax.Array
   sampling: SamplingState
   history: TokenHistory
+  adapters: jax.Array
 
 
 def init_decode_state(
@@ -52,7 +56,7 @@ def init_decode_state(
   history = TokenHistory(jnp.zeros((slots, vocab), bool), jnp.zeros((slots, vocab), jnp.int32))
   cache = model.bind(params).init_cache(slots, max_model_len)
   sequences = jnp.zeros((slots, sequence_len), jnp.int32)
-  return DecodeState(cache, sequences, zeros, zeros, SamplingState.empty(slots, vocab), history)
+  return DecodeState(cache, sequences, zeros, zeros, SamplingState.empty(slots, vocab), history, zeros)
 
 
 def decode_step(
@@ -68,7 +72,9 @@ def decode_step(
   `pages` [B,M] is the block table of a paged KV cache.
   """
   tokens = state.tokens[:, None]
-  logits, cache = forward_step(model, params, state.cache, tokens, state.positions, active=active, pages=pages)
+  logits, cache = forward_step(
+    model, params, state.cache, tokens, state.positions, active=active, pages=pages, adapters=state.adapters
+  )
   output = sample(logits[:, 0], state.sampling, state.history, state.positions + 1, token_bitmask)
   return commit(state._replace(cache=cache), output.token_ids, active), output
 
@@ -81,10 +87,14 @@ def prefill(
   start: jax.Array,
   count: jax.Array,
   fresh: bool = False,
+  adapters: jax.Array | None = None,
 ) -> Caches:
-  """The cache of a row after the first `count` [1] tokens of [1,S], which begin at position `start`."""
+  """The cache of a row after the first `count` [1] tokens of [1,S], which begin at position `start`.
+
+  `adapters` [1] is the slot of the row's adapter; None is the base.
+  """
   positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-  _, _, updated = model.bind(params).hidden(tokens, positions, cache=row, count=count, fresh=fresh)
+  _, _, updated = bind(model, params, adapters).hidden(tokens, positions, cache=row, count=count, fresh=fresh)
   assert updated is not None
   return updated
 
@@ -98,6 +108,7 @@ def insert(
   sequence: jax.Array,
   counts: jax.Array,
   sampling: SamplingState,
+  adapter: jax.Array,
 ) -> DecodeState:
   """Puts a prefilled row into a slot.
 
@@ -110,6 +121,7 @@ def insert(
     sequence: [T] prompt and output tokens, padded with the vocabulary size.
     counts: [2] the number of prompt tokens, and of prompt and output tokens together.
     sampling: the sampling parameters of the request.
+    adapter: the slot of its adapter in the tables of adapters; 0 is none.
   """
   indices, count = jnp.arange(sequence.shape[0]), counts[1]
 
@@ -133,7 +145,13 @@ def insert(
     state.positions.at[slot].set(count - 1),
     jax.tree.map(lambda all_rows, one: all_rows.at[slot].set(one), state.sampling, sampling),
     history,
+    state.adapters.at[slot].set(adapter),
   )
+
+
+def bind(model: Model, params: Params, adapters: jax.Array | None) -> Decoder:
+  """The decoder of a batch whose rows have the adapters in these slots [B]; None is the base."""
+  return model.bind(params if adapters is None else with_rows(model.params, params, adapters))
 
 
 def forward_step(
@@ -145,12 +163,13 @@ def forward_step(
   *,
   active: jax.Array | bool = True,
   pages: jax.Array | None = None,
+  adapters: jax.Array | None = None,
 ) -> tuple[jax.Array, Caches]:
   """Feeds tokens [B,S] that begin at `positions` [B]; returns float32 logits [B,S,V] and the updated cache.
 
   The cache is read up to the longest active row [B]. The logits of inactive rows are undefined.
   """
-  decoder = model.bind(params)
+  decoder = bind(model, params, adapters)
   token_positions = positions[:, None] + jnp.arange(tokens.shape[1])
   end = jnp.max(jnp.where(active, positions, 0)) + tokens.shape[1]
   hidden, _, updated = decoder.hidden(tokens, token_positions, cache=cache, pages=pages, end=end)
@@ -168,4 +187,5 @@ def commit(state: DecodeState, tokens: jax.Array, active: jax.Array) -> DecodeSt
     positions,
     state.sampling,
     state.history._replace(output=state.history.output.at[rows, tokens].add(active)),
+    state.adapters,
   )

@@ -1,7 +1,8 @@
 """Prefill cache on disk: one file with the KV cache of each prompt, so that all runs compute a prompt only once.
 
-The file name includes a checksum of the model and its parameters. Any file may be missing: a damaged or unreadable
-file is computed again, a file that cannot be written is skipped, and the least recently used files are evicted.
+The file name includes a checksum of the model and its parameters, and of an adapter. Any file may be missing: a damaged
+or unreadable file is computed again, a file that cannot be written is skipped, and the least recently used files are
+evicted.
 Several processes may share a directory.
 """
 
@@ -49,20 +50,20 @@ class DiskPrefillCache:
     self._directory, self._fingerprint, self._like = directory, fingerprint, like
     self._reads, self._max_bytes = reads, max_bytes
 
-  def check(self, prompt: Sequence[int]) -> None:
+  def check(self, prompt: Sequence[int], adapter: str = "") -> None:
     """Raises `ConfigError` for a prompt without a file where files are read."""
-    if self._reads and len(prompt) > 1 and not self._file(prompt[:-1]).exists():
+    if self._reads and len(prompt) > 1 and not self._file(prompt[:-1], adapter).exists():
       raise ConfigError(
         f"load_from_prefill_dir=true, but prefill_cache_dir={self._directory} has no cache of this prompt by these "
         "parameters: decode it once without load_from_prefill_dir."
       )
 
-  def lookup(self, prompt: Sequence[int]) -> tuple[int, Caches | None]:
+  def lookup(self, prompt: Sequence[int], adapter: str = "") -> tuple[int, Caches | None]:
     """The length and the row of a prompt without its last token, or (0, None) where there is no readable file."""
     if not self._reads or len(prompt) < 2:
       return 0, None
     structs, tree = jax.tree.flatten(self._like)
-    file = self._file(prompt[:-1])
+    file = self._file(prompt[:-1], adapter)
     try:  # a preempted request is prefilled with a part of its output, which has no file
       with np.load(file) as arrays:
         found = [arrays[f"{i}"].view(s.dtype).reshape(s.shape) for i, s in enumerate(structs)]
@@ -79,7 +80,7 @@ class DiskPrefillCache:
       return 0, None
     return len(prompt) - 1, jax.tree.unflatten(tree, found)
 
-  def store(self, prompt: Sequence[int], count: int, row: Caches) -> None:
+  def store(self, prompt: Sequence[int], count: int, row: Caches, adapter: str = "") -> None:
     """Writes the row of a prompt if it covers all tokens but the last; rows of earlier chunks are ignored."""
     if count != len(prompt) - 1:
       return
@@ -87,7 +88,7 @@ class DiskPrefillCache:
     size = sum(leaf.nbytes for leaf in leaves)
     if size > self._max_bytes:
       return
-    file = self._file(prompt[:count])
+    file = self._file(prompt[:count], adapter)
     unfinished = file.with_name(f"{file.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
       self._directory.mkdir(parents=True, exist_ok=True)
@@ -118,9 +119,9 @@ class DiskPrefillCache:
         file.unlink()
       used -= file_size
 
-  def _file(self, tokens: Sequence[int]) -> Path:
+  def _file(self, tokens: Sequence[int], adapter: str = "") -> Path:
     shapes = [(s.shape, str(s.dtype)) for s in jax.tree.leaves(self._like)]
-    key = repr((self._fingerprint(), shapes, list(map(int, tokens))))
+    key = repr((self._fingerprint(), *([adapter] if adapter else []), shapes, list(map(int, tokens))))
     return self._directory / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
 
 

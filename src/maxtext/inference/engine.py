@@ -17,17 +17,21 @@ table. The scheduler allocates the pages.
 The model's parameters are an argument of every program, so `update_params` swaps them without compilation. Running
 requests keep the keys and values that the older parameters wrote.
 
+LoRA adapters are in tables of a fixed number of slots (`layers/multi_lora.py`), so `write_adapter` replaces one in
+place and without compilation. Every row of a batch has the slot of its adapter, 0 for the base.
+
 Shapes: B slots, S tokens of a chunk, T longest sequence, M most pages of a slot, W draft tokens, V vocabulary.
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -36,6 +40,8 @@ from maxtext.inference.decode_state import Caches, insert
 from maxtext.inference.draft_model import DraftModel
 from maxtext.inference.programs import Programs
 from maxtext.inference.sampling import SamplerOutput, SamplingParams, SamplingState, full_token_bitmask
+from maxtext.layers.multi_lora import MultiLoraMatmul, is_rows, is_table
+from maxtext.layers.parameter_paths import is_one_layer, one_layer
 from maxtext.models.model import Model, Params
 
 _MIN_CHUNK = 16  # shorter chunks are padded
@@ -62,8 +68,10 @@ class Engine:
     reuse_rows: whether a row stays valid after the next chunk was prefilled from it, as prefix caching needs.
     num_speculative_tokens: draft tokens of a step; not for models with recurrent layers.
     draft_model: proposes the draft tokens; None is prompt lookup (n-gram).
+    adapters: the tables of adapters; None serves the base alone.
 
   Attributes:
+    model: the model without the tables of adapters.
     block_table: the pages of the slots; without a paged KV cache each slot has one page that holds a whole sequence.
     version: the version of the parameters as given to `update_params`; 0 at first.
     num_updates: how often the parameters were swapped. It identifies a parameter tree, which `version` need not do.
@@ -80,12 +88,17 @@ class Engine:
     reuse_rows: bool = False,
     num_speculative_tokens: int = 0,
     draft_model: DraftModel | None = None,
+    adapters: MultiLoraMatmul | None = None,
   ) -> None:
-    programs = Programs.of(model, slots, max_model_len, num_speculative_tokens, draft_model)
+    adapted = model if adapters is None else _with_tables(model, adapters)
+    programs = Programs.of(adapted, slots, max_model_len, num_speculative_tokens, draft_model)
     self.model, self._draft_params = model, {} if draft_model is None else draft_model.prefixed_params
     self._structs = {path: _struct(array) for path, array in params.items()}
-    self._params, self.version, self.num_updates = params | self._draft_params, 0, 0
+    self._weights, self.version, self.num_updates = params | self._draft_params, 0, 0
+    self._adapted, self._tables, self._base_rows = adapted, _zeros(adapted, is_table), _zeros(adapted, is_rows)
+    self._params = self._all_params()
     self._params_lock, self._params_held, self._pending_update = threading.Lock(), False, _NO_UPDATE
+    self._pending_adapters: list[tuple[int, Params]] = []
     self._fingerprint = (-1, "")
     self.slots, self.max_model_len, self.max_prompt_len = slots, programs.max_model_len, max_prompt_len
     self.num_speculative_tokens = num_speculative_tokens
@@ -108,17 +121,21 @@ class Engine:
     self._decode_step = jax.jit(programs.decode_step, donate_argnums=1, out_shardings=out_shardings)
     self._score = jax.jit(programs.score)
     self._speculative_step = jax.jit(programs.speculative_step, donate_argnums=1, out_shardings=out_shardings)
+    table_shardings = {path: table.sharding for path, table in self._tables.items()}
+    self._write_tables = jax.jit(_write_tables, donate_argnums=0, out_shardings=table_shardings)
 
   @cached_property
   def row(self) -> Caches:
     """Shapes and dtypes of what `prefill` returns."""
-    return self._prefill.eval_shape(self._params, np.zeros((1, self.chunk_sizes[0]), np.int32), np.ones(1, np.int32))
+    tokens, one = np.zeros((1, self.chunk_sizes[0]), np.int32), np.ones(1, np.int32)
+    return self._prefill.eval_shape(self._params, tokens, one, one)
 
   @property
   def fingerprint(self) -> str:
-    """A checksum of the model and all its parameters, the draft model's included; computed once per `update_params`."""
+    """A checksum of the model and all its parameters, the draft model's included and adapters not; computed once per
+    `update_params`."""
     with self._params_lock:
-      params, num_updates = self._params, self.num_updates
+      params, num_updates = self._weights, self.num_updates
     if self._fingerprint[0] != num_updates:
       self._fingerprint = num_updates, repr((self._spec, added(checksums(params)).tolist()))
     return self._fingerprint[1]
@@ -128,7 +145,7 @@ class Engine:
 
     The swap happens at once, or after the step that is running (`hold_params`). Nothing is copied and no reference to
     the old arrays is kept. The caller must not donate or delete the arrays while the engine uses them. A draft model
-    keeps its own parameters; at worst fewer of its tokens are accepted.
+    keeps its own parameters; at worst fewer of its tokens are accepted. Adapters stay as they are.
 
     Args:
       params: arrays by path, as the engine was made with (after `Model.apart`).
@@ -144,6 +161,32 @@ class Engine:
       else:
         self._apply_update(update)
 
+  @property
+  def tables(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of the tables of adapters [R, N, ...]: R layers of a stack, N slots."""
+    return {path: struct for path, struct in self._adapted.params.items() if is_table(path)}
+
+  def write_adapter(self, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
+    """Replaces the adapter in a slot of the tables, in place and without compilation. Any thread may call it.
+
+    It is written at once, or after the step that is running (`hold_params`), and so before any step that begins later.
+    No request may use the slot.
+
+    Args:
+      slot: of the tables; slot 0 is the base's and must stay zero.
+      arrays: A [R, inputs, rank] and B [R, rank, outputs] by the paths of their tables. Tables without one get zeros.
+    """
+    values: dict[str, np.ndarray] = {}
+    for path, struct in self.tables.items():
+      value = arrays.get(path, np.zeros((struct.shape[0], *struct.shape[2:]))).astype(struct.dtype)
+      apart = {one_layer(path, i): one for i, one in enumerate(value)}
+      values |= {path: value} if path in self._tables else apart
+    placed = jax.device_put(values, self._replicated)
+    with self._params_lock:
+      self._pending_adapters.append((slot, placed))
+      if not self._params_held:
+        self._apply_adapters()
+
   @contextmanager
   def hold_params(self) -> Iterator[None]:
     """Inside this context the parameters and `version` do not change; a pending update is applied at its end."""
@@ -156,19 +199,31 @@ class Engine:
         self._params_held = False
         if self._pending_update is not _NO_UPDATE:
           self._apply_update(self._pending_update)
+        self._apply_adapters()
 
   def _apply_update(self, update: "_Update") -> None:
-    self._params, self.version = update
+    self._weights, self.version = update
+    self._params = self._all_params()
     self.num_updates, self._pending_update = self.num_updates + 1, _NO_UPDATE
 
-  def score(self, tokens: Sequence[int]) -> np.ndarray:
+  def _apply_adapters(self) -> None:
+    while self._pending_adapters:
+      slot, values = self._pending_adapters.pop(0)
+      self._tables = self._write_tables(self._tables, values, np.int32(slot))
+      self._params = self._all_params()
+
+  def _all_params(self) -> Params:
+    return self._weights | self._base_rows | self._tables
+
+  def score(self, tokens: Sequence[int], adapter: int = 0) -> np.ndarray:
     """Float32 log-probabilities of every token but the first, given the tokens before it.
 
     This is the forward pass of training: all tokens at once, without a cache (experts drop no token). One program is
-    compiled for each power of two of tokens.
+    compiled for each power of two of tokens. `adapter` is a slot of the tables, 0 for the base.
     """
     size = next(size for size in _doubling_sizes(self.chunk_sizes[0]) if size >= len(tokens))
-    scores = self._score(self._params, _pad(tokens, size, 0)[None])
+    with self._params_lock if self._tables else nullcontext():  # another thread may write an adapter, in place
+      scores = self._score(self._params, _pad(tokens, size, 0)[None], np.full(1, adapter, np.int32))
     return np.asarray(scores)[0, : len(tokens) - 1]
 
   def prefill_chunks(self, prompt: Sequence[int], start: int = 0) -> Iterator[PrefillChunk]:
@@ -180,32 +235,42 @@ class Engine:
     for first in range(start, max(end, 1), most):
       yield PrefillChunk(first, prompt[first : min(first + most, end)])
 
-  def prefill_chunk(self, chunk: PrefillChunk, row: Caches | None = None) -> Caches:
-    """The cache of a row after a chunk. Chunks come in order, each with the row of the one before."""
+  def prefill_chunk(self, chunk: PrefillChunk, row: Caches | None = None, adapter: int = 0) -> Caches:
+    """The cache of a row after a chunk. Chunks come in order, each with the row of the one before.
+
+    `adapter` is a slot of the tables, 0 for the base.
+    """
     size = next(size for size in self.chunk_sizes if size >= len(chunk.tokens))
     tokens, count = _pad(chunk.tokens, size, 0)[None], np.full(1, len(chunk.tokens), np.int32)
+    adapters = np.full(1, adapter, np.int32)
     if row is None:
       assert chunk.start == 0
-      return self._prefill(self._params, tokens, count)
-    return self._prefill_chunk(self._params, row, tokens, np.int32(chunk.start), count)
+      return self._prefill(self._params, tokens, count, adapters)
+    return self._prefill_chunk(self._params, row, tokens, np.int32(chunk.start), count, adapters)
 
-  def prefill(self, prompt: Sequence[int]) -> Caches:
+  def prefill(self, prompt: Sequence[int], adapter: int = 0) -> Caches:
     """The cache of a whole prompt, ready for `insert`."""
     row = None
     for chunk in self.prefill_chunks(prompt):
-      row = self.prefill_chunk(chunk, row)
+      row = self.prefill_chunk(chunk, row, adapter)
     assert row is not None, "a prompt has at least one chunk"
     return row
 
   def insert(
-    self, row: Caches, slot: int, prompt: Sequence[int], sampling_params: SamplingParams, output: Sequence[int] = ()
+    self,
+    row: Caches,
+    slot: int,
+    prompt: Sequence[int],
+    sampling_params: SamplingParams,
+    output: Sequence[int] = (),
+    adapter: int = 0,
   ) -> None:
     """Puts a prefilled prompt, and its output so far, into a slot. The row stays valid."""
     sampling = SamplingState.of(sampling_params, len(prompt), self.vocab)
     sequence, pages = [*prompt, *output], self.block_table.entries[slot].copy()
     counts = np.array([len(prompt), len(sequence)], np.int32)
     tokens = _pad(sequence, self.max_model_len, self.vocab)
-    self.state = self._insert(self.state, row, np.int32(slot), pages, tokens, counts, sampling)
+    self.state = self._insert(self.state, row, np.int32(slot), pages, tokens, counts, sampling, np.int32(adapter))
 
   def decode_step(self, active: Sequence[bool], token_bitmask: np.ndarray | None = None) -> SamplerOutput:
     """One step of all slots. Inactive slots do not change, and their output is undefined.
@@ -250,6 +315,8 @@ class Engine:
     self.insert(row, 0, [0], SamplingParams())
     for step in (self.decode_step, self.speculative_step):
       step([False] * self.slots)
+    if self._tables:
+      self.write_adapter(0, {})
 
 
 class _Update(NamedTuple):
@@ -301,6 +368,29 @@ def _validate_array(path: str, struct: jax.ShapeDtypeStruct, array: jax.Array) -
 
 def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _with_tables(model: Model, adapters: MultiLoraMatmul) -> Model:
+  return Model.of(model.spec, model.execution.replace(matmul=(adapters, *model.execution.matmul)))
+
+
+def _zeros(model: Model, selected: Callable[[str], bool]) -> Params:
+  """Zeros for the selected parameters: tables without an adapter in them, and rows of the base."""
+  found: Params = {}
+  for path, struct in model.params.items():
+    if selected(path):  # one at a time, since to unstack is to copy
+      found |= model.unstack_layers({path: jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)})
+  return found
+
+
+def _write_tables(tables: Params, values: Params, slot: jax.Array) -> Params:
+  """The tables [N, ...], or [R, N, ...] of stacked layers, with values [...] or [R, ...] in one of N slots."""
+
+  def put(path: str) -> jax.Array:
+    stacked = int(not is_one_layer(path))
+    return jax.lax.dynamic_update_index_in_dim(tables[path], values[path], slot, axis=stacked)
+
+  return {path: put(path) for path in tables}
 
 
 def dropless(model: Model) -> Model:

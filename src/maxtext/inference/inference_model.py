@@ -1,7 +1,8 @@
 """Loads a model for inference: the parameters of a checkpoint, the engine, and the run's tokenizer."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,8 @@ from maxtext.configs.types import ShardMode
 from maxtext.data.conversations import end_of_turn
 from maxtext.data.options import data_options, tokenizer_options
 from maxtext.data.tokenizers import TextTokenizer, load_tokenizer
+from maxtext.inference.adapter_options import AdapterOptions
+from maxtext.inference.adapters import Adapter, AdapterManager, UnknownAdapterError
 from maxtext.inference.disk_prefill_cache import DiskPrefillCache
 from maxtext.inference.draft_model import DraftModel
 from maxtext.inference.engine import Engine, dropless
@@ -43,16 +46,21 @@ class InferenceModel:
     engine: the engine with the parameters on the devices.
     tokenizer: the run's tokenizer.
     sampling_params: defaults for requests, with `default_stop_token_ids`.
+    adapters: the LoRA adapters that are served beside the base; None where the engine has no room for any.
   """
 
   config: MaxTextConfig
   engine: Engine
   tokenizer: TextTokenizer
   sampling_params: SamplingParams
+  adapters: AdapterManager | None = None
 
   @staticmethod
   def load(
-    config: MaxTextConfig, num_speculative_tokens: int = 0, draft_config: MaxTextConfig | None = None
+    config: MaxTextConfig,
+    num_speculative_tokens: int = 0,
+    draft_config: MaxTextConfig | None = None,
+    adapter_options: AdapterOptions | None = None,
   ) -> "InferenceModel":
     """Reads the tokenizer and the checkpoint, and makes the engine, on all devices that JAX finds.
 
@@ -60,7 +68,9 @@ class InferenceModel:
       config: the resolved configuration.
       num_speculative_tokens: draft tokens of a step.
       draft_config: the configuration of the draft model; None is prompt lookup (n-gram).
+      adapter_options: the LoRA adapters that requests may choose; None is none.
     """
+    adapters = None if adapter_options is None else AdapterManager(config, adapter_options)
     tokenizer = load_run_tokenizer(config)
     if config.jax_cache_dir and not jax.config.values["jax_compilation_cache_dir"]:
       jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
@@ -70,8 +80,8 @@ class InferenceModel:
     model = dropless(build_model(config, mesh))
     draft_model = None if draft_config is None else load_draft_model(draft_config, mesh)
     sampling_params = replace(SamplingParams.of(config), stop_token_ids=default_stop_token_ids(tokenizer))
-    engine = make_engine(config, model, load_params(config, model), num_speculative_tokens, draft_model)
-    return InferenceModel(config, engine, tokenizer, sampling_params)
+    engine = make_engine(config, model, load_params(config, model), num_speculative_tokens, draft_model, adapters)
+    return InferenceModel(config, engine, tokenizer, sampling_params, adapters)
 
   def make_scheduler(self) -> Scheduler:
     """A scheduler of the engine, which must have only one at a time."""
@@ -97,10 +107,32 @@ class InferenceModel:
 
     return GrammarCompiler(self.tokenizer, self.engine.vocab)
 
+  @contextmanager
+  def use_adapter(self, name: str | None) -> Iterator[Adapter | None]:
+    """The adapter of a name, which stays loaded inside this context; None is the base.
+
+    Raises:
+      UnknownAdapterError: it is not loaded.
+    """
+    if name is None:
+      yield None
+    elif self.adapters is None:
+      raise UnknownAdapterError(f"The adapter '{name[:100]}' is not loaded: this model is served without adapters.")
+    else:
+      with self.adapters.use(name) as adapter:
+        yield adapter
+
   def make_request(
-    self, prompt: Sequence[int], sampling_params: SamplingParams, grammar: "CompiledGrammar | None" = None
+    self,
+    prompt: Sequence[int],
+    sampling_params: SamplingParams,
+    grammar: "CompiledGrammar | None" = None,
+    adapter: Adapter | None = None,
   ) -> Request:
-    """A request for the scheduler; raises `ConfigError` if the prompt or a stop token is invalid."""
+    """A request for the scheduler; raises `ConfigError` if the prompt or a stop token is invalid.
+
+    The adapter must stay in use (`use_adapter`) until the request has ended or was cancelled.
+    """
     longest = self.engine.max_prompt_len
     if not 0 < len(prompt) <= longest:
       problem = f"has {len(prompt)} tokens, more than max_prefill_predict_length={longest}" if prompt else "is empty"
@@ -109,9 +141,10 @@ class InferenceModel:
       raise ConfigError(f"{invalid[0]} is not a token id: token ids are 0 to {self.engine.vocab - 1}.")
     if len(sampling_params.stop_token_ids) > MAX_STOP_TOKENS:
       raise ConfigError(f"{len(sampling_params.stop_token_ids)} stop_token_ids are more than {MAX_STOP_TOKENS}.")
+    request = Request(prompt, sampling_params, grammar, adapter)
     if self.disk_prefill_cache:
-      self.disk_prefill_cache.check(prompt)
-    return Request(prompt, sampling_params, grammar)
+      self.disk_prefill_cache.check(prompt, request.adapter_checksum)
+    return request
 
 
 def make_engine(
@@ -120,8 +153,9 @@ def make_engine(
   params: Params,
   num_speculative_tokens: int = 0,
   draft_model: DraftModel | None = None,
+  adapters: AdapterManager | None = None,
 ) -> Engine:
-  """The engine of a configuration, with one slot for each sequence of the global batch."""
+  """The engine of a configuration, with one slot for each sequence of the global batch, and its adapters loaded."""
   c = config
   if c.max_prefill_predict_length >= c.max_target_length:
     raise ConfigError(
@@ -143,7 +177,7 @@ def make_engine(
     raise ConfigError(
       "--draft-model: that model has recurrent layers, whose state cannot reject a draft token: use another model."
     )
-  return Engine(
+  engine = Engine(
     model,
     params,
     slots=global_batch_size(config, model.execution.sharding.mesh.size),
@@ -153,7 +187,11 @@ def make_engine(
     reuse_rows=c.enable_prefix_caching,
     num_speculative_tokens=num_speculative_tokens,
     draft_model=draft_model,
+    adapters=None if adapters is None else adapters.matmul,
   )
+  if adapters is not None:
+    adapters.start(engine)
+  return engine
 
 
 def load_draft_model(config: MaxTextConfig, mesh: Mesh) -> DraftModel:

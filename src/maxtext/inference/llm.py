@@ -7,6 +7,7 @@ token outputs in an `IncrementalDetokenizer`.
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeGuard, Unpack, cast
 
@@ -16,6 +17,8 @@ import numpy as np
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.data.conversations import chat_prompt
 from maxtext.data.tokenizers import Message, TextTokenizer
+from maxtext.inference.adapter_options import AdapterOptions
+from maxtext.inference.adapters import AdapterManager
 from maxtext.inference.detokenizer import IncrementalDetokenizer
 from maxtext.inference.engine import Engine, validate_params
 from maxtext.inference.inference_model import InferenceModel
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 OnText = Callable[[str], None]
+AdapterName = str | Sequence[str | None] | None
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,9 @@ class LLM:
       `load_parameters_path`.
     num_speculative_tokens: draft tokens of each step (speculative decoding); the output stays the same.
     draft_model: the run folder of a draft model that proposes them; None is prompt lookup (n-gram).
+    adapters: PEFT folders of LoRA adapters by the names that `generate` takes; None is none.
+    max_loras: adapters that can be loaded at once, here or by `load_adapter`; None is as many as `adapters`.
+    max_lora_rank: largest rank of an adapter; None is the largest of `adapters`, or 16 without any.
     strict: makes keys without an effect an error instead of a warning.
     **keys: configuration keys as in `maxtext decode`, such as `max_target_length=2048`, or `per_device_batch_size=32`,
       which is the number of sequences decoded at once on each device.
@@ -96,6 +103,9 @@ class LLM:
     *,
     num_speculative_tokens: int = 0,
     draft_model: str | os.PathLike[str] | None = None,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+    max_loras: int | None = None,
+    max_lora_rank: int | None = None,
     strict: bool = False,
     **keys: "Unpack[ConfigKeys]",
   ) -> None:
@@ -105,7 +115,11 @@ class LLM:
       raise ConfigError("draft_model: set num_speculative_tokens too, such as num_speculative_tokens=4.")
     config = resolve_model(os.fspath(model), {**keys}, strict)
     draft_config = None if draft_model is None else resolve_draft_model(os.fspath(draft_model), "draft_model")
-    self._init(InferenceModel.load(config, num_speculative_tokens, draft_config))
+    options = None
+    if adapters or max_loras is not None or max_lora_rank is not None:
+      folders = {name: os.fspath(folder) for name, folder in (adapters or {}).items()}
+      options = AdapterOptions(folders, max_loras, max_lora_rank, max_loras is not None, "adapters")
+    self._init(InferenceModel.load(config, num_speculative_tokens, draft_config, options))
 
   @classmethod
   def of(cls, model: InferenceModel) -> "LLM":
@@ -147,6 +161,7 @@ class LLM:
     prompts: Prompt | Sequence[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     on_text: OnText | None = None,
+    adapter: AdapterName = None,
   ) -> list[RequestOutput]:
     """Generates text for prompts, as many at once as the engine has slots.
 
@@ -156,21 +171,24 @@ class LLM:
       sampling_params: for all prompts, or one for each; None is `self.sampling_params`. The tokenizer's end-of-sequence
         token ends every output, besides `stop_token_ids`.
       on_text: called with new text as it is generated; texts of several prompts are interleaved.
+      adapter: the name of a LoRA adapter for all prompts, or one for each; None is the base model.
 
     Returns:
       The outputs, in the order of the prompts.
 
     Raises:
-      ConfigError: (a ValueError) a prompt is empty, too long, or has an invalid token id. Nothing is generated then.
+      ConfigError: (a ValueError) a prompt is empty, too long, or has an invalid token id, or an adapter is not loaded.
+        Nothing is generated then.
     """
     prompt_list = [prompts] if _is_single_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
-    return self._generate([self._encode(prompt) for prompt in prompt_list], sampling_params, on_text)
+    return self._generate([self._encode(prompt) for prompt in prompt_list], sampling_params, on_text, adapter)
 
   def chat(
     self,
     messages: Sequence[Message] | Sequence[Sequence[Message]],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     on_text: OnText | None = None,
+    adapter: AdapterName = None,
   ) -> list[RequestOutput]:
     """Generates the next assistant message of one conversation, or of each of several, by the chat template.
 
@@ -178,9 +196,9 @@ class LLM:
     """
     conversations = [messages] if _is_conversation(messages) else cast(Sequence[Sequence[Message]], messages)
     tokens = [self.tokenizer.chat(conversation, answer=True).tolist() for conversation in conversations]
-    return self._generate(tokens, sampling_params, on_text)
+    return self._generate(tokens, sampling_params, on_text, adapter)
 
-  def score(self, token_ids: Sequence[int]) -> np.ndarray:
+  def score(self, token_ids: Sequence[int], adapter: str | None = None) -> np.ndarray:
     """Log-probabilities of tokens, each given the tokens before it, by the forward pass of training.
 
     Returns:
@@ -194,7 +212,32 @@ class LLM:
       )
     if invalid := [token for token in tokens if not 0 <= token < vocab]:
       raise ConfigError(f"{invalid[0]} is not a token id: token ids are 0 to {vocab - 1}.")
-    return self.engine.score(tokens)
+    with self._model.use_adapter(adapter) as used:
+      return self.engine.score(tokens, 0 if used is None else used.slot)
+
+  @property
+  def adapters(self) -> list[str]:
+    """The names of the loaded adapters."""
+    return [] if self._model.adapters is None else self._model.adapters.names
+
+  def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
+    """Loads a LoRA adapter from a PEFT folder, without compilation; any thread may call it, also while one generates.
+
+    Raises:
+      ConfigError: (a ValueError) the folder is not of this model or above `max_lora_rank`, the name is loaded already,
+        or `max_loras` are. Nothing has changed then.
+    """
+    self._adapter_manager.load(name, os.fspath(folder), "load_adapter")
+
+  def unload_adapter(self, name: str) -> None:
+    """Unloads a LoRA adapter. Requests that use it finish, and its place is free after the last of them."""
+    self._adapter_manager.unload(name)
+
+  @property
+  def _adapter_manager(self) -> AdapterManager:
+    if self._model.adapters is None:
+      raise ConfigError("This model has no room for adapters: make the LLM with adapters or max_loras.")
+    return self._model.adapters
 
   def update_params(self, params: Mapping[str, jax.Array], version: int) -> None:
     """Swaps the model's parameters without compilation; while a thread generates, between two of its steps.
@@ -223,20 +266,27 @@ class LLM:
     prompts: list[list[int]],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     on_text: OnText | None,
+    adapter: AdapterName,
   ) -> list[RequestOutput]:
+    names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
+    if len(names) != len(prompts):
+      raise ConfigError(f"{len(names)} adapters for {len(prompts)} prompts: give one, or one for each.")
     default = self.sampling_params if sampling_params is None else sampling_params
     each = [default] * len(prompts) if isinstance(default, SamplingParams) else list(default)
     if len(each) != len(prompts):
       raise ConfigError(f"{len(each)} sampling parameters for {len(prompts)} prompts: give one, or one for each.")
-    requests = [
-      self._model.make_request(prompt, self._with_eos(params)) for prompt, params in zip(prompts, each, strict=True)
-    ]
-    with self._generate_lock:
-      try:
-        return [RequestOutput.of(detokenizer) for detokenizer in self._run(requests, on_text)]
-      except BaseException:  # including an interrupt: running requests must not continue in the next call
-        self._scheduler = self._model.make_scheduler()
-        raise
+    with ExitStack() as in_use:
+      adapters = {name: in_use.enter_context(self._model.use_adapter(name)) for name in dict.fromkeys(names)}
+      requests = [
+        self._model.make_request(prompt, self._with_eos(params), adapter=adapters[name])
+        for prompt, params, name in zip(prompts, each, names, strict=True)
+      ]
+      with self._generate_lock:
+        try:
+          return [RequestOutput.of(detokenizer) for detokenizer in self._run(requests, on_text)]
+        except BaseException:  # including an interrupt: running requests must not continue in the next call
+          self._scheduler = self._model.make_scheduler()
+          raise
 
   def _with_eos(self, params: SamplingParams) -> SamplingParams:
     """The sampling parameters with the tokenizer's end-of-sequence token among the stop tokens."""

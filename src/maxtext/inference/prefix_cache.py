@@ -1,7 +1,8 @@
 """Prefix caching: the KV cache of prompt prefixes that were prefilled before, with least-recently-used eviction.
 
 An entry stays in device memory while it fits its budget, then moves to host memory, and is then dropped. Any kind of
-cache (KV, ring, latent, recurrent state) can be continued from an entry; prefill continues on a copy.
+cache (KV, ring, latent, recurrent state) can be continued from an entry; prefill continues on a copy. The checksum of
+an adapter is part of the key, so no adapter continues from what another computed, even one of the same name.
 """
 
 from collections import OrderedDict
@@ -11,26 +12,26 @@ import jax
 
 from maxtext.inference.decode_state import Caches
 
-_Key = tuple[int, ...]
+_Key = tuple[str, tuple[int, ...]]  # the checksum of the adapter, and the tokens
 
 
 class PrefixCache:
-  """Cache rows by the tokens of their prefix, within a budget of device bytes and one of host bytes."""
+  """Cache rows by the tokens of a prefix and the adapter, within a budget of device bytes and one of host bytes."""
 
   def __init__(self, device_bytes: int, host_bytes: int) -> None:
     self._device, self._host = _MemoryTier(device_bytes), _MemoryTier(host_bytes)
 
-  def lookup(self, prompt: Sequence[int]) -> tuple[int, Caches | None]:
+  def lookup(self, prompt: Sequence[int], adapter: str = "") -> tuple[int, Caches | None]:
     """The longest cached prefix that leaves at least one token to feed: its length and its row, or (0, None)."""
     most = len(prompt) - 1
     for length in sorted(self._device.lengths | self._host.lengths, reverse=True):
-      if length <= most and (row := self._get(tuple(prompt[:length]))) is not None:
+      if length <= most and (row := self._get((adapter, tuple(prompt[:length])))) is not None:
         return length, row
     return 0, None
 
-  def store(self, prompt: Sequence[int], count: int, row: Caches) -> None:
+  def store(self, prompt: Sequence[int], count: int, row: Caches, adapter: str = "") -> None:
     """Stores the row of the first `count` tokens of a prompt. Entries evicted from the device move to the host."""
-    self._store(tuple(prompt[:count]), row)
+    self._store((adapter, tuple(prompt[:count])), row)
 
   def clear(self) -> None:
     """Drops all entries, for example because the model's parameters have changed."""
@@ -60,7 +61,7 @@ class _MemoryTier:
   @property
   def lengths(self) -> set[int]:
     """Lengths of the stored prefixes."""
-    return {len(key) for key in self.rows}
+    return {len(tokens) for _, tokens in self.rows}
 
   def store(self, key: _Key, row: Caches) -> list[tuple[_Key, Caches]]:
     """Stores a row. Returns the evicted entries, which may include the row itself."""

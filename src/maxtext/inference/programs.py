@@ -12,6 +12,7 @@ from maxtext.inference.block_table import BlockTable
 from maxtext.inference.decode_state import (
   Caches,
   DecodeState,
+  bind,
   commit,
   decode_step,
   forward_step,
@@ -89,21 +90,23 @@ class Programs:
       return state
     return state._replace(cache=state.cache + self.draft_model.init_cache(params, self.slots, self.max_model_len))
 
-  def prefill(self, params: Params, tokens: jax.Array, count: jax.Array) -> Caches:
-    """A new row after the first `count` [1] tokens of [1,S]."""
+  def prefill(self, params: Params, tokens: jax.Array, count: jax.Array, adapter: jax.Array) -> Caches:
+    """A new row after the first `count` [1] tokens of [1,S], by the adapter [1] in a slot of the tables."""
     row = self.row_model.bind(params).init_cache(1, self.max_model_len)
     if self.draft_model is not None:
       row = row + self.draft_model.init_cache(params, 1, self.max_model_len)
-    return self._prefill(params, row, tokens, jnp.zeros((), jnp.int32), count, fresh=True)
+    return self._prefill(params, row, tokens, jnp.zeros((), jnp.int32), count, adapter, fresh=True)
 
-  def prefill_chunk(self, params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array) -> Caches:
+  def prefill_chunk(
+    self, params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array, adapter: jax.Array
+  ) -> Caches:
     """A row after `count` [1] more tokens of [1,S], which begin at position `start`."""
-    return self._prefill(params, row, tokens, start, count, fresh=False)
+    return self._prefill(params, row, tokens, start, count, adapter, fresh=False)
 
-  def score(self, params: Params, tokens: jax.Array) -> jax.Array:
+  def score(self, params: Params, tokens: jax.Array, adapters: jax.Array) -> jax.Array:
     """Float32 log-probabilities [B,S-1] of all tokens [B,S] but the first, by the forward pass of training."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    decoder = self.row_model.bind(params)
+    decoder = bind(self.row_model, params, adapters)
     hidden, _, _ = decoder.hidden(tokens, positions)
     logprobs = jax.nn.log_softmax(decoder.logits(hidden).astype(jnp.float32), axis=-1)
     return jnp.take_along_axis(logprobs[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
@@ -138,17 +141,26 @@ class Programs:
       draft_tokens, updated = self.draft_model.propose(params, draft, state, active, self.num_speculative_tokens)
     draft_tokens = jnp.minimum(draft_tokens, self.slot_model.spec.vocab - 1)
     tokens = jnp.concatenate([state.tokens[:, None], draft_tokens], axis=1)
-    logits, cache = forward_step(self.slot_model, params, own, tokens, state.positions, active=active, pages=pages)
+    logits, cache = forward_step(
+      self.slot_model, params, own, tokens, state.positions, active=active, pages=pages, adapters=state.adapters
+    )
     expected = jnp.pad(draft_tokens, ((0, 0), (0, 1)))  # nothing is accepted after the last position
     positions = logits.swapaxes(0, 1), expected.swapaxes(0, 1)
     (state, _), outputs = jax.lax.scan(_verify, (state._replace(cache=[]), active), positions)
     return state._replace(cache=cache + updated), outputs
 
   def _prefill(
-    self, params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array, fresh: bool
+    self,
+    params: Params,
+    row: Caches,
+    tokens: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    adapter: jax.Array,
+    fresh: bool,
   ) -> Caches:
     own, draft = self._split(row)
-    cache = prefill(self.row_model, params, own, tokens, start, count, fresh)
+    cache = prefill(self.row_model, params, own, tokens, start, count, fresh, adapter)
     if self.draft_model is None:
       return cache
     return cache + self.draft_model.prefill(params, draft, tokens, start, count, fresh)

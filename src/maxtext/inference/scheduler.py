@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
+from maxtext.inference.adapters import Adapter
 from maxtext.inference.decode_state import Caches
 from maxtext.inference.disk_prefill_cache import DiskPrefillCache
 from maxtext.inference.engine import Engine, PrefillChunk
@@ -36,11 +37,22 @@ FinishReason = Literal["stop", "length", "cancelled", "grammar_error", "failed"]
 
 @dataclass(eq=False)
 class Request:
-  """A prompt and its sampling parameters. Requests are compared by identity."""
+  """A prompt, its sampling parameters, and its adapter, if any. Requests are compared by identity."""
 
   prompt: Sequence[int]
   sampling_params: SamplingParams = field(default_factory=SamplingParams)
   grammar: "CompiledGrammar | None" = None
+  adapter: Adapter | None = None
+
+  @property
+  def adapter_slot(self) -> int:
+    """The slot of its adapter in the engine's tables; 0 is the base."""
+    return 0 if self.adapter is None else self.adapter.slot
+
+  @property
+  def adapter_checksum(self) -> str:
+    """What tells its KV cache from that of the same tokens by another adapter; empty for the base."""
+    return "" if self.adapter is None else self.adapter.checksum
 
 
 @dataclass(frozen=True)
@@ -90,9 +102,10 @@ class _PrefillingRequest:
 
 
 class _LastPrefill(NamedTuple):
-  """The tokens that were prefilled last, and their row."""
+  """The tokens that were prefilled last, by which adapter, and their row."""
 
   tokens: Sequence[int]
+  adapter: str
   row: Caches | None
 
 
@@ -115,7 +128,7 @@ class Scheduler:
     share_last_prefill: bool = False,
   ) -> None:
     self._engine, self._prefix_cache, self._lock = engine, prefix_cache, threading.Lock()
-    self._share_last_prefill, self._last_prefill = share_last_prefill, _LastPrefill([], None)
+    self._share_last_prefill, self._last_prefill = share_last_prefill, _LastPrefill([], "", None)
     self._num_updates = engine.num_updates
     self._waiting: deque[_RunningRequest] = deque()
     self._cancelled: set[Request] = set()
@@ -188,7 +201,7 @@ class Scheduler:
     """Drops the rows kept for later requests once the parameters that computed them were replaced."""
     if self._num_updates == self._engine.num_updates:
       return
-    self._num_updates, self._last_prefill = self._engine.num_updates, _LastPrefill([], None)
+    self._num_updates, self._last_prefill = self._engine.num_updates, _LastPrefill([], "", None)
     if self._prefix_cache:
       self._prefix_cache.clear()
 
@@ -199,27 +212,30 @@ class Scheduler:
         if not self._waiting or not free or not self._allocate(free[0], self._waiting[0]):
           return
         running = self._waiting.popleft()
-      tokens = running.tokens
-      if self._share_last_prefill and self._last_prefill.tokens == tokens:
+      tokens, adapter = running.tokens, running.request.adapter_checksum
+      if self._share_last_prefill and self._last_prefill[:2] == (tokens, adapter):
         self._prefilling = _PrefillingRequest(running, free[0], deque(), self._num_updates, self._last_prefill.row)
       else:
-        start, row = self._prefix_cache.lookup(tokens) if self._prefix_cache else (0, None)
+        start, row = self._prefix_cache.lookup(tokens, adapter) if self._prefix_cache else (0, None)
         chunks = deque(self._engine.prefill_chunks(tokens, start))
         self._prefilling = _PrefillingRequest(running, free[0], chunks, self._num_updates, row)
     prefilling = self._prefilling
     running, slot, current = prefilling.running, prefilling.slot, prefilling.num_updates == self._num_updates
+    request = running.request
     if prefilling.chunks:
       chunk = prefilling.chunks.popleft()
-      prefilling.row = self._engine.prefill_chunk(chunk, prefilling.row)
+      prefilling.row = self._engine.prefill_chunk(chunk, prefilling.row, request.adapter_slot)
       if self._prefix_cache and current and chunk.tokens and not running.output:
-        self._prefix_cache.store(running.request.prompt, chunk.start + len(chunk.tokens), prefilling.row)
+        end = chunk.start + len(chunk.tokens)
+        self._prefix_cache.store(request.prompt, end, prefilling.row, request.adapter_checksum)
     if prefilling.chunks:
       return
     assert prefilling.row is not None
-    request = running.request
-    self._engine.insert(prefilling.row, slot, request.prompt, request.sampling_params, running.output)
+    self._engine.insert(
+      prefilling.row, slot, request.prompt, request.sampling_params, running.output, request.adapter_slot
+    )
     if self._share_last_prefill and current:
-      self._last_prefill = _LastPrefill(running.tokens, prefilling.row)
+      self._last_prefill = _LastPrefill(running.tokens, request.adapter_checksum, prefilling.row)
     if request.grammar and not running.output:
       running.matcher = request.grammar.start_matcher()
     self._slots[slot], self._prefilling = running, None

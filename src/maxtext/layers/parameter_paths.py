@@ -89,6 +89,11 @@ def one_layer(path: str, repeat: int) -> str:
   return f"{path}[{repeat}]"
 
 
+def is_one_layer(path: str) -> bool:
+  """Whether a name is that of one repeat of a stacked parameter."""
+  return path.endswith("]")
+
+
 def fits(pattern: str, path: str) -> bool:
   """Whether a path matches a pattern, in which `*` is any number."""
   return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), path) is not None

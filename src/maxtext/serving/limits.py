@@ -34,6 +34,7 @@ class ServerLimits:
     request_timeout: seconds from the arrival of a request to its last token.
     shutdown_timeout: seconds that accepted requests have to finish after SIGTERM.
     api_keys: valid API keys; without any, every client is accepted.
+    lora_root: folder below which clients may load LoRA adapters; None lets them load and unload none.
     connections: limits of connections.
   """
 
@@ -43,6 +44,7 @@ class ServerLimits:
   request_timeout: float = 600.0
   shutdown_timeout: float = 60.0
   api_keys: tuple[str, ...] = ()
+  lora_root: str | None = None
   connections: ConnectionLimits = field(default_factory=ConnectionLimits)
 
   @property

@@ -36,6 +36,7 @@ from maxtext.inference.scheduler import TokenOutput
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 128
 _MAX_PARTS = 256  # of one message
+_MAX_PATH = 4096  # characters
 _MAX_FIELDS, _MAX_VALUES, _MAX_WHITESPACE, _MAX_TOTAL_LOGPROBS = 64, 2**16, 2**15, 2_000_000
 
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -396,7 +397,30 @@ class ChatCompletionRequest(GenerationRequest):
     return {name: value for name, value in found.items() if value is not None} | (self.chat_template_kwargs or {})
 
 
-RequestT = TypeVar("RequestT", CompletionRequest, ChatCompletionRequest)
+class LoadAdapterRequest(BaseModel):
+  """`/v1/load_lora_adapter`, with vLLM's fields."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  lora_name: str
+  lora_path: str = Field(min_length=1, max_length=_MAX_PATH)
+
+  def check(self, limits: RequestLimits) -> None:
+    """Does nothing: the fields have limits of their own."""
+
+
+class UnloadAdapterRequest(BaseModel):
+  """`/v1/unload_lora_adapter`, with vLLM's fields."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  lora_name: str
+
+  def check(self, limits: RequestLimits) -> None:
+    """Does nothing: the field has a limit of its own."""
+
+
+RequestT = TypeVar("RequestT", CompletionRequest, ChatCompletionRequest, LoadAdapterRequest, UnloadAdapterRequest)
 
 
 def parse(kind: type[RequestT], raw: bytes, limits: RequestLimits) -> RequestT:

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible API of one model. It runs in the engine process.
+"""The OpenAI-compatible API of one model and its LoRA adapters. It runs in the engine process.
 
 An invalid request gets a 400, a request that finds the queue full a 429. When a client disconnects, its slot is free
 before the next step. Bodies are parsed and tokenized, and long responses encoded, in a few threads besides the event
@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
@@ -21,13 +21,23 @@ from starlette.types import Receive, Scope, Send
 
 from maxtext.configs import ConfigError
 from maxtext.inference import scheduler
+from maxtext.inference.adapters import UnknownAdapterError
 from maxtext.inference.detokenizer import IncrementalDetokenizer
 from maxtext.inference.grammar import CompiledGrammar, GrammarSpec
 from maxtext.inference.inference_model import InferenceModel
+from maxtext.serving.adapter_handler import AdapterHandler
 from maxtext.serving.engine_thread import Client, EngineFailedError, EngineNotReadyError, EngineThread, QueueFullError
 from maxtext.serving.errors import error_body, error_response
 from maxtext.serving.limits import ServerLimits
-from maxtext.serving.protocol import ChatCompletionRequest, CompletionRequest, RequestLimits, ResponseBuilder, parse
+from maxtext.serving.protocol import (
+  ChatCompletionRequest,
+  CompletionRequest,
+  LoadAdapterRequest,
+  RequestLimits,
+  ResponseBuilder,
+  UnloadAdapterRequest,
+  parse,
+)
 from maxtext.serving.server_metrics import ServerMetrics
 
 _FAILED = "The engine has failed: restart the server."
@@ -55,6 +65,7 @@ def make_app(name: str, engine: EngineThread, limits: ServerLimits) -> FastAPI:
   app = FastAPI(title="maxtext", docs_url=None, redoc_url=None)
   server_metrics = ServerMetrics(engine)
   handler = _RequestHandler(name, engine, limits, server_metrics)
+  adapter_handler = AdapterHandler(name, limits)
 
   @app.post("/v1/completions", openapi_extra=_openapi_body(CompletionRequest))
   async def completions(http: Request) -> Response:
@@ -66,7 +77,25 @@ def make_app(name: str, engine: EngineThread, limits: ServerLimits) -> FastAPI:
 
   @app.get("/v1/models")
   async def models() -> dict[str, Any]:
-    return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "maxtext"}]}
+    found = engine.model and engine.model.adapters
+    parents = {name: None} | dict.fromkeys(found.names if found else (), name)
+    return {
+      "object": "list",
+      "data": [
+        {"id": model, "object": "model", "created": 0, "owned_by": "maxtext", "parent": parent}
+        for model, parent in parents.items()
+      ],
+    }
+
+  @app.post("/v1/load_lora_adapter", openapi_extra=_openapi_body(LoadAdapterRequest))
+  async def load_adapter(http: Request) -> Response:
+    model = _ready_model(engine)
+    return await adapter_handler.load(await _read_json(http), model, _request_limits(model, limits))
+
+  @app.post("/v1/unload_lora_adapter", openapi_extra=_openapi_body(UnloadAdapterRequest))
+  async def unload_adapter(http: Request) -> Response:
+    model = _ready_model(engine)
+    return await adapter_handler.unload(await _read_json(http), model, _request_limits(model, limits))
 
   @app.post("/v1/embeddings")
   async def embeddings() -> Response:
@@ -82,14 +111,12 @@ def make_app(name: str, engine: EngineThread, limits: ServerLimits) -> FastAPI:
 
   @app.exception_handler(ConfigError)
   async def invalid_request(http: Request, error: ConfigError) -> Response:
-    return error_response(400, str(error))
+    return error_response(404 if isinstance(error, UnknownAdapterError) else 400, str(error))
 
   def openapi() -> dict[str, Any]:
     if app.openapi_schema is None:
       page = get_openapi(title=app.title, version=app.version, routes=app.routes)
-      _, bodies = models_json_schema(
-        [(CompletionRequest, "validation"), (ChatCompletionRequest, "validation")], ref_template=_SCHEMAS
-      )
+      _, bodies = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_SCHEMAS)
       page.setdefault("components", {}).setdefault("schemas", {}).update(bodies["$defs"])
       app.openapi_schema = page
     return app.openapi_schema
@@ -98,6 +125,7 @@ def make_app(name: str, engine: EngineThread, limits: ServerLimits) -> FastAPI:
   return app
 
 
+_BODIES = (CompletionRequest, ChatCompletionRequest, LoadAdapterRequest, UnloadAdapterRequest)
 _SCHEMAS = "#/components/schemas/{model}"
 
 
@@ -121,35 +149,32 @@ class _RequestHandler:
   async def handle(self, kind: type[CompletionRequest] | type[ChatCompletionRequest], http: Request) -> Response:
     """The response of a request: the whole output, or a stream."""
     start = asyncio.get_running_loop().time()
-    if self._engine.status != "ok":
-      raise _unavailable(self._engine)
-    model = self._engine.model
-    assert model is not None
-    if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-      raise HTTPException(415, "The body must be JSON: send 'Content-Type: application/json'.")
-    raw = await http.body()
+    model, raw = _ready_model(self._engine), await _read_json(http)
     parsing = self._in_thread(lambda: self._parse(kind, raw, model))
     request, spec, prompts = await self._with_timeout(parsing, http, start, "Reading the request")
     choices = [(prompt, index) for prompt in prompts for index in range(request.n)]
-    grammar: CompiledGrammar | None = None
-    if spec:
-      compiling = model.grammar_compiler.compile_async(spec)
-      grammar = await self._with_timeout(compiling, http, start, f"{spec.field}: compiling it")
-    creating = self._in_thread(
-      lambda: [
-        model.make_request(prompt, request.sampling_params(model.sampling_params, index), grammar)
-        for prompt, index in choices
-      ]
-    )
-    requests = await self._with_timeout(creating, http, start, "Reading the request")
-    handle = _RequestHandle(model, requests, self._engine, self._metrics, start)
-    try:
-      handle.submit(http.scope.get("state", {}).get("client", ""))
-    except QueueFullError:
-      self._metrics.count_queue_full()
-      raise HTTPException(429, "The request queue is full: try again later.", {"Retry-After": "1"}) from None
-    except (EngineFailedError, EngineNotReadyError):
-      raise _unavailable(self._engine) from None
+    with ExitStack() as in_use:
+      adapter = in_use.enter_context(model.use_adapter(None if request.model == self._name else request.model))
+      grammar: CompiledGrammar | None = None
+      if spec:
+        compiling = model.grammar_compiler.compile_async(spec)
+        grammar = await self._with_timeout(compiling, http, start, f"{spec.field}: compiling it")
+      creating = self._in_thread(
+        lambda: [
+          model.make_request(prompt, request.sampling_params(model.sampling_params, index), grammar, adapter)
+          for prompt, index in choices
+        ]
+      )
+      requests = await self._with_timeout(creating, http, start, "Reading the request")
+      handle = _RequestHandle(model, requests, self._engine, self._metrics, start)
+      try:
+        handle.submit(http.scope.get("state", {}).get("client", ""))
+      except QueueFullError:
+        self._metrics.count_queue_full()
+        raise HTTPException(429, "The request queue is full: try again later.", {"Retry-After": "1"}) from None
+      except (EngineFailedError, EngineNotReadyError):
+        raise _unavailable(self._engine) from None
+      handle.in_use = in_use.pop_all()
     builder, num_prompt_tokens = ResponseBuilder(request, model.tokenizer), sum(map(len, prompts))
     if request.stream:
       return _EventStream(self._events(request, builder, handle, num_prompt_tokens), handle)
@@ -168,8 +193,9 @@ class _RequestHandler:
   ) -> tuple[CompletionRequest | ChatCompletionRequest, GrammarSpec | None, list[list[int]]]:
     """The parsed request, its grammar if any, and the tokens of its prompts."""
     request: CompletionRequest | ChatCompletionRequest = parse(kind, raw, _request_limits(model, self._limits))  # type: ignore[type-var]
-    if request.model != self._name:
-      raise HTTPException(404, f"model: '{request.model}' is not served here; use '{self._name}'.")
+    if request.model not in (self._name, *(model.adapters.names if model.adapters else ())):
+      others = " or one of its adapters (/v1/models)" if model.adapters else ""
+      raise HTTPException(404, f"model: '{request.model[:100]}' is not served here; use '{self._name}'{others}.")
     try:
       return request, request.grammar_spec, request.prompt_token_ids(model.tokenizer)
     except (ConfigError, MemoryError):
@@ -212,7 +238,11 @@ class _RequestHandler:
 
 
 class _RequestHandle:
-  """The engine requests of one HTTP request, from `submit` on. Leaving its context cancels the unfinished ones."""
+  """The engine requests of one HTTP request, from `submit` on. Leaving its context cancels the unfinished ones.
+
+  Attributes:
+    in_use: what the requests need until they have ended or were cancelled: their adapter.
+  """
 
   def __init__(
     self,
@@ -226,7 +256,7 @@ class _RequestHandle:
     self._requests, self._engine, self._metrics = requests, engine, metrics
     self._indices = {request: index for index, request in enumerate(requests)}
     self._queue: asyncio.Queue[scheduler.TokenOutput] = asyncio.Queue()
-    self._timer, self._start = metrics.latency_timer(), start
+    self._timer, self._start, self.in_use = metrics.latency_timer(), start, ExitStack()
 
   def submit(self, client: Client) -> None:
     """Submits the requests; raises `QueueFullError` if the queue is full."""
@@ -243,6 +273,7 @@ class _RequestHandle:
 
   def __exit__(self, *_: object) -> None:
     self._engine.cancel([output.request for output in self.outputs if output.finish_reason is None])
+    self.in_use.close()
     for output in self.outputs:
       self._metrics.count_finished(output)
 
@@ -304,6 +335,20 @@ async def _unless_disconnected(work: Coroutine[Any, Any, _Result], http: Request
     for task in (working, disconnecting):
       task.cancel()
     await asyncio.gather(working, disconnecting, return_exceptions=True)
+
+
+async def _read_json(http: Request) -> bytes:
+  """The body of a request, which must be sent as JSON."""
+  if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    raise HTTPException(415, "The body must be JSON: send 'Content-Type: application/json'.")
+  return await http.body()
+
+
+def _ready_model(engine: EngineThread) -> InferenceModel:
+  if engine.status != "ok":
+    raise _unavailable(engine)
+  assert engine.model is not None
+  return engine.model
 
 
 def _unavailable(engine: EngineThread) -> HTTPException:

@@ -48,7 +48,9 @@ def adapter_keys(config: MaxTextConfig) -> dict[str, Any]:
   rank = max(found.ranks.values())
   alpha = found.scale * (rank**0.5 if found.rslora else rank)
   modules = {
-    slice_.path.removesuffix("/weight") for _, layout in _matched(config, found).values() for slice_ in layout.slices
+    slice_.path.removesuffix("/weight")
+    for _, layout in _Target.of(config).match(found).values()
+    for slice_ in layout.slices
   }
   targets = [f"^{module}$" for module in sorted(modules)]
   return {
@@ -62,7 +64,7 @@ def load_adapters(config: MaxTextConfig, model: Model, weights: Mapping[str, jax
   found = _Adapters.read(config.lora_input_adapters_path)
   structs = {path: model.struct(path) for path in (*model.params, *model.buffers) if is_adapter(path)}
   arrays = _new_adapters(model, structs)
-  for module, (name, layout) in _matched(config, found).items():
+  for module, (name, layout) in _Target.of(config).match(found).items():
     _read_module(config, model, found, module, name, layout, arrays)
   loaded: dict[str, jax.Array] = {
     path: jax.make_array_from_callback(struct.shape, struct.sharding, arrays[path].__getitem__)
@@ -74,6 +76,61 @@ def load_adapters(config: MaxTextConfig, model: Model, weights: Mapping[str, jax
     differ = partial(_differences, inputs=range(stacked, stacked + contracted))
     loaded[path] = jax.jit(differ, out_shardings=structs[path].sharding)(loaded[path], weights[weight])
   return loaded
+
+
+class PeftReader:
+  """Reads PEFT folders of one model, one after the other, as a server loads them.
+
+  Attributes:
+    modules: paths of the modules of the decoder's layers that an adapter may adapt, with the shapes of their weights
+      and the numbers of dimensions that layers are stacked over and that a matmul contracts.
+  """
+
+  def __init__(self, config: MaxTextConfig) -> None:
+    self._target = _Target.of(config)
+    model = self._target.model
+    paths = {s.path for layout in self._target.layouts.values() for s in layout.slices if s.path.startswith("groups/")}
+    adapted = {path.removesuffix("/weight"): path for path in sorted(paths)}
+    self.modules = {
+      module: (model.struct(path).shape, *model.contracted[path])
+      for module, path in adapted.items()
+      if adapter_paths(module)[0] in model.params
+    }
+
+  def rank(self, path: str, option: str) -> int:
+    """The largest rank in a folder, which messages call `option`; raises `ConfigError` if it is not of this model."""
+    found = _Adapters.read(path, option)
+    self._target.match(found)
+    return max(found.ranks.values())
+
+  def read(self, path: str, option: str, rank: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """A [R, inputs, rank] and B [R, rank, outputs] of each module in a folder, with the scale in B.
+
+    Raises:
+      ConfigError: the folder is not of this model, has a higher rank, or adapts what is not in `modules`.
+    """
+    found = _Adapters.read(path, option)
+    matched = self._target.match(found)
+    if found.dora:
+      raise ConfigError(
+        f"{option}={path} is DoRA, which cannot be served beside other adapters: serve it alone, with "
+        "lora_input_adapters_path, or its merged weights."
+      )
+    if (highest := max(found.ranks.values())) > rank:
+      raise ConfigError(f"{option}={path} has rank {highest}, which is above max_lora_rank={rank}.")
+    modules = {s.path.removesuffix("/weight") for _, layout in matched.values() for s in layout.slices}
+    if others := sorted(modules - self.modules.keys()):
+      raise ConfigError(f"{option}={path} has an adapter of {others[0]}, which is not served: train it without that.")
+    arrays = {}
+    for module in modules:
+      (of_a, of_b), (shape, stacked, contracted) = adapter_paths(module), self.modules[module]
+      arrays[of_a] = np.zeros((*shape[: stacked + contracted], rank), np.float32)
+      arrays[of_b] = np.zeros((*shape[:stacked], rank, *shape[stacked + contracted :]), np.float32)
+    unscaled = {"lora_rank": rank, "lora_alpha": float(rank), "use_rslora": False, "use_dora": False}
+    config = self._target.config.model_copy(update=unscaled)
+    for module, (name, layout) in matched.items():
+      _read_module(config, self._target.model, found, module, name, layout, arrays)
+    return {module: (arrays[of_a], arrays[of_b]) for module in modules for of_a, of_b in [adapter_paths(module)]}
 
 
 def _new_adapters(model: Model, structs: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
@@ -100,7 +157,10 @@ def _read_module(
   """Puts the tensors of one module of a folder into the arrays of the parameters that its weight holds."""
   lora, rank = adapters(config), found.ranks[module]
   assert lora is not None
-  tensors = [tensor.read().astype(np.float32) for tensor in found.tensors[module]]
+  try:
+    tensors = [tensor.copy().astype(np.float32) for tensor in found.tensors[module]]
+  except (OSError, RunError) as error:
+    raise ConfigError(f"{found.file} cannot be read: {error}") from None
   if not all(np.isfinite(tensor).all() for tensor in tensors):
     raise ConfigError(f"{found.file}: {name} has numbers that are not finite: take another adapter.")
   if rank > lora.rank:
@@ -142,20 +202,20 @@ class _Adapters:
   tensors: Mapping[str, tuple[StoredTensor, ...]]
 
   @staticmethod
-  def read(path: str) -> "_Adapters":
-    """Reads and checks all but the values of tensors; raises `ConfigError`."""
+  def read(path: str, option: str = _KEY) -> "_Adapters":
+    """Reads and checks all but the values of tensors; raises `ConfigError`, whose message names the option."""
     folder = Path(path).expanduser()
     if not (folder / CONFIG).is_file():
-      raise ConfigError(f"{_KEY}={path} has no {CONFIG}: give the folder that PEFT's save_pretrained wrote.")
+      raise ConfigError(f"{option}={path} has no {CONFIG}: give the folder that PEFT's save_pretrained wrote.")
     about, file = read_json_inside(folder, CONFIG), resolve_inside(folder, TENSORS)
     _check_plain(folder / CONFIG, about)
     dora = about.get("use_dora") is True
     if not file.is_file():
-      raise ConfigError(f"{_KEY}={path} has no {TENSORS}; a pickle such as adapter_model.bin is never loaded.")
+      raise ConfigError(f"{option}={path} has no {TENSORS}; a pickle such as adapter_model.bin is never loaded.")
     try:
       parts = _parts(file, read_header(file), dora)
     except RunError as error:
-      raise ConfigError(f"{_KEY}: {error} Write the adapter again.") from None
+      raise ConfigError(f"{option}: {error} Write the adapter again.") from None
     patterns = {name: _pattern(folder / CONFIG, about, name) for name in ("rank_pattern", "alpha_pattern")}
     rank, alpha = _rank(folder / CONFIG, about.get("r")), _alpha(folder / CONFIG, about.get("lora_alpha"))
     rslora, ranks, scales = about.get("use_rslora") is True, {}, {}
@@ -171,32 +231,48 @@ class _Adapters:
     return _Adapters(file, rslora, dora, alpha / (rank**0.5 if rslora else rank), scales, ranks, parts)
 
 
-def _matched(config: MaxTextConfig, found: _Adapters) -> dict[str, tuple[str, TensorLayout]]:
-  """For each module of the folder, the name and the layout of its weight in the model's own files."""
-  everything = config.model_copy(update={"lora_rank": 1, "lora_targets": [""], "use_dora": False})
-  layouts, about = linear_layouts(config, model := abstract_model(everything)), hugging_face_class(config)
-  matched = {}
-  for module, (a, b, *magnitude) in found.tensors.items():
-    name = our_name(f"{module}.weight", about)
-    layout = layouts.get(name)
-    if layout is None or any(
-      adapter_paths(slice_.path.removesuffix("/weight"))[0] not in model.params for slice_ in layout.slices
-    ):
-      raise ConfigError(
-        f"{found.file} has an adapter of {module}, and decoder_block={config.decoder_block.value} has no linear layer "
-        "of that name in its layers: give the adapter's own base model, or train it without that module."
-      )
-    shape = layout.shape if layout.weight.transposed else layout.shape[::-1]
-    if (b.shape[0], a.shape[1]) != shape or any(m.shape != shape[:1] for m in magnitude):
-      shapes = ", ".join(
-        f"{part} {list(tensor.shape)}" for part, tensor in zip(PARTS, (a, b, *magnitude), strict=False)
-      )
-      raise ConfigError(
-        f"{found.file} has {shapes} for {module}, whose weight is {list(shape)} in this model: give the adapter's own "
-        "base model."
-      )
-    matched[module] = name, layout
-  return matched
+@dataclass(frozen=True)
+class _Target:
+  """The model that adapters are read for.
+
+  Attributes:
+    model: abstract, with an adapter beside every weight that may have one.
+    layouts: tensors that are the weight of one linear layer each, by their names in the model's own files.
+  """
+
+  config: MaxTextConfig
+  model: Model
+  layouts: Mapping[str, TensorLayout]
+
+  @staticmethod
+  def of(config: MaxTextConfig) -> "_Target":
+    model = abstract_model(config.model_copy(update={"lora_rank": 1, "lora_targets": [""], "use_dora": False}))
+    return _Target(config, model, linear_layouts(config, model))
+
+  def match(self, found: _Adapters) -> dict[str, tuple[str, TensorLayout]]:
+    """For each module of a folder, the name and the layout of its weight in the model's own files."""
+    matched, about = {}, hugging_face_class(self.config)
+    for module, (a, b, *magnitude) in found.tensors.items():
+      name = our_name(f"{module}.weight", about)
+      layout = self.layouts.get(name)
+      if layout is None or any(
+        adapter_paths(slice_.path.removesuffix("/weight"))[0] not in self.model.params for slice_ in layout.slices
+      ):
+        raise ConfigError(
+          f"{found.file} has an adapter of {module}, and decoder_block={self.config.decoder_block.value} has no linear "
+          "layer of that name in its layers: give the adapter's own base model, or train it without that module."
+        )
+      shape = layout.shape if layout.weight.transposed else layout.shape[::-1]
+      if (b.shape[0], a.shape[1]) != shape or any(m.shape != shape[:1] for m in magnitude):
+        shapes = ", ".join(
+          f"{part} {list(tensor.shape)}" for part, tensor in zip(PARTS, (a, b, *magnitude), strict=False)
+        )
+        raise ConfigError(
+          f"{found.file} has {shapes} for {module}, whose weight is {list(shape)} in this model: give the adapter's "
+          "own base model."
+        )
+      matched[module] = name, layout
+    return matched
 
 
 def _check_plain(file: Path, about: Mapping[str, Any]) -> None:

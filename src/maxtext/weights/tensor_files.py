@@ -54,6 +54,15 @@ class StoredTensor:
     mapped = np.memmap(self.file, np.uint8, "r", self.offset, (self.bytes,))
     return np.asarray(mapped).view(self.dtype).reshape(self.shape)
 
+  def copy(self) -> np.ndarray:
+    """The tensor in memory; raises `RunError` if the file is cut off meanwhile, which a map does not survive."""
+    with self.file.open("rb") as file:
+      file.seek(self.offset)
+      content = file.read(self.bytes)
+    if len(content) < self.bytes:
+      raise RunError(f"{self.file} was cut off while it was read.")
+    return np.frombuffer(content, self.dtype).reshape(self.shape)
+
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
   """The tensors of a file, by name; raises `RunError` if the file is truncated or not a safetensors file."""
