@@ -1,8 +1,14 @@
 """Checkpoints of LoRA runs: adapters alone, with the fingerprint of the base that they were trained on."""
 
+import json
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import jax
@@ -14,17 +20,25 @@ from safetensors.numpy import load_file
 import maxtext
 from maxtext import ConfigError
 from maxtext.checkpoint.inspect import describe
-from maxtext.checkpoint.location import locate
+from maxtext.checkpoint.location import locate, steps_in
 from maxtext.checkpoint.metadata import CheckpointMetadata
 from maxtext.checkpoint.options import restore_options
 from maxtext.checkpoint.restore import resume
+from maxtext.cli.main import main
+from maxtext.configs.errors import RunError
 from maxtext.inference.resolve import resolve_model
 from maxtext.layers.lora import LoraMatmul, adapted_module, is_adapter
-from maxtext.weights.base import load_base
+from maxtext.training.callbacks.base import Callback
+from maxtext.weights.base import describe_base, load_base
 from maxtext.weights.load import load_weights
 from maxtext.weights.resolve import resolve_source
+from tests.flags import flags
 from tests.support import TINY, program, tiny
 from tests.test_lora import checkpoint
+from tests.test_sft import folder as sft_data
+from tests.test_sft import sft_keys
+
+__all__ = ["sft_data"]  # a fixture
 
 LORA = {"lora_rank": 4, "lora_alpha": 8.0, "learning_rate": 3e-2, "warmup_steps_fraction": 0.0}
 RUN = LORA | {
@@ -96,8 +110,6 @@ def test_both_kinds_of_one_base_have_one_fingerprint(bases, trained):
   _, run, _ = trained
   config = tiny(load_parameters_path=str(bases / "checkpoint"))
   model = program(config, 4).model
-  from maxtext.weights.base import describe_base
-
   found = describe_base(str(bases / "checkpoint"), load_weights(config, model, model.params))
   assert found.fingerprint == metadata(run).base.fingerprint, "on four devices and on eight"
 
@@ -215,3 +227,159 @@ def test_a_base_that_no_folder_has_is_kept(bases, tmp_path):
   found = metadata(tmp_path / "run")
   assert found.base is None
   assert set(found.parameters) == set(state), "another release of JAX may make other values of the seed"
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_killed_between_saves_it_ends_with_the_same_bits(bases, trained, tmp_path):
+  kind, _, expected = trained
+  words = [f"{key}={value}" for key, value in (TINY | keys_of(bases, kind, tmp_path)).items()]
+  command = [sys.executable, "-m", "tests.run_worker", "killed", "3", str(tmp_path / "run" / "checkpoints" / "2")]
+  done = subprocess.run([*command, *words], env=os.environ | flags(8), timeout=300, check=False)
+  assert done.returncode == -signal.SIGKILL
+  assert steps_in(epath.Path(tmp_path / "run" / "checkpoints")) == [2]
+  same(arrays(train(bases, kind, tmp_path)), expected)
+
+
+class FillDisk(Callback):
+  """Leaves a full disk before the second save."""
+
+  def __init__(self, folder):
+    self._folder = folder
+
+  def due(self, step):
+    return step == 3
+
+  def on_update(self, step, state, position, figures):
+    while not (self._folder / "2").exists():
+      time.sleep(0.01)
+    (self._folder / "rubbish").write_bytes(b"x" * (shutil.disk_usage(self._folder).free - 8192))
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_a_full_disk_costs_one_save(bases, trained, tmp_path):
+  kind, _, expected = trained
+  if kind != "folder":
+    pytest.skip("once is enough")
+  steps = tmp_path / "run" / "checkpoints"
+  steps.mkdir(parents=True)
+  if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(steps)], check=False).returncode:
+    pytest.skip("a small disk needs the right to mount one")
+  try:
+    config = tiny(**keys_of(bases, kind, tmp_path))
+    with pytest.raises(RunError, match=r"ended at step 4, and its last state could not be saved"):
+      maxtext.train(config, callbacks=[FillDisk(steps)])
+    assert steps_in(epath.Path(steps)) == [2]
+    (steps / "rubbish").unlink()
+    same(arrays(maxtext.train(config)), expected)
+  finally:
+    subprocess.run(["umount", str(steps)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.mesh
+def test_two_processes_and_then_one(bases, tmp_path):
+  """Each process reads its part of the base, and both add up its fingerprint."""
+  keys = TINY | keys_of(bases, "folder", tmp_path, ici_fsdp_parallelism=4, per_device_batch_size=2)
+  words = [f"{key}={value}" for key, value in keys.items()]
+
+  def train_on(processes, devices):
+    launch = ["launch", "--processes", str(processes), "--devices", str(devices), "--"] if processes > 1 else []
+    done = subprocess.run(
+      [sys.executable, "-m", "maxtext.cli", *launch, "train", *words],
+      env=os.environ | flags(devices), capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "run"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return done.stdout, [line["loss"] for line in lines], metadata(run).base
+
+  _, expected, base = train_on(2, 2)
+  assert base.checksums == checksums_of_base(bases)
+  shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+  said, losses, again = train_on(1, 4)
+  assert "resuming from" in said
+  assert (losses, again) == (expected, base)
+
+
+def checksums_of_base(bases):
+  config = tiny(load_parameters_path=str(bases / "checkpoint"))
+  model = program(config).model
+  return describe_base(str(bases / "checkpoint"), load_weights(config, model, model.params)).checksums
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_student_of_adapters_names_its_base_unless_its_teacher_changed_it(copied, bases, tmp_path):
+  teacher = {"load_parameters_path": str(bases / "checkpoint")}
+  keys = keys_of(bases, "folder", tmp_path, teacher_overrides=teacher, steps=2)
+  paths = {"groups/0/layers/0/mixer/query": "groups/0/layers/0/mixer/query"} if copied else {}
+  state = maxtext.train(tiny(**keys, distill_weights_copy_map=paths))
+  found = metadata(tmp_path / "run")
+  assert (found.base is None) == copied
+  assert all(map(is_adapter, state.params))
+  assert all(is_adapter(path) for path in found.parameters) == (not copied)
+
+
+@pytest.mark.slow
+def test_the_commands_from_fine_tuning_to_a_server(sft_data, tmp_path, monkeypatch, capsys):
+  """What decode writes from adapters alone is what it writes from merged weights, and what the server answers."""
+  monkeypatch.chdir(tmp_path)
+  sizes = [f"{key}={value}" for key, value in sft_keys(sft_data, per_device_batch_size=1).items()]
+  own = ["enable_checkpointing=true", f"base_output_directory={tmp_path}/runs", "enable_tensorboard=false"]
+  assert main(["train", *sizes, *own, "run_name=base", "use_sft=false", "dataset_type=synthetic", "steps=1"]) == 0
+  kept = [word for word in sizes if word.split("=")[0] not in MODEL_KEYS]
+  words = [*kept, *own, "run_name=chat", "steps=3", "lora_rank=4", "learning_rate=0.05"]
+  assert main(["sft", "runs/base", *words]) == 0
+  assert all(map(is_adapter, metadata("runs/chat").parameters))
+  assert main(["convert", "to-hf", "runs/chat", "merged"]) == 0
+  capsys.readouterr()
+  asked = ["max_prefill_predict_length=16", "max_target_length=32", "jax_cache_dir=", "dtype=float32", "prompt=the one"]
+  texts = []
+  for source in ("runs/chat", "merged", "runs/base"):
+    assert main(["decode", source, *asked, "decode_sampling_strategy=greedy", "--max-tokens", "8"]) == 0
+    texts.append(capsys.readouterr().out)
+  assert texts[0] == texts[1] != texts[2]
+  process = subprocess.Popen(
+    [sys.executable, "-m", "maxtext.cli", "serve", "runs/chat", *asked[:-1], "per_device_batch_size=1", "--port=0"],
+    stdout=subprocess.PIPE, text=True, env=os.environ | flags(),
+  )  # fmt: skip
+  try:
+    address = re.search(r"http://\S+", process.stdout.readline())[0]
+    question = {"model": "chat", "prompt": "the one", "max_tokens": 8, "temperature": 0}
+    request = urllib.request.Request(
+      f"{address}/v1/completions", json.dumps(question).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+      assert json.loads(answer.read())["choices"][0]["text"] in texts[0]
+  finally:
+    process.kill()
+    process.wait()
+
+
+MODEL_KEYS = (
+  "vocab_size", "base_emb_dim", "base_mlp_dim", "base_num_decoder_layers", "base_num_query_heads", "base_num_kv_heads",
+  "head_dim", "normalization_layer_epsilon", "rope_type", "rope_max_timescale", "rope_factor",
+  "original_max_position_embeddings", "base_output_directory", "enable_checkpointing", "enable_tensorboard", "use_sft",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    ({"lora_alpha": 4.0}, r"lora_alpha=4\.0 contradicts .*, whose adapters were trained with 8\.0: leave it out"),
+    ({"use_rslora": True}, "use_rslora=True contradicts .* trained with False"),
+    ({"use_dora": True}, "use_dora=True contradicts .* trained with False"),
+    ({"lora_rank": 2}, "lora_rank=2 contradicts .* trained with 4: leave it out. New adapters start from merged"),
+  ],
+)
+def test_other_keys_than_adapters_were_trained_with_are_named(keys, message, bases, trained, tmp_path):
+  kind, run, _ = trained
+  given = {"dataset_type": "synthetic", "per_device_batch_size": 1, "max_target_length": 32, "jax_cache_dir": ""}
+  config = resolve_source(str(run), given | keys).config
+  with pytest.raises(ConfigError, match=message):
+    load_weights(config, model := program(config).model, model.params | model.buffers)
+  shutil.copytree(run, tmp_path / "run")
+  with pytest.raises(ConfigError, match=message):
+    train(bases, kind, tmp_path, **keys | {"steps": 5})

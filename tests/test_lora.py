@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 from functools import cache
 
 import jax
@@ -28,6 +29,8 @@ from tests.test_dpo import folder as dpo_data
 from tests.test_dpo import losses as dpo_losses
 from tests.test_matmul_seam import stepped, values
 from tests.test_parity import CASES, RUN, references, torch
+
+transformers = pytest.importorskip("transformers")
 
 __all__ = ["dpo_data", "references"]  # fixtures
 
@@ -126,27 +129,35 @@ def answers(config, inputs, positions):
   return params, np.asarray(logits(params))
 
 
-# Linear layers of each family that PEFT adapts: plain ones, fused ones, one of each kind of layer, beside experts.
-ADAPTED = {
-  "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-  "gemma3": ["q_proj", "v_proj", "down_proj"],
-  "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "v_proj"],
-  "mixtral": ["q_proj", "o_proj"],
-  "deepseek3": ["q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"],
-  "gpt2_as_gpt3": ["c_attn", "c_proj", "c_fc"],
+# Families without a reference that PEFT could adapt, and why.
+WITHOUT_PEFT = {
+  "qwen3_custom": "transformers has no such model",
+  "qwen3_omni_thinker": "its modules have other names than its files, and those are the names here",
 }
+
+
+def linear_layers(model):
+  """The names of all linear layers of a reference, but for head and routers, which have no adapters here."""
+  kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
+  names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+  return [name for name in names if not re.search(r"lm_head|router", name)]
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", cases(ADAPTED, (), ("llama",)))
+@pytest.mark.parametrize("case", cases(sorted(CASES.keys() - WITHOUT_PEFT), (), ("llama",)))
 def test_peft_and_we_compute_the_same(case, dora, references, tmp_path):
-  """An adapter that PEFT wrote, read here; written from here, read by PEFT; and merged by both."""
+  """An adapter of all linear layers that PEFT wrote, read here; written from here, read by PEFT; and merged by both."""
   peft = pytest.importorskip("peft")
   reference = references(case)
   base, batch = reference.model.folder / "weights", reference.batch
   settings = peft.LoraConfig(
-    r=4, lora_alpha=6, target_modules=ADAPTED[case], use_rslora=case == "gemma3", use_dora=dora, task_type="CAUSAL_LM"
+    r=4,
+    lora_alpha=6,
+    target_modules=linear_layers(reference.model.model),
+    use_rslora=case == "gemma3",
+    use_dora=dora,
+    task_type="CAUSAL_LM",
   )
   theirs = peft.get_peft_model(copy.deepcopy(reference.model.model), settings).eval()
   torch.manual_seed(1)
