@@ -383,3 +383,38 @@ def test_other_keys_than_adapters_were_trained_with_are_named(keys, message, bas
   shutil.copytree(run, tmp_path / "run")
   with pytest.raises(ConfigError, match=message):
     train(bases, kind, tmp_path, **keys | {"steps": 5})
+
+
+class StopError(Exception):
+  """Ends a conversion in the middle."""
+
+
+def stop(count, all_count, size, all_size):
+  if 2 * size > all_size:
+    raise StopError
+
+
+def test_a_merge_at_another_strength_does_not_go_on_with_the_first(trained, tmp_path):
+  _, run, _ = trained
+  with pytest.raises(StopError):
+    maxtext.convert(run, tmp_path / "merged", shard_gigabytes=2e-5, progress=stop)
+  with pytest.raises(ConfigError, match="was begun from something else"):
+    maxtext.convert(run, tmp_path / "merged", shard_gigabytes=2e-5, lora_alpha=4.0)
+  parts = maxtext.convert(run, tmp_path / "merged", shard_gigabytes=2e-5)
+  whole = maxtext.convert(run, tmp_path / "whole", shard_gigabytes=2e-5)
+  for file in whole.glob("*.safetensors"):
+    assert file.read_bytes() == (parts / file.name).read_bytes(), file.name
+
+
+@pytest.mark.slow
+def test_local_checkpoints_hold_everything_and_the_next_one_names_the_base(bases, trained, tmp_path):
+  kind, run, expected = trained
+  local = {
+    "enable_emergency_checkpoint": True, "local_checkpoint_directory": str(tmp_path / "local"),
+    "local_checkpoint_period": 1,
+  }  # fmt: skip
+  train(bases, kind, tmp_path, steps=3, save_checkpoint_on_completion=False, **local)
+  assert steps_in(epath.Path(tmp_path / "run" / "checkpoints")) == [2]
+  same(arrays(train(bases, kind, tmp_path, **local)), expected)
+  assert metadata(tmp_path / "run").base == metadata(run).base
+  assert all(map(is_adapter, metadata(tmp_path / "run").parameters))

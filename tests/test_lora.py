@@ -136,11 +136,16 @@ WITHOUT_PEFT = {
 }
 
 
-def linear_layers(model):
+# Where PEFT takes the name of any gate_proj, up_proj or down_proj for that of the experts.
+TAKEN_FOR_EXPERTS = ("deepseek2_236b", "deepseek2_lite", "deepseek3", "deepseek32", "kimi_k2", "qwen3_next")
+
+
+def linear_layers(case, model):
   """The names of all linear layers of a reference, but for head and routers, which have no adapters here."""
   kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
   names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-  return [name for name in names if not re.search(r"lm_head|router", name)]
+  left_out = r"lm_head|router" + (r"|(gate|up|down)_proj$" if case in TAKEN_FOR_EXPERTS else "")
+  return [name for name in names if not re.search(left_out, name)]
 
 
 @pytest.mark.parity
@@ -154,7 +159,7 @@ def test_peft_and_we_compute_the_same(case, dora, references, tmp_path):
   settings = peft.LoraConfig(
     r=4,
     lora_alpha=6,
-    target_modules=linear_layers(reference.model.model),
+    target_modules=linear_layers(case, reference.model.model),
     use_rslora=case == "gemma3",
     use_dora=dora,
     task_type="CAUSAL_LM",
