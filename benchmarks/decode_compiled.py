@@ -49,7 +49,7 @@ class Compiled:
 def compiled(config: MaxTextConfig, slots: int) -> Compiled:
   """The step that `maxtext serve` would run on `compile_topology`, with so many slots."""
   mesh = make_mesh(config, Topology.named(config.compile_topology, 1).devices())
-  model = dropless(build_model(config, mesh))
+  model = dropless(build_model(config, mesh, serving=True))
   params, everywhere = model.params | model.buffers, NamedSharding(mesh, PartitionSpec())
   begin = partial(init_decode_state, model, slots=slots, max_model_len=config.max_target_length)
   shardings = jax.jit(begin).lower(params).compile().output_shardings
@@ -78,13 +78,15 @@ def main() -> None:
   parser.add_argument("--topology", default="v5p-8")
   parser.add_argument("--slots", type=int, default=32)
   parser.add_argument("--length", type=int, default=2048)
+  parser.add_argument("--weight-format", default="", help="of weights at rest; the run's dtype if left out")
+  parser.add_argument("--quantization", default="", help="of matmuls, with weights at rest in that format")
   parser.add_argument("--layers", type=int, help="of the model; all of them are left out")
   arguments = parser.parse_args()
   layers = {} if arguments.layers is None else {"base_num_decoder_layers": arguments.layers}
   config = load_config(
     model_name=arguments.model, override_model_config=bool(layers), compile_topology=arguments.topology,
     max_target_length=arguments.length, dtype="bfloat16", weight_dtype="bfloat16", ici_tensor_parallelism=-1,
-    ici_fsdp_parallelism=1, **layers,
+    ici_fsdp_parallelism=1, weight_format=arguments.weight_format, quantization=arguments.quantization, **layers,
   )  # fmt: skip
   found = compiled(config, arguments.slots)
   result = {"weights_gb": found.weights / 1e9, "cache_gb": found.cache / 1e9, "moved_gb": found.moved / 1e9}

@@ -1,8 +1,9 @@
 """MaxText: train large language models in pure Python and JAX, evaluate them, convert them, and generate with them.
 
 `load_config` makes the configuration of a run, `train` trains it, `evaluate` measures the loss of a trained one, `LLM`
-generates with it, `convert` exchanges its weights with Hugging Face, and `plan` says what a run needs on hardware that
-is not here. Importing this package imports no JAX: the names that need it are loaded when they are first used.
+generates with it, `convert` exchanges its weights with Hugging Face, `quantize` rounds them to few bits, and `plan`
+says what a run needs on hardware that is not here. Importing this package imports no JAX: the names that need it are
+loaded when they are first used.
 """
 
 import importlib
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
   from maxtext.training.run import train
   from maxtext.training.state import TrainState
   from maxtext.weights.convert import convert
+  from maxtext.weights.quantize import quantize
 
   __version__: str
 
@@ -41,6 +43,7 @@ __all__ = [
   "evaluate",
   "load_config",
   "plan",
+  "quantize",
   "train",
 ]
 
@@ -56,6 +59,7 @@ _LAZY = {
   "convert": "maxtext.weights.convert",
   "evaluate": "maxtext.training.evaluation",
   "plan": "maxtext.planner.plan",
+  "quantize": "maxtext.weights.quantize",
   "train": "maxtext.training.run",
 }
 

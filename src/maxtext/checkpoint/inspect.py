@@ -128,7 +128,7 @@ OF_THE_MODEL = frozenset(
     types.ModelArchitecture, types.Engram, types.MTP, types.Logits, types.Attention, types.MlaAttention, types.MoBa,
     types.AttentionIndexer, types.Llama4Attention, types.MoEGeneral, types.DeepSeekMoE, types.Qwen3Next,
     types.ManifoldConstrainedHyperConnections, types.PositionalEmbedding, types.Rope, types.YarnRope, types.DataTypes,
-    types.Lora,
+    types.Lora, types.WeightsAtRest,
   )
   for key in section.model_fields
 ) | {

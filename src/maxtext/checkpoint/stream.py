@@ -6,7 +6,7 @@ writer that is started again continues after it.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import prod
@@ -158,6 +158,15 @@ class StreamReader:
     self._ocdbt = type_handlers.is_ocdbt_checkpoint(self.folder / STATE)
     self._context = type_handlers.get_ts_context(use_ocdbt=self._ocdbt)
     self._open: dict[str, Any] = {}
+
+  @property
+  def parameters(self) -> Collection[str]:
+    """The names of what can be read."""
+    return self._names.keys()
+
+  def stored_shape(self, name: str) -> tuple[int, ...]:
+    """The shape of a parameter that can be read under its own name."""
+    return self.metadata.arrays[self._names[name]].shape
 
   def shapes(
     self, name: str, struct: jax.ShapeDtypeStruct

@@ -21,6 +21,7 @@ from maxtext.cli import (
   launch,
   models,
   plan,
+  quantize,
   report,
   runs,
   serve,
@@ -129,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
   checkpoint.add_commands(commands)
   models.add_command(commands)
   convert.add_commands(commands)
+  quantize.add_command(commands)
   doctor.add_command(commands)
   completion.add_command(commands, parser)
   return parser

@@ -295,8 +295,19 @@ def _sizes(c: MaxTextConfig) -> str | None:
   return None
 
 
+_PATTERN_KEYS = (
+  "trainable_parameters_mask", "student_params_to_update", "adamw_mask", "lora_targets", "weight_format_targets",
+)  # fmt: skip
+
+
 def _patterns(c: MaxTextConfig) -> str | None:
-  for key in ("trainable_parameters_mask", "student_params_to_update", "adamw_mask", "lora_targets"):
+  for key in (
+    "trainable_parameters_mask",
+    "student_params_to_update",
+    "adamw_mask",
+    "lora_targets",
+    "weight_format_targets",
+  ):
     for pattern in getattr(c, key) or ():
       if not isinstance(pattern, str):
         return f"{key}: {pattern} is not a regular expression: write it in quotes."

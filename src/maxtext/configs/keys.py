@@ -186,8 +186,7 @@ class ConfigKeys(TypedDict, total=False):
   are read and written through Orbax's CheckpointManager, in its own layout, by the process itself. Default: None."""
 
   checkpoint_is_quantized: bool
-  """True reads load_parameters_path as already quantized weights. Not supported yet: it belongs to RL or
-  quantization, which are not implemented yet. Default: False."""
+  """True reads load_parameters_path as already quantized weights. Default: False."""
 
   checkpoint_period: int
   """Steps between checkpoints. Default: 10000."""
@@ -1100,8 +1099,8 @@ class ConfigKeys(TypedDict, total=False):
   """Weight of the loss for even use of experts; 0 is none. Default: 0.0."""
 
   load_checkpoint_only_once: bool
-  """True reads weights once and copies them to the other models (RL actor). Not supported yet: it belongs to RL or
-  quantization, which are not implemented yet. Default: False."""
+  """True reads weights once and copies them to the other models (RL actor). Not supported yet: it belongs to RL,
+  which is not implemented yet. Default: False."""
 
   load_from_prefill_dir: bool
   """True reads the prompt's cache from prefill_cache_dir instead of computing it. Default: False."""
@@ -1144,6 +1143,10 @@ class ConfigKeys(TypedDict, total=False):
 
   lora_input_adapters_path: str
   """Folder of LoRA adapters to load onto the base weights; '' is none. Default: ''."""
+
+  lora_merge_aware: bool
+  """True rounds the base with its LoRA adapters in it to weight_format in training, so that what `maxtext quantize`
+  merges is what was trained. Default: False."""
 
   lora_rank: int
   """Rank of LoRA adapters, which alone are trained; 0 is none. Default: 0."""
@@ -1897,8 +1900,7 @@ class ConfigKeys(TypedDict, total=False):
   """True writes the resolved configuration to the run's bucket folder. Default: False."""
 
   save_quantized_params_path: str
-  """Where weights are written after quantization at load; '' is nowhere. Not supported yet: it belongs to RL or
-  quantization, which are not implemented yet. Default: ''."""
+  """Where weights are written after quantization at load; '' is nowhere. Default: ''."""
 
   scale_embedding_for_audio: bool
   """True multiplies audio embeddings by the square root of the width. Not supported yet: models take text only for
@@ -2308,8 +2310,19 @@ class ConfigKeys(TypedDict, total=False):
   warmup_steps_fraction: float
   """Share of the schedule that rises. Default: 0.1."""
 
+  weight_block_size: int
+  """Inputs that share a scale of weight_format; 0 is the format's own, -1 all inputs. Default: 0."""
+
   weight_dtype: DType | Literal["bfloat16", "float32", "float16"]
   """Weights as they are stored. Default: 'float32'."""
+
+  weight_format: Literal["", "int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4"]
+  """Few-bit format in which weights are stored: for inference, and below LoRA adapters (QLoRA). Without adapters,
+  training rounds to it (QAT). '' stores weight_dtype. Default: ''."""
+
+  weight_format_targets: list[str] | tuple[str, ...]
+  """Patterns of paths of modules whose weights have weight_format, among linear layers, experts and head. Default:
+  ['layers/']."""
 
   weight_quantization_calibration_method: str
   """How the range of weights is found, such as absmax, fixed or delayed. Default: 'absmax'."""

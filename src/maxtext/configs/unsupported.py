@@ -217,9 +217,24 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_set("load_parameters_path"),
   ),
   UnsupportedOption(
-    ("load_checkpoint_only_once", "checkpoint_is_quantized", "save_quantized_params_path"),
-    "it belongs to RL or quantization, which are not implemented yet",
+    ("load_checkpoint_only_once",),
+    "it belongs to RL, which is not implemented yet",
     allowed_values=(False,),
+  ),
+  NoEffectOption(
+    ("checkpoint_is_quantized",), "it has no effect without load_parameters_path", unless=is_set("load_parameters_path")
+  ),
+  NoEffectOption(
+    ("weight_block_size", "weight_format_targets"), "it has no effect without weight_format",
+    unless=is_set("weight_format"),
+  ),
+  UnsupportedOption(
+    ("lora_merge_aware",), "it rounds the merged weight to weight_format: set that too",
+    unless=all_of(is_set("weight_format"), is_set("lora_rank")),
+  ),
+  UnsupportedOption(
+    ("lora_merge_aware",), "the magnitudes of use_dora are not merged in training: leave one of them out",
+    unless=is_unset("use_dora"),
   ),
   NoEffectOption(
     ("lora_alpha", "lora_targets", "use_dora", "use_rslora"),

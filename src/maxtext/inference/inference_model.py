@@ -32,6 +32,7 @@ from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
 from maxtext.models.model import Model, Params
 from maxtext.weights.load import load_weights
+from maxtext.weights.quantize import save_quantized_params
 
 if TYPE_CHECKING:
   from maxtext.inference.grammar import CompiledGrammar, GrammarCompiler
@@ -77,7 +78,7 @@ class InferenceModel:
       reset_cache()  # JAX opens a cache once, and then ignores its setting
     # Inference always uses automatic sharding: caches have no explicit shardings.
     mesh = make_mesh(config.model_copy(update={"shard_mode": ShardMode.AUTO}))
-    model = dropless(build_model(config, mesh))
+    model = dropless(build_model(config, mesh, serving=True))
     draft_model = None if draft_config is None else load_draft_model(draft_config, mesh)
     sampling_params = replace(SamplingParams.of(config), stop_token_ids=default_stop_token_ids(tokenizer))
     engine = make_engine(config, model, load_params(config, model), num_speculative_tokens, draft_model, adapters)
@@ -196,7 +197,7 @@ def make_engine(
 
 def load_draft_model(config: MaxTextConfig, mesh: Mesh) -> DraftModel:
   """The draft model of a configuration, on the devices of the large model."""
-  model = dropless(build_model(config, mesh))
+  model = dropless(build_model(config, mesh, serving=True))
   return DraftModel(model, load_params(config, model))
 
 
@@ -227,6 +228,8 @@ def load_params(config: MaxTextConfig, model: Model) -> Params:
   """The parameters and buffers of `load_parameters_path`."""
   if not config.load_parameters_path:
     raise ConfigError("load_parameters_path is not set: give a run folder, a checkpoint, or exported parameters.")
+  if config.save_quantized_params_path:
+    config = save_quantized_params(config)
   found = load_weights(config, model, model.params | model.buffers)
   if config.lora_rank and not any(map(is_adapter, found)):
     raise ConfigError(

@@ -71,6 +71,7 @@ class DoraMatmul(LoraMatmul):
     a, b, difference = (own[name][...] for name in ("a", "b", "magnitude"))
     if isinstance(weight, StoredWeight):
       weight = weight.format.dequantize(weight.arrays, jnp.float32)
+      weight = weight.reshape(*a.shape[:-1], *weight.shape[1:])  # its contracted dimensions are stored as one
     inputs = a.ndim - 1
 
     def run(weight: jax.Array, a: jax.Array, b: jax.Array, difference: jax.Array) -> jax.Array:

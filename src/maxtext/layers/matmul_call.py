@@ -18,6 +18,7 @@ Role = Literal[
   "indexer_scores", "convolution",
 ]  # fmt: skip
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
+ABSORBED: tuple[Role, ...] = ("mla_absorb_key", "mla_absorb_value")
 ATTENTION: tuple[Role, ...] = ("attention_scores", "attention_values")
 
 # Letters for contractions of any number of dimensions.
@@ -37,6 +38,11 @@ class Site:
   path: str
   role: Role
   pass_: Pass = "forward"
+
+  @property
+  def of_weight(self) -> "Site":
+    """The site of the module's own matmul, of whose weight an absorbed one contracts a part."""
+    return dataclasses.replace(self, role="linear") if self.role in ABSORBED else self
 
 
 @partial(

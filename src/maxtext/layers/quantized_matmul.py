@@ -22,6 +22,8 @@ from maxtext.kernels.quantize import ABSMAX, NumberFormat, Quantized, RangeCalib
 from maxtext.layers.matmul import Matmul, each_pass
 from maxtext.layers.matmul_call import MatmulCall, Next, Site
 from maxtext.layers.param_factory import Buffer, ParamFactory, UpdateStatistic
+from maxtext.layers.quantized_weight import QuantizedFormat
+from maxtext.layers.weight_format import StoredWeight
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ class QuantizedMatmul(Matmul):
   def __call__(
     self, call: MatmulCall, own: Mapping[str, nnx.Variable], next_: Next, x: jax.Array, weight: Any
   ) -> jax.Array:
-    """The result, rounded in all three passes."""
+    """The result, rounded in all three passes. A weight that is stored in few bits is multiplied as it is stored."""
+    if isinstance(weight, StoredWeight):
+      return self._with_stored(call, own, next_, x, weight)
     ranges = {
       name: _observe(own, name, value) for name, value in (("input", x), ("weight", weight)) if name in self._delayed
     }
@@ -85,6 +89,19 @@ class QuantizedMatmul(Matmul):
     for name in self._delayed:
       past = own[f"{name}_history"]
       past.set_value(jnp.concatenate([own[f"{name}_amax"][...][..., None], past[...][..., :-1]], -1))
+
+  def _with_stored(
+    self, call: MatmulCall, own: Mapping[str, nnx.Variable], next_: Next, x: jax.Array, weight: StoredWeight
+  ) -> jax.Array:
+    assert isinstance(weight.format, QuantizedFormat)
+    if self.input.format is None:
+      return next_(call, x, weight)
+    right = weight.format.operand(call, x, weight.arrays)
+    a, b, result = call.terms
+    amax = _observe(own, "input", x) if "input" in self._delayed else None
+    left = self._rounded(x, self.input, [a.index(c) for c in a if c in b and c not in result], amax, call)
+    assert isinstance(left, Quantized)
+    return _product(call, left, right).astype(call.dtype or x.dtype)
 
   @property
   def _delayed(self) -> dict[str, Operand]:

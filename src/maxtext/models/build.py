@@ -20,9 +20,11 @@ from maxtext.configs.values import default_of, plain_value
 from maxtext.layers.execution import ExecutionConfig, Numerics, Sharding
 from maxtext.layers.lora import is_adapter
 from maxtext.layers.matmul import UnfitWeightError
+from maxtext.layers.weight_format import PlainFormat
 from maxtext.models import families
 from maxtext.models.execution.adapters import adapters, check_adapters
 from maxtext.models.execution.execution import execution_of_model, sharding_rules
+from maxtext.models.execution.quantization import weights_at_rest
 from maxtext.models.features import with_features
 from maxtext.models.model import Model
 from maxtext.models.spec import DecoderSpec
@@ -78,10 +80,10 @@ _DESCRIBES_A_MODEL = (
 _DESCRIBES_EXPERTS = {"moe_expert_input_dim", "base_moe_mlp_dim", "interleave_moe_layer_step", "norm_topk_prob"}
 
 
-def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
-  """Builds the abstract model of a run."""
+def build_model(config: MaxTextConfig, mesh: Mesh, serving: bool = False) -> Model:
+  """Builds the abstract model of a run, for training or for inference (`serving`)."""
   spec = model_spec(config)
-  execution = execution_of_model(config, mesh, spec)
+  execution = execution_of_model(config, mesh, spec, serving)
   try:
     model = Model.of(spec, execution, _trained(config))
   except UnfitWeightError as error:
@@ -90,14 +92,22 @@ def build_model(config: MaxTextConfig, mesh: Mesh) -> Model:
   return model
 
 
-def abstract_model(config: MaxTextConfig) -> Model:
-  """Builds the abstract model on one device, without checking keys of meshes or kernels. It must not be run."""
+def abstract_model(config: MaxTextConfig, serving: bool = False) -> Model:
+  """Builds the abstract model on one device, without checking keys of meshes or kernels. It must not be run.
+
+  With `serving`, weights are stored as for inference; otherwise plainly.
+  """
   mesh = Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(config.mesh_axes)), config.mesh_axes)
   lora, numerics = adapters(config), Numerics(weight_dtype=config.weight_dtype.value)
   matmul = () if lora is None else (lora,)
-  return Model.of(
-    model_spec(config), ExecutionConfig(Sharding(mesh, sharding_rules(config, mesh)), numerics, matmul=matmul)
+  format_ = weights_at_rest(config, serving=True) if serving else PlainFormat()
+  execution = ExecutionConfig(
+    Sharding(mesh, sharding_rules(config, mesh)), numerics, matmul=matmul, weight_format=format_
   )
+  try:
+    return Model.of(model_spec(config), execution)
+  except UnfitWeightError as error:
+    raise ConfigError(str(error)) from None
 
 
 def model_spec(config: MaxTextConfig) -> DecoderSpec:

@@ -20,7 +20,10 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"(?:to_apply|calls|body|condition|true_computation|false_computation)=%([^\s,]+)")
 _ARRAY = re.compile(r"(?<![\w])([a-z]\w*)\[([\d,]*)\]")
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
+_BYTES = {
+  "pred": 1, "s4": 0.5, "u4": 0.5, "f4e2m1fn": 0.5, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "f8e8m0fnu": 1,
+  "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8,
+}  # fmt: skip
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
@@ -131,7 +134,7 @@ class ArrayType:
   @property
   def bytes(self) -> int:
     """Size of the array."""
-    return _BYTES.get(self.dtype, 4) * prod(self.shape)
+    return int(_BYTES.get(self.dtype, 4) * prod(self.shape))
 
 
 def array_types(text: str) -> list[ArrayType]:

@@ -68,7 +68,8 @@ def evaluate(
   with compilation_cache(config):
     join(config)
     check_joined(config)
-    program = Program.of(config, make_mesh(config), objective, None, data)
+    at_rest = bool(config.weight_format) and not config.lora_rank  # with adapters they always are
+    program = Program.of(config, make_mesh(config), objective, None, data, serving=at_rest)
     own = path != config.load_parameters_path and "lora_input_adapters_path" not in keys  # adapters that it trained
     adapters = "" if own else config.lora_input_adapters_path
     found = program.evaluate(_load_state(program, path, adapters), program.init_frozen(measured=True))

@@ -17,6 +17,7 @@ from maxtext.configs.types import DatasetType
 from maxtext.configs.values import plain_value
 from maxtext.distributed.multihost import gather_problems, unique_name
 from maxtext.layers.lora import is_adapter
+from maxtext.layers.quantized_weight import is_scale
 from maxtext.logs import readable_size
 from maxtext.mesh.memory import device_memory, host_memory
 from maxtext.models.placement import placements
@@ -88,9 +89,9 @@ def check_host(program: Program) -> None:
 
 
 def check_sharding(program: Program) -> None:
-  """Parameters that stay whole on a mesh that is there to split them are a mistake in sizes or rules; adapters are
-  small and may."""
-  rows = [row for row in placements(program.model) if not is_adapter(row.path)]
+  """Parameters that stay whole on a mesh that is there to split them are a mistake in sizes or rules; adapters and
+  scales are small and may."""
+  rows = [row for row in placements(program.model) if not is_adapter(row.path) and not is_scale(row.path)]
   tolerance = program.config.sharding_tolerance
   if all(row.shards == 1 for row in rows):
     return

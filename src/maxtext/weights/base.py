@@ -1,6 +1,6 @@
 """The base of a run of adapters, which its checkpoints name and do not hold: where it is, and whether it is it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,18 @@ from etils import epath
 from maxtext.checkpoint.checksum import checksum_of_part, checksums_of_all
 from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.metadata import ArrayMetadata, Base, CheckpointMetadata, CorruptCheckpointError
-from maxtext.checkpoint.options import restore_options
-from maxtext.checkpoint.restore import load_parameters, readable
+from maxtext.checkpoint.restore import readable
 from maxtext.checkpoint.stream import Index, StreamReader
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.distributed.multihost import any_process
+from maxtext.layers.quantized_weight import QuantizedFormat
+from maxtext.layers.weight_format import PlainFormat
 from maxtext.models.model import Model
 from maxtext.weights.detect import is_hugging_face
 from maxtext.weights.from_hugging_face import HuggingFaceWeights, load_from_hugging_face
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
+from maxtext.weights.plain_weights import CheckpointWeights, PlainWeights
+from maxtext.weights.weights_at_rest import RoundedPieces, load_stored, plain_model, rounding_at_rest
 
 
 def describe_base(path: str, arrays: Mapping[str, jax.Array]) -> Base:
@@ -46,7 +49,7 @@ def load_base(
   if is_hugging_face(base.path):
     loaded = load_from_hugging_face(config, model, base.path)
   else:
-    loaded = load_parameters(restore_options(config), "the base", base.path, wanted)
+    loaded = load_stored(config, model, "the base", base.path, wanted)
   arrays = {name: loaded[name] for name in wanted}
   _refuse_another(folder, base, checksums_of_all(arrays))
   return arrays
@@ -76,8 +79,30 @@ class _AdaptedReader(StreamReader):
 
   def __init__(self, folder: epath.Path, base: Base, config: MaxTextConfig, model: Model) -> None:
     super().__init__(folder)
-    self._base, path = base, base.path
-    self._weights = _Pieces(config, model, path) if is_hugging_face(path) else StreamReader(locate(path))
+    self._base = base
+    self._weights = self._base_reader(config, model)
+
+  def _base_reader(self, config: MaxTextConfig, model: Model) -> "StreamReader | _Pieces":
+    """Reads the base as the run held it: plain weights, or weights in few bits that the base may hold plainly."""
+    path, plain, rounding = self._base.path, plain_model(model), rounding_at_rest(self)
+    reader = None if is_hugging_face(path) else StreamReader(locate(path))
+    if reader is not None and (rounding is None or rounding_at_rest(reader) is not None):
+      return reader
+    source: PlainWeights
+    if reader is None:
+      source = HuggingFaceWeights.of(config, plain, HuggingFaceFolder(path))
+    else:
+      source = CheckpointWeights(plain, reader)
+    format_ = PlainFormat() if rounding is None else QuantizedFormat(rounding)
+    held = Model.of(model.spec, plain.execution.replace(weight_format=format_))
+    return _Pieces(RoundedPieces(held, plain, source))
+
+  @property
+  def parameters(self) -> Collection[str]:
+    return {*super().parameters, *self._base.arrays}
+
+  def stored_shape(self, name: str) -> tuple[int, ...]:
+    return self._base.arrays[name].shape if name in self._base.arrays else super().stored_shape(name)
 
   def shapes(self, name: str, struct: Any) -> dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]]:
     if name not in self._base.arrays:
@@ -100,19 +125,19 @@ class _AdaptedReader(StreamReader):
 
 
 class _Pieces:
-  """Reads the weights of a Hugging Face folder as `StreamReader` reads those of a checkpoint."""
+  """Reads weights that are rounded as they are read, as `StreamReader` reads those of a checkpoint."""
 
-  def __init__(self, config: MaxTextConfig, model: Model, path: str) -> None:
-    self._weights = HuggingFaceWeights.of(config, model, HuggingFaceFolder(path))
-    self._places = {
-      (parameter, self._weights.tensors[name].slices[number].index): (name, number)
-      for parameter, parts in self._weights.parts.items()
-      for name, number in parts
-    }
+  def __init__(self, pieces: RoundedPieces) -> None:
+    self._pieces = pieces
+    self._paths = {name: path for path, names in pieces.stored.items() for name in names}
+    self._last: tuple[tuple[str, Index] | None, Mapping[str, np.ndarray]] = None, {}
 
   def read(self, name: str, index: Index, dims: int) -> np.ndarray:
-    """What stands at an index into a parameter, of which the folder has a tensor or a part of one."""
-    piece = self._weights.read(*self._places[name, index])
+    """What stands at an index into a parameter, of which the source has a piece."""
+    path = self._paths[name]
+    if self._last[0] != (path, index):  # the arrays of a weight are asked for one after the other
+      self._last = (path, index), self._pieces.read(path, index)
+    piece = self._last[1][name]
     assert piece.ndim == dims - len(index)
     return piece
 

@@ -13,8 +13,9 @@ from maxtext.configs.loader import values_and_origins
 from maxtext.models.build import abstract_model
 from maxtext.weights.config_json import keys_of_folder
 from maxtext.weights.detect import is_hugging_face
-from maxtext.weights.from_hugging_face import Progress, convert_from_hugging_face
+from maxtext.weights.from_hugging_face import convert_from_hugging_face
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
+from maxtext.weights.plain_weights import Progress
 from maxtext.weights.resolve import resolve_keys
 from maxtext.weights.to_hugging_face import convert_to_hugging_face
 from maxtext.weights.to_peft import write_adapters

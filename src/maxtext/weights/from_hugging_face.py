@@ -1,8 +1,9 @@
 """Weight conversion from Hugging Face: parameters of a folder as a checkpoint, or directly on the devices of a run."""
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,21 @@ from maxtext.checkpoint.options import array_storage
 from maxtext.checkpoint.stream import StreamWriter
 from maxtext.checkpoint.tokenizer import SIDE_FOLDER
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.layers.quantized_weight import WeightRounding
 from maxtext.models.build import weight_table
 from maxtext.models.model import Model
+from maxtext.weights.compressed_tensors import Compressed
 from maxtext.weights.config_json import SPARE_ROWS, config_differences, hugging_face_class, our_name
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
-from maxtext.weights.quantized import TensorSource
+from maxtext.weights.plain_weights import Index, Progress
+from maxtext.weights.quantized import BlockScaled, Codes, Mxfp4, TensorSource
 from maxtext.weights.tensor_layout import TensorLayout, check_all_used, tensor_layouts, tensors_of_parameters
+from maxtext.weights.weights_at_rest import load_rounded, plain_model
 
 _SIDE_FILES = (
   "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
   "merges.txt", "chat_template*",
 )  # fmt: skip
-
-Progress = Callable[[int, int, int, int], None]
-"""Called with: parts done, all parts, bytes done, all bytes."""
 
 
 def convert_from_hugging_face(
@@ -60,8 +62,8 @@ def convert_from_hugging_face(
 
 def load_from_hugging_face(config: MaxTextConfig, model: Model, path: str) -> dict[str, jax.Array]:
   """Every parameter on its devices; a process reads only the parts that its own devices hold."""
-  weights = HuggingFaceWeights.of(config, model, HuggingFaceFolder(path))
-  return {name: weights.array(name, model.struct(name)) for name in weights.parts}
+  plain = plain_model(model)
+  return load_rounded(model, plain, HuggingFaceWeights.of(config, plain, HuggingFaceFolder(path)))
 
 
 def side_files(folder: HuggingFaceFolder) -> list[Path]:
@@ -111,23 +113,33 @@ class HuggingFaceWeights:
     """The part of a tensor for one slice, as a view."""
     return self.tensors[name].split(self.sources[name].read())[number]
 
-  def array(self, path: str, struct: jax.ShapeDtypeStruct) -> jax.Array:
-    """A parameter on its devices, from the parts of tensors that they hold."""
-    assert struct.sharding is not None
-    held_here = struct.sharding.addressable_devices_indices_map(struct.shape).values()
-    regions = {_bounds(index, struct.shape) for index in held_here}
-    shards = {region: np.empty([b - a for a, b in region], struct.dtype) for region in regions}
-    for name, number in self.parts[path]:
-      index = self.tensors[name].slices[number].index
-      held = [region for region in regions if all(a <= i < b for i, (a, b) in zip(index, region, strict=False))]
-      piece = self.read(name, number) if held else None
-      for region in held:
-        assert piece is not None
-        place = tuple(i - a for i, (a, _) in zip(index, region, strict=False))
-        shards[region][place] = piece[tuple(slice(a, b) for a, b in region[len(index) :])]
-    return jax.make_array_from_callback(
-      struct.shape, struct.sharding, lambda index: shards[_bounds(index, struct.shape)], dtype=struct.dtype
+  def indices(self, path: str) -> list[Index]:
+    """The indices of the pieces of a parameter."""
+    return [self.tensors[name].slices[number].index for name, number in self.parts[path]]
+
+  def piece(self, path: str, index: Index) -> np.ndarray:
+    """A piece of a parameter."""
+    return self.read(*self._parts_by_index[path][index])
+
+  @cached_property
+  def _parts_by_index(self) -> dict[str, dict[Index, tuple[str, int]]]:
+    return {path: dict(zip(self.indices(path), parts, strict=True)) for path, parts in self.parts.items()}
+
+  def codes(self, path: str, index: Index, rounding: WeightRounding) -> Codes | None:
+    """A piece that the folder stores in this format."""
+    name, number = self._parts_by_index[path][index]
+    source, layout = self.sources[name], self.tensors[name]
+    found = source.codes() if isinstance(source, (BlockScaled, Mxfp4, Compressed)) else None
+    if found is None or (found.rounding.format, found.rounding.block) != (rounding.format, rounding.block):
+      return None
+    values, scales = (
+      layout.with_rows(array.shape[-1]).split(array if layout.weight.transposed else array.swapaxes(-1, -2))[number]
+      for array in (found.values, found.scales)
     )
+    return replace(found, values=values, scales=scales)
+
+  def check(self) -> None:
+    """Safetensors files have no checksums."""
 
 
 @dataclass(frozen=True)
@@ -161,10 +173,3 @@ def _match_shape(name: str, tensor: TensorLayout, source: TensorSource, model: M
 
 
 _NEVER_WEIGHTS = (r".*\.rotary_emb\.inv_freq",)
-
-
-def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-  whole = index or (slice(None),) * len(shape)
-  return tuple(
-    (part.start or 0, size if part.stop is None else part.stop) for part, size in zip(whole, shape, strict=True)
-  )

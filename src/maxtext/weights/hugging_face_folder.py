@@ -9,6 +9,7 @@ from typing import Any
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.data.safe_paths import resolve_inside
+from maxtext.weights.compressed_tensors import compressed_tensors, read_scheme
 from maxtext.weights.quantized import TensorSource, dequantize_tensors
 from maxtext.weights.tensor_files import StoredTensor, read_header
 
@@ -37,6 +38,8 @@ class HuggingFaceFolder:
     """Every tensor by name, dequantized on read. Files are mapped when a tensor is read."""
     stored, block = self._stored, self._block
     try:
+      if (rounding := read_scheme(self.config.get("quantization_config") or {})) is not None:
+        return compressed_tensors(stored, rounding)
       return dequantize_tensors(stored, block)
     except ValueError as error:
       raise RunError(f"{self.path} has quantized tensors that cannot be read: {error}.") from None

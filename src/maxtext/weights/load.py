@@ -7,7 +7,7 @@ import jax
 from maxtext.checkpoint.layout import Layout
 from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.options import restore_options
-from maxtext.checkpoint.restore import load_parameters, readable, refuse_other
+from maxtext.checkpoint.restore import readable, refuse_other
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.lora import is_adapter
 from maxtext.layers.sparse_matmul import is_mask
@@ -15,6 +15,7 @@ from maxtext.models.model import Model
 from maxtext.weights.base import load_base
 from maxtext.weights.from_hugging_face import load_from_hugging_face
 from maxtext.weights.from_peft import load_adapters
+from maxtext.weights.weights_at_rest import load_stored
 
 
 def load_weights(
@@ -47,7 +48,7 @@ def load_from_checkpoint(
   _check_nothing_is_lost(config, key, path, there, {part for parts in stored.values() for part in parts})
   optional = {name for name in stored if is_adapter(name)}.union(model.matmul_buffers)
   known = {name: wanted[name] for name, parts in stored.items() if name not in optional or parts <= there.keys()}
-  found = load_parameters(options, key, path, known)
+  found = load_stored(config, model, key, path, known)
   if base is None:
     return found
   refuse_other(options.values, folder, metadata, {f"buffers/{name}": struct for name, struct in apart.items()})

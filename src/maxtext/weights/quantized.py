@@ -1,4 +1,4 @@
-"""Quantized tensors of safetensors files: values and scales, dequantized on read."""
+"""Quantized tensors of safetensors files: values and scales, dequantized on read, or taken as they are (`Codes`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from typing import Protocol
 
 import ml_dtypes
 import numpy as np
+
+from maxtext.layers.quantized_weight import WeightRounding
 
 
 class TensorSource(Protocol):
@@ -20,6 +22,53 @@ class TensorSource(Protocol):
   def read(self) -> np.ndarray:
     """Its values."""
     ...
+
+
+@dataclass(frozen=True)
+class Codes:
+  """A weight as it is stored, one value after the other: [..., out, in] in files, [..., in, out] as a parameter.
+
+  Attributes:
+    rounding: its format, and the inputs that share a scale.
+    values: integers, eight-bit floats, or the bits of four-bit floats.
+    scales: one for each block of inputs, as the format stores them.
+    whole: what scales are divided by, where the format has that.
+  """
+
+  rounding: WeightRounding
+  values: np.ndarray
+  scales: np.ndarray
+  whole: np.ndarray | None = None
+
+  def multiplied(self) -> np.ndarray:
+    """The weight of a file in float32."""
+    values = _FP4[self.values] if self.values.dtype == np.uint8 else self.values.astype(np.float32)
+    scales = self.scales.astype(np.float32)
+    if self.rounding.stored.scale == "e8m0":
+      scales = np.exp2(scales - 127)
+    if self.whole is not None:
+      scales = scales * np.asarray(1 / self.whole, np.float32)
+    groups = scales.reshape(*values.shape[:-1], -1)
+    blocks = values.reshape(*groups.shape, -1) * groups[..., None]
+    return blocks.reshape(values.shape)
+
+  def arrays(self) -> dict[str, np.ndarray]:
+    """The arrays of a parameter (`kernels/weight_quantize.py`), with the outputs as one dimension."""
+    values = self.values
+    if self.rounding.stored.bits == 4:
+      bits = values.view(np.uint8) & 15
+      values = bits[..., ::2, :] | (bits[..., 1::2, :] << 4)
+    found = {"weight": values, "weight_scale": self.scales}
+    return found if self.whole is None else found | {"weight_global_scale": self.whole}
+
+
+def unpacked_values(rounding: WeightRounding, stored: np.ndarray) -> np.ndarray:
+  """`values` of `Codes` [..., in, out] from the array `weight` of a parameter."""
+  if rounding.stored.bits == 8:
+    return stored
+  halves = np.stack([stored & 15, stored >> 4], -2)
+  values = halves.reshape(*stored.shape[:-2], -1, stored.shape[-1])
+  return (values ^ 8).astype(np.int8) - np.int8(8) if rounding.format == "int4" else values
 
 
 @dataclass(frozen=True)
@@ -42,6 +91,13 @@ class Mxfp4:
   def dtype(self) -> np.dtype:
     """Of what it stands for."""
     return np.dtype(ml_dtypes.bfloat16)
+
+  def codes(self) -> Codes:
+    """What is stored, with inputs last."""
+    experts, inputs, outputs = self.shape
+    packed = self.blocks.read().reshape(experts, outputs, -1)
+    values = np.stack([packed & 15, packed >> 4], -1).reshape(experts, outputs, inputs)
+    return Codes(WeightRounding("mxfp4", 32), values, self.scales.read())
 
   def read(self) -> np.ndarray:
     """Expert by expert, so that little else than the result is in memory."""
@@ -74,6 +130,14 @@ class BlockScaled:
   def dtype(self) -> np.dtype:
     """Of what it stands for."""
     return np.dtype(np.float32)
+
+  def codes(self) -> Codes | None:
+    """What is stored, with the scale of a block repeated for each of its rows; None if inputs end within a block."""
+    (height, width), (rows, columns) = self.block, self.shape
+    if columns % width:
+      return None
+    scales = np.repeat(np.asarray(self.scales.read(), np.float32), height, 0)[:rows]
+    return Codes(WeightRounding("fp8", width), self.values.read(), scales)
 
   def read(self) -> np.ndarray:
     """Multiplied a row of blocks at a time."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -52,6 +52,17 @@ class TensorLayout:
     if self.weight.convolution:
       return outputs, 1, *rows
     return (*rows[:-1], outputs, rows[-1]) if self.weight.transposed else (*rows, outputs)
+
+  def with_rows(self, count: int) -> "TensorLayout":
+    """The layout of a tensor with the same outputs and another number of inputs, such as scales, whose slices have the
+    outputs as one dimension."""
+    lead = self.slices[0].rows[:-1]
+    rows = self.slices[0].rows
+    slices = [
+      replace(slice_, rows=(*lead, count), shape=(*lead, count, prod(slice_.shape) // prod(rows)))
+      for slice_ in self.slices
+    ]
+    return TensorLayout(self.weight, self.blocks, slices)
 
   def split(self, tensor: np.ndarray) -> list[np.ndarray]:
     """The part of the tensor for each slice, as a view."""

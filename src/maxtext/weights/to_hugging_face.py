@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -19,17 +20,21 @@ from maxtext.checkpoint.tokenizer import SIDE_FOLDER, kind_of, open_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.data.options import data_options
-from maxtext.layers.lora import adapted_module, is_adapter
+from maxtext.layers.lora import is_adapter
 from maxtext.models.build import weight_table
 from maxtext.models.execution.adapters import adapters
 from maxtext.models.model import Model
 from maxtext.weights.base import parameter_reader
+from maxtext.weights.compressed_tensors import compress_values, compressed_parts, weight_scheme
 from maxtext.weights.config_json import TOKENS, config_json_entries
-from maxtext.weights.from_hugging_face import Progress, copy_files, side_files
+from maxtext.weights.from_hugging_face import copy_files, side_files
 from maxtext.weights.hugging_face_folder import INDEX, SINGLE, HuggingFaceFolder
+from maxtext.weights.plain_weights import CheckpointWeights, Progress
+from maxtext.weights.quantized import unpacked_values
 from maxtext.weights.tensor_files import make_header, write_file
-from maxtext.weights.tensor_layout import tensor_layouts
+from maxtext.weights.tensor_layout import ParameterSlice, TensorLayout, tensor_layouts
 from maxtext.weights.tokenizer_files import write_tokenizer
+from maxtext.weights.weights_at_rest import rounding_at_rest
 
 SHARD_BYTES = 5 * 10**9  # bytes, as Hugging Face's library has it
 
@@ -53,6 +58,19 @@ def convert_to_hugging_face(
     raise RunError(f"{source} is damaged: {damage}.") from None
 
 
+@dataclass(frozen=True)
+class _FileTensor:
+  """A tensor of a file: what its header says, and its bytes from the first dimension on, in chunks."""
+
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  chunks: Callable[[], Iterator[np.ndarray]]
+
+  @property
+  def bytes(self) -> int:
+    return prod(self.shape) * self.dtype.itemsize
+
+
 class _HuggingFaceWriter:
   def __init__(self, config: MaxTextConfig, model: Model, source: epath.Path, target: Path, most: int) -> None:
     if config.weight_sparsity_n:
@@ -62,16 +80,18 @@ class _HuggingFaceWriter:
     self._config, self._model, self._reader = config, model, parameter_reader(config, model, source)
     self._entries = config_json_entries(config)
     tensors = tensor_layouts(model, weight_table(config, model.spec))
-    self._tensors = {name: tensors[name] for name in sorted(tensors, key=_natural)}
-    names = (f"{adapted_module(name)}/weight" for name in (*model.params, *model.buffers) if is_adapter(name))
-    self._lora = adapters(config)
-    self._adapters = {name: self._lora.paths(name.removesuffix("/weight")) for name in names} if self._lora else {}
-    stored = (*model.weight_names, *(name for pair in self._adapters.values() for name in pair))
-    layout = Layout(self._reader.metadata.stacked)
-    parts = {part for name in stored for part in layout.stored(name, model.struct(name))}
+    self._lora, rounding = adapters(config), rounding_at_rest(self._reader)
+    self._weights = CheckpointWeights(model, self._reader, rounding, self._lora)
+    self._rounding, self._activations = None if self._lora else rounding, bool(config.quantization)
+    self._tensors = {
+      name: tensor
+      for whole in sorted(tensors, key=_natural)
+      for name, tensor in self._in_the_file(whole, tensors[whole]).items()
+    }
+    own, layout = (*model.params, *model.buffers), Layout(self._reader.metadata.stacked)
+    parts = {part for name in own for part in layout.stored(name, model.struct(name))}
     if lost := [name for name in self._reader.metadata.parameters if is_adapter(name) and name not in parts]:
       raise ConfigError(f"{source} has the LoRA adapter {lost[0]}, and lora_rank or lora_targets would leave it out.")
-    self._reader.check_shapes({name: model.struct(name) for name in stored})
     self._shards = self._plan(most)
     record = self._reader.metadata.to_json()["digest"]
     self._journal = Journal(target, (str(source.absolute()), record, config.weight_dtype.value, most, str(self._lora)))
@@ -103,27 +123,56 @@ class _HuggingFaceWriter:
 
   def _content(self, names: list[str], report: Callable[[int], None]) -> Iterator[bytes | memoryview]:
     """The bytes of a shard. `report` is called with the bytes of tensors so far."""
-    yield make_header({name: (self._tensors[name].shape, self._dtype(name)) for name in names})
+    yield make_header({name: (self._tensors[name].shape, self._tensors[name].dtype) for name in names})
     written = 0
     for name in names:
-      tensor = self._tensors[name]
-      pieces = [self._read(slice_.path, slice_.index) for slice_ in tensor.slices]
-      for rows in tensor.join_in_rows(pieces, CHUNK):
-        block = np.ascontiguousarray(rows, self._dtype(name)).view(np.uint8).data
+      for rows in self._tensors[name].chunks():
+        block = np.ascontiguousarray(rows, self._tensors[name].dtype).view(np.uint8).data
         yield block
         written += block.nbytes
         report(written)
 
-  def _read(self, path: str, index: tuple[int, ...]) -> np.ndarray:
-    """A part of a parameter, with its adapter merged into it."""
-    weight, *adapter = (
-      self._reader.read(name, index, len(self._model.struct(name).shape))
-      for name in (path, *self._adapters.get(path, ()))
-    )
-    if not adapter:
-      return weight
-    assert self._lora is not None
-    return self._lora.merge(weight, self._model.contracted[path][0] - len(index), *adapter)
+  def _in_the_file(self, name: str, layout: TensorLayout) -> dict[str, _FileTensor]:
+    """The tensors of a file for one of the model: itself, or the parts of a weight at rest in few bits."""
+    path = layout.slices[0].path
+    if self._rounding is None or f"{path}_scale" not in self._reader.parameters:
+      dtype = np.dtype(self._model.struct(path).dtype)
+      return {name: _FileTensor(layout.shape, dtype, partial(self._plain_rows, layout))}
+    if len(layout.shape) != 2 or not layout.weight.transposed or not name.endswith(".weight"):
+      raise ConfigError(f"{name} is not a linear layer's weight, and compressed-tensors has no other in few bits.")
+    if len(layout.slices) > 1 and self._rounding.stored.scale == "e4m3":
+      raise ConfigError(f"{name} holds several weights, and {self._rounding.format} has one global scale for them.")
+    parts = compressed_parts(self._rounding, self._activations, (layout.shape[0], layout.shape[1]))
+    return {
+      f"{name.removesuffix('weight')}{part}": _FileTensor(shape, dtype, partial(self._part, layout, part))
+      for part, (shape, dtype) in parts.items()
+    }
+
+  def _plain_rows(self, layout: TensorLayout) -> Iterator[np.ndarray]:
+    pieces = [self._weights.piece(slice_.path, slice_.index) for slice_ in layout.slices]
+    return layout.join_in_rows(pieces, CHUNK)
+
+  def _part(self, layout: TensorLayout, part: str) -> Iterator[np.ndarray]:
+    """A part of a weight at rest."""
+    assert self._rounding is not None
+    if part == "weight_shape":
+      yield np.array(layout.shape, np.int64)
+      return
+    leaf = {"weight_packed": "weight"}.get(part, part)
+    pieces = [self._stored(slice_, leaf) for slice_ in layout.slices]
+    if part == "weight_global_scale":
+      yield pieces[0].reshape(1)
+    elif part == "weight_scale":
+      yield layout.with_rows(pieces[0].shape[0]).join(pieces)
+    else:
+      values = [unpacked_values(self._rounding, piece) for piece in pieces]
+      yield compress_values(self._rounding, self._activations, layout.with_rows(values[0].shape[0]).join(values))
+
+  def _stored(self, slice_: ParameterSlice, leaf: str) -> np.ndarray:
+    """An array of a weight at rest, [rows, outputs]."""
+    name = slice_.path.removesuffix("weight") + leaf
+    found = self._reader.read(name, slice_.index, len(self._reader.stored_shape(name)))
+    return found.reshape(found.shape[0], -1) if found.ndim else found
 
   def _plan(self, most: int) -> dict[str, list[str]]:
     """Files with their tensors, in the order of layers."""
@@ -150,16 +199,27 @@ class _HuggingFaceWriter:
         if tokenizer is not None:
           write_tokenizer(tokenizer, folder)
           tokens = dict(zip(TOKENS, (tokenizer.bos, tokenizer.eos, tokenizer.vocabulary.pad), strict=True))
-    content = self._entries | tokens | {"dtype": self._config.weight_dtype.value}
+    dtype = {"dtype": self._config.weight_dtype.value}
+    content = self._entries | tokens | dtype | self._quantization_config()
     write_file(folder / "config.json", [_json(content)])
     if not (folder / "generation_config.json").exists():
       write_file(folder / "generation_config.json", [_json(tokens)])
 
-  def _dtype(self, name: str) -> np.dtype:
-    return np.dtype(self._model.struct(self._tensors[name].slices[0].path).dtype)
-
   def _size(self, name: str) -> int:
-    return prod(self._tensors[name].shape) * self._dtype(name).itemsize
+    return self._tensors[name].bytes
+
+  def _quantization_config(self) -> dict[str, Any]:
+    """The entry of config.json for weights at rest; none without them."""
+    if self._rounding is None:
+      return {}
+    rounded = {name.rpartition(".")[0] for name in self._tensors if name.endswith(".weight_scale")}
+    linear = {
+      name.rpartition(".")[0]
+      for name, tensor in self._tensors.items()
+      if name.endswith(".weight") and len(tensor.shape) == 2
+    }
+    ignored = sorted(linear - rounded, key=_natural)
+    return {"quantization_config": weight_scheme(self._rounding, self._activations, ignored)}
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

@@ -92,6 +92,7 @@ from maxtext.configs.types.post_training import (
   SpecialTokens,
 )
 from maxtext.configs.types.run import AOT, Debug, DevelopmentAndDebugging, RunInfo, TrainingLoop, TrainingSamples
+from maxtext.configs.types.weights_at_rest import WeightsAtRest
 
 
 def get_individual_scales(scale: int) -> tuple[int, int, int, int]:
@@ -154,6 +155,7 @@ class _Training(
 class _PostTraining(
   FineTuning,
   Lora,
+  WeightsAtRest,
   Distillation,
   RLHardware,
   VLLM,
@@ -323,6 +325,7 @@ __all__ = [
   "TrainingSamples",
   "VisionProjector",
   "VisionTower",
+  "WeightsAtRest",
   "WsdDecayStyle",
   "XProfTPUPowerTraceMode",
   "YarnRope",

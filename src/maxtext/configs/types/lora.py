@@ -16,3 +16,8 @@ class Lora(Section):
   )
   use_dora: bool = Field(False, description="True trains the magnitudes of adapted weights beside LoRA (DoRA).")
   use_rslora: bool = Field(False, description="True divides lora_alpha by the root of the rank instead (rsLoRA).")
+  lora_merge_aware: bool = Field(
+    False,
+    description="True rounds the base with its LoRA adapters in it to weight_format in training, so that what "
+    "`maxtext quantize` merges is what was trained.",
+  )

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.dora import DoraMatmul
 from maxtext.layers.lora import LoraMatmul, adapted_module, is_adapter
+from maxtext.layers.merged_lora import MergedLora
+from maxtext.models.execution.quantization import weight_rounding
 
 
 def adapters(config: MaxTextConfig) -> LoraMatmul | None:
@@ -14,6 +16,10 @@ def adapters(config: MaxTextConfig) -> LoraMatmul | None:
   if not c.lora_rank:
     return None
   scale = c.lora_alpha / (c.lora_rank**0.5 if c.use_rslora else c.lora_rank)
+  if c.lora_merge_aware:
+    rounding = weight_rounding(c)
+    assert rounding is not None, "the table of unsupported options asks for weight_format"
+    return MergedLora(rank=c.lora_rank, scale=scale, targets=tuple(c.lora_targets), rounding=rounding)
   kind = DoraMatmul if c.use_dora else LoraMatmul
   return kind(rank=c.lora_rank, scale=scale, targets=tuple(c.lora_targets))
 

@@ -11,18 +11,23 @@ from maxtext.models.execution.attention_kernel import attention, check_attention
 from maxtext.models.execution.expert_dispatch import check_experts, dispatch
 from maxtext.models.execution.kv_cache import kv_cache_block, kv_cache_pages, kv_cache_quantization
 from maxtext.models.execution.pipeline_stages import pipelines
-from maxtext.models.execution.quantization import quantized_matmuls, sparse_matmuls
+from maxtext.models.execution.quantization import (
+  quantized_matmuls,
+  rounded_weights,
+  sparse_matmuls,
+  weights_at_rest,
+)
 from maxtext.models.execution.remat_policy import remat
 from maxtext.models.spec import DecoderSpec
 
 
-def execution_of_model(config: MaxTextConfig, mesh: Mesh, spec: DecoderSpec) -> ExecutionConfig:
-  """The execution of one model on a mesh.
+def execution_of_model(config: MaxTextConfig, mesh: Mesh, spec: DecoderSpec, serving: bool = False) -> ExecutionConfig:
+  """The execution of one model on a mesh, for training or for inference (`serving`).
 
   Raises:
     ConfigError: the model does not support an option.
   """
-  execution = execution_config(config, mesh)
+  execution = execution_config(config, mesh, serving)
   check_attention(config, spec, execution.kernels.attention.kernel)
   check_experts(config, spec)
   policies = len(execution.remat)
@@ -39,7 +44,7 @@ def execution_of_model(config: MaxTextConfig, mesh: Mesh, spec: DecoderSpec) -> 
   return execution.replace(pipelines=pipelines(config, spec, execution))
 
 
-def execution_config(config: MaxTextConfig, mesh: Mesh) -> ExecutionConfig:
+def execution_config(config: MaxTextConfig, mesh: Mesh, serving: bool = False) -> ExecutionConfig:
   """The execution of any model on a mesh, without the checks and pipelines of one model."""
   c = config
   rules, lora = sharding_rules(c, mesh), adapters(c)
@@ -64,7 +69,13 @@ def execution_config(config: MaxTextConfig, mesh: Mesh) -> ExecutionConfig:
     scan_layers=c.scan_layers,
     kv_cache=KVCacheConfig(kv_cache_quantization(c), kv_cache_pages(c, mesh), kv_cache_block(c, mesh)),
     # The quantized one must be the last.
-    matmul=(*((lora,) if lora else ()), *sparse_matmuls(c), *quantized_matmuls(c, mesh)),
+    matmul=(
+      *((lora,) if lora else ()),
+      *sparse_matmuls(c),
+      *rounded_weights(c, serving),
+      *quantized_matmuls(c, mesh),
+    ),
+    weight_format=weights_at_rest(c, serving),
     dropout_rate=c.dropout_rate if c.enable_dropout else 0.0,
     keep_mixer_outputs=compares_features(c),
   )

@@ -1,7 +1,9 @@
-"""From keys to quantized and sparse matmuls (`layers/quantized_matmul.py`, `layers/sparse_matmul.py`)."""
+"""From keys to quantized and sparse matmuls, and to weights at rest in few bits (`layers/quantized_matmul.py`,
+`layers/sparse_matmul.py`, `layers/quantized_weight.py`)."""
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,11 @@ from jax.sharding import Mesh
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import QuantizationType
 from maxtext.kernels.quantize import FORMATS, RangeCalibration
+from maxtext.kernels.weight_quantize import STORED_FORMATS
 from maxtext.layers.quantized_matmul import Operand, QuantizedMatmul
+from maxtext.layers.quantized_weight import QuantizedFormat, RoundedWeights, WeightRounding
 from maxtext.layers.sparse_matmul import SparseMatmul
+from maxtext.layers.weight_format import PlainFormat, WeightFormat
 
 # Formats of the input, the weight and the gradient.
 _FORMATS: dict[QuantizationType, tuple[str | None, str, str | None]] = {
@@ -45,6 +50,70 @@ def quantized_matmuls(config: MaxTextConfig, mesh: Mesh) -> tuple[QuantizedMatmu
   if kind == QuantizationType.INTMP:
     return _by_path(config, common)
   return (QuantizedMatmul(**_operands(config, *_FORMATS[kind]), **common),)
+
+
+def weights_at_rest(config: MaxTextConfig, serving: bool) -> WeightFormat:
+  """How weights are stored: in few bits for inference, and below adapters, where the keys say so.
+
+  Raises:
+    ConfigError: keys contradict each other.
+  """
+  rounding = weight_rounding(config)
+  if serving:
+    rounding = rounding or _rounding_of_matmuls(config)
+  elif rounding is not None and config.lora_rank and config.quantization:
+    raise ConfigError(
+      f"weight_format={config.weight_format} below adapters (lora_rank={config.lora_rank}) is multiplied in dtype: "
+      f"leave quantization={config.quantization.value} out."
+    )
+  stored = rounding if serving or config.lora_rank else None
+  return PlainFormat() if stored is None else QuantizedFormat(stored)
+
+
+def rounded_weights(config: MaxTextConfig, serving: bool) -> tuple[RoundedWeights, ...]:
+  """Quantization-aware training for `weight_format`; none where weights are stored in it, or matmuls round to it."""
+  rounding = weight_rounding(config)
+  if rounding is None or serving or config.lora_rank or config.quantization:
+    return ()
+  return (RoundedWeights(rounding=rounding),)
+
+
+_ALL_BUT_THE_HEAD = ("^(?!head)",)
+# Formats whose weights a quantized matmul takes as they are stored.
+_AT_REST = {QuantizationType.INT8: "int8", QuantizationType.FP8: "fp8", QuantizationType.INT4: "int4"}
+
+
+def weight_rounding(config: MaxTextConfig) -> WeightRounding | None:
+  """The rounding of `weight_format`; None without it."""
+  name = config.weight_format
+  if not name:
+    return None
+  stored, block = STORED_FORMATS[name], config.weight_block_size
+  if block and stored.fixed_block:
+    raise ConfigError(f"weight_block_size={block}: {name} has blocks of {stored.block}; leave it out.")
+  if config.quantization:
+    multiplied = _rounding_of_matmuls(config)
+    if multiplied is None or multiplied.format != name or block > 0:
+      raise ConfigError(
+        f"weight_format={name} is not what quantization={config.quantization.value} multiplies by: leave weight_format "
+        "out, and weights at rest have the format of quantization; or leave quantization out for weights alone."
+      )
+    return multiplied
+  return rounding_of_keys(name, block, config.weight_format_targets)
+
+
+def _rounding_of_matmuls(config: MaxTextConfig) -> WeightRounding | None:
+  """The format at rest of the weights that `quantization` rounds; None where it depends on more than the weight."""
+  name = _AT_REST.get(config.quantization) if config.quantization else None
+  if name is None or config.weight_sparsity_n or config.weight_quantization_calibration_method != "absmax":
+    return None
+  return WeightRounding(name, 0, _ALL_BUT_THE_HEAD)
+
+
+def rounding_of_keys(weight_format: str, weight_block_size: int, targets: Sequence[str]) -> WeightRounding:
+  """The rounding of these values of keys."""
+  block = max(weight_block_size, 0) if weight_block_size else STORED_FORMATS[weight_format].block
+  return WeightRounding(weight_format, block, tuple(targets))
 
 
 def sparse_matmuls(config: MaxTextConfig) -> tuple[SparseMatmul, ...]:

@@ -1,0 +1,201 @@
+"""Weights at rest in few bits, as a format of stored weights; and quantization-aware training for them (QAT).
+
+The contracted dimensions of a stored weight are one, named as the first of them. See `kernels/weight_quantize.py`.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxtext.kernels.quantize import Quantized
+from maxtext.kernels.weight_quantize import STORED_FORMATS, StoredFormat, decode, encode, stored_shapes
+from maxtext.layers.matmul import Matmul, UnfitWeightError
+from maxtext.layers.matmul_call import ABSORBED, MatmulCall, Next, Role, Site
+from maxtext.layers.param_factory import ParamFactory
+from maxtext.layers.weight_format import PlainFormat, StoredWeight
+
+LEAVES = ("weight", "weight_scale", "weight_global_scale")  # the arrays of a weight; not every format has the last
+_PLAIN = PlainFormat()
+_STORED: tuple[Role, ...] = ("linear", "experts", "head")
+
+
+def is_scale(path: str) -> bool:
+  """Whether a parameter is a scale of a weight at rest in few bits."""
+  return path.rpartition("/")[2] in LEAVES[1:]
+
+
+@dataclass(frozen=True)
+class WeightRounding:
+  """Which weights are rounded, and to what.
+
+  Attributes:
+    format: a name of `STORED_FORMATS`.
+    block: rows that share a scale; 0 is all of them.
+    targets: patterns of the paths of modules, among those with a linear or expert weight and the head.
+  """
+
+  format: str
+  block: int
+  targets: tuple[str, ...] = ("layers/",)
+
+  @property
+  def stored(self) -> StoredFormat:
+    """What is stored."""
+    return STORED_FORMATS[self.format]
+
+  def wants(self, site: Site) -> bool:
+    """Whether the weight of a site is rounded."""
+    return site.role in _STORED and any(re.search(pattern, site.path) for pattern in self.targets)
+
+  def check(self, path: str, rows: int) -> None:
+    """Raises `UnfitWeightError` if a weight with so many contracted rows cannot have the format."""
+    step = max(self.block, 8 // self.stored.bits)
+    if rows % step:
+      other = "weight_format" if self.stored.fixed_block else "weight_block_size or weight_format"
+      raise UnfitWeightError(
+        f"weight_format={self.format}: the {rows} inputs of {path} are not a multiple of {step}: choose another "
+        f"{other}, or leave that module out of weight_format_targets."
+      )
+
+  def encode(self, weight: jax.Array, stacked: int, contracted: int) -> dict[str, jax.Array]:
+    """The arrays of a weight [stacked..., contracted..., outputs...]."""
+    lead, rest = weight.shape[:stacked], weight.shape[stacked + contracted :]
+    run = partial(encode, format_=self.stored, block=self.block)
+    for _ in range(stacked):
+      run = jax.vmap(run)
+    return run(weight.reshape(*lead, -1, *rest))
+
+  def decode(self, arrays: Mapping[str, jax.Array], shape: tuple[int, ...], stacked: int, dtype: Any) -> jax.Array:
+    """The weight of that shape."""
+    run = partial(decode, format_=self.stored, block=self.block, dtype=dtype)
+    for _ in range(stacked):
+      run = jax.vmap(run)
+    return run(arrays).reshape(shape)
+
+
+@dataclass(frozen=True)
+class QuantizedFormat:
+  """Weights that are wanted are stored in few bits; the others plainly."""
+
+  rounding: WeightRounding
+
+  def variables(
+    self, factory: ParamFactory, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int], std: float
+  ) -> dict[str, nnx.Variable]:
+    """Values and scales. A stored weight has no initial values of its own: all are 0, with scales of 1."""
+    if not self.rounding.wants(site):
+      return _PLAIN.variables(factory, site, inputs, outputs, std)
+    rows, axis = prod(inputs.values()), next(iter(inputs))
+    self.rounding.check(site.path, rows)
+    shapes = stored_shapes(self.rounding.stored, self.rounding.block, rows, tuple(outputs.values()))
+    return {
+      name: factory(
+        name,
+        shape,
+        (axis if shape[0] > 1 else None, *outputs) if shape else (),
+        fill=name != "weight",
+        dtype=dtype,
+        contracted=int(name == "weight"),
+      )
+      for name, (shape, dtype) in shapes.items()
+    }
+
+  def load(self, site: Site, arrays: Mapping[str, jax.Array]) -> jax.Array | StoredWeight:
+    """A stored weight, or the array of a plain one."""
+    return StoredWeight(self, arrays) if "weight_scale" in arrays else arrays["weight"]
+
+  def dequantize(self, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+    """The weight [F, outputs...] of one layer and expert."""
+    return decode(arrays, self.rounding.stored, self.rounding.block, dtype)
+
+  def matmul(self, call: MatmulCall, next_: Next, x: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
+    """The plain operation with the weight in the call's dtype, which exists in the operation alone."""
+    return next_(call, x, self.expand(call, x, arrays, call.dtype or x.dtype))
+
+  def expand(self, call: MatmulCall, x: jax.Array, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+    """The weight in the dimensions of a call."""
+    stacked = int(call.site.role == "experts")
+    shape = _weight_shape(call, x, arrays["weight"].shape, 8 // self.rounding.stored.bits)
+    return self.rounding.decode(arrays, shape, stacked, dtype)
+
+  def operand(self, call: MatmulCall, x: jax.Array, arrays: Mapping[str, jax.Array]) -> Quantized:
+    """Values and scales as an operand of a quantized matmul, for eight bits and one scale per channel."""
+    assert self.rounding.block == 0, "blocks of rows have scales of their own"
+    assert self.rounding.stored.bits == 8, "values are packed"
+    stacked = int(call.site.role == "experts")
+    shape = _weight_shape(call, x, arrays["weight"].shape, 1)
+    inputs = len(shape) - (arrays["weight"].ndim - stacked - 1) - stacked
+    scale = arrays["weight_scale"]
+    ones = (*scale.shape[:stacked], *(1,) * inputs, *scale.shape[stacked + 1 :])
+    return Quantized(arrays["weight"].reshape(shape), scale.reshape(ones))
+
+
+def _weight_shape(call: MatmulCall, x: jax.Array, stored: tuple[int, ...], per_byte: int) -> tuple[int, ...]:
+  """The shape of the weight in a call, whose contracted dimensions are stored as one."""
+  first, weight, _ = call.terms
+  stacked = int(call.site.role == "experts")
+  rows, outputs = stored[stacked] * per_byte, stored[stacked + 1 :]
+  inputs = weight[stacked : len(weight) - len(outputs)]
+  sizes = dict(zip(first, x.shape, strict=True))
+  known = [rows] if len(inputs) == 1 else [sizes[c] for c in inputs]
+  assert prod(known) == rows, (call.contraction, stored, x.shape)
+  return (*stored[:stacked], *known, *outputs)
+
+
+@dataclass(frozen=True)
+class RoundedWeights(Matmul):
+  """Quantization-aware training: matmuls see the weight as it will be stored, and its gradient passes the rounding as
+  if it were not there (straight-through)."""
+
+  name: str = "rounded_weights"
+  rounding: WeightRounding = WeightRounding("int8", 0)
+
+  def wants(self, site: Site) -> bool:
+    """Weights that will be stored in few bits."""
+    return self.rounding.wants(site.of_weight)
+
+  def variables(
+    self, factory: ParamFactory, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int]
+  ) -> dict[str, nnx.Variable]:
+    """None; the weight's shape is checked."""
+    self.rounding.check(site.path, prod(inputs.values()))
+    return {}
+
+  def __call__(
+    self, call: MatmulCall, own: Mapping[str, nnx.Variable], next_: Next, x: jax.Array, weight: Any
+  ) -> jax.Array:
+    """The matmul with the rounded weight."""
+    _, letters, result = call.terms
+    stacked = int(call.site.role == "experts")
+    contracted = 1 if call.site.role in ABSORBED else sum(c not in result for c in letters[stacked:])
+    return next_(call, x, round_weight(self.rounding, stacked, contracted, weight, call.dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 4))
+def round_weight(rounding: WeightRounding, stacked: int, contracted: int, weight: jax.Array, dtype: Any) -> jax.Array:
+  """A weight as it will be stored; its gradient passes as if it were not rounded."""
+  # Without the barrier, XLA would simplify across what is stored, and compute other last bits than from the file.
+  arrays = jax.lax.optimization_barrier(rounding.encode(weight, stacked, contracted))
+  return rounding.decode(arrays, weight.shape, stacked, dtype or weight.dtype)
+
+
+def _round_forward(
+  rounding: WeightRounding, stacked: int, contracted: int, weight: jax.Array, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+  return round_weight(rounding, stacked, contracted, weight, dtype), jnp.zeros((), weight.dtype)
+
+
+def _round_backward(
+  rounding: WeightRounding, stacked: int, contracted: int, dtype: Any, like: jax.Array, grad: jax.Array
+) -> tuple[jax.Array]:
+  return (grad.astype(like.dtype),)
+
+
+round_weight.defvjp(_round_forward, _round_backward)

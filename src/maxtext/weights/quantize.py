@@ -1,0 +1,120 @@
+"""Post-training quantization: `maxtext.quantize` and `maxtext quantize` write weights at rest in few bits."""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from etils import epath
+
+from maxtext.checkpoint.location import locate
+from maxtext.checkpoint.metadata import CorruptCheckpointError
+from maxtext.checkpoint.tokenizer import SIDE_FOLDER, copy_tokenizer
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.errors import RunError
+from maxtext.configs.loader import values_and_origins
+from maxtext.configs.types import Lora
+from maxtext.configs.values import default_of
+from maxtext.layers.quantized_weight import QuantizedFormat
+from maxtext.models.build import abstract_model
+from maxtext.models.execution.adapters import adapters
+from maxtext.weights.base import parameter_reader
+from maxtext.weights.from_hugging_face import HuggingFaceWeights, copy_files, side_files
+from maxtext.weights.hugging_face_folder import HuggingFaceFolder
+from maxtext.weights.plain_weights import CheckpointWeights, PlainWeights, Progress
+from maxtext.weights.resolve import resolve_source
+from maxtext.weights.weights_at_rest import recorded_rounding, rounding_at_rest, write_weights_at_rest
+
+if TYPE_CHECKING:
+  from maxtext.configs.keys import ConfigKeys
+
+_LOG = logging.getLogger(__name__)
+
+
+def quantize(
+  source: str | os.PathLike[str],
+  target: str | os.PathLike[str],
+  *,
+  progress: Progress | None = None,
+  strict: bool = False,
+  **keys: "Unpack[ConfigKeys]",
+) -> Path:
+  """Writes the weights of a model at rest in few bits, rounded to nearest: a checkpoint for `LLM`, decode and serve.
+
+  An interrupted quantization resumes when it is started again.
+
+  Args:
+    source: a Hugging Face folder, a run folder, its checkpoints, one step, or parameters. Adapters of a LoRA run are
+      merged.
+    target: a folder that does not exist yet.
+    progress: called with parts done, all parts, bytes done, all bytes.
+    strict: makes keys without an effect an error instead of a warning.
+    **keys: configuration keys: `weight_format="int4"` says what linear and expert weights of layers are rounded to;
+      `weight_block_size=64`, `weight_format_targets=["layers/", "head"]`.
+
+  Returns:
+    The folder that was written.
+
+  Raises:
+    ConfigError: (a ValueError) the folders or the keys are invalid, or the weights are not those of the model.
+  """
+  resolved = resolve_source(os.fspath(source), {"dataset_type": "synthetic", **keys}, strict)
+  path = write_quantized_params(resolved.config, Path(target), resolved.origins, progress or _silent)
+  size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+  _LOG.info(f"{path}: {size / 1e9:.3g} GB at rest, for maxtext serve, decode and LLM")
+  return path
+
+
+def save_quantized_params(config: MaxTextConfig) -> MaxTextConfig:
+  """Writes the weights to `save_quantized_params_path`, and returns the configuration that reads them there."""
+  if config.lora_rank:
+    raise ConfigError(
+      f"save_quantized_params_path={config.save_quantized_params_path}: a checkpoint of weights at rest has no "
+      "adapters; maxtext quantize merges them."
+    )
+  path = write_quantized_params(config, Path(config.save_quantized_params_path).expanduser(), {}, _silent)
+  return config.model_copy(update={"load_parameters_path": str(path), "source_checkpoint_layout": "orbax"})
+
+
+def write_quantized_params(config: MaxTextConfig, target: Path, origins: Mapping[str, str], progress: Progress) -> Path:
+  """Writes the parameters of `load_parameters_path` in the format in which a server would store them."""
+  if config.lora_input_adapters_path:
+    raise ConfigError(
+      f"lora_input_adapters_path={config.lora_input_adapters_path}: maxtext quantize merges adapters of a LoRA run, "
+      "not of a folder; merge them with PEFT first, or serve them beside the base (maxtext serve --lora)."
+    )
+  reset = (*Lora.model_fields, "lora_input_adapters_path", "load_parameters_path", "source_checkpoint_layout")
+  merged = config.model_copy(update={key: default_of(key) for key in reset})
+  model, path = abstract_model(merged, serving=True), config.load_parameters_path
+  if not isinstance(model.execution.weight_format, QuantizedFormat):
+    raise ConfigError("Nothing says to what weights are rounded: set weight_format, or quantization=int8, fp8 or int4.")
+  record = merged.model_copy(update=recorded_rounding(model.execution.weight_format.rounding))
+  values = values_and_origins(record, origins)
+  try:
+    source, request, beside = _source(config, merged)
+    rounding = recorded_rounding(model.execution.weight_format.rounding)
+    return write_weights_at_rest(merged, model, source, target, (request, rounding), values, progress, beside)
+  except CorruptCheckpointError as damage:
+    raise RunError(f"{path} is damaged: {damage}.") from None
+
+
+def _source(config: MaxTextConfig, merged: MaxTextConfig) -> tuple[PlainWeights, Any, Callable[[Path], None]]:
+  """The weights, what identifies them, and what copies the files beside them, such as the tokenizer."""
+  path = config.load_parameters_path
+  if config.source_checkpoint_layout == "safetensors":
+    folder = HuggingFaceFolder(path)
+    files = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in folder.files()]
+    source = HuggingFaceWeights.of(config, abstract_model(merged), folder)
+    return source, files, lambda target: copy_files(side_files(folder), target / SIDE_FOLDER)
+  model, lora = abstract_model(config), adapters(config)
+  reader = parameter_reader(config, model, locate(path))
+  if (rounding := rounding_at_rest(reader)) is not None and lora is None:
+    raise ConfigError(f"{path} is at rest in {rounding.format} already: that is not rounded again.")
+  weights = CheckpointWeights(model, reader, rounding, lora)
+  request = reader.metadata.to_json()["digest"], str(lora)
+  return weights, request, lambda target: copy_tokenizer(path, epath.Path(target))
+
+
+def _silent(count: int, all_count: int, size: int, all_size: int) -> None:
+  """Reports no progress."""
