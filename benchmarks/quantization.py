@@ -1,4 +1,4 @@
-"""Held-out loss of quantized training, beside bfloat16, on the quick start's text.
+"""Held-out loss of quantized training, and of QAT for weights at rest, beside bfloat16, on the quick start's text.
 
   maxtext data prepare stdlib-llama --stdlib --train-tokenizer --to data/stdlib
   python -m benchmarks.quantization data/stdlib
@@ -20,7 +20,9 @@ FORMATS: dict[str, dict[str, Any]] = {
   "fp8, dynamic": {"quantization": "fp8"},
   "fp8, static": {"quantization": "fp8_full"},
   "fp8, delayed": {"quantization": "fp8"} | DELAYED,
-  "int4 weights": {"quantization": "int4"},
+  "QAT, int8 weights": {"weight_format": "int8"},
+  "QAT, int4 weights": {"weight_format": "int4"},
+  "QAT, nvfp4 weights": {"weight_format": "nvfp4"},
 }
 
 
