@@ -75,6 +75,15 @@ def test_decode_one_prompt(run):
 
 
 @pytest.mark.slow
+def test_weights_at_rest_answer(run, tmp_path):
+  """The folder that `maxtext quantize` writes has all it takes to answer: format and tokenizer."""
+  assert main(["quantize", str(run), str(tmp_path / "out"), "--format", "int8"]) == 0
+  assert decode(tmp_path / "out", "prompt=the cat", "--max-tokens=5").stdout == "the cat sat on the mat.\n"
+  other = decode(tmp_path / "out", "prompt=the cat", "weight_format=int4", "weight_block_size=8", code=2)
+  assert "holds weights at rest with weight_format=int8" in other.stderr
+
+
+@pytest.mark.slow
 def test_from_python(run):
   """The folder of a run, on the eight devices that tests have: the same text as `maxtext decode`."""
   llm = LLM(run, max_prefill_predict_length=24, jax_cache_dir="", chat_template=TEMPLATE)

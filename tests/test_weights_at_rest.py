@@ -393,6 +393,8 @@ def test_weights_at_rest_are_not_taken_for_others(trained, tmp_path):
     maxtext.train(load_config(**RUN_KEYS | EXPERTS | start))
   with pytest.raises(ConfigError, match="is not rounded again"):
     maxtext.quantize(tmp_path / "out", tmp_path / "again", weight_format="int8")
+  with pytest.raises(ConfigError, match="no-such-folder is not a folder"):
+    maxtext.quantize("no-such-folder", tmp_path / "none", weight_format="int8")
   with pytest.raises(ConfigError, match="set weight_format"):
     maxtext.quantize(trained, tmp_path / "none")
 

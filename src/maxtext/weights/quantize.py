@@ -59,11 +59,14 @@ def quantize(
   Raises:
     ConfigError: (a ValueError) the folders or the keys are invalid, or the weights are not those of the model.
   """
-  resolved = resolve_source(os.fspath(source), {"dataset_type": "synthetic", **keys}, strict)
-  path = write_quantized_params(resolved.config, Path(target), resolved.origins, progress or _silent)
-  size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-  _LOG.info(f"{path}: {size / 1e9:.3g} GB at rest, for maxtext serve, decode and LLM")
-  return path
+  path = os.fspath(source)
+  if "://" not in path and not Path(path).expanduser().is_dir():
+    raise ConfigError(f"{path} is not a folder: give that of a run, of a checkpoint or of Hugging Face.")
+  resolved = resolve_source(path if "/" in path else f"./{path}", {"dataset_type": "synthetic", **keys}, strict)
+  written = write_quantized_params(resolved.config, Path(target), resolved.origins, progress or _silent)
+  size = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
+  _LOG.info(f"{written}: {size / 1e9:.3g} GB at rest, for maxtext serve, decode and LLM")
+  return written
 
 
 def save_quantized_params(config: MaxTextConfig) -> MaxTextConfig:
