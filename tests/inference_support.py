@@ -14,6 +14,7 @@ from maxtext.data.options import tokenizer_options
 from maxtext.data.tokenizers import load_tokenizer, train_tokenizer
 from maxtext.inference.adapters import AdapterManager
 from maxtext.inference.detokenizer import IncrementalDetokenizer
+from maxtext.inference.draft_model import DraftModel
 from maxtext.inference.inference_model import InferenceModel, make_engine
 from maxtext.inference.sampling import SamplingParams
 from maxtext.serving.engine_thread import EngineThread
@@ -24,7 +25,9 @@ from tests.support import program, tiny
 BYTES = 258  # tokens: every byte, a beginning and an end
 
 
-def random_model(folder, num_speculative_tokens=0, seed=0, adapter_options=None, devices=1, **changes):
+def random_model(
+  folder, num_speculative_tokens=0, seed=0, adapter_options=None, devices=1, drafts_itself=False, **changes
+):
   """What answers, two requests at once; its tokenizer is written to the folder."""
   train_tokenizer([], BYTES, 0, folder)
   keys = {"vocab_size": BYTES, "max_target_length": 96, "max_prefill_predict_length": 16, "per_device_batch_size": 2}
@@ -37,7 +40,8 @@ def random_model(folder, num_speculative_tokens=0, seed=0, adapter_options=None,
   sampling_params = SamplingParams(stop_token_ids=(tokenizer.eos,))
   adapters = None if adapter_options is None else AdapterManager(config, adapter_options)
   params = model.unstack_layers(params | buffers)
-  engine = make_engine(config, model, params, num_speculative_tokens, adapters=adapters)
+  draft_model = DraftModel(model, params) if drafts_itself else None
+  engine = make_engine(config, model, params, num_speculative_tokens, draft_model, adapters)
   return InferenceModel(config, engine, tokenizer, sampling_params, adapters)
 
 
