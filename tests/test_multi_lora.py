@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from maxtext import LLM, ConfigError, load_config
+from maxtext.data.tokenizers import train_tokenizer
 from maxtext.inference.adapter_options import AdapterOptions
 from maxtext.inference.adapters import AdapterManager, UnknownAdapterError
 from maxtext.inference.engine import Engine, dropless
@@ -24,6 +25,7 @@ from maxtext.weights.tensor_files import read_header
 from tests.cases import cases
 from tests.inference_support import BYTES, finish, random_model
 from tests.support import program, tiny
+from tests.test_lora import checkpoint
 from tests.test_parity import CASES
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, logprobs=3)
@@ -163,6 +165,27 @@ def test_it_is_what_the_engine_with_that_adapter_alone_computes(folders, expecte
   tokens, logprobs = expected[len(LONG), "one", GREEDY]
   assert [int(step.token_ids[0]) for step in steps] == tokens
   np.testing.assert_allclose([step.logprobs[0] for step in steps], logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+def test_weights_at_rest_in_few_bits(weight_format, folders, tmp_path):
+  """Of a folder, by its name alone: as `lora_input_adapters_path` serves one adapter on them."""
+  config = tiny(vocab_size=BYTES, max_target_length=96)
+  checkpoint(tmp_path / "base", config, jax.jit(program(config).model.init)(0)[0])
+  train_tokenizer([], BYTES, 0, tmp_path)
+  keys = {
+    "weight_format": weight_format, "tokenizer_type": "huggingface", "tokenizer_path": str(tmp_path),
+    "max_prefill_predict_length": 40, "per_device_batch_size": 1, "weight_block_size": 8, "jax_cache_dir": "",
+  }  # fmt: skip
+  many = LLM(tmp_path / "base", adapters=folders, **keys)
+  found = many.generate([PROMPT] * 4, GREEDY, adapter=NAMES)
+  for output, name in zip(found[:3:2], (None, "two"), strict=True):
+    one = LLM(tmp_path / "base", **keys | ({"lora_input_adapters_path": folders[name]} if name else {}))
+    (alone,) = one.generate(PROMPT, GREEDY)
+    assert alone.token_ids == output.token_ids
+    np.testing.assert_allclose(alone.logprobs, output.logprobs, atol=1e-4, rtol=0)
+  assert len({output.token_ids for output in found}) == 4, "every adapter must be felt"
 
 
 FAMILIES = ("llama", "gemma3", "qwen3_next", "mixtral", "deepseek3", "gpt2_as_gpt3")
