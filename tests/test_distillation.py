@@ -268,7 +268,6 @@ def test_keys_of_the_student_alone_win(tmp_path):
     ({"student_params_to_update": [3]}, "student_params_to_update: 3 is not a regular expression"),
     ({"student_overrides": {3: 4}}, "'3' is not a key"),
     ({"teacher_overrides": {"load_parameters_path": 3}}, "load_parameters_path=3 must be a path"),
-    ({"learn_to_init_mode": True}, "learning the first weights is not implemented"),
   ],
 )  # fmt: skip
 def test_keys_that_are_wrong(changes, message):

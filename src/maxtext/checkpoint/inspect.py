@@ -141,7 +141,8 @@ _OF_THE_TRAINING = (
   "load_", "source_checkpoint_layout", "lora_input_adapters_path", "ici_", "dcn_", "num_slices", "shard_exp_on_fsdp",
   "use_ring_of_experts",
   "context_parallel_", "pipeline_", "num_pipeline_", "num_layers_per_pipeline_stage", "hardware",
-  "gradient_accumulation_steps", "student_", "teacher_", "distill_", "offline_data_dir",
+  "gradient_accumulation_steps", "student_", "teacher_", "distill_", "learn_to_init_mode", "lti_",
+  "offline_data_dir",
 )  # fmt: skip
 
 

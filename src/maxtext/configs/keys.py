@@ -427,8 +427,7 @@ class ConfigKeys(TypedDict, total=False):
   """Layers whose features are compared, with distill_beta; None is all. Default: None."""
 
   distill_student_weights_share_map: dict[str, Any]
-  """Student weight names and the student weights they share values with. Not supported yet: learning the first
-  weights is not implemented; distill_weights_copy_map copies them from the teacher. Default: {}."""
+  """Student weight names and the student weights they share values with. Default: {}."""
 
   distill_temperature: float
   """Divisor of student and teacher logits before the softmax; higher is softer. Default: 1.0."""
@@ -1083,8 +1082,7 @@ class ConfigKeys(TypedDict, total=False):
   """Key-value down-projection of latent attention (custom). Default: 'remat'."""
 
   learn_to_init_mode: bool
-  """True learns the student's starting weights as linear maps of the teacher's. Not supported yet: learning the
-  first weights is not implemented; distill_weights_copy_map copies them from the teacher. Default: False."""
+  """True learns the student's starting weights as linear maps of the teacher's. Default: False."""
 
   learning_rate: float
   """Peak learning rate. Default: 3e-05."""
@@ -1163,8 +1161,7 @@ class ConfigKeys(TypedDict, total=False):
   """Shape of the learning rate over the run. Default: 'cosine'."""
 
   lti_use_general_linear_map: bool
-  """True uses one full linear map per weight in learn_to_init_mode, not a factored one. Not supported yet: learning
-  the first weights is not implemented; distill_weights_copy_map copies them from the teacher. Default: False."""
+  """True uses one full linear map per weight in learn_to_init_mode, not a factored one. Default: False."""
 
   managed_mldiagnostics: bool
   """True reports metrics and profiles to Google Cloud ML Diagnostics. Not supported yet: metrics go to the console,

@@ -131,7 +131,7 @@ _DPO = (
   "kto_desirable_weight", "kto_undesirable_weight",
 )  # fmt: skip
 _WITH_REFERENCE = includes("dpo_loss_type", "sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "kto")
-_LEARN_TO_INIT = ("learn_to_init_mode", "lti_use_general_linear_map", "distill_student_weights_share_map")
+_OF_LEARN_TO_INIT = ("lti_use_general_linear_map", "distill_student_weights_share_map")
 _FORMATTING = ("formatting_func_path", "formatting_func_kwargs")
 _SIZES = ("emb_dim", "mlp_dim", "moe_mlp_dim", "num_decoder_layers", "num_kv_heads", "num_query_heads")
 _PATHWAYS = (
@@ -688,8 +688,8 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=any_of(is_set("distill_beta"), is_set("distill_beta_end")),
   ),
   NoEffectOption(
-    _section(t.Distillation, but=(*_LEARN_TO_INIT, "teacher_overrides", "offline_data_dir", "student_overrides",
-                                  "student_params_to_update")),
+    _section(t.Distillation, but=("learn_to_init_mode", *_OF_LEARN_TO_INIT, "teacher_overrides", "offline_data_dir",
+                                  "student_overrides", "student_params_to_update")),
     "it has no effect without a teacher: teacher_overrides, or offline_data_dir",
     unless=any_of(is_set("teacher_overrides"), is_set("offline_data_dir")),
   ),
@@ -725,9 +725,21 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_unset("enable_diloco"),
   ),
   UnsupportedOption(
-    _LEARN_TO_INIT,
-    "learning the first weights is not implemented; distill_weights_copy_map copies them from the teacher",
-    allowed_values=(False,),
+    _OF_LEARN_TO_INIT, "it is for the phase that learns the first weights: write learn_to_init_mode=true",
+    unless=is_set("learn_to_init_mode"),
+  ),
+  UnsupportedOption(
+    ("learn_to_init_mode",), "it maps the weights of a teacher: write teacher_overrides, and no offline_data_dir",
+    unless=all_of(is_set("teacher_overrides"), is_unset("offline_data_dir")),
+  ),
+  UnsupportedOption(
+    ("learn_to_init_mode",),
+    "the student starts as a map of its teacher, and from no other weights: write load_parameters_path=''",
+    unless=is_unset("load_parameters_path"),
+  ),
+  UnsupportedOption(
+    ("learn_to_init_mode",), "its maps train in place of weights: leave lora_rank and use_qk_clip out",
+    unless=all_of(is_unset("lora_rank"), is_unset("use_qk_clip")),
   ),
   UnsupportedOption(
     ("use_grpo",

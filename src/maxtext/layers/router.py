@@ -82,7 +82,7 @@ class TopKRouterLayer(nnx.Module):
     self.logits = Linear(
       factory.scope("logits"), {"embed": width}, {"router": spec.count}, execution, "router_logits", role="router"
     )
-    per_expert = (spec.count,), (None,)
+    per_expert = (spec.count,), ("router",)
     self.bias = factory("bias", *per_expert) if spec.bias else None
     self.selection_bias = (
       factory("selection_bias", *per_expert, kind=Buffer, dtype=jnp.float32) if spec.selection_bias else None

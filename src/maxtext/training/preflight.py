@@ -110,8 +110,10 @@ def describe(program: Program, run: RunDirectory, config_name: str) -> str:
   model, mesh = program.model, program.model.execution.sharding.mesh
   axes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1) or "one device"
   rows, length = _batch_shape(program)
+  maps = program.mapped
+  trained = "" if maps is None else f" by maps with {sum(s.size for s in maps.params.values()):,}, which train,"
   return (
-    f"{config_name}: {model.size:,} parameters on {mesh.size} {mesh.devices.flat[0].platform} "
+    f"{config_name}: {model.size:,} parameters{trained} on {mesh.size} {mesh.devices.flat[0].platform} "
     f"({axes}), {rows} x {length} tokens a step, in {run.path}"
   )
 
@@ -150,10 +152,11 @@ def _check_memory(program: Program) -> None:
     return
   needed, where, there = _memory(program)
   if there and needed > there:
+    general = "Write lti_use_general_linear_map=false. " if c.lti_use_general_linear_map else ""
     raise ConfigError(
       f"{c.model_name}: parameters and optimizer state take {needed / 1e9:,.1f} GB of the memory of {where}, which has "
-      f"{there / 1e9:,.1f} GB. Take a smaller model, or more devices to shard it over (ici_fsdp_parallelism); `maxtext "
-      f"plan` says how many it needs."
+      f"{there / 1e9:,.1f} GB. {general}Take a smaller model, or more devices to shard it over (ici_fsdp_parallelism); "
+      f"`maxtext plan` says how many it needs."
     )
 
 

@@ -32,6 +32,7 @@ from maxtext.optim.schedules import learning_rate
 from maxtext.training import diloco
 from maxtext.training.abstract_batch import abstract_batch, token_paths
 from maxtext.training.frozen import build_frozen, frozen_params
+from maxtext.training.learn_to_init import MappedModel, mapped_model
 from maxtext.training.objectives.base import EVALUATION, Metrics, Objective, StepContext
 from maxtext.training.objectives.configured import evaluation_objective, training_objective
 from maxtext.training.objectives.preference import PreferenceOptimization
@@ -39,6 +40,7 @@ from maxtext.training.run_data import RunData
 from maxtext.training.state import TrainState, abstract_state, initial_state, on_devices, update_shardings
 from maxtext.training.step import evaluation_sums, make_train_step
 from maxtext.training.synchronized_compile import SynchronizedCompile
+from maxtext.training.teacher import TEACHER
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +59,7 @@ class Program:
   _frozen_models: Mapping[str, tuple[MaxTextConfig, Model]]
   _measured: Collection[str]  # the frozen models of an evaluation
   data: RunData
+  mapped: MappedModel | None  # of learn_to_init_mode: the model as the state has it
   _jit: Any  # with the compiler options of this run
   _in_token_order: Callable[[Any], Any]
 
@@ -77,21 +80,23 @@ class Program:
     if not model.params:
       key = "student_params_to_update" if config.student_params_to_update else "trainable_parameters_mask"
       raise ConfigError(f"{key}={getattr(config, key)} leaves nothing to train.")
-    schedule = learning_rate(schedule_options(config)) if optimizer is None else None
-    optimizer = optimizer or make_optimizer(optimizer_options(config), model.matrices)
-    updated = update_shardings(model, config.shard_optimizer_over_data)
-    _check_offload(config, mesh)
-    state = abstract_state(
-      model, optimizer, updated, config.parameter_memory_host_offload, config.optimizer_memory_host_offload
-    )
     trained = objective or training_objective(config)
     if isinstance(trained, PreferenceOptimization) and data is None and not config.use_dpo:
       raise ConfigError(
         "PreferenceOptimization needs pairs: set use_dpo=true, or give maxtext.train the argument data."
       )
     frozen_models = build_frozen(trained.frozen, config, model, mesh)
+    mapped = _mapped(config, model, frozen_models)
+    stateful = mapped or model
+    schedule = learning_rate(schedule_options(config)) if optimizer is None else None
+    optimizer = optimizer or make_optimizer(optimizer_options(config), stateful.matrices)
+    updated = update_shardings(stateful, config.shard_optimizer_over_data)
+    _check_offload(config, mesh)
+    state = abstract_state(
+      stateful, optimizer, updated, config.parameter_memory_host_offload, config.optimizer_memory_host_offload
+    )
     update = make_train_step(
-      model,
+      stateful,
       trained,
       optimizer,
       schedule,
@@ -131,7 +136,7 @@ class Program:
       return update(on_devices(state, shardings), in_token_order(batch), frozen)
 
     def init(seed: jax.Array) -> TrainState:
-      state = initial_state(model, optimizer, seed)
+      state = initial_state(stateful, optimizer, seed)
       return state if replicas is None else replicas.initial(state)
 
     def evaluate(
@@ -164,6 +169,7 @@ class Program:
       frozen_models,
       tuple(measured.frozen),
       RunData(config, batch, eval_batch, data),
+      mapped,
       jit,
       in_token_order,
     )
@@ -262,6 +268,17 @@ class Program:
 def hlo_folder(config: MaxTextConfig) -> Path:
   """Where the compiler leaves its files on this machine."""
   return Path(config.dump_hlo_local_dir) / process_folder(config.dump_hlo_upload_all)
+
+
+def _mapped(
+  config: MaxTextConfig, model: Model, frozen: Mapping[str, tuple[MaxTextConfig, Model]]
+) -> MappedModel | None:
+  """The student of `learn_to_init_mode`; None without it."""
+  if not config.learn_to_init_mode:
+    return None
+  if TEACHER not in frozen:
+    raise ConfigError("learn_to_init_mode=true needs the teacher of the configured objective: leave `objective` out.")
+  return mapped_model(config, model, frozen[TEACHER][1])
 
 
 def _diloco(config: MaxTextConfig, mesh: Mesh) -> diloco.Diloco | None:

@@ -12,8 +12,10 @@ from flax import nnx
 from maxtext.mesh.explicit import is_explicit
 from maxtext.models.decoder import Decoder
 from maxtext.models.model import Model, Params
+from maxtext.training.learn_to_init import MappedModel
 from maxtext.training.objectives.base import Metrics, Models, Objective, StepContext
 from maxtext.training.state import Shardings, TrainState, update_shardings
+from maxtext.training.teacher import TEACHER
 
 Frozen = Mapping[str, tuple[Model, Params]]
 """Frozen models with their parameters and buffers, by name."""
@@ -58,8 +60,9 @@ def make_train_step(
   places = updated or update_shardings(model, over_data=False)
 
   def train_step(state: TrainState, batch: Any, frozen_params: Mapping[str, Params] | None = None) -> Any:
-    found = gradients(
-      model,
+    others = {name: (other, (frozen_params or {})[name]) for name, other in (frozen or {}).items()}
+    find = partial(_gradients_of_maps, model) if isinstance(model, MappedModel) else partial(gradients, model)
+    found = find(
       objective,
       state.params,
       state.buffers,
@@ -67,7 +70,7 @@ def make_train_step(
       placed=places,
       accumulation=accumulation,
       grad_dtype=grad_dtype,
-      frozen={name: (other, (frozen_params or {})[name]) for name, other in (frozen or {}).items()},
+      frozen=others,
       context=partial(StepContext, state.step, seed),
     )
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in found.grads.values()))
@@ -87,6 +90,8 @@ def make_train_step(
       metrics["skipped_steps"] = skipped = optax.tree_utils.tree_get(opt_state, "skipped_steps")
       start = _zeros(model.statistics) | state.buffers
       buffers = {n: jnp.where(skipped == before, b, start[n]) for n, b in buffers.items()}
+    if isinstance(model, MappedModel):
+      buffers = buffers | model.weights(params, others[TEACHER][1])
     if post_update is not None:
       params, buffers = post_update(params, buffers)
     buffers = model.end_update(params, buffers)
@@ -146,6 +151,27 @@ def gradients(
   start = Gradients(zero.loss, zero.metrics, _placed(zero.grads, places), buffers)
   numbers = jnp.arange(accumulation, dtype=jnp.uint32) if first.uses_key else None
   return jax.lax.scan(add, start, (parts, numbers))[0]
+
+
+def _gradients_of_maps(
+  model: MappedModel,
+  objective: Objective,
+  maps: Params,
+  buffers: Params,
+  batch: Any,
+  *,
+  placed: Shardings,
+  grad_dtype: jax.typing.DTypeLike,
+  frozen: Frozen,
+  **options: Any,
+) -> Gradients:
+  """As `gradients`, of maps: those of the weights, summed over all micro-batches, go back through the maps once."""
+  weights, pull_back = jax.vjp(partial(model.weights, teacher=frozen[TEACHER][1]), maps)
+  own = {name: buffers[name] for name in model.student.buffers}
+  found = gradients(model.student, objective, weights, own, batch, grad_dtype=grad_dtype, frozen=frozen, **options)
+  (grads,) = pull_back({name: found.grads[name].astype(weight.dtype) for name, weight in weights.items()})
+  grads = _placed({name: grad.astype(grad_dtype) for name, grad in grads.items()}, placed)
+  return found._replace(grads=grads, buffers=buffers | found.buffers)
 
 
 def evaluation_sums(

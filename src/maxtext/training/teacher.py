@@ -97,7 +97,7 @@ def check_teacher(program: "Program") -> None:
   if TEACHER not in program.frozen:
     return
   teacher = program.frozen_config(TEACHER)
-  _copied_weights(config, program.state.params | program.state.buffers, program.frozen[TEACHER])
+  copied_weights(config, program.model.params | program.model.buffers, program.frozen[TEACHER])
   check_parameters(teacher)
   check_tokenizers(config, teacher)
 
@@ -132,76 +132,86 @@ def _compare(config: MaxTextConfig, other: MaxTextConfig, whose: str, path: str)
 
 
 def start_from_teacher(program: "Program", state: TrainState, teacher: Params) -> TrainState:
-  """A first state with the weights that `distill_weights_copy_map` names."""
+  """A first state with the weights that `distill_weights_copy_map` names, and in `learn_to_init_mode` with those that
+  follow from the first maps."""
   student = state.params | state.buffers
-  params = _copy_weights(_copied_weights(program.config, student, teacher), student, teacher)
+  params = _copy_weights(copied_weights(program.config, student, teacher), student, teacher)
+  if program.mapped is not None:
+    params |= jax.jit(program.mapped.first_weights)(params, teacher)
   return program.start_from(
     state, {name: params[name] for name in state.params}, {name: params[name] for name in state.buffers}
   )
 
 
-class _Copied(NamedTuple):
+class WeightSource(NamedTuple):
   """Where a weight of the student comes from.
 
   Attributes:
-    path: of the teacher's weight.
+    path: of the other weight.
     layers: of its stacked layers, those that are taken; None for all.
   """
 
   path: str
   layers: tuple[int, ...] | None
 
+  def of(self, weights: Mapping[str, jax.Array]) -> jax.Array:
+    """The value, from the weights that it is among."""
+    return weights[self.path] if self.layers is None else weights[self.path][jnp.array(self.layers)]
 
-def _copied_weights(
+
+def copied_weights(
   config: MaxTextConfig, student: Mapping[str, Any], teacher: Mapping[str, Any]
-) -> dict[str, _Copied]:
-  """What `distill_weights_copy_map` says of each weight, by the student's path. A path stands for all below it.
+) -> dict[str, WeightSource]:
+  """What `distill_weights_copy_map` says of each weight, by the student's path."""
+  return weight_sources("distill_weights_copy_map", config.distill_weights_copy_map, student, teacher, "teacher")
+
+
+def weight_sources(
+  key: str, given: Mapping[str, Any], student: Mapping[str, Any], others: Mapping[str, Any], whose: str
+) -> dict[str, WeightSource]:
+  """What a key says of each weight, by the student's path. A path stands for all below it.
 
   Raises:
     ConfigError: a path names nothing, or the shapes differ.
   """
-  found: dict[str, _Copied] = {}
-  for target, value in config.distill_weights_copy_map.items():
-    source, layers = _source(target, value)
+  found: dict[str, WeightSource] = {}
+  for target, value in given.items():
+    source, layers = _source(key, whose, target, value)
     below = [name for name in student if name == target or name.startswith(f"{target}/")]
     names = [name for name in below if not is_adapter(name)]
     if not names:
-      raise ConfigError(f"distill_weights_copy_map: the student has no weight '{target}'. It has {_some(student)}.")
+      raise ConfigError(f"{key}: the student has no weight '{target}'. It has {_some(student)}.")
     for name in names:
       path = source + name.removeprefix(target)
-      if path not in teacher:
-        raise ConfigError(f"distill_weights_copy_map: the teacher has no weight '{path}'. It has {_some(teacher)}.")
-      size = teacher[path].shape[0] if teacher[path].shape else 0
+      if path not in others:
+        raise ConfigError(f"{key}: the {whose} has no weight '{path}'. It has {_some(others)}.")
+      size = others[path].shape[0] if others[path].shape else 0
       if layers is not None and not all(0 <= layer < size for layer in layers):
-        raise ConfigError(f"distill_weights_copy_map: '{path}' of the teacher has {size} layers, from 0 on.")
-      shape = teacher[path].shape if layers is None else (len(layers), *teacher[path].shape[1:])
+        raise ConfigError(f"{key}: '{path}' of the {whose} has {size} layers, from 0 on.")
+      shape = others[path].shape if layers is None else (len(layers), *others[path].shape[1:])
       if student[name].shape != shape:
         raise ConfigError(
-          f"distill_weights_copy_map: '{name}' of the student is {list(student[name].shape)}, and '{path}' of the "
-          f"teacher is {list(shape)}."
+          f"{key}: '{name}' of the student is {list(student[name].shape)}, and '{path}' of the {whose} is "
+          f"{list(shape)}."
         )
-      found[name] = _Copied(path, layers)
+      found[name] = WeightSource(path, layers)
   return found
 
 
-def _copy_weights(found: Mapping[str, _Copied], student: Params, teacher: Params) -> Params:
+def _copy_weights(found: Mapping[str, WeightSource], student: Params, teacher: Params) -> Params:
   """The student's parameters, with those that are copied."""
   if not found:
     return student
 
   def copy(teacher: Params) -> Params:
-    taken = {
-      name: teacher[path] if layers is None else teacher[path][jnp.array(layers)]
-      for name, (path, layers) in found.items()
-    }
-    return {name: array.astype(student[name].dtype) for name, array in taken.items()}
+    return {name: source.of(teacher).astype(student[name].dtype) for name, source in found.items()}
 
   shardings = {name: student[name].sharding for name in found}
   sources = {path: teacher[path] for path, _ in found.values()}
   return student | jax.jit(copy, out_shardings=shardings)(sources)
 
 
-def _source(target: str, value: Any) -> tuple[str, tuple[int, ...] | None]:
+def _source(key: str, whose: str, target: str, value: Any) -> tuple[str, tuple[int, ...] | None]:
   if isinstance(value, str):
     return value, None
   if (
@@ -213,9 +223,7 @@ def _source(target: str, value: Any) -> tuple[str, tuple[int, ...] | None]:
     and all(isinstance(layer, int) for layer in value[1])
   ):
     return value[0], tuple(value[1])
-  raise ConfigError(
-    f"distill_weights_copy_map: {{{target}: {value}}} must name a path of the teacher, or [PATH, [LAYER, ...]]."
-  )
+  raise ConfigError(f"{key}: {{{target}: {value}}} must name a path of the {whose}, or [PATH, [LAYER, ...]].")
 
 
 def _some(weights: Mapping[str, Any]) -> str:

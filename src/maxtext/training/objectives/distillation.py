@@ -112,8 +112,8 @@ class KnowledgeDistillation(Objective):
     alpha, _, beta = _ramps(config)
     if config.offline_data_dir:
       return True
-    counts = not (alpha.is_zero and beta.is_zero) or bool(config.distill_weights_copy_map)
-    return bool(config.teacher_overrides) and counts
+    starts = bool(config.distill_weights_copy_map) or config.learn_to_init_mode
+    return bool(config.teacher_overrides) and (starts or not (alpha.is_zero and beta.is_zero))
 
   @staticmethod
   def of(config: MaxTextConfig) -> "KnowledgeDistillation":
