@@ -1,4 +1,5 @@
-"""Weights at rest in few bits, as a format of stored weights; and quantization-aware training for them (QAT).
+"""Weights at rest in few bits, as a format of stored weights, for inference and below adapters (QLoRA); and
+quantization-aware training for them (QAT).
 
 The contracted dimensions of a stored weight are one, named as the first of them. See `kernels/weight_quantize.py`.
 """
