@@ -266,6 +266,7 @@ QAT = {
   "int4": {"weight_format": "int4", "weight_block_size": 8},
   "nvfp4": {"weight_format": "nvfp4"},
   "W8A8": {"quantization": "int8"},
+  "fp8": {"quantization": "fp8"},
 }
 
 
@@ -278,9 +279,9 @@ def test_what_is_stored_is_what_was_trained(way, tmp_path):
   step = load_weights(resolve_source(str(tmp_path / "run"), {}).config, p.model, p.model.params | p.model.buffers)
   assert all(step[name].dtype == jnp.float32 for name in p.model.params), "the trained weights are plain"
   maxtext.quantize(tmp_path / "run", tmp_path / "out", **QAT[way])
-  arrays, model = loaded(tmp_path / "out", **({"quantization": "int8"} if way == "W8A8" else {}))
+  arrays, model = loaded(tmp_path / "out", **{k: v for k, v in QAT[way].items() if k == "quantization"})
   path = "groups/0/layers/0/feed_forward/experts/gate/weight"
-  assert arrays[path].dtype == (jnp.uint8 if way != "W8A8" else jnp.int8)
+  assert arrays[path].dtype == {"W8A8": jnp.int8, "fp8": jnp.float8_e4m3fn}.get(way, jnp.uint8)
   np.testing.assert_array_equal(logits(model, arrays), logits(p.model, step))
   assert np.abs(logits(p.model, step) - logits(plain_model(p.model), step)).max() > 1e-3, "rounding is felt"
 
@@ -341,6 +342,21 @@ def test_adapters_train_on_weights_at_rest(name, trained, tmp_path):
   assert_equal({name: after[name] for name in base}, base)
   assert any(np.abs(after[name]).max() > 0 for name in after if name.endswith("/lora/b"))
   assert all(is_adapter(name) for name in model.params)
+
+
+def test_adapters_of_a_plain_base_are_served_beside_one_at_rest(trained, tmp_path):
+  """The checkpoint of adapters names a base that they were trained on plainly; it is rounded at load, and still
+  verified."""
+  maxtext.convert(trained, tmp_path / "hf")
+  for base, name in ((trained, "plain"), (tmp_path / "hf", "folder")):
+    start = {"load_parameters_path": str(base), "base_output_directory": str(tmp_path), "run_name": name}
+    maxtext.train(resolve_source(None, RUN_KEYS | EXPERTS | {"lora_rank": 2, "steps": 1} | start).config)
+    found, _ = loaded(tmp_path / name, weight_format="int8")
+    expected, _ = loaded(trained, weight_format="int8")
+    assert_equal({path: found[path] for path in expected}, expected)
+    assert any(map(is_adapter, found))
+    quantized, _ = loaded(tmp_path / name, quantization="int8")
+    assert_equal({path: quantized[path] for path in expected}, expected)
 
 
 def test_what_is_merged_is_what_was_trained(trained, tmp_path):

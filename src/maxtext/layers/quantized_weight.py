@@ -32,6 +32,11 @@ def is_scale(path: str) -> bool:
   return path.rpartition("/")[2] in LEAVES[1:]
 
 
+def weight_of(path: str) -> str:
+  """The weight that a scale belongs to; any other parameter itself."""
+  return f"{path.rpartition('/')[0]}/weight" if is_scale(path) else path
+
+
 @dataclass(frozen=True)
 class WeightRounding:
   """Which weights are rounded, and to what.

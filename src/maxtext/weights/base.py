@@ -16,14 +16,14 @@ from maxtext.checkpoint.restore import readable
 from maxtext.checkpoint.stream import Index, StreamReader
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.distributed.multihost import any_process
-from maxtext.layers.quantized_weight import QuantizedFormat
+from maxtext.layers.quantized_weight import QuantizedFormat, is_scale
 from maxtext.layers.weight_format import PlainFormat
 from maxtext.models.model import Model
 from maxtext.weights.detect import is_hugging_face
 from maxtext.weights.from_hugging_face import HuggingFaceWeights, load_from_hugging_face
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
 from maxtext.weights.plain_weights import CheckpointWeights, PlainWeights
-from maxtext.weights.weights_at_rest import RoundedPieces, load_stored, plain_model, rounding_at_rest
+from maxtext.weights.weights_at_rest import RoundedPieces, load_rounded, load_stored, plain_model, rounding_at_rest
 
 
 def describe_base(path: str, arrays: Mapping[str, jax.Array]) -> Base:
@@ -46,6 +46,10 @@ def load_base(
     ConfigError: the base is gone, or is not what the adapters were trained on.
   """
   base = find_base(config, folder, base)
+  if rounds_base(model, base):
+    plain = plain_model(model)
+    found = load_rounded(model, plain, CheckpointWeights(plain, _AdaptedReader(folder, base, config, model)))
+    return {name: found[name] for name in wanted}
   if is_hugging_face(base.path):
     loaded = load_from_hugging_face(config, model, base.path)
   else:
@@ -53,6 +57,11 @@ def load_base(
   arrays = {name: loaded[name] for name in wanted}
   _refuse_another(folder, base, checksums_of_all(arrays))
   return arrays
+
+
+def rounds_base(model: Model, base: Base) -> bool:
+  """Whether a model stores weights in few bits that the run of the adapters held plainly."""
+  return isinstance(model.execution.weight_format, QuantizedFormat) and not any(map(is_scale, base.arrays))
 
 
 def find_base(config: MaxTextConfig, folder: epath.Path, base: Base) -> Base:

@@ -10,9 +10,10 @@ from maxtext.checkpoint.options import restore_options
 from maxtext.checkpoint.restore import readable, refuse_other
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.lora import is_adapter
+from maxtext.layers.quantized_weight import weight_of
 from maxtext.layers.sparse_matmul import is_mask
 from maxtext.models.model import Model
-from maxtext.weights.base import load_base
+from maxtext.weights.base import load_base, rounds_base
 from maxtext.weights.from_hugging_face import load_from_hugging_face
 from maxtext.weights.from_peft import load_adapters
 from maxtext.weights.weights_at_rest import load_stored
@@ -43,7 +44,7 @@ def load_from_checkpoint(
   folder, options = locate(path), restore_options(config)
   metadata = readable(folder)
   base, there, layout = metadata.base, metadata.parameters, Layout(metadata.stacked)
-  apart = {name: wanted[name] for name in (base.arrays if base else ()) if name in wanted}
+  apart = {name: struct for name, struct in wanted.items() if base and weight_of(name) in base.arrays}
   stored = {name: layout.stored(name, struct).keys() for name, struct in wanted.items() if name not in apart}
   _check_nothing_is_lost(config, key, path, there, {part for parts in stored.values() for part in parts})
   optional = {name for name in stored if is_adapter(name)}.union(model.matmul_buffers)
@@ -51,7 +52,8 @@ def load_from_checkpoint(
   found = load_stored(config, model, key, path, known)
   if base is None:
     return found
-  refuse_other(options.values, folder, metadata, {f"buffers/{name}": struct for name, struct in apart.items()})
+  if not rounds_base(model, base):
+    refuse_other(options.values, folder, metadata, {f"buffers/{name}": struct for name, struct in apart.items()})
   return found | load_base(config, model, folder, base, apart)
 
 
