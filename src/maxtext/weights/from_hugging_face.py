@@ -118,8 +118,11 @@ class HuggingFaceWeights:
     return [self.tensors[name].slices[number].index for name, number in self.parts[path]]
 
   def piece(self, path: str, index: Index) -> np.ndarray:
-    """A piece of a parameter."""
-    return self.read(*self._parts_by_index[path][index])
+    """A piece of a parameter, or all experts of a layer whose pieces are single ones."""
+    parts = self._parts_by_index[path]
+    if index in parts:
+      return self.read(*parts[index])
+    return np.stack([self.read(*parts[one]) for one in sorted(parts) if one[: len(index)] == index])
 
   @cached_property
   def _parts_by_index(self) -> dict[str, dict[Index, tuple[str, int]]]:
