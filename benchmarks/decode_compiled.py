@@ -3,7 +3,8 @@
   python -m benchmarks.decode_compiled --json
 
 The step of the engine is compiled for a topology. Its traffic, from and to each chip's memory, is compared with what
-any step must read: every weight once, but for the table of which only rows are looked up, and the whole cache.
+any step must read: every weight once, but for the table of which only rows are looked up, the whole cache, and the LoRA
+adapter of every slot (`--max-loras`).
 """
 
 import argparse
@@ -15,9 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.figures import show
 from maxtext import MaxTextConfig, load_config
+from maxtext.inference.adapter_options import AdapterOptions
+from maxtext.inference.adapters import AdapterManager
 from maxtext.inference.decode_state import DecodeState, decode_step, init_decode_state
-from maxtext.inference.engine import dropless
+from maxtext.inference.engine import dropless, with_adapters
 from maxtext.inference.sampling import full_token_bitmask
+from maxtext.layers.multi_lora import is_table
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
 from maxtext.models.build import build_model
@@ -33,6 +37,7 @@ class Compiled:
   program: CompiledProgram
   weights: int
   cache: int
+  adapters: int
   temporary: int
 
   @property
@@ -43,13 +48,15 @@ class Compiled:
   @property
   def ratio(self) -> float:
     """To what must be read."""
-    return self.moved / (self.weights + self.cache)
+    return self.moved / (self.weights + self.cache + self.adapters)
 
 
-def compiled(config: MaxTextConfig, slots: int) -> Compiled:
-  """The step that `maxtext serve` would run on `compile_topology`, with so many slots."""
+def compiled(config: MaxTextConfig, slots: int, adapters: AdapterOptions | None = None) -> Compiled:
+  """The step that `maxtext serve` would run on `compile_topology`, with so many slots, each with an adapter if any."""
   mesh = make_mesh(config, Topology.named(config.compile_topology, 1).devices())
   model = dropless(build_model(config, mesh, serving=True))
+  if adapters is not None:
+    model = with_adapters(model, AdapterManager(config, adapters).matmul)
   params, everywhere = model.params | model.buffers, NamedSharding(mesh, PartitionSpec())
   begin = partial(init_decode_state, model, slots=slots, max_model_len=config.max_target_length)
   shardings = jax.jit(begin).lower(params).compile().output_shardings
@@ -62,11 +69,15 @@ def compiled(config: MaxTextConfig, slots: int) -> Compiled:
   token_bitmask = placed(jax.eval_shape(partial(full_token_bitmask, slots, model.spec.vocab)), everywhere)
   step = jax.jit(partial(decode_step, model), donate_argnums=1, out_shardings=(shardings, everywhere))
   executable = step.lower(params, state, active, token_bitmask).compile()
-  read = [a for name, a in params.items() if model.spec.tied or not name.startswith("embedding/")]
+  tables = [a for name, a in params.items() if is_table(name)]
+  read = [
+    a for name, a in params.items() if not is_table(name) and (model.spec.tied or not name.startswith("embedding/"))
+  ]
   return Compiled(
     CompiledProgram.parse(executable.as_text()),
     bytes_per_device(read),
     bytes_per_device(state.cache),
+    0 if adapters is None else bytes_per_device(tables) * slots // (adapters.num_slots + 1),
     executable.memory_analysis().temp_size_in_bytes,
   )
 
@@ -80,6 +91,8 @@ def main() -> None:
   parser.add_argument("--length", type=int, default=2048)
   parser.add_argument("--weight-format", default="", help="of weights at rest; the run's dtype if left out")
   parser.add_argument("--quantization", default="", help="of matmuls, with weights at rest in that format")
+  parser.add_argument("--max-loras", type=int, help="LoRA adapters that are loaded; every slot has one")
+  parser.add_argument("--max-lora-rank", type=int, default=16)
   parser.add_argument("--layers", type=int, help="of the model; all of them are left out")
   arguments = parser.parse_args()
   layers = {} if arguments.layers is None else {"base_num_decoder_layers": arguments.layers}
@@ -88,8 +101,10 @@ def main() -> None:
     max_target_length=arguments.length, dtype="bfloat16", weight_dtype="bfloat16", ici_tensor_parallelism=-1,
     ici_fsdp_parallelism=1, weight_format=arguments.weight_format, quantization=arguments.quantization, **layers,
   )  # fmt: skip
-  found = compiled(config, arguments.slots)
+  loras = arguments.max_loras and AdapterOptions(max_loras=arguments.max_loras, max_lora_rank=arguments.max_lora_rank)
+  found = compiled(config, arguments.slots, loras or None)
   result = {"weights_gb": found.weights / 1e9, "cache_gb": found.cache / 1e9, "moved_gb": found.moved / 1e9}
+  result |= {"adapters_gb": found.adapters / 1e9} if loras else {}
   show(result | {"temporary_gb": found.temporary / 1e9, "ratio": found.ratio}, arguments.json)
 
 

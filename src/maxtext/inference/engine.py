@@ -90,7 +90,7 @@ class Engine:
     draft_model: DraftModel | None = None,
     adapters: MultiLoraMatmul | None = None,
   ) -> None:
-    adapted = model if adapters is None else _with_tables(model, adapters)
+    adapted = model if adapters is None else with_adapters(model, adapters)
     programs = Programs.of(adapted, slots, max_model_len, num_speculative_tokens, draft_model)
     self.model, self._draft_params = model, {} if draft_model is None else draft_model.prefixed_params
     self._structs = {path: _struct(array) for path, array in params.items()}
@@ -370,10 +370,6 @@ def _struct(array: jax.Array) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
-def _with_tables(model: Model, adapters: MultiLoraMatmul) -> Model:
-  return Model.of(model.spec, model.execution.replace(matmul=(adapters, *model.execution.matmul)))
-
-
 def _zeros(model: Model, selected: Callable[[str], bool]) -> Params:
   """Zeros for the selected parameters: tables without an adapter in them, and rows of the base."""
   found: Params = {}
@@ -399,6 +395,11 @@ def dropless(model: Model) -> Model:
   if not experts.drops:
     return model
   return Model.of(model.spec, model.execution.replace(experts=replace(experts, method="dropless", buffer=None)))
+
+
+def with_adapters(model: Model, adapters: MultiLoraMatmul) -> Model:
+  """The model with tables of adapters beside its weights."""
+  return Model.of(model.spec, model.execution.replace(matmul=(adapters, *model.execution.matmul)))
 
 
 def _chunk_sizes(shortest: int, longest: int) -> tuple[int, ...]:
