@@ -122,7 +122,13 @@ def test_a_resumed_run_has_the_same_bits(bases, trained, tmp_path):
   same(arrays(train(bases, kind, tmp_path)), expected)
 
 
-@pytest.mark.parametrize("mesh", [{"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}, {"scan_layers": False}])
+@pytest.mark.parametrize(
+  "mesh",
+  [
+    {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
+    pytest.param({"scan_layers": False}, marks=pytest.mark.nightly),
+  ],
+)
 def test_another_mesh_goes_on_from_the_same_state(mesh, bases, trained):
   kind, run, expected = trained
   config = tiny(**keys_of(bases, kind, run.parent, **mesh))
@@ -131,6 +137,7 @@ def test_another_mesh_goes_on_from_the_same_state(mesh, bases, trained):
   same(arrays(resume(restore_options(config), epath.Path(run / "checkpoints"), p.state, load).state), expected)
 
 
+@pytest.mark.slow
 def test_what_reads_a_run_finds_its_base(trained, tmp_path):
   _, run, expected = trained
   config = resolve_model(str(run), {})
@@ -156,6 +163,7 @@ def test_what_reads_a_run_finds_its_base(trained, tmp_path):
   assert "lora" not in text
 
 
+@pytest.mark.slow
 def test_evaluation_finds_the_base(bases, trained, tmp_path):
   _, run, _ = trained
   found = maxtext.evaluate(run, eval_steps=1)["loss"]
@@ -186,6 +194,7 @@ def test_a_run_from_adapters_names_the_base_of_both(bases, trained, tmp_path):
   assert metadata(tmp_path / "third").base == metadata(run).base
 
 
+@pytest.mark.slow
 def test_a_base_that_is_gone_or_another_is_named(bases, trained, tmp_path):
   kind, run, expected = trained
   own = tmp_path / "bases"
@@ -310,7 +319,7 @@ def checksums_of_base(bases):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("copied", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_student_of_adapters_names_its_base_unless_its_teacher_changed_it(copied, bases, tmp_path):
   teacher = {"load_parameters_path": str(bases / "checkpoint")}
   keys = keys_of(bases, "folder", tmp_path, teacher_overrides=teacher, steps=2)
@@ -371,9 +380,13 @@ MODEL_KEYS = (
   ("keys", "message"),
   [
     ({"lora_alpha": 4.0}, r"lora_alpha=4\.0 contradicts .*, whose adapters were trained with 8\.0: leave it out"),
-    ({"use_rslora": True}, "use_rslora=True contradicts .* trained with False"),
-    ({"use_dora": True}, "use_dora=True contradicts .* trained with False"),
-    ({"lora_rank": 2}, "lora_rank=2 contradicts .* trained with 4: leave it out. New adapters start from merged"),
+    pytest.param({"use_rslora": True}, "use_rslora=True contradicts .* trained with False", marks=pytest.mark.nightly),
+    pytest.param({"use_dora": True}, "use_dora=True contradicts .* trained with False", marks=pytest.mark.nightly),
+    pytest.param(
+      {"lora_rank": 2},
+      "lora_rank=2 contradicts .* with 4: leave it out. New adapters start from merged",
+      marks=pytest.mark.nightly,
+    ),
   ],
 )
 def test_other_keys_than_adapters_were_trained_with_are_named(keys, message, bases, trained, tmp_path):
@@ -396,6 +409,7 @@ def stop(count, all_count, size, all_size):
     raise StopError
 
 
+@pytest.mark.slow
 def test_a_merge_at_another_strength_does_not_go_on_with_the_first(trained, tmp_path):
   _, run, _ = trained
   with pytest.raises(StopError):
@@ -408,7 +422,7 @@ def test_a_merge_at_another_strength_does_not_go_on_with_the_first(trained, tmp_
     assert file.read_bytes() == (parts / file.name).read_bytes(), file.name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_local_checkpoints_hold_everything_and_the_next_one_names_the_base(bases, trained, tmp_path):
   kind, run, expected = trained
   local = {

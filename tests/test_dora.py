@@ -1,5 +1,6 @@
 """DoRA: adapters with magnitudes of their own, as PEFT has them, wherever a model runs."""
 
+import copy
 from functools import cache
 
 import jax
@@ -8,15 +9,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import maxtext
 from maxtext import ConfigError, load_config
 from maxtext.layers.dora import DoraMatmul, magnitude_path
 from maxtext.layers.lora import adapted_module, is_adapter
 from maxtext.layers.matmul import matmul
 from maxtext.layers.matmul_call import MatmulCall, Site
+from maxtext.weights.load import load_weights
+from maxtext.weights.resolve import resolve_source
 from tests.support import losses, program, random_batch, tiny
-from tests.test_lora import EXPERTS, TRAINED, WAYS
+from tests.test_lora import EXPERTS, TRAINED, WAYS, checkpoint
 from tests.test_matmul_seam import stepped, values
-from tests.test_parity import CASES, RUN, torch
+from tests.test_parity import CASES, RUN, references, torch
+
+__all__ = ["references"]  # a fixture
 
 DORA = TRAINED | {"use_dora": True}
 MESH = {"devices": 4, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "per_device_batch_size": 2}
@@ -116,3 +122,34 @@ def test_merged_equals_unmerged_with_absorbed_matmuls():
   np.testing.assert_allclose(np.asarray(stepped(model, params)), expected, atol=1e-5 * np.abs(expected).max())
   still = {n: jnp.zeros_like(v) if n == magnitude_path(adapted_module(n)) else v for n, v in params.items()}
   assert np.abs(stepped(model, still) - expected).max() > 1e-3 * np.abs(expected).max(), "magnitudes must be felt"
+
+
+@pytest.mark.parity
+@pytest.mark.nightly
+def test_magnitudes_of_a_part_of_a_fused_layer_go_out(references, tmp_path):
+  """Four modules of a delta net are one for PEFT; those that are not adapted keep their magnitudes."""
+  peft, reference = pytest.importorskip("peft"), references("qwen3_next")
+  keys = RUN | {
+    "dtype": "float32",
+    "lora_rank": 4,
+    "lora_alpha": 8.0,
+    "use_dora": True,
+    "lora_targets": ["mixer/value$"],
+  }
+  config = resolve_source(str(reference.model.folder / "weights"), keys).config
+  model = program(config).model
+  params, _ = jax.jit(model.init)(0)
+  shaken = {n: v + 0.1 * np.cos(np.arange(v.size).reshape(v.shape)) for n, v in params.items()}
+  params = load_weights(config, model, model.params | model.buffers) | shaken
+
+  @jax.jit
+  def logits(params):
+    decoder = model.bind(params)
+    return decoder.logits(decoder.hidden(reference.batch.inputs, reference.batch.positions)[0])
+
+  found = maxtext.convert(checkpoint(tmp_path / "run", config, params), tmp_path / "peft", to="peft")
+  theirs = peft.PeftModel.from_pretrained(copy.deepcopy(reference.model.model), found).eval()
+  with torch.no_grad():
+    expected = theirs(reference.inputs).logits.numpy()
+  assert np.abs(expected - reference.logits).max() > 1e-2 * np.abs(expected).max(), "they must be felt"
+  np.testing.assert_allclose(logits(params), expected, atol=1e-5 * np.abs(expected).max())
