@@ -322,6 +322,13 @@ def test_adapters_of_a_run_are_not_lost(folder):
   assert (config.lora_rank, config.lora_targets) == (4, ["query$", "down$"]), "the next run trains the same adapters"
 
 
+def test_names_that_peft_takes_for_experts_are_said(tmp_path, caplog):
+  config = load_config(**CASES["deepseek3"]["keys"] | RUN, **LORA, lora_targets=["shared/down$"])
+  params, buffers = jax.jit(program(config).model.init)(0)
+  maxtext.convert(checkpoint(tmp_path / "run", config, params | buffers), tmp_path / "peft", to="peft")
+  assert "PEFT may take model.layers.1.mlp.shared_experts.down_proj for weights of routed experts" in caplog.text
+
+
 def test_experts_that_peft_cannot_express_are_named(tmp_path):
   config = tiny(**EXPERTS | LORA)
   model = program(config).model

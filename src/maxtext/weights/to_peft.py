@@ -1,6 +1,7 @@
 """To PEFT: the LoRA adapters of a run as a folder of `adapter_config.json` and `adapter_model.safetensors`."""
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from maxtext.weights.peft_layout import CONFIG, PARTS, PREFIX, TENSORS, linear_l
 from maxtext.weights.tensor_files import make_header, write_file
 from maxtext.weights.tensor_layout import ParameterSlice, TensorLayout
 
+_LOG = logging.getLogger(__name__)
+_NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+
 
 def write_adapters(config: MaxTextConfig, model: Model, source: epath.Path, target: Path) -> Path:
   """Writes the adapters of a run's checkpoint as a PEFT folder, and returns it.
@@ -44,6 +48,11 @@ def write_adapters(config: MaxTextConfig, model: Model, source: epath.Path, targ
   with atomic_folder(target.expanduser()) as folder:
     write_file(folder / TENSORS, [header, *(np.ascontiguousarray(a).view(np.uint8).data for a in tensors.values())])
     write_file(folder / CONFIG, [(json.dumps(writer.settings(), indent=2) + "\n").encode()])
+  if mistaken := writer.taken_for_experts():
+    _LOG.warning(
+      f"maxtext: PEFT may take {mistaken[0]} for weights of routed experts, and leave it out with a warning: "
+      "docs/lora.md says where. lora_input_adapters_path reads it."
+    )
   return target
 
 
@@ -87,6 +96,11 @@ class _PeftWriter:
       "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
       "fan_in_fan_out": any(not layout.weight.transposed for layout in self._adapted.values()),
     }  # fmt: skip
+
+  def taken_for_experts(self) -> list[str]:
+    """Modules whose names PEFT 0.21 takes, in some model types, for those of the routed experts beside them."""
+    has_experts = any("expert" in axes for axes in self._model.logical_axes.values())
+    return [module for module in self._adapted if has_experts and module.endswith(_NAMES_OF_EXPERTS)]
 
   def _read_module(self, layout: TensorLayout) -> dict[str, np.ndarray]:
     rank, downs, ups = self._lora.rank, list[np.ndarray](), list[np.ndarray]()
