@@ -301,13 +301,7 @@ _PATTERN_KEYS = (
 
 
 def _patterns(c: MaxTextConfig) -> str | None:
-  for key in (
-    "trainable_parameters_mask",
-    "student_params_to_update",
-    "adamw_mask",
-    "lora_targets",
-    "weight_format_targets",
-  ):
+  for key in _PATTERN_KEYS:
     for pattern in getattr(c, key) or ():
       if not isinstance(pattern, str):
         return f"{key}: {pattern} is not a regular expression: write it in quotes."
