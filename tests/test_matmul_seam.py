@@ -466,6 +466,8 @@ def test_a_buffer_that_is_assigned_to_says_how_it_is_combined(devices):
 class Int8:
   """Eight bits and a scale per output channel, but for routers and the head."""
 
+  per_item = 1
+
   def variables(self, make, site, inputs, outputs, std):
     if site.role in ("router", "head"):
       shape, axes = (*inputs.values(), *outputs.values()), (*inputs, *outputs)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ import transformers
 
 import maxtext
 from maxtext import ConfigError, load_config
+from maxtext.checkpoint.inspect import served_keys
 from maxtext.cli.main import main
+from maxtext.configs.errors import RunError
 from maxtext.inference.inference_model import load_params
 from maxtext.kernels.weight_quantize import STORED_FORMATS, decode, encode, stored_shapes
 from maxtext.layers.lora import is_adapter
@@ -244,6 +247,7 @@ def test_weights_are_the_same_however_they_come_to_be_at_rest(name, trained, tmp
   assert_equal(loaded(tmp_path / "out", checkpoint_is_quantized=True)[0], at_load)
   assert_equal(loaded(trained, weight_format=name, save_quantized_params_path=str(tmp_path / "saved"))[0], at_load)
   assert_equal(loaded(tmp_path / "saved")[0], at_load)
+  assert "save_quantized_params_path" not in served_keys(str(tmp_path / "saved"), {}), "it can be served"
   maxtext.convert(trained, tmp_path / "hf")
   maxtext.quantize(tmp_path / "hf", tmp_path / "from_hf", weight_format=name)
   assert_equal(loaded(tmp_path / "from_hf")[0], at_load)
@@ -382,6 +386,12 @@ def test_what_is_merged_is_what_was_trained(trained, tmp_path):
 
 
 WRONG = {
+  "targets": (
+    {"weight_format": "int8", "weight_format_targets": ["layers/", "nonsense"]},
+    "'nonsense' is the path of no",
+  ),
+  "sparse": ({"weight_format": "int8", "weight_sparsity_n": 2, "weight_sparsity_m": 4}, "leave weight_sparsity_n out"),
+  "explicit": ({"weight_format": "int8", "shard_mode": "explicit"}, "needs shard_mode=auto"),
   "merge without a format": ({"lora_rank": 2, "lora_merge_aware": True}, "set that too"),
   "weight_format": ({"weight_format": "int3"}, "weight_format"),
   "block": ({"weight_format": "int8", "weight_block_size": 7}, r"weight_block_size|not a multiple of 7"),
@@ -413,6 +423,75 @@ def test_weights_at_rest_are_not_taken_for_others(trained, tmp_path):
     maxtext.quantize("no-such-folder", tmp_path / "none", weight_format="int8")
   with pytest.raises(ConfigError, match="set weight_format"):
     maxtext.quantize(trained, tmp_path / "none")
+
+
+def test_a_base_at_rest_is_a_trained_one():
+  with pytest.raises(ConfigError, match="set load_parameters_path"):
+    load_config(**RUN_KEYS | {"lora_rank": 2, "weight_format": "int8"})
+
+
+TENSOR = {"ici_tensor_parallelism": 2, "ici_fsdp_parallelism": 1}
+
+
+@pytest.mark.parametrize(
+  ("serving", "keys", "problem"),
+  [
+    (False, {"weight_format": "int8"}, "each of which would find scales of its own"),
+    (True, {"weight_format": "int4", "weight_block_size": 16}, "5 blocks of 16 inputs, which this mesh splits over 2"),
+  ],
+)
+def test_a_mesh_does_not_split_what_shares_a_scale(serving, keys, problem):
+  """The width of experts is 80."""
+  config = load_config(**RUN_KEYS | EXPERTS | TENSOR | keys)
+  with pytest.raises(ConfigError, match=problem):
+    build_model(config, make_mesh(config, jax.devices()[:2]), serving=serving)
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_a_mesh_computes_what_one_device_does(name, trained):
+  """Experts at rest, with their width split over two devices."""
+  format_ = {"weight_format": name} | ({"weight_block_size": 8} if name == "int4" else {})
+  expected = logits(*reversed(loaded(trained, **format_)))
+  config = resolve_source(str(trained), {"dataset_type": "synthetic", **TENSOR, **format_}).config
+  model = build_model(config, make_mesh(config, jax.devices()[:2]), serving=True)
+  path = "groups/0/layers/0/feed_forward/experts/down/weight"
+  assert model.params[path].sharding.num_devices == 2
+  found = logits(model, load_params(config, model))
+  np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_weights_at_rest_count_as_what_they_stand_for():
+  keys = TINY | {"lora_rank": 2, "load_parameters_path": "somewhere"}
+  sizes = [
+    program(load_config(**RUN | keys | format_)).model.size
+    for format_ in ({}, {"weight_format": "nf4", "weight_block_size": 16}, {"weight_format": "int8"})
+  ]
+  assert len(set(sizes)) == 1
+
+
+def test_a_damaged_checkpoint_is_named_with_its_key(trained, tmp_path):
+  shutil.copytree(trained, tmp_path / "run")
+  for file in (tmp_path / "run" / "checkpoints").rglob("*"):
+    if file.is_file() and file.stat().st_size > 20_000:
+      content = bytearray(file.read_bytes())
+      content[len(content) // 2] ^= 0x40
+      file.write_bytes(bytes(content))
+  with pytest.raises(RunError, match=r"load_parameters_path=.*is damaged"):
+    loaded(tmp_path / "run", weight_format="int8")
+
+
+def test_magnitudes_are_those_of_weights_and_not_of_codes(dense, tmp_path):
+  """DoRA, in from a PEFT folder and out to one, beside weights at rest."""
+  keys = RUN_KEYS | dict.fromkeys(["base_emb_dim"], 64) | {"base_mlp_dim": 128, "head_dim": 16}
+  start = {"load_parameters_path": str(dense), "base_output_directory": str(tmp_path), "run_name": "dora"}
+  maxtext.train(load_config(**keys | {"lora_rank": 2, "use_dora": True, "weight_format": "int8", "steps": 1} | start))
+  maxtext.convert(tmp_path / "dora", tmp_path / "peft", to="peft")
+  found, _ = loaded(dense, weight_format="int8", lora_input_adapters_path=str(tmp_path / "peft"))
+  trained_, _ = loaded(tmp_path / "dora", weight_format="int8", lora_rank=2, use_dora=True)
+  magnitudes = [path for path in trained_ if path.endswith("/magnitude")]
+  assert magnitudes
+  for path in magnitudes:
+    np.testing.assert_allclose(found[path], trained_[path], atol=1e-4)
 
 
 def test_weights_at_rest_are_evaluated(trained, tmp_path):
@@ -495,6 +574,40 @@ def test_compressed_tensors_hold_what_is_at_rest(case, dense, tmp_path):
   ours = decoder.logits(decoder.hidden(jnp.asarray(tokens), jnp.arange(10)[None])[0])
   most = float(np.abs(answer).max())
   np.testing.assert_allclose(ours, answer, atol=(0.05 if "inputs" in case else 1e-5) * most)
+
+
+def test_four_bits_are_exported_without_those_of_inputs(dense, tmp_path):
+  maxtext.quantize(dense, tmp_path / "rest", quantization="int4")
+  maxtext.convert(tmp_path / "rest", tmp_path / "hf", to="huggingface")
+  content = json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]
+  assert content["config_groups"]["group_0"]["input_activations"] is None
+
+
+HOSTILE = {
+  "group of text": ("int4", lambda weights: weights.update(group_size="32")),
+  "group of -2": ("int4", lambda weights: weights.update(group_size=-2)),
+  "group that cuts": ("int4", lambda weights: weights.update(group_size=5)),
+  "blocks": ("int4", lambda weights: weights.update(strategy="block")),
+  "zero points": ("int4", lambda weights: weights.update(symmetric=False)),
+  "other bits": ("int4", lambda weights: weights.update(num_bits=3)),
+  "other type": ("int4", lambda weights: weights.update(num_bits=8, type="float", group_size=None)),
+  "no global scale": ("mxfp4", lambda weights: weights.update(group_size=16)),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_folder_is_refused(case, dense, tmp_path):
+  name, change = HOSTILE[case]
+  maxtext.quantize(
+    dense, tmp_path / "rest", weight_format=name, **({"weight_block_size": 32} if name == "int4" else {})
+  )
+  maxtext.convert(tmp_path / "rest", tmp_path / "hf", to="huggingface")
+  file = tmp_path / "hf" / "config.json"
+  content = json.loads(file.read_text())
+  change(content["quantization_config"]["config_groups"]["group_0"]["weights"])
+  file.write_text(json.dumps(content))
+  with pytest.raises((ConfigError, RunError)):
+    loaded(tmp_path / "hf")
 
 
 def test_what_compressed_tensors_cannot_hold(dense, trained, tmp_path):

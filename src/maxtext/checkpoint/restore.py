@@ -6,7 +6,7 @@ take another run's, which they never touch.
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -41,6 +41,7 @@ _DATA = "data/"
 _NONFINITE = "nonfinite"  # behind the name of a step that no run can resume from
 
 
+T = TypeVar("T")
 Structs = Mapping[str, jax.ShapeDtypeStruct]
 LoadBase = Callable[[epath.Path, Base, Structs], Mapping[str, jax.Array]]
 """Loads those arrays of the base of a checkpoint in a folder."""
@@ -119,7 +120,7 @@ def load_state(
   options: RestoreOptions, key: str, path: str, abstract: Any, load_base: LoadBase | None = None
 ) -> Restored:
   """The whole state of a checkpoint that a key of the configuration names."""
-  return _with_key_in_errors(key, path, lambda: _state(options, locate(path), abstract, load_base))
+  return with_key_in_errors(key, path, lambda: _state(options, locate(path), abstract, load_base))
 
 
 def load_parameters(
@@ -127,7 +128,7 @@ def load_parameters(
 ) -> dict[str, jax.Array]:
   """Parameters and buffers alone, of a whole state or of exported parameters in any layout, without a base that is
   elsewhere."""
-  return _with_key_in_errors(key, path, lambda: _parameters(options, locate(path), wanted))
+  return with_key_in_errors(key, path, lambda: _parameters(options, locate(path), wanted))
 
 
 def _state(options: RestoreOptions, folder: epath.Path, abstract: Any, load_base: LoadBase | None) -> Restored:
@@ -232,7 +233,8 @@ def _differences(values: Mapping[str, Any], metadata: CheckpointMetadata) -> str
   return f" Keys that differ: {'; '.join(changed[:5])}." if changed else ""
 
 
-def _with_key_in_errors(key: str, path: str, load: Any) -> Any:
+def with_key_in_errors(key: str, path: str, load: Callable[[], T]) -> T:
+  """What `load` returns; damage is named together with the key of its path."""
   try:
     return load()
   except CorruptCheckpointError as damage:

@@ -122,6 +122,8 @@ def _quantization(c: MaxTextConfig) -> str | None:
     return "quantization=intmp needs quant_cfg_path, a JSON file of bits by module path (docs/quantization.md)."
   if c.quantization and c.shard_mode == ShardMode.EXPLICIT:
     return f"quantization={c.quantization.value} needs shard_mode=auto: its gradients have no shardings as types."
+  if c.weight_format and c.shard_mode == ShardMode.EXPLICIT:
+    return f"weight_format={c.weight_format} needs shard_mode=auto: blocks of weights have no shardings as types."
   if (parts := c.quantization_local_shard_count) == 0 or parts < -1:
     return f"quantization_local_shard_count={parts} must be 1 or more, or -1 for the number of slices."
   return None

@@ -229,6 +229,14 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_set("weight_format"),
   ),
   UnsupportedOption(
+    ("weight_format",), "a base at rest below adapters is a trained one: set load_parameters_path",
+    unless=any_of(is_unset("lora_rank"), is_set("load_parameters_path"), is_set("load_full_state_path")),
+  ),
+  UnsupportedOption(
+    ("weight_format",), "weights at rest have no masks of N:M sparsity: leave weight_sparsity_n out",
+    unless=is_unset("weight_sparsity_n"),
+  ),
+  UnsupportedOption(
     ("lora_merge_aware",), "it rounds the merged weight to weight_format: set that too",
     unless=all_of(is_set("weight_format"), is_set("lora_rank")),
   ),

@@ -54,5 +54,6 @@ class MergedLora(LoraMatmul):
 @partial(jax.jit, static_argnums=(3, 4))
 def _merged(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float, stacked: int) -> jax.Array:
   """W + scale A B in float32."""
-  product = jnp.tensordot(a, b, 1) if not stacked else jax.vmap(partial(jnp.tensordot, axes=1))(a, b)
+  multiply = partial(jnp.tensordot, axes=1, precision="highest")
+  product = jax.vmap(multiply)(a, b) if stacked else multiply(a, b)
   return weight.astype(jnp.float32) + product * jnp.float32(scale)

@@ -92,6 +92,11 @@ class QuantizedFormat:
 
   rounding: WeightRounding
 
+  @property
+  def per_item(self) -> int:
+    """Two of four bits share a byte."""
+    return 8 // self.rounding.stored.bits
+
   def variables(
     self, factory: ParamFactory, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int], std: float
   ) -> dict[str, nnx.Variable]:
@@ -128,7 +133,7 @@ class QuantizedFormat:
   def expand(self, call: MatmulCall, x: jax.Array, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
     """The weight in the dimensions of a call."""
     stacked = int(call.site.role == "experts")
-    shape = _weight_shape(call, x, arrays["weight"].shape, 8 // self.rounding.stored.bits)
+    shape = _weight_shape(call, x, arrays["weight"].shape, self.per_item)
     return self.rounding.decode(arrays, shape, stacked, dtype)
 
   def operand(self, call: MatmulCall, x: jax.Array, arrays: Mapping[str, jax.Array]) -> Quantized:

@@ -18,6 +18,11 @@ from maxtext.layers.param_factory import ParamFactory
 class WeightFormat(Protocol):
   """How weights are stored. Hashable: it is part of what a program depends on."""
 
+  @property
+  def per_item(self) -> int:
+    """Values in one element of the array `weight` of a weight that is not stored plainly."""
+    ...
+
   def variables(
     self, factory: ParamFactory, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int], std: float
   ) -> dict[str, nnx.Variable]:
@@ -52,6 +57,11 @@ jax.tree_util.register_dataclass(StoredWeight, data_fields=["arrays"], meta_fiel
 @dataclass(frozen=True)
 class PlainFormat:
   """One array in the run's weight dtype."""
+
+  @property
+  def per_item(self) -> int:
+    """One."""
+    return 1
 
   def variables(
     self, factory: ParamFactory, site: Site, inputs: Mapping[str, int], outputs: Mapping[str, int], std: float

@@ -24,7 +24,7 @@ from maxtext.layers.weight_format import PlainFormat
 from maxtext.models import families
 from maxtext.models.execution.adapters import adapters, check_adapters
 from maxtext.models.execution.execution import execution_of_model, sharding_rules
-from maxtext.models.execution.quantization import weights_at_rest
+from maxtext.models.execution.quantization import check_weight_format, weights_at_rest
 from maxtext.models.features import with_features
 from maxtext.models.model import Model
 from maxtext.models.spec import DecoderSpec
@@ -89,6 +89,7 @@ def build_model(config: MaxTextConfig, mesh: Mesh, serving: bool = False) -> Mod
   except UnfitWeightError as error:
     raise ConfigError(str(error)) from None
   check_adapters(config, model.params.keys() | model.buffers.keys())
+  check_weight_format(config, model)
   return model
 
 

@@ -22,9 +22,7 @@ def train_flops_per_token(model: Model, length: int) -> float:
   counted, because their cost depends on their inputs: see `tower_flops`.
   """
   weights = _matmul_weights(model, "") | ({"embedding/table": Fraction(1)} if model.spec.tied else {})
-  operations = sum(
-    model.struct(path).size * used * (6 if path in model.params else 4) for path, used in weights.items()
-  )
+  operations = sum(model.count(path) * used * (6 if path in model.params else 4) for path, used in weights.items())
   return float(operations) + _attention(model.spec.groups, lambda window: _attended(window, length))
 
 
@@ -37,7 +35,7 @@ def tower_flops(model: Model, name: str, length: int | None = None) -> float:
   tower = next(t for t in towers_of(model.spec) if t.name == name)
   tokens = tower.length if length is None else length
   attention = _attention(tower.groups, lambda window: min(2 * (window or tokens), tokens))
-  weights = sum(model.struct(path).size * used for path, used in _matmul_weights(model, name).items())
+  weights = sum(model.count(path) * used for path, used in _matmul_weights(model, name).items())
   return tokens * (6.0 * float(weights) + attention)
 
 

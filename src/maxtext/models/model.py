@@ -15,6 +15,7 @@ from flax import nnx
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.param_factory import Buffer, UpdateStatistic
 from maxtext.layers.parameter_paths import join, one_layer
+from maxtext.layers.quantized_weight import is_scale
 from maxtext.models.decoder import Decoder
 from maxtext.models.spec import DecoderSpec
 
@@ -60,7 +61,15 @@ class Model:
   @property
   def size(self) -> int:
     """Number of elements of all parameters, trained or frozen, and of the buffers that a weight file holds."""
-    return sum(self.struct(name).size for name in self.weight_names)
+    return sum(map(self.count, self.weight_names))
+
+  def count(self, path: str) -> int:
+    """Number of elements of a parameter; of a weight at rest in few bits, those that it stands for, and none of its
+    scales."""
+    if is_scale(path):
+      return 0
+    packed = self.execution.weight_format.per_item if f"{path}_scale" in self.logical_axes else 1
+    return self.struct(path).size * packed
 
   @property
   def weight_names(self) -> list[str]:

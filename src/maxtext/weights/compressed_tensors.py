@@ -171,8 +171,13 @@ def read_scheme(content: Mapping[str, Any]) -> WeightRounding | None:
   if len(found) != 1 or not isinstance(weights := found[0], dict):
     raise ValueError("its quantization_config has not one group of weights")
   kind, bits, block = weights.get("type"), weights.get("num_bits"), weights.get("group_size") or 0
+  if type(block) is not int or block < -1:
+    raise ValueError(f"its group_size {block!r} is not a number of inputs")
+  block = max(block, 0)
   if not weights.get("symmetric", True):
     raise ValueError("its weights have zero points, which are not supported")
+  if (strategy := weights.get("strategy")) not in (None, "group", "channel", "tensor_group"):
+    raise ValueError(f"its weights have scales by {strategy!r}, which are not supported")
   for name, (_, own_bits, own_kind) in _NAMES.items():
     fixed = WeightRounding(name, 0).stored
     if (bits, kind) == (own_bits, own_kind) and (not fixed.fixed_block or fixed.block == block):
@@ -200,7 +205,23 @@ def compressed_tensors(stored: Mapping[str, TensorSource], rounding: WeightRound
 
 
 def _check(module: str, whole: Compressed) -> None:
-  scales, (outputs, inputs) = whole.parts["weight_scale"], whole.shape
-  groups = inputs // whole.rounding.block if whole.rounding.block else 1
-  if scales.shape not in ((outputs, groups), *(((outputs,),) if groups == 1 else ())):
-    raise ValueError(f"{module} is {[outputs, inputs]} and its scales {list(scales.shape)}")
+  parts, rounding = whole.parts, whole.rounding
+  values = parts.get("weight", parts.get("weight_packed"))
+  assert values is not None, "who calls has found one of them"
+  if len(values.shape) != 2 or 0 in values.shape:
+    raise ValueError(f"{module} has values of shape {list(values.shape)}")
+  (outputs, inputs), block = whole.shape, rounding.block or whole.shape[1]
+  packed = "weight" not in parts
+  own = np.dtype(stored_shapes(rounding.stored, rounding.block, inputs, (outputs,))["weight"][1])
+  expected = np.dtype(np.uint8 if rounding.format in ("nvfp4", "mxfp4") else np.int32) if packed else own
+  if values.dtype != expected or (not packed and rounding.stored.bits == 4):
+    raise ValueError(f"{module} has values of dtype {values.dtype}, which are not {rounding.format}")
+  scales = parts["weight_scale"].shape
+  if inputs % block or scales not in ((outputs, inputs // block), *(((outputs,),) if block == inputs else ())):
+    raise ValueError(f"{module} is {[outputs, inputs]} in groups of {block}, and its scales {list(scales)}")
+  if rounding.stored.scale == "e4m3":
+    whole_scale = parts.get("weight_global_scale")
+    if whole_scale is None or whole_scale.shape not in ((), (1,)):
+      raise ValueError(f"{module} has not one global scale")
+    if not 0 < float(whole_scale.read().reshape(())) < float("inf"):
+      raise ValueError(f"{module} has a global scale that is not a number above 0")

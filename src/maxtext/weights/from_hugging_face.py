@@ -27,6 +27,7 @@ from maxtext.weights.quantized import BlockScaled, Codes, Mxfp4, TensorSource
 from maxtext.weights.tensor_layout import TensorLayout, check_all_used, tensor_layouts, tensors_of_parameters
 from maxtext.weights.weights_at_rest import load_rounded, plain_model
 
+_IN_FEW_BITS = (BlockScaled, Mxfp4, Compressed)
 _SIDE_FILES = (
   "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
   "merges.txt", "chat_template*",
@@ -63,7 +64,10 @@ def convert_from_hugging_face(
 def load_from_hugging_face(config: MaxTextConfig, model: Model, path: str) -> dict[str, jax.Array]:
   """Every parameter on its devices; a process reads only the parts that its own devices hold."""
   plain = plain_model(model)
-  return load_rounded(model, plain, HuggingFaceWeights.of(config, plain, HuggingFaceFolder(path)))
+  weights = HuggingFaceWeights.of(config, plain, HuggingFaceFolder(path))
+  if config.checkpoint_is_quantized and not any(isinstance(s, _IN_FEW_BITS) for s in weights.sources.values()):
+    raise ConfigError(f"checkpoint_is_quantized=true, but {path} has plain weights: leave it out.")
+  return load_rounded(model, plain, weights)
 
 
 def side_files(folder: HuggingFaceFolder) -> list[Path]:
@@ -130,9 +134,11 @@ class HuggingFaceWeights:
 
   def codes(self, path: str, index: Index, rounding: WeightRounding) -> Codes | None:
     """A piece that the folder stores in this format."""
+    if index not in self._parts_by_index[path]:
+      return None  # several pieces at once
     name, number = self._parts_by_index[path][index]
     source, layout = self.sources[name], self.tensors[name]
-    found = source.codes() if isinstance(source, (BlockScaled, Mxfp4, Compressed)) else None
+    found = source.codes() if isinstance(source, _IN_FEW_BITS) else None
     if found is None or (found.rounding.format, found.rounding.block) != (rounding.format, rounding.block):
       return None
     values, scales = (

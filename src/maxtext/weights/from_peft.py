@@ -17,6 +17,7 @@ from maxtext.configs.errors import RunError
 from maxtext.data.safe_paths import read_json_inside, resolve_inside
 from maxtext.layers.dora import magnitude_path, norm
 from maxtext.layers.lora import adapted_module, adapter_paths, is_adapter
+from maxtext.layers.quantized_weight import LEAVES, QuantizedFormat, WeightRounding
 from maxtext.models.build import abstract_model
 from maxtext.models.execution.adapters import adapters
 from maxtext.models.model import Model
@@ -24,6 +25,7 @@ from maxtext.weights.config_json import hugging_face_class, our_name
 from maxtext.weights.peft_layout import CONFIG, PARTS, PREFIX, TENSORS, linear_layouts, of_outputs
 from maxtext.weights.tensor_files import StoredTensor, read_header
 from maxtext.weights.tensor_layout import TensorLayout
+from maxtext.weights.weights_at_rest import plain_model
 
 _KEY = "lora_input_adapters_path"
 _NAME = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_(A|B|magnitude_vector)(?:\.default)?(?:\.weight)?")
@@ -70,11 +72,13 @@ def load_adapters(config: MaxTextConfig, model: Model, weights: Mapping[str, jax
     path: jax.make_array_from_callback(struct.shape, struct.sharding, arrays[path].__getitem__)
     for path, struct in structs.items()
   }
+  plain, format_ = plain_model(model), model.execution.weight_format
+  rounding = format_.rounding if isinstance(format_, QuantizedFormat) else None
   for module in {adapted_module(path) for path in structs} if found.dora else ():
     path, weight = magnitude_path(module), f"{module}/weight"
-    stacked, contracted = model.contracted[weight]
-    differ = partial(_differences, inputs=range(stacked, stacked + contracted))
-    loaded[path] = jax.jit(differ, out_shardings=structs[path].sharding)(loaded[path], weights[weight])
+    differ = partial(_differences, model=plain, path=weight, rounding=rounding)
+    stored = {leaf: weights[name] for leaf in LEAVES if (name := f"{module}/{leaf}") in weights}
+    loaded[path] = jax.jit(differ, out_shardings=structs[path].sharding)(loaded[path], stored)
   return loaded
 
 
@@ -178,8 +182,15 @@ def _read_module(
       arrays[magnitude_path(adapted_module(of_a))][slice_.index] = m[number][0]
 
 
-def _differences(magnitude: jax.Array, weight: jax.Array, inputs: range) -> jax.Array:
-  """Of magnitudes to those of their weights; 0 where the folder has none."""
+def _differences(
+  magnitude: jax.Array, stored: Mapping[str, jax.Array], model: Model, path: str, rounding: WeightRounding | None
+) -> jax.Array:
+  """Of magnitudes to those of their weights, multiplied out if they are at rest in few bits; 0 where the folder has
+  none."""
+  stacked, contracted = model.contracted[path]
+  weight, inputs = stored["weight"], range(stacked, stacked + contracted)
+  if rounding is not None and len(stored) > 1:
+    weight = rounding.decode(stored, model.struct(path).shape, stacked, jnp.float32)
   return jnp.where(jnp.isnan(magnitude), 0.0, magnitude - norm(weight, inputs))
 
 

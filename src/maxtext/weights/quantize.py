@@ -87,7 +87,14 @@ def write_quantized_params(config: MaxTextConfig, target: Path, origins: Mapping
       f"lora_input_adapters_path={config.lora_input_adapters_path}: maxtext quantize merges adapters of a LoRA run, "
       "not of a folder; merge them with PEFT first, or serve them beside the base (maxtext serve --lora)."
     )
-  reset = (*Lora.model_fields, "lora_input_adapters_path", "load_parameters_path", "source_checkpoint_layout")
+  if config.weight_sparsity_n:
+    raise ConfigError(
+      f"weight_sparsity_n={config.weight_sparsity_n}: weights at rest have no masks of N:M sparsity; serve the run."
+    )
+  reset = (
+    *Lora.model_fields, "lora_input_adapters_path", "load_parameters_path", "source_checkpoint_layout",
+    "save_quantized_params_path", "checkpoint_is_quantized",
+  )  # fmt: skip
   merged = config.model_copy(update={key: default_of(key) for key in reset})
   model, path = abstract_model(merged, serving=True), config.load_parameters_path
   if not isinstance(model.execution.weight_format, QuantizedFormat):

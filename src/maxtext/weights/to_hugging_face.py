@@ -23,6 +23,7 @@ from maxtext.data.options import data_options
 from maxtext.layers.lora import is_adapter
 from maxtext.models.build import weight_table
 from maxtext.models.execution.adapters import adapters
+from maxtext.models.execution.quantization import rounds_inputs
 from maxtext.models.model import Model
 from maxtext.weights.base import parameter_reader
 from maxtext.weights.compressed_tensors import compress_values, compressed_parts, weight_scheme
@@ -82,7 +83,7 @@ class _HuggingFaceWriter:
     tensors = tensor_layouts(model, weight_table(config, model.spec))
     self._lora, rounding = adapters(config), rounding_at_rest(self._reader)
     self._weights = CheckpointWeights(model, self._reader, rounding, self._lora)
-    self._rounding, self._activations = None if self._lora else rounding, bool(config.quantization)
+    self._rounding, self._activations = None if self._lora else rounding, rounds_inputs(config)
     self._tensors = {
       name: tensor
       for whole in sorted(tensors, key=_natural)
@@ -93,8 +94,10 @@ class _HuggingFaceWriter:
     if lost := [name for name in self._reader.metadata.parameters if is_adapter(name) and name not in parts]:
       raise ConfigError(f"{source} has the LoRA adapter {lost[0]}, and lora_rank or lora_targets would leave it out.")
     self._shards = self._plan(most)
-    record = self._reader.metadata.to_json()["digest"]
-    self._journal = Journal(target, (str(source.absolute()), record, config.weight_dtype.value, most, str(self._lora)))
+    record, scheme = self._reader.metadata.to_json()["digest"], str((self._rounding, self._activations))
+    self._journal = Journal(
+      target, (str(source.absolute()), record, config.weight_dtype.value, most, str(self._lora), scheme)
+    )
 
   def write(self, progress: Progress) -> Path:
     """All of it."""

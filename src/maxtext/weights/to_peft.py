@@ -21,8 +21,10 @@ from maxtext.storage.atomic import atomic_folder
 from maxtext.weights.base import parameter_reader
 from maxtext.weights.detect import is_hugging_face
 from maxtext.weights.peft_layout import CONFIG, PARTS, PREFIX, TENSORS, linear_layouts, of_outputs
+from maxtext.weights.plain_weights import CheckpointWeights
 from maxtext.weights.tensor_files import make_header, write_file
 from maxtext.weights.tensor_layout import ParameterSlice, TensorLayout
+from maxtext.weights.weights_at_rest import plain_model, rounding_at_rest
 
 _LOG = logging.getLogger(__name__)
 _NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
@@ -66,6 +68,8 @@ class _PeftWriter:
     self._reader = parameter_reader(config, model, source) if config.use_dora else StreamReader(source)
     self._structs = {path: model.struct(path) for path in (*model.params, *model.buffers) if is_adapter(path)}
     self._reader.check_shapes(self._structs)
+    rounding = rounding_at_rest(self._reader)
+    self._weights = CheckpointWeights(plain_model(model), self._reader, rounding) if config.use_dora else None
     self._layouts = linear_layouts(config, model)
     self._adapted = {
       name.removesuffix(".weight"): layout for name, layout in self._layouts.items() if self._count(layout)
@@ -119,7 +123,8 @@ class _PeftWriter:
     return found
 
   def _magnitude(self, slice_: ParameterSlice) -> np.ndarray:
-    of_weight = norm(self._read(slice_.path, slice_), range(self._model.contracted[slice_.path][1]))
+    assert self._weights is not None, "only DoRA has magnitudes"
+    of_weight = norm(self._weights.piece(slice_.path, slice_.index), range(self._model.contracted[slice_.path][1]))
     return of_weight + self._read(magnitude_path(_module(slice_)), slice_) if self._is_adapted(slice_) else of_weight
 
   def _read(self, path: str, slice_: ParameterSlice) -> np.ndarray:

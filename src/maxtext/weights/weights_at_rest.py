@@ -4,7 +4,7 @@ No more than one layer of a weight is ever in memory as it was.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ import numpy as np
 from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.metadata import ArrayMetadata, CheckpointMetadata
 from maxtext.checkpoint.options import array_storage, restore_options
-from maxtext.checkpoint.restore import load_parameters, readable
+from maxtext.checkpoint.restore import load_parameters, readable, with_key_in_errors
 from maxtext.checkpoint.stream import StreamReader, StreamWriter
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import WeightsAtRest
 from maxtext.configs.values import default_of, plain_value
+from maxtext.kernels.weight_quantize import STORED_FORMATS
 from maxtext.layers.quantized_weight import QuantizedFormat, WeightRounding, is_scale
 from maxtext.layers.weight_format import PlainFormat
 from maxtext.models.execution.quantization import rounding_of_keys
@@ -36,7 +37,8 @@ def load_rounded(model: Model, plain: Model, source: PlainWeights) -> dict[str, 
   """The weights on their devices, as the model stores them, which may be plainly."""
   weights = RoundedPieces(model, plain, source)
   found = {name: array for path in weights.stored for name, array in weights.load(path).items()}
-  source.check()
+  if jax.process_count() == 1:  # one of several reads what its devices hold, which is not all that was saved
+    source.check()
   return found
 
 
@@ -51,7 +53,8 @@ def load_stored(
   if weights and not _check_rounding(config, model, key, path, metadata):
     plain = plain_model(model)
     if isinstance(model.execution.weight_format, QuantizedFormat):
-      found = load_rounded(model, plain, CheckpointWeights(plain, StreamReader(locate(path))))
+      weights_of = partial(load_rounded, model, plain)
+      found = with_key_in_errors(key, path, lambda: weights_of(CheckpointWeights(plain, StreamReader(locate(path)))))
       rounded = {name: array for name, array in found.items() if name in wanted}
   others = {name: struct for name, struct in wanted.items() if name not in rounded}
   return rounded | (load_parameters(options, key, path, others) if others else {})
@@ -93,8 +96,11 @@ def rounding_at_rest(reader: StreamReader) -> WeightRounding | None:
   """The rounding of the weights of a checkpoint, or of its base, as it records it; None for plain ones."""
   if not any(map(is_scale, reader.parameters)):
     return None
-  recorded = {key: reader.metadata.config[key]["value"] for key in WeightsAtRest.model_fields}
-  return rounding_of_keys(*recorded.values())
+  config = reader.metadata.config
+  name, *others = (config.get(key, {}).get("value", default_of(key)) for key in WeightsAtRest.model_fields)
+  if name not in STORED_FORMATS:
+    raise ConfigError(f"{reader.folder} is at rest with weight_format={name}, which this release does not know.")
+  return rounding_of_keys(name, *others)
 
 
 class RoundedPieces:
@@ -133,14 +139,22 @@ class RoundedPieces:
       arrays = codes.arrays()
     else:
       stacked, contracted = self._plain.contracted[path]
-      arrays = _encode(format_.rounding, stacked - len(index), contracted)(self._source.piece(path, index))
+      arrays = _encode_each(format_.rounding, stacked - len(index), contracted, self._source.piece(path, index))
     found = {path + leaf.removeprefix("weight"): np.asarray(array) for leaf, array in arrays.items()}
     return {name: array.reshape(self._model.struct(name).shape[len(index) :]) for name, array in found.items()}
 
 
+def _encode_each(rounding: WeightRounding, stacked: int, contracted: int, piece: np.ndarray) -> dict[str, np.ndarray]:
+  """The arrays of a piece; experts are rounded one at a time, since a layer of them may not fit a device in float32."""
+  if stacked:
+    each = [_encode_each(rounding, stacked - 1, contracted, one) for one in piece]
+    return {leaf: np.stack([arrays[leaf] for arrays in each]) for leaf in each[0]}
+  return {leaf: np.asarray(array) for leaf, array in _encode(rounding, contracted)(piece).items()}
+
+
 @cache
-def _encode(rounding: WeightRounding, stacked: int, contracted: int) -> Any:
-  return jax.jit(lambda weight: rounding.encode(weight, stacked, contracted))
+def _encode(rounding: WeightRounding, contracted: int) -> Any:
+  return jax.jit(lambda weight: rounding.encode(weight, 0, contracted))
 
 
 def write_weights_at_rest(

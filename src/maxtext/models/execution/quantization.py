@@ -13,10 +13,12 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import QuantizationType
 from maxtext.kernels.quantize import FORMATS, RangeCalibration
 from maxtext.kernels.weight_quantize import STORED_FORMATS
+from maxtext.layers.matmul_call import Site
 from maxtext.layers.quantized_matmul import Operand, QuantizedMatmul
 from maxtext.layers.quantized_weight import QuantizedFormat, RoundedWeights, WeightRounding
 from maxtext.layers.sparse_matmul import SparseMatmul
 from maxtext.layers.weight_format import PlainFormat, WeightFormat
+from maxtext.models.model import Model
 
 # Formats of the input, the weight and the gradient.
 _FORMATS: dict[QuantizationType, tuple[str | None, str, str | None]] = {
@@ -70,6 +72,35 @@ def weights_at_rest(config: MaxTextConfig, serving: bool) -> WeightFormat:
   return PlainFormat() if stored is None else QuantizedFormat(stored)
 
 
+def check_weight_format(config: MaxTextConfig, model: Model) -> None:
+  """Raises `ConfigError` where `weight_format` finds no weight, or where a mesh splits what shares a scale."""
+  execution, modules = model.execution, {path.removesuffix("/weight") for path in model.weight_names}
+  for pattern in config.weight_format_targets if config.weight_format else ():
+    if not any(re.search(pattern, module) for module in modules):
+      raise ConfigError(f"weight_format_targets: '{pattern}' is the path of no module: {', '.join(sorted(modules))}.")
+  format_, rounding = execution.weight_format, weight_rounding(config)
+  if rounding is not None and model.spec.tied and rounding.wants(Site("head", "head")):
+    raise ConfigError("weight_format_targets: the head of this model is its embedding, which stays as it is.")
+  shards = execution.sharding.rules.num_shards(execution.sharding.mesh, "activation_mlp")
+  experts = [path for path, axes in model.logical_axes.items() if "expert" in axes and path.endswith("/weight")]
+  if rounding is None or shards == 1 or not experts:
+    return
+  if not isinstance(format_, QuantizedFormat) or config.lora_merge_aware:
+    raise ConfigError(
+      f"weight_format={rounding.format} rounds the weights of experts in training, and this mesh splits them over "
+      f"{shards} devices, each of which would find scales of its own: use ici_fsdp_parallelism or "
+      "ici_expert_parallelism in place of tensor parallelism."
+    )
+  for path in experts if rounding.block else ():
+    rows = model.contracted[path][0]
+    scales = model.struct(f"{path}_scale").shape[rows] if f"{path}_scale" in model.logical_axes else shards
+    if model.logical_axes[path][rows] == "expert_mlp" and scales % shards:
+      raise ConfigError(
+        f"weight_format={rounding.format}: {path} has {scales} blocks of {rounding.block} inputs, which this mesh "
+        f"splits over {shards} devices: choose a smaller weight_block_size, or a mesh whose tensor axes divide them."
+      )
+
+
 def rounded_weights(config: MaxTextConfig, serving: bool) -> tuple[RoundedWeights, ...]:
   """Quantization-aware training for `weight_format`; none where weights are stored in it, or matmuls round to it."""
   rounding = weight_rounding(config)
@@ -108,6 +139,11 @@ def _rounding_of_matmuls(config: MaxTextConfig) -> WeightRounding | None:
   if name is None or config.weight_sparsity_n or config.weight_quantization_calibration_method != "absmax":
     return None
   return WeightRounding(name, 0, _ALL_BUT_THE_HEAD)
+
+
+def rounds_inputs(config: MaxTextConfig) -> bool:
+  """Whether `quantization` rounds the inputs of matmuls, and not their weights alone."""
+  return config.quantization in _FORMATS and _FORMATS[config.quantization][0] is not None
 
 
 def rounding_of_keys(weight_format: str, weight_block_size: int, targets: Sequence[str]) -> WeightRounding:
