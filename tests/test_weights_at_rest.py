@@ -472,7 +472,7 @@ def test_weights_at_rest_count_as_what_they_stand_for():
 def test_a_damaged_checkpoint_is_named_with_its_key(trained, tmp_path):
   shutil.copytree(trained, tmp_path / "run")
   for file in (tmp_path / "run" / "checkpoints").rglob("*"):
-    if file.is_file() and file.stat().st_size > 20_000:
+    if file.is_file() and "record" not in file.parts and file.stat().st_size > 20_000:
       content = bytearray(file.read_bytes())
       content[len(content) // 2] ^= 0x40
       file.write_bytes(bytes(content))
