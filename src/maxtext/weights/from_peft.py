@@ -66,13 +66,13 @@ def load_adapters(config: MaxTextConfig, model: Model, weights: Mapping[str, jax
   found = _Adapters.read(config.lora_input_adapters_path)
   structs = {path: model.struct(path) for path in (*model.params, *model.buffers) if is_adapter(path)}
   arrays = _new_adapters(model, structs)
+  plain, format_ = plain_model(model), model.execution.weight_format
   for module, (name, layout) in _Target.of(config).match(found).items():
-    _read_module(config, model, found, module, name, layout, arrays)
+    _read_module(config, plain, found, module, name, layout, arrays)
   loaded: dict[str, jax.Array] = {
     path: jax.make_array_from_callback(struct.shape, struct.sharding, arrays[path].__getitem__)
     for path, struct in structs.items()
   }
-  plain, format_ = plain_model(model), model.execution.weight_format
   rounding = format_.rounding if isinstance(format_, QuantizedFormat) else None
   for module in {adapted_module(path) for path in structs} if found.dora else ():
     path, weight = magnitude_path(module), f"{module}/weight"
