@@ -34,6 +34,11 @@ from tests.test_parity import CASES, RUN
 BLOCKS = {"int8": 0, "int4": 32, "fp8": 0, "nf4": 64, "mxfp4": 32, "nvfp4": 16}
 
 
+def gate(cases, *taken):
+  """Cases, of which the gate takes some and the night all."""
+  return [case if case in taken else pytest.param(case, marks=pytest.mark.nightly) for case in cases]
+
+
 def weights(*shape, seed=0):
   rng = np.random.default_rng(seed)
   return jnp.asarray(rng.standard_normal(shape) * np.exp(rng.standard_normal(shape[-1:])), jnp.float32)
@@ -235,7 +240,7 @@ def assert_equal(found, expected):
     np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(array), err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["int8", "nvfp4"])
+@pytest.mark.parametrize("name", gate(["int8", "nvfp4"], "nvfp4"))
 def test_weights_are_the_same_however_they_come_to_be_at_rest(name, trained, tmp_path):
   """Rounded at load, by the command, saved at load, and from a Hugging Face folder."""
   at_load, model = loaded(trained, weight_format=name)
@@ -274,7 +279,7 @@ QAT = {
 }
 
 
-@pytest.mark.parametrize("way", QAT)
+@pytest.mark.parametrize("way", gate(QAT, "int4", "W8A8"))
 def test_what_is_stored_is_what_was_trained(way, tmp_path):
   """Quantization-aware training: the exported weights, and logits from them, are bitwise those of the step."""
   keys = RUN_KEYS | EXPERTS | QAT[way] | {"base_output_directory": str(tmp_path), "run_name": "run"}
@@ -316,7 +321,7 @@ def test_gradients_pass_the_rounding():
     )
 
 
-@pytest.mark.parametrize("name", ["int4", "int8"])
+@pytest.mark.parametrize("name", gate(["int4", "int8"], "int4"))
 def test_adapters_train_on_weights_at_rest(name, trained, tmp_path):
   """QLoRA: the base is stored in few bits and does not change, and adapters learn what they would beside its values
   multiplied out."""
@@ -447,7 +452,7 @@ def test_a_mesh_does_not_split_what_shares_a_scale(serving, keys, problem):
     build_model(config, make_mesh(config, jax.devices()[:2]), serving=serving)
 
 
-@pytest.mark.parametrize("name", ["int4", "int8"])
+@pytest.mark.parametrize("name", gate(["int4", "int8"], "int4"))
 def test_a_mesh_computes_what_one_device_does(name, trained):
   """Experts at rest, with their width split over two devices."""
   format_ = {"weight_format": name} | ({"weight_block_size": 8} if name == "int4" else {})
@@ -551,7 +556,7 @@ EXPORTED = {
 }
 
 
-@pytest.mark.parametrize("case", EXPORTED)
+@pytest.mark.parametrize("case", gate(EXPORTED, "int8 and inputs", "int4", "nvfp4"))
 def test_compressed_tensors_hold_what_is_at_rest(case, dense, tmp_path):
   """Out to a folder, and in again without being multiplied out; and transformers reads the same weights from it."""
   keys = EXPORTED[case] | {"weight_format": case.split()[0]}
@@ -595,13 +600,20 @@ HOSTILE = {
 }
 
 
+@pytest.fixture(scope="module")
+def exported(dense, tmp_path_factory):
+  """Folders of compressed-tensors, by format."""
+  work = tmp_path_factory.mktemp("exported")
+  for name, block in (("int4", {"weight_block_size": 32}), ("mxfp4", {})):
+    maxtext.quantize(dense, work / f"{name}.rest", weight_format=name, **block)
+    maxtext.convert(work / f"{name}.rest", work / name, to="huggingface")
+  return work
+
+
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_folder_is_refused(case, dense, tmp_path):
+def test_a_hostile_folder_is_refused(case, exported, tmp_path):
   name, change = HOSTILE[case]
-  maxtext.quantize(
-    dense, tmp_path / "rest", weight_format=name, **({"weight_block_size": 32} if name == "int4" else {})
-  )
-  maxtext.convert(tmp_path / "rest", tmp_path / "hf", to="huggingface")
+  shutil.copytree(exported / name, tmp_path / "hf")
   file = tmp_path / "hf" / "config.json"
   content = json.loads(file.read_text())
   change(content["quantization_config"]["config_groups"]["group_0"]["weights"])
