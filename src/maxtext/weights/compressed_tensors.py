@@ -36,11 +36,6 @@ def weight_scheme(rounding: WeightRounding, activations: bool, ignored: list[str
   Raises:
     ConfigError: the format has no such weights.
   """
-  if rounding.format not in _NAMES:
-    raise ConfigError(
-      f"weight_format={rounding.format} is none of compressed-tensors' formats, so it cannot be exported: "
-      f"{', '.join(_NAMES)} can."
-    )
   name, bits, kind = _format(rounding, activations), *_NAMES[rounding.format][1:]
   strategy = "group" if rounding.block else "channel"
   weights: dict[str, Any] = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False}
@@ -60,7 +55,12 @@ def weight_scheme(rounding: WeightRounding, activations: bool, ignored: list[str
 
 
 def _format(rounding: WeightRounding, activations: bool) -> str:
-  """Integers whose inputs are not rounded are packed, whatever their bits."""
+  """Its name. Integers whose inputs are not rounded are packed, whatever their bits."""
+  if rounding.format not in _NAMES:
+    raise ConfigError(
+      f"weight_format={rounding.format} is none of compressed-tensors' formats, so it cannot be exported: "
+      f"{', '.join(_NAMES)} can."
+    )
   return "pack-quantized" if rounding.format == "int8" and not activations else _NAMES[rounding.format][0]
 
 
