@@ -265,7 +265,7 @@ class FillDisk(Callback):
     (self._folder / "rubbish").write_bytes(b"x" * (shutil.disk_usage(self._folder).free - 8192))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.chaos
 def test_a_full_disk_costs_one_save(bases, trained, tmp_path):
   kind, _, expected = trained
