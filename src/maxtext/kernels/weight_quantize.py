@@ -45,7 +45,7 @@ _NF4_VALUES = (
   -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
   0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # Values of these two are indices into a table.
 _E2M1 = NumberFormat(jnp.uint8, 6.0)
 _NF4 = NumberFormat(jnp.uint8, 1.0)
@@ -153,7 +153,7 @@ def _nearest_e2m1(x: jax.Array) -> jax.Array:
   in every program.)"""
   size = jnp.abs(x)
   code = jnp.where(jnp.signbit(x), jnp.uint8(8), jnp.uint8(0))
-  for i, (low, high) in enumerate(pairwise(_E2M1_VALUES[:8])):
+  for i, (low, high) in enumerate(pairwise(E2M1_VALUES[:8])):
     edge = (low + high) / 2
     code += ((size >= edge) if i % 2 else (size > edge)).astype(jnp.uint8)
   return code
@@ -176,7 +176,7 @@ def _unpacked(stored: jax.Array, format_: StoredFormat) -> jax.Array:
   if format_.number is _NF4:
     return _look_up(codes, _NF4_VALUES)
   if format_.number is _E2M1:
-    return _look_up(codes, _E2M1_VALUES)
+    return _look_up(codes, E2M1_VALUES)
   return ((codes ^ 8).astype(jnp.int8) - 8).astype(jnp.float32)
 
 

@@ -32,6 +32,11 @@ def is_scale(path: str) -> bool:
   return path.rpartition("/")[2] in LEAVES[1:]
 
 
+def array_paths(path: str) -> dict[str, str]:
+  """The paths of the arrays that may stand for a parameter, by their names."""
+  return {leaf: path + leaf.removeprefix("weight") for leaf in LEAVES}
+
+
 def weight_of(path: str) -> str:
   """The weight that a scale belongs to; any other parameter itself."""
   return f"{path.rpartition('/')[0]}/weight" if is_scale(path) else path
@@ -128,13 +133,9 @@ class QuantizedFormat:
 
   def matmul(self, call: MatmulCall, next_: Next, x: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
     """The plain operation with the weight in the call's dtype, which exists in the operation alone."""
-    return next_(call, x, self.expand(call, x, arrays, call.dtype or x.dtype))
-
-  def expand(self, call: MatmulCall, x: jax.Array, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
-    """The weight in the dimensions of a call."""
-    stacked = int(call.site.role == "experts")
     shape = _weight_shape(call, x, arrays["weight"].shape, self.per_item)
-    return self.rounding.decode(arrays, shape, stacked, dtype)
+    stacked = int(call.site.role == "experts")
+    return next_(call, x, self.rounding.decode(arrays, shape, stacked, call.dtype or x.dtype))
 
   def operand(self, call: MatmulCall, x: jax.Array, arrays: Mapping[str, jax.Array]) -> Quantized:
     """Values and scales as an operand of a quantized matmul, for eight bits and one scale per channel."""

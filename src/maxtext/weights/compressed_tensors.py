@@ -13,9 +13,9 @@ import numpy as np
 from maxtext.configs import ConfigError
 from maxtext.kernels.weight_quantize import stored_shapes
 from maxtext.layers.quantized_weight import WeightRounding
-from maxtext.weights.quantized import Codes, TensorSource
+from maxtext.weights.quantized import Codes, TensorSource, packed_pairs, unpacked_pairs
 
-# Name, bits, type and strategy of a group, and the names of a tensor's parts.
+# The format's name, and bits and type of a value.
 _NAMES = {
   "int8": ("int-quantized", 8, "int"),
   "fp8": ("float-quantized", 8, "float"),
@@ -92,22 +92,12 @@ def compressed_parts(
 def compress_values(rounding: WeightRounding, activations: bool, values: np.ndarray) -> np.ndarray:
   """The values [out, in] of a weight as they are in `weight` or `weight_packed`."""
   if rounding.format in ("nvfp4", "mxfp4"):
-    return _pairs(values)
+    return packed_pairs(values, -1)
   if _format(rounding, activations) != "pack-quantized":
     return values
   bits = values.view(np.uint8)
-  shifted = bits ^ np.uint8(128) if rounding.stored.bits == 8 else _pairs(bits & 15 ^ 8)
+  shifted = bits ^ np.uint8(128) if rounding.stored.bits == 8 else packed_pairs(bits & 15 ^ 8, -1)
   return np.ascontiguousarray(shifted).view("<i4")
-
-
-def _pairs(codes: np.ndarray) -> np.ndarray:
-  """Neighbours of the last dimension in a byte, the first in the low half."""
-  return (codes[..., ::2] | (codes[..., 1::2] << 4)).astype(np.uint8)
-
-
-def _halves(packed: np.ndarray) -> np.ndarray:
-  """The other way."""
-  return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
 
 
 @dataclass(frozen=True)
@@ -147,11 +137,11 @@ class Compressed:
     if packed.dtype == np.uint8:
       whole = self.parts.get("weight_global_scale")
       number = None if whole is None else whole.read().astype(np.float32).reshape(())
-      return Codes(self.rounding, _halves(packed), scales, number)
+      return Codes(self.rounding, unpacked_pairs(packed, -1), scales, number)
     unsigned = np.ascontiguousarray(packed).view(np.uint8)
     if self.rounding.stored.bits == 8:
       return Codes(self.rounding, (unsigned ^ np.uint8(128)).view(np.int8), scales)
-    return Codes(self.rounding, (_halves(unsigned).astype(np.int8) - 8), scales)
+    return Codes(self.rounding, unpacked_pairs(unsigned, -1).astype(np.int8) - 8, scales)
 
   def read(self) -> np.ndarray:
     """Multiplied out."""

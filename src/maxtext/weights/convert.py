@@ -15,7 +15,7 @@ from maxtext.weights.config_json import keys_of_folder
 from maxtext.weights.detect import is_hugging_face
 from maxtext.weights.from_hugging_face import convert_from_hugging_face
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
-from maxtext.weights.plain_weights import Progress
+from maxtext.weights.plain_weights import Progress, no_progress
 from maxtext.weights.resolve import resolve_keys
 from maxtext.weights.to_hugging_face import convert_to_hugging_face
 from maxtext.weights.to_peft import write_adapters
@@ -64,12 +64,12 @@ def convert(
   if to is None:
     to = "maxtext" if is_hugging_face(source) else "huggingface"
   if to == "maxtext":
-    return _from_hugging_face(source, Path(target), given, strict, progress or _silent)
+    return _from_hugging_face(source, Path(target), given, strict, progress or no_progress)
   if to == "peft":
     return _to_peft(source, Path(target), given, strict)
   if not 0 < shard_gigabytes < float("inf"):
     raise ConfigError(f"shard_gigabytes={shard_gigabytes:g} must be a number above 0.")
-  return _to_hugging_face(source, Path(target), given, strict, progress or _silent, int(shard_gigabytes * 10**9))
+  return _to_hugging_face(source, Path(target), given, strict, progress or no_progress, int(shard_gigabytes * 10**9))
 
 
 def _from_hugging_face(source: str, target: Path, given: dict[str, Any], strict: bool, progress: Progress) -> Path:
@@ -106,7 +106,3 @@ def _to_peft(source: str, target: Path, given: dict[str, Any], strict: bool) -> 
   path = write_adapters(config, abstract_model(config), locate(source), target)
   _LOG.info(f"{path}: LoRA adapters of rank {config.lora_rank}, for PEFT and lora_input_adapters_path")
   return path
-
-
-def _silent(count: int, all_count: int, size: int, all_size: int) -> None:
-  """Reports no progress."""

@@ -4,16 +4,13 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from maxtext.checkpoint.metadata import ArrayMetadata
 from maxtext.checkpoint.options import array_storage
-from maxtext.checkpoint.stream import StreamWriter
 from maxtext.checkpoint.tokenizer import SIDE_FOLDER
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.quantized_weight import WeightRounding
@@ -25,7 +22,7 @@ from maxtext.weights.hugging_face_folder import HuggingFaceFolder
 from maxtext.weights.plain_weights import Index, Progress
 from maxtext.weights.quantized import BlockScaled, Codes, Mxfp4, TensorSource
 from maxtext.weights.tensor_layout import TensorLayout, check_all_used, tensor_layouts, tensors_of_parameters
-from maxtext.weights.weights_at_rest import load_rounded, plain_model
+from maxtext.weights.weights_at_rest import RoundedPieces, load_rounded, plain_model, write_pieces
 
 _IN_FEW_BITS = (BlockScaled, Mxfp4, Compressed)
 _SIDE_FILES = (
@@ -43,22 +40,13 @@ def convert_from_hugging_face(
   progress: Progress,
 ) -> Path:
   """Writes a checkpoint of parameters, part by part, and returns its folder. Started again, it resumes."""
-  weights, others = HuggingFaceWeights.of(config, model, folder), side_files(folder)
-  arrays = {path: ArrayMetadata(model.struct(path).shape, str(model.struct(path).dtype)) for path in weights.parts}
-  files = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in folder.files()]
-  writer = StreamWriter(array_storage(config), target, arrays, files)
-  pieces = [(path, name, number) for path, parts in weights.parts.items() for name, number in parts]
-  sizes = [prod(weights.tensors[n].slices[number].shape) * model.struct(p).dtype.itemsize for p, n, number in pieces]
-  done, total = 0, sum(sizes)
-  for count, ((path, name, number), size) in enumerate(zip(pieces, sizes, strict=True)):
-    progress(count, len(pieces), done, total)
-    index = weights.tensors[name].slices[number].index
-    if not writer.has(path, index):
-      writer.put(path, index, weights.read(name, number))
-    done += size
-  copy_files(others, writer.folder / SIDE_FOLDER)
-  progress(len(pieces), len(pieces), done, total)
-  return writer.finish(0, keys)
+  pieces = RoundedPieces(model, model, HuggingFaceWeights.of(config, model, folder))
+  others = side_files(folder)
+
+  def beside(written: Path) -> None:
+    copy_files(others, written / SIDE_FOLDER)
+
+  return write_pieces(array_storage(config), pieces, target, folder.fingerprint(), keys, progress, beside)
 
 
 def load_from_hugging_face(config: MaxTextConfig, model: Model, path: str) -> dict[str, jax.Array]:
@@ -146,6 +134,9 @@ class HuggingFaceWeights:
       for array in (found.values, found.scales)
     )
     return replace(found, values=values, scales=scales)
+
+  def skip(self, path: str, index: Index) -> None:
+    """Nothing is left to do."""
 
   def check(self) -> None:
     """Safetensors files have no checksums."""

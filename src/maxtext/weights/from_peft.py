@@ -17,7 +17,7 @@ from maxtext.configs.errors import RunError
 from maxtext.data.safe_paths import read_json_inside, resolve_inside
 from maxtext.layers.dora import magnitude_path, norm
 from maxtext.layers.lora import adapted_module, adapter_paths, is_adapter
-from maxtext.layers.quantized_weight import LEAVES, QuantizedFormat, WeightRounding
+from maxtext.layers.quantized_weight import QuantizedFormat, WeightRounding, array_paths
 from maxtext.models.build import abstract_model
 from maxtext.models.execution.adapters import adapters
 from maxtext.models.model import Model
@@ -77,7 +77,7 @@ def load_adapters(config: MaxTextConfig, model: Model, weights: Mapping[str, jax
   for module in {adapted_module(path) for path in structs} if found.dora else ():
     path, weight = magnitude_path(module), f"{module}/weight"
     differ = partial(_differences, model=plain, path=weight, rounding=rounding)
-    stored = {leaf: weights[name] for leaf in LEAVES if (name := f"{module}/{leaf}") in weights}
+    stored = {leaf: weights[name] for leaf, name in array_paths(weight).items() if name in weights}
     loaded[path] = jax.jit(differ, out_shardings=structs[path].sharding)(loaded[path], stored)
   return loaded
 

@@ -48,6 +48,10 @@ class HuggingFaceFolder:
     """The files that hold the tensors."""
     return sorted({tensor.file for tensor in self._stored.values()})
 
+  def fingerprint(self) -> list[tuple[str, int, int]]:
+    """Identifies the files that hold the tensors: path, size and time of each."""
+    return [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in self.files()]
+
   def json(self, name: str) -> dict[str, Any]:
     """The content of a JSON file in the folder; {} if there is none."""
     file = self.resolve_inside(name)

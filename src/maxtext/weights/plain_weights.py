@@ -12,7 +12,7 @@ import numpy as np
 
 from maxtext.checkpoint.stream import StreamReader
 from maxtext.layers.lora import LoraMatmul, is_adapter
-from maxtext.layers.quantized_weight import LEAVES, WeightRounding
+from maxtext.layers.quantized_weight import WeightRounding, array_paths
 from maxtext.models.model import Model
 from maxtext.weights.quantized import Codes
 
@@ -20,6 +20,10 @@ Index = tuple[int, ...]
 Progress = Callable[[int, int, int, int], None]
 """Called with: parts done, all parts, bytes done, all bytes."""
 Pieces = Iterable[tuple[Index, Callable[[], Mapping[str, np.ndarray]]]]
+
+
+def no_progress(count: int, all_count: int, size: int, all_size: int) -> None:
+  """Reports nothing."""
 
 
 class PlainWeights(Protocol):
@@ -37,8 +41,12 @@ class PlainWeights(Protocol):
     """A piece [..., inputs, outputs] that is stored in this format already; None for any other."""
     ...
 
+  def skip(self, path: str, index: Index) -> None:
+    """Called in place of `piece` for one that is written already."""
+    ...
+
   def check(self) -> None:
-    """Called when every piece was read; raises if they are not what was saved."""
+    """Called when every piece was read or skipped; raises if they are not what was saved."""
     ...
 
 
@@ -84,10 +92,9 @@ class CheckpointWeights:
   def _at_rest(self, path: str, index: Index) -> np.ndarray:
     """The weight in float32, multiplied out."""
     assert self._rounding is not None, "a checkpoint of weights at rest records their format"
-    names = {leaf: path.removesuffix("weight") + leaf for leaf in LEAVES}
     arrays: dict[str, Any] = {
       leaf: self._reader.read(name, index, len(self._reader.stored_shape(name)))
-      for leaf, name in names.items()
+      for leaf, name in array_paths(path).items()
       if name in self._there
     }
     shape = self._model.struct(path).shape[len(index) :]
@@ -96,6 +103,10 @@ class CheckpointWeights:
   def codes(self, path: str, index: Index, rounding: WeightRounding) -> Codes | None:
     """None: the weights of a checkpoint at rest are read as they are."""
     return None
+
+  def skip(self, path: str, index: Index) -> None:
+    """Reads it again, so that what was saved can be checked as a whole."""
+    self.piece(path, index)
 
   def check(self) -> None:
     """Compares the checksums of all that was read."""

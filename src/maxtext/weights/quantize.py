@@ -10,6 +10,7 @@ from etils import epath
 
 from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.metadata import CorruptCheckpointError
+from maxtext.checkpoint.options import array_storage
 from maxtext.checkpoint.tokenizer import SIDE_FOLDER, copy_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
@@ -22,9 +23,15 @@ from maxtext.models.execution.adapters import adapters
 from maxtext.weights.base import parameter_reader
 from maxtext.weights.from_hugging_face import HuggingFaceWeights, copy_files, side_files
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
-from maxtext.weights.plain_weights import CheckpointWeights, PlainWeights, Progress
+from maxtext.weights.plain_weights import CheckpointWeights, PlainWeights, Progress, no_progress
 from maxtext.weights.resolve import resolve_source
-from maxtext.weights.weights_at_rest import recorded_rounding, rounding_at_rest, write_weights_at_rest
+from maxtext.weights.weights_at_rest import (
+  RoundedPieces,
+  plain_model,
+  recorded_rounding,
+  rounding_at_rest,
+  write_pieces,
+)
 
 if TYPE_CHECKING:
   from maxtext.configs.keys import ConfigKeys
@@ -63,7 +70,7 @@ def quantize(
   if "://" not in path and not Path(path).expanduser().is_dir():
     raise ConfigError(f"{path} is not a folder: give that of a run, of a checkpoint or of Hugging Face.")
   resolved = resolve_source(path if "/" in path else f"./{path}", {"dataset_type": "synthetic", **keys}, strict)
-  written = write_quantized_params(resolved.config, Path(target), resolved.origins, progress or _silent)
+  written = write_quantized_params(resolved.config, Path(target), resolved.origins, progress or no_progress)
   size = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
   _LOG.info(f"{written}: {size / 1e9:.3g} GB at rest, for maxtext serve, decode and LLM")
   return written
@@ -76,7 +83,7 @@ def save_quantized_params(config: MaxTextConfig) -> MaxTextConfig:
       f"save_quantized_params_path={config.save_quantized_params_path}: a checkpoint of weights at rest has no "
       "adapters; maxtext quantize merges them."
     )
-  path = write_quantized_params(config, Path(config.save_quantized_params_path).expanduser(), {}, _silent)
+  path = write_quantized_params(config, Path(config.save_quantized_params_path).expanduser(), {}, no_progress)
   return config.model_copy(update={"load_parameters_path": str(path), "source_checkpoint_layout": "orbax"})
 
 
@@ -99,12 +106,12 @@ def write_quantized_params(config: MaxTextConfig, target: Path, origins: Mapping
   model, path = abstract_model(merged, serving=True), config.load_parameters_path
   if not isinstance(model.execution.weight_format, QuantizedFormat):
     raise ConfigError("Nothing says to what weights are rounded: set weight_format, or quantization=int8, fp8 or int4.")
-  record = merged.model_copy(update=recorded_rounding(model.execution.weight_format.rounding))
-  values = values_and_origins(record, origins)
+  rounding = recorded_rounding(model.execution.weight_format.rounding)
+  values = values_and_origins(merged.model_copy(update=rounding), origins)
   try:
-    source, request, beside = _source(config, merged)
-    rounding = recorded_rounding(model.execution.weight_format.rounding)
-    return write_weights_at_rest(merged, model, source, target, (request, rounding), values, progress, beside)
+    source, made_from, beside = _source(config, merged)
+    pieces = RoundedPieces(model, plain_model(model), source)
+    return write_pieces(array_storage(config), pieces, target, (made_from, rounding), values, progress, beside)
   except CorruptCheckpointError as damage:
     raise RunError(f"{path} is damaged: {damage}.") from None
 
@@ -114,9 +121,8 @@ def _source(config: MaxTextConfig, merged: MaxTextConfig) -> tuple[PlainWeights,
   path = config.load_parameters_path
   if config.source_checkpoint_layout == "safetensors":
     folder = HuggingFaceFolder(path)
-    files = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in folder.files()]
     source = HuggingFaceWeights.of(config, abstract_model(merged), folder)
-    return source, files, lambda target: copy_files(side_files(folder), target / SIDE_FOLDER)
+    return source, folder.fingerprint(), lambda target: copy_files(side_files(folder), target / SIDE_FOLDER)
   model, lora = abstract_model(config), adapters(config)
   reader = parameter_reader(config, model, locate(path))
   if (rounding := rounding_at_rest(reader)) is not None and lora is None:
@@ -124,7 +130,3 @@ def _source(config: MaxTextConfig, merged: MaxTextConfig) -> tuple[PlainWeights,
   weights = CheckpointWeights(model, reader, rounding, lora)
   request = reader.metadata.to_json()["digest"], str(lora)
   return weights, request, lambda target: copy_tokenizer(path, epath.Path(target))
-
-
-def _silent(count: int, all_count: int, size: int, all_size: int) -> None:
-  """Reports no progress."""

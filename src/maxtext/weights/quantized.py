@@ -7,6 +7,7 @@ from typing import Protocol
 import ml_dtypes
 import numpy as np
 
+from maxtext.kernels.weight_quantize import E2M1_VALUES
 from maxtext.layers.quantized_weight import WeightRounding
 
 
@@ -56,18 +57,28 @@ class Codes:
     """The arrays of a parameter (`kernels/weight_quantize.py`), with the outputs as one dimension."""
     values = self.values
     if self.rounding.stored.bits == 4:
-      bits = values.view(np.uint8) & 15
-      values = bits[..., ::2, :] | (bits[..., 1::2, :] << 4)
+      values = packed_pairs(values.view(np.uint8) & 15, -2)
     found = {"weight": values, "weight_scale": self.scales}
     return found if self.whole is None else found | {"weight_global_scale": self.whole}
+
+
+def packed_pairs(codes: np.ndarray, axis: int) -> np.ndarray:
+  """Four-bit neighbours along an axis, counted from the last, in a byte, the first in the low half."""
+  pairs = codes.swapaxes(axis, -1)
+  return (pairs[..., ::2] | (pairs[..., 1::2] << 4)).astype(np.uint8).swapaxes(axis, -1)
+
+
+def unpacked_pairs(packed: np.ndarray, axis: int) -> np.ndarray:
+  """The other way."""
+  pairs = packed.swapaxes(axis, -1)
+  return np.stack([pairs & 15, pairs >> 4], -1).reshape(*pairs.shape[:-1], -1).swapaxes(axis, -1)
 
 
 def unpacked_values(rounding: WeightRounding, stored: np.ndarray) -> np.ndarray:
   """`values` of `Codes` [..., in, out] from the array `weight` of a parameter."""
   if rounding.stored.bits == 8:
     return stored
-  halves = np.stack([stored & 15, stored >> 4], -2)
-  values = halves.reshape(*stored.shape[:-2], -1, stored.shape[-1])
+  values = unpacked_pairs(stored, -2)
   return (values ^ 8).astype(np.int8) - np.int8(8) if rounding.format == "int4" else values
 
 
@@ -95,8 +106,7 @@ class Mxfp4:
   def codes(self) -> Codes:
     """What is stored, with inputs last."""
     experts, inputs, outputs = self.shape
-    packed = self.blocks.read().reshape(experts, outputs, -1)
-    values = np.stack([packed & 15, packed >> 4], -1).reshape(experts, outputs, inputs)
+    values = unpacked_pairs(self.blocks.read(), -1).reshape(experts, outputs, inputs)
     return Codes(WeightRounding("mxfp4", 32), values, self.scales.read())
 
   def read(self) -> np.ndarray:
@@ -110,7 +120,7 @@ class Mxfp4:
     return values.swapaxes(1, 2)
 
 
-_FP4 = np.array([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_FP4 = np.array(E2M1_VALUES, np.float32)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""Quantization of weights at rest: plain weights, read piece by piece, as values of few bits and their scales.
+"""Weights at rest: plain weights, read piece by piece, as a model stores them, which may be as quantized values and
+scales; loaded onto devices, or written as a checkpoint.
 
 No more than one layer of a weight is ever in memory as it was.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -11,17 +12,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 
 from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.metadata import ArrayMetadata, CheckpointMetadata
-from maxtext.checkpoint.options import array_storage, restore_options
+from maxtext.checkpoint.options import ArrayStorage, restore_options
 from maxtext.checkpoint.restore import load_parameters, readable, with_key_in_errors
 from maxtext.checkpoint.stream import StreamReader, StreamWriter
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import WeightsAtRest
 from maxtext.configs.values import default_of, plain_value
 from maxtext.kernels.weight_quantize import STORED_FORMATS
-from maxtext.layers.quantized_weight import QuantizedFormat, WeightRounding, is_scale
+from maxtext.layers.quantized_weight import QuantizedFormat, WeightRounding, array_paths, is_scale
 from maxtext.layers.weight_format import PlainFormat
 from maxtext.models.execution.quantization import rounding_of_keys
 from maxtext.models.model import Model
@@ -30,6 +32,8 @@ from maxtext.weights.plain_weights import CheckpointWeights, Index, PlainWeights
 
 def plain_model(model: Model) -> Model:
   """The model with plain weights and without what matmul implementations add."""
+  if isinstance(model.execution.weight_format, PlainFormat) and not model.execution.matmul:
+    return model
   return Model.of(model.spec, model.execution.replace(weight_format=PlainFormat(), matmul=()))
 
 
@@ -50,14 +54,17 @@ def load_stored(
   metadata, options = readable(locate(path)), restore_options(config)
   weights = {name for name in model.weight_names if name in wanted}
   rounded: dict[str, jax.Array] = {}
-  if weights and not _check_rounding(config, model, key, path, metadata):
-    plain = plain_model(model)
-    if isinstance(model.execution.weight_format, QuantizedFormat):
-      weights_of = partial(load_rounded, model, plain)
-      found = with_key_in_errors(key, path, lambda: weights_of(CheckpointWeights(plain, StreamReader(locate(path)))))
-      rounded = {name: array for name, array in found.items() if name in wanted}
+  at_rest = bool(weights) and _check_rounding(config, model, key, path, metadata)
+  if weights and not at_rest and isinstance(model.execution.weight_format, QuantizedFormat):
+    found = with_key_in_errors(key, path, lambda: _load_and_round(model, locate(path)))
+    rounded = {name: array for name, array in found.items() if name in wanted}
   others = {name: struct for name, struct in wanted.items() if name not in rounded}
   return rounded | (load_parameters(options, key, path, others) if others else {})
+
+
+def _load_and_round(model: Model, folder: epath.Path) -> dict[str, jax.Array]:
+  plain = plain_model(model)
+  return load_rounded(model, plain, CheckpointWeights(plain, StreamReader(folder)))
 
 
 def _check_rounding(config: MaxTextConfig, model: Model, key: str, path: str, metadata: CheckpointMetadata) -> bool:
@@ -71,10 +78,10 @@ def _check_rounding(config: MaxTextConfig, model: Model, key: str, path: str, me
     if config.checkpoint_is_quantized:
       raise ConfigError(f"checkpoint_is_quantized=true, but {key}={path} has plain weights: leave it out.")
     return False
-  recorded = {key: metadata.config[key]["value"] for key in WeightsAtRest.model_fields if key in metadata.config}
+  recorded = _recorded(metadata)
   own = recorded_rounding(format_.rounding) if isinstance(format_, QuantizedFormat) else {"weight_format": ""}
-  if differing := [key for key in own if recorded.get(key, default_of(key)) != own[key]]:
-    asked = " ".join(f"{key}={plain_value(value)}" for key, value in recorded.items())
+  if differing := [name for name in own if recorded[name] != own[name]]:
+    asked = " ".join(f"{name}={plain_value(value)}" for name, value in recorded.items())
     raise ConfigError(
       f"{key}={path} holds weights at rest with {asked}, and this run has {differing[0]}="
       f"{plain_value(own[differing[0]])}: they are for inference and below LoRA adapters (lora_rank), with those keys."
@@ -96,11 +103,15 @@ def rounding_at_rest(reader: StreamReader) -> WeightRounding | None:
   """The rounding of the weights of a checkpoint, or of its base, as it records it; None for plain ones."""
   if not any(map(is_scale, reader.parameters)):
     return None
-  config = reader.metadata.config
-  name, *others = (config.get(key, {}).get("value", default_of(key)) for key in WeightsAtRest.model_fields)
+  name, *others = _recorded(reader.metadata).values()
   if name not in STORED_FORMATS:
     raise ConfigError(f"{reader.folder} is at rest with weight_format={name}, which this release does not know.")
   return rounding_of_keys(name, *others)
+
+
+def _recorded(metadata: CheckpointMetadata) -> dict[str, Any]:
+  """The values of the keys of weights at rest."""
+  return {key: metadata.config.get(key, {}).get("value", default_of(key)) for key in WeightsAtRest.model_fields}
 
 
 class RoundedPieces:
@@ -112,34 +123,37 @@ class RoundedPieces:
   """
 
   def __init__(self, model: Model, plain: Model, source: PlainWeights) -> None:
-    self._model, self._plain, self._source = model, plain, source
+    self._model, self._plain, self.source = model, plain, source
     own = {*model.params, *model.buffers}
-    self.stored = {
-      path: [path, *(name for leaf in ("scale", "global_scale") if (name := f"{path}_{leaf}") in own)]
-      for path in plain.weight_names
-    }
+    self.stored = {path: [name for name in array_paths(path).values() if name in own] for path in plain.weight_names}
 
-  def pieces(self, path: str) -> Iterator[tuple[Index, Any]]:
-    """Each piece of a plain parameter: its index, and what reads the arrays that stand for it."""
-    for index in self._source.indices(path):
-      yield index, lambda index=index: self.read(path, index)
+  def arrays(self) -> dict[str, ArrayMetadata]:
+    """Shape and dtype of all arrays, by their paths."""
+    structs = {name: self._model.struct(name) for names in self.stored.values() for name in names}
+    return {name: ArrayMetadata(struct.shape, str(struct.dtype)) for name, struct in structs.items()}
+
+  def size(self, path: str, index: Index) -> int:
+    """Bytes of the arrays that stand for a piece of a plain parameter."""
+    structs = [self._model.struct(name) for name in self.stored[path]]
+    return sum(prod(struct.shape[len(index) :]) * struct.dtype.itemsize for struct in structs)
 
   def load(self, path: str) -> dict[str, jax.Array]:
     """The arrays of a plain parameter on their devices."""
-    return place({name: self._model.struct(name) for name in self.stored[path]}, self.pieces(path))
+    pieces = ((index, partial(self.read, path, index)) for index in self.source.indices(path))
+    return place({name: self._model.struct(name) for name in self.stored[path]}, pieces)
 
   def read(self, path: str, index: Index) -> dict[str, np.ndarray]:
     """The arrays that stand for a piece of a plain parameter."""
     if len(self.stored[path]) == 1:
-      return {path: self._source.piece(path, index)}
+      return {path: self.source.piece(path, index)}
     format_ = self._model.execution.weight_format
     assert isinstance(format_, QuantizedFormat)
     arrays: Mapping[str, Any]
-    if (codes := self._source.codes(path, index, format_.rounding)) is not None:
+    if (codes := self.source.codes(path, index, format_.rounding)) is not None:
       arrays = codes.arrays()
     else:
       stacked, contracted = self._plain.contracted[path]
-      arrays = _encode_each(format_.rounding, stacked - len(index), contracted, self._source.piece(path, index))
+      arrays = _encode_each(format_.rounding, stacked - len(index), contracted, self.source.piece(path, index))
     found = {path + leaf.removeprefix("weight"): np.asarray(array) for leaf, array in arrays.items()}
     return {name: array.reshape(self._model.struct(name).shape[len(index) :]) for name, array in found.items()}
 
@@ -157,43 +171,35 @@ def _encode(rounding: WeightRounding, contracted: int) -> Any:
   return jax.jit(lambda weight: rounding.encode(weight, 0, contracted))
 
 
-def write_weights_at_rest(
-  config: MaxTextConfig,
-  model: Model,
-  source: PlainWeights,
+def write_pieces(
+  storage: ArrayStorage,
+  weights: RoundedPieces,
   target: Path,
   request: Any,
   keys: Mapping[str, Any],
   progress: Progress,
   beside: Callable[[Path], None],
 ) -> Path:
-  """Writes a checkpoint of quantized parameters, piece by piece, and returns its folder. Started again, it resumes.
+  """Writes a checkpoint of parameters, piece by piece, and returns its folder. Started again, it resumes.
 
   Args:
     request: what it is made from; a folder that was begun from something else is not continued.
     keys: the configuration that it records.
     beside: writes other files into the folder.
   """
-  weights = RoundedPieces(model, plain_model(model), source)
-  names = [name for stored in weights.stored.values() for name in stored]
-  arrays = {name: ArrayMetadata(model.struct(name).shape, str(model.struct(name).dtype)) for name in names}
-  writer = StreamWriter(array_storage(config), target, arrays, request)
-  pieces = [(path, *piece) for path in weights.stored for piece in weights.pieces(path)]
-  sizes = [
-    sum(prod(model.struct(n).shape[len(index) :]) * model.struct(n).dtype.itemsize for n in weights.stored[path])
-    for path, index, _ in pieces
-  ]
-  done = 0
-  for count, ((path, index, read), size) in enumerate(zip(pieces, sizes, strict=True)):
-    progress(count, len(pieces), done, sum(sizes))
-    if all(writer.has(name, index) for name in weights.stored[path]):
-      source.piece(path, index)  # is read again, so that what was saved can be checked as a whole
-    else:
-      for name, array in read().items():
-        if not writer.has(name, index):
-          writer.put(name, index, array)
-    done += size
-  source.check()
+  writer = StreamWriter(storage, target, weights.arrays(), request)
+  pieces = [(path, index) for path in weights.stored for index in weights.source.indices(path)]
+  done, total = 0, sum(weights.size(path, index) for path, index in pieces)
+  for count, (path, index) in enumerate(pieces):
+    progress(count, len(pieces), done, total)
+    left = [name for name in weights.stored[path] if not writer.has(name, index)]
+    found = weights.read(path, index) if left else {}
+    for name in left:
+      writer.put(name, index, found[name])
+    if not left:
+      weights.source.skip(path, index)
+    done += weights.size(path, index)
+  weights.source.check()
   beside(writer.folder)
-  progress(len(pieces), len(pieces), done, sum(sizes))
+  progress(len(pieces), len(pieces), done, total)
   return writer.finish(0, keys)

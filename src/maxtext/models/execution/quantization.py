@@ -74,18 +74,19 @@ def weights_at_rest(config: MaxTextConfig, serving: bool) -> WeightFormat:
 
 def check_weight_format(config: MaxTextConfig, model: Model) -> None:
   """Raises `ConfigError` where `weight_format` finds no weight, or where a mesh splits what shares a scale."""
+  if (rounding := weight_rounding(config)) is None:
+    return
   execution, modules = model.execution, {path.removesuffix("/weight") for path in model.weight_names}
-  for pattern in config.weight_format_targets if config.weight_format else ():
+  for pattern in config.weight_format_targets:
     if not any(re.search(pattern, module) for module in modules):
       raise ConfigError(f"weight_format_targets: '{pattern}' is the path of no module: {', '.join(sorted(modules))}.")
-  format_, rounding = execution.weight_format, weight_rounding(config)
-  if rounding is not None and model.spec.tied and rounding.wants(Site("head", "head")):
+  if model.spec.tied and rounding.wants(Site("head", "head")):
     raise ConfigError("weight_format_targets: the head of this model is its embedding, which stays as it is.")
   shards = execution.sharding.rules.num_shards(execution.sharding.mesh, "activation_mlp")
   experts = [path for path, axes in model.logical_axes.items() if "expert" in axes and path.endswith("/weight")]
-  if rounding is None or shards == 1 or not experts:
+  if shards == 1 or not experts:
     return
-  if not isinstance(format_, QuantizedFormat) or config.lora_merge_aware:
+  if not isinstance(execution.weight_format, QuantizedFormat) or config.lora_merge_aware:
     raise ConfigError(
       f"weight_format={rounding.format} rounds the weights of experts in training, and this mesh splits them over "
       f"{shards} devices, each of which would find scales of its own: use ici_fsdp_parallelism or "
