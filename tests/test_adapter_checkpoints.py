@@ -286,7 +286,7 @@ def test_a_full_disk_costs_one_save(bases, trained, tmp_path):
     subprocess.run(["umount", str(steps)], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.mesh
 def test_two_processes_and_then_one(bases, tmp_path):
   """Each process reads its part of the base, and both add up its fingerprint."""

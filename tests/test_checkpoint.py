@@ -501,6 +501,7 @@ def test_a_run_lives_in_a_bucket(bucket, tmp_path, monkeypatch, capsys):
   """Begun, and gone on past a save that never ended: as if nothing had been."""
   monkeypatch.chdir(tmp_path)
   mesh = {"ici_fsdp_parallelism": 1, "ici_data_parallelism": 8, "sharding_tolerance": 1.0, "steps": 8}
+  mesh["opt_type"] = "sgd"  # every array is a request for each device
   reference = run_in(tmp_path, **mesh, enable_checkpointing=False)
   keys = mesh | {"run_name": "stored", "profiler": "xplane", "profiler_steps": 1}
   keys |= {"gcs_metrics": True, "save_config_to_gcs": True, "log_period": 3}

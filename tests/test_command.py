@@ -31,7 +31,7 @@ def run(*words: str, **kwargs) -> subprocess.CompletedProcess:
   return subprocess.run([MAXTEXT, *words], capture_output=True, text=True, env=env, timeout=120, check=False, **kwargs)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_quick_start_learns(tmp_path):
   file = tmp_path / "out" / "metrics.jsonl"
   done = run("train", "small-llama", "steps=12", "jax_cache_dir=", f"metrics_file={file}", cwd=tmp_path)

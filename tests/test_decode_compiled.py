@@ -19,7 +19,11 @@ WINDOWS = {"sliding_window_size": 1024}  # in every other layer
 
 @pytest.mark.parametrize(
   ("model", "topology", "changes"),
-  [("llama3.1-8b", "v5p-8", {}), ("llama3.1-8b", "v6e-4", {}), ("gemma2-9b", "v6e-4", WINDOWS)],
+  [
+    ("llama3.1-8b", "v5p-8", {}),
+    pytest.param("llama3.1-8b", "v6e-4", {}, marks=pytest.mark.nightly),
+    ("gemma2-9b", "v6e-4", WINDOWS),
+  ],
 )
 def test_a_step_reads_weights_and_cache_once(model, topology, changes):
   config = load_config(**KEYS, model_name=model, compile_topology=topology, **changes)

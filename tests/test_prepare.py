@@ -460,6 +460,9 @@ def test_folders_can_be_narrowed(raw):
   ], "what is named itself is taken"
 
 
+SMALL = ["base_emb_dim=32", "base_mlp_dim=64", "base_num_decoder_layers=1"]
+
+
 @pytest.mark.slow
 def test_one_text_file_is_enough_to_train_on(tmp_path, monkeypatch, capsys):
   """The quick start, with a text in place of the library; one that is too small is refused with what it has."""
@@ -475,7 +478,10 @@ def test_one_text_file_is_enough_to_train_on(tmp_path, monkeypatch, capsys):
   assert re.search(r"data/book: 1 document with [\d,]+ tokens \(1.\d%\) held out for evaluation", said)
   assert "data/note: nothing is held out for evaluation: every document is too large a part of so little text" in said
   assert (
-    main(["train", "stdlib-llama", "grain_train_files=data/book", "steps=3", "eval_interval=2", "run_name=book"]) == 0
+    main(
+      ["train", "stdlib-llama", "grain_train_files=data/book", "steps=3", "eval_interval=2", "run_name=book", *SMALL]
+    )
+    == 0
   )
   capsys.readouterr()
   figures = [json.loads(line) for line in (tmp_path / "runs/book/metrics.jsonl").read_text().splitlines()]

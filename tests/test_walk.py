@@ -31,10 +31,10 @@ def shortened(words):
   return [*words[:at], "--from", str(ROOT / "docs"), "--suffix", ".md", "--to", "data/stdlib", *words[at + 1 :]]
 
 
-def walk(folder, change=lambda words: words):
+def walk(folder, change=lambda words: words, flags=""):
   """What each command printed, by its first words."""
   (folder / "examples").symlink_to(ROOT / "examples")
-  environment = os.environ | {"XLA_FLAGS": "", "PATH": f"{BIN}:{os.environ['PATH']}"}
+  environment = os.environ | {"XLA_FLAGS": flags, "PATH": f"{BIN}:{os.environ['PATH']}"}
   said = []
   for words in map(change, commands()):
     done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=environment, timeout=1500, check=False)
@@ -59,7 +59,7 @@ def last(folder, name):
 
 @pytest.mark.slow
 def test_every_command_works(tmp_path):
-  said = walk(tmp_path, shortened)
+  said = walk(tmp_path, shortened, "--xla_backend_optimization_level=1")
   assert rates(said).keys() == {"runs/base", "runs/chat", "runs/aligned"}
   for name in ("base", "chat", "aligned", "student", "alone"):
     assert last(tmp_path, name) > 0
