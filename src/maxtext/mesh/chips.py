@@ -1,9 +1,11 @@
-"""Peak numbers of accelerators, from their data sheets; all are per chip, FLOP/s are dense bfloat16.
+"""Peak numbers of accelerators, from their data sheets; all are per chip, FLOP/s are dense bfloat16 but for those of
+eight bits.
 
 A link of a TPU is one direction of one cable of the torus; each dimension of the torus has two.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class Chip:
     clock: cycles per second of the matrix units.
     hbm_bandwidth: bytes per second between the chip and its memory.
     link_bandwidth: bytes per second of one link.
+    eight_bit_flops: operations per second on operands of eight bits that its matrix units take, by the beginning of
+      XLA's name of their dtype.
   """
 
   kind: str
@@ -29,14 +33,20 @@ class Chip:
   hbm_bandwidth: float = 0.0
   link_bandwidth: float = 0.0
   cores: int = 1
+  eight_bit_flops: Mapping[str, float] = field(default_factory=dict)
+
+  def peak(self, dtypes: Iterable[str]) -> float:
+    """Operations per second on operands of these dtypes, by XLA's names: those of eight bits only if all are."""
+    fitting = [next((f for name, f in self.eight_bit_flops.items() if d.startswith(name)), self.flops) for d in dtypes]
+    return min(fitting, default=self.flops)
 
 
 CHIPS = {
   "v4": Chip("TPU v4", 275e12, int(30.75 * 2**30), 1, 1.05e9, 1.2e12, 45e9, 2),
-  "v5e": Chip("TPU v5 lite", 197e12, int(15.75 * 2**30), 1, 1.5e9, 0.82e12, 45e9),
-  "v5p": Chip("TPU v5", 459e12, 102_803_439_616, 1, 1.75e9, 2.77e12, 90e9, 2),
-  "v6e": Chip("TPU v6 lite", 918e12, int(31.25 * 2**30), 1, 1.75e9, 1.64e12, 90e9),
-  "tpu7x": Chip("TPU7x", 2307e12, 192 * 2**30, 2, 2.2e9, 7.38e12, 100e9),
+  "v5e": Chip("TPU v5 lite", 197e12, int(15.75 * 2**30), 1, 1.5e9, 0.82e12, 45e9, eight_bit_flops={"s8": 394e12}),
+  "v5p": Chip("TPU v5", 459e12, 102_803_439_616, 1, 1.75e9, 2.77e12, 90e9, 2, {"s8": 918e12}),
+  "v6e": Chip("TPU v6 lite", 918e12, int(31.25 * 2**30), 1, 1.75e9, 1.64e12, 90e9, eight_bit_flops={"s8": 1836e12}),
+  "tpu7x": Chip("TPU7x", 2307e12, 192 * 2**30, 2, 2.2e9, 7.38e12, 100e9, eight_bit_flops={"f8": 4614e12}),
   "a100": Chip("NVIDIA A100", 312e12, 80 * 2**30),
   "h100": Chip("NVIDIA H100", 989e12, 80 * 2**30),
   "h200": Chip("NVIDIA H200", 989e12, 141 * 10**9),

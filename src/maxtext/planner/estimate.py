@@ -153,9 +153,11 @@ class _ScheduleSimulator:
       flops, moved = _kernel_cost(kernel, i)
       faster = (times for part, times in self._kernel_efficiency.items() if f"{_ATTENTION}{part}" in kernel)
       efficiency = self._calibration.kernel * next(faster, 1.0)
+      peak = self._chip.flops
       if _GROUPED in kernel:
         flops, efficiency = flops * self._filled_rows, self._calibration.grouped
-      seconds = max(flops / (self._chip.flops * efficiency), moved / self._chip.hbm_bandwidth)
+        peak = self._chip.peak(a.dtype for a in i.operand_arrays if len(a.shape) > 1)
+      seconds = max(flops / (peak * efficiency), moved / self._chip.hbm_bandwidth)
       seconds *= self._chip.devices  # each device has its part of the chip
     else:
       kind, seconds = "compute", self._calibration.compute * i.cycles / self._chip.clock
