@@ -15,6 +15,7 @@ from maxtext.data.prepare import in_processes, prepare
 from maxtext.data.raw_text import find_files
 from maxtext.inference.llm import LLM
 from maxtext.inference.sampling import SamplingParams
+from maxtext.observe.sample_writer import Sample, SampleWriter
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.callbacks.samples import MAX_TOKENS, Sampler
 from tests import vocabularies
@@ -211,3 +212,13 @@ def test_a_sample_that_fails_does_not_end_the_run(configured, monkeypatch, tmp_p
   said = "".join(capsys.readouterr())
   assert said.count("no more samples, since one failed: RESOURCE_EXHAUSTED: no memory\n") == 1
   assert samples_of(tmp_path / "run") == []
+
+
+def test_nothing_in_a_sample_acts_on_a_terminal(tmp_path, caplog):
+  writer = SampleWriter(tmp_path, 0, tensorboard=False)
+  with caplog.at_level("INFO", logger="maxtext"):
+    writer.write(3, [Sample("a\x1b[2J", "b\x7f\x9b31m\u202ec\nd")])
+  writer.close()
+  (line,) = (record.getMessage() for record in caplog.records)
+  assert line == 'sample at step 3: "a\\u001b[2J" -> "b\\x7f\\x9b31m\\u202ec\\nd"'
+  assert json.loads((tmp_path / "samples.jsonl").read_text())["text"] == "b\x7f\x9b31m\u202ec\nd", "as it is"

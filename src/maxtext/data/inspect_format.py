@@ -1,13 +1,13 @@
 """Rows of data as text for a terminal or a file, and as a page. Text of the data is harmless in both."""
 
 import html
-import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from maxtext.configs.errors import plural
 from maxtext.data.inspect import RowCounts, RowView, TokenRun
 from maxtext.observe.page import page
+from maxtext.observe.visible_text import visible
 
 _STYLES = {  # of a role: an SGR code of terminals, and a colour of the page
   "user": ("36", 0), "prompt": ("36", 0), "assistant": ("32", 2), "completion": ("32", 2), "system": ("35", 3),
@@ -15,7 +15,6 @@ _STYLES = {  # of a role: an SGR code of terminals, and a colour of the page
 }  # fmt: skip
 _TRAINED, _SPECIAL = "【】", "⟦⟧"  # around text, where there are no colours
 _MARGIN = "│ "
-_KEPT = "\n\t\u200c\u200d"  # the joiners are part of scripts and emoji
 
 
 def as_text(rows: Sequence[RowView], colours: bool) -> Iterator[str]:
@@ -125,16 +124,6 @@ def _with_weights(sequence: Sequence[TokenRun]) -> Iterator[tuple[TokenRun, str]
 
 
 def _visible(run: TokenRun, also: str = "") -> str:
-  """The text with escapes for what would act on a terminal or hide in a text, and for the characters in `also`."""
-  text = "".join(_escaped(c) if c in also or _acts(c) else c for c in run.text)
+  """The text of a run; that of a special token on one line."""
+  text = visible(run.text, also)
   return text.replace("\n", "\\n") if run.special else text
-
-
-def _acts(character: str) -> bool:
-  """Whether it is a control or formatting character, such as one that turns the direction of text."""
-  return character not in _KEPT and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-
-
-def _escaped(character: str) -> str:
-  code = ord(character)
-  return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from maxtext.observe.growing_file import GrowingFile
 from maxtext.observe.metric_lines import truncate_after
 from maxtext.observe.metric_writers import TensorBoardWriter, reason, warn
+from maxtext.observe.visible_text import visible
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,8 +63,8 @@ class SampleWriter:
 
 
 def _quoted(text: str) -> str:
-  """On one line."""
-  return json.dumps(text, ensure_ascii=False)
+  """On one line, and nothing in it acts on a terminal."""
+  return visible(json.dumps(text, ensure_ascii=False))
 
 
 def _indented(text: str) -> str:
