@@ -60,7 +60,7 @@ def _planned(arguments: argparse.Namespace) -> int:
 
   if arguments.search:
     return _search(arguments, resolved)
-  found = plan(resolved.config)
+  found = plan(resolved.config, config_name=resolved.name)
   whole = _run_estimate(arguments, found)
   if arguments.json:
     print(json.dumps(found.as_json() | ({"run": whole.as_json()} if whole else {}), indent=1))

@@ -123,13 +123,14 @@ class Plan:
     }
 
 
-def plan(config: MaxTextConfig) -> Plan:
+def plan(config: MaxTextConfig, *, config_name: str = "") -> Plan:
   """Compiles the train step for `compile_topology` and estimates its memory and time: `maxtext.plan`.
 
   No device of that topology is needed. Without a compiler for it (GPUs), memory and time are lower bounds.
 
   Args:
     config: a run with `compile_topology`, such as "v5p-128".
+    config_name: what to call it; empty is `model_name`.
 
   Raises:
     ConfigError: (a ValueError) there is no `compile_topology`, or the run does not fit to its mesh.
@@ -141,7 +142,7 @@ def plan(config: MaxTextConfig) -> Plan:
   rows, length = program.batch.inputs.shape
   chips = mesh.size // chip.devices
   return Plan(
-    config.model_name,
+    config_name or config.model_name,
     config.compile_topology,
     chips,
     {axis: size for axis, size in mesh.shape.items() if size > 1},
