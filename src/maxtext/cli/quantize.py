@@ -15,8 +15,8 @@ def add_command(commands: Any) -> None:
   parser = commands.add_parser(
     "quantize",
     help="weights at rest in few bits, from a run or a Hugging Face folder",
-    description="Write a checkpoint whose linear and expert weights are rounded to nearest: for maxtext serve, decode "
-    "and LLM, and below LoRA adapters (QLoRA). Embedding, head, routers and norms stay as they are; "
+    description="Write a checkpoint whose linear and expert weights are rounded to nearest, or by GPTQ: for maxtext "
+    "serve, decode and LLM, and below LoRA adapters (QLoRA). Embedding, head, routers and norms stay as they are; "
     "weight_format_targets=['layers/','head'] rounds the head too. Started again, it resumes.",
   )
   parser.add_argument("source", metavar="RUN|FOLDER", help="a run, a checkpoint, or a Hugging Face folder")
@@ -25,6 +25,11 @@ def add_command(commands: Any) -> None:
     "--format", required=True, choices=["int8", "int4", "fp8", "nf4", "mxfp4", "nvfp4"], help="what is stored"
   )
   parser.add_argument("--block", type=int, metavar="N", help="inputs that share a scale; -1 is all of them")
+  parser.add_argument(
+    "--gptq",
+    metavar="TEXT",
+    help="a text file for calibration: values are chosen by GPTQ instead of rounded to nearest",
+  )
   parser.add_argument("overrides", nargs="*", metavar="key=value")
   add_strict(parser)
   parser.set_defaults(run=_quantize)
@@ -42,6 +47,7 @@ def _quantize(arguments: argparse.Namespace) -> int:
       arguments.source,
       arguments.out,
       weight_format=arguments.format,
+      calibration=arguments.gptq,
       progress=display.progress,
       strict=arguments.strict,
       **keys,

@@ -86,13 +86,33 @@ def encode(weight: jax.Array, format_: StoredFormat, block: int) -> dict[str, ja
 def decode(arrays: Arrays, format_: StoredFormat, block: int, dtype: Any) -> jax.Array:
   """The weight [F, ...] again, less what rounding lost."""
   values = _unpacked(arrays["weight"], format_)
-  scale: jax.Array = arrays["weight_scale"]
-  if format_.scale == "e8m0":
-    scale = jnp.exp2(scale.astype(jnp.float32) - _E8M0_BIAS)
-  if format_.scale == "e4m3":
-    scale = scale.astype(jnp.float32) * (1 / arrays["weight_global_scale"])
   blocks = _in_blocks(values, values.shape[0], block)
-  return (blocks * scale[:, None]).reshape(values.shape).astype(dtype)
+  return (blocks * _float32_scale(arrays, format_)[:, None]).reshape(values.shape).astype(dtype)
+
+
+def row_scales(scales: Arrays, format_: StoredFormat, block: int, rows: int) -> jax.Array:
+  """What the values of each row are multiplied by, [F, ...]."""
+  return jnp.repeat(_float32_scale(scales, format_), block or rows, axis=0)
+
+
+def _float32_scale(arrays: Arrays, format_: StoredFormat) -> jax.Array:
+  scale = arrays["weight_scale"].astype(jnp.float32)
+  if format_.scale == "e8m0":
+    return jnp.exp2(scale - _E8M0_BIAS)
+  return scale * (1 / arrays["weight_global_scale"]) if format_.scale == "e4m3" else scale
+
+
+def nearest(x: jax.Array, format_: StoredFormat) -> jax.Array:
+  """Values in units of the scale, as the nearest of the format, one to an element: four-bit floats as their bits."""
+  if format_.number is _NF4:
+    return _nearest_nf4(x)
+  return _nearest_e2m1(x) if format_.number is _E2M1 else round_to(x, format_.number)
+
+
+def values_of(codes: jax.Array, format_: StoredFormat) -> jax.Array:
+  """What `nearest` found, in float32."""
+  table = {_NF4: _NF4_VALUES, _E2M1: E2M1_VALUES}.get(format_.number)
+  return codes.astype(jnp.float32) if table is None else _look_up(codes, table)
 
 
 def _in_blocks(x: jax.Array, rows: int, block: int) -> jax.Array:
@@ -104,7 +124,7 @@ def _float32_scales(blocks: jax.Array, format_: StoredFormat) -> tuple[jax.Array
   if format_.number is _NF4:
     largest = jnp.max(jnp.abs(blocks), 1, keepdims=True)
     scale = jnp.where(largest == 0, 1.0, largest)
-    return _nearest_nf4(blocks / scale), {"weight_scale": scale[:, 0]}
+    return nearest(blocks / scale, format_), {"weight_scale": scale[:, 0]}
   found = quantize(blocks, format_.number, (1,))
   return found.values, {"weight_scale": found.scale[:, 0]}
 
@@ -120,7 +140,7 @@ def _power_of_two_scales(blocks: jax.Array, format_: StoredFormat) -> tuple[jax.
   stored = jnp.clip(jnp.where(largest > 0, exponent - 1 - 2, 0) + _E8M0_BIAS, 0, 254).astype(jnp.uint8)
   scale = jnp.exp2(stored.astype(jnp.float32) - _E8M0_BIAS)
   stored = jnp.where(jnp.isfinite(largest), stored, 255).astype(jnp.uint8)
-  return _nearest_e2m1(blocks / scale[:, None]), {"weight_scale": stored}
+  return nearest(blocks / scale[:, None], format_), {"weight_scale": stored}
 
 
 def _two_level_scales(blocks: jax.Array, format_: StoredFormat) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -132,7 +152,7 @@ def _two_level_scales(blocks: jax.Array, format_: StoredFormat) -> tuple[jax.Arr
   stored = round_to(largest / format_.number.bound * whole, FORMATS["e4m3"])
   scale = stored.astype(jnp.float32) * (1 / whole)
   scale = jnp.where(scale == 0, 1.0, scale)  # blocks too small for a scale are zero
-  return _nearest_e2m1(blocks / scale[:, None]), {"weight_scale": stored, "weight_global_scale": whole}
+  return nearest(blocks / scale[:, None], format_), {"weight_scale": stored, "weight_global_scale": whole}
 
 
 _SCALES: dict[str, Callable[[jax.Array, StoredFormat], tuple[jax.Array, dict[str, jax.Array]]]] = {
@@ -173,11 +193,8 @@ def _unpacked(stored: jax.Array, format_: StoredFormat) -> jax.Array:
   if format_.bits == 8:
     return stored.astype(jnp.float32)
   codes = jnp.stack([stored & 15, stored >> 4], 1).reshape(stored.shape[0] * 2, *stored.shape[1:])
-  if format_.number is _NF4:
-    return _look_up(codes, _NF4_VALUES)
-  if format_.number is _E2M1:
-    return _look_up(codes, E2M1_VALUES)
-  return ((codes ^ 8).astype(jnp.int8) - 8).astype(jnp.float32)
+  integers = format_.number not in (_NF4, _E2M1)
+  return values_of((codes ^ 8).astype(jnp.int8) - 8 if integers else codes, format_)
 
 
 def _look_up(codes: jax.Array, table: tuple[float, ...]) -> jax.Array:

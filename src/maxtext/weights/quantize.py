@@ -15,13 +15,14 @@ from maxtext.checkpoint.tokenizer import SIDE_FOLDER, copy_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.configs.loader import values_and_origins
-from maxtext.configs.types import Lora
+from maxtext.configs.types import Lora, WeightsAtRest
 from maxtext.configs.values import default_of
 from maxtext.layers.quantized_weight import QuantizedFormat
 from maxtext.models.build import abstract_model
 from maxtext.models.execution.adapters import adapters
 from maxtext.weights.base import parameter_reader
 from maxtext.weights.from_hugging_face import HuggingFaceWeights, copy_files, side_files
+from maxtext.weights.gptq import GptqWeights, calibration_tokens
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
 from maxtext.weights.plain_weights import CheckpointWeights, PlainWeights, Progress, no_progress
 from maxtext.weights.resolve import resolve_source
@@ -43,11 +44,13 @@ def quantize(
   source: str | os.PathLike[str],
   target: str | os.PathLike[str],
   *,
+  calibration: str | os.PathLike[str] | None = None,
   progress: Progress | None = None,
   strict: bool = False,
   **keys: "Unpack[ConfigKeys]",
 ) -> Path:
-  """Writes the weights of a model at rest in few bits, rounded to nearest: a checkpoint for `LLM`, decode and serve.
+  """Writes the weights of a model at rest in few bits, rounded to nearest or by GPTQ: a checkpoint for `LLM`, decode
+  and serve.
 
   An interrupted quantization resumes when it is started again.
 
@@ -55,6 +58,8 @@ def quantize(
     source: a Hugging Face folder, a run folder, its checkpoints, one step, or parameters. Adapters of a LoRA run are
       merged.
     target: a folder that does not exist yet.
+    calibration: a text file. With it, values are chosen by GPTQ, so that the outputs of each weight on that text change
+      less; scales are those of rounding to nearest.
     progress: called with parts done, all parts, bytes done, all bytes.
     strict: makes keys without an effect an error instead of a warning.
     **keys: configuration keys: `weight_format="int4"` says what linear and expert weights of layers are rounded to;
@@ -70,7 +75,8 @@ def quantize(
   if "://" not in path and not Path(path).expanduser().is_dir():
     raise ConfigError(f"{path} is not a folder: give that of a run, of a checkpoint or of Hugging Face.")
   resolved = resolve_source(path if "/" in path else f"./{path}", {"dataset_type": "synthetic", **keys}, strict)
-  written = write_quantized_params(resolved.config, Path(target), resolved.origins, progress or no_progress)
+  text = None if calibration is None else Path(calibration)
+  written = write_quantized_params(resolved.config, Path(target), resolved.origins, progress or no_progress, text)
   size = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
   _LOG.info(f"{written}: {size / 1e9:.3g} GB at rest, for maxtext serve, decode and LLM")
   return written
@@ -87,8 +93,11 @@ def save_quantized_params(config: MaxTextConfig) -> MaxTextConfig:
   return config.model_copy(update={"load_parameters_path": str(path), "source_checkpoint_layout": "orbax"})
 
 
-def write_quantized_params(config: MaxTextConfig, target: Path, origins: Mapping[str, str], progress: Progress) -> Path:
-  """Writes the parameters of `load_parameters_path` in the format in which a server would store them."""
+def write_quantized_params(
+  config: MaxTextConfig, target: Path, origins: Mapping[str, str], progress: Progress, calibration: Path | None = None
+) -> Path:
+  """Writes the parameters of `load_parameters_path` in the format in which a server would store them, by GPTQ where
+  there is a calibration text."""
   if config.lora_input_adapters_path:
     raise ConfigError(
       f"lora_input_adapters_path={config.lora_input_adapters_path}: maxtext quantize merges adapters of a LoRA run, "
@@ -111,9 +120,22 @@ def write_quantized_params(config: MaxTextConfig, target: Path, origins: Mapping
   try:
     source, made_from, beside = _source(config, merged)
     pieces = RoundedPieces(model, plain_model(model), source)
+    if calibration is not None:
+      chosen = _by_gptq(config, pieces, calibration)
+      pieces, made_from = RoundedPieces(model, plain_model(model), chosen), (made_from, chosen.identity)
     return write_pieces(array_storage(config), pieces, target, (made_from, rounding), values, progress, beside)
   except CorruptCheckpointError as damage:
     raise RunError(f"{path} is damaged: {damage}.") from None
+
+
+def _by_gptq(config: MaxTextConfig, pieces: RoundedPieces, calibration: Path) -> GptqWeights:
+  if config.lora_rank:
+    raise ConfigError(
+      f"lora_rank={config.lora_rank}: GPTQ calibrates plain weights: merge the adapters first (maxtext convert to-hf)."
+    )
+  plain = config.model_copy(update={key: default_of(key) for key in (*WeightsAtRest.model_fields, "quantization")})
+  rounded = [path for path, arrays in pieces.stored.items() if len(arrays) > 1]
+  return GptqWeights(plain, pieces.source, plain_model(pieces.model), rounded, calibration_tokens(plain, calibration))
 
 
 def _source(config: MaxTextConfig, merged: MaxTextConfig) -> tuple[PlainWeights, Any, Callable[[Path], None]]:

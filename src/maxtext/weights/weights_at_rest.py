@@ -123,30 +123,30 @@ class RoundedPieces:
   """
 
   def __init__(self, model: Model, plain: Model, source: PlainWeights) -> None:
-    self._model, self._plain, self.source = model, plain, source
+    self.model, self._plain, self.source = model, plain, source
     own = {*model.params, *model.buffers}
     self.stored = {path: [name for name in array_paths(path).values() if name in own] for path in plain.weight_names}
 
   def arrays(self) -> dict[str, ArrayMetadata]:
     """Shape and dtype of all arrays, by their paths."""
-    structs = {name: self._model.struct(name) for names in self.stored.values() for name in names}
+    structs = {name: self.model.struct(name) for names in self.stored.values() for name in names}
     return {name: ArrayMetadata(struct.shape, str(struct.dtype)) for name, struct in structs.items()}
 
   def size(self, path: str, index: Index) -> int:
     """Bytes of the arrays that stand for a piece of a plain parameter."""
-    structs = [self._model.struct(name) for name in self.stored[path]]
+    structs = [self.model.struct(name) for name in self.stored[path]]
     return sum(prod(struct.shape[len(index) :]) * struct.dtype.itemsize for struct in structs)
 
   def load(self, path: str) -> dict[str, jax.Array]:
     """The arrays of a plain parameter on their devices."""
     pieces = ((index, partial(self.read, path, index)) for index in self.source.indices(path))
-    return place({name: self._model.struct(name) for name in self.stored[path]}, pieces)
+    return place({name: self.model.struct(name) for name in self.stored[path]}, pieces)
 
   def read(self, path: str, index: Index) -> dict[str, np.ndarray]:
     """The arrays that stand for a piece of a plain parameter."""
     if len(self.stored[path]) == 1:
       return {path: self.source.piece(path, index)}
-    format_ = self._model.execution.weight_format
+    format_ = self.model.execution.weight_format
     assert isinstance(format_, QuantizedFormat)
     arrays: Mapping[str, Any]
     if (codes := self.source.codes(path, index, format_.rounding)) is not None:
@@ -155,7 +155,7 @@ class RoundedPieces:
       stacked, contracted = self._plain.contracted[path]
       arrays = _encode_each(format_.rounding, stacked - len(index), contracted, self.source.piece(path, index))
     found = {path + leaf.removeprefix("weight"): np.asarray(array) for leaf, array in arrays.items()}
-    return {name: array.reshape(self._model.struct(name).shape[len(index) :]) for name, array in found.items()}
+    return {name: array.reshape(self.model.struct(name).shape[len(index) :]) for name, array in found.items()}
 
 
 def _encode_each(rounding: WeightRounding, stacked: int, contracted: int, piece: np.ndarray) -> dict[str, np.ndarray]:
