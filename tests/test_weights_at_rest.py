@@ -250,7 +250,11 @@ def test_weights_are_the_same_however_they_come_to_be_at_rest(name, trained, tmp
   assert main(["quantize", str(trained), str(tmp_path / "out"), "--format", name]) == 0
   assert_equal(loaded(tmp_path / "out")[0], at_load)
   assert_equal(loaded(tmp_path / "out", checkpoint_is_quantized=True)[0], at_load)
-  assert_equal(loaded(trained, weight_format=name, save_quantized_params_path=str(tmp_path / "saved"))[0], at_load)
+  for _ in range(2):  # a server that is started again finds them
+    assert_equal(loaded(trained, weight_format=name, save_quantized_params_path=str(tmp_path / "saved"))[0], at_load)
+  other = {"weight_format": "int4", "weight_block_size": 16, "save_quantized_params_path": str(tmp_path / "saved")}
+  with pytest.raises(ConfigError, match="saved is there already"):
+    loaded(trained, **other)
   assert_equal(loaded(tmp_path / "saved")[0], at_load)
   assert "save_quantized_params_path" not in served_keys(str(tmp_path / "saved"), {}), "it can be served"
   maxtext.convert(trained, tmp_path / "hf")

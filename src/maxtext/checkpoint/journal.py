@@ -13,6 +13,11 @@ from maxtext.storage.atomic import UNFINISHED, commit_folder
 _FILE = "journal"
 
 
+def digest_of(request: Any) -> str:
+  """What tells one request from another."""
+  return hashlib.sha256(json.dumps(request, default=str, sort_keys=True).encode()).hexdigest()
+
+
 class Journal:
   """A folder that is made step by step and gets its name when it is whole; until then it has `.unfinished` behind it.
 
@@ -22,7 +27,7 @@ class Journal:
   """
 
   def __init__(self, target: Path, request: Any) -> None:
-    begin = {"request": hashlib.sha256(json.dumps(request, default=str, sort_keys=True).encode()).hexdigest()}
+    begin = {"request": digest_of(request)}
     self.target = target.expanduser().absolute()
     self.folder = self.target.with_name(f"{self.target.name}{UNFINISHED}")
     if self.target.exists():

@@ -22,7 +22,7 @@ from orbax.checkpoint import type_handlers
 
 from maxtext.checkpoint.checksum import checksum_of_part
 from maxtext.checkpoint.files import CHUNK, STATE, saved_checksums
-from maxtext.checkpoint.journal import Journal
+from maxtext.checkpoint.journal import Journal, digest_of
 from maxtext.checkpoint.layout import Layout
 from maxtext.checkpoint.metadata import (
   FILE,
@@ -38,9 +38,20 @@ from maxtext.checkpoint.storage import StorageError, reason, retried
 from maxtext.checkpoint.tree import nested
 from maxtext.configs import ConfigError
 
+_MADE_FOR = "request"
 _IN_FLIGHT = 2 * CHUNK  # bytes that are written together
 
 Index = tuple[int, ...]
+
+
+def is_written(target: Path, arrays: Mapping[str, ArrayMetadata], request: Any) -> bool:
+  """Whether a folder is what a `StreamWriter` with these arguments wrote."""
+  file = target / ITEM / _MADE_FOR
+  return file.exists() and file.read_text() == digest_of(_request(arrays, request))
+
+
+def _request(arrays: Mapping[str, ArrayMetadata], request: Any) -> Any:
+  return {f"params/{name}": about for name, about in arrays.items()}, request
 
 
 class StreamWriter:
@@ -60,7 +71,8 @@ class StreamWriter:
 
   def __init__(self, storage: ArrayStorage, target: Path, arrays: Mapping[str, ArrayMetadata], request: Any) -> None:
     self._storage, self._arrays = storage, {f"params/{n}": a for n, a in arrays.items()}
-    self._journal = Journal(target, (self._arrays, request))
+    self._request = _request(arrays, request)
+    self._journal = Journal(target, self._request)
     self.folder = self._journal.folder
     self._context = type_handlers.get_ts_context(use_ocdbt=storage.use_ocdbt)
     self._sums = dict.fromkeys(self._arrays, 0)
@@ -115,6 +127,7 @@ class StreamWriter:
     (self.folder / ITEM).mkdir(exist_ok=True)
     (self.folder / ITEM / checksum_file(0)).write_text(json.dumps([self._sums[name] for name in sorted(self._arrays)]))
     (self.folder / ITEM / FILE).write_text(json.dumps(metadata.to_json()))
+    (self.folder / ITEM / _MADE_FOR).write_text(digest_of(self._request))
     return self._journal.finish()
 
   def _count(self, entry: Mapping[str, Any]) -> None:

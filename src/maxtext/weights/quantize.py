@@ -83,21 +83,28 @@ def quantize(
 
 
 def save_quantized_params(config: MaxTextConfig) -> MaxTextConfig:
-  """Writes the weights to `save_quantized_params_path`, and returns the configuration that reads them there."""
+  """Writes the weights to `save_quantized_params_path`, unless an earlier start did, and returns the configuration that
+  reads them there."""
   if config.lora_rank:
     raise ConfigError(
       f"save_quantized_params_path={config.save_quantized_params_path}: a checkpoint of weights at rest has no "
       "adapters; maxtext quantize merges them."
     )
-  path = write_quantized_params(config, Path(config.save_quantized_params_path).expanduser(), {}, no_progress)
+  target = Path(config.save_quantized_params_path).expanduser()
+  path = write_quantized_params(config, target, {}, no_progress, reuse=True)
   return config.model_copy(update={"load_parameters_path": str(path), "source_checkpoint_layout": "orbax"})
 
 
 def write_quantized_params(
-  config: MaxTextConfig, target: Path, origins: Mapping[str, str], progress: Progress, calibration: Path | None = None
+  config: MaxTextConfig,
+  target: Path,
+  origins: Mapping[str, str],
+  progress: Progress,
+  calibration: Path | None = None,
+  reuse: bool = False,
 ) -> Path:
   """Writes the parameters of `load_parameters_path` in the format in which a server would store them, by GPTQ where
-  there is a calibration text."""
+  there is a calibration text. With `reuse`, a folder that was written from the same is left as it is."""
   if config.lora_input_adapters_path:
     raise ConfigError(
       f"lora_input_adapters_path={config.lora_input_adapters_path}: maxtext quantize merges adapters of a LoRA run, "
@@ -123,7 +130,8 @@ def write_quantized_params(
     if calibration is not None:
       chosen = _by_gptq(config, pieces, calibration)
       pieces, made_from = RoundedPieces(model, plain_model(model), chosen), (made_from, chosen.identity)
-    return write_pieces(array_storage(config), pieces, target, (made_from, rounding), values, progress, beside)
+    request = made_from, rounding
+    return write_pieces(array_storage(config), pieces, target, request, values, progress, beside, reuse)
   except CorruptCheckpointError as damage:
     raise RunError(f"{path} is damaged: {damage}.") from None
 

@@ -18,7 +18,7 @@ from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.metadata import ArrayMetadata, CheckpointMetadata
 from maxtext.checkpoint.options import ArrayStorage, restore_options
 from maxtext.checkpoint.restore import load_parameters, readable, with_key_in_errors
-from maxtext.checkpoint.stream import StreamReader, StreamWriter
+from maxtext.checkpoint.stream import StreamReader, StreamWriter, is_written
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import WeightsAtRest
 from maxtext.configs.values import default_of, plain_value
@@ -179,6 +179,7 @@ def write_pieces(
   keys: Mapping[str, Any],
   progress: Progress,
   beside: Callable[[Path], None],
+  reuse: bool = False,
 ) -> Path:
   """Writes a checkpoint of parameters, piece by piece, and returns its folder. Started again, it resumes.
 
@@ -186,7 +187,10 @@ def write_pieces(
     request: what it is made from; a folder that was begun from something else is not continued.
     keys: the configuration that it records.
     beside: writes other files into the folder.
+    reuse: a folder that was written for the same is returned as it is.
   """
+  if reuse and is_written(target, weights.arrays(), request):
+    return target
   writer = StreamWriter(storage, target, weights.arrays(), request)
   pieces = [(path, index) for path in weights.stored for index in weights.source.indices(path)]
   done, total = 0, sum(weights.size(path, index) for path, index in pieces)
