@@ -4,9 +4,10 @@
   maxtext train stdlib-llama grain_train_files=data/stdlib run_name=formats steps=300
   python -m benchmarks.weight_formats runs/formats
 
-The loss is that of the run's own evaluation set, which quantized weights do not keep. The difference is that of the log-probabilities of 5,120 tokens of the
-source of Python's `email` package from those of the plain model, as a root mean square: a loss may fall by chance.
-GPTQ is calibrated on that of `json` and `asyncio`. Tokens per second are those of eight prompts at once.
+The loss is that of the evaluation set, which the folder that GPTQ writes does not keep. The difference is that of
+the log-probabilities of 5,120 tokens of the source of Python's `email` package from those of the plain model, as a root
+mean square: a loss may fall by chance. GPTQ is calibrated on `json` and `asyncio`. Tokens per second are those of eight
+prompts at once.
 """
 
 import argparse
