@@ -159,6 +159,21 @@ def test_splash_attention(packed, case, segmented, fused, kv_heads):
     np.testing.assert_allclose(grad, other, atol=2e-5 * float(jnp.abs(other).max()), rtol=0)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_layouts_of_splash_attention(packed, fused):
+  """They say how operands are stored, and change no bit."""
+  scoring, sinks = CASES["sinks"]
+  qkv = draw(0, B, S, H, 128), draw(1, B, S, 2, 128), draw(2, B, S, 2, 128)
+  other = ("SEQ_MINOR", "SEQ_MINOR", "HEAD_DIM_MINOR") if fused else ("SEQ_MINOR", "HEAD_DIM_MINOR", "SEQ_MINOR")
+  plain, found = (
+    on_devices("splash", qkv, packed, scoring, sinks, interpret=True,
+               blocks=SplashBlocks(*(128,) * 8, fused_backward=fused, layouts=layouts))
+    for layouts in (("HEAD_DIM_MINOR",) * 3, other)
+  )  # fmt: skip
+  for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
+    np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-6 * float(jnp.abs(two).max()))
+
+
 SPLIT = {
   "gathered": ("chunked", {}),
   "gathered, striped": ("dot_product", {"order": LoadBalancedOrder("striped", 4)}),

@@ -394,10 +394,14 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     "it has no effect without indexer_loss_scaling_factor, which trains the indexer",
     unless=is_above("indexer_loss_scaling_factor", 0),
   ),
+  NoEffectOption(
+    ("use_tokamax_gmm", "use_tokamax_splash", "use_splash_scheduler", "use_max_logit_estimate",
+     "cost_estimate_flops_fwd", "cost_estimate_flops_bwd", "dq_reduction_steps"),
+    "it has no effect on JAX's own splash attention and grouped matmuls, which take the place of Tokamax's at the same "
+    "blocks",
+  ),
   UnsupportedOption(
-    ("use_tokamax_gmm", "enable_padding_causal_mask", "use_tokamax_splash", "force_q_layout",
-     "sa_q_layout", "sa_k_layout", "sa_v_layout", "use_max_logit_estimate", "cost_estimate_flops_fwd",
-     "cost_estimate_flops_bwd", "dq_reduction_steps", "use_splash_scheduler"),
+    ("enable_padding_causal_mask", "force_q_layout"),
     "the kernels are JAX's own splash and paged attention, and cuDNN; choose with attention and sa_block_*",
   ),
   UnsupportedOption(

@@ -3,7 +3,6 @@
 Shapes: B batch, S queries, H query heads, K key heads, D head dim.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 
 @dataclass(frozen=True)
 class SplashBlocks:
-  """Block sizes of the splash kernel; see the `sa_block_*` keys."""
+  """Block sizes of the splash kernel (the `sa_block_*` keys), and the layouts in memory of queries, keys and values."""
 
   q: int = 512
   kv: int = 512
@@ -30,6 +29,7 @@ class SplashBlocks:
   q_dq: int = 512
   kv_dq: int = 512
   fused_backward: bool = False
+  layouts: tuple[str, str, str] = ("HEAD_DIM_MINOR",) * 3
 
   def fit(self, queries: int, keys: int) -> bool:
     """Whether so many queries and keys can be divided into these blocks, or into one block where they are fewer."""
@@ -38,10 +38,13 @@ class SplashBlocks:
     pairs = [(queries, by_query), (keys, by_key)]
     return all(length % 128 == 0 and length % min(size, length) == 0 for length, sizes in pairs for size in sizes)
 
-  def within(self, queries: int, keys: int, kind: Callable[..., Any]) -> Any:
+  def within(self, queries: int, keys: int) -> Any:
     """Block sizes as the kernel takes them: none longer than its dimension, and None for a kernel that is not used."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+
     q_dq, kv_dq = (None, None) if self.fused_backward else (min(self.q_dq, queries), min(self.kv_dq, keys))
-    return kind(
+    q_layout, k_layout, v_layout = (kernel.QKVLayout[name] for name in self.layouts)
+    return kernel.BlockSizes(
       block_q=min(self.q, queries),
       block_kv=min(self.kv, keys),
       block_kv_compute=min(self.kv_compute, keys),
@@ -51,6 +54,9 @@ class SplashBlocks:
       block_q_dq=q_dq,
       block_kv_dq=kv_dq,
       use_fused_bwd_kernel=self.fused_backward,
+      q_layout=q_layout,
+      k_layout=k_layout,
+      v_layout=v_layout,
     )
 
 
@@ -84,7 +90,7 @@ def splash(
     scoring = replace(scoring, window=None, chunked=False)
   attend = kernel.make_splash_mha(
     _mask(scoring, S, H // num_shards_of(mesh, q_spec[2]), order),
-    block_sizes=blocks.within(S // parts, S, kernel.BlockSizes),
+    block_sizes=blocks.within(S // parts, S),
     attn_logits_soft_cap=scoring.cap,
     head_shards=1,
     q_seq_shards=parts,

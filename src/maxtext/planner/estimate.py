@@ -223,12 +223,18 @@ def _attention(part: str, products: int, i: Instruction) -> float:
   """FLOPs of `products` matmuls of queries and keys over the blocks that are not masked. The mask's table lists all
   blocks if it is causal, else the largest number in a row of blocks. Where rows are split, all are counted."""
   mask = next(a.shape for a in i.operand_arrays if a.dtype == "s8")
-  queries, keys, *_ = (a.shape for a in i.operand_arrays if len(a.shape) >= 3 and a.dtype != "s8")
+  arrays = [a.shape for a in i.operand_arrays if len(a.shape) >= 3 and a.dtype != "s8"]
+  queries, keys = (_head_dim_last(i, name, shape) for name, shape in zip("qk", arrays, strict=False))
   q, kv = (_block(i, f"block_{side}{part}") for side in ("q", "kv"))
   down, across = queries[-2] // q, keys[-2] // kv
   causal = prod(mask[-2:]) == down * across and queries[-2] == keys[-2]
   seen = int(seen_blocks(ScoreSpec(1.0), queries[-2], q, kv).sum()) if causal else prod(mask[-2:])
   return products * 2.0 * prod(queries) / queries[-2] * seen * q * kv
+
+
+def _head_dim_last(i: Instruction, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+  """The shape of queries or keys, which are stored with the sequence last in the layout SEQ_MINOR (2)."""
+  return (*shape[:-2], shape[-1], shape[-2]) if re.search(rf'"{name}_layout\\*": 2', i.rest) else shape
 
 
 def _block(i: Instruction, name: str) -> int:

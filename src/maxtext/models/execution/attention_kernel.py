@@ -37,6 +37,7 @@ def attention(config: MaxTextConfig, mesh: Mesh, parts: int) -> AttentionKernel:
     c.sa_block_q_dq,
     c.sa_block_kv_dq,
     c.sa_use_fused_bwd_kernel,
+    _layouts(c),
   )
   kernel, ring = _kernel(c, mesh, blocks, parts), c.context_parallel_strategy == "ring"
   return AttentionKernel(kernel, c.matmul_precision.value, blocks, ring, _order(c, mesh, parts))
@@ -54,6 +55,13 @@ def check_attention(config: MaxTextConfig, spec: DecoderSpec, kernel: Kernel) ->
   for key, needed in lacking.items():
     if needed and kernel == "cudnn":
       raise ConfigError(f"{key}={getattr(config, key)}: cuDNN attention cannot do it; write attention=chunked.")
+
+
+def _layouts(config: MaxTextConfig) -> tuple[str, str, str]:
+  for key in ("sa_q_layout", "sa_k_layout", "sa_v_layout"):
+    if (layout := getattr(config, key)) not in ("HEAD_DIM_MINOR", "SEQ_MINOR"):
+      raise ConfigError(f"{key}={layout} must be HEAD_DIM_MINOR or SEQ_MINOR.")
+  return config.sa_q_layout, config.sa_k_layout, config.sa_v_layout
 
 
 def _kernel(config: MaxTextConfig, mesh: Mesh, blocks: SplashBlocks, parts: int) -> Kernel:
