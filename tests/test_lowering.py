@@ -1,6 +1,7 @@
 """The train step of every named model lowers for a topology that would hold it."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 import yaml
 
 import maxtext.configs
-from maxtext import load_config
+from maxtext import ConfigError, load_config
 from maxtext.planner.compile import program_for
 from tests.cases import cases
 
@@ -48,6 +49,14 @@ def test_nothing_large_is_held_whole(name):
 def test_the_step_lowers(name):
   program = program_of(name)
   assert f"num_partitions = {program.model.execution.sharding.mesh.size}" in program.lower().as_text()
+
+
+def test_layouts_of_attention_reach_its_kernel():
+  keys = {"compile_topology": "v5e-4", "attention": "flash", "sa_q_layout": "SEQ_MINOR"}
+  text = program_for(load_config("small-llama", **keys))[0].lower().as_text()
+  assert set(re.findall(r"([qkv])_layout\S*: (\d)", text)) == {("q", "2"), ("k", "1"), ("v", "1")}
+  with pytest.raises(ConfigError, match="sa_v_layout=sideways must be HEAD_DIM_MINOR or SEQ_MINOR"):
+    program_for(load_config("small-llama", **keys, sa_v_layout="sideways"))
 
 
 def _local(array):

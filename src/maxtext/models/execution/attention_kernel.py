@@ -1,6 +1,5 @@
 """From keys to an attention kernel: the kernel for the platform, its block sizes, and the order of tokens."""
 
-import dataclasses
 from collections.abc import Mapping
 
 from jax.sharding import Mesh
@@ -39,7 +38,7 @@ def attention(config: MaxTextConfig, mesh: Mesh, parts: int) -> AttentionKernel:
     c.sa_use_fused_bwd_kernel,
     _layouts(c),
   )
-  kernel, ring = _kernel(c, mesh, blocks, parts), c.context_parallel_strategy == "ring"
+  kernel, ring = _kernel(c, mesh, parts), c.context_parallel_strategy == "ring"
   return AttentionKernel(kernel, c.matmul_precision.value, blocks, ring, _order(c, mesh, parts))
 
 
@@ -64,7 +63,7 @@ def _layouts(config: MaxTextConfig) -> tuple[str, str, str]:
   return config.sa_q_layout, config.sa_k_layout, config.sa_v_layout
 
 
-def _kernel(config: MaxTextConfig, mesh: Mesh, blocks: SplashBlocks, parts: int) -> Kernel:
+def _kernel(config: MaxTextConfig, mesh: Mesh, parts: int) -> Kernel:
   platform = mesh.devices.flat[0].platform
   kernels = _KERNELS[config.attention]
   if platform not in kernels:
@@ -76,18 +75,19 @@ def _kernel(config: MaxTextConfig, mesh: Mesh, blocks: SplashBlocks, parts: int)
       f"context_parallel_strategy={config.context_parallel_strategy}: write attention=chunked."
     )
   if kernel == "splash":
-    _check_splash(config, blocks, parts)
+    _check_splash(config, parts)
   return kernel
 
 
-def _check_splash(config: MaxTextConfig, blocks: SplashBlocks, parts: int) -> None:
+def _check_splash(config: MaxTextConfig, parts: int) -> None:
   length = config.max_target_length
   if length % (128 * parts):
     raise ConfigError(
       f"max_target_length={length} is not a multiple of {128 * parts}, 128 for each device that has a part of a row, "
       "which the splash kernel needs."
     )
-  for key, size in zip(SplashAttention.model_fields, dataclasses.astuple(blocks)[:-1], strict=False):
+  for key in (key for key in SplashAttention.model_fields if key.startswith("sa_block_")):
+    size = getattr(config, key)
     local = length // parts if "block_q" in key else length
     if size < 128 or size % 128 or local % min(size, local):
       raise ConfigError(
