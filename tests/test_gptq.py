@@ -157,10 +157,42 @@ def test_a_run_is_quantized_with_a_text(learnt, tmp_path):
 def test_one_module_at_a_time_gives_the_same(learnt, tmp_path, monkeypatch):
   keys = {"weight_format": "int8", "calibration": learnt / "text.txt"}
   maxtext.quantize(learnt / "run", tmp_path / "at once", **keys)
-  monkeypatch.setattr("maxtext.weights.gptq.host_memory", lambda: 0)
+  largest = 4 * TINY["base_mlp_dim"] ** 2 * TINY["base_num_decoder_layers"] * EXPERTS["num_experts"]
+  monkeypatch.setattr("maxtext.weights.gptq.host_memory", lambda: 6 * largest)
   maxtext.quantize(learnt / "run", tmp_path / "apart", **keys)
+  monkeypatch.setattr("maxtext.weights.gptq.host_memory", lambda: 1000)
+  with pytest.raises(ConfigError, match=r"inputs of groups/\S+ in \S+ GB, .* leave it out by weight_format_targets"):
+    maxtext.quantize(learnt / "run", tmp_path / "none", **keys)
   for name, array in loaded(tmp_path / "at once")[0].items():
     np.testing.assert_array_equal(loaded(tmp_path / "apart")[0][name], array)
+
+
+@pytest.mark.slow
+def test_a_folder_the_head_and_rounded_inputs_have_it_too(learnt, tmp_path):
+  keys = {"calibration": learnt / "text.txt", "max_target_length": TINY["max_target_length"], "dtype": "float32"}
+  targets = {"weight_format": "int8", "weight_format_targets": ["layers/", "head"]}
+  maxtext.convert(learnt / "run", tmp_path / "hf")
+  maxtext.quantize(tmp_path / "hf", tmp_path / "from folder", **keys, **targets)
+  maxtext.quantize(learnt / "run", tmp_path / "from run", **keys, **targets)
+  maxtext.quantize(learnt / "run", tmp_path / "inputs", **keys, quantization="int8")
+  expected = loaded(tmp_path / "from run")[0]
+  assert "head/weight_scale" in expected
+  for name, array in loaded(tmp_path / "from folder")[0].items():
+    np.testing.assert_array_equal(array, expected[name], err_msg=name)
+  for name, array in loaded(tmp_path / "inputs")[0].items():
+    if not name.startswith("head/"):
+      np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+def test_inputs_that_float32_does_not_resolve(data):
+  """One direction, a million times larger than the others: what is stored stays as near as the nearest."""
+  _, weight, _ = data
+  direction = np.random.default_rng(1).normal(size=(ROWS, 1)).astype(np.float32) * 1e12
+  found = rounded("int8", 0, weight, direction @ direction.T)
+  format_ = STORED_FORMATS["int8"]
+  stored = np.asarray(decode(found, format_, 0, jnp.float32))
+  assert np.isfinite(stored).all()
+  assert np.abs(stored - weight).max() < 20 * found["weight_scale"].max()
 
 
 def test_what_cannot_be_calibrated_is_an_error(learnt, tmp_path):

@@ -161,7 +161,7 @@ def test_splash_attention(packed, case, segmented, fused, kv_heads):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_layouts_of_splash_attention(packed, fused):
-  """They say how operands are stored, and change no bit."""
+  """They say how operands are stored, and change nothing else."""
   scoring, sinks = CASES["sinks"]
   qkv = draw(0, B, S, H, 128), draw(1, B, S, 2, 128), draw(2, B, S, 2, 128)
   other = ("SEQ_MINOR", "SEQ_MINOR", "HEAD_DIM_MINOR") if fused else ("SEQ_MINOR", "HEAD_DIM_MINOR", "SEQ_MINOR")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from maxtext.kernels.weight_quantize import StoredFormat, encode, nearest, row_scales, values_of
 
-_DAMPING = 0.01  # of the mean of the diagonal, added to it
+_DAMPING = (0.01, 0.1, 1.0)  # of the mean of the diagonal, added to it
 _LAZY = 128  # rows after which the others are corrected, at most
 
 
@@ -35,10 +35,23 @@ def gptq(weight: jax.Array, moments: jax.Array, format_: StoredFormat, block: in
 
 
 def _correction(moments: jax.Array) -> jax.Array:
-  """The upper Cholesky factor of the inverse: row i holds what an error of row i does to the rows after it."""
+  """The upper Cholesky factor of the inverse: row i holds what an error of row i does to the rows after it.
+
+  With more damping where float32 does not resolve the factor, in the end so much that rows are rounded to nearest.
+  """
+  upper = _factor(moments, _DAMPING[0])
+  for damping in _DAMPING[1:]:
+    found = upper
+    upper = jax.lax.cond(
+      jnp.isfinite(found).all(), lambda found=found: found, lambda damping=damping: _factor(moments, damping)
+    )
+  return jnp.where(jnp.isfinite(upper).all(), upper, jnp.eye(len(moments)))
+
+
+def _factor(moments: jax.Array, damping: float) -> jax.Array:
   diagonal = jnp.diag(moments)
   mean = jnp.mean(diagonal)
-  damped = moments + jnp.diag(jnp.where(diagonal == 0, jnp.maximum(mean, 1.0), _DAMPING * mean))
+  damped = moments + jnp.diag(jnp.where(diagonal == 0, jnp.maximum(mean, 1.0), damping * mean))
   inverse = jax.scipy.linalg.cho_solve((jnp.linalg.cholesky(damped), True), jnp.eye(len(moments)))
   return jnp.linalg.cholesky(inverse, upper=True)
 
@@ -61,7 +74,7 @@ def _rounded(weight: jax.Array, upper: jax.Array, scale: jax.Array, format_: Sto
       return own - block[i][:, None] * error, errors.at[i].set(error), codes.at[start + i].set(code)
 
     _, errors, codes = jax.lax.fori_loop(0, size, one_row, (own, jnp.zeros_like(own), codes))
-    return weight - factor.T @ errors, codes
+    return weight - jnp.matmul(factor.T, errors, precision="highest"), codes
 
   codes = jnp.zeros(weight.shape, nearest(weight[:1], format_).dtype)
   return jax.lax.fori_loop(0, rows // size, some_rows, (weight, codes))[1]

@@ -47,12 +47,12 @@ class InputMoments(Matmul):
 
 def _sums(call: MatmulCall, plain: Next, x: jax.Array) -> jax.Array:
   if call.group_sizes is not None:  # the weight gradient of a grouped matmul, with the inputs for a gradient
-    return plain(dataclasses.replace(call.transposed("weight_gradient"), dtype=None), x, x)
+    return plain(dataclasses.replace(call.transposed("weight_gradient"), dtype=None, precision="highest"), x, x)
   if call.site.role == "experts":
-    return jnp.einsum("xci,xcj->xij", x, x)
+    return jnp.einsum("xci,xcj->xij", x, x, precision="highest")
   first, _, result = call.terms
   tokens = x.reshape(-1, prod(x.shape[sum(c in result for c in first) :]))
-  return tokens.T @ tokens
+  return jnp.matmul(tokens.T, tokens, precision="highest")
 
 
 def sums_path(module: str) -> str:

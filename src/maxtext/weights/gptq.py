@@ -1,7 +1,9 @@
 """GPTQ for weights at rest: plain weights, of which those that are rounded come with values chosen by calibration."""
 
 import hashlib
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
@@ -12,43 +14,49 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.errors import RunError
 from maxtext.data.options import tokenizer_options
 from maxtext.data.tokenizers import load_tokenizer
 from maxtext.kernels.gptq import gptq
 from maxtext.layers.input_moments import InputMoments, sums_path
 from maxtext.layers.quantized_weight import WeightRounding
-from maxtext.mesh.memory import host_memory
+from maxtext.mesh.memory import device_memory, host_memory
 from maxtext.models.build import build_model
 from maxtext.models.model import Model, Params
 from maxtext.weights.load import load_weights
 from maxtext.weights.plain_weights import Index, PlainWeights
 from maxtext.weights.quantized import Codes
 
+_LOG = logging.getLogger(__name__)
 _ROWS, _LENGTH = 128, 2048  # of a calibration text, at most
-_SHARE = 0.25  # of the host's memory, for sums of one pass over the text
+_SHARE = 0.2  # of the memory, for sums of one pass over the text: a scan over layers has them twice
 
 
 def calibration_tokens(config: MaxTextConfig, path: Path) -> np.ndarray:
-  """Rows of tokens [N,S] from the beginning of a text file."""
+  """Rows of tokens [N,S] from the beginning of a text file, each with the token that begins a document, if there is
+  one."""
   try:
     text = path.read_text(encoding="utf-8")
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f"The calibration text {path} cannot be read: {error}.") from None
   length = min(_LENGTH, config.max_target_length)
-  tokens = load_tokenizer(tokenizer_options(config)).encode(text[: _ROWS * length * 16])
-  if len(tokens) < length:
+  tokenizer = load_tokenizer(tokenizer_options(config))
+  first = [tokenizer.bos] if tokenizer.add_bos else []
+  own = length - len(first)
+  tokens = replace(tokenizer, add_bos=False, add_eos=False).encode(text[: _ROWS * length * 16])
+  if len(tokens) < own:
     raise ConfigError(
       f"The calibration text {path} has {len(tokens):,} tokens; GPTQ takes rows of {length:,}, best {_ROWS} of them."
     )
-  rows = min(_ROWS, len(tokens) // length)
-  return tokens[: rows * length].reshape(rows, length).astype(np.int32)
+  rows = tokens[: min(_ROWS, len(tokens) // own) * own].reshape(-1, own)
+  return np.concatenate([np.tile(np.array(first, rows.dtype), (len(rows), 1)), rows], 1).astype(np.int32)
 
 
 class GptqWeights:
   """Plain weights whose `codes` are found by GPTQ.
 
-  The inputs that it weighs are those of the plain model on a calibration text. It passes over the text as often as it
-  takes for the sums of a pass to fit into a quarter of the host's memory.
+  The inputs that it weighs are those of the plain model, which has to fit one device, on a calibration text. It passes
+  over the text as often as it takes for the sums of a pass to fit into a fifth of the memory.
 
   Args:
     config: of the plain model, with `load_parameters_path`.
@@ -83,12 +91,21 @@ class GptqWeights:
   def _sums_of(self, module: str) -> np.ndarray:
     """The sums of a module; of earlier ones they are forgotten."""
     if module not in self._sums:
+      self._sums = {}
       self._sums = self._pass(self._next(module))
+      if unseen := [name for name, sums in self._sums.items() if not sums.any()]:
+        _LOG.warning(f"no token of the calibration text reaches {', '.join(unseen)}: rounded to nearest.")
     return self._sums[module]
 
   def _next(self, first: str) -> list[str]:
     """As many modules, from this one on, as fit."""
-    wanted, room = [first], _SHARE * host_memory() - self._bytes(first)
+    memory = device_memory(jax.devices()[0]) or host_memory()
+    wanted, room = [first], _SHARE * memory - self._bytes(first)
+    if room < 0:
+      raise ConfigError(
+        f"GPTQ sums products of the inputs of {first} in {self._bytes(first) / 1e9:.3g} GB, more than a fifth of the "
+        f"{memory / 1e9:.3g} GB there are: leave it out by weight_format_targets, or quantize without calibration."
+      )
     for module in self._modules[self._modules.index(first) + 1 :]:
       if (room := room - self._bytes(module)) < 0:
         break
@@ -117,7 +134,11 @@ class GptqWeights:
     sums = model.initial_buffers({path: model.struct(path) for path in paths})
     for row in self._tokens:
       sums = add(self._params, sums, row[None])
-    return {module: np.asarray(sums[path]) for path, module in paths.items()}
+    found = {module: np.asarray(sums[path]) for path, module in paths.items()}
+    for module, array in found.items():
+      if not np.isfinite(array).all():
+        raise RunError(f"The inputs of {module} on the calibration text are not finite: is the model?")
+    return found
 
   @cached_property
   def _plain(self) -> Model:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from etils import epath
 
+from maxtext.checkpoint.inspect import read_metadata
 from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.metadata import CorruptCheckpointError
 from maxtext.checkpoint.options import array_storage
@@ -21,6 +22,7 @@ from maxtext.layers.quantized_weight import QuantizedFormat
 from maxtext.models.build import abstract_model
 from maxtext.models.execution.adapters import adapters
 from maxtext.weights.base import parameter_reader
+from maxtext.weights.detect import is_hugging_face
 from maxtext.weights.from_hugging_face import HuggingFaceWeights, copy_files, side_files
 from maxtext.weights.gptq import GptqWeights, calibration_tokens
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
@@ -74,7 +76,10 @@ def quantize(
   path = os.fspath(source)
   if "://" not in path and not Path(path).expanduser().is_dir():
     raise ConfigError(f"{path} is not a folder: give that of a run, of a checkpoint or of Hugging Face.")
-  resolved = resolve_source(path if "/" in path else f"./{path}", {"dataset_type": "synthetic", **keys}, strict)
+  given: dict[str, Any] = {"dataset_type": "synthetic", **keys}
+  if calibration is not None and not is_hugging_face(path):  # a run is calibrated at the length that it was trained at
+    given = {"max_target_length": read_metadata(locate(path)).config["max_target_length"]["value"], **given}
+  resolved = resolve_source(path if "/" in path else f"./{path}", given, strict)
   text = None if calibration is None else Path(calibration)
   written = write_quantized_params(resolved.config, Path(target), resolved.origins, progress or no_progress, text)
   size = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
@@ -141,7 +146,9 @@ def _by_gptq(config: MaxTextConfig, pieces: RoundedPieces, calibration: Path) ->
     raise ConfigError(
       f"lora_rank={config.lora_rank}: GPTQ calibrates plain weights: merge the adapters first (maxtext convert to-hf)."
     )
-  plain = config.model_copy(update={key: default_of(key) for key in (*WeightsAtRest.model_fields, "quantization")})
+  usual = {key: default_of(key) for key in (*WeightsAtRest.model_fields, "quantization", "ragged_buffer_factor")}
+  every_token = {"sparse_matmul": True, "use_random_routing": False}  # reaches its experts, as in a server
+  plain = config.model_copy(update=usual | every_token)
   rounded = [path for path, arrays in pieces.stored.items() if len(arrays) > 1]
   return GptqWeights(plain, pieces.source, plain_model(pieces.model), rounded, calibration_tokens(plain, calibration))
 

@@ -189,8 +189,13 @@ def write_pieces(
     beside: writes other files into the folder.
     reuse: a folder that was written for the same is returned as it is.
   """
-  if reuse and is_written(target, weights.arrays(), request):
-    return target
+  if reuse and target.exists():
+    if is_written(target, weights.arrays(), request):
+      return target
+    raise ConfigError(
+      f"save_quantized_params_path={target} is there already, with other weights than these: remove it, or name "
+      "another folder."
+    )
   writer = StreamWriter(storage, target, weights.arrays(), request)
   pieces = [(path, index) for path in weights.stored for index in weights.source.indices(path)]
   done, total = 0, sum(weights.size(path, index) for path, index in pieces)
