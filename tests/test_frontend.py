@@ -149,7 +149,7 @@ def test_who_does_not_read_is_dropped(port):
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(1)
     ask_for = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 100
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240  # a busy machine takes long to fill the buffers between
     dropped = False
     while not dropped and time.monotonic() < end:
       try:
