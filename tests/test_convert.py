@@ -371,6 +371,23 @@ def test_an_unfinished_folder_of_something_else_is_refused(tiny, tmp_path, capsy
   assert "out.unfinished was begun from something else" in capsys.readouterr().err
 
 
+def test_two_processes_do_not_write_one_folder(tiny, tmp_path, capsys):
+  out = tmp_path / "out"
+  hold = (
+    "import sys; from pathlib import Path; from maxtext.checkpoint.journal import Journal\n"
+    "journal = Journal(Path(sys.argv[1]), 'another'); print('open', flush=True); sys.stdin.read()"
+  )
+  with subprocess.Popen(
+    [sys.executable, "-c", hold, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+  ) as process:
+    assert process.stdout.readline() == "open\n"
+    before = (tmp_path / "out.unfinished" / "journal").read_text()
+    assert main(["convert", "from-hf", str(tiny), str(out), *words("llama")]) == 2
+    assert "out.unfinished is being written by another process" in capsys.readouterr().err
+    assert (tmp_path / "out.unfinished" / "journal").read_text() == before
+    process.stdin.close()
+
+
 def test_a_damaged_checkpoint_does_not_go_out(tiny, tmp_path, capsys):
   params = tmp_path / "params"
   keys = words("llama", checkpoint_storage_use_ocdbt=False)

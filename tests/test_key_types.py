@@ -96,7 +96,11 @@ def described(key: str) -> str:
   text = str(MaxTextConfig.model_fields[key].description)
   default = f"Default: {plain_value(default_of(key))!r}."
   if reason := unsupported_keys().get(key):
-    text = f"{text} Not supported yet: {reason}."
+    text = (
+      f"{text} It{reason.removeprefix('it')}."
+      if reason.startswith("it has no effect")
+      else f"{text} Not supported yet: {reason}."
+    )
   whole = f"{text} {default}" if len(default) < 60 else text
   return wrapped(f'"""{whole}', "  ", '"""').replace("\\", "\\\\")
 

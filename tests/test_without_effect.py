@@ -10,7 +10,7 @@ from maxtext import ConfigError, load_config
 from maxtext.cli.main import main
 from maxtext.configs.errors import ConfigWarning
 from maxtext.configs.loader import resolve
-from maxtext.configs.unsupported import UNSUPPORTED, NoEffectOption, keys_with_no_effect
+from maxtext.configs.unsupported import UNSUPPORTED, NoEffectOption, keys_with_no_effect, unsupported_keys
 from tests.support import TINY, program
 from tests.test_every_key import other_values
 
@@ -95,9 +95,12 @@ def test_the_step_is_the_same_with_all_of_them(base):
 
 
 def test_every_row_says_beside_what():
+  """Or what has its place, and is then counted among the unsupported keys."""
   for row in ROWS:
     assert row.reason.startswith("it has no effect "), row
-    assert row.unless is not None, row
+    if row.unless is None:
+      assert "take the place of" in row.reason, row
+      assert set(row.keys) <= unsupported_keys().keys(), row
 
 
 def test_a_command_says_it_in_one_line(capsys):

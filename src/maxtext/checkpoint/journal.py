@@ -1,5 +1,7 @@
 """What of a long piece of work is done and on disk: lines of JSON that a killed process cannot leave half-true."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -21,6 +23,8 @@ def digest_of(request: Any) -> str:
 class Journal:
   """A folder that is made step by step and gets its name when it is whole; until then it has `.unfinished` behind it.
 
+  One process makes it: the journal is locked against others while it is open.
+
   Args:
     target: the folder to make.
     request: tells what is made; a folder that was begun for something else is not continued.
@@ -33,13 +37,15 @@ class Journal:
     if self.target.exists():
       raise ConfigError(f"{target} is there already; name a folder that is not.")
     self.folder.mkdir(parents=True, exist_ok=True)
-    file = self.folder / _FILE
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    self._file = open(self.folder / _FILE, "a+")  # noqa: SIM115 - closed by finish(), or with the process
+    self._lock()
+    self._file.seek(0)
+    lines = self._file.read().splitlines(keepends=True)
     whole = [json.loads(line) for line in lines if line.endswith("\n")]
     if whole and whole[0] != begin:
       raise ConfigError(f"{self.folder} was begun from something else: remove it, or name another folder.")
     self.entries: list[dict[str, Any]] = whole[1:]
-    self._file = open(file, "w")  # noqa: SIM115 - closed by finish(), or with the process
+    self._file.truncate(0)
     self.note(*(whole or [begin]))
 
   def note(self, *entries: Mapping[str, Any]) -> None:
@@ -54,3 +60,12 @@ class Journal:
     (self.folder / _FILE).unlink()
     commit_folder(self.folder, self.target)
     return self.target
+
+  def _lock(self) -> None:
+    try:
+      fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # others than these: a file system without locks
+      if error.errno in (errno.EACCES, errno.EAGAIN):
+        raise ConfigError(
+          f"{self.folder} is being written by another process: wait for it, or name another folder."
+        ) from None

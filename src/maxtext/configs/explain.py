@@ -46,10 +46,8 @@ def explain(key: str) -> str:
 def _describe(row: UnsupportedOption) -> str:
   if isinstance(row, FixedOption):
     return f"fixed    {row.reason}"
-  if isinstance(row, NoEffectOption):
-    return f"warns    in some combinations, because {row.reason}"
   when = "set away from its default" if row.unless is None else "in some combinations"
-  return f"error    {when}, because {row.reason}"
+  return f"{'warns' if isinstance(row, NoEffectOption) else 'error'}    {when}, because {row.reason}"
 
 
 def keys_checked_with(key: str) -> list[str]:

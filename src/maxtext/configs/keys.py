@@ -274,12 +274,12 @@ class ConfigKeys(TypedDict, total=False):
   Default: 14."""
 
   cost_estimate_flops_bwd: int
-  """Backward FLOPs reported to the compiler; -1 leaves it to the kernel. Not supported yet: it has no effect on
-  JAX's own splash attention and grouped matmuls, which take the place of Tokamax's at the same blocks. Default: -1."""
+  """Backward FLOPs reported to the compiler; -1 leaves it to the kernel. It has no effect on JAX's own splash
+  attention and grouped matmuls, which take the place of Tokamax's at the same blocks. Default: -1."""
 
   cost_estimate_flops_fwd: int
-  """Forward FLOPs reported to the compiler; -1 leaves it to the kernel. Not supported yet: it has no effect on JAX's
-  own splash attention and grouped matmuls, which take the place of Tokamax's at the same blocks. Default: -1."""
+  """Forward FLOPs reported to the compiler; -1 leaves it to the kernel. It has no effect on JAX's own splash
+  attention and grouped matmuls, which take the place of Tokamax's at the same blocks. Default: -1."""
 
   custom_mesh: str
   """Named physical device layout, e.g. hybrid_ring_64x4; '' is the usual one. Not supported yet: devices have the
@@ -461,9 +461,8 @@ class ConfigKeys(TypedDict, total=False):
   """Weight of each loss of dpo_loss_type; empty is 1 for all. Default: []."""
 
   dq_reduction_steps: int
-  """Partial sums of the query gradient (Tokamax); 0 is the kernel's own choice. Not supported yet: it has no effect
-  on JAX's own splash attention and grouped matmuls, which take the place of Tokamax's at the same blocks. Default:
-  0."""
+  """Partial sums of the query gradient (Tokamax); 0 is the kernel's own choice. It has no effect on JAX's own splash
+  attention and grouped matmuls, which take the place of Tokamax's at the same blocks. Default: 0."""
 
   dropout_rate: float
   """Share of activations zeroed in training, below 1; 0 is none. Default: 0.0."""
@@ -2168,8 +2167,8 @@ class ConfigKeys(TypedDict, total=False):
   use_batch_split_schedule. Default: False."""
 
   use_max_logit_estimate: int
-  """Fixed guess of the largest logit, in place of a running one; -1 is none. Not supported yet: it has no effect on
-  JAX's own splash attention and grouped matmuls, which take the place of Tokamax's at the same blocks. Default: -1."""
+  """Fixed guess of the largest logit, in place of a running one; -1 is none. It has no effect on JAX's own splash
+  attention and grouped matmuls, which take the place of Tokamax's at the same blocks. Default: -1."""
 
   use_mrope: bool
   """True uses rotary positions in three axes: time, height and width. Not supported yet: models take text only for
@@ -2222,21 +2221,20 @@ class ConfigKeys(TypedDict, total=False):
   """True does supervised fine-tuning on prompt and completion or chat data. Default: False."""
 
   use_splash_scheduler: bool
-  """True turns on the experimental scheduler in the splash kernel (Tokamax). Not supported yet: it has no effect on
-  JAX's own splash attention and grouped matmuls, which take the place of Tokamax's at the same blocks. Default:
-  False."""
+  """True turns on the experimental scheduler in the splash kernel (Tokamax). It has no effect on JAX's own splash
+  attention and grouped matmuls, which take the place of Tokamax's at the same blocks. Default: False."""
 
   use_standalone_converter: bool
   """True turns trainer weights into vLLM's layout by a separate converter. Not supported yet: runs only pre-train,
   fine-tune (use_sft, use_dpo) and distill yet. Default: False."""
 
   use_tokamax_gmm: bool
-  """True runs the experts' grouped matmuls with Tokamax. Not supported yet: it has no effect on JAX's own splash
-  attention and grouped matmuls, which take the place of Tokamax's at the same blocks. Default: False."""
+  """True runs the experts' grouped matmuls with Tokamax. It has no effect on JAX's own splash attention and grouped
+  matmuls, which take the place of Tokamax's at the same blocks. Default: False."""
 
   use_tokamax_splash: bool
-  """True uses Tokamax's splash attention kernel. Not supported yet: it has no effect on JAX's own splash attention
-  and grouped matmuls, which take the place of Tokamax's at the same blocks. Default: False."""
+  """True uses Tokamax's splash attention kernel. It has no effect on JAX's own splash attention and grouped matmuls,
+  which take the place of Tokamax's at the same blocks. Default: False."""
 
   use_truncation: bool
   """True cuts long documents at the target length; false splits them into chunks. Default: True."""

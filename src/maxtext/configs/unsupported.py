@@ -65,7 +65,7 @@ class UnsupportedOption:
 
 
 class NoEffectOption(UnsupportedOption):
-  """Keys without effect unless a condition holds; the reason begins with 'it has no effect'."""
+  """Keys without effect unless a condition holds, or always; the reason begins with 'it has no effect'."""
 
 
 class FixedOption(UnsupportedOption):
