@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from maxtext import ConfigError
 from maxtext.configs.derived import parallelism
 from maxtext.mesh.devices import make_mesh
+from maxtext.mesh.reduce_scatter import first_stage
 from maxtext.mesh.rules import LOGICAL_AXES, Rules
 from maxtext.mesh.topology import Topology
 from tests.support import tiny
@@ -90,3 +91,67 @@ def test_a_mesh_that_would_split_the_torus_is_refused_unless_allowed():
     make_mesh(tiny(**sizes), devices)
   allowed = make_mesh(tiny(**sizes, allow_split_physical_axes=True), devices)
   assert (allowed.shape["fsdp"], allowed.shape["expert"]) == (64, 4)
+
+
+RING = {"custom_mesh": "hybrid_ring_64x4", "ici_fsdp_parallelism": 64, "ici_tensor_parallelism": 4}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("name", "outer", "inner"), [("hybrid_ring_64x4", 64, 4), ("hybrid_ring_32x8", 32, 8)])
+def test_both_axes_of_a_hybrid_ring_are_rings_of_neighbours(name, outer, inner):
+  pytest.importorskip("libtpu")
+  keys = {"custom_mesh": name, "ici_fsdp_parallelism": outer, "ici_tensor_parallelism": inner}
+  devices = Topology.named("v6e-256", 2).devices()
+  config = tiny(**keys, dcn_data_parallelism=2)
+  grid = make_mesh(config, devices).devices.reshape(2, outer, inner)
+  assert {d.id for d in grid.flat} == {d.id for d in devices}
+  for one in grid:
+    assert len({d.slice_index for d in one.flat}) == 1
+    for ring in one:  # the last is next to the first
+      assert all(_distance(a, b) == 1 for a, b in zip(ring, [*ring[1:], ring[0]], strict=True))
+    across = one[:, 0]  # corners of rectangles that touch
+    assert all(_distance(a, b) <= inner // 2 for a, b in zip(across, [*across[1:], across[0]], strict=True))
+
+
+def _distance(a, b):
+  return sum(abs(x - y) for x, y in zip(a.coords, b.coords, strict=True))
+
+
+@pytest.mark.parametrize(
+  ("changes", "says"),
+  [
+    ({"custom_mesh": "hybrid_ring_64x5"}, "is not a layout. Did you mean 'hybrid_ring_64x4'"),
+    ({"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}, "for two mesh axes of 64 and 4 devices"),
+    ({}, "for slices of 16 x 16 chips"),
+  ],
+)
+def test_a_hybrid_ring_that_cannot_be_is_named(changes, says):
+  devices = jax.devices()[:8] if "ici_fsdp_parallelism" in changes else jax.devices()[:1] * 256
+  with pytest.raises(ConfigError, match=says):
+    make_mesh(tiny(**RING | changes), devices)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+  ("topology", "axes", "spec", "first"),
+  [
+    ("v6e-256", {"fsdp": 256}, P("fsdp"), 16),
+    ("v5p-128", {"fsdp": 64}, P("fsdp"), 16),
+    ("v5p-128", {"fsdp": 16, "expert": 4}, P(("fsdp", "expert")), 16),
+    ("v5p-128", {"fsdp": 16, "tensor": 4}, P("fsdp", "tensor"), 4 * 4),
+    ("v5p-128", {"fsdp": 4, "tensor": 16}, P("fsdp", "tensor"), None),
+    ("tpu7x-4x4x4", {"fsdp": 128}, P("fsdp"), 64),
+  ],
+)
+def test_gradients_are_scattered_over_all_torus_axes_but_one_first(topology, axes, spec, first):
+  pytest.importorskip("libtpu")
+  sizes = {f"ici_{name}_parallelism": size for name, size in axes.items()}
+  config = tiny(**{"ici_fsdp_parallelism": 1} | sizes, allow_split_physical_axes=True)
+  m = make_mesh(config, Topology.named(topology).devices())
+  found = first_stage(m, spec, {"data", "fsdp", "expert"})
+  if first is None:
+    assert found is None
+    return
+  shape = (1024, 1024)
+  assert shape[0] * shape[1] // (found.shard_shape(shape)[0] * found.shard_shape(shape)[1]) == first
+  assert list(found.mesh.devices.flat) == list(m.devices.flat), "the same order: one program"

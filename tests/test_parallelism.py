@@ -50,6 +50,10 @@ AXES = {
   "expert 2 x context 2 x fsdp_transpose 2, explicit": {
     "expert": 2, "context": 2, "fsdp_transpose": 2, "fsdp": 1, "shard_mode": "explicit",
   },
+  "fsdp 8, reduce-scatter": {"fsdp": 8, "reduce_scatter_gradients": True},
+  "fsdp 2 x fsdp_transpose 2 x expert 2, reduce-scatter": {
+    "fsdp": 2, "fsdp_transpose": 2, "expert": 2, "reduce_scatter_gradients": True,
+  },
   "pipeline 2 x fsdp 4": {"pipeline": 2, "fsdp": 4, "num_layers_per_pipeline_stage": 2},
   "pipeline 2 x tensor 2 x fsdp 2, twice round, 4 parts": {
     "pipeline": 2, "tensor": 2, "fsdp": 2, "num_pipeline_microbatches": 4,
@@ -78,7 +82,8 @@ FOURS = (
 )
 BOTH = ("context 4 x expert 2, in order", "pipeline 2 x context 2 x expert 2, two layers after it")
 ROUTED = (
-  "expert 4 x fsdp 2", "expert 4 x tensor 2, gathered", "expert 2 x context 2 x fsdp_transpose 2, explicit",
+  "fsdp 2 x fsdp_transpose 2 x expert 2, reduce-scatter", "expert 4 x fsdp 2",
+  "expert 4 x tensor 2, gathered", "expert 2 x context 2 x fsdp_transpose 2, explicit",
 )  # fmt: skip
 WEIGHTS_PER_LAYER = 7  # query, key, value, out, gate, up, down
 QUICK, SLOW = ("context 8",), pytest.mark.slow
@@ -159,7 +164,7 @@ def named(axes):
   """Short names of axes as keys; other keys stay."""
   return {
     key
-    if "_parallel_" in key or "pipeline_" in key or key.startswith(("use_", "shard_"))
+    if "_parallel_" in key or "pipeline_" in key or key.startswith(("use_", "shard_", "reduce_"))
     else f"ici_{key}_parallelism": value
     for key, value in axes.items()
   }

@@ -282,8 +282,7 @@ class ConfigKeys(TypedDict, total=False):
   attention and grouped matmuls, which take the place of Tokamax's at the same blocks. Default: -1."""
 
   custom_mesh: str
-  """Named physical device layout, e.g. hybrid_ring_64x4; '' is the usual one. Not supported yet: devices have the
-  order that JAX chooses for their torus; allow_split_physical_axes=true gives it more freedom. Default: ''."""
+  """Named physical device layout, e.g. hybrid_ring_64x4; '' is the usual one. Default: ''."""
 
   custom_mesh_and_rule: CustomRule | Literal["", "fsdp"] | str
   """Mesh axes and rules in place of the base ones: fsdp, or a YAML file. Default: ''."""
@@ -1711,6 +1710,10 @@ class ConfigKeys(TypedDict, total=False):
   record_internal_nn_metrics: int
   """Statistics of inner activations among the metrics when above 0; 0 is none. Not supported yet: metrics go to the
   console, the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: 0."""
+
+  reduce_scatter_gradients: bool
+  """True sums gradients of layers over one part of a TPU's torus after the other, so that its compiler reduce-
+  scatters them instead of summing them whole on every device. Default: False."""
 
   reference_log_probs_path: str
   """Folder of precomputed reference log-probabilities, which runs can share; '' is the run's own. Default: ''."""

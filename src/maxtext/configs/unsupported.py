@@ -183,8 +183,13 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     "a batch is sharded by logical_axis_rules, over the logical axes that input_data_sharding_logical_axes names",
   ),
   UnsupportedOption(
-    ("custom_mesh", "optimize_mesh_for_tpu_v6e"),
+    ("optimize_mesh_for_tpu_v6e",),
     "devices have the order that JAX chooses for their torus; allow_split_physical_axes=true gives it more freedom",
+  ),
+  UnsupportedOption(
+    ("reduce_scatter_gradients",),
+    "with shard_mode=explicit types say how gradients are summed, and pipeline stages sum their own: leave it out",
+    unless=all_of(is_none_of("shard_mode", t.ShardMode.EXPLICIT), negate(_PIPELINED)),
   ),
   UnsupportedOption(
     ("internal_compile", "internal_compile_num_devices"), "maxtext plan compiles for compile_topology",

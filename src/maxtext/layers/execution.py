@@ -17,7 +17,11 @@ from maxtext.layers.paged_kv_cache import PagedKVCache
 from maxtext.layers.pipeline import Pipeline
 from maxtext.layers.weight_format import PlainFormat, WeightFormat
 from maxtext.mesh.explicit import is_explicit
-from maxtext.mesh.rules import Rules
+from maxtext.mesh.reduce_scatter import reduce_scatter_gradient
+from maxtext.mesh.rules import LogicalAxis, Rules
+
+# Logical axes of tokens, over whose mesh axes gradients of weights are summed.
+_TOKENS: tuple[LogicalAxis, ...] = ("activation_batch", "activation_length", "activation_norm_length")
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,15 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Sharding:
-  """The device mesh, and the table from logical axes to mesh axes."""
+  """The device mesh, and the table from logical axes to mesh axes.
+
+  Attributes:
+    reduce_scatter: gradients of layers' weights are scattered over one part of the torus after the other.
+  """
 
   mesh: Mesh
   rules: Rules
+  reduce_scatter: bool = False
 
   def partition(self, shape: tuple[int, ...], *axes: str | None) -> PartitionSpec:
     """The partition of an array with these logical axes over the mesh."""
@@ -57,6 +66,13 @@ class Sharding:
       return x
     place = jax.sharding.reshard if self.explicit else jax.lax.with_sharding_constraint
     return place(x, NamedSharding(self.mesh, self.partition(x.shape, *axes)))
+
+  def with_scattered_gradient(self, weight: jax.Array, *axes: str | None) -> jax.Array:
+    """A weight whose gradient is reduce-scattered, if that is asked for."""
+    if not self.reduce_scatter or self.mesh.size == 1:
+      return weight
+    summed = {axis for name in _TOKENS for axis in self.rules.mesh_axes(name)}
+    return reduce_scatter_gradient(weight, self.mesh, self.partition(weight.shape, *axes), summed)
 
   @property
   def explicit(self) -> bool:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.layers.context import Context
-from maxtext.layers.execution import ExecutionConfig, RematSpec
+from maxtext.layers.execution import ExecutionConfig, RematSpec, Sharding
 from maxtext.layers.kv_cache import Cache, CacheSpec
 from maxtext.layers.param_factory import Buffer, ParamFactory, check_assigned
 from maxtext.layers.pipeline import Pipeline, gathered, pipelined
@@ -92,7 +92,15 @@ class Stack(nnx.Module):
         weights, inputs, numbers = jax.tree.map(lambda w, t=t: w[t] if policies > 1 else w, layers)
         results.append([])
         for i, one in enumerate(cycle):
-          x, caches[i], result = one(x, weights[i], inputs[i], context, caches[i], first + t, numbers[i])
+          x, caches[i], result = one(
+            x,
+            _with_scattered_gradients(self.execution.sharding, weights[i]),
+            inputs[i],
+            context,
+            caches[i],
+            first + t,
+            numbers[i],
+          )
           results[t].append(result)
       return (x, caches), jax.tree.map(lambda *k: jnp.stack(k), *results)
 
@@ -173,6 +181,19 @@ class Stack(nnx.Module):
 
     weights, *others = layers
     return jax.tree.map(whole, weights, is_leaf=lambda v: isinstance(v, nnx.Variable)), *others
+
+
+def _with_scattered_gradients(sharding: Sharding, weights: Any) -> Any:
+  """The weights of one layer; see `Sharding.with_scattered_gradient`."""
+
+  def one(weight: nnx.Variable) -> nnx.Variable:
+    if not isinstance(weight, nnx.Param):
+      return weight
+    return weight.replace(sharding.with_scattered_gradient(weight.get_value(), *weight.axes[1:]))
+
+  return (
+    jax.tree.map(one, weights, is_leaf=lambda v: isinstance(v, nnx.Variable)) if sharding.reduce_scatter else weights
+  )
 
 
 def _assigned(states: list[Any]) -> list[nnx.Variable]:

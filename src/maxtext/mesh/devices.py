@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh
 from maxtext.configs import ConfigError, MaxTextConfig, derived
 from maxtext.configs.derived import mesh_axes, parallelism
 from maxtext.configs.types import ShardMode
+from maxtext.mesh.hybrid_ring import ring_order
 
 
 def make_mesh(config: MaxTextConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -39,6 +40,8 @@ def _slices(config: MaxTextConfig, devices: list[jax.Device]) -> int:
 def _arrange(
   config: MaxTextConfig, devices: list[jax.Device], ici: tuple[int, ...], dcn: tuple[int, ...], slices: int
 ) -> np.ndarray:
+  if config.custom_mesh:
+    return _hybrid(np.array(ring_order(config.custom_mesh, devices, ici, slices)), ici, dcn)
   if devices[0].platform != "tpu":
     return _hybrid(np.array(devices), ici, dcn)
   split = config.allow_split_physical_axes or _needs_split(ici)

@@ -111,9 +111,13 @@ class Rules:
       parts.append(_dividing_prefix(wanted, mesh, size) or None)
     return PartitionSpec(*parts)
 
+  def mesh_axes(self, name: LogicalAxis) -> tuple[str, ...]:
+    """The mesh axes of a logical axis."""
+    return dict(self.pairs)[name]
+
   def num_shards(self, mesh: Mesh, name: LogicalAxis) -> int:
     """The number of shards of a logical axis whose size all its mesh axes divide."""
-    return prod(mesh.shape.get(axis, 1) for axis in dict(self.pairs)[name])
+    return prod(mesh.shape.get(axis, 1) for axis in self.mesh_axes(name))
 
   def sharding(self, mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
     """The sharding of an array with these logical axes; see `partition`."""

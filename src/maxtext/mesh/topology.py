@@ -1,8 +1,10 @@
 """Named topologies, to compile for hardware that is not here, and to estimate where there is no compiler."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import cast
 
 import jax
@@ -78,7 +80,8 @@ class Topology:
 
   @staticmethod
   def named(name: str, slices: int = 1) -> "Topology":
-    """Reads Google's names: 'v5p-128' and 'tpu7x-128' are 64 chips, 'v5e-256' is 256; 'h100-8' is eight GPUs."""
+    """Reads Google's names: 'v5p-128' and 'tpu7x-128' are 64 chips, as are 'v5p-4x4x4' and 'tpu7x-4x4x4'; 'v5e-256' is
+    256; 'h100-8' is eight GPUs."""
     kind, _, count = name.partition("-")
     if kind in _GPUS:
       if not count.isdigit() or int(count) < 1:
@@ -89,14 +92,27 @@ class Topology:
       known = ", ".join((*_GENERATIONS, *_GPUS))
       raise ConfigError(f"compile_topology={name}: the chip is one of {known}, as in v5p-128 or h100-8.")
     shapes = {str(n * generation.cores_in_name): s for n, s in _SHAPES[generation.dims].items()}
+    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", count):
+      shape = tuple(map(int, count.split("x")))
+      if len(shape) != generation.dims:
+        raise ConfigError(f"compile_topology={name}: the torus of {kind} has {generation.dims} dimensions.")
+      return Topology(kind, shape, slices)
     if count not in shapes:
-      raise ConfigError(f"compile_topology={name}: {kind} comes in sizes {', '.join(shapes)}.")
+      raise ConfigError(
+        f"compile_topology={name}: {kind} comes in sizes {', '.join(shapes)}, and in shapes such as "
+        f"{kind}-{'x'.join(map(str, _SHAPES[generation.dims][64]))}."
+      )
     return Topology(kind, shapes[count], slices)
 
   @property
   def chip(self) -> Chip:
     """The chip, with its peak numbers."""
     return CHIPS[self.name]
+
+  @property
+  def chips(self) -> int:
+    """Whole chips, in all slices."""
+    return prod(self.shape) * self.slices
 
   @property
   def compiles(self) -> bool:

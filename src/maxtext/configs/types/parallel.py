@@ -79,6 +79,11 @@ class LayoutAndSharding(Section):
   sharding_tolerance: float = Field(
     0.02, ge=0.0, le=1.0, description="Largest share of parameters that may stay whole on every device."
   )
+  reduce_scatter_gradients: bool = Field(
+    False,
+    description="True sums gradients of layers over one part of a TPU's torus after the other, so that its compiler "
+    "reduce-scatters them instead of summing them whole on every device.",
+  )
   shard_optimizer_over_data: bool = Field(False, description="True splits optimizer state over the data axis (ZeRO-1).")
   internal_compile: bool = Field(
     False, description="True compiles ahead of time without a named topology (internal use)."

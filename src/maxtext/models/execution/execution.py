@@ -49,7 +49,7 @@ def execution_config(config: MaxTextConfig, mesh: Mesh, serving: bool = False) -
   c = config
   rules, lora = sharding_rules(c, mesh), adapters(c)
   return ExecutionConfig(
-    sharding=Sharding(mesh, rules),
+    sharding=Sharding(mesh, rules, c.reduce_scatter_gradients),
     numerics=Numerics(
       dtype=c.dtype.value,
       weight_dtype=c.weight_dtype.value,
