@@ -12,11 +12,13 @@ import yaml
 from maxtext.cli import config
 from maxtext.cli.interrupt import prompt_interrupt
 from maxtext.configs import ConfigError
-from maxtext.configs.loader import Resolved
+from maxtext.configs.loader import Resolved, parse_assignments, resolve
 from maxtext.configs.secrets import SECRET_KEYS, redact_arguments
+from maxtext.status_line import status_line
 
 if TYPE_CHECKING:
   from maxtext.planner.plan import Plan
+  from maxtext.planner.published_runs import PublishedRun
   from maxtext.planner.run_estimate import RunEstimate
 
 
@@ -30,6 +32,14 @@ def add_command(commands: Any) -> None:
   config.add_overrides(parser)
   parser.add_argument("--json", action="store_true", help="as a JSON object")
   parser.add_argument("--html", type=Path, metavar="FILE.html", help="also draw it")
+  parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keep what the compiler made, and find it again")
+  parser.add_argument(
+    "--published",
+    nargs="?",
+    const="",
+    metavar="RUN",
+    help="a published run, beside what was measured; without RUN, list",
+  )
   searched = parser.add_argument_group("searching")
   searched.add_argument(
     "--search", action="store_true", help="for the fastest mesh, remat_policy, batch and kernel blocks that fit"
@@ -52,25 +62,53 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _planned(arguments: argparse.Namespace) -> int:
-  resolved = config.resolve_overrides(arguments.overrides, arguments.strict)
   os.environ["JAX_PLATFORMS"] = "cpu"  # the compiler is asked by name; no accelerator of this machine is touched
-  from maxtext.planner.html import as_html
-  from maxtext.planner.plan import plan
-  from maxtext.planner.text import as_text
+  if arguments.published == "":
+    from maxtext.planner.published_runs import as_table
 
+    print(as_table())
+    return 0
+  published = _published(arguments)
+  if published:
+    values = published.planned_keys
+    resolved = resolve(values=values | parse_assignments(arguments.overrides), recorded=values, strict=arguments.strict)
+  else:
+    resolved = config.resolve_overrides(arguments.overrides, arguments.strict)
   if arguments.search:
     return _search(arguments, resolved)
-  found = plan(resolved.config, config_name=resolved.name)
+  with status_line() as status:
+    status.phase("loading JAX")
+    from maxtext.planner.html import as_html
+    from maxtext.planner.plan import plan
+    from maxtext.planner.text import as_text, compared_with
+
+    found = plan(resolved.config, config_name=published.id if published else resolved.name, cache=arguments.cache)
   whole = _run_estimate(arguments, found)
   if arguments.json:
-    print(json.dumps(found.as_json() | ({"run": whole.as_json()} if whole else {}), indent=1))
+    more = {"run": whole.as_json() if whole else None, "published": published.as_json() if published else None}
+    print(json.dumps(found.as_json() | {name: value for name, value in more.items() if value}, indent=1))
   else:
-    print(as_text(found), *([whole.as_text()] if whole else []), sep="\n")
+    print(
+      as_text(found),
+      *([whole.as_text()] if whole else []),
+      *(compared_with(found, published) if published else []),
+      sep="\n",
+    )
   if arguments.html:
     arguments.html.write_text(as_html(found), encoding="utf-8")
     if not arguments.json:
       print(f"drawn in {arguments.html}")
   return 0
+
+
+def _published(arguments: argparse.Namespace) -> "PublishedRun | None":
+  if arguments.published is None:
+    return None
+  from maxtext.planner.published_runs import published_run
+
+  if arguments.search:
+    raise ConfigError("--search does not start from --published: give the run's keys.")
+  return published_run(arguments.published)
 
 
 def _search(arguments: argparse.Namespace, resolved: Resolved) -> int:

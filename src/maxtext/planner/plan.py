@@ -1,7 +1,5 @@
 """Memory and speed of a run, estimated from its train step compiled for the target topology."""
 
-import re
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,11 +16,10 @@ from maxtext.mesh.topology import Topology
 from maxtext.models.flops import train_flops_per_token
 from maxtext.planner.calibration import CALIBRATION
 from maxtext.planner.compile import program_for
+from maxtext.planner.compiled_step import CompiledStep, compiled_step
 from maxtext.planner.cost_model import forward_costs, saved_bytes
 from maxtext.planner.estimate import Estimate, Operation, estimate
 from maxtext.planner.hlo import CompiledProgram
-from maxtext.planner.kernel_blocks import kernel_efficiency
-from maxtext.training.compiled import save
 from maxtext.training.program import Program
 from maxtext.training.state import bytes_per_device
 
@@ -123,7 +120,7 @@ class Plan:
     }
 
 
-def plan(config: MaxTextConfig, *, config_name: str = "") -> Plan:
+def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = None) -> Plan:
   """Compiles the train step for `compile_topology` and estimates its memory and time: `maxtext.plan`.
 
   No device of that topology is needed. Without a compiler for it (GPUs), memory and time are lower bounds.
@@ -131,14 +128,14 @@ def plan(config: MaxTextConfig, *, config_name: str = "") -> Plan:
   Args:
     config: a run with `compile_topology`, such as "v5p-128".
     config_name: what to call it; empty is `model_name`.
+    cache: a folder of compiled steps, in which this one is found or kept.
 
   Raises:
     ConfigError: (a ValueError) there is no `compile_topology`, or the run does not fit to its mesh.
   """
-  start = time.perf_counter()
   program, topology = program_for(config)
   mesh, chip = program.model.execution.sharding.mesh, topology.chip
-  memory, found = _compiled(program, topology) if topology.compiles else (_memory_lower_bound(program, topology), None)
+  step = compiled_step(program, topology, cache) if topology.compiles else None
   rows, length = program.batch.inputs.shape
   chips = mesh.size // chip.devices
   return Plan(
@@ -147,32 +144,28 @@ def plan(config: MaxTextConfig, *, config_name: str = "") -> Plan:
     chips,
     {axis: size for axis, size in mesh.shape.items() if size > 1},
     rows * length,
-    memory,
+    _memory(program, topology, step.peak, step.temporaries) if step else _memory_lower_bound(program, topology),
     program.state_bytes,
     train_flops_per_token(program.model, length) * rows * length / chips,
     chip.flops,
-    time.perf_counter() - start,
-    found,
+    step.seconds if step else 0.0,
+    _estimate(program, topology, step) if step else None,
     topology.compiles,
   )
 
 
-def _compiled(program: Program, topology: Topology) -> tuple[Memory, Estimate | None]:
-  file, lowered = program.config.compiled_trainstep_file, program.lower()
-  try:
-    compiled = lowered.compile()
-  except jax.errors.JaxRuntimeError as error:
-    peak = _needed_bytes(str(error))
-    return _memory(program, topology, peak, peak), None
-  if file:
-    save(program, lowered, compiled, Path(file))
-  stats, text = compiled.memory_analysis(), compiled.as_text()
-  assert stats is not None, "the TPU compiler returns both"
-  assert text is not None
-  execution, parsed = program.model.execution, CompiledProgram.parse(text)
-  filled, attended = _filled_rows(program.config, execution), kernel_efficiency(program, topology)
-  found = estimate(parsed, topology, execution.sharding.mesh, CALIBRATION[topology.name], filled, attended)
-  return _memory(program, topology, stats.peak_memory_in_bytes, stats.temp_size_in_bytes), found
+def _estimate(program: Program, topology: Topology, step: CompiledStep) -> Estimate | None:
+  if step.text is None:
+    return None
+  execution = program.model.execution
+  return estimate(
+    CompiledProgram.parse(step.text),
+    topology,
+    execution.sharding.mesh,
+    CALIBRATION[topology.name],
+    _filled_rows(program.config, execution),
+    step.kernel_efficiency,
+  )
 
 
 def _memory_lower_bound(program: Program, topology: Topology) -> Memory:
@@ -211,15 +204,6 @@ def _memory(program: Program, topology: Topology, peak: int, temporaries: int) -
   )
   there = topology.chip.hbm_bytes // topology.chip.devices
   return Memory(parameters, optimizer, batch, temporaries, peak, there)
-
-
-def _needed_bytes(message: str) -> int:
-  """The bytes that an out-of-memory message of the compiler reports; raises `RuntimeError` for other messages."""
-  units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-  found = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])", message)
-  if not found:
-    raise RuntimeError(message)
-  return int(float(found[1]) * units[found[2]])
 
 
 def _merge_operations(operations: Sequence[Operation]) -> list[Operation]:

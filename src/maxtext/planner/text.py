@@ -1,6 +1,7 @@
 """A plan as text for a terminal."""
 
 from maxtext.planner.plan import Plan
+from maxtext.planner.published_runs import PublishedRun, note
 
 _GIB = 2**30
 
@@ -10,6 +11,22 @@ def as_text(plan: Plan) -> str:
   if not plan.compiled:
     return "\n".join([*_head(plan), *_memory(plan), *_lower_bound(plan)])
   return "\n".join([*_head(plan), *_memory(plan), *_time(plan), f"compiled here in {plan.compile_seconds:.0f} s"])
+
+
+def compared_with(plan: Plan, run: PublishedRun) -> list[str]:
+  """Lines that set a plan beside the published run that it is of."""
+  about = f" ({found})" if (found := note(run)) else ""
+  lines = [
+    f"published    {run.step_seconds:.2f} s, {run.tokens_per_second_per_chip:,.0f} tokens/s/chip{about}: {run.source}"
+  ]
+  if plan.estimate and plan.tokens == run.tokens:
+    ratio = plan.estimate.seconds / run.step_seconds
+    lines.append(f"             the planned step is {abs(ratio - 1):.1%} {'longer' if ratio > 1 else 'shorter'}")
+  elif plan.estimate:
+    lines.append(f"             of {run.tokens:,} tokens a step: not the plan's batch, so the times do not compare")
+  if run.other_keys:
+    lines.append(f"             without keys that are not of MaxText's specification: {', '.join(run.other_keys)}")
+  return lines
 
 
 def _head(plan: Plan) -> list[str]:

@@ -1,0 +1,109 @@
+"""What the compiler says of a step, and a folder that keeps it: a program that takes minutes is compiled once."""
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+
+from maxtext.configs import ConfigError
+from maxtext.mesh.compiler import compiler_options
+from maxtext.mesh.topology import Topology
+from maxtext.planner.kernel_blocks import kernel_efficiency
+from maxtext.status_line import show_phase
+from maxtext.storage.atomic import atomic_file
+from maxtext.training.compiled import save
+from maxtext.training.program import Program
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+  """A compiled step.
+
+  Attributes:
+    text: the scheduled program; None if it does not fit.
+    peak: bytes of a device that it needs at its peak.
+    temporaries: of them, what is neither argument nor result.
+    kernel_efficiency: speed of each attention kernel relative to default blocks.
+    seconds: what the compiler took.
+  """
+
+  text: str | None
+  peak: int
+  temporaries: int
+  kernel_efficiency: Mapping[str, float]
+  seconds: float
+
+
+def compiled_step(program: Program, topology: Topology, cache: Path | None = None) -> CompiledStep:
+  """Compiles a step, or finds it in the folder `cache`.
+
+  A folder knows programs by their operations: the source lines of one that it keeps may be those of another release.
+  """
+  show_phase("tracing the step")
+  lowered = program.lower()
+  file = None if cache is None else cache / f"{_digest(program, topology, lowered)}.json.gz"
+  if file and not program.config.compiled_trainstep_file and (kept := _read(file)):
+    return kept
+  found = _compile(program, topology, lowered)
+  if file:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(file, unfinished=file.with_suffix(f".{os.getpid()}")) as target:
+      target.write(gzip.compress(json.dumps(asdict(found)).encode()))
+  return found
+
+
+def _read(file: Path) -> CompiledStep | None:
+  """A step that was kept; None if there is none, or it cannot be read."""
+  try:
+    return CompiledStep(**json.loads(gzip.decompress(file.read_bytes())))
+  except (OSError, EOFError, ValueError, TypeError, zlib.error):
+    return None
+
+
+def _compile(program: Program, topology: Topology, lowered: jax.stages.Lowered) -> CompiledStep:
+  show_phase(f"compiling for {program.config.compile_topology}: minutes, for large models")
+  start = time.perf_counter()
+  try:
+    compiled = lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    if unknown := re.search("No such compile option: '(.*?)'", str(error)):
+      raise ConfigError(f"compile_xla_flags: the compiler has no option '{unknown[1]}'; leave it out.") from error
+    needed = _needed_bytes(str(error))
+    return CompiledStep(None, needed, needed, {}, time.perf_counter() - start)
+  if program.config.compiled_trainstep_file:
+    save(program, lowered, compiled, Path(program.config.compiled_trainstep_file))
+  stats, text = compiled.memory_analysis(), compiled.as_text()
+  assert stats is not None, "the TPU compiler returns both"
+  assert text is not None
+  show_phase("compiling the kernels of attention at their blocks")
+  efficiency = kernel_efficiency(program, topology)
+  seconds = time.perf_counter() - start
+  return CompiledStep(text, stats.peak_memory_in_bytes, stats.temp_size_in_bytes, efficiency, seconds)
+
+
+def _digest(program: Program, topology: Topology, lowered: jax.stages.Lowered) -> str:
+  device = program.model.execution.sharding.mesh.devices.flat[0]
+  options = compiler_options(device, program.config.compile_xla_flags)
+  text = re.sub(r"loc\(.*?\)", "", lowered.as_text())
+  versions = [version(name) for name in ("jax", "jaxlib", "libtpu")]
+  efforts = [jax.config.values[name] for name in ("jax_exec_time_optimization_effort", "jax_memory_fitting_effort")]
+  about = json.dumps([text, options, asdict(topology), versions, efforts], sort_keys=True)
+  return hashlib.sha256(about.encode()).hexdigest()[:24]
+
+
+def _needed_bytes(message: str) -> int:
+  """The bytes that an out-of-memory message of the compiler reports; raises `RuntimeError` for other messages."""
+  units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+  found = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])", message)
+  if not found:
+    raise RuntimeError(message)
+  return int(float(found[1]) * units[found[2]])
