@@ -14,8 +14,16 @@ RUN = {"steps": STEPS, "learning_rate": 1e-2, "warmup_steps_fraction": 0.2}
 
 
 @pytest.mark.slow
-def test_two_replicas_are_two_runs():
-  keys = {"ici_diloco_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+@pytest.mark.parametrize(
+  "keys",
+  [
+    {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
+    {"ici_fsdp_parallelism": 4, "reduce_scatter_gradients": True},
+  ],
+  ids=["fsdp 2 x tensor 2", "fsdp 4, reduce-scatter"],
+)
+def test_two_replicas_are_two_runs(keys):
+  keys = {"ici_diloco_parallelism": 2, **keys}
   rule = {"diloco_sync_period": PERIOD, "diloco_outer_lr": OUTER, "diloco_outer_momentum": MOMENTUM}
   both = program(tiny(**RUN, **keys, **rule, enable_diloco=True, per_device_batch_size=1), 8)
   one = program(tiny(**RUN, per_device_batch_size=4))

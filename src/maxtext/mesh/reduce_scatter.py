@@ -34,8 +34,8 @@ def first_stage(mesh: Mesh, spec: PartitionSpec, summed: Collection[str]) -> Nam
 
   It is over all parts of the torus but the last that the gradient is scattered over.
   """
-  whole = _by_torus_axis(mesh)
-  parts = {axis: [name for name in whole.axis_names if name.rpartition("/")[0] == axis] for axis in mesh.axis_names}
+  whole = _by_torus_axis(mesh, frozenset(summed))
+  parts = {axis: [name for name in whole.axis_names if name.partition("/")[0] == axis] for axis in mesh.axis_names}
   stages = [name for entry in spec for axis in mesh_axes_of(entry) if axis in summed for name in parts[axis]]
   if len(stages) < 2:
     return None
@@ -66,15 +66,16 @@ _staged.defvjp(_forward, _backward)
 
 
 @cache
-def _by_torus_axis(mesh: Mesh) -> Mesh:
-  """The same devices in the same order, with every mesh axis split into the torus axes that it runs along."""
-  sizes, names = [], []
+def _by_torus_axis(mesh: Mesh, split: frozenset[str]) -> Mesh:
+  """The same devices in the same order, with some mesh axes split into the torus axes that they run along."""
+  sizes: dict[str, int] = {}
   for i, axis in enumerate(mesh.axis_names):
     line = np.moveaxis(mesh.devices, i, 0).reshape(mesh.devices.shape[i], -1)[:, 0]
-    for j, size in enumerate(_torus_factors(list(line))):
-      sizes.append(size)
-      names.append(f"{axis}/{j}")
-  return Mesh(mesh.devices.reshape(sizes), tuple(names), axis_types=mesh.axis_types[:1] * len(names))
+    if axis in split:
+      sizes |= {f"{axis}/{j}": size for j, size in enumerate(_torus_factors(list(line)))}
+    else:
+      sizes[axis] = len(line)
+  return Mesh(mesh.devices.reshape(list(sizes.values())), tuple(sizes), axis_types=mesh.axis_types[:1] * len(sizes))
 
 
 def _torus_factors(line: list[jax.Device]) -> list[int]:
