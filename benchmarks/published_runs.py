@@ -87,7 +87,7 @@ def _kind(run: PublishedRun) -> tuple[Any, ...]:
 def _is_chosen(run: PublishedRun, words: list[str]) -> bool:
   if words:
     return all(word in run.id for word in words)
-  return not run.superseded and run.topology.startswith(CHIPS) and "model_name" in run.keys
+  return not (run.superseded or run.inconsistent) and run.topology.startswith(CHIPS) and "model_name" in run.keys
 
 
 def _line(run: PublishedRun, found: dict[str, Any]) -> str:

@@ -140,7 +140,8 @@ def test_a_hybrid_ring_that_cannot_be_is_named(changes, says):
     ("v5p-128", {"fsdp": 16, "expert": 4}, P(("fsdp", "expert")), 16),
     ("v5p-128", {"fsdp": 16, "tensor": 4}, P("fsdp", "tensor"), 4 * 4),
     ("v5p-128", {"fsdp": 4, "tensor": 16}, P("fsdp", "tensor"), None),
-    ("tpu7x-4x4x4", {"fsdp": 128}, P("fsdp"), 64),
+    ("v5p-128", {"fsdp": 16, "tensor_sequence": 4}, P("fsdp", "tensor_sequence"), 4 * 4),
+    ("tpu7x-4x4x4", {"fsdp": 128}, P("fsdp"), 16),
   ],
 )
 def test_gradients_are_scattered_over_all_torus_axes_but_one_first(topology, axes, spec, first):
@@ -155,3 +156,13 @@ def test_gradients_are_scattered_over_all_torus_axes_but_one_first(topology, axe
   shape = (1024, 1024)
   assert shape[0] * shape[1] // (found.shard_shape(shape)[0] * found.shard_shape(shape)[1]) == first
   assert list(found.mesh.devices.flat) == list(m.devices.flat), "the same order: one program"
+
+
+@pytest.mark.aot
+def test_gradients_are_scattered_over_slices_first():
+  pytest.importorskip("libtpu")
+  config = tiny(ici_fsdp_parallelism=16, dcn_fsdp_parallelism=2, allow_split_physical_axes=True)
+  m = make_mesh(config, Topology.named("v6e-16", 2).devices())
+  found = first_stage(m, P("fsdp"), {"data", "fsdp"})
+  assert [size for size in found.mesh.devices.shape if size > 1] == [2, 4, 4]
+  assert found.shard_shape((1024,)) == (1024 // 8,)

@@ -7,16 +7,22 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from maxtext import ConfigError, load_config
 from maxtext.cli.main import main
 from maxtext.configs.loader import resolve
+from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
+from maxtext.planner.compiled_step import _digest
 from maxtext.planner.plan import plan
 from maxtext.planner.published_runs import NOT_COMPILER_OPTIONS, published_run, published_runs
-from tests.support import TINY
+from maxtext.training.program import Program
+from tests.support import TINY, tiny
+
+MESH_AXES = tiny().mesh_axes
 
 
 def test_their_configurations_load():
@@ -71,6 +77,10 @@ def test_the_command_lists_them_and_names_a_wrong_one(capsys):
   assert "is not a published run. Did you mean 'v6e-8-llama3.1-8b-8k-bf16-" in capsys.readouterr().err
   assert main(["plan", "--published", "v5p-8-deepseek2-16b-2k-bf16-20250905", "--search"]) == 2
   assert "--search does not start from --published" in capsys.readouterr().err
+  assert main(["plan", "--published", "", "steps=3"]) == 2
+  assert "it takes no keys" in capsys.readouterr().err
+  assert main(["plan", "--published", "--json"]) == 0
+  assert len(json.loads(capsys.readouterr().out)) == len(published_runs())
 
 
 # As many tokens as the published run has, and as little for the compiler to do as there can be.
@@ -95,13 +105,34 @@ def test_a_plan_is_set_beside_what_was_published_and_its_step_is_compiled_once(t
   text = subprocess.run(command, **how).stdout
   assert text.startswith(f"{name} on v6e-8: 8 chips (fsdp=8), 196,608 tokens a step\n")
   assert f"published    3.44 s, 7,138 tokens/s/chip: {run.source}" in text
-  assert text.endswith("shorter\n"), "so small a model is faster"
+  assert text.endswith(f"shorter, with other {', '.join(SMALL)}\n"), "so small a model is faster"
   (file,) = cache.iterdir()
   written = file.stat().st_mtime_ns
   found = json.loads(subprocess.run([*command, "--json"], **how).stdout)
   assert found["published"] == run.as_json()
   assert f"compiled here in {found['compile_seconds']:.0f} s" in text, "then, not now"
   assert (list(cache.iterdir()), file.stat().st_mtime_ns) == ([file], written)
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+def test_a_kept_step_is_that_of_its_layout_and_flags(monkeypatch):
+  """Two layouts of a mesh lower to the same text."""
+  pytest.importorskip("libtpu")
+  topology = Topology.named("v6e-8")
+  devices = topology.devices()
+
+  def digest(devices=devices, **keys):
+    config = load_config(**TINY, attention="dot_product", compile_topology="v6e-8", **keys)
+    program = Program.of(config, Mesh(np.reshape(devices, make_mesh(config, devices).devices.shape), MESH_AXES))
+    return _digest(program, topology, program.lower())
+
+  first = digest()
+  assert digest() == first
+  assert digest(devices[::-1]) != first
+  assert digest(compile_xla_flags="--xla_tpu_scoped_vmem_limit_kib=65536") != first
+  monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536")
+  assert digest() != first
 
 
 @pytest.mark.nightly

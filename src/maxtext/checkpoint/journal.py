@@ -55,10 +55,10 @@ class Journal:
     os.fsync(self._file.fileno())
 
   def finish(self) -> Path:
-    """Gives the folder its name."""
-    self._file.close()
-    (self.folder / _FILE).unlink()
+    """Gives the folder its name. The lock lasts until then: another process must not begin what is done."""
     commit_folder(self.folder, self.target)
+    (self.target / _FILE).unlink()
+    self._file.close()
     return self.target
 
   def _lock(self) -> None:

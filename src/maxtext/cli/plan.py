@@ -12,9 +12,10 @@ import yaml
 from maxtext.cli import config
 from maxtext.cli.interrupt import prompt_interrupt
 from maxtext.configs import ConfigError
-from maxtext.configs.loader import Resolved, parse_assignments, resolve
+from maxtext.configs.loader import Resolved, parse_assignments
 from maxtext.configs.secrets import SECRET_KEYS, redact_arguments
 from maxtext.status_line import status_line
+from maxtext.weights.resolve import resolve_keys
 
 if TYPE_CHECKING:
   from maxtext.planner.plan import Plan
@@ -64,16 +65,13 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _planned(arguments: argparse.Namespace) -> int:
   os.environ["JAX_PLATFORMS"] = "cpu"  # the compiler is asked by name; no accelerator of this machine is touched
   if arguments.published == "":
-    from maxtext.planner.published_runs import as_table
-
-    print(as_table())
-    return 0
+    return _list_published(arguments)
   published = _published(arguments)
   if published:
-    values = published.planned_keys
-    resolved = resolve(values=values | parse_assignments(arguments.overrides), recorded=values, strict=arguments.strict)
+    given, own = parse_assignments(arguments.overrides), published.planned_keys
+    resolved = resolve_keys(own | given, arguments.strict, recorded=own.keys() - given.keys())
   else:
-    resolved = config.resolve_overrides(arguments.overrides, arguments.strict)
+    given, resolved = {}, config.resolve_overrides(arguments.overrides, arguments.strict)
   if arguments.search:
     return _search(arguments, resolved)
   with status_line() as status:
@@ -91,13 +89,22 @@ def _planned(arguments: argparse.Namespace) -> int:
     print(
       as_text(found),
       *([whole.as_text()] if whole else []),
-      *(compared_with(found, published) if published else []),
+      *(compared_with(found, published, list(given)) if published else []),
       sep="\n",
     )
   if arguments.html:
     arguments.html.write_text(as_html(found), encoding="utf-8")
     if not arguments.json:
       print(f"drawn in {arguments.html}")
+  return 0
+
+
+def _list_published(arguments: argparse.Namespace) -> int:
+  from maxtext.planner.published_runs import as_table, published_runs
+
+  if arguments.overrides or arguments.search:
+    raise ConfigError("--published without RUN lists the runs: it takes no keys and no --search.")
+  print(json.dumps([run.as_json() for run in published_runs().values()], indent=1) if arguments.json else as_table())
   return 0
 
 

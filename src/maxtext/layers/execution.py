@@ -21,7 +21,7 @@ from maxtext.mesh.reduce_scatter import reduce_scatter_gradient
 from maxtext.mesh.rules import LogicalAxis, Rules
 
 # Logical axes of tokens, over whose mesh axes gradients of weights are summed.
-_TOKENS: tuple[LogicalAxis, ...] = ("activation_batch", "activation_length", "activation_norm_length")
+_TOKENS: tuple[LogicalAxis, ...] = ("activation_batch", "activation_length")
 
 
 @dataclass(frozen=True)

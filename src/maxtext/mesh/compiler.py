@@ -32,7 +32,7 @@ _OPTIONS: Mapping[str, Options] = {
 }
 
 # Environment variables in which users set compiler flags.
-_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 def compiler_options(device: jax.Device, flags: str = "") -> dict[str, str | bool]:
@@ -44,7 +44,7 @@ def compiler_options(device: jax.Device, flags: str = "") -> dict[str, str | boo
   """
   chip = find_chip(device.device_kind)
   options = next((options for name, options in _OPTIONS.items() if CHIPS[name] is chip), {})
-  elsewhere = {name for variable in _ENVIRONMENT for name in _flags(os.environ.get(variable, ""))}
+  elsewhere = {name for variable in FLAG_VARIABLES for name in _flags(os.environ.get(variable, ""))}
   return {name: value for name, value in options.items() if name not in elsewhere} | _flags(flags)
 
 

@@ -79,14 +79,17 @@ def _by_torus_axis(mesh: Mesh, split: frozenset[str]) -> Mesh:
 
 
 def _torus_factors(line: list[jax.Device]) -> list[int]:
-  """How the devices along a mesh axis split into torus axes, outermost first. Devices of which the torus is not known
-  are split into two."""
+  """How the devices along a mesh axis split into slices and torus axes, outermost first. Devices of which the torus is
+  not known are split into two."""
   count = len(line)
   if not hasattr(line[0], "coords"):
     inner = next(size for size in range(isqrt(count), 0, -1) if count % size == 0)
     return [size for size in (count // inner, inner) if size > 1]
-  places = np.array([(*device.coords, getattr(device, "core_on_chip", 0)) for device in line])
-  return list(reversed(list(_runs(places))))
+  places = np.array([(getattr(d, "slice_index", 0), *d.coords, d.core_on_chip) for d in line])
+  sizes = list(_runs(places))
+  if len(sizes) > 1 and (places[: sizes[0], :-1] == places[0, :-1]).all():  # the cores of a chip are no torus axis
+    sizes[:2] = [sizes[0] * sizes[1]]
+  return sizes[::-1]
 
 
 def _runs(places: np.ndarray) -> Iterator[int]:

@@ -14,14 +14,17 @@ from pathlib import Path
 
 import jax
 
-from maxtext.configs import ConfigError
-from maxtext.mesh.compiler import compiler_options
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.mesh.compiler import FLAG_VARIABLES
 from maxtext.mesh.topology import Topology
 from maxtext.planner.kernel_blocks import kernel_efficiency
 from maxtext.status_line import show_phase
 from maxtext.storage.atomic import atomic_file
 from maxtext.training.compiled import save
-from maxtext.training.program import Program
+from maxtext.training.program import Program, run_compiler_options
+
+_FORMAT = 1  # of files in a cache; another number is another file
+_EFFORTS = ("jax_exec_time_optimization_effort", "jax_memory_fitting_effort")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def compiled_step(program: Program, topology: Topology, cache: Path | None = Non
   show_phase("tracing the step")
   lowered = program.lower()
   file = None if cache is None else cache / f"{_digest(program, topology, lowered)}.json.gz"
-  if file and not program.config.compiled_trainstep_file and (kept := _read(file)):
+  if file and not _leaves_files(program.config) and (kept := _read(file)):
     return kept
   found = _compile(program, topology, lowered)
   if file:
@@ -59,6 +62,11 @@ def compiled_step(program: Program, topology: Topology, cache: Path | None = Non
     with atomic_file(file, unfinished=file.with_suffix(f".{os.getpid()}")) as target:
       target.write(gzip.compress(json.dumps(asdict(found)).encode()))
   return found
+
+
+def _leaves_files(config: MaxTextConfig) -> bool:
+  """Whether compiling has another result than the step's description."""
+  return bool(config.compiled_trainstep_file or config.dump_hlo)
 
 
 def _read(file: Path) -> CompiledStep | None:
@@ -91,13 +99,19 @@ def _compile(program: Program, topology: Topology, lowered: jax.stages.Lowered) 
 
 
 def _digest(program: Program, topology: Topology, lowered: jax.stages.Lowered) -> str:
-  device = program.model.execution.sharding.mesh.devices.flat[0]
-  options = compiler_options(device, program.config.compile_xla_flags)
-  text = re.sub(r"loc\(.*?\)", "", lowered.as_text())
-  versions = [version(name) for name in ("jax", "jaxlib", "libtpu")]
-  efforts = [jax.config.values[name] for name in ("jax_exec_time_optimization_effort", "jax_memory_fitting_effort")]
-  about = json.dumps([text, options, asdict(topology), versions, efforts], sort_keys=True)
-  return hashlib.sha256(about.encode()).hexdigest()[:24]
+  """What tells one compilation from another; the program's text does not say which device has which place."""
+  mesh = program.model.execution.sharding.mesh
+  about = {
+    "format": _FORMAT,
+    "program": re.sub(r"loc\(.*?\)", "", lowered.as_text()),
+    "devices": [device.id for device in mesh.devices.flat],
+    "topology": asdict(topology),
+    "options": run_compiler_options(program.config, mesh),
+    "environment": {name: os.environ.get(name, "") for name in FLAG_VARIABLES},
+    "efforts": [jax.config.values[name] for name in _EFFORTS],
+    "versions": [version(name) for name in ("jax", "jaxlib", "libtpu")],
+  }
+  return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _needed_bytes(message: str) -> int:

@@ -1,5 +1,7 @@
 """A plan as text for a terminal."""
 
+from collections.abc import Sequence
+
 from maxtext.planner.plan import Plan
 from maxtext.planner.published_runs import PublishedRun, note
 
@@ -13,15 +15,16 @@ def as_text(plan: Plan) -> str:
   return "\n".join([*_head(plan), *_memory(plan), *_time(plan), f"compiled here in {plan.compile_seconds:.0f} s"])
 
 
-def compared_with(plan: Plan, run: PublishedRun) -> list[str]:
-  """Lines that set a plan beside the published run that it is of."""
+def compared_with(plan: Plan, run: PublishedRun, changed: Sequence[str] = ()) -> list[str]:
+  """Lines that set a plan beside the published run that it is of, of which the user may have `changed` keys."""
   about = f" ({found})" if (found := note(run)) else ""
   lines = [
     f"published    {run.step_seconds:.2f} s, {run.tokens_per_second_per_chip:,.0f} tokens/s/chip{about}: {run.source}"
   ]
   if plan.estimate and plan.tokens == run.tokens:
     ratio = plan.estimate.seconds / run.step_seconds
-    lines.append(f"             the planned step is {abs(ratio - 1):.1%} {'longer' if ratio > 1 else 'shorter'}")
+    other = f", with other {', '.join(changed)}" if changed else ""
+    lines.append(f"             the planned step is {abs(ratio - 1):.1%} {'longer' if ratio > 1 else 'shorter'}{other}")
   elif plan.estimate:
     lines.append(f"             of {run.tokens:,} tokens a step: not the plan's batch, so the times do not compare")
   if run.other_keys:

@@ -115,7 +115,7 @@ class Program:
     replicated = NamedSharding(mesh, PartitionSpec())
     measured = objective or evaluation_objective(config)
 
-    jit = partial(jax.jit, compiler_options=_compiler_options(config, mesh))
+    jit = partial(jax.jit, compiler_options=run_compiler_options(config, mesh))
 
     ordered = token_paths(trained.batch(1, 1))
 
@@ -270,6 +270,20 @@ def hlo_folder(config: MaxTextConfig) -> Path:
   return Path(config.dump_hlo_local_dir) / process_folder(config.dump_hlo_upload_all)
 
 
+def run_compiler_options(config: MaxTextConfig, mesh: Mesh) -> dict[str, str | bool]:
+  """Compiler options of this run: of its chip, its keys and the environment."""
+  dump_flags = config.dump_hlo_xla_flags if config.dump_hlo else ""
+  plan_flags = config.compile_xla_flags if config.compile_topology else ""
+  options = compiler_options(mesh.devices.flat[0], f"{plan_flags} {dump_flags}")
+  if not config.dump_hlo or dump_flags:
+    return options
+  return options | {
+    "xla_dump_to": str(hlo_folder(config)),
+    "xla_dump_hlo_module_re": config.dump_hlo_local_module_name or ".*",
+    "xla_dump_hlo_as_text": True,
+  }
+
+
 def _mapped(
   config: MaxTextConfig, model: Model, frozen: Mapping[str, tuple[MaxTextConfig, Model]]
 ) -> MappedModel | None:
@@ -288,20 +302,6 @@ def _diloco(config: MaxTextConfig, mesh: Mesh) -> diloco.Diloco | None:
     return None
   replicas = mesh.shape[diloco.AXIS]
   return diloco.Diloco(replicas, c.diloco_sync_period, c.diloco_outer_lr, c.diloco_outer_momentum)
-
-
-def _compiler_options(config: MaxTextConfig, mesh: Mesh) -> dict[str, str | bool]:
-  """Compiler options of this run."""
-  dump_flags = config.dump_hlo_xla_flags if config.dump_hlo else ""
-  plan_flags = config.compile_xla_flags if config.compile_topology else ""
-  options = compiler_options(mesh.devices.flat[0], f"{plan_flags} {dump_flags}")
-  if not config.dump_hlo or dump_flags:
-    return options
-  return options | {
-    "xla_dump_to": str(hlo_folder(config)),
-    "xla_dump_hlo_module_re": config.dump_hlo_local_module_name or ".*",
-    "xla_dump_hlo_as_text": True,
-  }
 
 
 def _check_offload(config: MaxTextConfig, mesh: Mesh) -> None:
