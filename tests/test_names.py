@@ -95,8 +95,8 @@ except ImportError as error:
   assert "maxtext.train(config)" in str(error), error
 else:
   sys.exit("the submodule was imported")
-import maxtext.training.run
-assert maxtext.train is maxtext.training.run.train
+import maxtext.rl.run
+assert maxtext.train is maxtext.rl.run.train
 """
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
   assert done.returncode == 0, done.stderr

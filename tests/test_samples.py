@@ -18,6 +18,7 @@ from maxtext.inference.sampling import SamplingParams
 from maxtext.observe.sample_writer import Sample, SampleWriter
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.callbacks.samples import MAX_TOKENS, Sampler
+from maxtext.training.live_engine import LiveEngine
 from tests import vocabularies
 from tests.support import History, program, tiny
 
@@ -202,10 +203,10 @@ def test_prompts(configured):
 
 
 def test_a_sample_that_fails_does_not_end_the_run(configured, monkeypatch, tmp_path, capsys):
-  def fail(self, params):
+  def fail(*_):
     raise RuntimeError("RESOURCE_EXHAUSTED: no memory\nfor this")
 
-  monkeypatch.setattr(Sampler, "_engine", fail)
+  monkeypatch.setattr(LiveEngine, "_make", fail)
   history = History()
   maxtext.train(configured(), callbacks=[history])
   assert len(history.losses) == 6

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
   from maxtext.inference.llm import LLM, RequestOutput
   from maxtext.inference.sampling import SamplingParams
   from maxtext.planner.plan import Plan, plan
+  from maxtext.rl.run import train
   from maxtext.training.callbacks.base import Callback
   from maxtext.training.evaluation import evaluate
   from maxtext.training.objectives.base import Objective
-  from maxtext.training.run import train
   from maxtext.training.state import TrainState
   from maxtext.weights.convert import convert
   from maxtext.weights.quantize import quantize
@@ -60,7 +60,7 @@ _LAZY = {
   "evaluate": "maxtext.training.evaluation",
   "plan": "maxtext.planner.plan",
   "quantize": "maxtext.weights.quantize",
-  "train": "maxtext.training.run",
+  "train": "maxtext.rl.run",
 }
 
 

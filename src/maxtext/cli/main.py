@@ -49,6 +49,12 @@ _TRAINING: dict[str, tuple[str, str, tuple[str, ...]]] = {  # help, description,
     "Align a model with preference pairs: `maxtext train` with use_dpo=true, which starts from dpo.yml.",
     ("use_dpo=true",),
   ),
+  "rl": (
+    "improve a model by the rewards of its own answers",
+    "Improve a model by the rewards of its own answers (GRPO): `maxtext train` with use_grpo=true, which starts from "
+    "rl.yml.",
+    ("use_grpo=true",),
+  ),
   "distill": (
     "teach a small model by a large one",
     f"Teach a small model by a large one: `maxtext train` with {_TEACHERS[0]} or {_TEACHERS[1]}; see distill.yml.",
@@ -159,8 +165,8 @@ def _train(arguments: argparse.Namespace) -> int:
     until_first_step.enter_context(prompt_interrupt(_GRACE_SECONDS, _discard_starting_runs))
     status.phase("loading JAX")
     with interrupt_exits():
+      from maxtext.rl.run import dry_run, train
       from maxtext.training.callbacks.base import Callback
-      from maxtext.training.run import dry_run, train
 
     if arguments.dry_run:
       print("\n".join(dry_run(resolved.config, config_name=resolved.name)))

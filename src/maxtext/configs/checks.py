@@ -55,6 +55,45 @@ def _preference(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _reinforcement(c: MaxTextConfig) -> str | None:
+  if not c.use_grpo:
+    return None
+  for key, least in {"num_generations": 2, "num_iterations": 1, "batch_size": 1, "num_batches": 1, "num_eval_passes": 1,
+                     "num_test_batches": 0, "test_batch_start_index": 0, "math_verify_timeout": 1}.items():  # fmt: skip
+    if getattr(c, key) < least:
+      return f"{key}={getattr(c, key)} must be at least {least}."
+  for key in ("grpo_beta", "grpo_epsilon", "epsilon_high"):
+    if not 0 <= (getattr(c, key) or 0.0) < float("inf"):
+      return f"{key}={getattr(c, key)} must be a finite number from 0 on."
+  if not 0 < c.train_fraction <= 1:
+    return f"train_fraction={c.train_fraction} must be above 0 and at most 1."
+  rows = c.batch_size * c.num_generations
+  if c.train_micro_batch_size != -1 and (c.train_micro_batch_size < 1 or rows % c.train_micro_batch_size):
+    return (
+      f"train_micro_batch_size={c.train_micro_batch_size} must divide the {rows} answers of batch_size={c.batch_size} "
+      f"x num_generations={c.num_generations}, or be -1."
+    )
+  if c.rollout_micro_batch_size != -1 and c.rollout_micro_batch_size < 1:
+    return f"rollout_micro_batch_size={c.rollout_micro_batch_size} must be at least 1, or -1 for all prompts."
+  if c.eval_sampling_strategy not in c.generation_configs:
+    return (
+      f"eval_sampling_strategy={c.eval_sampling_strategy} is not in generation_configs, which has "
+      f"{', '.join(c.generation_configs) or 'nothing'}.{did_you_mean(c.eval_sampling_strategy, c.generation_configs)}"
+    )
+  if c.reward_weights and len(c.reward_weights) != len(c.reward_functions):
+    return f"reward_weights={c.reward_weights} must have a weight for each of reward_functions={c.reward_functions}."
+  if c.max_prefill_predict_length >= c.max_target_length:
+    return (
+      f"max_prefill_predict_length={c.max_prefill_predict_length} leaves no room for answers in max_target_length="
+      f"{c.max_target_length}: lower it."
+    )
+  if c.overlong_buffer >= c.max_target_length:
+    return f"overlong_buffer={c.overlong_buffer} must be below max_target_length={c.max_target_length}."
+  if c.decode_sampling_strategy is SamplingStrategy.GREEDY:
+    return "decode_sampling_strategy=greedy gives every answer of a group the same text: write weighted."
+  return None
+
+
 def _distillation(c: MaxTextConfig) -> str | None:
   for key in ("student_overrides", "teacher_overrides"):
     for name in ("load_parameters_path", "load_full_state_path"):
@@ -449,6 +488,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _scale,
   _heads,
   _preference,
+  _reinforcement,
   _distillation,
   _activations,
   _window,

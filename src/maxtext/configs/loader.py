@@ -1,8 +1,9 @@
 """Builds one frozen `MaxTextConfig` from files and `key=value` overrides.
 
 Later layers win: base.yml, the user's own base.yml, the YAML that `custom_mesh_and_rule` names, the model's YAML, that
-of the training method (`sft.yml` with `use_sft=true`, `dpo.yml` with `use_dpo=true`), a user's YAML (or a built-in
-recipe), `M_<KEY>` variables of the environment that the caller passes, single values, then `student_overrides`.
+of the training method (`sft.yml`, `dpo.yml` or `rl.yml` with `use_sft`, `use_dpo` or `use_grpo`), a user's YAML (or a
+built-in recipe), `M_<KEY>` variables of the environment that the caller passes, single values, then `rl` and
+`student_overrides`.
 `logical_axis_rules` of a user replace the rules of the same logical axes. With `override_logical_axis_rules=true` they
 replace the whole table.
 """
@@ -35,7 +36,7 @@ _BASE = _HERE / "base.yml"
 _MODELS = _HERE / "models"
 _RECIPES = _HERE / "recipes"
 _RULES = _HERE / "rules"
-_METHODS = {"use_sft": _HERE / "sft.yml", "use_dpo": _HERE / "dpo.yml"}
+_METHODS = {"use_sft": _HERE / "sft.yml", "use_dpo": _HERE / "dpo.yml", "use_grpo": _HERE / "rl.yml"}
 """What a training method starts from, by the key that chooses it."""
 RULE_KEYS = ("mesh_axes", "logical_axis_rules", "data_sharding", "input_data_sharding_logical_axes")
 
@@ -136,7 +137,7 @@ def resolve(
     _Layer("environment", _environment_layer(environment or {})),
     _Layer("command line", dict(values or {})),
   ]
-  given += _student_layers(given)
+  given += [*_group_layers(given), *_student_layers(given)]
   user_values = {key: value for layer in given for key, value in layer.values.items()}
   _check_known_keys(user_values)
   name, rules = user_values.get("model_name", "default"), user_values.get("custom_mesh_and_rule", "")
@@ -329,6 +330,17 @@ def _student_layers(given: Collection[_Layer]) -> list[_Layer]:
   if not found or not isinstance(found[-1], Mapping):  # validation of the key reports it
     return []
   return [_Layer("student_overrides", {str(key): value for key, value in found[-1].items()})]
+
+
+def _group_layers(given: Collection[_Layer]) -> list[_Layer]:
+  """The keys of the group `rl`, which may also be written by themselves, but not with another value."""
+  found = [layer.values["rl"] for layer in given if isinstance(layer.values.get("rl"), Mapping)]
+  group = {str(key): value for layer in found for key, value in layer.items()}
+  for layer in given:
+    for key in group.keys() & layer.values.keys():
+      if group[key] != layer.values[key]:
+        raise ConfigError(f"rl: {key}={group[key]} contradicts {key}={layer.values[key]}: leave one of them out.")
+  return [_Layer("rl", group)] if group else []
 
 
 def _method_layers(values: Mapping[str, Any]) -> list[_Layer]:

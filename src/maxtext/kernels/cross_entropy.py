@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, E width, V vocabulary, N tiles.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,14 +15,35 @@ from maxtext.mesh.explicit import auto_axes
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, z_loss: float) -> jax.Array:
   """Loss per token from logits [B,S,V]: -log p(target) + z_loss * log(partition)^2, computed in float32."""
+  return auto_axes(partial(_losses, z_loss), jax.typeof(targets).sharding, logits, targets)
 
-  def losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    logits = logits.astype(jnp.float32)
-    log_partition = jax.nn.logsumexp(logits, axis=-1)
-    gold = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return log_partition - gold + z_loss * jnp.square(log_partition)
 
-  return auto_axes(losses, jax.typeof(targets).sharding, logits, targets)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _losses(z_loss: float, logits: jax.Array, targets: jax.Array) -> jax.Array:
+  return _forward(z_loss, logits, targets)[0]
+
+
+def _forward(z_loss: float, logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, Any]:
+  """All elementwise or a reduction, so that no array in float32 of the size of the logits is ever written: a gather's
+  operand would be, and its gradient."""
+  wide = logits.astype(jnp.float32)
+  log_partition = jax.nn.logsumexp(wide, axis=-1)
+  gold = jnp.where(_is_target(logits, targets), wide, 0.0).sum(-1)
+  return log_partition - gold + z_loss * jnp.square(log_partition), (logits, targets, log_partition)
+
+
+def _backward(z_loss: float, saved: Any, gradient: jax.Array) -> tuple[jax.Array, None]:
+  logits, targets, log_partition = saved
+  shares = jnp.exp(logits.astype(jnp.float32) - log_partition[..., None])
+  shares *= (1.0 + 2.0 * z_loss * log_partition)[..., None]
+  return (gradient[..., None] * (shares - _is_target(logits, targets))).astype(logits.dtype), None
+
+
+def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
+  return jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
+
+
+_losses.defvjp(_forward, _backward)
 
 
 def is_hit(logits: jax.Array, targets: jax.Array) -> jax.Array:

@@ -43,6 +43,8 @@ class MetricWriter(Protocol):
 _COLUMNS = {
   "loss": "loss {:.4f}",
   "eval_loss": "eval loss {:.4f}",
+  "reward": "reward {:.3f}",
+  "eval_pass_rate": "pass rate {:.3f}",
   "grad_norm": "grad norm {:.3g}",
   "learning_rate": "lr {:.3g}",
   "step_time_seconds": "{:.3f} s",
@@ -51,6 +53,7 @@ _COLUMNS = {
 }
 
 
+_EVALUATED = ("eval_loss", "eval_pass_rate")
 _EARLY_STEPS = (1, 2, 5, 10)  # with lines of their own on a terminal, where the status line has the others
 
 
@@ -85,7 +88,8 @@ class ConsoleWriter:
       self._left.update(step, time.monotonic())
       parts = status_parts(step, last, metrics, self._memory(), self._left.seconds)
       self._status.show(lambda width: fill(parts, step / max(1, last), width))
-    if self._is_early(step - self._steps.start) or step % self._period == 0 or step == last or "eval_loss" in metrics:
+    evaluated = not metrics.keys().isdisjoint(_EVALUATED)
+    if self._is_early(step - self._steps.start) or step % self._period == 0 or step == last or evaluated:
       measured = [text.format(metrics[name]) for name, text in _COLUMNS.items() if name in metrics]
       columns = [f"step {step:>{len(str(last))}}/{last}", *measured]
       self._line("  ".join(columns) if self._status is None else fit(list(enumerate(columns)), self._status.width))
@@ -134,7 +138,7 @@ def status_parts(
   rate, mfu = metrics.get("tokens_per_second"), metrics.get("mfu")
   return [
     (0, f"step {step}/{last}"),
-    (1, f"loss {metrics['loss']:.3f}" if "loss" in metrics else ""),
+    (1, next((f"{name} {metrics[name]:.3f}" for name in ("reward", "loss") if name in metrics), "")),
     (3, "" if rate is None else f"{_compact(rate)} tok/s"),
     (4, "" if mfu is None else f"MFU {mfu:.0%}"),
     (5, "" if memory is None else f"{memory[0] / 1e9:.0f}/{memory[1] / 1e9:.0f}GB"),

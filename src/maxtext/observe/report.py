@@ -21,6 +21,11 @@ from maxtext.observe.run_files import RunFiles, Series
 _SCRIPT = Path(__file__).with_name("report.js").read_text(encoding="utf-8")
 
 _FIXED_PLOTS = {
+  "reward": "Reward",
+  "eval_pass_rate": "Pass rate",
+  "answer_tokens": "Tokens of an answer",
+  "entropy": "Entropy",
+  "mismatch_max": "Mismatch of engine and trainer, largest",
   "grad_norm": "Gradient norm",
   "learning_rate": "Learning rate",
   "tokens_per_second": "Tokens per second",
@@ -90,7 +95,11 @@ class Report:
 
   def _after(self) -> dict[str, str]:
     several, named = len(self._runs) > 1, list(zip(self._runs, self._names, strict=True))
-    samples = "".join(samples_html(run, name, several) for run, name in named)
+    samples = "".join(
+      samples_html(title, texts, name, several)
+      for run, name in named
+      for title, texts in (("Samples", run.samples), ("Rollouts", run.rollouts))
+    )
     facts = "".join(facts_html(run, name, several) for run, name in named)
     return {"notes": self._notes(), "samples": samples, "facts": facts}
 

@@ -191,22 +191,26 @@ def _configuration(run: RunFiles, name: str) -> str:
   return _details(f"configuration {name}", f"Configuration: {len(set_keys)} keys that are set", _table(head + rows))
 
 
-def samples_html(run: RunFiles, name: str, several: bool) -> str:
+def samples_html(title: str, samples: Sequence[SampleRecord], name: str, several: bool) -> str:
   """Generated texts, the last step first and the only one that is open."""
-  if not run.samples:
+  if not samples:
     return ""
   steps: dict[int, list[SampleRecord]] = {}
-  for sample in run.samples:
+  for sample in samples:
     steps.setdefault(sample.step, []).append(sample)
   blocks = []
   for i, step in enumerate(sorted(steps, reverse=True)):
     texts = "".join(
       f'<div class="sample"><pre dir="auto"><span class="prompt">{_escaped(sample.prompt)}</span>'
-      f"{_escaped(sample.text)}</pre></div>"
+      f"{_escaped(sample.text)}</pre>{_note(sample)}</div>"
       for sample in steps[step]
     )
-    blocks.append(_details(f"{name} {step}", f"step {step:,}", texts, is_open=i == 0))
-  return _section(f"Samples of {name}" if several else "Samples", "".join(blocks))
+    blocks.append(_details(f"{title} {name} {step}", f"step {step:,}", texts, is_open=i == 0))
+  return _section(f"{title} of {name}" if several else title, "".join(blocks))
+
+
+def _note(sample: SampleRecord) -> str:
+  return f'<div class="prompt">{_escaped(sample.note)}</div>' if sample.note else ""
 
 
 def _section(title: str, inner: str) -> str:

@@ -140,6 +140,7 @@ class SampleRecord:
   step: int
   prompt: str
   text: str
+  note: str = ""  # how it was rewarded
 
 
 class RunFiles:
@@ -151,6 +152,7 @@ class RunFiles:
     facts: of run.json; empty if it cannot be read.
     config: {key: {"value", "from"}} of config.json; empty if it cannot be read.
     samples: the last of samples.jsonl, in the order of the file.
+    rollouts: the last of rollouts.jsonl, likewise.
     problem: why the metrics cannot be read; empty if they can.
     modified: when the metrics last changed, in seconds since the epoch; 0 if there are none.
   """
@@ -163,6 +165,7 @@ class RunFiles:
     self.facts: dict[str, Any] = {}
     self.config: dict[str, dict[str, Any]] = {}
     self.samples: list[SampleRecord] = []
+    self.rollouts: list[SampleRecord] = []
     self.problem, self.modified = "", 0.0
 
   @property
@@ -194,6 +197,8 @@ class RunFiles:
       self.config, changed = _config(_read_object(self._folder / "config.json")) or self.config, True
     if self._is_new("samples.jsonl"):
       self.samples, changed = _read_samples(self._folder / "samples.jsonl"), True
+    if self._is_new("rollouts.jsonl"):
+      self.rollouts, changed = _read_samples(self._folder / "rollouts.jsonl"), True
     return changed
 
   @property
@@ -280,4 +285,5 @@ def _sample(line: bytes) -> SampleRecord | None:
   if not isinstance(row, dict) or not isinstance(row.get("step"), int) or not isinstance(row.get("text"), str):
     return None
   prompt = row.get("prompt")
-  return SampleRecord(row["step"], prompt if isinstance(prompt, str) else "", row["text"])
+  figures = [f"{name} {row[name]:.3g}" for name in ("reward", "advantage") if isinstance(row.get(name), float)]
+  return SampleRecord(row["step"], prompt if isinstance(prompt, str) else "", row["text"], ", ".join(figures))

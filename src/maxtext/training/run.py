@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import optax
@@ -72,6 +72,17 @@ from maxtext.training.teacher import TEACHER, start_from_teacher, tokenizer_fold
 _LOG = logging.getLogger(__name__)
 
 
+@runtime_checkable
+class FollowsPolicy(Protocol):
+  """Data that the model which is trained makes itself: a `BatchSource` that is told of every state."""
+
+  def start(self, program: Program, folder: Path) -> None:
+    """A run begins, with a folder for what it writes, which is not there yet."""
+
+  def follow(self, state: TrainState) -> None:
+    """The next batch is made with this state, whose arrays the next step takes over."""
+
+
 def train(
   config: MaxTextConfig,
   *,
@@ -125,6 +136,8 @@ def train(
     record = values_and_origins(config, origins or {})
     checkpoints = RunCheckpoints(config, name, record)
     run, first = RunDirectory.of(config.base_output_directory, name), jax.process_index() == 0
+    if isinstance(data, FollowsPolicy):
+      data.start(program, run.path)
     if first:
       closing.enter_context(run.removed_if_unused())
     closing.callback(checkpoints.release)
@@ -170,6 +183,9 @@ def train(
     flops = train_flops_per_token(program.model, config.max_target_length) / mesh.size
     if frozen:
       step = partial(_with_frozen, step, frozen)
+    if isinstance(data, FollowsPolicy):
+      data.follow(state)
+      step = partial(_followed, step, data)
     status.phase("compiling the step")
     try:
       state = run_loop(step, state, feed, steps, callbacks, flops, _peak_flops(mesh))
@@ -183,22 +199,38 @@ def train(
     return state
 
 
-def dry_run(config: MaxTextConfig, *, config_name: str = "") -> list[str]:
+def dry_run(
+  config: MaxTextConfig,
+  *,
+  objective: Objective | None = None,
+  data: BatchSource | None = None,
+  config_name: str = "",
+) -> list[str]:
   """Does the checks of `train`, and returns lines that say what it would do. Compiles nothing and writes nothing."""
   setup_logging()
   with status_line() as status:
     status.phase("checking")
     _start(config)
-    program = Program.of(config, make_mesh(config))
+    program = Program.of(config, make_mesh(config), objective, data=data)
     check_sharding(program)
     check_host(program)
   config_name = config_name or config.model_name
-  name = broadcast_from_first(config.run_name or _new_name(config, config_name))
-  return list(dry_run_lines(program, RunDirectory.of(config.base_output_directory, name), config_name))
+  run = RunDirectory.of(
+    config.base_output_directory, broadcast_from_first(config.run_name or _new_name(config, config_name))
+  )
+  if isinstance(data, FollowsPolicy):
+    data.start(program, run.path)
+  return list(dry_run_lines(program, run, config_name))
 
 
 def _with_frozen(step: Any, frozen: Mapping[str, Params], state: TrainState, batch: Any) -> Any:
   return step(state, batch, frozen)
+
+
+def _followed(step: Any, data: FollowsPolicy, state: TrainState, batch: Any) -> Any:
+  state, metrics = step(state, batch)
+  data.follow(state)
+  return state, metrics
 
 
 def _new_name(config: MaxTextConfig, config_name: str) -> str:
@@ -220,7 +252,8 @@ def _next_steps(
   done = plural(step - steps.start, "step")
   ended = f"finished {done}" if step == steps.stop else f"ended after {done}, at step {step:,} of {steps.stop:,},"
   saved = config.enable_checkpointing and config.save_checkpoint_on_completion
-  further = f"; run_name={name} {_steps_key(config)}={2 * step} trains further" if saved and step == steps.stop else ""
+  more = f"num_batches={2 * config.num_batches}" if config.use_grpo else f"{_steps_key(config)}={2 * step}"
+  further = f"; run_name={name} {more} trains further" if saved and step == steps.stop else ""
   yield f"{ended} in {readable_duration(seconds)}{further}."
   folder, can_decode = str(run.store or run.path), False
   with suppress(Exception):  # storage that fails now does not fail a finished run
@@ -232,6 +265,8 @@ def _next_steps(
 
 
 def _steps_key(config: MaxTextConfig) -> str:
+  if config.use_grpo:
+    return "num_batches x num_iterations"
   return "learning_rate_schedule_steps" if config.steps == -1 else "steps"
 
 

@@ -127,7 +127,8 @@ def gradients(
     if model.execution.dropout_rate:
       decoder.dropout_key = nnx.Variable(here.key("dropout"))
     loss, metrics = objective(_models(decoder, frozen), part, here)
-    return loss / total, ({n: m / total for n, m in metrics.items()}, model.buffers_of(decoder))
+    means = {n: m if n in objective.maxima else m / total for n, m in metrics.items()}
+    return loss / total, (means, model.buffers_of(decoder))
 
   def one(buffers: Params, part: Any, here: StepContext) -> Gradients:
     loss_here = jax.value_and_grad(partial(loss_of, here=here), has_aux=True)
@@ -140,8 +141,12 @@ def gradients(
   def add(carry: Gradients, numbered: tuple[Any, jax.Array | None]) -> tuple[Gradients, None]:
     part, number = numbered
     new = one(carry.buffers, part, context(0 if number is None else number))
-    loss, metrics, grads = jax.tree.map(jnp.add, carry[:3], new[:3])
-    return Gradients(loss, metrics, grads, new.buffers), None
+    metrics = {
+      n: jnp.maximum(m, new.metrics[n]) if n in objective.maxima else m + new.metrics[n]
+      for n, m in carry.metrics.items()
+    }
+    grads = jax.tree.map(jnp.add, carry.grads, new.grads)
+    return Gradients(carry.loss + new.loss, metrics, grads, new.buffers), None
 
   # Rows are dealt in turn, so that each device's rows are spread over all micro-batches and none has to move.
   parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, accumulation, *x.shape[1:]), 1, 0), batch)

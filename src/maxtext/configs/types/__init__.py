@@ -89,6 +89,7 @@ from maxtext.configs.types.post_training import (
   RLDataset,
   RLEvaluation,
   RLHardware,
+  RLMethod,
   SpecialTokens,
 )
 from maxtext.configs.types.run import AOT, Debug, DevelopmentAndDebugging, RunInfo, TrainingLoop, TrainingSamples
@@ -152,14 +153,14 @@ class _Training(
 ): ...
 
 
-class _PostTraining(
-  FineTuning,
-  Lora,
-  WeightsAtRest,
-  Distillation,
+class _PostTraining(FineTuning, Lora, WeightsAtRest, Distillation): ...
+
+
+class _ReinforcementLearning(
   RLHardware,
   VLLM,
   RL,
+  RLMethod,
   RLDataset,
   RLEvaluation,
   Reward,
@@ -207,6 +208,7 @@ class MaxTextConfig(
   _Placement,
   _Training,
   _PostTraining,
+  _ReinforcementLearning,
   _Input,
   _Serving,
   _Observation,
@@ -304,6 +306,7 @@ __all__ = [
   "RLDataset",
   "RLEvaluation",
   "RLHardware",
+  "RLMethod",
   "RematAndOffload",
   "RematLocation",
   "RematPolicy",

@@ -191,6 +191,49 @@ class RL(Section):
   )
 
 
+class RLMethod(Section):
+  """Variants of GRPO, and what they are stopped by. These keys are beyond the specification."""
+
+  rl_advantage: Literal["grpo", "dr_grpo", "rloo"] = Field(
+    "grpo",
+    description="A reward less the mean of its group, over their deviation (grpo) or not (dr_grpo); or less the mean "
+    "of the others (rloo).",
+  )
+  rl_aggregation: Literal["sequence", "token", "fixed"] = Field(
+    "sequence",
+    description="A mean over tokens of each answer, then answers (sequence); over all tokens (token, DAPO); or over "
+    "answers of a fixed length (fixed, Dr. GRPO).",
+  )
+  rl_clipping: Literal["ppo", "cispo"] = Field(
+    "ppo", description="Clips ratios, without a gradient beyond (ppo), or the weights of gradients (cispo)."
+  )
+  dynamic_sampling: int = Field(
+    0,
+    ge=0,
+    le=1000,
+    description="Most further batches of prompts for an update, in place of groups whose rewards are all equal (DAPO).",
+  )
+  overlong_buffer: int = Field(
+    0, ge=0, description="The last so many tokens of the longest answer are penalised, more and more (DAPO); 0 is none."
+  )
+  overlong_penalty: float = Field(
+    1.0, ge=0, le=1e9, description="Subtracted from the reward of an answer of full length, with overlong_buffer."
+  )
+  mismatch_limit: float = Field(
+    0.0,
+    ge=0,
+    description="Largest difference of a token's log-probability between engine and trainer before a run ends; 0 is "
+    "none.",
+  )
+  reward_functions: list[str] = Field(
+    default_factory=lambda: ["format", "format_tags", "answer"],
+    description="What rewards answers: format, format_tags, answer, exact_match, or module:function.",
+  )
+  reward_weights: list[float] = Field(
+    default_factory=list, description="A weight for each of reward_functions; empty is 1 for all."
+  )
+
+
 class RLDataset(Section):
   """Prompts and batches."""
 

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import jax
 
@@ -15,20 +14,14 @@ from maxtext.models.model import Params
 from maxtext.observe.sample_writer import Sample, SampleWriter
 from maxtext.status_line import show_phase
 from maxtext.training.callbacks.base import Callback
+from maxtext.training.live_engine import LiveEngine, engine_problem
 from maxtext.training.program import Program
 from maxtext.training.state import TrainState
-
-if TYPE_CHECKING:  # inference takes half a second to import, which runs without samples do not wait for
-  from maxtext.inference.engine import Engine
-  from maxtext.inference.llm import LLM
 
 _LOG = logging.getLogger(__name__)
 
 MAX_TOKENS = 64
 """Tokens of a sample, at most."""
-
-_AXES = {"data", "fsdp", "tensor"}  # of a mesh on which the engine runs the model of training as it is
-_OFF = {"enable_prefix_caching": False, "multi_sampling": False, "prefill_cache_dir": ""}
 
 
 class Sampler:
@@ -41,13 +34,11 @@ class Sampler:
 
   def __init__(self, program: Program, tokenizer: TextTokenizer, prompts: Sequence[str]) -> None:
     """Raises `ConfigError` for a prompt without a token or with too many."""
-    from maxtext.inference.engine import dropless
     from maxtext.inference.inference_model import default_stop_token_ids
     from maxtext.inference.llm import encode_prompt
     from maxtext.inference.sampling import SamplingParams
 
     config = program.config
-    self._config, self._model, self._tokenizer = config.model_copy(update=_OFF), dropless(program.model), tokenizer
     chat = config.use_sft and config.use_chat_template
     self._prompts = [(prompt, encode_prompt(tokenizer, prompt, chat)) for prompt in prompts]
     for prompt, tokens in self._prompts:
@@ -58,7 +49,9 @@ class Sampler:
         )
     stop_token_ids = default_stop_token_ids(tokenizer)
     self._sampling_params = replace(SamplingParams.of(config), max_tokens=MAX_TOKENS, stop_token_ids=stop_token_ids)
-    self._llm: LLM | None = None
+    longest = max(len(tokens) for _, tokens in self._prompts)
+    total = min(longest + MAX_TOKENS, config.max_target_length)
+    self._engine = LiveEngine(program, tokenizer, self._sampling_params, len(self._prompts), total, longest)
 
   @staticmethod
   def of(program: Program) -> "Sampler | None":
@@ -69,7 +62,7 @@ class Sampler:
     from maxtext.inference.inference_model import load_run_tokenizer
 
     try:
-      tokenizer, problem = load_run_tokenizer(c), _problem(program)
+      tokenizer, problem = load_run_tokenizer(c), engine_problem(program)
     except ConfigError as error:
       tokenizer, problem = None, str(error)
     if tokenizer is None or problem:
@@ -80,28 +73,9 @@ class Sampler:
 
   def sample(self, step: int, params: Params) -> list[Sample]:
     """Samples with these parameters and buffers; the random choices are a function of the step."""
-    if self._llm is None:
-      from maxtext.inference.inference_model import InferenceModel
-      from maxtext.inference.llm import LLM
-
-      self._llm = LLM.of(InferenceModel(self._config, self._engine(params), self._tokenizer, self._sampling_params))
-    self._llm.engine.update_params(params, step)  # the train step has donated those that the engine had
     prompts = [tokens for _, tokens in self._prompts]
-    outputs = self._llm.generate(prompts, replace(self._sampling_params, seed=step))
+    outputs = self._engine.generate(params, step, prompts, replace(self._sampling_params, seed=step))
     return [Sample(prompt, output.text) for (prompt, _), output in zip(self._prompts, outputs, strict=True)]
-
-  def _engine(self, params: Params) -> "Engine":
-    from maxtext.inference.engine import Engine
-
-    devices = self._model.execution.sharding.mesh.size
-    longest = max(len(tokens) for _, tokens in self._prompts)
-    return Engine(
-      self._model,
-      params,
-      slots=-(-len(self._prompts) // devices) * devices,
-      max_model_len=min(longest + MAX_TOKENS, self._config.max_target_length),
-      max_prompt_len=longest,
-    )
 
 
 class Samples(Callback):
@@ -130,21 +104,3 @@ class Samples(Callback):
 
   def close(self) -> None:
     self._writer.close()
-
-
-def _problem(program: Program) -> str:
-  """Why the engine cannot run the model of training; empty where it can."""
-  c, sharding = program.config, program.model.execution.sharding
-  axes = {name: size for name, size in sharding.mesh.shape.items() if size > 1 and name not in _AXES}
-  if jax.process_count() > 1:
-    return f"they are for runs of one process, and this one has {jax.process_count()}."
-  if axes:
-    return f"they are for meshes of {', '.join(sorted(_AXES))}, and this one has {axes}."
-  for key, set_to in {
-    "shard_mode=explicit": sharding.explicit,
-    "parameter_memory_host_offload=true": c.parameter_memory_host_offload,
-    "enable_diloco=true": c.enable_diloco,
-  }.items():
-    if set_to:
-      return f"they are not for {key}."
-  return ""

@@ -4,7 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,13 @@ class StepContext:
 
 
 class Objective(ABC):
-  """A loss as a sum over a batch, and the number that the sum is divided by."""
+  """A loss as a sum over a batch, and the number that the sum is divided by.
+
+  Attributes:
+    maxima: metrics that are no sums but the largest of numbers from 0 on; they are not divided.
+  """
+
+  maxima: ClassVar[frozenset[str]] = frozenset()
 
   def batch(self, rows: int, length: int) -> Any:
     """Declares the batch as a pytree of `Field`, for example {name: field}: what the loss receives has the same tree

@@ -1,0 +1,1 @@
+"""Reinforcement learning: prompts with answers, rollouts by the engine, rewards, advantages, and the run."""

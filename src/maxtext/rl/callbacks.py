@@ -1,0 +1,103 @@
+"""What a run of policy optimization does between updates: figures of rollouts, the mismatch guard, evaluation."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from maxtext.configs import MaxTextConfig
+from maxtext.configs.errors import RunError
+from maxtext.data.batch import IteratorState
+from maxtext.inference.sampling import SamplingParams
+from maxtext.rl.rewards import extract_answer
+from maxtext.rl.rollouts import AnswerGroup, RolloutSource
+from maxtext.rl.tasks import Task
+from maxtext.status_line import show_phase
+from maxtext.training.callbacks.base import Callback
+from maxtext.training.state import TrainState
+
+_LOG = logging.getLogger(__name__)
+
+
+class RolloutFigures(Callback):
+  """Adds what was measured of an update's rollouts to its metrics, and ends the run where engine and trainer differ."""
+
+  def __init__(self, source: RolloutSource, limit: float) -> None:
+    self._source, self._limit = source, limit
+
+  def due(self, step: int) -> bool:
+    return True
+
+  def on_update(
+    self, step: int, state: TrainState, position: Callable[[], IteratorState], metrics: dict[str, float]
+  ) -> bool:
+    metrics |= self._source.figures_of(step)
+    return False
+
+  def on_step(self, step: int, metrics: dict[str, float]) -> None:
+    if self._limit and metrics["mismatch_max"] > self._limit:
+      raise RunError(
+        f"the log-probability of a token differs by {metrics['mismatch_max']:.3g} between engine and trainer at step "
+        f"{step}, more than mismatch_limit={self._limit:g}."
+      )
+
+  def close(self) -> None:
+    self._source.rewards.close()
+
+
+class EvaluatePolicy(Callback):
+  """Asks the policy tasks that it is not trained on: before the first update, every `interval` updates, at the end."""
+
+  def __init__(self, source: RolloutSource, tasks: Sequence[Task], interval: int, last: int) -> None:
+    self._source, self._tasks, self._interval, self._last = source, tasks, interval, last
+
+  def due(self, step: int) -> bool:
+    return step == self._last or (self._interval > 0 and step % self._interval == 0)
+
+  def before(self) -> None:
+    """Logs what the policy can do before the first update."""
+    _LOG.info(f"maxtext: before the first update: {_as_text(self.evaluate())}")
+
+  def on_update(
+    self, step: int, state: TrainState, position: Callable[[], IteratorState], metrics: dict[str, float]
+  ) -> bool:
+    began = time.monotonic()
+    show_phase(f"evaluating step {step}")
+    found = self.evaluate()
+    metrics |= {f"eval_{name}": value for name, value in found.items()} | {"eval_seconds": time.monotonic() - began}
+    return False
+
+  def evaluate(self) -> dict[str, float]:
+    """The share of tasks that are solved by `eval_mode`, and the mean reward, of the current policy."""
+    c = self._source.config
+    given = SamplingParams(**c.generation_configs[c.eval_sampling_strategy])
+    own = self._source.sampling_params
+    sampling = replace(given, stop_token_ids=own.stop_token_ids, stop=own.stop, logprobs=0)
+    groups: list[AnswerGroup] = []
+    size = c.batch_size * c.num_generations
+    for i in range(0, len(self._tasks), size):
+      groups += self._source.answer(self._tasks[i : i + size], c.num_eval_passes, (c.init_weights_seed, i), sampling)
+    solved = [is_solved(c, self._source, group) for group in groups]
+    return {"pass_rate": float(np.mean(solved)), "reward": float(np.mean([group.rewards for group in groups]))}
+
+
+def is_solved(config: MaxTextConfig, source: RolloutSource, group: AnswerGroup) -> float:
+  """Whether a task is solved: by any answer (pass), by the most frequent one (maj), or which share is right
+  (pass_at_1)."""
+  texts = [answer.text for answer in group.answers]
+  right = [
+    source.rewards.is_correct(config, text, group.task.answer, {name: part[i] for name, part in group.parts.items()})
+    for i, text in enumerate(texts)
+  ]
+  if config.eval_mode == "maj":
+    said = [extract_answer(config, text) or text.strip() for text in texts]
+    most = Counter(said).most_common(1)[0][0]
+    return float(right[said.index(most)])
+  return float(any(right)) if config.eval_mode == "pass" else float(np.mean(right))
+
+
+def _as_text(found: dict[str, float]) -> str:
+  return ", ".join(f"{name} {value:.3f}" for name, value in found.items())

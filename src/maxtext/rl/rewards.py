@@ -1,0 +1,144 @@
+"""Rewards of answers: by format, by the answer they give, and by functions of the user's own."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.errors import did_you_mean
+from maxtext.rl.reward_process import RewardProcess
+
+RewardFunction = Callable[[Sequence[str], Sequence[str], Sequence[str]], Sequence[float]]
+"""Rewards from prompts, completions and answers, which are as many."""
+
+
+@dataclass(frozen=True)
+class Rewards:
+  """The rewards of a run.
+
+  Attributes:
+    functions: by the names of `reward_functions`.
+    weights: of each.
+  """
+
+  functions: Mapping[str, RewardFunction]
+  weights: Sequence[float]
+
+  @staticmethod
+  def of(config: MaxTextConfig) -> "Rewards":
+    """As configured; raises `ConfigError` for a function that is not there."""
+    functions = {name: _function(config, name) for name in config.reward_functions}
+    if not functions:
+      raise ConfigError("reward_functions is empty: name at least one.")
+    return Rewards(functions, config.reward_weights or [1.0] * len(functions))
+
+  def __call__(
+    self, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]
+  ) -> dict[str, np.ndarray]:
+    """The rewards of each function, before weights."""
+    return {name: np.asarray(f(prompts, completions, answers), float) for name, f in self.functions.items()}
+
+  def total(self, rewards: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The weighted sum."""
+    return sum((w * rewards[name] for name, w in zip(self.functions, self.weights, strict=True)), np.zeros(()))
+
+  def is_correct(self, config: MaxTextConfig, completion: str, answer: str, rewards: Mapping[str, float]) -> bool:
+    """Whether an answer counts as right in an evaluation: by its text, or with functions of the user's own by the
+    first of them, which must give more than 0."""
+    if "answer" in self.functions:
+      found = extract_answer(config, completion)
+      return found is not None and is_equal(found, answer)
+    return rewards[next(iter(self.functions))] > 0
+
+  def close(self) -> None:
+    """Ends the processes of functions."""
+    for function in self.functions.values():
+      if isinstance(function, RewardProcess):
+        function.close()
+
+
+def extract_answer(config: MaxTextConfig, completion: str) -> str | None:
+  """What is between the last two marks of a solution; None where there are none."""
+  begin, end = config.solution_start_token, config.solution_end_token
+  _, found, rest = completion.rpartition(begin)
+  return rest.partition(end)[0] if found and end in rest else None
+
+
+def is_equal(guess: str, answer: str) -> bool:
+  """Whether two texts say the same, as texts or as numbers."""
+  ours, theirs = parse_number(guess), parse_number(answer)
+  return guess.strip() == answer.strip() or (ours is not None and ours == theirs)
+
+
+def parse_number(text: str) -> float | None:
+  """The number that a text is, such as 1,234.5 or $3/4 or 50%; None if it is none."""
+  plain = text.strip().removeprefix("$").replace(",", "").removesuffix(".")
+  found = re.fullmatch(r"([+-]?\d*\.?\d+(?:[eE][+-]?\d{1,3})?)(?:/(\d*\.?\d+))?(%?)", plain)
+  if not found:
+    return None
+  number, divisor, percent = found.groups()
+  if divisor is not None and float(divisor) == 0:
+    return None
+  return float(number) / float(divisor or 1) / (100 if percent else 1)
+
+
+def _format(config: MaxTextConfig, completion: str) -> float:
+  marks = map(re.escape, _marks(config))
+  pattern = "{}.*?{}.*?{}.*?{}".format(*marks)
+  return config.reward_exact_format_match if re.fullmatch(pattern, completion.strip(), re.DOTALL) else 0.0
+
+
+def _format_tags(config: MaxTextConfig, completion: str) -> float:
+  once = [completion.count(mark) == 1 for mark in _marks(config)]
+  return sum(config.reward_partial_format_match if is_once else config.penalty_incorrect_format for is_once in once)
+
+
+def _answer(config: MaxTextConfig, completion: str, answer: str) -> float:
+  guess = extract_answer(config, completion)
+  if guess is None:
+    return config.penalty_incorrect_format
+  if guess == answer:
+    return config.reward_exact_answer
+  if guess.strip() == answer.strip():
+    return config.reward_white_space_format_match
+  ours, theirs = parse_number(guess), parse_number(answer)
+  if ours is None or theirs is None:
+    return config.penalty_incorrect_answer
+  if ours == theirs:
+    return config.reward_exact_answer
+  ratio = ours / theirs if theirs else float("inf")
+  near = ((0.1, config.reward_ratio_guess_to_answer_high), (0.2, config.reward_ratio_guess_to_answer_low))
+  return next((reward for far, reward in near if 1 - far <= ratio <= 1 + far), config.penalty_incorrect_answer)
+
+
+def _marks(config: MaxTextConfig) -> tuple[str, str, str, str]:
+  c = config
+  return c.reasoning_start_token, c.reasoning_end_token, c.solution_start_token, c.solution_end_token
+
+
+_BUILT_IN: Mapping[str, Callable[[MaxTextConfig, str, str], float]] = {
+  "format": lambda config, completion, _: _format(config, completion),
+  "format_tags": lambda config, completion, _: _format_tags(config, completion),
+  "answer": _answer,
+  "exact_match": lambda _, completion, answer: float(completion.strip() == answer.strip()),
+}
+
+
+def _function(config: MaxTextConfig, name: str) -> RewardFunction:
+  if name in _BUILT_IN:
+    return partial(_each, partial(_BUILT_IN[name], config))
+  if ":" not in name:
+    known = ", ".join(_BUILT_IN)
+    raise ConfigError(
+      f"reward_functions: '{name}' is none of {known}, and no module:function.{did_you_mean(name, _BUILT_IN)}"
+    )
+  return RewardProcess(name, config.math_verify_timeout)
+
+
+def _each(
+  one: Callable[[str, str], float], prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]
+) -> list[float]:
+  return [one(completion, answer) for completion, answer in zip(completions, answers, strict=True)]

@@ -1,0 +1,40 @@
+"""Runs of any method, for `maxtext.train` and the commands. Policy optimization is imported where it is chosen."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.training import run
+from maxtext.training.arguments import check_arguments
+from maxtext.training.state import TrainState
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _like(function: Callable[P, R]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+  """Gives a function the arguments, as editors and type checkers see them, and the words of another."""
+  return wraps(function)
+
+
+@_like(run.train)
+def train(config: MaxTextConfig, **arguments: Any) -> TrainState:
+  """With `use_grpo`, data and objective are rollouts and their loss."""
+  check_arguments(config)
+  if not config.use_grpo:
+    return run.train(config, **arguments)
+  from maxtext.rl.train_policy import train_policy
+
+  if taken := [name for name in ("objective", "data") if arguments.pop(name, None) is not None]:
+    raise ConfigError(f"use_grpo=true has {taken[0]} of its own: leave that argument out.")
+  return train_policy(config, **arguments)
+
+
+def dry_run(config: MaxTextConfig, *, config_name: str = "") -> list[str]:
+  """As `maxtext.training.run.dry_run`, for any method."""
+  if not config.use_grpo:
+    return run.dry_run(config, config_name=config_name)
+  from maxtext.rl.train_policy import dry_run_policy
+
+  return dry_run_policy(config, config_name=config_name)

@@ -1,0 +1,89 @@
+"""Tasks: prompts, and the answers that rewards compare with."""
+
+import glob
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.data.conversations import chat_prompt
+from maxtext.data.sources.json_lines import json_values
+from maxtext.data.tokenizers import TextTokenizer
+
+
+@dataclass(frozen=True)
+class Task:
+  """A prompt, as text and as the tokens that the engine prefills, and its answer."""
+
+  prompt: str
+  tokens: tuple[int, ...]
+  answer: str
+
+
+@dataclass(frozen=True)
+class TaskOrder:
+  """An endless order of tasks: all of them once an epoch, as a function of the seed."""
+
+  count: int
+  seed: int
+  shuffled: bool
+
+  def __call__(self, place: int) -> int:
+    """The number of the task at a place."""
+    epoch, within = divmod(place, self.count)
+    return int(_permutation(self.seed, epoch, self.count)[within]) if self.shuffled else within
+
+
+@lru_cache(2)
+def _permutation(seed: int, epoch: int, count: int) -> np.ndarray:
+  return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+def load_tasks(config: MaxTextConfig, tokenizer: TextTokenizer, split: str) -> list[Task]:
+  """The tasks of `grain_train_files`, or of `grain_eval_files`; none where those are not set.
+
+  Raises:
+    ConfigError: a file, a column or a prompt is wrong.
+  """
+  key, files = f"grain_{split}_files", {"train": config.grain_train_files, "eval": config.grain_eval_files}[split]
+  patterns = [part for part in files.split(",") if part]
+  columns = config.train_data_columns if split == "train" else config.eval_data_columns
+  if len(columns) != 2:
+    raise ConfigError(f"{split}_data_columns={columns} must name two columns: of prompts, and of their answers.")
+  return [
+    _task(config, tokenizer, f"{path}, line {number}", *json_values(line, columns))
+    for path in _files(key, patterns)
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1)
+    if line.strip()
+  ]
+
+
+def _files(key: str, patterns: Sequence[str]) -> list[str]:
+  found = [sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True)) for pattern in patterns]
+  for pattern, paths in zip(patterns, found, strict=True):
+    if not paths:
+      raise ConfigError(f"{key}={pattern}: there is no such file.")
+  return [path for paths in found for path in paths]
+
+
+def _task(config: MaxTextConfig, tokenizer: TextTokenizer, where: str, prompt: Any, answer: Any) -> Task:
+  """A task from the values of its columns; a prompt is a text or the messages of a conversation."""
+  if prompt is None or answer is None:
+    raise ConfigError(f"{where}: it has no {'prompt' if prompt is None else 'answer'}.")
+  if config.use_chat_template:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    system: list[Mapping[str, Any]] = [{"role": "system", "content": config.system_prompt}]
+    tokens = chat_prompt(tokenizer, [*(system if config.system_prompt else []), *messages], {})
+  elif isinstance(prompt, str):
+    tokens = tokenizer.encode(config.system_prompt + prompt).tolist()
+  else:
+    raise ConfigError(f"{where}: its prompt is no text; messages need use_chat_template=true.")
+  longest = config.max_prefill_predict_length
+  if not 0 < len(tokens) <= longest:
+    raise ConfigError(f"{where}: its prompt has {len(tokens)} tokens, and max_prefill_predict_length is {longest}.")
+  return Task(prompt if isinstance(prompt, str) else json.dumps(prompt), tuple(tokens), str(answer))

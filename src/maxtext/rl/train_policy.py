@@ -1,0 +1,98 @@
+"""A run of policy optimization: its rollouts, its objective, its callbacks, in the loop of every run."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import jax
+import optax
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.inference.inference_model import load_run_tokenizer
+from maxtext.rl.callbacks import EvaluatePolicy, RolloutFigures
+from maxtext.rl.rewards import Rewards
+from maxtext.rl.rollouts import RolloutSource
+from maxtext.rl.tasks import Task, load_tasks
+from maxtext.training import run
+from maxtext.training.callbacks.base import Callback
+from maxtext.training.objectives.policy import PolicyOptimization
+from maxtext.training.state import TrainState
+
+_LOG = logging.getLogger(__name__)
+
+
+def train_policy(
+  config: MaxTextConfig,
+  *,
+  optimizer: optax.GradientTransformation | None = None,
+  callbacks: Sequence[Callback] = (),
+  origins: Mapping[str, str] | None = None,
+  config_name: str = "",
+) -> TrainState:
+  """Trains a policy by the rewards of its own answers, as configured; otherwise as `maxtext.training.run.train`."""
+  source, held_out = _source(config)
+  config = policy_config(config, jax.device_count())
+  figures = RolloutFigures(source, config.mismatch_limit)
+  evaluate = [EvaluatePolicy(source, held_out, source.config.eval_interval, config.steps)] if held_out else []
+  for callback in evaluate:
+    source.at_start = callback.before
+  try:
+    return run.train(
+      config,
+      objective=PolicyOptimization.of(config, source.sampling_params.temperature),
+      optimizer=optimizer,
+      data=source,
+      callbacks=[figures, *evaluate, *callbacks],
+      origins=origins,
+      config_name=config_name,
+    )
+  finally:
+    source.rewards.close()
+
+
+def policy_config(config: MaxTextConfig, devices: int) -> MaxTextConfig:
+  """The configuration of the updates: rows are answers, and steps are those of all batches."""
+  c, rows = config, config.batch_size * config.num_generations
+  micro = rows if c.train_micro_batch_size == -1 else c.train_micro_batch_size
+  steps = int(c.num_batches * c.train_fraction) * c.num_iterations
+  if not steps:
+    raise ConfigError(f"num_batches={c.num_batches} x train_fraction={c.train_fraction} is no batch.")
+  if micro % devices:
+    named = "train_micro_batch_size" if c.train_micro_batch_size != -1 else "batch_size x num_generations"
+    raise ConfigError(f"{named}={micro} answers do not divide among {devices} devices.")
+  schedule = steps if c.learning_rate_schedule_steps in (-1, c.steps) else c.learning_rate_schedule_steps
+  return c.model_copy(
+    update={
+      "per_device_batch_size": micro / devices,
+      "gradient_accumulation_steps": rows // micro,
+      "steps": steps,
+      "learning_rate_schedule_steps": schedule,
+      "eval_interval": -1,
+    }
+  )
+
+
+def _source(config: MaxTextConfig) -> tuple[RolloutSource, list[Task]]:
+  """The rollouts of a run, and the tasks that it is evaluated with."""
+  tokenizer = load_run_tokenizer(config)
+  tasks, held_out = (load_tasks(config, tokenizer, split) for split in ("train", "eval"))
+  if not tasks:
+    raise ConfigError("grain_train_files is empty: name JSON lines with prompts and answers.")
+  if not held_out and config.train_fraction < 1:
+    kept = max(int(len(tasks) * config.train_fraction), 1)
+    tasks, held_out = tasks[:kept], tasks[kept:]
+  first = config.test_batch_start_index * config.batch_size
+  held_out = held_out[first : first + config.num_test_batches * config.batch_size]
+  if config.eval_interval > 0 and not held_out:
+    _LOG.warning(
+      f"maxtext: eval_interval={config.eval_interval} evaluates nothing: set grain_eval_files, or lower train_fraction."
+    )
+  return RolloutSource(config, tokenizer, tasks, Rewards.of(config)), held_out
+
+
+def dry_run_policy(config: MaxTextConfig, *, config_name: str = "") -> list[str]:
+  """The checks of a run, of its tasks and reward functions too; see `maxtext.training.run.dry_run`."""
+  source, _ = _source(config)
+  source.rewards.close()
+  config = policy_config(config, jax.device_count())
+  objective = PolicyOptimization.of(config, source.sampling_params.temperature)
+  return run.dry_run(config, objective=objective, data=source, config_name=config_name)

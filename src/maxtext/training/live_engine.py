@@ -1,0 +1,89 @@
+"""An engine that generates with the arrays of the train state, not with copies: for samples and for rollouts."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+
+from maxtext.data.tokenizers import TextTokenizer
+from maxtext.models.model import Params
+from maxtext.training.program import Program
+
+if TYPE_CHECKING:  # inference takes half a second to import, which runs without samples do not wait for
+  from maxtext.inference.llm import LLM, RequestOutput
+  from maxtext.inference.sampling import SamplingParams
+
+_AXES = {"data", "fsdp", "tensor"}  # of a mesh on which the engine runs the model of training as it is
+_OFF = {"enable_prefix_caching": False, "prefill_cache_dir": ""}
+
+
+class LiveEngine:
+  """Made, and compiled, with the first call. Its own memory is the KV cache of its slots.
+
+  Args:
+    program: whose model it runs; experts drop no token.
+    tokenizer: of the run.
+    sampling_params: those of requests that name none.
+    slots: sequences at once, rounded up to a multiple of the number of devices.
+    max_model_len: longest prompt with its output.
+    max_prompt_len: longest prompt.
+    multi_sampling: consecutive equal prompts are prefilled once.
+  """
+
+  def __init__(
+    self,
+    program: Program,
+    tokenizer: TextTokenizer,
+    sampling_params: "SamplingParams",
+    slots: int,
+    max_model_len: int,
+    max_prompt_len: int,
+    multi_sampling: bool = False,
+  ) -> None:
+    from maxtext.inference.engine import dropless
+
+    self._config = program.config.model_copy(update=_OFF | {"multi_sampling": multi_sampling})
+    self._model, self._tokenizer, self._sampling_params = dropless(program.model), tokenizer, sampling_params
+    devices = self._model.execution.sharding.mesh.size
+    self._slots, self._lengths = -(-slots // devices) * devices, (max_model_len, max_prompt_len)
+    self._llm: LLM | None = None
+
+  def generate(
+    self,
+    params: Params,
+    version: int,
+    prompts: Sequence[Sequence[int]],
+    sampling_params: "SamplingParams | Sequence[SamplingParams]",
+  ) -> "list[RequestOutput]":
+    """Outputs with these parameters and buffers, which no step may take over meanwhile."""
+    if self._llm is None:
+      self._llm = self._make(params)
+    self._llm.engine.update_params(params, version)  # the train step has donated those that the engine had
+    return self._llm.generate([list(prompt) for prompt in prompts], sampling_params)
+
+  def _make(self, params: Params) -> "LLM":
+    from maxtext.inference.engine import Engine
+    from maxtext.inference.inference_model import InferenceModel
+    from maxtext.inference.llm import LLM
+
+    longest, prompt = self._lengths
+    engine = Engine(self._model, params, slots=self._slots, max_model_len=longest, max_prompt_len=prompt)
+    return LLM.of(InferenceModel(self._config, engine, self._tokenizer, self._sampling_params))
+
+
+def engine_problem(program: Program) -> str:
+  """Why the engine cannot run the model of training; empty where it can."""
+  c, sharding = program.config, program.model.execution.sharding
+  axes = {name: size for name, size in sharding.mesh.shape.items() if size > 1 and name not in _AXES}
+  if jax.process_count() > 1:
+    return f"they are for runs of one process, and this one has {jax.process_count()}."
+  if axes:
+    return f"they are for meshes of {', '.join(sorted(_AXES))}, and this one has {axes}."
+  for key, set_to in {
+    "shard_mode=explicit": sharding.explicit,
+    "parameter_memory_host_offload=true": c.parameter_memory_host_offload,
+    "enable_diloco=true": c.enable_diloco,
+  }.items():
+    if set_to:
+      return f"they are not for {key}."
+  return ""

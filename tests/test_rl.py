@@ -1,0 +1,352 @@
+"""Reinforcement learning: losses are their formulas, rewards their table, and a policy learns what is rewarded only."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+import maxtext
+from maxtext import ConfigError, load_config
+from maxtext.cli.main import main
+from maxtext.configs.errors import RunError
+from maxtext.rl.advantages import ADVANTAGES, SHARES, is_degenerate, overlong_penalties
+from maxtext.rl.callbacks import is_solved
+from maxtext.rl.reward_process import RewardProcess
+from maxtext.rl.rewards import Rewards, extract_answer, parse_number
+from maxtext.rl.tasks import TaskOrder
+from maxtext.training.objectives.policy_losses import CLIPPING, PolicyLossParameters, kl_divergence, log_importance
+from tests.support import TINY, History
+
+OWN = """
+import time
+
+def share(prompts, completions, answers):
+  return [text.count(answer) / max(len(text), 1) for text, answer in zip(completions, answers)]
+
+def constant(prompts, completions, answers):
+  return [1.0] * len(answers)
+
+def hang(prompts, completions, answers):
+  if "stop" in completions:
+    time.sleep(60)
+  return [1.0] * len(answers)
+
+def wrong(prompts, completions, answers):
+  return [float("nan")] * len(answers)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A vocabulary of characters, ten tasks, and reward functions."""
+  path = tmp_path_factory.mktemp("rl")
+  vocabulary = {"<eos>": 0, "<unk>": 1} | {c: i + 2 for i, c in enumerate("0123456789+-*= abcxyz")}
+  tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+  tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+  (path / "vocabulary").mkdir()
+  tokenizer.save(str(path / "vocabulary" / "tokenizer.json"))
+  names = {"eos_token": "<eos>", "unk_token": "<unk>", "tokenizer_class": "PreTrainedTokenizerFast"}
+  (path / "vocabulary" / "tokenizer_config.json").write_text(json.dumps(names))
+  (path / "tasks.jsonl").write_text("".join(f'{{"prompt": "{i}=", "answer": "{i}"}}\n' for i in range(10)))
+  (path / "own_rewards.py").write_text(OWN)
+  return path
+
+
+@pytest.fixture
+def run(folder, tmp_path, monkeypatch):
+  """Trains, and returns what every step reported, and the last state."""
+  monkeypatch.chdir(folder)
+
+  def train(callbacks=(), **changes):
+    history = History()
+    state = maxtext.train(load_config(**keys(folder, tmp_path, **changes)), callbacks=[history, *callbacks])
+    return history.figures, state
+
+  return train
+
+
+def keys(folder, output, **changes):
+  own = {
+    "use_grpo": True, "tokenizer_type": "huggingface", "tokenizer_path": str(folder / "vocabulary"), "add_bos": False,
+    "use_chat_template": False, "grain_train_files": str(folder / "tasks.jsonl"), "vocab_size": 32,
+    "max_target_length": 10, "max_prefill_predict_length": 2, "batch_size": 10, "num_generations": 8, "num_batches": 3,
+    "learning_rate": 1e-2, "warmup_steps_fraction": 0.0, "gradient_clipping_threshold": 1.0, "grpo_beta": 0.0,
+    "reward_functions": ["own_rewards:share"], "base_output_directory": str(output), "run_name": "run",
+  }  # fmt: skip
+  left_out = ("per_device_batch_size", "dataset_type")
+  return {name: value for name, value in TINY.items() if name not in left_out} | own | changes
+
+
+# By hand, in float64.
+
+
+def by_hand(log_probs, old, advantages, mask, shares, p, reference):
+  """The loss of Shao et al. 2024 (GRPO), Zheng et al. 2025 (GSPO-token) and MiniMax 2025 (CISPO), summed by shares."""
+  total = 0.0
+  for i in range(len(log_probs)):
+    own = [t for t in range(len(mask[i])) if mask[i][t]]
+    mean = sum(log_probs[i][t] - old[i][t] for t in own) / len(own)
+    for t in own:
+      ratio = math.exp(mean if p.by_sequence else log_probs[i][t] - old[i][t])
+      clipped = min(max(ratio, 1 - p.epsilon), 1 + p.epsilon_high)
+      loss = -min(ratio * advantages[i], clipped * advantages[i])
+      if p.clipping == "cispo":
+        loss = -min(ratio, 1 + p.epsilon_high) * advantages[i] * log_probs[i][t]
+      d = reference[i][t] - log_probs[i][t]
+      total += shares[i] * (loss + p.beta * (math.exp(d) - d - 1))
+  return total
+
+
+@pytest.mark.parametrize("clipping", CLIPPING)
+@pytest.mark.parametrize("by_sequence", [False, True])
+@pytest.mark.parametrize("aggregation", SHARES)
+def test_losses_are_their_formulas(clipping, by_sequence, aggregation):
+  random = np.random.default_rng(7)
+  p = PolicyLossParameters(0.1, 0.3, 0.05, by_sequence, clipping)
+  log_probs, old, reference = (-random.exponential(1.0, (6, 9)) for _ in range(3))
+  mask, advantages = np.zeros((6, 9)), random.normal(size=6)
+  lengths = random.integers(1, 9, 6)
+  for row, length in zip(mask, lengths, strict=True):
+    row[1 : 1 + length] = 1.0
+  shares = SHARES[aggregation](lengths, 8)
+  with jax.enable_x64():
+    ratio = jnp.exp(log_importance(jnp.asarray(log_probs), jnp.asarray(old), jnp.asarray(mask), by_sequence))
+    losses = CLIPPING[clipping](ratio, advantages[:, None], log_probs, p) + p.beta * kl_divergence(log_probs, reference)
+    found = float((losses * mask * shares[:, None]).sum())
+  assert found == pytest.approx(by_hand(log_probs, old, advantages, mask, shares, p, reference), rel=1e-12)
+
+
+def test_the_gradient_of_gspo_is_that_of_each_token():
+  """A sequence's ratio times the gradients of its tokens' log-probabilities."""
+  log_probs, old, mask = jnp.array([[-1.0, -2.0, -0.5]]), jnp.array([[-1.1, -1.7, -0.4]]), jnp.array([[1.0, 1.0, 0.0]])
+  gradient = jax.grad(lambda x: (jnp.exp(log_importance(x, old, mask, True)) * mask).sum())(log_probs)
+  ratio = math.exp((0.1 - 0.3) / 2)
+  np.testing.assert_allclose(gradient, [[ratio, ratio, 0.0]], rtol=1e-6)
+
+
+def test_advantages_by_hand():
+  rewards = np.array([[1.0, 3.0], [2.0, 2.0]])
+  np.testing.assert_allclose(ADVANTAGES["dr_grpo"](rewards), [[-1, 1], [0, 0]])
+  np.testing.assert_allclose(ADVANTAGES["grpo"](rewards), [[-1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4)], [0, 0]])
+  np.testing.assert_allclose(ADVANTAGES["rloo"](rewards), [[-2, 2], [0, 0]])
+  assert is_degenerate(rewards).tolist() == [False, True]
+
+
+def test_shares_and_penalties_by_hand():
+  lengths = np.array([1, 3])
+  np.testing.assert_allclose(SHARES["sequence"](lengths, 8), [1 / 2, 1 / 6])
+  np.testing.assert_allclose(SHARES["token"](lengths, 8), [1 / 4, 1 / 4])
+  np.testing.assert_allclose(SHARES["fixed"](lengths, 8), [1 / 16, 1 / 16])
+  found = overlong_penalties(np.array([3, 6, 7, 8]), np.full(4, 8), 4, 2.0)
+  np.testing.assert_allclose(found, [0.0, 1.0, 1.5, 2.0])
+  assert not overlong_penalties(lengths, np.full(2, 8), 0, 2.0).any()
+
+
+# Rewards.
+
+WHOLE = "<reasoning>why</reasoning><answer>12</answer>"
+
+
+@pytest.mark.parametrize(
+  ("completion", "answer", "expected"),
+  [
+    (WHOLE, "12", {"format": 3.0, "format_tags": 2.0, "answer": 5.0}),
+    (f"  {WHOLE}\n", "13", {"format": 3.0, "format_tags": 2.0, "answer": 0.5}),
+    (WHOLE, "14", {"format": 3.0, "format_tags": 2.0, "answer": 0.25}),
+    (WHOLE, "24", {"format": 3.0, "format_tags": 2.0, "answer": -1.0}),
+    (WHOLE, "twelve", {"format": 3.0, "format_tags": 2.0, "answer": -1.0}),
+    (WHOLE.replace("12", " 12 "), "12", {"format": 3.0, "format_tags": 2.0, "answer": 1.5}),
+    (WHOLE.replace("12", "12.0"), "12", {"format": 3.0, "format_tags": 2.0, "answer": 5.0}),
+    (WHOLE.replace("<answer>", ""), "12", {"format": 0.0, "format_tags": 1.0, "answer": -0.5}),
+    (WHOLE + WHOLE, "12", {"format": 3.0, "format_tags": -2.0, "answer": 5.0}),
+    ("12", "12", {"format": 0.0, "format_tags": -2.0, "answer": -0.5}),
+    ("", "0", {"format": 0.0, "format_tags": -2.0, "answer": -0.5}),
+    (WHOLE, "0", {"format": 3.0, "format_tags": 2.0, "answer": -1.0}),
+  ],
+)
+def test_the_table_of_rewards(completion, answer, expected):
+  rewards = Rewards.of(load_config(dataset_type="synthetic"))
+  found = rewards(["what?"], [completion], [answer])
+  assert {name: float(value[0]) for name, value in found.items()} == expected
+  assert float(rewards.total(found)[0]) == sum(expected.values())
+
+
+@pytest.mark.parametrize(
+  ("text", "number"),
+  [
+    ("1,234.5", 1234.5),
+    ("$3/4", 0.75),
+    ("50%", 0.5),
+    ("-7.", -7.0),
+    ("x", None),
+    ("1/0", None),
+    ("", None),
+    ("1e3", 1e3),
+  ],
+)
+def test_numbers(text, number):
+  assert parse_number(text) == number
+
+
+def group_of(texts, answer):
+  outputs = [SimpleNamespace(text=f"<answer>{text}</answer>") for text in texts]
+  return SimpleNamespace(answers=outputs, parts={}, task=SimpleNamespace(answer=answer))
+
+
+@pytest.mark.parametrize(
+  ("texts", "scores"),
+  [
+    (["1", "2", "2", "3"], {"pass": 1.0, "maj": 0.0, "pass_at_1": 0.25}),
+    (["1", "1.0", "1", "3"], {"pass": 1.0, "maj": 1.0, "pass_at_1": 0.75}),
+    (["2", "3", "2", "3"], {"pass": 0.0, "maj": 0.0, "pass_at_1": 0.0}),
+  ],
+)
+def test_modes_of_evaluation_by_hand(texts, scores):
+  config = load_config(dataset_type="synthetic")
+  source = SimpleNamespace(rewards=Rewards.of(config))
+  for mode, score in scores.items():
+    assert is_solved(config.model_copy(update={"eval_mode": mode}), source, group_of(texts, "1")) == score
+
+
+def test_an_answer_is_what_the_last_marks_hold():
+  config = load_config(dataset_type="synthetic")
+  assert extract_answer(config, "<answer>1</answer><answer>2</answer>") == "2"
+  assert extract_answer(config, "<answer>1</answer><answer>2") is None
+
+
+def test_a_reward_function_that_hangs_or_fails_costs_its_answers_alone(folder, monkeypatch, caplog):
+  monkeypatch.chdir(folder)
+  hang = RewardProcess("own_rewards:hang", 0.5)
+  assert hang([""], ["stop"], [""]) == [0.0]
+  assert "no answer in 0.5 s" in caplog.text
+  assert hang([""], ["go"], [""]) == [1.0], "a new process"
+  hang.close()
+  wrong = RewardProcess("own_rewards:wrong", 10)
+  assert wrong(["", ""], ["", ""], ["", ""]) == [0.0, 0.0]
+  assert wrong.failures == 1
+  wrong.close()
+  for name in ("own_rewards:none", "no_such_module:f"):
+    with pytest.raises(ConfigError, match=f"reward_functions: {name}: "):
+      RewardProcess(name, 10)
+
+
+def test_every_task_comes_once_an_epoch():
+  order = TaskOrder(7, 3, True)
+  epochs = [[order(7 * epoch + i) for i in range(7)] for epoch in range(3)]
+  assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+  assert len({tuple(epoch) for epoch in epochs}) == 3
+  assert [TaskOrder(3, 0, False)(i) for i in range(5)] == [0, 1, 2, 0, 1]
+
+
+# Runs.
+
+
+def test_a_policy_learns_what_is_rewarded_and_nothing_else(run, folder, tmp_path):
+  figures, _ = run(num_batches=15, run_name="learns", grain_eval_files=str(folder / "tasks.jsonl"), num_test_batches=1)
+  rewards = [step["reward"] for step in figures]
+  assert np.mean(rewards[-3:]) > 2 * np.mean(rewards[:3]), rewards
+  assert max(step["mismatch_max"] for step in figures) < 1e-4, "float32: the engine is the trainer"
+  assert max(step["ratio_deviation"] for step in figures) == 0.0, "on policy"
+  assert figures[-1]["eval_reward"] > rewards[0], "after the last update"
+  rows = [json.loads(line) for line in (tmp_path / "learns" / "rollouts.jsonl").read_text().splitlines()]
+  assert {row["step"] for row in rows} == set(range(1, 16))
+  assert len(rows) == 15 * 2 * 8, "two groups a batch"
+  page = (tmp_path / "learns" / "report.html").read_text()
+  assert "<h2>Rollouts</h2>" in page
+  assert f"reward {rows[-1]['reward']:.3g}, advantage {rows[-1]['advantage']:.3g}" in page
+  control, _ = run(num_batches=4, run_name="control", reward_functions=["own_rewards:constant"], adam_weight_decay=0.0)
+  assert {step["degenerate_groups"] for step in control} == {1.0}
+  assert {step["grad_norm"] for step in control} == {0.0}
+
+
+def test_a_resumed_run_has_the_same_bits(run):
+  """Also where it stopped between two updates from the same rollouts."""
+  changes = {"num_batches": 3, "num_iterations": 2, "enable_checkpointing": True, "checkpoint_period": 1,
+             "async_checkpointing": False, "grpo_beta": 0.1}  # fmt: skip
+  whole, expected = run(**changes, run_name="whole")
+  assert whole[0]["ratio_deviation"] < 1e-5 < whole[1]["ratio_deviation"]
+  assert whole[1]["kl"] > 0
+  begun, _ = run(**changes, run_name="parts", callbacks=[StopAt(3)])
+  resumed, state = run(**changes, run_name="parts")
+  assert [step["loss"] for step in begun + resumed] == [step["loss"] for step in whole]
+  assert len(begun) == 3
+  for path, array in expected.params.items():
+    np.testing.assert_array_equal(np.asarray(state.params[path]), np.asarray(array), err_msg=path)
+
+
+class StopAt(maxtext.Callback):
+  """Ends a run after a step."""
+
+  def __init__(self, step):
+    self.step = step
+
+  def due(self, step):
+    return step == self.step
+
+  def on_update(self, *_):
+    return True
+
+
+def test_micro_batches_are_the_whole_batch(run):
+  whole, _ = run(num_batches=1, run_name="whole", rl_aggregation="token")
+  parts, _ = run(num_batches=1, run_name="parts", rl_aggregation="token", train_micro_batch_size=40)
+  for name in ("grad_norm", "entropy", "mismatch_max", "reward"):
+    assert parts[0][name] == pytest.approx(whole[0][name], rel=1e-4, abs=1e-6), name
+
+
+def test_a_mismatch_ends_the_run(run):
+  with pytest.raises(RunError, match="more than mismatch_limit=1e-12"):
+    run(dtype="bfloat16", mismatch_limit=1e-12)
+
+
+@pytest.mark.parametrize(
+  ("changes", "says"),
+  [
+    ({"grain_train_files": ""}, "grain_train_files is empty"),
+    ({"grain_train_files": "none.jsonl"}, "there is no such file"),
+    ({"train_data_columns": ["question", "answer"]}, "has no prompt"),
+    ({"train_data_columns": ["prompt"]}, "must name two columns"),
+    ({"max_prefill_predict_length": 1}, "its prompt has 2 tokens"),
+    ({"reward_functions": ["formats"]}, "Did you mean 'format'"),
+    ({"reward_functions": []}, "reward_functions is empty"),
+    ({"reward_weights": [1.0, 2.0]}, "a weight for each"),
+    ({"num_generations": 1}, "num_generations=1 must be at least 2"),
+    ({"train_micro_batch_size": 3}, "must divide the 80 answers"),
+    ({"decode_sampling_strategy": "greedy"}, "the same text"),
+    ({"eval_sampling_strategy": "hot"}, "is not in generation_configs"),
+    ({"off_policy_steps": 1}, "off_policy_steps=1 is not supported"),
+    ({"use_sft": True}, "it is a method of its own"),
+    ({"rl": {"num_generations": 4}}, "contradicts num_generations=8"),
+  ],
+)
+def test_keys_that_do_not_fit_are_named(run, changes, says):
+  with pytest.raises(ConfigError, match=says):
+    run(**changes)
+
+
+def test_the_command_checks_without_a_run(folder, tmp_path, capsys, monkeypatch):
+  monkeypatch.chdir(folder)
+  words = [f"{name}={json.dumps(value)}" for name, value in keys(folder, tmp_path).items()]
+  assert main(["rl", *words, "--dry-run"]) == 0
+  assert "80 x 10 tokens a step" in capsys.readouterr().out
+  assert not (tmp_path / "run").exists()
+
+
+EXPERTS = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 80}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(("dtype", "floor"), [("float32", 1e-5), ("bfloat16", 0.05)])
+def test_without_learning_the_sampler_stays_the_trainer(run, dtype, floor, model):
+  figures, _ = run(num_batches=100, learning_rate=0.0, dtype=dtype, **model)
+  assert len(figures) == 100
+  assert {step["ratio_deviation"] for step in figures} == {0.0}
+  worst = max(step["mismatch_max"] for step in figures)
+  print(f"\n{dtype}: largest mismatch of 100 steps {worst:.3g}, mean {np.mean([s['mismatch'] for s in figures]):.3g}")
+  assert worst < floor
