@@ -19,6 +19,7 @@ from maxtext.kernels.attention_mask import ScoreSpec
 from maxtext.kernels.splash_attention import seen_blocks
 from maxtext.mesh.topology import Topology
 from maxtext.planner.hlo import CompiledProgram, Instruction, called_computations, loop_body
+from maxtext.planner.operation_names import RECOMPUTED, operation_name, source_lines
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,15 @@ _ATTENTION = "splash_mha_"  # prefix of attention kernels
 
 @dataclass(frozen=True)
 class Operation:
-  """One operation of the schedule; for an asynchronous one, the time that the step waits for it."""
+  """One operation of the schedule; for an asynchronous one, the time that the step waits for it.
+
+  Attributes:
+    name: of the instruction, kernel or kind of collective.
+    label: what it does, such as "attention output, backward".
+  """
 
   name: str
+  label: str
   kind: Kind
   source: str
   times: int
@@ -135,17 +142,18 @@ class _ScheduleSimulator:
           in_flight[transfer.key] = transfer.collective, links_free[network]
         if transfer.ends and transfer.key in in_flight:
           collective, done = in_flight.pop(transfer.key)
-          self._wait(collective, times, max(done - now, 0.0))
+          self._wait(collective, i, times, max(done - now, 0.0))
           now = max(now, done)
       else:
         now += self._run_on_chip(i, times)
     return now
 
-  def _wait(self, i: Instruction, times: int, seconds: float) -> None:
+  def _wait(self, i: Instruction, end: Instruction, times: int, seconds: float) -> None:
     axes, _, _ = self._span(i)
-    source = self._program.sources.get(i.frame or 0, "")
+    op_name, stack = max((self._program.origin(j) for j in (i, end)), key=lambda origin: bool(origin[1]))
+    label, source = operation_name(op_name, stack), source_lines(stack)
     kind = i.collective or i.opcode
-    self.operations.append(Operation(kind, "collective", source, times, seconds * times, i.bytes * times, axes))
+    self.operations.append(Operation(kind, label, "collective", source, times, seconds * times, i.bytes * times, axes))
 
   def _run_on_chip(self, i: Instruction, times: int) -> float:
     if kernel := _kernel_name(i):
@@ -162,9 +170,9 @@ class _ScheduleSimulator:
     else:
       kind, seconds = "compute", self._calibration.compute * i.cycles / self._chip.clock
     if seconds:
-      source = self._program.sources.get(i.frame or 0, "")
-      again = "rematted_computation" in (i.op_name or "")
-      self.operations.append(Operation(kernel or i.name, kind, source, times, seconds * times, recomputed=again))
+      op_name, stack = self._program.origin(i)
+      label, source, again = operation_name(op_name, stack), source_lines(stack), RECOMPUTED in op_name
+      self.operations.append(Operation(kernel or i.name, label, kind, source, times, seconds * times, recomputed=again))
     return seconds
 
   def _transfer_seconds(self, i: Instruction) -> float:

@@ -37,7 +37,7 @@ def _time(plan: Plan) -> str:
   rows = []
   for o in operations:
     style = f"width:{o.seconds / longest * 0.4:.2%};background:{COLOURS[_KINDS.index(o.kind)]}"
-    name = html.escape(f"{o.name}{' (again)' if o.recomputed else ''}")
+    name = html.escape(o.label if o.kind == "compute" else f"{o.label}: {o.name}")
     rows.append(
       f'<li><span class="bar" style="{style}"></span>'
       f"<span>{_seconds(o.seconds)} {name} <code>{html.escape(o.source)}</code></span></li>"

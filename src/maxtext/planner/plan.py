@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class Plan:
     return dict(found.most_common())
 
   def most_expensive(self, count: int = 10) -> list[Operation]:
-    """The most expensive operations, merged by source line."""
+    """The most expensive operations, merged by label."""
     return _merge_operations(self.estimate.operations if self.estimate else ())[:count]
 
   def as_json(self) -> dict[str, Any]:
@@ -207,12 +207,17 @@ def _memory(program: Program, topology: Topology, peak: int, temporaries: int) -
 
 
 def _merge_operations(operations: Sequence[Operation]) -> list[Operation]:
-  merged: dict[tuple[str, str, bool], Operation] = {}
+  """Sums operations that have the same label; the source is that of the most expensive."""
+  merged: dict[tuple[str, str], list[Operation]] = {}
   for o in operations:
-    name = "compute" if o.kind == "compute" else o.name
-    old = merged.get((name, o.source, o.recomputed))
-    seconds, moved = (old.seconds, old.bytes) if old else (0.0, 0)
-    merged[name, o.source, o.recomputed] = Operation(
-      name, o.kind, o.source, o.times, seconds + o.seconds, moved + o.bytes, o.axes, o.recomputed
+    merged.setdefault(("" if o.kind == "compute" else o.name, o.label), []).append(o)
+  sums = (
+    replace(
+      max(same, key=lambda o: o.seconds),
+      name="compute" if same[0].kind == "compute" else same[0].name,
+      seconds=sum(o.seconds for o in same),
+      bytes=sum(o.bytes for o in same),
     )
-  return sorted(merged.values(), key=lambda o: -o.seconds)
+    for same in merged.values()
+  )
+  return sorted(sums, key=lambda o: -o.seconds)
