@@ -67,15 +67,41 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class Loop:
+  """A loop of the schedule, with those inside it, and how often its body runs in a step."""
+
+  times: int
+  operations: Sequence[Operation]
+
+  @property
+  def seconds(self) -> float:
+    """Of all times together."""
+    return sum(o.seconds for o in self.operations)
+
+
+@dataclass(frozen=True)
 class Estimate:
   """A step, operation by operation."""
 
   operations: Sequence[Operation]
+  loops: Sequence[Loop] = ()
 
   @property
   def seconds(self) -> float:
     """The whole step."""
     return sum(o.seconds for o in self.operations)
+
+  def layer_loops(self) -> list[Loop]:
+    """The loops over layers, forward and backward: those that take a twentieth of the step, and no other half of it."""
+    own_of = [set(map(id, loop.operations)) for loop in self.loops]
+    return [
+      loop
+      for loop, own in zip(self.loops, own_of, strict=True)
+      if loop.seconds > self.seconds / 20
+      and not any(
+        inner < own and other.seconds > loop.seconds / 2 for inner, other in zip(own_of, self.loops, strict=True)
+      )
+    ]
 
   def seconds_by_kind(self) -> dict[str, float]:
     """Compute, kernels, waiting for collectives."""
@@ -108,7 +134,7 @@ def estimate(
   """
   simulator = _ScheduleSimulator(program, topology, mesh, calibration, filled_rows, kernel_efficiency)
   simulator.simulate(program.entry, 1)
-  return Estimate(simulator.operations)
+  return Estimate(simulator.operations, simulator.loops)
 
 
 class _ScheduleSimulator:
@@ -124,6 +150,7 @@ class _ScheduleSimulator:
     self._program, self._topology, self._mesh, self._calibration = program, topology, mesh, calibration
     self._chip, self._filled_rows, self._kernel_efficiency = topology.chip, filled_rows, kernel_efficiency
     self.operations: list[Operation] = []
+    self.loops: list[Loop] = []
 
   def simulate(self, name: str, times: int) -> float:
     """Simulates a computation that runs `times` times; returns the seconds of one run."""
@@ -131,8 +158,9 @@ class _ScheduleSimulator:
     in_flight: dict[str, tuple[Instruction, float]] = {}
     for i in self._program.computations[name].instructions:
       if i.opcode == "while":
-        trips = self._program.trips(i)
+        trips, first = self._program.trips(i), len(self.operations)
         now += trips * self.simulate(loop_body(i), times * trips)
+        self.loops.append(Loop(times * trips, self.operations[first:]))
       elif i.opcode in ("call", "conditional"):
         now += max((self.simulate(target, times) for target in called_computations(i)), default=0.0)
       elif transfer := self._program.transfer(i):

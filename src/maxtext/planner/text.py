@@ -80,6 +80,8 @@ def _time(plan: Plan) -> list[str]:
   for o in operations:
     share = f"{o.seconds * scale:7.3f} {unit}  {o.seconds / e.seconds:5.1%}"
     lines.append(f"  {share}  {o.label:{label}}  {o.name:{name}}  {o.source}".rstrip())
+  if advice := plan.advice():
+    lines += ["advice       by these numbers; --search tries such changes", *(f"  {sentence}" for sentence in advice)]
   return lines
 
 
