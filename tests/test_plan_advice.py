@@ -72,6 +72,11 @@ def test_advice_is_in_the_text_and_on_the_page_beside_a_layer_and_the_torus():
   assert page.count("<circle") == 2 * 16
   assert page.count("<path") == 16 + 2 * 15
   assert "fsdp=4 along 2 chips and 16 chips in a ring" in page
+  assert "longer sides" not in page
+  long = replace(found, axes={"data": 2, "fsdp": 64}, torus=[TorusSide(size, True, ("fsdp",)) for size in (2, 2, 16)])
+  page = as_html(long)
+  assert page.count("<circle") == 2 * 2 * 4
+  assert "data=2 between slices, or within chips; longer sides are drawn with 4 chips" in page
 
 
 def test_a_mesh_axis_runs_along_the_sides_where_its_devices_are():

@@ -75,14 +75,15 @@ def _appearance(o: Operation) -> tuple[Kind, str, bool]:
   return o.kind, o.label, o.recomputed
 
 
-_DRAWN = {2: 16, 3: 6}  # most chips of a side that are drawn, by the sides of the torus
-_DIRECTIONS = ((34.0, 0.0), (0.0, -34.0), (15.0, -11.0))  # of the sides, in pixels
+_DRAWN = (16, 16, 4)  # most chips of a side that are drawn, by the sides of the torus
+_DIRECTIONS = ((40.0, 0.0), (0.0, -40.0), (17.0, -13.0))  # of the sides, in pixels
 
 
 def _mesh(plan: Plan) -> str:
   """The torus as points and links, the links of a side in the colour of the mesh axes that run along it."""
   axes = list(dict.fromkeys(side.axes for side in plan.torus))
-  sizes = [min(side.size, _DRAWN.get(len(plan.torus), 16)) for side in plan.torus]
+  most = _DRAWN[len(plan.torus) - 1]
+  sizes = [min(side.size, most) for side in plan.torus]
   directions = _DIRECTIONS[: len(sizes)]
   left, top = (sum(min(d[i], 0) * (n - 1) for n, d in zip(sizes, directions, strict=True)) for i in (0, 1))
   width, height = (sum(abs(d[i]) * (n - 1) for n, d in zip(sizes, directions, strict=True)) + 20 for i in (0, 1))
@@ -107,8 +108,9 @@ def _mesh(plan: Plan) -> str:
     same = [f"{side.size} chips{' in a ring' if side.ring else ''}" for side in plan.torus if side.axes == names]
     sides[", ".join(f"{a}={plan.axes[a]}" for a in names) or "no axis"] = "along " + " and ".join(same)
   elsewhere = [f"{a}={n}" for a, n in plan.axes.items() if not any(a in side.axes for side in plan.torus)]
-  note = f'<p class="note">{", ".join(elsewhere)} between slices, or within chips</p>' if elsewhere else ""
-  return f"{drawn}{_legend(sides)}{note}"
+  notes = [f"{', '.join(elsewhere)} between slices, or within chips"] if elsewhere else []
+  notes += [f"longer sides are drawn with {most} chips"] if any(side.size > most for side in plan.torus) else []
+  return f'{drawn}{_legend(sides)}<p class="note">{"; ".join(notes)}</p>'
 
 
 def _legend(entries: Mapping[str, str]) -> str:
