@@ -183,7 +183,13 @@ def test_a_plan_of_what_fits(tmp_path):
   assert {name for c in found["collectives"] for name in c["axes"]} == {"fsdp"}
   assert any(o["source"].startswith("layers/linear.py") for o in found["most_expensive"])
   assert 0 < found["recomputed_share"] < 0.5
-  assert "Time of one step" in (tmp_path / "plan.html").read_text()
+  labels = {o["label"] for o in found["most_expensive"]}
+  assert {"attention query, key and value, backward", "attention kernel, backward"} <= labels
+  assert any("remat_policy=minimal would save" in sentence for sentence in found["advice"])
+  page = (tmp_path / "plan.html").read_text()
+  assert "Time of one step" in page
+  assert page.count('<div class="stack timeline">') == 2, "a layer forward and backward"
+  assert "fsdp=4 along 2 chips and 2 chips" in page
 
 
 def test_a_plan_of_what_does_not_fit():

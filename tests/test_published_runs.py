@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from maxtext.planner.plan import plan
 from maxtext.planner.published_runs import NOT_COMPILER_OPTIONS, published_run, published_runs
 from maxtext.training.program import Program
 from tests.support import TINY, tiny
+from tests.terminal import Terminal
 
 MESH_AXES = tiny().mesh_axes
 
@@ -112,6 +114,14 @@ def test_a_plan_is_set_beside_what_was_published_and_its_step_is_compiled_once(t
   assert found["published"] == run.as_json()
   assert f"compiled here in {found['compile_seconds']:.0f} s" in text, "then, not now"
   assert (list(cache.iterdir()), file.stat().st_mtime_ns) == ([file], written)
+  environment = os.environ | LITTLE_EFFORT | {"TERM": "xterm"}
+  terminal = Terminal([*command, "vocab_size=256"], 100, env=environment)
+  terminal.wait_for(r"compiling for v6e-8 \(an earlier compilation took \d+ s\)  [1-9]")
+  terminal.press("\x03")
+  start = time.monotonic()
+  assert terminal.wait() == 130
+  assert time.monotonic() - start < 5
+  assert terminal.screen() == ["maxtext: stopped.", ""]
 
 
 @pytest.mark.aot

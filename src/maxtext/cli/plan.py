@@ -11,6 +11,7 @@ import yaml
 
 from maxtext.cli import config
 from maxtext.cli.interrupt import prompt_interrupt
+from maxtext.cli.platform import FATAL
 from maxtext.configs import ConfigError
 from maxtext.configs.loader import Resolved, parse_assignments
 from maxtext.configs.secrets import SECRET_KEYS, redact_arguments
@@ -54,7 +55,7 @@ def add_command(commands: Any) -> None:
   whole.add_argument("--storage", type=float, metavar="BYTES", help="per second, of all hosts together (50e9)")
   whole.add_argument("--restart", type=float, metavar="SECONDS", help="from a failure to the next step (300)")
   whole.add_argument("--failures", type=float, metavar="RATE", help="per chip and hour (1.97e-5)")
-  parser.set_defaults(run=_plan)
+  parser.set_defaults(run=_plan, library_log_level=FATAL)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

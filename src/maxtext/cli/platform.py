@@ -10,13 +10,9 @@ _NOT_TPU_DEVICES = {"0x001f", "0x0042"}  # Google's disks and network cards
 _TPU_VARIABLES = ("JAX_FORCE_TPU_INIT", "MEGASCALE_", "TPU_")
 # Set where there is no TPU too, by JAX and by `quiet_libraries`, and inherited by processes.
 _NO_TPU_VARIABLES = ("TPU_SKIP_MDS_QUERY", "TPU_MIN_LOG_LEVEL", "TPU_STDERR_LOG_LEVEL")
-# Of the C++ libraries below JAX: errors are shown, warnings and notes are not.
-_LOG_LEVELS = {
-  "TF_CPP_MIN_LOG_LEVEL": "2",
-  "TPU_MIN_LOG_LEVEL": "2",
-  "TPU_STDERR_LOG_LEVEL": "2",
-  "GRPC_VERBOSITY": "ERROR",
-}
+_LOG_LEVELS = ("TF_CPP_MIN_LOG_LEVEL", "TPU_MIN_LOG_LEVEL", "TPU_STDERR_LOG_LEVEL")
+ERRORS, FATAL = "2", "3"
+"""Levels of the C++ libraries below JAX, of which less is not shown."""
 
 
 def leave_out_absent_tpu(environment: MutableMapping[str, str], root: Path = Path("/")) -> None:
@@ -35,15 +31,19 @@ def leave_out_absent_tpu(environment: MutableMapping[str, str], root: Path = Pat
     environment["JAX_PLATFORMS"] = "cpu"
 
 
-def quiet_libraries(environment: MutableMapping[str, str]) -> None:
+def quiet_libraries(environment: MutableMapping[str, str], level: str = ERRORS) -> None:
   """Leaves out what libraries write beside what they raise: notes and warnings of XLA, libtpu and gRPC, and the
   tracebacks that gcsfs logs for every request that failed.
+
+  For a command that only compiles, `level` is FATAL: errors of the compiler are raised, and what it logs as errors
+  beside them are alarms that it is slow.
 
   Call it before JAX is imported. Variables that the user has set win (`TF_CPP_MIN_LOG_LEVEL=0` shows XLA's notes), and
   so do `GCSFS_DEBUG` and the levels of loggers that a program has set.
   """
-  for name, level in _LOG_LEVELS.items():
+  for name in _LOG_LEVELS:
     environment.setdefault(name, level)
+  environment.setdefault("GRPC_VERBOSITY", "ERROR")
   logger = logging.getLogger("gcsfs")
   if logger.level == logging.NOTSET and "GCSFS_DEBUG" not in environment:
     logger.setLevel(logging.CRITICAL)

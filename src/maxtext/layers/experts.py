@@ -113,9 +113,11 @@ class ExpertMLP(nnx.Module):
 
     `parts` is the number of devices that the hidden width is sharded over, whose outputs will be summed.
     """
-    wi, wo = self.execution.kernels.experts.wi, self.execution.kernels.experts.wo
-    hidden = self._activate(self.gate.grouped(x, sizes, wi), self.up.grouped(x, sizes, wi))
-    return self.down.grouped(hidden, sizes, wo, parts)
+    return self.down.grouped(self._hidden(x, sizes), sizes, self.execution.kernels.experts.wo, parts)
+
+  def _hidden(self, x: jax.Array, sizes: jax.Array | None) -> jax.Array:
+    wi = self.execution.kernels.experts.wi
+    return self._activate(self.gate.grouped(x, sizes, wi), self.up.grouped(x, sizes, wi))
 
   def _activate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
     dtype = jnp.float32 if self.execution.numerics.activations_in_float32 else gate.dtype

@@ -59,10 +59,12 @@ class MLPLayer(nnx.Module):
 
   def __call__(self, x: jax.Array, real: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The output, and auxiliary outputs, of which there are none."""
+    return self.down(self.execution.sharding.constrain(self._hidden(x), *_HIDDEN)), {}
+
+  def _hidden(self, x: jax.Array) -> jax.Array:
     up = self._clamp(self.up(x))
     gate = None if self.gate is None else self._clamp(self.gate(x), from_below=False)
-    hidden = self._activate(up) if gate is None else self._activate(gate) * up
-    return self.down(self.execution.sharding.constrain(hidden, *_HIDDEN)), {}
+    return self._activate(up) if gate is None else self._activate(gate) * up
 
   def _clamp(self, x: jax.Array, from_below: bool = True) -> jax.Array:
     if self.limit is None:

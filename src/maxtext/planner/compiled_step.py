@@ -1,5 +1,6 @@
 """What the compiler says of a step, and a folder that keeps it: a program that takes minutes is compiled once."""
 
+import glob
 import gzip
 import hashlib
 import json
@@ -53,14 +54,18 @@ def compiled_step(program: Program, topology: Topology, cache: Path | None = Non
   """
   show_phase("tracing the step")
   lowered = program.lower()
-  file = None if cache is None else cache / f"{_digest(program, topology, lowered)}.json.gz"
-  if file and not _leaves_files(program.config) and (kept := _read(file)):
+  if cache is None:
+    return _compile(program, topology, lowered)
+  config, digest = program.config, _digest(program, topology, lowered)
+  if not _leaves_files(config) and (kept := _newest(cache, f"*{digest}.json.gz")):
     return kept
-  found = _compile(program, topology, lowered)
-  if file:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(file, unfinished=file.with_suffix(f".{os.getpid()}")) as target:
-      target.write(gzip.compress(json.dumps(asdict(found)).encode()))
+  about = f"{config.model_name}-{config.compile_topology}"
+  earlier = _newest(cache, f"{glob.escape(about)}-*.json.gz")
+  found = _compile(program, topology, lowered, earlier)
+  cache.mkdir(parents=True, exist_ok=True)
+  file = cache / f"{about}-{digest}.json.gz"
+  with atomic_file(file, unfinished=file.with_suffix(f".{os.getpid()}")) as target:
+    target.write(gzip.compress(json.dumps(asdict(found)).encode()))
   return found
 
 
@@ -69,16 +74,20 @@ def _leaves_files(config: MaxTextConfig) -> bool:
   return bool(config.compiled_trainstep_file or config.dump_hlo)
 
 
-def _read(file: Path) -> CompiledStep | None:
-  """A step that was kept; None if there is none, or it cannot be read."""
+def _newest(folder: Path, pattern: str) -> CompiledStep | None:
+  """The step that was kept last among the files of a pattern; None if there is none, or it cannot be read."""
   try:
+    file = max(folder.glob(pattern), key=lambda file: file.stat().st_mtime)
     return CompiledStep(**json.loads(gzip.decompress(file.read_bytes())))
   except (OSError, EOFError, ValueError, TypeError, zlib.error):
     return None
 
 
-def _compile(program: Program, topology: Topology, lowered: jax.stages.Lowered) -> CompiledStep:
-  show_phase(f"compiling for {program.config.compile_topology}: minutes, for large models")
+def _compile(
+  program: Program, topology: Topology, lowered: jax.stages.Lowered, earlier: CompiledStep | None = None
+) -> CompiledStep:
+  long = f"an earlier compilation took {earlier.seconds:.0f} s" if earlier else "minutes, for large models"
+  show_phase(f"compiling for {program.config.compile_topology} ({long})")
   start = time.perf_counter()
   try:
     compiled = lowered.compile()

@@ -9,7 +9,9 @@ from typing import Any, cast
 import jax
 from jax.extend import core
 
+from maxtext.configs.types import RematPolicy
 from maxtext.layers.execution import RematSpec
+from maxtext.models.execution.remat_policy import remat
 from maxtext.training.program import Program
 
 
@@ -48,6 +50,19 @@ def forward_costs(program: Program) -> tuple[dict[str, TensorCost], int]:
 def saved_bytes(costs: Mapping[str, TensorCost], turns: Sequence[RematSpec]) -> float:
   """Bytes that layers save under alternating remat policies, without their inputs."""
   return sum(costs[name].bytes for turn in turns for name in turn.saved if name in costs) / len(turns)
+
+
+def policy_that_fits(program: Program, free: int) -> tuple[str, int] | None:
+  """The `remat_policy` that saves most in so many free bytes of a device beside what is saved now, and its bytes."""
+  config, execution = program.config, program.model.execution
+  costs, _ = forward_costs(program)
+  devices = execution.sharding.mesh.size * config.gradient_accumulation_steps
+  policies = {policy.value: remat(config.model_copy(update={"remat_policy": policy.value})) for policy in RematPolicy}
+  now = saved_bytes(costs, execution.remat)
+  more = {name: int((saved_bytes(costs, turns) - now) / devices) for name, turns in policies.items()}
+  fitting = [(size, name) for name, size in more.items() if 0 < size <= free and not policies[name][0].offloaded]
+  size, name = max(fitting, default=(0, ""))
+  return (name, size) if name else None
 
 
 def _equations(jaxpr: core.Jaxpr, times: int) -> Iterator[tuple[core.JaxprEqn, int]]:

@@ -19,6 +19,7 @@ from maxtext.kernels.attention_mask import ScoreSpec
 from maxtext.kernels.splash_attention import seen_blocks
 from maxtext.mesh.topology import Topology
 from maxtext.planner.hlo import CompiledProgram, Instruction, called_computations, loop_body
+from maxtext.planner.operation_names import RECOMPUTED, operation_name, source_lines
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,15 @@ _ATTENTION = "splash_mha_"  # prefix of attention kernels
 
 @dataclass(frozen=True)
 class Operation:
-  """One operation of the schedule; for an asynchronous one, the time that the step waits for it."""
+  """One operation of the schedule; for an asynchronous one, the time that the step waits for it.
+
+  Attributes:
+    name: of the instruction, kernel or kind of collective.
+    label: what it does, such as "attention output, backward".
+  """
 
   name: str
+  label: str
   kind: Kind
   source: str
   times: int
@@ -60,15 +67,41 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class Loop:
+  """A loop of the schedule, with those inside it, and how often its body runs in a step."""
+
+  times: int
+  operations: Sequence[Operation]
+
+  @property
+  def seconds(self) -> float:
+    """Of all times together."""
+    return sum(o.seconds for o in self.operations)
+
+
+@dataclass(frozen=True)
 class Estimate:
   """A step, operation by operation."""
 
   operations: Sequence[Operation]
+  loops: Sequence[Loop] = ()
 
   @property
   def seconds(self) -> float:
     """The whole step."""
     return sum(o.seconds for o in self.operations)
+
+  def layer_loops(self) -> list[Loop]:
+    """The loops over layers, forward and backward: those that take a twentieth of the step, and no other half of it."""
+    own_of = [set(map(id, loop.operations)) for loop in self.loops]
+    return [
+      loop
+      for loop, own in zip(self.loops, own_of, strict=True)
+      if loop.seconds > self.seconds / 20
+      and not any(
+        inner < own and other.seconds > loop.seconds / 2 for inner, other in zip(own_of, self.loops, strict=True)
+      )
+    ]
 
   def seconds_by_kind(self) -> dict[str, float]:
     """Compute, kernels, waiting for collectives."""
@@ -101,7 +134,7 @@ def estimate(
   """
   simulator = _ScheduleSimulator(program, topology, mesh, calibration, filled_rows, kernel_efficiency)
   simulator.simulate(program.entry, 1)
-  return Estimate(simulator.operations)
+  return Estimate(simulator.operations, simulator.loops)
 
 
 class _ScheduleSimulator:
@@ -117,6 +150,7 @@ class _ScheduleSimulator:
     self._program, self._topology, self._mesh, self._calibration = program, topology, mesh, calibration
     self._chip, self._filled_rows, self._kernel_efficiency = topology.chip, filled_rows, kernel_efficiency
     self.operations: list[Operation] = []
+    self.loops: list[Loop] = []
 
   def simulate(self, name: str, times: int) -> float:
     """Simulates a computation that runs `times` times; returns the seconds of one run."""
@@ -124,8 +158,9 @@ class _ScheduleSimulator:
     in_flight: dict[str, tuple[Instruction, float]] = {}
     for i in self._program.computations[name].instructions:
       if i.opcode == "while":
-        trips = self._program.trips(i)
+        trips, first = self._program.trips(i), len(self.operations)
         now += trips * self.simulate(loop_body(i), times * trips)
+        self.loops.append(Loop(times * trips, self.operations[first:]))
       elif i.opcode in ("call", "conditional"):
         now += max((self.simulate(target, times) for target in called_computations(i)), default=0.0)
       elif transfer := self._program.transfer(i):
@@ -135,17 +170,18 @@ class _ScheduleSimulator:
           in_flight[transfer.key] = transfer.collective, links_free[network]
         if transfer.ends and transfer.key in in_flight:
           collective, done = in_flight.pop(transfer.key)
-          self._wait(collective, times, max(done - now, 0.0))
+          self._wait(collective, i, times, max(done - now, 0.0))
           now = max(now, done)
       else:
         now += self._run_on_chip(i, times)
     return now
 
-  def _wait(self, i: Instruction, times: int, seconds: float) -> None:
+  def _wait(self, i: Instruction, end: Instruction, times: int, seconds: float) -> None:
     axes, _, _ = self._span(i)
-    source = self._program.sources.get(i.frame or 0, "")
+    op_name, stack = max((self._program.origin(j) for j in (i, end)), key=lambda origin: bool(origin[1]))
+    label, source = operation_name(op_name, stack), source_lines(stack)
     kind = i.collective or i.opcode
-    self.operations.append(Operation(kind, "collective", source, times, seconds * times, i.bytes * times, axes))
+    self.operations.append(Operation(kind, label, "collective", source, times, seconds * times, i.bytes * times, axes))
 
   def _run_on_chip(self, i: Instruction, times: int) -> float:
     if kernel := _kernel_name(i):
@@ -162,9 +198,9 @@ class _ScheduleSimulator:
     else:
       kind, seconds = "compute", self._calibration.compute * i.cycles / self._chip.clock
     if seconds:
-      source = self._program.sources.get(i.frame or 0, "")
-      again = "rematted_computation" in (i.op_name or "")
-      self.operations.append(Operation(kernel or i.name, kind, source, times, seconds * times, recomputed=again))
+      op_name, stack = self._program.origin(i)
+      label, source, again = operation_name(op_name, stack), source_lines(stack), RECOMPUTED in op_name
+      self.operations.append(Operation(kernel or i.name, label, kind, source, times, seconds * times, recomputed=again))
     return seconds
 
   def _transfer_seconds(self, i: Instruction) -> float:

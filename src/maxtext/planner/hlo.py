@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -175,13 +176,21 @@ class Computation:
     return {i.name: i for i in self.instructions}
 
 
+class Caller(NamedTuple):
+  """A function of this package that an operation was traced in: its file in the package, its name, the line."""
+
+  file: str
+  function: str  # with its class; of a function inside another, the outer one
+  line: int
+
+
 @dataclass(frozen=True)
 class CompiledProgram:
   """All computations of a compiled program."""
 
   computations: dict[str, Computation]
   entry: str
-  sources: dict[int, str]  # {stack frame of the traced program: its source line and its caller's}
+  stacks: dict[int, tuple[Caller, ...]]  # by index of the stack frame, innermost first
 
   @staticmethod
   def parse(text: str) -> "CompiledProgram":
@@ -203,7 +212,17 @@ class CompiledProgram:
           operand = next(i for i in current.instructions if i.name == instruction.operands[0])
           instruction = replace(instruction, sent=operand.type)
         current.instructions.append(instruction)
-    return CompiledProgram(computations, entry, _sources(text))
+    return CompiledProgram(computations, entry, _stacks(text))
+
+  def origin(self, i: Instruction) -> tuple[str, tuple[Caller, ...]]:
+    """The name of an operation in the traced program, and where it was traced.
+
+    A fusion that the compiler gave neither has those of the first instruction inside it that has them.
+    """
+    fused = called_computations(i) if i.opcode == "fusion" else ()
+    inside = (j for target in fused for j in self.computations[target].instructions)
+    known = next((j for j in (i, *inside) if j.op_name and j.frame in self.stacks), i)
+    return known.op_name or "", self.stacks.get(known.frame or 0, ())
 
   def walk(self, name: str | None = None, times: int = 1) -> Iterator[tuple[Instruction, int]]:
     """Yields every scheduled instruction with how often it runs; a fusion is one instruction."""
@@ -274,11 +293,7 @@ def called_computations(instruction: Instruction) -> list[str]:
   return _CALLED.findall(instruction.rest)
 
 
-# Every matmul passes through these files, so they say nothing about where it comes from.
-_PASSED_THROUGH = ("layers/matmul.py", "layers/matmul_call.py", "kernels/attention_matmuls.py")
-
-
-def _sources(text: str) -> dict[int, str]:
+def _stacks(text: str) -> dict[int, tuple["Caller", ...]]:
   """Parses the tables at the start of the text, which map stack frames to source lines."""
   tables: dict[str, dict[int, str]] = {}
   rows: dict[int, str] = {}
@@ -289,25 +304,21 @@ def _sources(text: str) -> dict[int, str]:
       rows = tables.setdefault(line, {})
     elif found := _TABLE_ROW.match(line):
       rows[int(found[1])] = found[2] or found[3]
-  locations: dict[int, tuple[str, str]] = {}
+  locations: dict[int, Caller] = {}
   for i, row in tables.get("FileLocations", {}).items():
     entry = dict(re.findall(r"(\w+)=(\d+)", row))
-    name = tables["FileNames"][int(entry["file_name_id"])]
-    locations[i] = name, entry["line"]
+    _, package, short = tables["FileNames"][int(entry["file_name_id"])].rpartition("/maxtext/")
+    function = tables["FunctionNames"].get(int(entry.get("function_name_id", 0)), "")
+    locations[i] = Caller(short if package else "", function.split(".<locals>")[0], int(entry["line"]))
   frames = {i: dict(re.findall(r"(\w+)=(\d+)", row)) for i, row in tables.get("StackFrames", {}).items()}
 
-  def package_lines(i: int) -> list[tuple[str, str]]:
-    """Source lines in this package from the innermost frame outwards, one per file."""
-    entry = frames[i]
-    name, line = locations[int(entry["file_location_id"])]
-    parent = int(entry.get("parent_frame_id", 1)) - 1  # stored plus one; 0 means no parent
-    callers = package_lines(parent) if parent in frames else []
-    _, package, short = name.rpartition("/maxtext/")
-    if not package or (short in _PASSED_THROUGH and callers):
-      return callers
-    return [(short, line), *(c for c in callers if c[0] != short)]
+  def stack(i: int) -> tuple[Caller, ...]:
+    caller = locations[int(frames[i]["file_location_id"])]
+    parent = int(frames[i].get("parent_frame_id", 1)) - 1  # stored plus one; 0 means no parent
+    callers = stack(parent) if parent in frames else ()
+    return (caller, *callers) if caller.file else callers
 
-  return {i: " < ".join(f"{name}:{line}" for name, line in package_lines(i)[:2]) for i in frames}
+  return {i: stack(i) for i in frames}
 
 
 def _instruction(line: str) -> Instruction | None:

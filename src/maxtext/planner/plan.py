@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ from maxtext.layers.execution import ExecutionConfig
 from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 from maxtext.mesh.topology import Topology
 from maxtext.models.flops import train_flops_per_token
+from maxtext.planner.advice import advice
 from maxtext.planner.calibration import CALIBRATION
 from maxtext.planner.compile import program_for
 from maxtext.planner.compiled_step import CompiledStep, compiled_step
-from maxtext.planner.cost_model import forward_costs, saved_bytes
+from maxtext.planner.cost_model import forward_costs, policy_that_fits, saved_bytes
 from maxtext.planner.estimate import Estimate, Operation, estimate
 from maxtext.planner.hlo import CompiledProgram
+from maxtext.planner.torus import TorusSide, torus_sides
 from maxtext.training.program import Program
 from maxtext.training.state import bytes_per_device
 
@@ -56,6 +58,8 @@ class Plan:
   compile_seconds: float
   estimate: Estimate | None
   compiled: bool = True
+  torus: Sequence[TorusSide] = ()
+  policy: tuple[str, int] | None = None  # a remat_policy that saves more and fits, and the bytes it saves beside
 
   @property
   def fits(self) -> bool:
@@ -86,8 +90,12 @@ class Plan:
     return dict(found.most_common())
 
   def most_expensive(self, count: int = 10) -> list[Operation]:
-    """The most expensive operations, merged by source line."""
+    """The most expensive operations, merged by label."""
     return _merge_operations(self.estimate.operations if self.estimate else ())[:count]
+
+  def advice(self) -> list[str]:
+    """What would make the step faster, by the plan's numbers: at most three sentences."""
+    return advice(self)
 
   def as_json(self) -> dict[str, Any]:
     """The whole plan as JSON values."""
@@ -116,6 +124,7 @@ class Plan:
         {"kind": kind, "axes": list(axes), "bytes": moved} for (kind, axes), moved in self.collectives().items()
       ],
       "most_expensive": [asdict(o) for o in self.most_expensive()],
+      "advice": self.advice(),
       "compile_seconds": self.compile_seconds,
     }
 
@@ -138,19 +147,23 @@ def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = N
   step = compiled_step(program, topology, cache) if topology.compiles else None
   rows, length = program.batch.inputs.shape
   chips = mesh.size // chip.devices
+  memory = _memory(program, topology, step.peak, step.temporaries) if step else _memory_lower_bound(program, topology)
+  found = _estimate(program, topology, step) if step else None
   return Plan(
     config_name or config.model_name,
     config.compile_topology,
     chips,
     {axis: size for axis, size in mesh.shape.items() if size > 1},
     rows * length,
-    _memory(program, topology, step.peak, step.temporaries) if step else _memory_lower_bound(program, topology),
+    memory,
     program.state_bytes,
     train_flops_per_token(program.model, length) * rows * length / chips,
     chip.flops,
     step.seconds if step else 0.0,
-    _estimate(program, topology, step) if step else None,
+    found,
     topology.compiles,
+    torus_sides(mesh, topology) if topology.compiles else (),
+    policy_that_fits(program, memory.there - memory.peak) if found else None,
   )
 
 
@@ -207,12 +220,17 @@ def _memory(program: Program, topology: Topology, peak: int, temporaries: int) -
 
 
 def _merge_operations(operations: Sequence[Operation]) -> list[Operation]:
-  merged: dict[tuple[str, str, bool], Operation] = {}
+  """Sums operations that have the same label; the source is that of the most expensive."""
+  merged: dict[tuple[str, str], list[Operation]] = {}
   for o in operations:
-    name = "compute" if o.kind == "compute" else o.name
-    old = merged.get((name, o.source, o.recomputed))
-    seconds, moved = (old.seconds, old.bytes) if old else (0.0, 0)
-    merged[name, o.source, o.recomputed] = Operation(
-      name, o.kind, o.source, o.times, seconds + o.seconds, moved + o.bytes, o.axes, o.recomputed
+    merged.setdefault(("" if o.kind == "compute" else o.name, o.label), []).append(o)
+  sums = (
+    replace(
+      max(same, key=lambda o: o.seconds),
+      name="compute" if same[0].kind == "compute" else same[0].name,
+      seconds=sum(o.seconds for o in same),
+      bytes=sum(o.bytes for o in same),
     )
-  return sorted(merged.values(), key=lambda o: -o.seconds)
+    for same in merged.values()
+  )
+  return sorted(sums, key=lambda o: -o.seconds)

@@ -75,9 +75,13 @@ def _time(plan: Plan) -> list[str]:
   for (kind, axes), moved in plan.collectives().items():
     lines.append(f"  {moved / 1e9:9.2f} GB  {kind} over {', '.join(axes) or 'all'}")
   lines.append("most expensive")
-  for o in plan.most_expensive():
-    again = " (again, for the backward pass)" if o.recomputed else ""
-    lines.append(f"  {o.seconds * scale:7.3f} {unit}  {o.seconds / e.seconds:5.1%}  {o.name}{again}  {o.source}")
+  operations = plan.most_expensive()
+  label, name = (max((len(getattr(o, field)) for o in operations), default=0) for field in ("label", "name"))
+  for o in operations:
+    share = f"{o.seconds * scale:7.3f} {unit}  {o.seconds / e.seconds:5.1%}"
+    lines.append(f"  {share}  {o.label:{label}}  {o.name:{name}}  {o.source}".rstrip())
+  if advice := plan.advice():
+    lines += ["advice       by these numbers; --search tries such changes", *(f"  {sentence}" for sentence in advice)]
   return lines
 
 
