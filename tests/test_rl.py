@@ -292,6 +292,29 @@ class StopAt(maxtext.Callback):
     return True
 
 
+def test_rollouts_that_lag_are_the_same_in_a_thread_and_after_a_restart(run):
+  changes = {"num_batches": 5, "off_policy_steps": 2, "enable_checkpointing": True, "checkpoint_period": 1,
+             "async_checkpointing": False}  # fmt: skip
+  inline, expected = run(**changes, run_name="inline")
+  assert [step["rollout_version"] for step in inline] == [0, 0, 0, 1, 2]
+  assert inline[0]["off_policy_max"] < 1e-5 < inline[1]["off_policy_max"]
+  assert "mismatch_max" not in inline[0]
+  begun, _ = run(**changes, use_agentic_rollout=True, run_name="thread", callbacks=[StopAt(2)])
+  resumed, state = run(**changes, use_agentic_rollout=True, run_name="thread")
+  for name in ("loss", "grad_norm", "reward", "rollout_version"):
+    assert [step[name] for step in begun + resumed] == [step[name] for step in inline], name
+  for path, array in expected.params.items():
+    np.testing.assert_array_equal(np.asarray(state.params[path]), np.asarray(array), err_msg=path)
+
+
+def test_a_thread_on_policy_changes_no_bit(run):
+  plain, expected = run(num_batches=3, run_name="plain")
+  thread, state = run(num_batches=3, run_name="thread", use_agentic_rollout=True)
+  assert [step["loss"] for step in thread] == [step["loss"] for step in plain]
+  for path, array in expected.params.items():
+    np.testing.assert_array_equal(np.asarray(state.params[path]), np.asarray(array), err_msg=path)
+
+
 def test_micro_batches_are_the_whole_batch(run):
   whole, _ = run(num_batches=1, run_name="whole", rl_aggregation="token")
   parts, _ = run(num_batches=1, run_name="parts", rl_aggregation="token", train_micro_batch_size=40)
@@ -319,7 +342,8 @@ def test_a_mismatch_ends_the_run(run):
     ({"train_micro_batch_size": 3}, "must divide the 80 answers"),
     ({"decode_sampling_strategy": "greedy"}, "the same text"),
     ({"eval_sampling_strategy": "hot"}, "is not in generation_configs"),
-    ({"off_policy_steps": 1}, "off_policy_steps=1 is not supported"),
+    ({"off_policy_steps": -1}, "off_policy_steps=-1 must be at least 0"),
+    ({"max_concurrency": 4}, "max_concurrency=4 is not supported"),
     ({"use_sft": True}, "it is a method of its own"),
     ({"rl": {"num_generations": 4}}, "contradicts num_generations=8"),
   ],

@@ -58,8 +58,11 @@ def _preference(c: MaxTextConfig) -> str | None:
 def _reinforcement(c: MaxTextConfig) -> str | None:
   if not c.use_grpo:
     return None
-  for key, least in {"num_generations": 2, "num_iterations": 1, "batch_size": 1, "num_batches": 1, "num_eval_passes": 1,
-                     "num_test_batches": 0, "test_batch_start_index": 0, "math_verify_timeout": 1}.items():  # fmt: skip
+  least_values = {
+    "num_generations": 2, "num_iterations": 1, "batch_size": 1, "num_batches": 1, "num_eval_passes": 1,
+    "num_test_batches": 0, "off_policy_steps": 0, "test_batch_start_index": 0, "math_verify_timeout": 1,
+  }  # fmt: skip
+  for key, least in least_values.items():
     if getattr(c, key) < least:
       return f"{key}={getattr(c, key)} must be at least {least}."
   for key in ("grpo_beta", "grpo_epsilon", "epsilon_high"):

@@ -977,6 +977,10 @@ class ConfigKeys(TypedDict, total=False):
   """Image side in pixels, or [height, width], into the vision encoder. Not supported yet: models take text only for
   now. Default: 896."""
 
+  importance_sampling_cap: float
+  """Largest weight by which tokens of an older policy are corrected (truncated importance sampling); 0 corrects
+  none. Default: 2.0."""
+
   indexer_head_dim: int
   """Width of each indexer head. Default: 128."""
 
@@ -1183,8 +1187,8 @@ class ConfigKeys(TypedDict, total=False):
   that is not implemented yet. Default: False."""
 
   max_concurrency: int
-  """Most rollouts in flight at once (use_agentic_rollout). Not supported yet: rollouts are on policy, and the engine
-  uses the trainer's own arrays. Default: 256."""
+  """Most rollouts in flight at once (use_agentic_rollout). Not supported yet: the engine shares the trainer's
+  devices, and rollout_micro_batch_size says how many prompts are answered at once. Default: 256."""
 
   max_corpus_chars: int
   """Most characters of text read when a tokenizer is trained. Default: 10000000."""
@@ -1458,8 +1462,7 @@ class ConfigKeys(TypedDict, total=False):
   """Pieces in which logits are computed, to save memory. Default: 1."""
 
   off_policy_steps: int
-  """Steps by which rollouts may lag the policy; 0 is on-policy. Not supported yet: rollouts are on policy, and the
-  engine uses the trainer's own arrays. Default: 0."""
+  """Steps by which rollouts may lag the policy; 0 is on-policy. Default: 0."""
 
   offline_data_dir: str | None
   """Folder of saved teacher outputs, read instead of other data; None runs the teacher. Default: None."""
@@ -1746,8 +1749,8 @@ class ConfigKeys(TypedDict, total=False):
   of dimensions, and the compiler chooses their memory layout. Default: False."""
 
   reshard_chunk_size: int | None
-  """Arrays moved at once from trainer to sampler; None moves all together. Not supported yet: rollouts are on
-  policy, and the engine uses the trainer's own arrays. Default: None."""
+  """Arrays moved at once from trainer to sampler; None moves all together. Not supported yet: the engine shares the
+  trainer's devices, and rollout_micro_batch_size says how many prompts are answered at once. Default: None."""
 
   return_log_prob: bool
   """True returns the log probability of each token with the output. Default: False."""
@@ -2119,8 +2122,7 @@ class ConfigKeys(TypedDict, total=False):
   """True splits expert weights on both widths, over fsdp and fsdp_transpose. Default: False."""
 
   use_agentic_rollout: bool
-  """True generates rollouts asynchronously, by the agent loop. Not supported yet: rollouts are on policy, and the
-  engine uses the trainer's own arrays. Default: False."""
+  """True generates rollouts asynchronously, by the agent loop. Default: False."""
 
   use_audio: bool
   """True adds the audio encoder to the model and its inputs. Not supported yet: models take text only for now.

@@ -109,11 +109,11 @@ def _section(*sections: type[Section], but: Iterable[str] = ()) -> tuple[str, ..
   return tuple(key for section in sections for key in section.model_fields if key not in tuple(but))
 
 
-_ASYNCHRONOUS = ("use_agentic_rollout", "off_policy_steps", "reshard_chunk_size", "max_concurrency")
+_OTHER_DEVICES = ("reshard_chunk_size", "max_concurrency")
 _ANSWER_LISTS = ("math_verify_num_procs", "eval_corr_lst", "eval_make_lst")
 _RL = (
   *_section(t.RL, t.RLMethod, t.RLDataset, t.RLEvaluation, t.Reward, t.SpecialTokens,
-            but=(*_ASYNCHRONOUS, *_ANSWER_LISTS)),
+            but=(*_OTHER_DEVICES, *_ANSWER_LISTS)),
   "stop_strings",
 )  # fmt: skip
 
@@ -775,6 +775,14 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_unset("use_grpo"),
   ),
   NoEffectOption(
+    ("importance_sampling_cap",), "it has no effect with off_policy_steps=0, where rollouts are on policy",
+    unless=is_set("off_policy_steps"),
+  ),
+  NoEffectOption(
+    ("mismatch_limit",), "it has no effect with off_policy_steps, where the trainer is not the policy that answered",
+    unless=is_unset("off_policy_steps"),
+  ),
+  NoEffectOption(
     ("overlong_penalty",), "it has no effect without overlong_buffer", unless=is_set("overlong_buffer")
   ),
   NoEffectOption(
@@ -799,8 +807,8 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     "the engine and the trainer share all devices: write 1.0 for both", allowed_values=(1.0,),
   ),
   UnsupportedOption(
-    _ASYNCHRONOUS,
-    "rollouts are on policy, and the engine uses the trainer's own arrays", allowed_values=(False,),
+    _OTHER_DEVICES,
+    "the engine shares the trainer's devices, and rollout_micro_batch_size says how many prompts are answered at once",
   ),
   UnsupportedOption(
     _section(t.RLHardware, but=("trainer_devices_fraction", "sampler_devices_fraction")),

@@ -12,8 +12,9 @@ from maxtext.configs import MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.data.batch import IteratorState
 from maxtext.inference.sampling import SamplingParams
+from maxtext.rl.answers import AnswerGroup, rollout_sampling
 from maxtext.rl.rewards import extract_answer
-from maxtext.rl.rollouts import AnswerGroup, RolloutSource
+from maxtext.rl.rollouts import RolloutSource
 from maxtext.rl.tasks import Task
 from maxtext.status_line import show_phase
 from maxtext.training.callbacks.base import Callback
@@ -38,14 +39,14 @@ class RolloutFigures(Callback):
     return False
 
   def on_step(self, step: int, metrics: dict[str, float]) -> None:
-    if self._limit and metrics["mismatch_max"] > self._limit:
+    if self._limit and metrics.get("mismatch_max", 0.0) > self._limit:
       raise RunError(
         f"the log-probability of a token differs by {metrics['mismatch_max']:.3g} between engine and trainer at step "
         f"{step}, more than mismatch_limit={self._limit:g}."
       )
 
   def close(self) -> None:
-    self._source.rewards.close()
+    self._source.close()
 
 
 class EvaluatePolicy(Callback):
@@ -74,12 +75,13 @@ class EvaluatePolicy(Callback):
     """The share of tasks that are solved by `eval_mode`, and the mean reward, of the current policy."""
     c = self._source.config
     given = SamplingParams(**c.generation_configs[c.eval_sampling_strategy])
-    own = self._source.sampling_params
+    own = rollout_sampling(c, self._source.tokenizer)
     sampling = replace(given, stop_token_ids=own.stop_token_ids, stop=own.stop, logprobs=0)
     groups: list[AnswerGroup] = []
     size = c.batch_size * c.num_generations
     for i in range(0, len(self._tasks), size):
-      groups += self._source.answer(self._tasks[i : i + size], c.num_eval_passes, (c.init_weights_seed, i), sampling)
+      tasks, seed = self._tasks[i : i + size], (c.init_weights_seed, i)
+      groups += self._source.answerer.ask(self._source.policy, tasks, c.num_eval_passes, seed, sampling)
     solved = [is_solved(c, self._source, group) for group in groups]
     return {"pass_rate": float(np.mean(solved)), "reward": float(np.mean([group.rewards for group in groups]))}
 

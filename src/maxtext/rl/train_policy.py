@@ -8,6 +8,7 @@ import optax
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.inference.inference_model import load_run_tokenizer
+from maxtext.rl.answers import rollout_sampling
 from maxtext.rl.callbacks import EvaluatePolicy, RolloutFigures
 from maxtext.rl.rewards import Rewards
 from maxtext.rl.rollouts import RolloutSource
@@ -38,7 +39,7 @@ def train_policy(
   try:
     return run.train(
       config,
-      objective=PolicyOptimization.of(config, source.sampling_params.temperature),
+      objective=PolicyOptimization.of(config, rollout_sampling(config, source.tokenizer).temperature),
       optimizer=optimizer,
       data=source,
       callbacks=[figures, *evaluate, *callbacks],
@@ -46,7 +47,7 @@ def train_policy(
       config_name=config_name,
     )
   finally:
-    source.rewards.close()
+    source.close()
 
 
 def policy_config(config: MaxTextConfig, devices: int) -> MaxTextConfig:
@@ -92,7 +93,7 @@ def _source(config: MaxTextConfig) -> tuple[RolloutSource, list[Task]]:
 def dry_run_policy(config: MaxTextConfig, *, config_name: str = "") -> list[str]:
   """The checks of a run, of its tasks and reward functions too; see `maxtext.training.run.dry_run`."""
   source, _ = _source(config)
-  source.rewards.close()
+  source.close()
   config = policy_config(config, jax.device_count())
-  objective = PolicyOptimization.of(config, source.sampling_params.temperature)
+  objective = PolicyOptimization.of(config, rollout_sampling(config, source.tokenizer).temperature)
   return run.dry_run(config, objective=objective, data=source, config_name=config_name)

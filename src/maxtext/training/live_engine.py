@@ -1,5 +1,6 @@
 """An engine that generates with the arrays of the train state, not with copies: for samples and for rollouts."""
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,7 @@ class LiveEngine:
     devices = self._model.execution.sharding.mesh.size
     self._slots, self._lengths = -(-slots // devices) * devices, (max_model_len, max_prompt_len)
     self._llm: LLM | None = None
+    self._lock = threading.Lock()
 
   def generate(
     self,
@@ -55,11 +57,12 @@ class LiveEngine:
     prompts: Sequence[Sequence[int]],
     sampling_params: "SamplingParams | Sequence[SamplingParams]",
   ) -> "list[RequestOutput]":
-    """Outputs with these parameters and buffers, which no step may take over meanwhile."""
-    if self._llm is None:
-      self._llm = self._make(params)
-    self._llm.engine.update_params(params, version)  # the train step has donated those that the engine had
-    return self._llm.generate([list(prompt) for prompt in prompts], sampling_params)
+    """Outputs with these parameters and buffers, which no step may take over meanwhile. Other threads wait."""
+    with self._lock:
+      if self._llm is None:
+        self._llm = self._make(params)
+      self._llm.engine.update_params(params, version)  # the train step has donated those that the engine had
+      return self._llm.generate([list(prompt) for prompt in prompts], sampling_params)
 
   def _make(self, params: Params) -> "LLM":
     from maxtext.inference.engine import Engine

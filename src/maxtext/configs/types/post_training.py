@@ -219,6 +219,12 @@ class RLMethod(Section):
   overlong_penalty: float = Field(
     1.0, ge=0, le=1e9, description="Subtracted from the reward of an answer of full length, with overlong_buffer."
   )
+  importance_sampling_cap: float = Field(
+    2.0,
+    ge=0,
+    description="Largest weight by which tokens of an older policy are corrected (truncated importance sampling); 0 "
+    "corrects none.",
+  )
   mismatch_limit: float = Field(
     0.0,
     ge=0,

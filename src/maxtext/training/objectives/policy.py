@@ -51,17 +51,19 @@ class PolicyOptimization(Objective):
     temperature: at which answers were sampled; the policy that is trained has it too.
     several_updates: the data brings the log-probabilities of the policy before the first update; otherwise they are
       the current ones, and ratios are exactly 1.
-    importance_cap: largest weight by which tokens are corrected for a sampler that lags behind; 0 corrects nothing.
+    is_off_policy: answers were written by an older policy.
+    importance_cap: largest weight by which such tokens are corrected; 0 corrects nothing.
     tiles: parts in which the logits are computed.
   """
 
   parameters: PolicyLossParameters = DEFAULT_PARAMETERS
   temperature: float = 1.0
   several_updates: bool = False
+  is_off_policy: bool = False
   importance_cap: float = 0.0
   tiles: int = 1
 
-  maxima: ClassVar[frozenset[str]] = frozenset({"mismatch_max", "ratio_deviation"})
+  maxima: ClassVar[frozenset[str]] = frozenset({"mismatch_max", "off_policy_max", "ratio_deviation"})
 
   @staticmethod
   def of(config: MaxTextConfig, temperature: float) -> "PolicyOptimization":
@@ -70,7 +72,8 @@ class PolicyOptimization(Objective):
     high = c.grpo_epsilon if c.epsilon_high is None else c.epsilon_high
     sequence = c.loss_algo == "gspo-token"
     parameters = PolicyLossParameters(c.grpo_epsilon, high, c.grpo_beta, sequence, c.rl_clipping)
-    return PolicyOptimization(parameters, temperature, c.num_iterations > 1, 0.0, c.num_vocab_tiling)
+    lags, cap = c.off_policy_steps > 0, c.importance_sampling_cap
+    return PolicyOptimization(parameters, temperature, c.num_iterations > 1, lags, cap, c.num_vocab_tiling)
 
   @property
   def frozen(self) -> Mapping[str, FrozenModel]:
@@ -91,7 +94,7 @@ class PolicyOptimization(Objective):
     losses = CLIPPING[p.clipping](ratio, batch.extra[ADVANTAGES], policy.tempered, p)
     sampled, current = batch.extra[SAMPLED], jax.lax.stop_gradient(policy.plain)
     figures = {"entropy": policy.entropy, "ratio_clipped": _is_clipped(ratio, batch.extra[ADVANTAGES], p)}
-    if self.importance_cap:
+    if self.is_off_policy and self.importance_cap:
       weight = jnp.exp(current - sampled)
       losses *= jnp.minimum(weight, self.importance_cap)
       figures |= {"importance_truncated": (weight > self.importance_cap).astype(jnp.float32)}
@@ -100,13 +103,13 @@ class PolicyOptimization(Objective):
       kl = kl_divergence(policy.tempered, jax.lax.stop_gradient(reference.tempered))
       losses += p.beta * kl
       figures["kl"] = kl
-    mismatch = jnp.abs(current - sampled)
-    figures |= {"mismatch": mismatch, "mismatch_kl": kl_divergence(sampled, current)}
+    what, difference = "off_policy" if self.is_off_policy else "mismatch", jnp.abs(current - sampled)
+    figures |= {what: difference, f"{what}_kl": kl_divergence(sampled, current)}
     auxiliary_loss, metrics = collect_auxiliary(auxiliary)
     loss = (losses * mask * batch.extra[SHARES]).sum() + auxiliary_loss * rows
     tokens = jnp.maximum(mask.sum(-1), 1.0)
     means = {name: ((value * mask).sum(-1) / tokens).sum() for name, value in figures.items()}
-    extremes = {"mismatch_max": (mismatch * mask).max(), "ratio_deviation": (jnp.abs(ratio - 1.0) * mask).max()}
+    extremes = {f"{what}_max": (difference * mask).max(), "ratio_deviation": (jnp.abs(ratio - 1.0) * mask).max()}
     return loss, {name: mean * rows for name, mean in metrics.items()} | means | jax.lax.stop_gradient(extremes)
 
   def weight(self, batch: Batch) -> jax.Array:

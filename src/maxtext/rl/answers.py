@@ -1,0 +1,88 @@
+"""Answers of a policy to tasks, with their rewards.
+
+Tokens are never decoded and encoded again: those that the engine wrote are those that train.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.data.tokenizers import TextTokenizer
+from maxtext.inference.inference_model import default_stop_token_ids
+from maxtext.inference.llm import RequestOutput
+from maxtext.inference.sampling import SamplingParams
+from maxtext.models.model import Params
+from maxtext.rl.advantages import overlong_penalties
+from maxtext.rl.rewards import Rewards
+from maxtext.rl.tasks import Task
+from maxtext.training.live_engine import LiveEngine, engine_problem
+from maxtext.training.program import Program
+
+
+class Policy(NamedTuple):
+  """Parameters and buffers, and their version: finished updates."""
+
+  params: Params
+  version: int
+
+
+@dataclass(frozen=True)
+class AnswerGroup:
+  """The answers to one task, with their rewards by function and in all."""
+
+  task: Task
+  answers: Sequence[RequestOutput]
+  parts: Mapping[str, np.ndarray]
+  rewards: np.ndarray
+
+  @property
+  def lengths(self) -> np.ndarray:
+    """Tokens of each answer."""
+    return np.array([len(answer.token_ids) for answer in self.answers])
+
+
+def rollout_sampling(config: MaxTextConfig, tokenizer: TextTokenizer) -> SamplingParams:
+  """How rollouts are sampled, but for their seeds."""
+  stops, stop_token_ids = tuple(config.stop_strings or ()), default_stop_token_ids(tokenizer)
+  return replace(SamplingParams.of(config), stop_token_ids=stop_token_ids, stop=stops, logprobs=0)
+
+
+class Answerer:
+  """Asks policies, with the engine on the trainer's model. Nothing is compiled before the first question.
+
+  Raises:
+    ConfigError: the engine cannot run this model on this mesh.
+  """
+
+  def __init__(self, config: MaxTextConfig, program: Program, tokenizer: TextTokenizer, rewards: Rewards) -> None:
+    if problem := engine_problem(program):
+      raise ConfigError(f"use_grpo=true: rollouts cannot be generated here: {problem}")
+    c = config
+    prompts = c.batch_size if c.rollout_micro_batch_size == -1 else c.rollout_micro_batch_size
+    sampling, longest = rollout_sampling(config, tokenizer), c.max_prefill_predict_length
+    self._config, self._rewards = config, rewards
+    self._engine = LiveEngine(
+      program, tokenizer, sampling, prompts * c.num_generations, c.max_target_length, longest, multi_sampling=True
+    )
+
+  def ask(
+    self, policy: Policy, tasks: Sequence[Task], count: int, seed: tuple[int, ...], sampling_params: SamplingParams
+  ) -> list[AnswerGroup]:
+    """`count` answers to each task; which ones is a function of the policy, the tasks and the seed."""
+    asked = [task for task in tasks for _ in range(count)]
+    seeds = np.random.SeedSequence(seed).generate_state(len(asked)) >> 1
+    each = [replace(sampling_params, seed=int(seed)) for seed in seeds]
+    outputs = self._engine.generate(policy.params, policy.version, [task.tokens for task in asked], each)
+    texts = [output.text for output in outputs]
+    parts = self._rewards([task.prompt for task in asked], texts, [task.answer for task in asked])
+    c, lengths = self._config, np.array([len(output.token_ids) for output in outputs])
+    longest = np.array([c.max_target_length - len(task.tokens) for task in asked])
+    total = self._rewards.total(parts) - overlong_penalties(lengths, longest, c.overlong_buffer, c.overlong_penalty)
+    places = [slice(i * count, (i + 1) * count) for i in range(len(tasks))]
+    return [
+      AnswerGroup(task, outputs[own], {name: part[own] for name, part in parts.items()}, total[own])
+      for task, own in zip(tasks, places, strict=True)
+    ]

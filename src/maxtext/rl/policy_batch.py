@@ -1,0 +1,56 @@
+"""Groups of answers as the arrays of a batch: one answer a row, after its prompt."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from maxtext.configs import MaxTextConfig
+from maxtext.data.batch import Batch
+from maxtext.rl.advantages import ADVANTAGES as ADVANTAGE_FUNCTIONS
+from maxtext.rl.advantages import SHARES as SHARE_FUNCTIONS
+from maxtext.rl.advantages import is_degenerate
+from maxtext.rl.answers import AnswerGroup
+from maxtext.training.objectives.policy import ADVANTAGES, SAMPLED, SHARES
+
+Arrays = dict[str, np.ndarray]
+_TOKENS = ("inputs", "targets", "positions", "segments", "weights")
+
+
+def policy_arrays(config: MaxTextConfig, groups: Sequence[AnswerGroup], advantages: np.ndarray) -> Arrays:
+  """The arrays of a batch, padded to `max_target_length`."""
+  shares = _shares(config, groups)
+  shape = shares.size, config.max_target_length
+  arrays: Arrays = {name: np.zeros(shape, np.int32) for name in _TOKENS}
+  arrays |= {name: np.zeros(shape, np.float32) for name in ("weights", ADVANTAGES, SHARES, SAMPLED)}
+  answers = ((group.task, answer) for group in groups for answer in group.answers)
+  for row, ((task, answer), advantage, share) in enumerate(zip(answers, advantages.flat, shares.flat, strict=True)):
+    tokens = np.array([*task.tokens, *answer.token_ids], np.int32)
+    used, own = len(tokens) - 1, slice(len(task.tokens) - 1, len(tokens) - 1)
+    arrays["inputs"][row, :used], arrays["targets"][row, :used] = tokens[:-1], tokens[1:]
+    arrays["positions"][row, :used], arrays["segments"][row, :used] = np.arange(used), 1
+    arrays["weights"][row, own], arrays[ADVANTAGES][row, own], arrays[SHARES][row, own] = 1.0, advantage, share
+    arrays[SAMPLED][row, own] = answer.logprobs
+  return arrays
+
+
+def policy_advantages(config: MaxTextConfig, groups: Sequence[AnswerGroup]) -> np.ndarray:
+  """The advantage of each answer [groups, answers]."""
+  return ADVANTAGE_FUNCTIONS[config.rl_advantage](np.array([group.rewards for group in groups]))
+
+
+def as_batch(arrays: Arrays) -> Batch:
+  """Arrays by name as a batch of the objective."""
+  tokens = {name: arrays[name] for name in _TOKENS}
+  return Batch(**tokens, extra={name: a for name, a in arrays.items() if name not in tokens})
+
+
+def _shares(config: MaxTextConfig, groups: Sequence[AnswerGroup]) -> np.ndarray:
+  """The share of every token of an answer in the loss, times the number of answers."""
+  lengths = np.array([group.lengths for group in groups])
+  useless = is_degenerate(np.array([group.rewards for group in groups])) & config.degenerate_group_masking
+  shares = np.zeros(lengths.shape)
+  if not useless.all():
+    longest = config.max_target_length - min(len(group.task.tokens) for group in groups)
+    own = SHARE_FUNCTIONS[config.rl_aggregation](lengths[~useless].ravel(), longest)
+    shares[~useless] = own.reshape(-1, lengths.shape[1])
+  return shares * shares.size
