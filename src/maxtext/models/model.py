@@ -171,7 +171,7 @@ class Model:
 
   def struct(self, name: str) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of a parameter or buffer."""
-    return self.params.get(name) or self.buffers.get(name) or self.statistics[name]
+    return next(part for part in (self.params, self.buffers, self.statistics) if name in part)[name]
 
 
 def _values(state: Any) -> Params:

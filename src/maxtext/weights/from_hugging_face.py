@@ -129,6 +129,8 @@ class HuggingFaceWeights:
     found = source.codes() if isinstance(source, _IN_FEW_BITS) else None
     if found is None or (found.rounding.format, found.rounding.block) != (rounding.format, rounding.block):
       return None
+    if layout.weight.table:
+      return replace(found, values=found.values.T, scales=found.scales.reshape(len(found.values), -1).T)
     values, scales = (
       layout.with_rows(array.shape[-1]).split(array if layout.weight.transposed else array.swapaxes(-1, -2))[number]
       for array in (found.values, found.scales)

@@ -149,7 +149,7 @@ def _by_gptq(config: MaxTextConfig, pieces: RoundedPieces, calibration: Path) ->
   usual = {key: default_of(key) for key in (*WeightsAtRest.model_fields, "quantization", "ragged_buffer_factor")}
   every_token = {"sparse_matmul": True, "use_random_routing": False}  # reaches its experts, as in a server
   plain = config.model_copy(update=usual | every_token)
-  rounded = [path for path, arrays in pieces.stored.items() if len(arrays) > 1]
+  rounded = [path for path, arrays in pieces.stored.items() if len(arrays) > 1 and path.endswith("/weight")]
   return GptqWeights(plain, pieces.source, plain_model(pieces.model), rounded, calibration_tokens(plain, calibration))
 
 

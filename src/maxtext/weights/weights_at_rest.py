@@ -149,11 +149,15 @@ class RoundedPieces:
     format_ = self.model.execution.weight_format
     assert isinstance(format_, QuantizedFormat)
     arrays: Mapping[str, Any]
+    stacked, contracted = self._plain.contracted[path]
+    table = contracted == 0  # stored as the weight of a head is, but row by row
     if (codes := self.source.codes(path, index, format_.rounding)) is not None:
       arrays = codes.arrays()
     else:
-      stacked, contracted = self._plain.contracted[path]
-      arrays = _encode_each(format_.rounding, stacked - len(index), contracted, self.source.piece(path, index))
+      piece = self.source.piece(path, index)
+      arrays = _encode_each(format_.rounding, stacked - len(index), contracted or 1, piece.T if table else piece)
+    if table:
+      arrays = {leaf: array.T for leaf, array in arrays.items()}
     found = {path + leaf.removeprefix("weight"): np.asarray(array) for leaf, array in arrays.items()}
     return {name: array.reshape(self.model.struct(name).shape[len(index) :]) for name, array in found.items()}
 
