@@ -264,6 +264,25 @@ def test_weights_are_the_same_however_they_come_to_be_at_rest(name, trained, tmp
   assert_equal(loaded(tmp_path / "hf", weight_format=name)[0], at_load)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_layers_that_are_loaded_one_by_one_are_those_of_the_stack(devices, trained, tmp_path):
+  maxtext.convert(trained, tmp_path / "hf")
+  format_ = {"weight_format": "int4", "weight_block_size": 8}
+  stacks = loaded(trained, **format_)[0]
+  for source in (trained, tmp_path / "hf"):
+    keys = {"dataset_type": "synthetic", "scan_layers": False, **format_} | (TENSOR if devices == 2 else {})
+    config = resolve_source(str(source), keys).config
+    model = build_model(config, make_mesh(config, jax.devices()[:devices]), serving=True)
+    found = load_params(config, model)
+    assert not found.keys() & model.unstacked
+    for name, stack in stacks.items():
+      layers = [found[f"{name}[{i}]"] for i in range(len(stack))] if name in model.unstacked else found[name]
+      np.testing.assert_array_equal(np.asarray(layers), np.asarray(stack), err_msg=name)
+    whole = "groups/0/layers/0/feed_forward/experts/gate/weight"
+    assert found[f"{whole}[0]"].sharding.num_devices == devices
+    assert (found[f"{whole}[0]"].sharding.is_fully_replicated) == (devices == 1)
+
+
 def logits(model, params):
   """Through one program, of a batch."""
   tokens, positions = jnp.arange(24).reshape(2, 12) * 5, jnp.tile(jnp.arange(12), (2, 1))

@@ -49,13 +49,16 @@ def convert_from_hugging_face(
   return write_pieces(array_storage(config), pieces, target, folder.fingerprint(), keys, progress, beside)
 
 
-def load_from_hugging_face(config: MaxTextConfig, model: Model, path: str) -> dict[str, jax.Array]:
-  """Every parameter on its devices; a process reads only the parts that its own devices hold."""
+def load_from_hugging_face(
+  config: MaxTextConfig, model: Model, path: str, unstacked: bool = False
+) -> dict[str, jax.Array]:
+  """Every parameter on its devices, which may come `unstacked` (`load_rounded`); a process reads only the parts that
+  its own devices hold."""
   plain = plain_model(model)
   weights = HuggingFaceWeights.of(config, plain, HuggingFaceFolder(path))
   if config.checkpoint_is_quantized and not any(isinstance(s, _IN_FEW_BITS) for s in weights.sources.values()):
     raise ConfigError(f"checkpoint_is_quantized=true, but {path} has plain weights: leave it out.")
-  return load_rounded(model, plain, weights)
+  return load_rounded(model, plain, weights, unstacked)
 
 
 def side_files(folder: HuggingFaceFolder) -> list[Path]:
