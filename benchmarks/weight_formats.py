@@ -4,10 +4,9 @@
   maxtext train stdlib-llama grain_train_files=data/stdlib run_name=formats steps=300
   python -m benchmarks.weight_formats runs/formats
 
-The loss is that of the evaluation set, which the folder that GPTQ writes does not keep. The difference is that of
-the log-probabilities of 5,120 tokens of the source of Python's `email` package from those of the plain model, as a root
-mean square: a loss may fall by chance. GPTQ is calibrated on `json` and `asyncio`. Tokens per second are those of eight
-prompts at once.
+The loss is that of the run's evaluation set. The difference is that of the log-probabilities of 5,120 tokens of the
+source of Python's `email` package from those of the plain model, as a root mean square: a loss may fall by chance. GPTQ
+is calibrated on `json` and `asyncio`. Tokens per second are those of eight prompts at once.
 """
 
 import argparse
@@ -65,8 +64,7 @@ def main() -> None:
       keys, run = FORMATS[name], args.run
       if "GPTQ" in name:
         run = str(quantize(args.run, Path(folder) / "gptq", calibration=text, **keys))
-      else:
-        result[f"{name}: loss"] = evaluate(run, **keys)["loss"]
+      result[f"{name}: loss"] = evaluate(run, **keys)["loss"]
       llm = LLM(run, per_device_batch_size=8, scan_layers=False, **keys)
       result |= {
         f"{name}: difference": float(np.sqrt(np.mean((log_probs(llm) - plain) ** 2))),

@@ -141,10 +141,11 @@ def loss(folder):
 
 @pytest.mark.slow
 def test_a_run_is_quantized_with_a_text(learnt, tmp_path):
+  """The embedding has no inputs: it is rounded to nearest."""
   text, keys = learnt / "text.txt", {"weight_format": "int4", "weight_block_size": 16}
-  maxtext.quantize(learnt / "run", tmp_path / "nearest", **keys)
+  maxtext.quantize(learnt / "run", tmp_path / "nearest", weight_format_targets=["layers/", "embedding", "head"], **keys)
   assert main(["quantize", str(learnt / "run"), str(tmp_path / "gptq"), "--format", "int4", "--block", "16",
-               "--gptq", str(text)]) == 0  # fmt: skip
+               "--embedding", "--gptq", str(text)]) == 0  # fmt: skip
   ours, plain = loaded(tmp_path / "gptq")[0], loaded(tmp_path / "nearest")[0]
   assert ours.keys() == plain.keys()
   differing = {name for name in ours if not np.array_equal(ours[name], plain[name])}

@@ -30,6 +30,7 @@ from maxtext.weights.weights_at_rest import load_rounded, plain_model
 from tests.support import TINY, program
 from tests.test_matmul_seam import stepped, values
 from tests.test_parity import CASES, RUN
+from tests.vocabularies import SENTENCES, hugging_face
 
 BLOCKS = {"int8": 0, "int4": 32, "fp8": 0, "nf4": 64, "mxfp4": 32, "nvfp4": 16}
 
@@ -261,6 +262,25 @@ def test_weights_are_the_same_however_they_come_to_be_at_rest(name, trained, tmp
   maxtext.quantize(tmp_path / "hf", tmp_path / "from_hf", weight_format=name)
   assert_equal(loaded(tmp_path / "from_hf")[0], at_load)
   assert_equal(loaded(tmp_path / "hf", weight_format=name)[0], at_load)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_layers_that_are_loaded_one_by_one_are_those_of_the_stack(devices, trained, tmp_path):
+  maxtext.convert(trained, tmp_path / "hf")
+  format_ = {"weight_format": "int4", "weight_block_size": 8}
+  stacks = loaded(trained, **format_)[0]
+  for source in (trained, tmp_path / "hf"):
+    keys = {"dataset_type": "synthetic", "scan_layers": False, **format_} | (TENSOR if devices == 2 else {})
+    config = resolve_source(str(source), keys).config
+    model = build_model(config, make_mesh(config, jax.devices()[:devices]), serving=True)
+    found = load_params(config, model)
+    assert not found.keys() & model.unstacked
+    for name, stack in stacks.items():
+      layers = [found[f"{name}[{i}]"] for i in range(len(stack))] if name in model.unstacked else found[name]
+      np.testing.assert_array_equal(np.asarray(layers), np.asarray(stack), err_msg=name)
+    whole = "groups/0/layers/0/feed_forward/experts/gate/weight"
+    assert found[f"{whole}[0]"].sharding.num_devices == devices
+    assert (found[f"{whole}[0]"].sharding.is_fully_replicated) == (devices == 1)
 
 
 def logits(model, params):
@@ -506,11 +526,43 @@ def test_magnitudes_are_those_of_weights_and_not_of_codes(dense, tmp_path):
 def test_weights_at_rest_are_evaluated(trained, tmp_path):
   """From the folder, or rounded as they are loaded; and the loss is not that of the plain weights."""
   maxtext.quantize(trained, tmp_path / "out", weight_format="int4", weight_block_size=16)
-  data = {"eval_steps": 2} | {key: RUN_KEYS[key] for key in ("per_device_batch_size", "dtype", "max_target_length")}
-  found = maxtext.evaluate(tmp_path / "out", **data)
-  at_load = maxtext.evaluate(trained, **data, weight_format="int4", weight_block_size=16)
-  assert found["loss"] == at_load["loss"]
-  assert abs(found["loss"] - maxtext.evaluate(trained, **data)["loss"]) > 1e-5
+  found = maxtext.evaluate(tmp_path / "out", eval_steps=2)
+  assert found == maxtext.evaluate(trained, eval_steps=2, weight_format="int4", weight_block_size=16)
+  whole = maxtext.evaluate(trained, eval_steps=2)
+  assert found["tokens"] == whole["tokens"]
+  assert abs(found["loss"] - whole["loss"]) > 1e-5
+
+
+@pytest.mark.nightly
+def test_a_folder_is_evaluated_on_the_data_of_its_run(tmp_path):
+  """With the run's own tokenizer, length, batch and text, none of which are named again; keys that are given
+  still win. A folder from Hugging Face knows of no data, and says so."""
+  hugging_face(tmp_path / "tokenizer")
+  words = ["tokenizer_type=huggingface", f"tokenizer_path={tmp_path / 'tokenizer'}", "vocab_size=300"]
+  texts = {"train": SENTENCES * 4, "eval": SENTENCES, "other": [sentence[::-1] for sentence in SENTENCES]}
+  for name, text in texts.items():
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "text.txt").write_text("\n\n".join(text))
+    prepare = ["data", "prepare", *words, "--from", str(tmp_path / name), "--to", str(tmp_path / f"{name}.data")]
+    assert main([*prepare, "--workers", "1"]) == 0
+  keys = RUN_KEYS | {
+    "vocab_size": 300, "dataset_type": "grain", "grain_train_files": str(tmp_path / "train.data"), "steps": 6,
+    "grain_eval_files": str(tmp_path / "eval.data"), "eval_interval": 6,
+    "tokenizer_type": "huggingface", "tokenizer_path": str(tmp_path / "tokenizer"), "num_epoch": 20,
+    "base_output_directory": str(tmp_path), "run_name": "run", "max_target_length": 24, "quantization": "int8",
+  }  # fmt: skip
+  maxtext.train(load_config(**keys))
+  assert main(["quantize", str(tmp_path / "run"), str(tmp_path / "out"), "--format", "int8"]) == 0
+  found, own = maxtext.evaluate(tmp_path / "out"), maxtext.evaluate(tmp_path / "run", quantization="")
+  assert found["tokens"] == own["tokens"] > 100
+  assert found["loss"] == pytest.approx(own["loss"], rel=0.01)
+  assert found["loss"] != own["loss"]
+  other = maxtext.evaluate(tmp_path / "out", grain_eval_files=str(tmp_path / "other.data"))
+  assert abs(other["loss"] - own["loss"]) > 0.1 * own["loss"], "other data has another loss"
+  maxtext.convert(tmp_path / "run", tmp_path / "hf", to="huggingface")
+  maxtext.quantize(tmp_path / "hf", tmp_path / "from_hf", weight_format="int8")
+  with pytest.raises(ConfigError, match="dataset"):
+    maxtext.evaluate(tmp_path / "from_hf", eval_steps=2)
 
 
 def test_an_interrupted_quantization_resumes(trained, tmp_path):

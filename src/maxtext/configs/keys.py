@@ -2324,8 +2324,8 @@ class ConfigKeys(TypedDict, total=False):
   training rounds to it (QAT). '' stores weight_dtype. Default: ''."""
 
   weight_format_targets: list[str] | tuple[str, ...]
-  """Patterns of paths of modules whose weights have weight_format, among linear layers, experts and head. Default:
-  ['layers/']."""
+  """Patterns of paths of modules whose weights have weight_format, among linear layers, experts and head. The
+  embedding has it where 'embedding' is one of them. Default: ['layers/']."""
 
   weight_quantization_calibration_method: str
   """How the range of weights is found, such as absmax, fixed or delayed. Default: 'absmax'."""

@@ -230,7 +230,8 @@ def load_params(config: MaxTextConfig, model: Model) -> Params:
     raise ConfigError("load_parameters_path is not set: give a run folder, a checkpoint, or exported parameters.")
   if config.save_quantized_params_path:
     config = save_quantized_params(config)
-  found = load_weights(config, model, model.params | model.buffers)
+  whole = bool(config.lora_rank or config.lora_input_adapters_path)  # adapters are measured against whole weights
+  found = load_weights(config, model, model.params | model.buffers, unstacked=not whole)
   if config.lora_rank and not any(map(is_adapter, found)):
     raise ConfigError(
       f"lora_rank={config.lora_rank}, but load_parameters_path={config.load_parameters_path} has no adapters: leave it "

@@ -10,36 +10,58 @@ from flax import nnx
 
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.param_factory import ParamFactory
+from maxtext.layers.quantized_weight import QuantizedFormat
+from maxtext.layers.weight_format import StoredWeight
 from maxtext.mesh.explicit import auto_axes
 
 _TOKENS = ("activation_embed_and_logits_batch", "activation_length")
 
 
 class Embedding(nnx.Module):
-  """Rows of a table [V,E], times a constant."""
+  """Rows of a table [V,E], times a constant. The table may be at rest in few bits."""
 
   def __init__(
     self, factory: ParamFactory, vocab: int, width: int, execution: ExecutionConfig, std: float, scale: float = 1.0
   ) -> None:
-    self.execution, self.scale = execution, scale
-    self.table = factory("table", (vocab, width), ("vocab", "embed"), std=std)
+    self.execution, self.scale, self.path = execution, scale, factory.module_path
+    format_ = execution.weight_format
+    stored = format_.table(factory, vocab, width) if isinstance(format_, QuantizedFormat) else {}
+    stored = stored or {"weight": factory("table", (vocab, width), ("vocab", "embed"), std=std)}
+    self.stored = tuple(stored)
+    for leaf, variable in stored.items():
+      setattr(self, leaf.replace("weight", "table"), variable)
 
   def __call__(self, tokens: jax.Array) -> jax.Array:
     """Looks up [B,S] to [B,S,E]."""
-    # All-gather the width first, so that the partitioner indexes whole rows; otherwise it replicates the table.
-    table = self.execution.sharding.constrain(self.table[...].astype(self.execution.numerics.dtype), "vocab", None)
-    one_hot = self.execution.kernels.one_hot_embedding
-    rows = (
-      jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype) @ table
-      if one_hot
-      else _rows(self.execution, table, tokens)
-    )
+    rows = self._plain_rows(tokens) if len(self.stored) == 1 else self._stored_rows(tokens)
     return rows if self.scale == 1.0 else rows * jnp.asarray(self.scale, rows.dtype)
 
+  def _plain_rows(self, tokens: jax.Array) -> jax.Array:
+    table, dtype = self.table[...], self.execution.numerics.dtype
+    for one in self.execution.matmul:
+      table = one.table(self.path, table, dtype)
+    # All-gather the width first, so that the partitioner indexes whole rows; otherwise it replicates the table.
+    table = self.execution.sharding.constrain(table.astype(dtype), "vocab", None)
+    if self.execution.kernels.one_hot_embedding:
+      return jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype) @ table
+    return _rows(self.execution, table, tokens)
+
+  def _stored_rows(self, tokens: jax.Array) -> jax.Array:
+    """Looked up before they are multiplied out, even where a plain table is multiplied by one-hot vectors."""
+    format_, constrain = self.execution.weight_format, self.execution.sharding.constrain
+    assert isinstance(format_, QuantizedFormat)
+    arrays = {leaf: constrain(array, "vocab", None) if array.ndim else array for leaf, array in self._arrays.items()}
+    return format_.rows(arrays, tokens, self.execution.numerics.dtype)
+
   @property
-  def as_head(self) -> jax.Array:
+  def _arrays(self) -> dict[str, jax.Array]:
+    return {leaf: getattr(self, leaf.replace("weight", "table"))[...] for leaf in self.stored}
+
+  @property
+  def as_head(self) -> jax.Array | StoredWeight:
     """The table as the weight of a tied head, [E,V]."""
-    return self.table[...].T
+    arrays = {leaf: array.T for leaf, array in self._arrays.items()}
+    return arrays["weight"] if len(arrays) == 1 else StoredWeight(self.execution.weight_format, arrays)
 
 
 class Positions(nnx.Module):

@@ -12,6 +12,7 @@ from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.matmul import matmul, matmul_variables
 from maxtext.layers.matmul_call import LETTERS, MatmulCall, Role, Site
 from maxtext.layers.param_factory import ParamFactory
+from maxtext.layers.weight_format import StoredWeight
 from maxtext.mesh import explicit
 
 
@@ -51,7 +52,7 @@ class Linear(nnx.Module):
     self.matmul = matmul_variables(execution.matmul, factory, self.site, inputs, outputs)
 
   def __call__(
-    self, x: jax.Array, weight: jax.Array | None = None, dtype: jax.typing.DTypeLike | None = None
+    self, x: jax.Array, weight: jax.Array | StoredWeight | None = None, dtype: jax.typing.DTypeLike | None = None
   ) -> jax.Array:
     """The output. `weight` is that of a tied layer; `dtype` is that of the matmul, None for the run's."""
     outer, letters = x.ndim - self.inputs, LETTERS[: x.ndim]
@@ -84,7 +85,7 @@ class Linear(nnx.Module):
       if one.wants(self.site):
         one.end_update(self.site, self.matmul[one.name], self.weight)
 
-  def _run(self, call: MatmulCall, x: jax.Array, tied: jax.Array | None) -> jax.Array:
+  def _run(self, call: MatmulCall, x: jax.Array, tied: jax.Array | StoredWeight | None) -> jax.Array:
     weight: Any = tied
     if self.weight is not None:
       arrays = {name: getattr(self, name)[...] for name in self.stored}

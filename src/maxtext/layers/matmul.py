@@ -58,6 +58,10 @@ class Matmul:
     """
     return next_(call, x, weight)
 
+  def table(self, path: str, table: jax.Array, dtype: Any) -> jax.Array:
+    """The table [V,E] of the embedding at a path, for a lookup in that dtype."""
+    return table
+
   def end_update(self, site: Site, own: Mapping[str, nnx.Variable], weight: nnx.Variable | None) -> None:
     """Called after the optimizer's update. Here variables have the leading dimensions of layers and experts. `weight`
     is the updated one; None for a tied layer."""

@@ -89,6 +89,11 @@ def one_layer(path: str, repeat: int) -> str:
   return f"{path}[{repeat}]"
 
 
+def all_layers(path: str) -> str:
+  """The stacked parameter of which a name may be one repeat."""
+  return re.sub(r"\[\d+\]$", "", path)
+
+
 def is_one_layer(path: str) -> bool:
   """Whether a name is that of one repeat of a stacked parameter."""
   return path.endswith("]")

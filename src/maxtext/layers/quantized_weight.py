@@ -27,9 +27,12 @@ _PLAIN = PlainFormat()
 _STORED: tuple[Role, ...] = ("linear", "experts", "head")
 
 
+_SCALE = re.compile(r"(/weight|/table)(_global)?_scale$")
+
+
 def is_scale(path: str) -> bool:
   """Whether a parameter is a scale of a weight at rest in few bits."""
-  return path.rpartition("/")[2] in LEAVES[1:]
+  return _SCALE.search(path) is not None
 
 
 def array_paths(path: str) -> dict[str, str]:
@@ -39,7 +42,7 @@ def array_paths(path: str) -> dict[str, str]:
 
 def weight_of(path: str) -> str:
   """The weight that a scale belongs to; any other parameter itself."""
-  return f"{path.rpartition('/')[0]}/weight" if is_scale(path) else path
+  return _SCALE.sub(r"\1", path)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class WeightRounding:
   Attributes:
     format: a name of `STORED_FORMATS`.
     block: rows that share a scale; 0 is all of them.
-    targets: patterns of the paths of modules, among those with a linear or expert weight and the head.
+    targets: patterns of the paths of modules, among those with a linear or expert weight and the head; the embedding
+      is meant by its own name alone.
   """
 
   format: str
@@ -64,6 +68,10 @@ class WeightRounding:
   def wants(self, site: Site) -> bool:
     """Whether the weight of a site is rounded."""
     return site.role in _STORED and any(re.search(pattern, site.path) for pattern in self.targets)
+
+  def wants_table(self, path: str) -> bool:
+    """Whether the table of the embedding is rounded, which patterns of other modules may not say by chance."""
+    return path in self.targets
 
   def check(self, path: str, rows: int) -> None:
     """Raises `UnfitWeightError` if a weight with so many contracted rows cannot have the format."""
@@ -89,6 +97,11 @@ class WeightRounding:
     for _ in range(stacked):
       run = jax.vmap(run)
     return run(arrays).reshape(shape)
+
+  def decode_rows(self, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+    """Rows [..., E] of a table, which is stored as the weight [E, V] of a head is, but row by row."""
+    last_first = {leaf: jnp.moveaxis(array, -1, 0) if array.ndim else array for leaf, array in arrays.items()}
+    return jnp.moveaxis(decode(last_first, self.stored, self.block, dtype), 0, -1)
 
 
 @dataclass(frozen=True)
@@ -123,6 +136,24 @@ class QuantizedFormat:
       for name, (shape, dtype) in shapes.items()
     }
 
+  def table(self, factory: ParamFactory, vocab: int, width: int) -> dict[str, nnx.Variable]:
+    """Values and scales of the embedding, named as those of a weight, the vocabulary first, so that a row is in one
+    place; in their paths, `table` stands for `weight`. None where it is stored plainly."""
+    if not self.rounding.wants_table(factory.module_path):
+      return {}
+    self.rounding.check(factory.module_path, width)
+    shapes = stored_shapes(self.rounding.stored, self.rounding.block, width, (vocab,))
+    return {
+      name: factory(
+        name.replace("weight", "table"),
+        shape[::-1],
+        ("vocab", "embed" if shape[0] > 1 else None) if shape else (),
+        fill=name != "weight",
+        dtype=dtype,
+      )
+      for name, (shape, dtype) in shapes.items()
+    }
+
   def load(self, site: Site, arrays: Mapping[str, jax.Array]) -> jax.Array | StoredWeight:
     """A stored weight, or the array of a plain one."""
     return StoredWeight(self, arrays) if "weight_scale" in arrays else arrays["weight"]
@@ -136,6 +167,10 @@ class QuantizedFormat:
     shape = _weight_shape(call, x, arrays["weight"].shape, self.per_item)
     stacked = int(call.site.role == "experts")
     return next_(call, x, self.rounding.decode(arrays, shape, stacked, call.dtype or x.dtype))
+
+  def rows(self, arrays: Mapping[str, jax.Array], index: jax.Array, dtype: Any) -> jax.Array:
+    """Only the rows that are looked up are multiplied out."""
+    return self.rounding.decode_rows({leaf: a[index] if a.ndim else a for leaf, a in arrays.items()}, dtype)
 
   def operand(self, call: MatmulCall, x: jax.Array, arrays: Mapping[str, jax.Array]) -> Quantized:
     """Values and scales as an operand of a quantized matmul, for eight bits and one scale per channel."""
@@ -179,6 +214,10 @@ class RoundedWeights(Matmul):
     """None; the weight's shape is checked."""
     self.rounding.check(site.path, prod(inputs.values()))
     return {}
+
+  def table(self, path: str, table: jax.Array, dtype: Any) -> jax.Array:
+    """The table of the embedding as it will be stored."""
+    return round_weight(self.rounding, 0, 1, table.T, dtype).T if self.rounding.wants_table(path) else table
 
   def __call__(
     self, call: MatmulCall, own: Mapping[str, nnx.Variable], next_: Next, x: jax.Array, weight: Any

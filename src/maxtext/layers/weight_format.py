@@ -1,7 +1,8 @@
 """How a weight is stored: one array in the run's weight dtype, or several, such as integers and their scales.
 
-Only the weights of `Linear` and of experts have a format. The arrays of a format are sibling parameters, and the matmul
-reads them as they are stored: a weight of eight bits is never dequantized outside of it.
+Only the weights of `Linear` and of experts have any format; the embedding may have that of `quantized_weight.py`. The
+arrays of a format are sibling parameters, and the matmul reads them as they are stored: a weight of eight bits is never
+dequantized outside of it.
 """
 
 from collections.abc import Mapping

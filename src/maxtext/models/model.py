@@ -122,19 +122,25 @@ class Model:
     """
     return self._bound({name: self._stacked(params, name) for name, *_ in self._variables})
 
-  def unstack_layers(self, params: Params) -> Params:
-    """Empties `params` and returns them with one entry per layer.
+  @property
+  def unstacked(self) -> set[str]:
+    """Stacked parameters of which a program takes one entry per layer: if the layers do not run in a scan, and the
+    layer axis is not sharded.
 
-    Parameters stay stacked if the layers run in a scan, if they have no layer axis, or if the layer axis is sharded.
     On a CPU, slicing a stack copies the weights in every step, and so does a scan. When the program itself stacks the
     layers and slices them, the compiler removes both operations.
     """
-    axes, found = self.logical_axes, Params()
+    if self.execution.scan_layers:
+      return set()
+    layered = (name for name, axes in self.logical_axes.items() if axes[:1] == ("layers",))
+    return {name for name in layered if not any(self.struct(name).sharding.spec[:1])}
+
+  def unstack_layers(self, params: Params) -> Params:
+    """Empties `params` and returns them with one entry per layer, where a program takes that."""
+    unstacked, found = self.unstacked, Params()
     while params:
       name, value = params.popitem()
-      sharded = any(self.struct(name).sharding.spec[:1])
-      stacked = self.execution.scan_layers or axes[name][:1] != ("layers",) or sharded
-      found |= {name: value} if stacked else {one_layer(name, i): value[i] for i in range(value.shape[0])}
+      found |= {one_layer(name, i): value[i] for i in range(value.shape[0])} if name in unstacked else {name: value}
     return found
 
   def _stacked(self, params: Params, name: str) -> jax.Array:
@@ -171,7 +177,7 @@ class Model:
 
   def struct(self, name: str) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of a parameter or buffer."""
-    return self.params.get(name) or self.buffers.get(name) or self.statistics[name]
+    return next(part for part in (self.params, self.buffers, self.statistics) if name in part)[name]
 
 
 def _values(state: Any) -> Params:

@@ -44,7 +44,8 @@ def weight_scheme(rounding: WeightRounding, activations: bool, ignored: list[str
   scale = {"nvfp4": "torch.float8_e4m3fn", "mxfp4": "torch.uint8"}.get(rounding.format)
   weights |= {"scale_dtype": scale} if scale else {}
   inputs = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": True, "strategy": "token"}
-  group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs if activations else None}
+  targets = ["Linear", *(["Embedding"] if rounding.wants_table("embedding") else [])]
+  group = {"targets": targets, "weights": weights, "input_activations": inputs if activations else None}
   return {
     "quant_method": "compressed-tensors",
     "format": name,

@@ -49,13 +49,16 @@ def convert_from_hugging_face(
   return write_pieces(array_storage(config), pieces, target, folder.fingerprint(), keys, progress, beside)
 
 
-def load_from_hugging_face(config: MaxTextConfig, model: Model, path: str) -> dict[str, jax.Array]:
-  """Every parameter on its devices; a process reads only the parts that its own devices hold."""
+def load_from_hugging_face(
+  config: MaxTextConfig, model: Model, path: str, unstacked: bool = False
+) -> dict[str, jax.Array]:
+  """Every parameter on its devices, which may come `unstacked` (`load_rounded`); a process reads only the parts that
+  its own devices hold."""
   plain = plain_model(model)
   weights = HuggingFaceWeights.of(config, plain, HuggingFaceFolder(path))
   if config.checkpoint_is_quantized and not any(isinstance(s, _IN_FEW_BITS) for s in weights.sources.values()):
     raise ConfigError(f"checkpoint_is_quantized=true, but {path} has plain weights: leave it out.")
-  return load_rounded(model, plain, weights)
+  return load_rounded(model, plain, weights, unstacked)
 
 
 def side_files(folder: HuggingFaceFolder) -> list[Path]:
@@ -129,6 +132,8 @@ class HuggingFaceWeights:
     found = source.codes() if isinstance(source, _IN_FEW_BITS) else None
     if found is None or (found.rounding.format, found.rounding.block) != (rounding.format, rounding.block):
       return None
+    if layout.weight.table:
+      return replace(found, values=found.values.T, scales=found.scales.reshape(len(found.values), -1).T)
     values, scales = (
       layout.with_rows(array.shape[-1]).split(array if layout.weight.transposed else array.swapaxes(-1, -2))[number]
       for array in (found.values, found.scales)

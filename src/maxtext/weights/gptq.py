@@ -62,7 +62,7 @@ class GptqWeights:
     config: of the plain model, with `load_parameters_path`.
     source: the same weights, piece by piece.
     model: the abstract plain model that the pieces are of.
-    rounded: paths of the weights that are rounded.
+    rounded: paths of the weights that are chosen; others are rounded to nearest.
     tokens: [N,S].
   """
 
@@ -77,6 +77,8 @@ class GptqWeights:
 
   def codes(self, path: str, index: Index, rounding: WeightRounding) -> Codes | None:
     """The piece in the format, as GPTQ rounds it."""
+    if path.removesuffix("/weight") not in self._modules:
+      return None
     sums, weight = self._sums_of(path.removesuffix("/weight"))[index], self._source.piece(path, index)
     rows, lead = sums.shape[-1], sums.shape[:-2]
     weights = weight.reshape(-1, rows, weight.size // (prod(lead) * rows))

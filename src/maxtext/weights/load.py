@@ -20,16 +20,17 @@ from maxtext.weights.weights_at_rest import load_stored
 
 
 def load_weights(
-  config: MaxTextConfig, model: Model, wanted: Mapping[str, jax.ShapeDtypeStruct]
+  config: MaxTextConfig, model: Model, wanted: Mapping[str, jax.ShapeDtypeStruct], unstacked: bool = False
 ) -> dict[str, jax.Array]:
   """The parameters that `load_parameters_path` names, in a Hugging Face folder or a checkpoint, and the adapters of
   `lora_input_adapters_path`. Adapters that neither has are left out. Buffers of matmul implementations (ranges of
-  delayed scaling, masks) that the checkpoint does not have are new."""
+  delayed scaling, masks) that the checkpoint does not have are new. Weights that are read piece by piece may come
+  `unstacked` (`load_rounded`)."""
   path = config.load_parameters_path
   if config.source_checkpoint_layout == "safetensors":
-    found = load_from_hugging_face(config, model, path)
+    found = load_from_hugging_face(config, model, path, unstacked)
   else:
-    found = load_from_checkpoint(config, model, "load_parameters_path", path, wanted)
+    found = load_from_checkpoint(config, model, "load_parameters_path", path, wanted, unstacked)
   if config.lora_input_adapters_path:
     found |= load_adapters(config, model, found)
   own = {name: wanted[name] for name in model.matmul_buffers if name in wanted and name not in found}
@@ -37,7 +38,12 @@ def load_weights(
 
 
 def load_from_checkpoint(
-  config: MaxTextConfig, model: Model, key: str, path: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
+  config: MaxTextConfig,
+  model: Model,
+  key: str,
+  path: str,
+  wanted: Mapping[str, jax.ShapeDtypeStruct],
+  unstacked: bool = False,
 ) -> dict[str, jax.Array]:
   """The parameters of a checkpoint that a key of the configuration names, and those of its base where it holds adapters
   alone. Adapters and buffers of matmul implementations that it lacks are left out."""
@@ -49,7 +55,7 @@ def load_from_checkpoint(
   _check_nothing_is_lost(config, key, path, there, {part for parts in stored.values() for part in parts})
   optional = {name for name in stored if is_adapter(name)}.union(model.matmul_buffers)
   known = {name: wanted[name] for name, parts in stored.items() if name not in optional or parts <= there.keys()}
-  found = load_stored(config, model, key, path, known)
+  found = load_stored(config, model, key, path, known, unstacked)
   if base is None:
     return found
   if not rounds_base(model, base):

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxtext.checkpoint.stream import StreamReader
@@ -97,8 +98,11 @@ class CheckpointWeights:
       for leaf, name in array_paths(path).items()
       if name in self._there
     }
+    stacked, contracted = self._model.contracted[path]
+    if not contracted:
+      return np.asarray(self._rounding.decode_rows({leaf: jnp.asarray(a) for leaf, a in arrays.items()}, np.float32))
     shape = self._model.struct(path).shape[len(index) :]
-    return np.asarray(self._rounding.decode(arrays, shape, self._model.contracted[path][0] - len(index), np.float32))
+    return np.asarray(self._rounding.decode(arrays, shape, stacked - len(index), np.float32))
 
   def codes(self, path: str, index: Index, rounding: WeightRounding) -> Codes | None:
     """None: the weights of a checkpoint at rest are read as they are."""

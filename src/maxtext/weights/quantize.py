@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from etils import epath
 
-from maxtext.checkpoint.inspect import read_metadata
+from maxtext.checkpoint.inspect import OF_THE_MODEL, read_metadata
 from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.metadata import CorruptCheckpointError
 from maxtext.checkpoint.options import array_storage
@@ -16,7 +16,7 @@ from maxtext.checkpoint.tokenizer import SIDE_FOLDER, copy_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.configs.loader import values_and_origins
-from maxtext.configs.types import Lora, WeightsAtRest
+from maxtext.configs.types import Lora, Quantization, WeightsAtRest
 from maxtext.configs.values import default_of
 from maxtext.layers.quantized_weight import QuantizedFormat
 from maxtext.models.build import abstract_model
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
   from maxtext.configs.keys import ConfigKeys
 
 _LOG = logging.getLogger(__name__)
+_OF_THE_COMMAND = ("lora_input_adapters_path", "save_quantized_params_path", "checkpoint_is_quantized")
+# Keys that say what is stored, whatever the run had.
+_OF_THE_WEIGHTS = {*OF_THE_MODEL, *Quantization.model_fields, *_OF_THE_COMMAND}
 
 
 def quantize(
@@ -76,12 +79,16 @@ def quantize(
   path = os.fspath(source)
   if "://" not in path and not Path(path).expanduser().is_dir():
     raise ConfigError(f"{path} is not a folder: give that of a run, of a checkpoint or of Hugging Face.")
-  given: dict[str, Any] = {"dataset_type": "synthetic", **keys}
-  if calibration is not None and not is_hugging_face(path):  # a run is calibrated at the length that it was trained at
-    given = {"max_target_length": read_metadata(locate(path)).config["max_target_length"]["value"], **given}
+  given: dict[str, Any] = dict(keys)
+  recorded = {} if is_hugging_face(path) else read_metadata(locate(path)).config
+  if calibration is not None and recorded:  # a run is calibrated at the length that it was trained at
+    given = {"max_target_length": recorded["max_target_length"]["value"], **given}
   resolved = resolve_source(path if "/" in path else f"./{path}", given, strict)
   text = None if calibration is None else Path(calibration)
-  written = write_quantized_params(resolved.config, Path(target), resolved.origins, progress or no_progress, text)
+  kept = {key: entry for key, entry in recorded.items() if key not in given.keys() | _OF_THE_WEIGHTS}
+  written = write_quantized_params(
+    resolved.config, Path(target), resolved.origins, progress or no_progress, text, kept=kept
+  )
   size = sum(file.stat().st_size for file in written.rglob("*") if file.is_file())
   _LOG.info(f"{written}: {size / 1e9:.3g} GB at rest, for maxtext serve, decode and LLM")
   return written
@@ -107,9 +114,11 @@ def write_quantized_params(
   progress: Progress,
   calibration: Path | None = None,
   reuse: bool = False,
+  kept: Mapping[str, Any] | None = None,
 ) -> Path:
   """Writes the parameters of `load_parameters_path` in the format in which a server would store them, by GPTQ where
-  there is a calibration text. With `reuse`, a folder that was written from the same is left as it is."""
+  there is a calibration text. With `reuse`, a folder that was written from the same is left as it is. `kept` are
+  entries of the run's own record, such as its data, with which the folder is evaluated."""
   if config.lora_input_adapters_path:
     raise ConfigError(
       f"lora_input_adapters_path={config.lora_input_adapters_path}: maxtext quantize merges adapters of a LoRA run, "
@@ -119,16 +128,13 @@ def write_quantized_params(
     raise ConfigError(
       f"weight_sparsity_n={config.weight_sparsity_n}: weights at rest have no masks of N:M sparsity; serve the run."
     )
-  reset = (
-    *Lora.model_fields, "lora_input_adapters_path", "load_parameters_path", "source_checkpoint_layout",
-    "save_quantized_params_path", "checkpoint_is_quantized",
-  )  # fmt: skip
+  reset = (*Lora.model_fields, *_OF_THE_COMMAND, "load_parameters_path", "source_checkpoint_layout")
   merged = config.model_copy(update={key: default_of(key) for key in reset})
   model, path = abstract_model(merged, serving=True), config.load_parameters_path
   if not isinstance(model.execution.weight_format, QuantizedFormat):
     raise ConfigError("Nothing says to what weights are rounded: set weight_format, or quantization=int8, fp8 or int4.")
   rounding = recorded_rounding(model.execution.weight_format.rounding)
-  values = values_and_origins(merged.model_copy(update=rounding), origins)
+  values = values_and_origins(merged.model_copy(update=rounding), origins) | dict(kept or {})
   try:
     source, made_from, beside = _source(config, merged)
     pieces = RoundedPieces(model, plain_model(model), source)
@@ -149,7 +155,7 @@ def _by_gptq(config: MaxTextConfig, pieces: RoundedPieces, calibration: Path) ->
   usual = {key: default_of(key) for key in (*WeightsAtRest.model_fields, "quantization", "ragged_buffer_factor")}
   every_token = {"sparse_matmul": True, "use_random_routing": False}  # reaches its experts, as in a server
   plain = config.model_copy(update=usual | every_token)
-  rounded = [path for path, arrays in pieces.stored.items() if len(arrays) > 1]
+  rounded = [path for path, arrays in pieces.stored.items() if len(arrays) > 1 and path.endswith("/weight")]
   return GptqWeights(plain, pieces.source, plain_model(pieces.model), rounded, calibration_tokens(plain, calibration))
 
 

@@ -21,6 +21,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.data.options import data_options
 from maxtext.layers.lora import is_adapter
+from maxtext.layers.quantized_weight import array_paths
 from maxtext.models.build import weight_table
 from maxtext.models.execution.adapters import adapters
 from maxtext.models.execution.quantization import rounds_inputs
@@ -141,8 +142,15 @@ class _HuggingFaceWriter:
     if self._rounding is None or f"{path}_scale" not in self._reader.parameters:
       dtype = np.dtype(self._model.struct(path).dtype)
       return {name: _FileTensor(layout.shape, dtype, partial(self._plain_rows, layout))}
-    if len(layout.shape) != 2 or not layout.weight.transposed or not name.endswith(".weight"):
-      raise ConfigError(f"{name} is not a linear layer's weight, and compressed-tensors has no other in few bits.")
+    two = len(layout.shape) == 2 and (layout.weight.transposed or layout.weight.table)
+    if not two or not name.endswith(".weight"):
+      raise ConfigError(
+        f"{name} is neither a linear layer's weight nor an embedding, and compressed-tensors has no other in few bits."
+      )
+    if layout.weight.table and self._model.spec.tied:
+      raise ConfigError(
+        f"{name}: compressed-tensors ties no head to an embedding in few bits: quantize without 'embedding' and 'head'."
+      )
     if len(layout.slices) > 1 and self._rounding.stored.scale == "e4m3":
       raise ConfigError(f"{name} holds several weights, and {self._rounding.format} has one global scale for them.")
     parts = compressed_parts(self._rounding, self._activations, (layout.shape[0], layout.shape[1]))
@@ -166,15 +174,17 @@ class _HuggingFaceWriter:
     if part == "weight_global_scale":
       yield pieces[0].reshape(1)
     elif part == "weight_scale":
-      yield layout.with_rows(pieces[0].shape[0]).join(pieces)
+      yield _joined(layout, pieces)
     else:
       values = [unpacked_values(self._rounding, piece) for piece in pieces]
-      yield compress_values(self._rounding, self._activations, layout.with_rows(values[0].shape[0]).join(values))
+      yield compress_values(self._rounding, self._activations, np.ascontiguousarray(_joined(layout, values)))
 
   def _stored(self, slice_: ParameterSlice, leaf: str) -> np.ndarray:
     """An array of a weight at rest, [rows, outputs]."""
-    name = slice_.path.removesuffix("weight") + leaf
+    name = array_paths(slice_.path)[leaf]
     found = self._reader.read(name, slice_.index, len(self._reader.stored_shape(name)))
+    if not self._model.contracted[slice_.path][1]:
+      return found.T
     return found.reshape(found.shape[0], -1) if found.ndim else found
 
   def _plan(self, most: int) -> dict[str, list[str]]:
@@ -223,6 +233,11 @@ class _HuggingFaceWriter:
     }
     ignored = sorted(linear - rounded, key=_natural)
     return {"quantization_config": weight_scheme(self._rounding, self._activations, ignored)}
+
+
+def _joined(layout: TensorLayout, pieces: list[np.ndarray]) -> np.ndarray:
+  """Values or scales [rows, outputs] of a weight as [outputs, rows], which is how a table is in a file, too."""
+  return pieces[0].T if layout.weight.table else layout.with_rows(pieces[0].shape[0]).join(pieces)
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

@@ -6,13 +6,16 @@ No more than one layer of a weight is ever in memory as it was.
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext.checkpoint.location import locate
 from maxtext.checkpoint.metadata import ArrayMetadata, CheckpointMetadata
@@ -23,6 +26,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import WeightsAtRest
 from maxtext.configs.values import default_of, plain_value
 from maxtext.kernels.weight_quantize import STORED_FORMATS
+from maxtext.layers.parameter_paths import all_layers, one_layer
 from maxtext.layers.quantized_weight import QuantizedFormat, WeightRounding, array_paths, is_scale
 from maxtext.layers.weight_format import PlainFormat
 from maxtext.models.execution.quantization import rounding_of_keys
@@ -37,34 +41,41 @@ def plain_model(model: Model) -> Model:
   return Model.of(model.spec, model.execution.replace(weight_format=PlainFormat(), matmul=()))
 
 
-def load_rounded(model: Model, plain: Model, source: PlainWeights) -> dict[str, jax.Array]:
-  """The weights on their devices, as the model stores them, which may be plainly."""
-  weights = RoundedPieces(model, plain, source)
-  found = {name: array for path in weights.stored for name, array in weights.load(path).items()}
+def load_rounded(model: Model, plain: Model, source: PlainWeights, unstacked: bool = False) -> dict[str, jax.Array]:
+  """The weights on their devices, as the model stores them, which may be plainly. `unstacked` has one entry per layer
+  where a program takes that (`Model.unstacked`), without a stack that is there besides."""
+  weights, apart = RoundedPieces(model, plain, source), model.unstacked if unstacked else set[str]()
+  found = {name: array for path in weights.stored for name, array in weights.load(path, path in apart).items()}
   if jax.process_count() == 1:  # one of several reads what its devices hold, which is not all that was saved
     source.check()
   return found
 
 
 def load_stored(
-  config: MaxTextConfig, model: Model, key: str, path: str, wanted: Mapping[str, jax.ShapeDtypeStruct]
+  config: MaxTextConfig,
+  model: Model,
+  key: str,
+  path: str,
+  wanted: Mapping[str, jax.ShapeDtypeStruct],
+  unstacked: bool = False,
 ) -> dict[str, jax.Array]:
   """Those parameters of a checkpoint, which a key of the configuration names, as the model stores them: plain weights
-  are rounded as they are read."""
+  are rounded as they are read, and may come `unstacked`."""
   metadata, options = readable(locate(path)), restore_options(config)
   weights = {name for name in model.weight_names if name in wanted}
   rounded: dict[str, jax.Array] = {}
   at_rest = bool(weights) and _check_rounding(config, model, key, path, metadata)
   if weights and not at_rest and isinstance(model.execution.weight_format, QuantizedFormat):
-    found = with_key_in_errors(key, path, lambda: _load_and_round(model, locate(path)))
-    rounded = {name: array for name, array in found.items() if name in wanted}
-  others = {name: struct for name, struct in wanted.items() if name not in rounded}
+    found = with_key_in_errors(key, path, lambda: _load_and_round(model, locate(path), unstacked))
+    rounded = {name: array for name, array in found.items() if all_layers(name) in wanted}
+  there = set(map(all_layers, rounded))
+  others = {name: struct for name, struct in wanted.items() if name not in there}
   return rounded | (load_parameters(options, key, path, others) if others else {})
 
 
-def _load_and_round(model: Model, folder: epath.Path) -> dict[str, jax.Array]:
+def _load_and_round(model: Model, folder: epath.Path, unstacked: bool) -> dict[str, jax.Array]:
   plain = plain_model(model)
-  return load_rounded(model, plain, CheckpointWeights(plain, StreamReader(folder)))
+  return load_rounded(model, plain, CheckpointWeights(plain, StreamReader(folder)), unstacked)
 
 
 def _check_rounding(config: MaxTextConfig, model: Model, key: str, path: str, metadata: CheckpointMetadata) -> bool:
@@ -137,10 +148,16 @@ class RoundedPieces:
     structs = [self.model.struct(name) for name in self.stored[path]]
     return sum(prod(struct.shape[len(index) :]) * struct.dtype.itemsize for struct in structs)
 
-  def load(self, path: str) -> dict[str, jax.Array]:
-    """The arrays of a plain parameter on their devices."""
-    pieces = ((index, partial(self.read, path, index)) for index in self.source.indices(path))
-    return place({name: self.model.struct(name) for name in self.stored[path]}, pieces)
+  def load(self, path: str, unstacked: bool = False) -> dict[str, jax.Array]:
+    """The arrays of a plain parameter on their devices, stacked or one for each layer."""
+    structs = {name: self.model.struct(name) for name in self.stored[path]}
+    if not unstacked:
+      return place(structs, ((index, partial(self.read, path, index)) for index in self.source.indices(path)))
+    found, one = dict[str, jax.Array](), {name: _without_layers(struct) for name, struct in structs.items()}
+    for layer, indices in groupby(sorted(self.source.indices(path)), key=itemgetter(0)):
+      arrays = place(one, ((index[1:], partial(self.read, path, index)) for index in indices))
+      found |= {one_layer(name, layer): array for name, array in arrays.items()}
+    return found
 
   def read(self, path: str, index: Index) -> dict[str, np.ndarray]:
     """The arrays that stand for a piece of a plain parameter."""
@@ -149,13 +166,25 @@ class RoundedPieces:
     format_ = self.model.execution.weight_format
     assert isinstance(format_, QuantizedFormat)
     arrays: Mapping[str, Any]
+    stacked, contracted = self._plain.contracted[path]
+    table = contracted == 0  # stored as the weight of a head is, but row by row
     if (codes := self.source.codes(path, index, format_.rounding)) is not None:
       arrays = codes.arrays()
     else:
-      stacked, contracted = self._plain.contracted[path]
-      arrays = _encode_each(format_.rounding, stacked - len(index), contracted, self.source.piece(path, index))
+      piece = self.source.piece(path, index)
+      arrays = _encode_each(format_.rounding, stacked - len(index), contracted or 1, piece.T if table else piece)
+    if table:
+      arrays = {leaf: array.T for leaf, array in arrays.items()}
     found = {path + leaf.removeprefix("weight"): np.asarray(array) for leaf, array in arrays.items()}
     return {name: array.reshape(self.model.struct(name).shape[len(index) :]) for name, array in found.items()}
+
+
+def _without_layers(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+  """What one layer of a stacked parameter is."""
+  sharding = struct.sharding
+  assert isinstance(sharding, NamedSharding)
+  own = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
+  return jax.ShapeDtypeStruct(struct.shape[1:], struct.dtype, sharding=own)
 
 
 def _encode_each(rounding: WeightRounding, stacked: int, contracted: int, piece: np.ndarray) -> dict[str, np.ndarray]:

@@ -20,5 +20,6 @@ class WeightsAtRest(Section):
   )
   weight_format_targets: list[str] = Field(
     default_factory=lambda: ["layers/"],
-    description="Patterns of paths of modules whose weights have weight_format, among linear layers, experts and head.",
+    description="Patterns of paths of modules whose weights have weight_format, among linear layers, experts and head. "
+    "The embedding has it where 'embedding' is one of them.",
   )
