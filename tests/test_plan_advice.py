@@ -36,7 +36,7 @@ def planned(*operations, used=8, policy=("minimal", 2 * GIB), torus=(), loops=()
 def test_each_sentence_is_of_a_share_and_the_largest_comes_first():
   found = planned(MATMUL, AGAIN, GATHER, UPDATE).advice()
   assert [sentence.split("%")[0] for sentence in found] == ["22", "10", "10"]
-  assert "8 GiB are free: remat_policy=minimal would save 2 GiB more" in found[0]
+  assert "8 GiB are free: remat_policy=minimal would keep about 2 GiB more in memory" in found[0]
   (waiting,) = (s for s in found if "collectives over fsdp" in s)
   assert "all-gather, MLP down: a larger per_device_batch_size (twice fits)" in waiting
   assert any("optimizer update" in sentence and "gradient_accumulation_steps" in sentence for sentence in found)

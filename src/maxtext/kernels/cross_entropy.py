@@ -29,6 +29,7 @@ def _forward(z_loss: float, logits: jax.Array, targets: jax.Array) -> tuple[jax.
   wide = logits.astype(jnp.float32)
   log_partition = jax.nn.logsumexp(wide, axis=-1)
   gold = jnp.where(_is_target(logits, targets), wide, 0.0).sum(-1)
+  gold = jnp.where((targets >= 0) & (targets < logits.shape[-1]), gold, jnp.nan)  # of another vocabulary: not hidden
   return log_partition - gold + z_loss * jnp.square(log_partition), (logits, targets, log_partition)
 
 

@@ -177,7 +177,7 @@ class Model:
 
   def struct(self, name: str) -> jax.ShapeDtypeStruct:
     """Shape, dtype and sharding of a parameter or buffer."""
-    return next(part for part in (self.params, self.buffers, self.statistics) if name in part)[name]
+    return next((part for part in (self.params, self.buffers) if name in part), self.statistics)[name]
 
 
 def _values(state: Any) -> Params:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 _WORTH_MENTIONING = 0.05  # of the step
 _PER_WEIGHT = {"data", "fsdp", "fsdp_transpose"}  # axes over which weights and gradients travel, whatever the batch
+_PER_TOKEN = {"tensor", "tensor_sequence", "stage"}  # axes over which activations travel; over the others, either
 
 
 def advice(plan: "Plan") -> list[str]:
@@ -30,9 +31,9 @@ def _collectives(plan: "Plan") -> Iterator[tuple[float, str]]:
     return
   axes, parts = max(waits.items(), key=lambda wait: sum(wait[1].values()))
   way = ""
-  if set(axes) <= _PER_WEIGHT:
+  if axes and set(axes) <= _PER_WEIGHT:
     way = f": a larger per_device_batch_size{_room(plan)} hides more of them, since their bytes do not grow with it"
-  elif not set(axes) & _PER_WEIGHT:
+  elif axes and set(axes) <= _PER_TOKEN:
     way = f": their bytes grow with the batch, and fall with fewer devices along {' and '.join(axes)}"
   text = (
     f"of the step waits for collectives over {', '.join(axes) or 'all'}, most for {max(parts, key=parts.__getitem__)}"
@@ -46,14 +47,16 @@ def _recomputation(plan: "Plan") -> Iterator[tuple[float, str]]:
     free = plan.memory.there - plan.memory.peak
     yield (
       plan.estimate.recomputed_share,
-      f"of the chip's time is recomputation, and {free / 2**30:.3g} GiB are free: remat_policy={name} would save "
-      f"{size / 2**30:.3g} GiB more",
+      f"of the chip's time is recomputation, and {free / 2**30:.3g} GiB are free: remat_policy={name} would keep about "
+      f"{size / 2**30:.3g} GiB more in memory",
     )
 
 
 def _optimizer(plan: "Plan") -> Iterator[tuple[float, str]]:
   if plan.estimate:
-    seconds = sum(o.seconds for o in plan.estimate.operations if o.label == "optimizer update")
+    seconds = sum(
+      o.seconds for o in plan.estimate.operations if o.label == "optimizer update" and o.kind != "collective"
+    )
     yield (
       seconds / plan.estimate.seconds,
       f"of the step is the optimizer update, the same for any batch: a larger per_device_batch_size{_room(plan)} or "

@@ -24,7 +24,7 @@ from maxtext.storage.atomic import atomic_file
 from maxtext.training.compiled import save
 from maxtext.training.program import Program, run_compiler_options
 
-_FORMAT = 1  # of files in a cache; another number is another file
+_FORMAT = 2  # of files in a cache; another number is another file
 _EFFORTS = ("jax_exec_time_optimization_effort", "jax_memory_fitting_effort")
 
 

@@ -53,14 +53,20 @@ def saved_bytes(costs: Mapping[str, TensorCost], turns: Sequence[RematSpec]) -> 
 
 
 def policy_that_fits(program: Program, free: int) -> tuple[str, int] | None:
-  """The `remat_policy` that saves most in so many free bytes of a device beside what is saved now, and its bytes."""
+  """The `remat_policy` that saves most in so many free bytes of a device beside all that is saved now, and its bytes,
+  if every device has its share of every tensor."""
   config, execution = program.config, program.model.execution
   costs, _ = forward_costs(program)
   devices = execution.sharding.mesh.size * config.gradient_accumulation_steps
   policies = {policy.value: remat(config.model_copy(update={"remat_policy": policy.value})) for policy in RematPolicy}
   now = saved_bytes(costs, execution.remat)
   more = {name: int((saved_bytes(costs, turns) - now) / devices) for name, turns in policies.items()}
-  fitting = [(size, name) for name, size in more.items() if 0 < size <= free and not policies[name][0].offloaded]
+  kept = {tensor for turn in execution.remat for tensor in turn.saved}
+  fitting = [
+    (size, name)
+    for name, size in more.items()
+    if 0 < size <= free and not policies[name][0].offloaded and kept <= set(policies[name][0].saved)
+  ]
   size, name = max(fitting, default=(0, ""))
   return (name, size) if name else None
 

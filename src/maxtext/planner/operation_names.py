@@ -29,6 +29,7 @@ NAMES: Mapping[str, str] = {
   "layers/mtp.py": "multi-token prediction",
   "layers/rope.py": "rotary embedding",
   "layers/stack.py": "layer loop",
+  "models/decoder.py": "decoder",
   "models/decoder.py:Decoder.logits": _LOSS,
   "optim": _OPTIMIZER,
   "training/objectives": _LOSS,
@@ -38,8 +39,17 @@ NAMES: Mapping[str, str] = {
 
 # By a part of the name in the traced program; recomputation is a part of the backward pass.
 _PASSES = {RECOMPUTED: ", again", "transpose(": ", backward"}
-# Every matmul passes through these files, so they say nothing about where it comes from.
-_MATMULS = frozenset({"layers/matmul.py", "layers/matmul_call.py", "kernels/attention_matmuls.py", "mesh/explicit.py"})
+# Every layer passes through these files, so they say nothing about where an operation comes from.
+_PASSED_THROUGH = frozenset(
+  {
+    "layers/execution.py",
+    "layers/matmul.py",
+    "layers/matmul_call.py",
+    "kernels/attention_matmuls.py",
+    "mesh/explicit.py",
+    "mesh/reduce_scatter.py",
+  }
+)
 PARTS = frozenset(
   f"layers/{name}.py"
   for name in ("dora", "linear", "lora", "quantized_matmul", "quantized_weight", "sparse_matmul", "weight_format")
@@ -62,7 +72,7 @@ def operation_name(op_name: str, stack: Sequence[Caller]) -> str:
 def source_lines(stack: Sequence[Caller]) -> str:
   """The innermost source line, and its caller's in another file."""
   lines: dict[str, int] = {}
-  for caller in [c for c in stack if c.file not in _MATMULS] or stack:
+  for caller in [c for c in stack if c.file not in _PASSED_THROUGH] or stack:
     lines.setdefault(caller.file, caller.line)
   return " < ".join(f"{file}:{line}" for file, line in [*lines.items()][:2])
 
@@ -70,7 +80,7 @@ def source_lines(stack: Sequence[Caller]) -> str:
 def _name_in(file: str, functions: Sequence[str]) -> str | None:
   """The name that a file gives by functions of it that call each other, innermost first."""
   path = PurePosixPath(file)
-  if file in _MATMULS or file in PARTS:
+  if file in _PASSED_THROUGH or file in PARTS:
     return None
   own = path.stem.replace("_", " ") if path.parent.name == "layers" else None
   keys = (*(f"{file}:{function}" for function in functions), file, str(path.parent))

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _OF_THE_COMMAND = ("lora_input_adapters_path", "save_quantized_params_path", "checkpoint_is_quantized")
 # Keys that say what is stored, whatever the run had.
-_OF_THE_WEIGHTS = {*OF_THE_MODEL, *Quantization.model_fields, *_OF_THE_COMMAND}
+_OF_THE_WEIGHTS = {*OF_THE_MODEL, *Quantization.model_fields, *_OF_THE_COMMAND, "shard_mode"}
 
 
 def quantize(
