@@ -65,11 +65,12 @@ def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
   """Those of a run's values that are not at their default, or that its model would set to another.
 
   The name of its rules is not among them, since the rules are: a run outlives their file. Neither are
-  `student_overrides`, whose values are, nor secrets, which are not written down, nor what follows from other keys.
+  `student_overrides` and `rl`, whose values are, nor secrets, which are not written down, nor what follows from other
+  keys.
   """
   defaults = {key: json.loads(json.dumps(plain_value(default_of(key)), default=str)) for key in values}
   below = default_layer_keys(values)
-  left_out = {"custom_mesh_and_rule", "student_overrides", *SECRET_KEYS, *DerivedValues.model_fields}
+  left_out = {"custom_mesh_and_rule", "student_overrides", "rl", *SECRET_KEYS, *DerivedValues.model_fields}
   kept = {key for key, value in values.items() if value != defaults[key] or key in below}
   chosen = {key: value for key, value in values.items() if key in kept - left_out}
   return chosen | ({"override_logical_axis_rules": True} if values.get("custom_mesh_and_rule") else {})
@@ -77,7 +78,9 @@ def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def served_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
   """The keys with which a trained run answers: those given, and its own but for the machine that it was trained on."""
-  own = {key: value for key, value in chosen(_recorded(path)).items() if not is_of_the_training(key)}
+  recorded = chosen(_recorded(path))
+  sampling = "decode_sampling_" if recorded.get("use_grpo") else ()  # of rollouts, and not of what is served
+  own = {k: value for k, value in recorded.items() if not is_of_the_training(k) and not k.startswith(sampling or "\0")}
   return _below(path, given, own | {"load_parameters_path": path})
 
 
@@ -119,7 +122,7 @@ def _below(path: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[
 
 def is_of_the_training(key: str) -> bool:
   """Whether a key says how a run was trained, on which machine, and nothing of its model."""
-  return key.startswith(_OF_THE_TRAINING)
+  return key.startswith(_OF_THE_TRAINING) or key in _OF_RL
 
 
 OF_THE_MODEL = frozenset(
@@ -137,6 +140,12 @@ OF_THE_MODEL = frozenset(
 }  # fmt: skip
 STARTED_FROM = ("load_parameters_path", "load_full_state_path", "source_checkpoint_layout", "lora_input_adapters_path")
 
+_OF_RL = {"use_grpo"}.union(
+  *(section.model_fields for section in (
+    types.RL, types.RLMethod, types.RLDataset, types.RLEvaluation, types.RLHardware, types.VLLM, types.Reward,
+    types.SpecialTokens,
+  ))
+)  # fmt: skip
 _OF_THE_TRAINING = (
   "load_", "source_checkpoint_layout", "lora_input_adapters_path", "ici_", "dcn_", "num_slices", "shard_exp_on_fsdp",
   "use_ring_of_experts",

@@ -14,6 +14,7 @@ from maxtext.configs.types import (
   RematPolicy,
   SamplingStrategy,
   ShardMode,
+  SpecialTokens,
 )
 from maxtext.configs.unsupported import UNSUPPORTED, NoEffectOption
 from maxtext.configs.values import ACTIVATIONS, ATTENTION_KERNELS, STORES, default_of, in_bucket, policy_names
@@ -83,6 +84,14 @@ def _reinforcement(c: MaxTextConfig) -> str | None:
       f"eval_sampling_strategy={c.eval_sampling_strategy} is not in generation_configs, which has "
       f"{', '.join(c.generation_configs) or 'nothing'}.{did_you_mean(c.eval_sampling_strategy, c.generation_configs)}"
     )
+  if not c.reward_functions or len(set(c.reward_functions)) < len(c.reward_functions):
+    return f"reward_functions={c.reward_functions} must name at least one function, and each once."
+  marks = {key: getattr(c, key) for key in SpecialTokens.model_fields}
+  for key, mark in marks.items():
+    if not mark:
+      return f"{key}='' must be a text."
+    if any(mark in stop for stop in c.stop_strings or ()):
+      return f"stop_strings={c.stop_strings} would cut {key}={mark} off before an answer is rewarded: leave it out."
   if c.reward_weights and len(c.reward_weights) != len(c.reward_functions):
     return f"reward_weights={c.reward_weights} must have a weight for each of reward_functions={c.reward_functions}."
   if c.max_prefill_predict_length >= c.max_target_length:
@@ -90,10 +99,22 @@ def _reinforcement(c: MaxTextConfig) -> str | None:
       f"max_prefill_predict_length={c.max_prefill_predict_length} leaves no room for answers in max_target_length="
       f"{c.max_target_length}: lower it."
     )
-  if c.overlong_buffer >= c.max_target_length:
-    return f"overlong_buffer={c.overlong_buffer} must be below max_target_length={c.max_target_length}."
+  longest = c.max_target_length - c.max_prefill_predict_length
+  if c.overlong_buffer > longest:
+    return (
+      f"overlong_buffer={c.overlong_buffer} must be at most {longest}, the tokens that max_target_length leaves after "
+      f"max_prefill_predict_length."
+    )
   if c.decode_sampling_strategy is SamplingStrategy.GREEDY:
     return "decode_sampling_strategy=greedy gives every answer of a group the same text: write weighted."
+  is_plain = c.decode_sampling_strategy is SamplingStrategy.WEIGHTED and c.decode_sampling_temperature == 1.0
+  if c.off_policy_steps and c.importance_sampling_cap and not is_plain:
+    return (
+      f"off_policy_steps={c.off_policy_steps} weights tokens by the policy that wrote them, which is the model's own: "
+      f"write decode_sampling_strategy=weighted decode_sampling_temperature=1.0, or importance_sampling_cap=0."
+    )
+  if not (c.trainer_devices_fraction == c.sampler_devices_fraction == 1.0):
+    return "trainer_devices_fraction and sampler_devices_fraction must be 1.0: they share all devices."
   return None
 
 

@@ -1099,8 +1099,8 @@ class ConfigKeys(TypedDict, total=False):
   """Weight of the loss for even use of experts; 0 is none. Default: 0.0."""
 
   load_checkpoint_only_once: bool
-  """True reads weights once and copies them to the other models (RL actor). Not supported yet: it belongs to RL,
-  which is not implemented yet. Default: False."""
+  """True reads weights once and copies them to the other models (RL actor). Not supported yet: the policy and its
+  reference model read the weights each for itself. Default: False."""
 
   load_from_prefill_dir: bool
   """True reads the prompt's cache from prefill_cache_dir instead of computing it. Default: False."""

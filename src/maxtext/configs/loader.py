@@ -2,15 +2,15 @@
 
 Later layers win: base.yml, the user's own base.yml, the YAML that `custom_mesh_and_rule` names, the model's YAML, that
 of the training method (`sft.yml`, `dpo.yml` or `rl.yml` with `use_sft`, `use_dpo` or `use_grpo`), a user's YAML (or a
-built-in recipe), `M_<KEY>` variables of the environment that the caller passes, single values, then `rl` and
-`student_overrides`.
+built-in recipe), `M_<KEY>` variables of the environment that the caller passes, single values, then
+`student_overrides`. Keys of the group `rl` count as written where it is.
 `logical_axis_rules` of a user replace the rules of the same logical axes. With `override_logical_axis_rules=true` they
 replace the whole table.
 """
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, get_args
@@ -137,7 +137,8 @@ def resolve(
     _Layer("environment", _environment_layer(environment or {})),
     _Layer("command line", dict(values or {})),
   ]
-  given += [*_group_layers(given), *_student_layers(given)]
+  given = [_with_group(layer) for layer in given]
+  given += _student_layers(given)
   user_values = {key: value for layer in given for key, value in layer.values.items()}
   _check_known_keys(user_values)
   name, rules = user_values.get("model_name", "default"), user_values.get("custom_mesh_and_rule", "")
@@ -332,15 +333,15 @@ def _student_layers(given: Collection[_Layer]) -> list[_Layer]:
   return [_Layer("student_overrides", {str(key): value for key, value in found[-1].items()})]
 
 
-def _group_layers(given: Collection[_Layer]) -> list[_Layer]:
-  """The keys of the group `rl`, which may also be written by themselves, but not with another value."""
-  found = [layer.values["rl"] for layer in given if isinstance(layer.values.get("rl"), Mapping)]
-  group = {str(key): value for layer in found for key, value in layer.items()}
-  for layer in given:
-    for key in group.keys() & layer.values.keys():
-      if group[key] != layer.values[key]:
-        raise ConfigError(f"rl: {key}={group[key]} contradicts {key}={layer.values[key]}: leave one of them out.")
-  return [_Layer("rl", group)] if group else []
+def _with_group(layer: _Layer) -> _Layer:
+  """The layer with the keys of its group `rl` as keys of their own, of which none may have another value."""
+  group = layer.values.get("rl")
+  if not isinstance(group, Mapping):  # validation of the key reports it
+    return layer
+  for key in group.keys() & layer.values.keys():
+    if str(group[key]) != str(layer.values[key]):
+      raise ConfigError(f"rl: {key} contradicts {key} beside it: leave one of them out.")
+  return replace(layer, values={**{str(key): value for key, value in group.items()}, **layer.values})
 
 
 def _method_layers(values: Mapping[str, Any]) -> list[_Layer]:

@@ -110,6 +110,11 @@ def _section(*sections: type[Section], but: Iterable[str] = ()) -> tuple[str, ..
 
 
 _OTHER_DEVICES = ("reshard_chunk_size", "max_concurrency")
+_NOT_OF_RL = (
+  "z_loss_multiplier", "num_epoch", "packing", "grain_worker_count", "grain_worker_count_eval", "use_truncation",
+  "enable_rampup_batch_size", "reuse_example_batch", "grain_train_mixture_config_path", "sample_prompts", "eval_steps",
+  "target_eval_loss", "eval_per_device_batch_size", "mtp_loss_scaling_factor",
+)  # fmt: skip
 _ANSWER_LISTS = ("math_verify_num_procs", "eval_corr_lst", "eval_make_lst")
 _RL = (
   *_section(t.RL, t.RLMethod, t.RLDataset, t.RLEvaluation, t.Reward, t.SpecialTokens,
@@ -232,7 +237,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   UnsupportedOption(
     ("load_checkpoint_only_once",),
-    "it belongs to RL, which is not implemented yet",
+    "the policy and its reference model read the weights each for itself",
     allowed_values=(False,),
   ),
   NoEffectOption(
@@ -779,6 +784,14 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_set("off_policy_steps"),
   ),
   NoEffectOption(
+    ("grpo_epsilon", "epsilon_high", "rl_clipping", "loss_algo"),
+    "it has no effect without num_iterations above 1: a single update has ratios of 1",
+    unless=is_above("num_iterations", 1),
+  ),
+  NoEffectOption(
+    _NOT_OF_RL, "it has no effect with use_grpo=true, whose rows are answers of its own", unless=is_unset("use_grpo")
+  ),
+  NoEffectOption(
     ("mismatch_limit",), "it has no effect with off_policy_steps, where the trainer is not the policy that answered",
     unless=is_unset("off_policy_steps"),
   ),
@@ -786,7 +799,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     ("overlong_penalty",), "it has no effect without overlong_buffer", unless=is_set("overlong_buffer")
   ),
   NoEffectOption(
-    _section(t.Reward, t.SpecialTokens, but=_ANSWER_LISTS),
+    _section(t.Reward, t.SpecialTokens, but=(*_ANSWER_LISTS, "math_verify_timeout")),
     "it has no effect without reward_functions=[format], [format_tags] or [answer]",
     unless=includes("reward_functions", "format", "format_tags", "answer"),
   ),

@@ -28,7 +28,9 @@ from maxtext.storage.atomic import write_atomically
 _LOG = logging.getLogger(__name__)
 
 # What a run writes before its first step has finished.
-_START_FILES = {"checkpoints", "config.json", "lease.json", "metrics.jsonl", "run.json", "tensorboard", "tokenizer"}
+_START_FILES = {
+  "checkpoints", "config.json", "lease.json", "metrics.jsonl", "rollouts.jsonl", "run.json", "tensorboard", "tokenizer",
+}  # fmt: skip
 _LIBRARIES = ("maxtext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "libtpu")
 
 

@@ -4,13 +4,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from maxtext.configs import MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.data.batch import IteratorState
+from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.sampling import SamplingParams
 from maxtext.rl.answers import AnswerGroup, rollout_sampling
 from maxtext.rl.rewards import extract_answer
@@ -21,6 +21,7 @@ from maxtext.training.callbacks.base import Callback
 from maxtext.training.state import TrainState
 
 _LOG = logging.getLogger(__name__)
+_EVALUATION = 1  # tells the seeds of evaluations from those of rollouts
 
 
 class RolloutFigures(Callback):
@@ -45,8 +46,15 @@ class RolloutFigures(Callback):
         f"{step}, more than mismatch_limit={self._limit:g}."
       )
 
-  def close(self) -> None:
-    self._source.close()
+
+def evaluation_sampling(config: MaxTextConfig, tokenizer: TextTokenizer) -> SamplingParams:
+  """How answers of an evaluation are sampled; `ConfigError` for an entry of `generation_configs` that is wrong."""
+  given = config.generation_configs[config.eval_sampling_strategy]
+  known = ("temperature", "top_k", "top_p")
+  if not isinstance(given, dict) or given.keys() - set(known):
+    raise ConfigError(f"generation_configs: {config.eval_sampling_strategy}={given} may have {', '.join(known)}.")
+  own = rollout_sampling(config, tokenizer)
+  return SamplingParams(**given, stop_token_ids=own.stop_token_ids, stop=own.stop, logprobs=0)
 
 
 class EvaluatePolicy(Callback):
@@ -74,13 +82,11 @@ class EvaluatePolicy(Callback):
   def evaluate(self) -> dict[str, float]:
     """The share of tasks that are solved by `eval_mode`, and the mean reward, of the current policy."""
     c = self._source.config
-    given = SamplingParams(**c.generation_configs[c.eval_sampling_strategy])
-    own = rollout_sampling(c, self._source.tokenizer)
-    sampling = replace(given, stop_token_ids=own.stop_token_ids, stop=own.stop, logprobs=0)
+    sampling = evaluation_sampling(c, self._source.tokenizer)
     groups: list[AnswerGroup] = []
     size = c.batch_size * c.num_generations
     for i in range(0, len(self._tasks), size):
-      tasks, seed = self._tasks[i : i + size], (c.init_weights_seed, i)
+      tasks, seed = self._tasks[i : i + size], (c.init_weights_seed, _EVALUATION, i)
       groups += self._source.answerer.ask(self._source.policy, tasks, c.num_eval_passes, seed, sampling)
     solved = [is_solved(c, self._source, group) for group in groups]
     return {"pass_rate": float(np.mean(solved)), "reward": float(np.mean([group.rewards for group in groups]))}

@@ -50,7 +50,6 @@ def _shares(config: MaxTextConfig, groups: Sequence[AnswerGroup]) -> np.ndarray:
   useless = is_degenerate(np.array([group.rewards for group in groups])) & config.degenerate_group_masking
   shares = np.zeros(lengths.shape)
   if not useless.all():
-    longest = config.max_target_length - min(len(group.task.tokens) for group in groups)
-    own = SHARE_FUNCTIONS[config.rl_aggregation](lengths[~useless].ravel(), longest)
+    own = SHARE_FUNCTIONS[config.rl_aggregation](lengths[~useless].ravel(), config.max_target_length)
     shares[~useless] = own.reshape(-1, lengths.shape[1])
   return shares * shares.size

@@ -1,26 +1,30 @@
-"""A user's reward function in a process of its own, so that it may fail or hang without the run."""
+"""A user's reward function in a process of its own, so that it may fail or hang without the run.
+
+The process ends when the other end of its pipe closes: with the run, however that ends.
+"""
 
 import importlib
 import logging
-import math
-import multiprocessing
 import os
+import signal
+import subprocess
 import sys
+import threading
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.connection import Connection, Pipe
 
 from maxtext.configs import ConfigError
 
 _LOG = logging.getLogger(__name__)
 _START_SECONDS = 120.0  # to import the module, which may bring a large library
+_LARGEST = 1e6  # of a reward; advantages of much larger ones are no numbers in float32
 
 
 class RewardProcess:
-  """Calls `module:function` with prompts, completions and answers, and takes one number for each.
+  """Calls `module:function` with prompts, completions and answers, and takes one number for each. Threads take turns.
 
-  A call that fails or takes longer than the limit rewards its answers with 0, which is logged and counted; the process
-  is then started anew.
+  A call that fails or takes longer than the limit rewards its answers with 0, which is logged and counted. A process
+  that has ended, or has not answered, is started anew.
 
   Raises:
     ConfigError: there is no such module or function.
@@ -28,67 +32,86 @@ class RewardProcess:
 
   def __init__(self, name: str, timeout: float) -> None:
     self._name, self._timeout, self.failures = name, timeout, 0
-    self._process: Any = None
+    self._process: subprocess.Popen | None = None
+    self._lock = threading.Lock()
     self._start()
 
   def __call__(self, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
     """The rewards."""
-    if self._process is None:
-      self._start()
-    self._connection.send((list(prompts), list(completions), list(answers)))
-    problem, rewards = self._receive(self._timeout) or (f"no answer in {self._timeout:g} s", [])
-    if problem is None and (len(rewards) != len(completions) or not all(map(math.isfinite, rewards))):
-      problem = f"{len(rewards)} numbers for {len(completions)} answers, or one that is not finite"
-    if problem is None:
-      return rewards
-    self.failures += 1
-    _LOG.warning(f"maxtext: reward_functions: {self._name} failed, and its answers get 0: {problem}")
-    self.close()
-    return [0.0] * len(completions)
+    with self._lock:
+      problem, rewards = self._call(prompts, completions, answers)
+      if problem == _ENDED:  # for a reason of its own, such as a shortage of memory
+        problem, rewards = self._call(prompts, completions, answers)
+      if problem is None:
+        return rewards
+      self.failures += 1
+      _LOG.warning(f"maxtext: reward_functions: {self._name} failed, and its answers get 0: {problem}")
+      return [0.0] * len(completions)
 
   def close(self) -> None:
     """Ends the process."""
     if self._process is not None:
       self._process.kill()
-      self._process.join()
-      self._connection.close()
+      self._process.wait()
+      self._pipe.close()
       self._process = None
 
+  def _call(self, *texts: Sequence[str]) -> tuple[str | None, list[float]]:
+    """What is wrong, if anything, and rewards."""
+    if self._process is None:
+      self._start()
+    problem, rewards = self._exchange([list(part) for part in texts], self._timeout)
+    if problem in (_ENDED, _LATE):
+      self.close()
+    if problem is None and (len(rewards) != len(texts[1]) or not all(abs(reward) <= _LARGEST for reward in rewards)):
+      return f"{len(rewards)} numbers for {len(texts[1])} answers, or one that is not within {_LARGEST:g}", []
+    return problem, rewards
+
   def _start(self) -> None:
-    context = multiprocessing.get_context("spawn")
-    self._connection, theirs = context.Pipe()
-    self._process = context.Process(target=_serve, args=(self._name, os.getcwd(), theirs), daemon=True)
-    self._process.start()
-    theirs.close()
-    problem, _ = self._receive(_START_SECONDS) or (f"it was not imported in {_START_SECONDS:g} s", [])
+    self._pipe, there = Pipe()
+    # Not `multiprocessing`, which would import the caller's main module again, and with it JAX.
+    command = [sys.executable, "-m", "maxtext.rl.reward_process", str(there.fileno())]
+    self._process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+    there.close()
+    problem, _ = self._exchange([self._name, os.getcwd()], _START_SECONDS)
     if problem is not None:
       self.close()
       raise ConfigError(f"reward_functions: {self._name}: {problem}.")
 
-  def _receive(self, timeout: float) -> tuple[str | None, list[float]] | None:
-    """What is wrong, if anything, and rewards; None if nothing came in time."""
+  def _exchange(self, message: object, timeout: float) -> tuple[str | None, list[float]]:
     try:
-      return self._connection.recv() if self._connection.poll(timeout) else None
+      self._pipe.send(message)
+      return self._pipe.recv() if self._pipe.poll(timeout) else (_LATE, [])
     except (EOFError, OSError):
-      return "its process ended", []
+      return _ENDED, []
 
 
-def _serve(name: str, folder: str, connection: Connection) -> None:
-  """The loop of the process: imports the function from the user's folder, then answers calls."""
+_ENDED, _LATE = "its process ended", "it took too long"
+
+
+def _serve(pipe: Connection) -> None:
+  """Imports the function from the user's folder, then answers calls."""
+  name, folder = pipe.recv()
   sys.path.insert(0, folder)
   module, _, function = name.partition(":")
   try:
     found = getattr(importlib.import_module(module), function)
+    pipe.send((None if callable(found) else "it is no function", []))
   except Exception as error:
-    connection.send((f"{type(error).__name__}: {error}", []))
+    pipe.send((f"{type(error).__name__}: {error}", []))
     return
-  connection.send((None, []))
   while True:
+    call = pipe.recv()
     try:
-      call = connection.recv()
-    except EOFError:
-      return
-    try:
-      connection.send((None, [float(value) for value in found(*call)]))
+      problem, rewards = "", [float(value) for value in found(*call)]
     except Exception as error:
-      connection.send((f"{type(error).__name__}: {error}", []))
+      problem, rewards = f"{type(error).__name__}: {error}", []
+    pipe.send((problem or None, rewards))
+
+
+if __name__ == "__main__":
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then closes the pipe
+  try:
+    _serve(Connection(int(sys.argv[1])))
+  except (BrokenPipeError, ConnectionResetError, EOFError):
+    sys.exit(0)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 
 import numpy as np
@@ -10,6 +11,9 @@ import numpy as np
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import did_you_mean
 from maxtext.rl.reward_process import RewardProcess
+
+_NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,2})?)(?:/(\d+\.?\d*|\.\d+))?(%?)")
+_LONGEST_NUMBER = 1000  # characters
 
 RewardFunction = Callable[[Sequence[str], Sequence[str], Sequence[str]], Sequence[float]]
 """Rewards from prompts, completions and answers, which are as many."""
@@ -30,9 +34,13 @@ class Rewards:
   @staticmethod
   def of(config: MaxTextConfig) -> "Rewards":
     """As configured; raises `ConfigError` for a function that is not there."""
-    functions = {name: _function(config, name) for name in config.reward_functions}
-    if not functions:
-      raise ConfigError("reward_functions is empty: name at least one.")
+    functions: dict[str, RewardFunction] = {}
+    try:
+      for name in config.reward_functions:
+        functions[name] = _function(config, name)
+    except ConfigError:
+      Rewards(functions, ()).close()
+      raise
     return Rewards(functions, config.reward_weights or [1.0] * len(functions))
 
   def __call__(
@@ -46,18 +54,27 @@ class Rewards:
     return sum((w * rewards[name] for name, w in zip(self.functions, self.weights, strict=True)), np.zeros(()))
 
   def is_correct(self, config: MaxTextConfig, completion: str, answer: str, rewards: Mapping[str, float]) -> bool:
-    """Whether an answer counts as right in an evaluation: by its text, or with functions of the user's own by the
-    first of them, which must give more than 0."""
+    """Whether an answer counts as right in an evaluation: by its text with `answer`, else if the first function that is
+    not of its format gives more than 0."""
     if "answer" in self.functions:
       found = extract_answer(config, completion)
       return found is not None and is_equal(found, answer)
-    return rewards[next(iter(self.functions))] > 0
+    deciding = [name for name in self.functions if name not in ("format", "format_tags")] or list(self.functions)
+    return rewards[deciding[0]] > 0
+
+  @property
+  def failures(self) -> int:
+    """How often a function failed, and its answers got 0."""
+    return sum(process.failures for process in self._processes)
 
   def close(self) -> None:
     """Ends the processes of functions."""
-    for function in self.functions.values():
-      if isinstance(function, RewardProcess):
-        function.close()
+    for process in self._processes:
+      process.close()
+
+  @property
+  def _processes(self) -> list[RewardProcess]:
+    return [function for function in self.functions.values() if isinstance(function, RewardProcess)]
 
 
 def extract_answer(config: MaxTextConfig, completion: str) -> str | None:
@@ -73,22 +90,26 @@ def is_equal(guess: str, answer: str) -> bool:
   return guess.strip() == answer.strip() or (ours is not None and ours == theirs)
 
 
-def parse_number(text: str) -> float | None:
-  """The number that a text is, such as 1,234.5 or $3/4 or 50%; None if it is none."""
+def parse_number(text: str) -> Fraction | None:
+  """The number that a text is, such as 1,234.5 or $3/4 or 50%, exactly; None if it is none."""
   plain = text.strip().removeprefix("$").replace(",", "").removesuffix(".")
-  found = re.fullmatch(r"([+-]?\d*\.?\d+(?:[eE][+-]?\d{1,3})?)(?:/(\d*\.?\d+))?(%?)", plain)
+  found = _NUMBER.fullmatch(plain) if len(plain) <= _LONGEST_NUMBER else None
   if not found:
     return None
   number, divisor, percent = found.groups()
-  if divisor is not None and float(divisor) == 0:
-    return None
-  return float(number) / float(divisor or 1) / (100 if percent else 1)
+  below = Fraction(divisor or 1)
+  return Fraction(number) / below / (100 if percent else 1) if below else None
 
 
 def _format(config: MaxTextConfig, completion: str) -> float:
-  marks = map(re.escape, _marks(config))
-  pattern = "{}.*?{}.*?{}.*?{}".format(*marks)
-  return config.reward_exact_format_match if re.fullmatch(pattern, completion.strip(), re.DOTALL) else 0.0
+  text, marks = completion.strip(), _marks(config)
+  place = 0
+  for mark in marks:
+    found = text.find(mark, place)
+    if found < 0 or (mark == marks[0] and found):
+      return 0.0
+    place = found + len(mark)
+  return config.reward_exact_format_match if text.endswith(marks[-1]) else 0.0
 
 
 def _format_tags(config: MaxTextConfig, completion: str) -> float:
@@ -109,9 +130,9 @@ def _answer(config: MaxTextConfig, completion: str, answer: str) -> float:
     return config.penalty_incorrect_answer
   if ours == theirs:
     return config.reward_exact_answer
-  ratio = ours / theirs if theirs else float("inf")
-  near = ((0.1, config.reward_ratio_guess_to_answer_high), (0.2, config.reward_ratio_guess_to_answer_low))
-  return next((reward for far, reward in near if 1 - far <= ratio <= 1 + far), config.penalty_incorrect_answer)
+  far = abs(ours / theirs - 1) if theirs else 1
+  near = ((10, config.reward_ratio_guess_to_answer_high), (5, config.reward_ratio_guess_to_answer_low))
+  return next((reward for part, reward in near if far * part <= 1), config.penalty_incorrect_answer)
 
 
 def _marks(config: MaxTextConfig) -> tuple[str, str, str, str]:

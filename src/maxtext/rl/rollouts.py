@@ -6,13 +6,14 @@ so a resumed run has the same answers. `use_agentic_rollout` makes batches in a 
 copy of the policy; that changes no bit.
 """
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext.configs import MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.data.batch import BatchWithState, IteratorState
 from maxtext.data.iterable import place_batch
 from maxtext.data.tokenizers import TextTokenizer
@@ -39,6 +40,7 @@ from maxtext.training.state import TrainState
 FILE = "rollouts.jsonl"
 _WRITTEN = 2  # groups of a batch that are written to the run's folder
 _KEPT = "rollouts"
+_TRAINING = 0  # tells the seeds of rollouts from those of evaluations
 
 
 class Rollouts(NamedTuple):
@@ -73,6 +75,7 @@ class RolloutSource:
   rewards: Rewards
   at_start: Callable[[], None] = lambda: None
   policy: Policy = field(default_factory=lambda: Policy({}, -1))
+  _copy: Policy = field(default_factory=lambda: Policy({}, -1))
   _figures: dict[int, dict[str, float]] = field(default_factory=dict)  # by the step that they belong to
   _file: GrowingFile | None = None
   _thread: ThreadPoolExecutor | None = None
@@ -99,7 +102,7 @@ class RolloutSource:
   ) -> Iterator[BatchWithState]:
     """See `BatchSource`. A batch of rollouts is used `num_iterations` times."""
     assert split == "train", "the policy is evaluated by what it answers"
-    number, iteration, ahead = _restored(state)
+    number, iteration, ahead = _restored(state, self._about)
     if not self.policy.version:
       self.at_start()
     while True:
@@ -114,13 +117,21 @@ class RolloutSource:
         self._figures[self.policy.version + 1] = made.figures
         done = iteration == self.config.num_iterations
         kept = {n: rollouts for n, rollouts in ahead.items() if n > number - (not done)}
-        after = partial(_state, number + done, 0 if done else iteration, made.place, kept)
+        after = partial(_state, self._about, number + done, 0 if done else iteration, made.place, kept)
         yield BatchWithState(place_batch(batch, as_batch(made.arrays), number), after)
       ahead = {n: rollouts for n, rollouts in ahead.items() if n > number} or {number: ahead[number]}
       number, iteration = number + 1, 0
 
+  @cached_property
+  def _about(self) -> bytes:
+    """What a position among the tasks depends on."""
+    c = self.config
+    keys = ("batch_size", "num_generations", "num_iterations", "data_shuffle_seed", "enable_data_shuffling")
+    tasks = hashlib.sha256(repr([(task.tokens, task.answer) for task in self.tasks]).encode()).hexdigest()
+    return json.dumps({key: getattr(c, key) for key in keys} | {"tasks": tasks}).encode()
+
   def figures_of(self, step: int) -> dict[str, float]:
-    """What was measured of the rollouts of a step, once; nothing where they were made before a restart."""
+    """What was measured of the rollouts of a step, once."""
     return self._figures.pop(step, {})
 
   def close(self) -> None:
@@ -128,15 +139,24 @@ class RolloutSource:
     if self._thread is not None:
       self._thread.shutdown(cancel_futures=True)
     self.rewards.close()
+    if self._file is not None:
+      with suppress(OSError):
+        self._file.close()
 
   def _begin(self, number: int, before: "Future[Rollouts] | None") -> "Future[Rollouts]":
     """Makes a batch with the current policy, or begins to. It goes on among the tasks where the one before ends."""
     if self._thread is None:
       show_phase(f"generating rollouts for update {self.policy.version + 1}")
       return _done(self._make(self.policy, number, before))
-    is_kept = self.config.off_policy_steps > 0  # the step would take the arrays over while the engine reads them
-    policy = self.policy._replace(params=jax.tree.map(jnp.copy, self.policy.params)) if is_kept else self.policy
-    return self._thread.submit(self._make, policy, number, before)
+    return self._thread.submit(self._make, self._kept_policy(), number, before)
+
+  def _kept_policy(self) -> Policy:
+    """The policy, in arrays that no step takes over while the engine reads them: one copy of each version."""
+    if not self.config.off_policy_steps:
+      return self.policy  # the trainer waits
+    if self._copy.version != self.policy.version:
+      self._copy = self.policy._replace(params=jax.tree.map(jnp.copy, self.policy.params))
+    return self._copy
 
   def _make(self, policy: Policy, number: int, before: "Future[Rollouts] | None") -> Rollouts:
     c, began = self.config, time.monotonic()
@@ -161,7 +181,8 @@ class RolloutSource:
     found: list[AnswerGroup] = []
     for tries in range(c.dynamic_sampling + 1):
       tasks = [self.tasks[order(place + i)] for i in range(c.batch_size)]
-      found += self.answerer.ask(policy, tasks, c.num_generations, (c.init_weights_seed, number, tries), sampling)
+      seed = c.init_weights_seed, _TRAINING, number, tries
+      found += self.answerer.ask(policy, tasks, c.num_generations, seed, sampling)
       place += c.batch_size
       useless = [bool(is_degenerate(group.rewards[None])[0]) for group in found]
       if len(found) - sum(useless) >= c.batch_size:
@@ -187,6 +208,7 @@ class RolloutSource:
       "groups": float(len(groups)),
       "answer_tokens": float(np.mean([len(answer.token_ids) for answer in answers])),
       "answers_cut": float(np.mean([answer.finish_reason == "length" for answer in answers])),
+      "reward_failures": float(self.rewards.failures),
     }
 
   def _write(self, number: int, groups: Sequence[AnswerGroup], advantages: np.ndarray) -> None:
@@ -203,11 +225,18 @@ class RolloutSource:
       self._file.append("".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
-def _restored(state: IteratorState | None) -> "tuple[int, int, dict[int, Future[Rollouts]]]":
+def _restored(state: IteratorState | None, about: bytes) -> "tuple[int, int, dict[int, Future[Rollouts]]]":
   """The number of the next batch, how often it was used, and the batches that are made, of which the one before the
   next may be without arrays: it says where the tasks go on."""
   if state is None:
     return 0, 0, {}
+  before = json.loads(np.asarray(state["about"]).tobytes()) if "number" in state else {}
+  now = json.loads(about)
+  if changed := [name for name, value in now.items() if before.get(name) != value]:
+    raise ConfigError(
+      f"{', '.join(changed)}: the run cannot go on where it stopped, since its rollouts had another value: restore it, "
+      f"or start a new run."
+    )
   number, iteration, place = (int(state[name]) for name in ("number", "iteration", "place"))
   ahead = {number - 1: _done(Rollouts(place, {}, {}))}
   numbers = sorted({int(name.split("/")[1]) for name in state if name.startswith(f"{_KEPT}/")})
@@ -219,11 +248,13 @@ def _restored(state: IteratorState | None) -> "tuple[int, int, dict[int, Future[
   return number, iteration, ahead
 
 
-def _state(number: int, iteration: int, place: int, kept: "Mapping[int, Future[Rollouts]]") -> IteratorState:
+def _state(
+  about: bytes, number: int, iteration: int, place: int, kept: "Mapping[int, Future[Rollouts]]"
+) -> IteratorState:
   """The state after an update: waits for batches that are being made."""
-  state: IteratorState = {
-    name: np.array(value, np.int64) for name, value in (("number", number), ("iteration", iteration), ("place", place))
-  }
+  counts = {"number": number, "iteration": iteration, "place": place}
+  state: IteratorState = {name: np.array(value, np.int64) for name, value in counts.items()}
+  state["about"] = np.frombuffer(about, np.uint8)
   for n, future in kept.items():
     made = future.result()
     state |= {f"{_KEPT}/{n}/{name}": a for name, a in made.arrays.items()}

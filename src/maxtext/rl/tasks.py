@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.errors import RunError
 from maxtext.data.conversations import chat_prompt
 from maxtext.data.sources.json_lines import json_values
 from maxtext.data.tokenizers import TextTokenizer
@@ -55,26 +56,31 @@ def load_tasks(config: MaxTextConfig, tokenizer: TextTokenizer, split: str) -> l
   columns = config.train_data_columns if split == "train" else config.eval_data_columns
   if len(columns) != 2:
     raise ConfigError(f"{split}_data_columns={columns} must name two columns: of prompts, and of their answers.")
-  return [
-    _task(config, tokenizer, f"{path}, line {number}", *json_values(line, columns))
-    for path in _files(key, patterns)
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1)
-    if line.strip()
-  ]
+  tasks = []
+  for path in _files(key, patterns):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+      if line.strip():
+        try:
+          tasks.append(_task(config, tokenizer, *json_values(line, columns)))
+        except (RunError, ValueError, TypeError) as error:  # a ConfigError is a ValueError
+          raise ConfigError(f"{path}, line {number}: {error}") from None
+  return tasks
 
 
 def _files(key: str, patterns: Sequence[str]) -> list[str]:
   found = [sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True)) for pattern in patterns]
   for pattern, paths in zip(patterns, found, strict=True):
-    if not paths:
+    if not paths or not all(Path(path).is_file() for path in paths):
       raise ConfigError(f"{key}={pattern}: there is no such file.")
   return [path for paths in found for path in paths]
 
 
-def _task(config: MaxTextConfig, tokenizer: TextTokenizer, where: str, prompt: Any, answer: Any) -> Task:
+def _task(config: MaxTextConfig, tokenizer: TextTokenizer, prompt: Any, answer: Any) -> Task:
   """A task from the values of its columns; a prompt is a text or the messages of a conversation."""
   if prompt is None or answer is None:
-    raise ConfigError(f"{where}: it has no {'prompt' if prompt is None else 'answer'}.")
+    raise ConfigError(f"it has no {'prompt' if prompt is None else 'answer'}.")
+  if isinstance(answer, bool | list | dict):
+    raise ConfigError("its answer is neither a text nor a number.")
   if config.use_chat_template:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     system: list[Mapping[str, Any]] = [{"role": "system", "content": config.system_prompt}]
@@ -82,8 +88,8 @@ def _task(config: MaxTextConfig, tokenizer: TextTokenizer, where: str, prompt: A
   elif isinstance(prompt, str):
     tokens = tokenizer.encode(config.system_prompt + prompt).tolist()
   else:
-    raise ConfigError(f"{where}: its prompt is no text; messages need use_chat_template=true.")
+    raise ConfigError("its prompt is no text; messages need use_chat_template=true.")
   longest = config.max_prefill_predict_length
   if not 0 < len(tokens) <= longest:
-    raise ConfigError(f"{where}: its prompt has {len(tokens)} tokens, and max_prefill_predict_length is {longest}.")
+    raise ConfigError(f"its prompt has {len(tokens)} tokens, and max_prefill_predict_length is {longest}.")
   return Task(prompt if isinstance(prompt, str) else json.dumps(prompt), tuple(tokens), str(answer))

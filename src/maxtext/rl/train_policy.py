@@ -7,9 +7,10 @@ import jax
 import optax
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.distributed.multihost import check_joined, join
 from maxtext.inference.inference_model import load_run_tokenizer
 from maxtext.rl.answers import rollout_sampling
-from maxtext.rl.callbacks import EvaluatePolicy, RolloutFigures
+from maxtext.rl.callbacks import EvaluatePolicy, RolloutFigures, evaluation_sampling
 from maxtext.rl.rewards import Rewards
 from maxtext.rl.rollouts import RolloutSource
 from maxtext.rl.tasks import Task, load_tasks
@@ -30,8 +31,11 @@ def train_policy(
   config_name: str = "",
 ) -> TrainState:
   """Trains a policy by the rewards of its own answers, as configured; otherwise as `maxtext.training.run.train`."""
+  join(config)
+  check_joined(config)
+  updates = policy_config(config, jax.device_count())
   source, held_out = _source(config)
-  config = policy_config(config, jax.device_count())
+  config = updates
   figures = RolloutFigures(source, config.mismatch_limit)
   evaluate = [EvaluatePolicy(source, held_out, source.config.eval_interval, config.steps)] if held_out else []
   for callback in evaluate:
@@ -54,7 +58,7 @@ def policy_config(config: MaxTextConfig, devices: int) -> MaxTextConfig:
   """The configuration of the updates: rows are answers, and steps are those of all batches."""
   c, rows = config, config.batch_size * config.num_generations
   micro = rows if c.train_micro_batch_size == -1 else c.train_micro_batch_size
-  steps = int(c.num_batches * c.train_fraction) * c.num_iterations
+  steps = round(c.num_batches * c.train_fraction) * c.num_iterations
   if not steps:
     raise ConfigError(f"num_batches={c.num_batches} x train_fraction={c.train_fraction} is no batch.")
   if micro % devices:
@@ -79,21 +83,26 @@ def _source(config: MaxTextConfig) -> tuple[RolloutSource, list[Task]]:
   if not tasks:
     raise ConfigError("grain_train_files is empty: name JSON lines with prompts and answers.")
   if not held_out and config.train_fraction < 1:
-    kept = max(int(len(tasks) * config.train_fraction), 1)
+    kept = max(round(len(tasks) * config.train_fraction), 1)
     tasks, held_out = tasks[:kept], tasks[kept:]
   first = config.test_batch_start_index * config.batch_size
   held_out = held_out[first : first + config.num_test_batches * config.batch_size]
   if config.eval_interval > 0 and not held_out:
     _LOG.warning(
-      f"maxtext: eval_interval={config.eval_interval} evaluates nothing: set grain_eval_files, or lower train_fraction."
+      f"maxtext: eval_interval={config.eval_interval} evaluates nothing: there are no tasks in grain_eval_files, or in "
+      f"what train_fraction and num_test_batches leave."
     )
+  evaluation_sampling(config, tokenizer)
   return RolloutSource(config, tokenizer, tasks, Rewards.of(config)), held_out
 
 
 def dry_run_policy(config: MaxTextConfig, *, config_name: str = "") -> list[str]:
   """The checks of a run, of its tasks and reward functions too; see `maxtext.training.run.dry_run`."""
+  join(config)
+  check_joined(config)
+  updates = policy_config(config, jax.device_count())
   source, _ = _source(config)
   source.close()
-  config = policy_config(config, jax.device_count())
+  config = updates
   objective = PolicyOptimization.of(config, rollout_sampling(config, source.tokenizer).temperature)
   return run.dry_run(config, objective=objective, data=source, config_name=config_name)

@@ -1,6 +1,6 @@
 """The objective that a configuration asks for."""
 
-from maxtext.configs import MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.training.objectives.base import Objective
 from maxtext.training.objectives.distillation import KnowledgeDistillation
 from maxtext.training.objectives.language_modeling import LanguageModeling
@@ -9,6 +9,8 @@ from maxtext.training.objectives.preference import PreferenceOptimization
 
 def training_objective(config: MaxTextConfig) -> Objective:
   """What is minimised."""
+  if config.use_grpo:
+    raise ConfigError("use_grpo=true: the loss needs rollouts, which only maxtext.train and maxtext rl make.")
   if config.use_dpo:
     return PreferenceOptimization.of(config)
   if KnowledgeDistillation.is_chosen(config):

@@ -51,7 +51,7 @@ class PolicyOptimization(Objective):
     temperature: at which answers were sampled; the policy that is trained has it too.
     several_updates: the data brings the log-probabilities of the policy before the first update; otherwise they are
       the current ones, and ratios are exactly 1.
-    is_off_policy: answers were written by an older policy.
+    is_off_policy: answers were written by an older policy; the temperature is then 1, if tokens are corrected.
     importance_cap: largest weight by which such tokens are corrected; 0 corrects nothing.
     tiles: parts in which the logits are computed.
   """
@@ -89,22 +89,26 @@ class PolicyOptimization(Objective):
     """The sum over rows; auxiliary losses of layers count for every row."""
     p, mask, rows = self.parameters, batch.weights, self.weight(batch)
     policy, auxiliary = token_log_probs(models.decoder, batch, self.temperature, self.tiles)
-    old = batch.extra[OLD] if self.several_updates else jax.lax.stop_gradient(policy.tempered)
+    policy = jax.tree.map(lambda x: jnp.where(mask > 0, x, 0.0), policy)  # no number from where nothing was written
+    old = batch.extra[OLD] * mask if self.several_updates else jax.lax.stop_gradient(policy.tempered)
     ratio = jnp.exp(log_importance(policy.tempered, old, mask, p.by_sequence))
     losses = CLIPPING[p.clipping](ratio, batch.extra[ADVANTAGES], policy.tempered, p)
-    sampled, current = batch.extra[SAMPLED], jax.lax.stop_gradient(policy.plain)
+    sampled = batch.extra[SAMPLED]
+    known = self.several_updates and self.temperature == 1.0  # what the trainer said before the first update
+    before = old if known else jax.lax.stop_gradient(policy.plain)
     figures = {"entropy": policy.entropy, "ratio_clipped": _is_clipped(ratio, batch.extra[ADVANTAGES], p)}
     if self.is_off_policy and self.importance_cap:
-      weight = jnp.exp(current - sampled)
+      weight = jnp.exp(before - sampled)
       losses *= jnp.minimum(weight, self.importance_cap)
       figures |= {"importance_truncated": (weight > self.importance_cap).astype(jnp.float32)}
     if p.beta:
-      reference = token_log_probs(models.frozen[REFERENCE], batch, self.temperature, self.tiles)[0]
-      kl = kl_divergence(policy.tempered, jax.lax.stop_gradient(reference.tempered))
+      reference = token_log_probs(models.frozen[REFERENCE], batch, self.temperature, self.tiles)[0].tempered
+      kl = kl_divergence(policy.tempered, jax.lax.stop_gradient(jnp.where(mask > 0, reference, 0.0)))
       losses += p.beta * kl
       figures["kl"] = kl
-    what, difference = "off_policy" if self.is_off_policy else "mismatch", jnp.abs(current - sampled)
-    figures |= {what: difference, f"{what}_kl": kl_divergence(sampled, current)}
+    is_engine = not self.is_off_policy and (known or not self.several_updates)
+    what, difference = "mismatch" if is_engine else "off_policy", jnp.abs(before - sampled)
+    figures |= {what: difference, f"{what}_kl": kl_divergence(sampled, before)}
     auxiliary_loss, metrics = collect_auxiliary(auxiliary)
     loss = (losses * mask * batch.extra[SHARES]).sum() + auxiliary_loss * rows
     tokens = jnp.maximum(mask.sum(-1), 1.0)
@@ -142,7 +146,7 @@ def token_log_probs(decoder: Decoder, batch: Batch, temperature: float, tiles: i
   hidden, auxiliary, _ = decoder.hidden(batch.inputs, batch.positions, batch.segments)
 
   def of_tile(hidden: jax.Array, targets: jax.Array) -> TokenLogProbs:
-    logits = decoder.logits(hidden)
+    logits = decoder.logits(hidden).astype(jnp.float32)
     plain = -cross_entropy(logits, targets, 0.0)
     tempered = plain if temperature == 1.0 else -cross_entropy(logits / temperature, targets, 0.0)
     return TokenLogProbs(tempered, plain, _entropy(jax.lax.stop_gradient(logits)))
@@ -151,8 +155,7 @@ def token_log_probs(decoder: Decoder, batch: Batch, temperature: float, tiles: i
 
 
 def _entropy(logits: jax.Array) -> jax.Array:
-  wide = logits.astype(jnp.float32)
-  log_probs = wide - jax.nn.logsumexp(wide, axis=-1, keepdims=True)
+  log_probs = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
   return -(jnp.exp(log_probs) * log_probs).sum(-1)
 
 
