@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 import maxtext
 from maxtext import ConfigError, load_config
+from maxtext.checkpoint.inspect import read_metadata
+from maxtext.checkpoint.location import locate
 from maxtext.cli.main import main
 from maxtext.inference.inference_model import load_params
 from maxtext.mesh.devices import make_mesh
@@ -214,3 +216,8 @@ def test_bytes_of_a_real_model(name):
   total = sum(s.size * s.dtype.itemsize for s in (model.params | model.buffers).values()) / 1e9
   assert total == pytest.approx(GIGABYTES[name], abs=1e-3)
   assert total / 16.061 <= MOST[name]
+
+
+def test_the_embedding_is_rounded_beside_other_targets(run, tmp_path):
+  out = maxtext.quantize(run, tmp_path / "out", weight_format="int8", weight_format_targets=["head"], embedding=True)
+  assert read_metadata(locate(str(out))).config["weight_format_targets"]["value"] == ["head", "embedding"]

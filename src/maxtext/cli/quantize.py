@@ -8,7 +8,6 @@ from typing import Any
 from maxtext.cli.config import add_strict
 from maxtext.cli.display import open_display
 from maxtext.configs.loader import parse_assignments
-from maxtext.configs.values import default_of
 
 
 def add_command(commands: Any) -> None:
@@ -48,16 +47,13 @@ def _quantize(arguments: argparse.Namespace) -> int:
   keys: dict[str, Any] = dict(parse_assignments(arguments.overrides))
   if arguments.block is not None:
     keys["weight_block_size"] = arguments.block
-  if arguments.embedding:
-    given = keys.get("weight_format_targets", default_of("weight_format_targets"))
-    targets = given if isinstance(given, list) else [given]
-    keys["weight_format_targets"] = [*targets, "embedding", "head"]
   with closing(open_display("part")) as display:
     quantize(
       arguments.source,
       arguments.out,
       weight_format=arguments.format,
       calibration=arguments.gptq,
+      embedding=arguments.embedding,
       progress=display.progress,
       strict=arguments.strict,
       **keys,

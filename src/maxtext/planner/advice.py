@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
   from maxtext.planner.plan import Plan
 
-_WORTH_MENTIONING = 0.05  # of the step
+WORTH_MENTIONING = 0.05  # of the step
 _PER_WEIGHT = {"data", "fsdp", "fsdp_transpose"}  # axes over which weights and gradients travel, whatever the batch
 _PER_TOKEN = {"tensor", "tensor_sequence", "stage"}  # axes over which activations travel; over the others, either
 
@@ -17,7 +17,7 @@ def advice(plan: "Plan") -> list[str]:
   if plan.estimate is None or not plan.fits:
     return []
   found = sorted((*_collectives(plan), *_recomputation(plan), *_optimizer(plan)), reverse=True)
-  return [f"{share:.0%} {text}" for share, text in found if share >= _WORTH_MENTIONING][:3]
+  return [f"{share:.0%} {text}" for share, text in found if share >= WORTH_MENTIONING][:3]
 
 
 def _collectives(plan: "Plan") -> Iterator[tuple[float, str]]:

@@ -14,7 +14,7 @@ from maxtext.layers.execution import ExecutionConfig
 from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 from maxtext.mesh.topology import Topology
 from maxtext.models.flops import train_flops_per_token
-from maxtext.planner.advice import advice
+from maxtext.planner.advice import WORTH_MENTIONING, advice
 from maxtext.planner.calibration import CALIBRATION
 from maxtext.planner.compile import program_for
 from maxtext.planner.compiled_step import CompiledStep, compiled_step
@@ -163,7 +163,9 @@ def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = N
     found,
     topology.compiles,
     torus_sides(mesh, topology) if topology.compiles else (),
-    policy_that_fits(program, memory.there - memory.peak) if found else None,
+    policy_that_fits(program, memory.there - memory.peak)
+    if found and found.recomputed_share >= WORTH_MENTIONING
+    else None,
   )
 
 
@@ -220,10 +222,10 @@ def _memory(program: Program, topology: Topology, peak: int, temporaries: int) -
 
 
 def _merge_operations(operations: Sequence[Operation]) -> list[Operation]:
-  """Sums operations that have the same label; the source is that of the most expensive."""
-  merged: dict[tuple[str, str], list[Operation]] = {}
+  """Sums operations that have the same label and mesh axes; the source is that of the most expensive."""
+  merged: dict[tuple[str, str, tuple[str, ...]], list[Operation]] = {}
   for o in operations:
-    merged.setdefault(("" if o.kind == "compute" else o.name, o.label), []).append(o)
+    merged.setdefault(("" if o.kind == "compute" else o.name, o.label, o.axes), []).append(o)
   sums = (
     replace(
       max(same, key=lambda o: o.seconds),

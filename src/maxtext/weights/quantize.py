@@ -50,6 +50,7 @@ def quantize(
   target: str | os.PathLike[str],
   *,
   calibration: str | os.PathLike[str] | None = None,
+  embedding: bool = False,
   progress: Progress | None = None,
   strict: bool = False,
   **keys: "Unpack[ConfigKeys]",
@@ -65,6 +66,7 @@ def quantize(
     target: a folder that does not exist yet.
     calibration: a text file. With it, values are chosen by GPTQ, so that the outputs of each weight on that text change
       less; scales are those of rounding to nearest.
+    embedding: rounds the embedding and the head too, beside `weight_format_targets`, given or of the run.
     progress: called with parts done, all parts, bytes done, all bytes.
     strict: makes keys without an effect an error instead of a warning.
     **keys: configuration keys: `weight_format="int4"` says what linear and expert weights of layers are rounded to;
@@ -83,6 +85,11 @@ def quantize(
   recorded = {} if is_hugging_face(path) else read_metadata(locate(path)).config
   if calibration is not None and recorded:  # a run is calibrated at the length that it was trained at
     given = {"max_target_length": recorded["max_target_length"]["value"], **given}
+  if embedding:
+    of_run = recorded.get("weight_format_targets", {}).get("value", default_of("weight_format_targets"))
+    targets = given.get("weight_format_targets", of_run)
+    named = targets if isinstance(targets, list) else [targets]
+    given["weight_format_targets"] = list(dict.fromkeys([*named, "embedding", "head"]))
   resolved = resolve_source(path if "/" in path else f"./{path}", given, strict)
   text = None if calibration is None else Path(calibration)
   kept = {key: entry for key, entry in recorded.items() if key not in given.keys() | _OF_THE_WEIGHTS}

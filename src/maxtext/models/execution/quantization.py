@@ -76,11 +76,13 @@ def check_weight_format(config: MaxTextConfig, model: Model) -> None:
   """Raises `ConfigError` where `weight_format` finds no weight, or where a mesh splits what shares a scale."""
   if (rounding := weight_rounding(config)) is None:
     return
-  execution, modules = model.execution, {path.removesuffix("/weight") for path in model.weight_names} | {"head"}
+  execution, table = model.execution, "embedding"
+  modules = {path.removesuffix("/weight") for path in model.weight_names if not path.startswith(f"{table}/")} | {"head"}
   for pattern in config.weight_format_targets:
-    if not any(re.search(pattern, module) for module in modules):
+    if pattern != table and not any(re.search(pattern, module) for module in modules):
+      modules.add(table)
       raise ConfigError(f"weight_format_targets: '{pattern}' is the path of no module: {', '.join(sorted(modules))}.")
-  if model.spec.tied and rounding.wants(Site("head", "head")) != rounding.wants_table("embedding"):
+  if model.spec.tied and rounding.wants(Site("head", "head")) != rounding.wants_table(table):
     raise ConfigError("weight_format_targets: the head of this model is its embedding: name both, or neither.")
   shards = execution.sharding.rules.num_shards(execution.sharding.mesh, "activation_mlp")
   experts = [path for path, axes in model.logical_axes.items() if "expert" in axes and path.endswith("/weight")]
@@ -130,10 +132,10 @@ def weight_rounding(config: MaxTextConfig) -> WeightRounding | None:
         f"weight_format={name} is not what quantization={config.quantization.value} multiplies by: leave weight_format "
         "out, and weights at rest have the format of quantization; or leave quantization out for weights alone."
       )
-    if "embedding" in config.weight_format_targets:
+    if named := [target for target in ("embedding", "head") if target in config.weight_format_targets]:
       raise ConfigError(
         f"weight_format_targets: quantization={config.quantization.value} rounds neither the embedding nor the head: "
-        "leave 'embedding' out, or leave quantization out for weights alone."
+        f"leave '{named[0]}' out, or leave quantization out for weights alone."
       )
     return multiplied
   return rounding_of_keys(name, block, config.weight_format_targets)
