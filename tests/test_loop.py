@@ -68,13 +68,13 @@ def test_what_takes_the_state_is_not_in_a_steps_time():
   p, history = program(tiny()), History()
 
   def slow(_):
-    time.sleep(1.0)
+    time.sleep(5.0)
     return {"loss": 1.0}
 
-  run_loop(p.step, p.init(), p.feed(), range(6), [Evaluate(slow, 3, 0.0), history])
-  assert max(f["step_time_seconds"] for f in history.figures[1:]) < 0.9
+  run_loop(p.step, p.init(), p.feed(), range(4), [Evaluate(slow, 3, 0.0), history])
+  assert max(f["step_time_seconds"] for f in history.figures[1:]) < 4.0, "steps of a busy machine take a second"
   assert all(f["step_time_seconds"] > 0 for f in history.figures)
-  assert history.figures[2]["eval_seconds"] >= 1.0
+  assert history.figures[2]["eval_seconds"] >= 5.0
 
 
 @pytest.mark.slow
