@@ -17,11 +17,11 @@ from maxtext import ConfigError, load_config
 from maxtext.checkpoint.inspect import served_keys
 from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
-from maxtext.rl.advantages import ADVANTAGES, SHARES, is_degenerate, overlong_penalties
+from maxtext.rl.advantages import ADVANTAGE_FUNCTIONS, SHARE_FUNCTIONS, is_degenerate, overlong_penalties
 from maxtext.rl.callbacks import is_solved
 from maxtext.rl.reward_process import RewardProcess
 from maxtext.rl.rewards import Rewards, extract_answer, parse_number
-from maxtext.rl.tasks import TaskOrder
+from maxtext.rl.tasks import task_order
 from maxtext.training.objectives.policy_losses import CLIPPING, PolicyLossParameters, kl_divergence, log_importance
 from tests.support import TINY, History
 
@@ -107,7 +107,7 @@ def by_hand(log_probs, old, advantages, mask, shares, p, reference):
 
 @pytest.mark.parametrize("clipping", CLIPPING)
 @pytest.mark.parametrize("by_sequence", [False, True])
-@pytest.mark.parametrize("aggregation", SHARES)
+@pytest.mark.parametrize("aggregation", SHARE_FUNCTIONS)
 def test_losses_are_their_formulas(clipping, by_sequence, aggregation):
   random = np.random.default_rng(7)
   p = PolicyLossParameters(0.1, 0.3, 0.05, by_sequence, clipping)
@@ -116,7 +116,7 @@ def test_losses_are_their_formulas(clipping, by_sequence, aggregation):
   lengths = random.integers(1, 9, 6)
   for row, length in zip(mask, lengths, strict=True):
     row[1 : 1 + length] = 1.0
-  shares = SHARES[aggregation](lengths, 8)
+  shares = SHARE_FUNCTIONS[aggregation](lengths, 8)
   with jax.enable_x64():
     ratio = jnp.exp(log_importance(jnp.asarray(log_probs), jnp.asarray(old), jnp.asarray(mask), by_sequence))
     losses = CLIPPING[clipping](ratio, advantages[:, None], log_probs, p) + p.beta * kl_divergence(log_probs, reference)
@@ -134,17 +134,19 @@ def test_the_gradient_of_gspo_is_that_of_each_token():
 
 def test_advantages_by_hand():
   rewards = np.array([[1.0, 3.0], [2.0, 2.0]])
-  np.testing.assert_allclose(ADVANTAGES["dr_grpo"](rewards), [[-1, 1], [0, 0]])
-  np.testing.assert_allclose(ADVANTAGES["grpo"](rewards), [[-1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4)], [0, 0]])
-  np.testing.assert_allclose(ADVANTAGES["rloo"](rewards), [[-2, 2], [0, 0]])
+  np.testing.assert_allclose(ADVANTAGE_FUNCTIONS["dr_grpo"](rewards), [[-1, 1], [0, 0]])
+  np.testing.assert_allclose(
+    ADVANTAGE_FUNCTIONS["grpo"](rewards), [[-1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4)], [0, 0]]
+  )
+  np.testing.assert_allclose(ADVANTAGE_FUNCTIONS["rloo"](rewards), [[-2, 2], [0, 0]])
   assert is_degenerate(rewards).tolist() == [False, True]
 
 
 def test_shares_and_penalties_by_hand():
   lengths = np.array([1, 3])
-  np.testing.assert_allclose(SHARES["sequence"](lengths, 8), [1 / 2, 1 / 6])
-  np.testing.assert_allclose(SHARES["token"](lengths, 8), [1 / 4, 1 / 4])
-  np.testing.assert_allclose(SHARES["fixed"](lengths, 8), [1 / 16, 1 / 16])
+  np.testing.assert_allclose(SHARE_FUNCTIONS["sequence"](lengths, 8), [1 / 2, 1 / 6])
+  np.testing.assert_allclose(SHARE_FUNCTIONS["token"](lengths, 8), [1 / 4, 1 / 4])
+  np.testing.assert_allclose(SHARE_FUNCTIONS["fixed"](lengths, 8), [1 / 16, 1 / 16])
   found = overlong_penalties(np.array([3, 6, 7, 8]), np.full(4, 8), 4, 2.0)
   np.testing.assert_allclose(found, [0.0, 1.0, 1.5, 2.0])
   assert not overlong_penalties(lengths, np.full(2, 8), 0, 2.0).any()
@@ -249,11 +251,12 @@ def test_a_looping_policy_does_not_stall_its_rewards():
 
 
 def test_every_task_comes_once_an_epoch():
-  order = TaskOrder(7, 3, True)
+  order = task_order(load_config(dataset_type="synthetic", data_shuffle_seed=3), 7).document
   epochs = [[order(7 * epoch + i) for i in range(7)] for epoch in range(3)]
   assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
   assert len({tuple(epoch) for epoch in epochs}) == 3
-  assert [TaskOrder(3, 0, False)(i) for i in range(5)] == [0, 1, 2, 0, 1]
+  plain = task_order(load_config(dataset_type="synthetic", enable_data_shuffling=False), 3).document
+  assert [plain(i) for i in range(5)] == [0, 1, 2, 0, 1]
 
 
 # Runs.
@@ -297,7 +300,7 @@ def test_a_run_goes_on_with_its_own_tasks_and_is_served_as_others_are(run, folde
   run(**changes)
   other = folder / "other.jsonl"
   other.write_text((folder / "tasks.jsonl").read_text().replace('"9"', '"8"'))
-  with pytest.raises(ConfigError, match="tasks: the run cannot go on where it stopped"):
+  with pytest.raises(ConfigError, match="The data of the checkpoint is not the data of this run: tasks"):
     run(**changes | {"num_batches": 3}, grain_train_files=str(other))
   own = served_keys(str(tmp_path / "saved"), {})
   assert not {"use_grpo", "decode_sampling_strategy", "batch_size", "rl", "reward_functions"} & own.keys()
@@ -357,6 +360,7 @@ def test_a_mismatch_ends_the_run(run):
   [
     ({"grain_train_files": ""}, "grain_train_files is empty"),
     ({"grain_train_files": "none.jsonl"}, "there is no such file"),
+    ({"grain_train_files": "a.jsonl,0.7;b.jsonl,0.3"}, "tasks have no weights"),
     ({"train_data_columns": ["question", "answer"]}, "has no prompt"),
     ({"train_data_columns": ["prompt"]}, "must name two columns"),
     ({"max_prefill_predict_length": 1}, "its prompt has 2 tokens"),

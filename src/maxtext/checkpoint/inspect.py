@@ -78,9 +78,10 @@ def chosen(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def served_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
   """The keys with which a trained run answers: those given, and its own but for the machine that it was trained on."""
-  recorded = chosen(_recorded(path))
-  sampling = "decode_sampling_" if recorded.get("use_grpo") else ()  # of rollouts, and not of what is served
-  own = {k: value for k, value in recorded.items() if not is_of_the_training(k) and not k.startswith(sampling or "\0")}
+  recorded = _recorded(path)
+  own = {key: value for key, value in chosen(recorded).items() if not is_of_the_training(key)}
+  if recorded.get("use_grpo"):  # they are of rollouts, and not of what is served
+    own = {key: value for key, value in own.items() if not key.startswith("decode_sampling_")}
   return _below(path, given, own | {"load_parameters_path": path})
 
 

@@ -20,7 +20,11 @@ def _rloo(rewards: np.ndarray) -> np.ndarray:
   return rewards - others
 
 
-ADVANTAGES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {"grpo": _grpo, "dr_grpo": _dr_grpo, "rloo": _rloo}
+ADVANTAGE_FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+  "grpo": _grpo,
+  "dr_grpo": _dr_grpo,
+  "rloo": _rloo,
+}
 """Advantages [P,G] from the rewards of P groups of G answers, by the values of `rl_advantage`."""
 
 
@@ -41,7 +45,7 @@ def _fixed(lengths: np.ndarray, longest: int) -> np.ndarray:
   return np.full(len(lengths), 1.0 / (longest * len(lengths)))
 
 
-SHARES: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
+SHARE_FUNCTIONS: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
   "sequence": _sequence,
   "token": _token,
   "fixed": _fixed,

@@ -6,9 +6,7 @@ import numpy as np
 
 from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import Batch
-from maxtext.rl.advantages import ADVANTAGES as ADVANTAGE_FUNCTIONS
-from maxtext.rl.advantages import SHARES as SHARE_FUNCTIONS
-from maxtext.rl.advantages import is_degenerate
+from maxtext.rl.advantages import ADVANTAGE_FUNCTIONS, SHARE_FUNCTIONS, is_degenerate
 from maxtext.rl.answers import AnswerGroup
 from maxtext.training.objectives.policy import ADVANTAGES, SAMPLED, SHARES
 
@@ -20,8 +18,8 @@ def policy_arrays(config: MaxTextConfig, groups: Sequence[AnswerGroup], advantag
   """The arrays of a batch, padded to `max_target_length`."""
   shares = _shares(config, groups)
   shape = shares.size, config.max_target_length
-  arrays: Arrays = {name: np.zeros(shape, np.int32) for name in _TOKENS}
-  arrays |= {name: np.zeros(shape, np.float32) for name in ("weights", ADVANTAGES, SHARES, SAMPLED)}
+  numbers = ("weights", ADVANTAGES, SHARES, SAMPLED)
+  arrays: Arrays = {name: np.zeros(shape, np.float32 if name in numbers else np.int32) for name in (*_TOKENS, *numbers)}
   answers = ((group.task, answer) for group in groups for answer in group.answers)
   for row, ((task, answer), advantage, share) in enumerate(zip(answers, advantages.flat, shares.flat, strict=True)):
     tokens = np.array([*task.tokens, *answer.token_ids], np.int32)

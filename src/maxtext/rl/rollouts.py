@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import BatchWithState, IteratorState
+from maxtext.data.fingerprint import check_same_data, to_array
 from maxtext.data.iterable import place_batch
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.observe.growing_file import GrowingFile
@@ -31,7 +32,7 @@ from maxtext.rl.advantages import is_degenerate
 from maxtext.rl.answers import Answerer, AnswerGroup, Policy, rollout_sampling
 from maxtext.rl.policy_batch import Arrays, as_batch, policy_advantages, policy_arrays
 from maxtext.rl.rewards import Rewards
-from maxtext.rl.tasks import Task, TaskOrder
+from maxtext.rl.tasks import Task, task_order
 from maxtext.status_line import show_phase
 from maxtext.training.objectives.policy import OLD, SAMPLED, token_log_probs
 from maxtext.training.program import Program
@@ -123,12 +124,12 @@ class RolloutSource:
       number, iteration = number + 1, 0
 
   @cached_property
-  def _about(self) -> bytes:
+  def _about(self) -> dict[str, Any]:
     """What a position among the tasks depends on."""
     c = self.config
     keys = ("batch_size", "num_generations", "num_iterations", "data_shuffle_seed", "enable_data_shuffling")
     tasks = hashlib.sha256(repr([(task.tokens, task.answer) for task in self.tasks]).encode()).hexdigest()
-    return json.dumps({key: getattr(c, key) for key in keys} | {"tasks": tasks}).encode()
+    return {key: getattr(c, key) for key in keys} | {"tasks": tasks}
 
   def figures_of(self, step: int) -> dict[str, float]:
     """What was measured of the rollouts of a step, once."""
@@ -176,11 +177,11 @@ class RolloutSource:
     """Groups, those that train first, and the place of the next task. With `dynamic_sampling`, tasks are asked until
     there are enough groups from which something can be learnt."""
     c = self.config
-    order = TaskOrder(len(self.tasks), c.data_shuffle_seed, c.enable_data_shuffling)
+    order = task_order(c, len(self.tasks))
     sampling = rollout_sampling(c, self.tokenizer)
     found: list[AnswerGroup] = []
     for tries in range(c.dynamic_sampling + 1):
-      tasks = [self.tasks[order(place + i)] for i in range(c.batch_size)]
+      tasks = [self.tasks[order.document(place + i)] for i in range(c.batch_size)]
       seed = c.init_weights_seed, _TRAINING, number, tries
       found += self.answerer.ask(policy, tasks, c.num_generations, seed, sampling)
       place += c.batch_size
@@ -225,18 +226,12 @@ class RolloutSource:
       self._file.append("".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
-def _restored(state: IteratorState | None, about: bytes) -> "tuple[int, int, dict[int, Future[Rollouts]]]":
+def _restored(state: IteratorState | None, about: dict[str, Any]) -> "tuple[int, int, dict[int, Future[Rollouts]]]":
   """The number of the next batch, how often it was used, and the batches that are made, of which the one before the
   next may be without arrays: it says where the tasks go on."""
   if state is None:
     return 0, 0, {}
-  before = json.loads(np.asarray(state["about"]).tobytes()) if "number" in state else {}
-  now = json.loads(about)
-  if changed := [name for name, value in now.items() if before.get(name) != value]:
-    raise ConfigError(
-      f"{', '.join(changed)}: the run cannot go on where it stopped, since its rollouts had another value: restore it, "
-      f"or start a new run."
-    )
+  check_same_data(np.asarray(state["about"]) if "number" in state else to_array({}), about)
   number, iteration, place = (int(state[name]) for name in ("number", "iteration", "place"))
   ahead = {number - 1: _done(Rollouts(place, {}, {}))}
   numbers = sorted({int(name.split("/")[1]) for name in state if name.startswith(f"{_KEPT}/")})
@@ -249,17 +244,17 @@ def _restored(state: IteratorState | None, about: bytes) -> "tuple[int, int, dic
 
 
 def _state(
-  about: bytes, number: int, iteration: int, place: int, kept: "Mapping[int, Future[Rollouts]]"
+  about: dict[str, Any], number: int, iteration: int, place: int, kept: "Mapping[int, Future[Rollouts]]"
 ) -> IteratorState:
   """The state after an update: waits for batches that are being made."""
   counts = {"number": number, "iteration": iteration, "place": place}
   state: IteratorState = {name: np.array(value, np.int64) for name, value in counts.items()}
-  state["about"] = np.frombuffer(about, np.uint8)
+  state["about"] = to_array(about)
   for n, future in kept.items():
     made = future.result()
     state |= {f"{_KEPT}/{n}/{name}": a for name, a in made.arrays.items()}
     state[f"{_KEPT}/{n}/place"] = np.array(made.place, np.int64)
-    state[f"{_KEPT}/{n}/figures"] = np.frombuffer(json.dumps(made.figures).encode(), np.uint8)
+    state[f"{_KEPT}/{n}/figures"] = to_array(made.figures)
   return state
 
 

@@ -14,13 +14,12 @@ R = TypeVar("R")
 
 
 def _like(function: Callable[P, R]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-  """Gives a function the arguments, as editors and type checkers see them, and the words of another."""
+  """Gives a function the arguments and the documentation of another, as editors and type checkers see them."""
   return wraps(function)
 
 
 @_like(run.train)
 def train(config: MaxTextConfig, **arguments: Any) -> TrainState:
-  """With `use_grpo`, data and objective are rollouts and their loss."""
   check_arguments(config)
   if not config.use_grpo:
     return run.train(config, **arguments)

@@ -2,17 +2,16 @@
 
 import glob
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.data.conversations import chat_prompt
+from maxtext.data.order import FEW_SHARDS, DocumentOrder
+from maxtext.data.sources.grain import file_parts
 from maxtext.data.sources.json_lines import json_values
 from maxtext.data.tokenizers import TextTokenizer
 
@@ -26,23 +25,9 @@ class Task:
   answer: str
 
 
-@dataclass(frozen=True)
-class TaskOrder:
-  """An endless order of tasks: all of them once an epoch, as a function of the seed."""
-
-  count: int
-  seed: int
-  shuffled: bool
-
-  def __call__(self, place: int) -> int:
-    """The number of the task at a place."""
-    epoch, within = divmod(place, self.count)
-    return int(_permutation(self.seed, epoch, self.count)[within]) if self.shuffled else within
-
-
-@lru_cache(2)
-def _permutation(seed: int, epoch: int, count: int) -> np.ndarray:
-  return np.random.default_rng((seed, epoch)).permutation(count)
+def task_order(config: MaxTextConfig, count: int) -> DocumentOrder:
+  """The order in which so many tasks come: all of them once an epoch."""
+  return DocumentOrder([count], FEW_SHARDS, (config.data_shuffle_seed,), config.enable_data_shuffling)
 
 
 def load_tasks(config: MaxTextConfig, tokenizer: TextTokenizer, split: str) -> list[Task]:
@@ -52,12 +37,11 @@ def load_tasks(config: MaxTextConfig, tokenizer: TextTokenizer, split: str) -> l
     ConfigError: a file, a column or a prompt is wrong.
   """
   key, files = f"grain_{split}_files", {"train": config.grain_train_files, "eval": config.grain_eval_files}[split]
-  patterns = [part for part in files.split(",") if part]
   columns = config.train_data_columns if split == "train" else config.eval_data_columns
   if len(columns) != 2:
     raise ConfigError(f"{split}_data_columns={columns} must name two columns: of prompts, and of their answers.")
   tasks = []
-  for path in _files(key, patterns):
+  for path in _files(key, files):
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
       if line.strip():
         try:
@@ -67,12 +51,16 @@ def load_tasks(config: MaxTextConfig, tokenizer: TextTokenizer, split: str) -> l
   return tasks
 
 
-def _files(key: str, patterns: Sequence[str]) -> list[str]:
-  found = [sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True)) for pattern in patterns]
-  for pattern, paths in zip(patterns, found, strict=True):
-    if not paths or not all(Path(path).is_file() for path in paths):
-      raise ConfigError(f"{key}={pattern}: there is no such file.")
-  return [path for paths in found for path in paths]
+def _files(key: str, value: str) -> list[str]:
+  if not value:
+    return []
+  (place, _), *others = file_parts(key, value)
+  if others:
+    raise ConfigError(f"{key}={value}: tasks have no weights; write one glob of files.")
+  paths = sorted(glob.glob(str(Path(place).expanduser())))
+  if not paths or not all(Path(path).is_file() for path in paths):
+    raise ConfigError(f"{key}={place}: there is no such file.")
+  return paths
 
 
 def _task(config: MaxTextConfig, tokenizer: TextTokenizer, prompt: Any, answer: Any) -> Task:

@@ -31,19 +31,15 @@ def train_policy(
   config_name: str = "",
 ) -> TrainState:
   """Trains a policy by the rewards of its own answers, as configured; otherwise as `maxtext.training.run.train`."""
-  join(config)
-  check_joined(config)
-  updates = policy_config(config, jax.device_count())
-  source, held_out = _source(config)
-  config = updates
+  source, held_out, updates, objective = _prepare(config)
   figures = RolloutFigures(source, config.mismatch_limit)
-  evaluate = [EvaluatePolicy(source, held_out, source.config.eval_interval, config.steps)] if held_out else []
+  evaluate = [EvaluatePolicy(source, held_out, config.eval_interval, updates.steps)] if held_out else []
   for callback in evaluate:
     source.at_start = callback.before
   try:
     return run.train(
-      config,
-      objective=PolicyOptimization.of(config, rollout_sampling(config, source.tokenizer).temperature),
+      updates,
+      objective=objective,
       optimizer=optimizer,
       data=source,
       callbacks=[figures, *evaluate, *callbacks],
@@ -52,6 +48,13 @@ def train_policy(
     )
   finally:
     source.close()
+
+
+def dry_run_policy(config: MaxTextConfig, *, config_name: str = "") -> list[str]:
+  """The checks of a run, of its tasks and reward functions too; see `maxtext.training.run.dry_run`."""
+  source, _, updates, objective = _prepare(config)
+  source.close()
+  return run.dry_run(updates, objective=objective, data=source, config_name=config_name)
 
 
 def policy_config(config: MaxTextConfig, devices: int) -> MaxTextConfig:
@@ -76,6 +79,16 @@ def policy_config(config: MaxTextConfig, devices: int) -> MaxTextConfig:
   )
 
 
+def _prepare(config: MaxTextConfig) -> tuple[RolloutSource, list[Task], MaxTextConfig, PolicyOptimization]:
+  """The rollouts of a run, the tasks that it is evaluated with, and the configuration and objective of its updates."""
+  join(config)  # devices are counted
+  check_joined(config)
+  updates = policy_config(config, jax.device_count())
+  source, held_out = _source(config)
+  objective = PolicyOptimization.of(updates, rollout_sampling(config, source.tokenizer).temperature)
+  return source, held_out, updates, objective
+
+
 def _source(config: MaxTextConfig) -> tuple[RolloutSource, list[Task]]:
   """The rollouts of a run, and the tasks that it is evaluated with."""
   tokenizer = load_run_tokenizer(config)
@@ -94,15 +107,3 @@ def _source(config: MaxTextConfig) -> tuple[RolloutSource, list[Task]]:
     )
   evaluation_sampling(config, tokenizer)
   return RolloutSource(config, tokenizer, tasks, Rewards.of(config)), held_out
-
-
-def dry_run_policy(config: MaxTextConfig, *, config_name: str = "") -> list[str]:
-  """The checks of a run, of its tasks and reward functions too; see `maxtext.training.run.dry_run`."""
-  join(config)
-  check_joined(config)
-  updates = policy_config(config, jax.device_count())
-  source, _ = _source(config)
-  source.close()
-  config = updates
-  objective = PolicyOptimization.of(config, rollout_sampling(config, source.tokenizer).temperature)
-  return run.dry_run(config, objective=objective, data=source, config_name=config_name)
