@@ -27,16 +27,18 @@ def _forward(z_loss: float, logits: jax.Array, targets: jax.Array) -> tuple[jax.
   """All elementwise or a reduction, so that no array in float32 of the size of the logits is ever written: a gather's
   operand would be, and its gradient."""
   wide = logits.astype(jnp.float32)
-  log_partition = jax.nn.logsumexp(wide, axis=-1)
+  largest = jax.lax.stop_gradient(wide.max(-1))
+  total = jnp.exp(wide - largest[..., None]).sum(-1)
+  log_partition = jnp.log(total) + largest
   gold = jnp.where(_is_target(logits, targets), wide, 0.0).sum(-1)
   gold = jnp.where((targets >= 0) & (targets < logits.shape[-1]), gold, jnp.nan)  # of another vocabulary: not hidden
-  return log_partition - gold + z_loss * jnp.square(log_partition), (logits, targets, log_partition)
+  return log_partition - gold + z_loss * jnp.square(log_partition), (logits, targets, largest, total)
 
 
 def _backward(z_loss: float, saved: Any, gradient: jax.Array) -> tuple[jax.Array, None]:
-  logits, targets, log_partition = saved
-  shares = jnp.exp(logits.astype(jnp.float32) - log_partition[..., None])
-  shares *= (1.0 + 2.0 * z_loss * log_partition)[..., None]
+  logits, targets, largest, total = saved
+  scale = (1.0 + 2.0 * z_loss * (jnp.log(total) + largest)) / total
+  shares = jnp.exp(logits.astype(jnp.float32) - largest[..., None]) * scale[..., None]
   return (gradient[..., None] * (shares - _is_target(logits, targets))).astype(logits.dtype), None
 
 
