@@ -12,8 +12,14 @@ from maxtext.kernels.attention_mask import ScoreSpec, Tokens
 from maxtext.kernels.delta_rule import chunked
 from maxtext.kernels.grouped_matmul import GroupedMatmul
 from maxtext.kernels.splash_attention import SplashBlocks
+from maxtext.kernels.weight_quantize import STORED_FORMATS, stored_shapes
 from maxtext.layers.indexer import among_best
+from maxtext.layers.matmul import PlainMatmul
+from maxtext.layers.matmul_call import MatmulCall, Site
+from maxtext.layers.quantized_weight import QuantizedFormat, WeightRounding
 from maxtext.mesh.topology import Topology
+from maxtext.planner.hlo import CompiledProgram
+from maxtext.planner.memory_traffic import memory_traffic
 
 pytest.importorskip("libtpu")
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
@@ -73,3 +79,20 @@ def test_delta_rule(mesh):
 def test_the_choice_of_an_indexer(mesh):
   """It has no gradient; what it chooses is a mask."""
   compiled(mesh, lambda scores, x: among_best(scores, 256) * x, ((B, S, S), jnp.float32), ((B, S, 1), jnp.float32))
+
+
+@pytest.mark.parametrize(("name", "most"), [("int8", 1.1), ("int4", 1.2), ("mxfp4", 1.2), ("nvfp4", 2.0)])
+def test_a_matmul_reads_weights_at_rest_as_they_are_stored(name, most):
+  """Of 16 tokens, as in a decode step: nothing is written out unpacked, nor scales at the size of the weight. (Before
+  v6e, whose vector unit has bfloat16, scales are.)"""
+  inputs, outputs, stored = 4096, 14336, STORED_FORMATS[name]
+  format_ = QuantizedFormat(WeightRounding(name, stored.block))
+  call = MatmulCall(Site("layers/up", "linear"), "ab,bc->ac", jnp.bfloat16)
+  mesh = Mesh(np.array(Topology.named("v6e-4").devices()[:1]), ("data",))
+  place = NamedSharding(mesh, PartitionSpec())
+  shapes = stored_shapes(stored, stored.block, inputs, (outputs,))
+  arrays = {leaf: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for leaf, (shape, dtype) in shapes.items()}
+  x = jax.ShapeDtypeStruct((16, inputs), jnp.bfloat16, sharding=place)
+  found = jax.jit(lambda x, arrays: format_.matmul(call, PlainMatmul(), x, arrays)).lower(x, arrays).compile()
+  moved = sum(bytes for _, bytes in memory_traffic(CompiledProgram.parse(found.as_text())))
+  assert moved < most * sum(a.size * a.dtype.itemsize for a in arrays.values())

@@ -68,6 +68,15 @@ def test_a_weight_comes_back_within_half_a_step(name):
   assert not found[:32, 5].any()
 
 
+@pytest.mark.parametrize("name", [name for name in STORED_FORMATS if STORED_FORMATS[name].bits == 4])
+def test_four_bits_lose_little_more_in_bfloat16(name):
+  """The last bit of a scale, of a value and of their product; nothing where scales are powers of two."""
+  arrays = encode(weights(128, 12), STORED_FORMATS[name], BLOCKS[name])
+  found, expected = (decode(arrays, STORED_FORMATS[name], BLOCKS[name], dtype) for dtype in (jnp.bfloat16, jnp.float32))
+  most = {"mxfp4": 0, "nf4": 3}.get(name, 2) * 2.0**-8
+  np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=1.01 * most, atol=0)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("name", STORED_FORMATS)
 def test_a_weight_that_is_not_finite_is_not_hidden(name, value):
@@ -295,6 +304,11 @@ def logits(model, params):
   return np.asarray(run(params))
 
 
+def assert_same_logits(found, expected, exactly):
+  """Equal, or as sums in another order are: the last weight that rounding moved would be felt."""
+  np.testing.assert_allclose(found, expected, rtol=0, atol=0 if exactly else 2e-6 * np.abs(expected).max())
+
+
 QAT = {
   "int4": {"weight_format": "int4", "weight_block_size": 8},
   "nvfp4": {"weight_format": "nvfp4"},
@@ -305,7 +319,8 @@ QAT = {
 
 @pytest.mark.parametrize("way", gate(QAT, "int4", "W8A8"))
 def test_what_is_stored_is_what_was_trained(way, tmp_path):
-  """Quantization-aware training: the exported weights, and logits from them, are bitwise those of the step."""
+  """Quantization-aware training: the exported weights are bitwise those of the step, and so are logits from them; of
+  four bits, but for the order of sums."""
   keys = RUN_KEYS | EXPERTS | QAT[way] | {"base_output_directory": str(tmp_path), "run_name": "run"}
   p = program(load_config(**keys))
   maxtext.train(load_config(**keys))
@@ -315,7 +330,7 @@ def test_what_is_stored_is_what_was_trained(way, tmp_path):
   arrays, model = loaded(tmp_path / "out", **{k: v for k, v in QAT[way].items() if k == "quantization"})
   path = "groups/0/layers/0/feed_forward/experts/gate/weight"
   assert arrays[path].dtype == {"W8A8": jnp.int8, "fp8": jnp.float8_e4m3fn}.get(way, jnp.uint8)
-  np.testing.assert_array_equal(logits(model, arrays), logits(p.model, step))
+  assert_same_logits(logits(model, arrays), logits(p.model, step), exactly="quantization" in QAT[way])
   assert np.abs(logits(p.model, step) - logits(plain_model(p.model), step)).max() > 1e-3, "rounding is felt"
 
 
@@ -393,7 +408,7 @@ def test_adapters_of_a_plain_base_are_served_beside_one_at_rest(trained, tmp_pat
 
 
 def test_what_is_merged_is_what_was_trained(trained, tmp_path):
-  """Merge-aware LoRA on a base at rest: the merged file, and logits from it, are bitwise those of the step."""
+  """Merge-aware LoRA on a base at rest: the merged file has what the step computed with."""
   format_ = {"weight_format": "int4", "weight_block_size": 16}
   lora = {"lora_rank": 4, "lora_alpha": 64.0, "lora_merge_aware": True, "learning_rate": 3e-2, "steps": 3}
   start = {"load_parameters_path": str(trained), "base_output_directory": str(tmp_path), "run_name": "run"}
@@ -408,7 +423,7 @@ def test_what_is_merged_is_what_was_trained(trained, tmp_path):
   base = loaded(trained, **format_)[0]
   path = "groups/0/layers/0/feed_forward/experts/gate/weight"
   assert (np.asarray(arrays[path]) != np.asarray(base[path])).mean() > 0.01, "the adapter is felt"
-  np.testing.assert_array_equal(logits(model, arrays), logits(p.model, step))
+  assert_same_logits(logits(model, arrays), logits(p.model, step), exactly=False)
   maxtext.convert(tmp_path / "run", tmp_path / "hf", to="huggingface")  # merged, and not rounded
   weights = loaded(tmp_path / "hf", weight_format="")[0]
   np.testing.assert_allclose(weights[path], dequantized(model, arrays)[path], atol=0.1)

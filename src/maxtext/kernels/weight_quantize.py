@@ -85,9 +85,25 @@ def encode(weight: jax.Array, format_: StoredFormat, block: int) -> dict[str, ja
 
 def decode(arrays: Arrays, format_: StoredFormat, block: int, dtype: Any) -> jax.Array:
   """The weight [F, ...] again, less what rounding lost."""
-  values = _unpacked(arrays["weight"], format_)
-  blocks = _in_blocks(values, values.shape[0], block)
-  return (blocks * _float32_scale(arrays, format_)[:, None]).reshape(values.shape).astype(dtype)
+  if format_.bits == 8:
+    return _multiplied(arrays["weight"].astype(jnp.float32), arrays, format_, block).astype(dtype)
+  pairs = jnp.stack(decode_pairs(arrays, format_, block, dtype), 1)
+  return pairs.reshape(-1, *pairs.shape[2:])
+
+
+def decode_pairs(arrays: Arrays, format_: StoredFormat, block: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+  """The even rows of a weight of four bits [F/2, ...], and the odd ones.
+
+  Each is an elementwise function of what is stored, so a compiler can make it part of a matmul; rows in their order
+  would be written to memory first. It multiplies in `dtype`: the TPU's compiler writes out scales that it broadcasts
+  in float32, and what bfloat16 loses of a scale is a fraction of what four bits lose.
+  """
+  stored = arrays["weight"]
+  even, odd = (
+    _multiplied(_values(codes, format_).astype(dtype), arrays, format_, block // 2)
+    for codes in (stored & 15, stored >> 4)
+  )
+  return even, odd
 
 
 def row_scales(scales: Arrays, format_: StoredFormat, block: int, rows: int) -> jax.Array:
@@ -188,13 +204,16 @@ def _packed(values: jax.Array, format_: StoredFormat) -> jax.Array:
   return pairs[:, 0] | (pairs[:, 1] << 4)
 
 
-def _unpacked(stored: jax.Array, format_: StoredFormat) -> jax.Array:
-  """The values in float32."""
-  if format_.bits == 8:
-    return stored.astype(jnp.float32)
-  codes = jnp.stack([stored & 15, stored >> 4], 1).reshape(stored.shape[0] * 2, *stored.shape[1:])
+def _values(codes: jax.Array, format_: StoredFormat) -> jax.Array:
+  """Values in float32 from four bits, as they are packed."""
   integers = format_.number not in (_NF4, _E2M1)
   return values_of((codes ^ 8).astype(jnp.int8) - 8 if integers else codes, format_)
+
+
+def _multiplied(values: jax.Array, arrays: Arrays, format_: StoredFormat, block: int) -> jax.Array:
+  """Values [F, ...] by their scales, in the dtype of the values."""
+  blocks = _in_blocks(values, values.shape[0], block)
+  return (blocks * _float32_scale(arrays, format_)[:, None].astype(values.dtype)).reshape(values.shape)
 
 
 def _look_up(codes: jax.Array, table: tuple[float, ...]) -> jax.Array:

@@ -4,6 +4,7 @@ quantization-aware training for them (QAT).
 The contracted dimensions of a stored weight are one, named as the first of them. See `kernels/weight_quantize.py`.
 """
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.kernels.quantize import Quantized
-from maxtext.kernels.weight_quantize import STORED_FORMATS, StoredFormat, decode, encode, stored_shapes
+from maxtext.kernels.weight_quantize import STORED_FORMATS, StoredFormat, decode, decode_pairs, encode, stored_shapes
 from maxtext.layers.matmul import Matmul, UnfitWeightError
 from maxtext.layers.matmul_call import ABSORBED, MatmulCall, Next, Role, Site
 from maxtext.layers.param_factory import ParamFactory
@@ -98,6 +99,15 @@ class WeightRounding:
       run = jax.vmap(run)
     return run(arrays).reshape(shape)
 
+  def decode_pairs(
+    self, arrays: Mapping[str, jax.Array], shape: tuple[int, ...], stacked: int, dtype: Any
+  ) -> tuple[jax.Array, ...]:
+    """The even and the odd rows of a weight of four bits, each of that shape."""
+    run = partial(decode_pairs, format_=self.stored, block=self.block, dtype=dtype)
+    for _ in range(stacked):
+      run = jax.vmap(run)
+    return tuple(half.reshape(shape) for half in run(arrays))
+
   def decode_rows(self, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
     """Rows [..., E] of a table, which is stored as the weight [E, V] of a head is, but row by row."""
     last_first = {leaf: jnp.moveaxis(array, -1, 0) if array.ndim else array for leaf, array in arrays.items()}
@@ -164,9 +174,17 @@ class QuantizedFormat:
 
   def matmul(self, call: MatmulCall, next_: Next, x: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
     """The plain operation with the weight in the call's dtype, which exists in the operation alone."""
+    stacked, dtype = int(call.site.role == "experts"), call.dtype or x.dtype
     shape = _weight_shape(call, x, arrays["weight"].shape, self.per_item)
-    stacked = int(call.site.role == "experts")
-    return next_(call, x, self.rounding.decode(arrays, shape, stacked, call.dtype or x.dtype))
+    if self.per_item == 1 or call.site.role not in _STORED:
+      return next_(call, x, self.rounding.decode(arrays, shape, stacked, dtype))
+    # Rows come in pairs, and a sum over both is the sum over the even ones and that over the odd ones.
+    axis, last = _last_input(call, arrays["weight"].ndim - 1)
+    halves = self.rounding.decode_pairs(arrays, (*shape[:last], shape[last] // 2, *shape[last + 1 :]), stacked, dtype)
+    kind = call.preferred_element_type or dtype
+    wide = dataclasses.replace(call, preferred_element_type=jnp.float32)
+    parts = [next_(wide, _every_second(x, axis, first), half) for first, half in enumerate(halves)]
+    return sum(part.astype(jnp.float32) for part in parts).astype(kind)
 
   def rows(self, arrays: Mapping[str, jax.Array], index: jax.Array, dtype: Any) -> jax.Array:
     """Only the rows that are looked up are multiplied out."""
@@ -194,6 +212,18 @@ def _weight_shape(call: MatmulCall, x: jax.Array, stored: tuple[int, ...], per_b
   known = [rows] if len(inputs) == 1 else [sizes[c] for c in inputs]
   assert prod(known) == rows, (call.contraction, stored, x.shape)
   return (*stored[:stacked], *known, *outputs)
+
+
+def _last_input(call: MatmulCall, outputs: int) -> tuple[int, int]:
+  """The last contracted dimension of a call: in its first operand, and in its weight, which has that many others behind
+  the contracted ones and one before them where it is stacked."""
+  first, weight, _ = call.terms
+  last = len(weight) - 1 - (outputs - int(call.site.role == "experts"))
+  return first.index(weight[last]), last
+
+
+def _every_second(x: jax.Array, axis: int, first: int) -> jax.Array:
+  return jax.lax.slice_in_dim(x, first, None, 2, axis)
 
 
 @dataclass(frozen=True)
