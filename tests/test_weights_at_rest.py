@@ -439,6 +439,7 @@ WRONG = {
   "merge without a format": ({"lora_rank": 2, "lora_merge_aware": True}, "set that too"),
   "weight_format": ({"weight_format": "int3"}, "weight_format"),
   "block": ({"weight_format": "int8", "weight_block_size": 7}, r"weight_block_size|not a multiple of 7"),
+  "odd block": ({"weight_format": "int4", "weight_block_size": 5}, "weight_block_size=5 must be even"),
   "fixed block": ({"weight_format": "nvfp4", "weight_block_size": 8}, "nvfp4 has blocks of 16; leave it out"),
   "another": ({"weight_format": "int4", "quantization": "int8"}, "is not what quantization=int8 multiplies by"),
   "plain": ({"checkpoint_is_quantized": True}, "has plain weights"),

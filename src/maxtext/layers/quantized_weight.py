@@ -76,7 +76,12 @@ class WeightRounding:
 
   def check(self, path: str, rows: int) -> None:
     """Raises `UnfitWeightError` if a weight with so many contracted rows cannot have the format."""
-    step = max(self.block, 8 // self.stored.bits)
+    per_byte = 8 // self.stored.bits
+    step = max(self.block, per_byte)
+    if self.block % per_byte:
+      raise UnfitWeightError(
+        f"weight_format={self.format}: weight_block_size={self.block} must be even: two inputs share a byte."
+      )
     if rows % step:
       other = "weight_format" if self.stored.fixed_block else "weight_block_size or weight_format"
       raise UnfitWeightError(
@@ -176,15 +181,16 @@ class QuantizedFormat:
     """The plain operation with the weight in the call's dtype, which exists in the operation alone."""
     stacked, dtype = int(call.site.role == "experts"), call.dtype or x.dtype
     shape = _weight_shape(call, x, arrays["weight"].shape, self.per_item)
-    if self.per_item == 1 or call.site.role not in _STORED:
+    last = len(shape) - arrays["weight"].ndim + stacked  # of the contracted dimensions, which are stored as one
+    if self.per_item == 1 or call.site.role not in _STORED or shape[last] % 2:
       return next_(call, x, self.rounding.decode(arrays, shape, stacked, dtype))
     # Rows come in pairs, and a sum over both is the sum over the even ones and that over the odd ones.
-    axis, last = _last_input(call, arrays["weight"].ndim - 1)
     halves = self.rounding.decode_pairs(arrays, (*shape[:last], shape[last] // 2, *shape[last + 1 :]), stacked, dtype)
-    kind = call.preferred_element_type or dtype
+    first, weight, _ = call.terms
+    axis, kind = first.index(weight[last]), call.preferred_element_type or dtype
     wide = dataclasses.replace(call, preferred_element_type=jnp.float32)
-    parts = [next_(wide, _every_second(x, axis, first), half) for first, half in enumerate(halves)]
-    return sum(part.astype(jnp.float32) for part in parts).astype(kind)
+    even, odd = (next_(wide, jax.lax.slice_in_dim(x, start, None, 2, axis), half) for start, half in enumerate(halves))
+    return (even.astype(jnp.float32) + odd.astype(jnp.float32)).astype(kind)
 
   def rows(self, arrays: Mapping[str, jax.Array], index: jax.Array, dtype: Any) -> jax.Array:
     """Only the rows that are looked up are multiplied out."""
@@ -212,18 +218,6 @@ def _weight_shape(call: MatmulCall, x: jax.Array, stored: tuple[int, ...], per_b
   known = [rows] if len(inputs) == 1 else [sizes[c] for c in inputs]
   assert prod(known) == rows, (call.contraction, stored, x.shape)
   return (*stored[:stacked], *known, *outputs)
-
-
-def _last_input(call: MatmulCall, outputs: int) -> tuple[int, int]:
-  """The last contracted dimension of a call: in its first operand, and in its weight, which has that many others behind
-  the contracted ones and one before them where it is stacked."""
-  first, weight, _ = call.terms
-  last = len(weight) - 1 - (outputs - int(call.site.role == "experts"))
-  return first.index(weight[last]), last
-
-
-def _every_second(x: jax.Array, axis: int, first: int) -> jax.Array:
-  return jax.lax.slice_in_dim(x, first, None, 2, axis)
 
 
 @dataclass(frozen=True)
