@@ -331,6 +331,7 @@ def test_a_student_of_adapters_names_its_base_unless_its_teacher_changed_it(copi
   assert all(is_adapter(path) for path in found.parameters) == (not copied)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_commands_from_fine_tuning_to_a_server(sft_data, tmp_path, monkeypatch, capsys):
   """Decode finds the base, and what the server answers from adapters alone is what merged weights answer."""

@@ -137,6 +137,7 @@ def test_a_run_whose_processes_differ_ends_before_its_first_step(tmp_path):
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.mesh
 @pytest.mark.slow
 def test_a_process_that_compiles_slowly_is_waited_for(tmp_path):

@@ -176,6 +176,7 @@ def compare_documents(run: Run, expected: Run) -> tuple[int, int]:
   return (theirs - ours).total(), (ours - theirs).total()
 
 
+@pytest.mark.nightly
 def test_host_counts_change_between_kills(whole, corpus):
   """1, 2, 4, 2, 1 processes over the same four devices."""
   expected, start_up = whole
@@ -195,6 +196,7 @@ def test_host_counts_change_between_kills(whole, corpus):
   assert (lost, repeated) == (0, 0)
 
 
+@pytest.mark.nightly
 def test_one_replica_reads_and_sends_to_the_other(tmp_path):
   keys = TINY | {"steps": 3, "ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "per_device_batch_size": 2,
                  "enable_checkpointing": True, "base_output_directory": tmp_path, "run_name": "run",
@@ -254,7 +256,7 @@ def test_a_save_that_fails_on_one_process_fails_on_all_and_the_run_goes_on(tmp_p
   assert read(array_storage(tiny()), epath.Path(steps / "2"), dict.fromkeys(record.arrays), record), "it is whole"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_told_to_end_all_processes_save_the_same_step(corpus, number):
   """The supervisor is told; the processes agree on the step."""
   run = Run(corpus.parent / f"told{number}", corpus, steps=2000)  # it must not end by itself

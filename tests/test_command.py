@@ -115,7 +115,7 @@ def test_prometheus_and_a_terminal(tmp_path):
   """On a terminal there is a bar with the time left; a monitor reads the last figures meanwhile."""
   with socket.create_server(("127.0.0.1", 0)) as probe:
     port = probe.getsockname()[1]
-  words = ["steps=40", "jax_cache_dir=", f"prometheus_port={port}", f"base_output_directory={tmp_path}"]
+  words = ["steps=20", "jax_cache_dir=", f"prometheus_port={port}", f"base_output_directory={tmp_path}"]
   leader, follower = pty.openpty()
   env = os.environ | {"XLA_FLAGS": "", "TERM": "xterm", "COLUMNS": "120"}
   with subprocess.Popen(
@@ -130,10 +130,10 @@ def test_prometheus_and_a_terminal(tmp_path):
           figures = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
     os.close(leader)
   assert process.returncode == 0, shown
-  assert b"step 40/40  loss" in shown
+  assert b"step 20/20  loss" in shown
   assert b"left" in shown
   assert re.search(r"^maxtext_loss [5-8]\.", figures, re.M)
-  assert 10 <= float(re.search(r"^maxtext_step (\S+)", figures, re.M)[1]) <= 40
+  assert 10 <= float(re.search(r"^maxtext_step (\S+)", figures, re.M)[1]) <= 20
 
 
 def test_the_layers_of_a_recipe_are_drawn(capsys):

@@ -22,7 +22,7 @@ WINDOWS = {"sliding_window_size": 1024}  # in every other layer
   [
     ("llama3.1-8b", "v5p-8", {}),
     pytest.param("llama3.1-8b", "v6e-4", {}, marks=pytest.mark.nightly),
-    ("gemma2-9b", "v6e-4", WINDOWS),
+    pytest.param("gemma2-9b", "v6e-4", WINDOWS, marks=pytest.mark.nightly),
   ],
 )
 def test_a_step_reads_weights_and_cache_once(model, topology, changes):

@@ -56,6 +56,7 @@ def test_two_replicas_are_two_runs(keys):
     np.testing.assert_allclose(state.params[name], value, atol=2e-5, rtol=0)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_replicas_agree_on_buffers_when_they_meet():
   """Router biases go their own ways, and are their mean after a meeting; until then the run's are those of the last."""

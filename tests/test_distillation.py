@@ -161,7 +161,7 @@ def test_without_weight_it_is_pre_training_bit_for_bit(taught):
     (1, {"gradient_accumulation_steps": 4}),
     pytest.param(4, {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}, marks=pytest.mark.nightly),
     (4, {"ici_context_parallelism": 2, "ici_fsdp_parallelism": 2, "num_vocab_tiling": 2}),
-    (4, {"ici_fsdp_parallelism": 4, "shard_mode": "explicit"}),
+    pytest.param(4, {"ici_fsdp_parallelism": 4, "shard_mode": "explicit"}, marks=pytest.mark.nightly),
     pytest.param(1, {"scan_layers": False}, marks=pytest.mark.nightly),
   ],
   ids=["tiles", "accumulation", "tensor", "context", "explicit", "unrolled"],
@@ -513,6 +513,7 @@ def test_padded_vocabularies_are_compared_on_what_both_have(corpus, tmp_path):
   assert saved.figures[0]["kl"] == pytest.approx(online.figures[0]["kl"], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_saving_on_an_explicit_mesh(corpus, whole_vocabulary, tmp_path):
   keys = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "shard_mode": "explicit"}
   save_teacher_outputs(offline(corpus, tmp_path / "explicit", **keys, steps=1), 8)
@@ -523,6 +524,7 @@ def test_saving_on_an_explicit_mesh(corpus, whole_vocabulary, tmp_path):
   np.testing.assert_allclose(rows["teacher_log_probs"], whole["teacher_log_probs"][..., :8], atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_several_processes_save_one_folder(corpus, whole_vocabulary, here):
   words = [f"{key}={value}" for key, value in (TINY | corpus[1] | {"steps": 2, "per_device_batch_size": 4}).items()]
@@ -550,6 +552,7 @@ def test_several_processes_save_one_folder(corpus, whole_vocabulary, here):
   np.testing.assert_allclose(rows["teacher_log_probs"], expected["teacher_log_probs"], atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_commands_from_a_teacher_to_a_student(corpus, here, capsys):
   """By the commands; the student needs no teacher, evaluates on other data, and resumes bit for bit."""

@@ -165,7 +165,9 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+  "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ("tiles", "context"))) for name in MESHES]
+)
 def test_the_first_loss_is_ln_2(folder, tmp_path, name):
   """Also with a reference from another mesh: it is computed on one device, whose rows are filled in another way."""
   losses(dpo_keys(folder), tmp_path, steps=1)

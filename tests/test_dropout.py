@@ -139,7 +139,7 @@ def test_a_mesh_trains_like_one_device(one_device, axes):
 
 @pytest.mark.parametrize(
   "keys",
-  [{"mtp_num_layers": 1}, pytest.param({"mhc_expansion_rate": 2, "sinkhorn_iterations": 2}, marks=SLOW)],
+  [{"mtp_num_layers": 1}, pytest.param({"mhc_expansion_rate": 2, "sinkhorn_iterations": 2}, marks=pytest.mark.nightly)],
   ids=["multi-token prediction", "hyper-connections"],
 )
 def test_other_layers_have_it(keys):

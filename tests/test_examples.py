@@ -49,6 +49,7 @@ def test_example(name, tmp_path):
   assert found[-1] < found[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_examples_that_train_on_text_generate_and_serve(tmp_path):
   found = losses(run("train_on_text.py", tmp_path))
@@ -78,6 +79,7 @@ def test_every_notebook_is_run_and_stores_no_outputs():
     assert [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook(name, tmp_path):

@@ -84,7 +84,11 @@ def test_a_mixture_learns_and_its_bias_moves(one_device):
 @pytest.mark.mesh
 @pytest.mark.parametrize(
   ("changes", "part"),
-  [({}, (2, 2, 24, 12)), ({"scan_layers": False}, (2, 2, 24, 12)), ({"shard_exp_on_fsdp": True}, (2, 1, 48, 12))],
+  [
+    ({}, (2, 2, 24, 12)),
+    pytest.param({"scan_layers": False}, (2, 2, 24, 12), marks=pytest.mark.nightly),
+    pytest.param({"shard_exp_on_fsdp": True}, (2, 1, 48, 12), marks=pytest.mark.nightly),
+  ],
   ids=["scanned", "unrolled", "whole experts"],
 )
 def test_a_mesh_trains_like_one_device(one_device, changes, part):

@@ -252,7 +252,9 @@ def test_a_run_clips():
 @pytest.mark.mesh
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "keys", [MOBA, MHC, MTP, CLIP, ENGRAM], ids=["moba", "hyper-connections", "multi-token", "clip", "engram"]
+  "keys",
+  [MOBA, pytest.param(MHC, marks=pytest.mark.nightly), MTP, CLIP, pytest.param(ENGRAM, marks=pytest.mark.nightly)],
+  ids=["moba", "hyper-connections", "multi-token", "clip", "engram"],
 )
 def test_a_mesh_trains_like_one_device(keys):
   run = {"steps": 4, "learning_rate": 1e-2, "warmup_steps_fraction": 0.0}

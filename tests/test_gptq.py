@@ -154,6 +154,7 @@ def test_a_run_is_quantized_with_a_text(learnt, tmp_path):
   assert abs(loss(tmp_path / "gptq") - whole) < abs(loss(tmp_path / "nearest") - whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_one_module_at_a_time_gives_the_same(learnt, tmp_path, monkeypatch):
   keys = {"weight_format": "int8", "calibration": learnt / "text.txt"}

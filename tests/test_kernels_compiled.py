@@ -31,7 +31,7 @@ SCORING = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["v5p-8", "v6e-4"])
+@pytest.fixture(scope="module", params=[pytest.param("v5p-8", marks=pytest.mark.nightly), "v6e-4"])
 def mesh(request):
   return Mesh(np.array(Topology.named(request.param).devices()[:1]), ("data",))
 

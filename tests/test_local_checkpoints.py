@@ -114,6 +114,7 @@ def test_a_killed_run_goes_on_from_local_disks_and_a_lost_one_from_its_peers(tmp
   same(replaced, whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_where_nobody_holds_a_lost_part_the_shared_disk_does(tmp_path):
   machines = Machines(tmp_path / "machines", NO_REPLICAS)

@@ -139,7 +139,7 @@ def test_a_request_has_the_tokens_of_its_adapter(way, folders, expected, tmp_pat
   assert [tokens for tokens, _ in again] == [tokens for tokens, _ in found]
 
 
-@pytest.mark.parametrize("keys", [{}, *(pytest.param(k, marks=pytest.mark.slow) for k in LESS_EXACT)])
+@pytest.mark.parametrize("keys", [{}, *(pytest.param(k, marks=pytest.mark.nightly) for k in LESS_EXACT)])
 def test_neighbours_do_not_change_a_bit(keys, folders, tmp_path):
   """Of the base neither, whose answers are those of an engine without tables of adapters."""
   keys = {"per_device_batch_size": 4} | keys

@@ -335,6 +335,7 @@ def test_rollouts_that_lag_are_the_same_in_a_thread_and_after_a_restart(run):
     np.testing.assert_array_equal(np.asarray(state.params[path]), np.asarray(array), err_msg=path)
 
 
+@pytest.mark.nightly
 def test_a_thread_on_policy_changes_no_bit(run):
   plain, expected = run(num_batches=3, run_name="plain")
   thread, state = run(num_batches=3, run_name="thread", use_agentic_rollout=True)

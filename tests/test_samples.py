@@ -123,6 +123,7 @@ def test_a_resumed_run_writes_its_samples_again(configured, tmp_path):
   np.testing.assert_array_equal(parts.losses, whole.losses)
 
 
+@pytest.mark.nightly
 def test_tensorboard_shows_samples_as_text(configured, tmp_path):
   from tensorboardX.proto.event_pb2 import Event
 
@@ -176,7 +177,10 @@ def test_data_without_a_tokenizer_has_no_samples(configured, corpus, tmp_path, c
   assert "the run writes no samples: tokenizer_path is not set" in caplog.text
 
 
-MESHES = [{"ici_fsdp_parallelism": 8}, {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}]
+MESHES = [
+  pytest.param({"ici_fsdp_parallelism": 8}, marks=pytest.mark.nightly),
+  {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
+]
 
 
 @pytest.mark.parametrize("devices", MESHES)

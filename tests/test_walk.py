@@ -57,6 +57,7 @@ def last(folder, name):
   return [found for found in map(json.loads, lines) if "eval_loss" in found][-1]["eval_loss"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_command_works(tmp_path):
   said = walk(tmp_path, shortened, "--xla_backend_optimization_level=1")

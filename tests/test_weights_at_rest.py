@@ -392,6 +392,7 @@ def test_adapters_train_on_weights_at_rest(name, trained, tmp_path):
   assert all(is_adapter(name) for name in model.params)
 
 
+@pytest.mark.nightly
 def test_adapters_of_a_plain_base_are_served_beside_one_at_rest(trained, tmp_path):
   """The checkpoint of adapters names a base that they were trained on plainly; it is rounded at load, and still
   verified."""
@@ -525,6 +526,7 @@ def test_a_damaged_checkpoint_is_named_with_its_key(trained, tmp_path):
     loaded(tmp_path / "run", weight_format="int8")
 
 
+@pytest.mark.nightly
 def test_magnitudes_are_those_of_weights_and_not_of_codes(dense, tmp_path):
   """DoRA, in from a PEFT folder and out to one, beside weights at rest."""
   keys = RUN_KEYS | dict.fromkeys(["base_emb_dim"], 64) | {"base_mlp_dim": 128, "head_dim": 16}
@@ -628,7 +630,7 @@ EXPORTED = {
 }
 
 
-@pytest.mark.parametrize("case", gate(EXPORTED, "int8 and inputs", "int4", "nvfp4"))
+@pytest.mark.parametrize("case", gate(EXPORTED, "int8 and inputs", "int4"))
 def test_compressed_tensors_hold_what_is_at_rest(case, dense, tmp_path):
   """Out to a folder, and in again without being multiplied out; and transformers reads the same weights from it."""
   keys = EXPORTED[case] | {"weight_format": case.split()[0]}
