@@ -243,6 +243,28 @@ def test_a_reward_function_that_hangs_or_fails_costs_its_answers_alone(folder, m
       RewardProcess(name, 10)
 
 
+MATHEMATICS = [
+  ("1/2", r"\frac{1}{2}", 1), ("0.5", "1/2", 1), ("x+1", "1+x", 1), (r"is $\boxed{42}$", "42", 1), ("42", "43", 0),
+  (r"\sqrt{2}/2", r"\frac{\sqrt{2}}{2}", 1), ("<answer>7.0</answer>", "7", 1), ("8 <answer>7</answer> 8", "8", 0),
+  ("", "1", 0), ("1", "", 0), ("-3", "3", 0), ("50%", "0.5", 1), (r"\{2, 1\}", "{1, 2}", 1),
+  ("9**9**9**9", "1", 0), (r"10^{10^{10^{10}}}", "1", 0), ("(" * 100000, "1", 0), ("\x00\udcff", "1", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_mathematics(processes, folder):
+  pytest.importorskip("math_verify")
+  config = load_config(**keys(folder, folder, reward_functions=["math_verify"], math_verify_num_procs=processes))
+  texts, answers, expected = zip(*MATHEMATICS, strict=True)
+  rewards = Rewards.of(config)
+  [found] = rewards(answers, texts, answers).values()
+  assert found.tolist() == list(expected)
+  [found] = rewards(answers[:1], texts[:1], answers[:1]).values()
+  assert found.tolist() == [1], "fewer answers than processes"
+  assert rewards.failures == 0
+  rewards.close()
+
+
 def test_a_looping_policy_does_not_stall_its_rewards():
   config = load_config(dataset_type="synthetic")
   started = time.monotonic()
@@ -366,6 +388,7 @@ def test_a_mismatch_ends_the_run(run):
     ({"train_data_columns": ["prompt"]}, "must name two columns"),
     ({"max_prefill_predict_length": 1}, "its prompt has 2 tokens"),
     ({"reward_functions": ["formats"]}, "Did you mean 'format'"),
+    ({"math_verify_num_procs": 0}, "math_verify_num_procs"),
     ({"reward_functions": []}, "must name at least one function"),
     ({"reward_weights": [1.0, 2.0]}, "a weight for each"),
     ({"num_generations": 1}, "num_generations=1 must be at least 2"),

@@ -21,6 +21,7 @@ EXTRAS = {
   "gcs": "gcsfs",
   "tfds": "tensorflow_datasets",
   "prepare": "apache_beam",
+  "rl": "math_verify",
 }
 _MATMUL_SECONDS = 2.0
 _WIDTH = 1024

@@ -1,4 +1,4 @@
-"""A user's reward function in a process of its own, so that it may fail or hang without the run.
+"""A reward function in processes of its own, so that it may fail or hang without the run.
 
 The process ends when the other end of its pipe closes: with the run, however that ends.
 """
@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 
 from maxtext.configs import ConfigError
@@ -18,6 +19,54 @@ from maxtext.configs import ConfigError
 _LOG = logging.getLogger(__name__)
 _START_SECONDS = 120.0  # to import the module, which may bring a large library
 _LARGEST = 1e6  # of a reward; advantages of much larger ones are no numbers in float32
+
+
+class RewardProcesses:
+  """A function in several processes, each with a part of every batch.
+
+  Args:
+    name: `module:function`.
+    timeout: seconds for a part.
+    count: processes, at most.
+    taken: what the function is given of a completion.
+
+  Raises:
+    ConfigError: there is no such module or function.
+  """
+
+  def __init__(
+    self, name: str, timeout: float, count: int = 1, taken: Callable[[str], str] = lambda completion: completion
+  ) -> None:
+    self._taken, self._processes = taken, [RewardProcess(name, timeout)]
+    try:
+      self._processes += [RewardProcess(name, timeout) for _ in range(count - 1)]
+    except ConfigError:
+      self.close()
+      raise
+
+  def __call__(self, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """The rewards."""
+    texts, count = list(map(self._taken, completions)), len(self._processes)
+    with ThreadPoolExecutor(count) as pool:
+      parts = [
+        pool.submit(process, prompts[i::count], texts[i::count], answers[i::count])
+        for i, process in enumerate(self._processes)
+        if i < len(texts)
+      ]
+      rewards = [0.0] * len(texts)
+      for i, part in enumerate(parts):
+        rewards[i::count] = part.result()
+    return rewards
+
+  @property
+  def failures(self) -> int:
+    """How often the function failed, and its answers got 0."""
+    return sum(process.failures for process in self._processes)
+
+  def close(self) -> None:
+    """Ends the processes."""
+    for process in self._processes:
+      process.close()
 
 
 class RewardProcess:

@@ -1,5 +1,6 @@
 """Rewards of answers: by format, by the answer they give, and by functions of the user's own."""
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ import numpy as np
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import did_you_mean
-from maxtext.rl.reward_process import RewardProcess
+from maxtext.rl.reward_process import RewardProcesses
 
 _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,2})?)(?:/(\d+\.?\d*|\.\d+))?(%?)")
 _LONGEST_NUMBER = 1000  # characters
+
+MATH = "math_verify"  # a name of `reward_functions`, and the module that it needs
 
 RewardFunction = Callable[[Sequence[str], Sequence[str], Sequence[str]], Sequence[float]]
 """Rewards from prompts, completions and answers, which are as many."""
@@ -73,8 +76,8 @@ class Rewards:
       process.close()
 
   @property
-  def _processes(self) -> list[RewardProcess]:
-    return [function for function in self.functions.values() if isinstance(function, RewardProcess)]
+  def _processes(self) -> list[RewardProcesses]:
+    return [function for function in self.functions.values() if isinstance(function, RewardProcesses)]
 
 
 def extract_answer(config: MaxTextConfig, completion: str) -> str | None:
@@ -151,12 +154,26 @@ _BUILT_IN: Mapping[str, Callable[[MaxTextConfig, str, str], float]] = {
 def _function(config: MaxTextConfig, name: str) -> RewardFunction:
   if name in _BUILT_IN:
     return partial(_each, partial(_BUILT_IN[name], config))
+  if name == MATH:
+    return _math(config)
   if ":" not in name:
-    known = ", ".join(_BUILT_IN)
+    known = [*_BUILT_IN, MATH]
     raise ConfigError(
-      f"reward_functions: '{name}' is none of {known}, and no module:function.{did_you_mean(name, _BUILT_IN)}"
+      f"reward_functions: '{name}' is none of {', '.join(known)}, and no module:function.{did_you_mean(name, known)}"
     )
-  return RewardProcess(name, config.math_verify_timeout)
+  return RewardProcesses(name, config.math_verify_timeout)
+
+
+def _math(config: MaxTextConfig) -> RewardFunction:
+  """Of what the marks of a solution hold, or of the whole text where there are none."""
+  answers = config.batch_size * config.num_generations
+  count = config.math_verify_num_procs or min(answers, os.cpu_count() or 1)
+
+  def taken(completion: str) -> str:
+    found = extract_answer(config, completion)
+    return completion if found is None else found
+
+  return RewardProcesses("maxtext.rl.math_answers:verify_answers", config.math_verify_timeout, count, taken)
 
 
 def _each(

@@ -48,6 +48,8 @@ def _needed_modules(config: MaxTextConfig) -> Iterator[tuple[str, str, str]]:
     yield "dataset_type", "tensorflow_datasets", "tfds"
   if c.dataset_type == DatasetType.GRAIN and c.grain_file_type == "parquet":
     yield "grain_file_type", "pyarrow", "hf"
+  if c.use_grpo and "math_verify" in c.reward_functions:
+    yield "reward_functions", "math_verify", "rl"
   for key, value in c:
     if isinstance(value, str) and value.startswith("gs://"):
       yield key, "gcsfs", "gcs"

@@ -233,7 +233,7 @@ class RLMethod(Section):
   )
   reward_functions: list[str] = Field(
     default_factory=lambda: ["format", "format_tags", "answer"],
-    description="What rewards answers: format, format_tags, answer, exact_match, or module:function.",
+    description="What rewards answers: format, format_tags, answer, exact_match, math_verify, or module:function.",
   )
   reward_weights: list[float] = Field(
     default_factory=list, description="A weight for each of reward_functions; empty is 1 for all."
@@ -290,7 +290,7 @@ class Reward(Section):
   penalty_incorrect_answer: float = Field(-1.0, description="Score, below 0, for a wrong answer.")
   math_verify_timeout: int = Field(300, description="Seconds allowed for checking a batch of math answers.")
   math_verify_num_procs: int | None = Field(
-    None, description="Processes that check math answers; None picks by the CPU count."
+    None, ge=1, description="Processes that check math answers; None picks by the CPU count."
   )
 
 
