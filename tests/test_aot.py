@@ -99,7 +99,10 @@ def splash_calls(program: CompiledProgram) -> Counter:
   return count
 
 
-def test_a_step_fits(llama):
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["llama_7b", "llama_70b"])
+def test_a_step_fits(name, request):
+  llama = request.getfixturevalue(name)
   assert llama.memory.peak_memory_in_bytes < llama.topology.chip.hbm_bytes
 
 

@@ -176,7 +176,6 @@ def compare_documents(run: Run, expected: Run) -> tuple[int, int]:
   return (theirs - ours).total(), (ours - theirs).total()
 
 
-@pytest.mark.nightly
 def test_host_counts_change_between_kills(whole, corpus):
   """1, 2, 4, 2, 1 processes over the same four devices."""
   expected, start_up = whole

@@ -79,9 +79,11 @@ def test_every_notebook_is_run_and_stores_no_outputs():
     assert [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(name, marks=[pytest.mark.nightly] * (name == "train_and_sample.ipynb")) for name in NOTEBOOKS],
+)
 def test_notebook(name, tmp_path):
   """Two runs in one process, and plain lines: a bar would leave escape sequences in the cell."""
   nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")

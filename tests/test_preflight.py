@@ -32,6 +32,19 @@ from tests.support import tiny
       "load_parameters_path=gs://bucket/parameters needs gcsfs, which is not installed: {}gcs]'.",
     ),
     (
+      {
+        "use_grpo": True,
+        "reward_functions": '["math_verify"]',
+        "use_chat_template": False,
+        "dataset_type": "grain",
+        "grain_file_type": "jsonl",
+        "grain_train_files": "tasks.jsonl",
+        "batch_size": 2,
+        "max_prefill_predict_length": 4,
+      },
+      "reward_functions=['math_verify'] needs math_verify, which is not installed: {}rl]'.",
+    ),
+    (
       {"hardware": "tpu"},
       "hardware=tpu, but JAX finds cpu devices: leave hardware out to take them, or {}tpu]'.",
     ),
@@ -40,7 +53,7 @@ from tests.support import tiny
 def test_a_missing_extra_is_answered_with_its_pip_line(here, changes, line, monkeypatch, capsys):
   monkeypatch.setattr(preflight, "find_spec", lambda module: None)
   assert main(["train", *words(**changes)]) == 2
-  assert capsys.readouterr().err == "maxtext: " + line.format("pip install 'maxtext[") + "\n"
+  assert capsys.readouterr().err.splitlines()[-1] == "maxtext: " + line.format("pip install 'maxtext[")
   assert not list(here.iterdir())
 
 

@@ -2,8 +2,13 @@
 
 import json
 import math
+import os
+import random
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -24,6 +29,9 @@ from maxtext.rl.rewards import Rewards, extract_answer, parse_number
 from maxtext.rl.tasks import task_order
 from maxtext.training.objectives.policy_losses import CLIPPING, PolicyLossParameters, kl_divergence, log_importance
 from tests.support import TINY, History
+from tests.test_weights_at_rest import loaded
+
+MAXTEXT = str(Path(sys.executable).with_name("maxtext"))
 
 OWN = """
 import time
@@ -246,6 +254,7 @@ def test_a_reward_function_that_hangs_or_fails_costs_its_answers_alone(folder, m
 MATHEMATICS = [
   ("1/2", r"\frac{1}{2}", 1), ("0.5", "1/2", 1), ("x+1", "1+x", 1), (r"is $\boxed{42}$", "42", 1), ("42", "43", 0),
   (r"\sqrt{2}/2", r"\frac{\sqrt{2}}{2}", 1), ("<answer>7.0</answer>", "7", 1), ("8 <answer>7</answer> 8", "8", 0),
+  ("4 $(5)$", "4", 0), ("I think 4. $x$", "4", 0), ("$2$ or $3$", "2", 0), ("4 5", "5", 0), ("7, not 8", "7", 0),
   ("", "1", 0), ("1", "", 0), ("-3", "3", 0), ("50%", "0.5", 1), (r"\{2, 1\}", "{1, 2}", 1),
   ("9**9**9**9", "1", 0), (r"10^{10^{10^{10}}}", "1", 0), ("(" * 100000, "1", 0), ("\x00\udcff", "1", 0),
 ]  # fmt: skip
@@ -384,6 +393,7 @@ def test_a_mismatch_ends_the_run(run):
     ({"grain_train_files": ""}, "grain_train_files is empty"),
     ({"grain_train_files": "none.jsonl"}, "there is no such file"),
     ({"grain_train_files": "a.jsonl,0.7;b.jsonl,0.3"}, "tasks have no weights"),
+    ({"grain_train_files": "a.jsonl,0.5"}, "tasks have no weights"),
     ({"train_data_columns": ["question", "answer"]}, "has no prompt"),
     ({"train_data_columns": ["prompt"]}, "must name two columns"),
     ({"max_prefill_predict_length": 1}, "its prompt has 2 tokens"),
@@ -418,6 +428,49 @@ def test_the_command_checks_without_a_run(folder, tmp_path, capsys, monkeypatch)
   assert main(["rl", *words, "--dry-run"]) == 0
   assert "80 x 10 tokens a step" in capsys.readouterr().out
   assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.chaos
+@pytest.mark.timeout(3600)
+def test_killed_again_and_again_an_asynchronous_run_is_the_same(folder, tmp_path):
+  """Ten times, at points that nobody chose."""
+  shared = {
+    "num_batches": 40, "off_policy_steps": 2, "use_agentic_rollout": True, "enable_checkpointing": True,
+    "checkpoint_period": 1, "log_period": 1, "jax_cache_dir": str(tmp_path / "compiled"), "eval_interval": -1,
+  }  # fmt: skip
+
+  def start(name):
+    values = keys(folder, tmp_path, **shared, run_name=name, metrics_file=str(tmp_path / f"{name}.jsonl"))
+    words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    return subprocess.Popen(
+      [MAXTEXT, "rl", *words], cwd=folder, env=os.environ | {"XLA_FLAGS": ""}, text=True,
+      stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+  with start("whole") as process:
+    output = process.communicate()[0]
+  assert process.returncode == 0, output
+  moments, kills = random.Random(1), 0
+  while kills < 10:
+    with start("killed") as process:
+      steps = (line for line in process.stdout if line.startswith("step "))
+      for _ in range(moments.randint(1, 2)):
+        assert next(steps, None), "it ends before ten kills, or for another reason"
+      time.sleep(moments.uniform(0, 0.5))
+      process.kill()
+      kills += 1
+  with start("killed") as process:
+    output = process.communicate()[0]
+  assert process.returncode == 0, output
+  histories = [
+    [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] for name in ("whole", "killed")
+  ]
+  for name in ("step", "loss", "grad_norm", "reward", "rollout_version", "entropy", "off_policy_max"):
+    assert [row[name] for row in histories[1]] == [row[name] for row in histories[0]], name
+  whole, killed = (loaded(tmp_path / name)[0] for name in ("whole", "killed"))
+  for path, array in whole.items():
+    np.testing.assert_array_equal(np.asarray(killed[path]), np.asarray(array), err_msg=path)
 
 
 EXPERTS = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 80}

@@ -70,7 +70,6 @@ def _digest(body):
   return digest(body)
 
 
-@pytest.mark.nightly
 def test_it_is_printed_nowhere(capsys, tmp_path):
   token, line = TOKENS["line"], f"hf_access_token={TOKENS['line']}"
   (tmp_path / "broken.yml").write_text(f'hf_access_token: "{token}\n')

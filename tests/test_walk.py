@@ -1,4 +1,4 @@
-"""The commands of `docs/walk.md`, in their order: with few steps and little text in the gate, as they stand nightly."""
+"""The commands of `docs/walk.md`, in their order: with few steps and little text, and as they stand."""
 
 import json
 import os

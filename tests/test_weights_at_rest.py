@@ -21,6 +21,7 @@ from maxtext.configs.errors import RunError
 from maxtext.inference.inference_model import load_params
 from maxtext.kernels.weight_quantize import STORED_FORMATS, decode, encode, stored_shapes
 from maxtext.layers.lora import is_adapter
+from maxtext.layers.merged_lora import MergedLora
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import abstract_model, build_model
 from maxtext.weights.load import load_weights
@@ -304,6 +305,12 @@ def logits(model, params):
   return np.asarray(run(params))
 
 
+def assert_arrays_of(arrays, path, expected):
+  """The arrays that stand for a weight."""
+  for leaf, array in expected.items():
+    np.testing.assert_array_equal(arrays[path.removesuffix("weight") + leaf], array, err_msg=leaf)
+
+
 def assert_same_logits(found, expected, exactly):
   """Equal, or as sums in another order are: the last weight that rounding moved would be felt."""
   np.testing.assert_allclose(found, expected, rtol=0, atol=0 if exactly else 2e-6 * np.abs(expected).max())
@@ -330,6 +337,9 @@ def test_what_is_stored_is_what_was_trained(way, tmp_path):
   arrays, model = loaded(tmp_path / "out", **{k: v for k, v in QAT[way].items() if k == "quantization"})
   path = "groups/0/layers/0/feed_forward/experts/gate/weight"
   assert arrays[path].dtype == {"W8A8": jnp.int8, "fp8": jnp.float8_e4m3fn}.get(way, jnp.uint8)
+  if "weight_format" in QAT[way]:
+    rounding = model.execution.weight_format.rounding
+    assert_arrays_of(arrays, path, rounding.encode(step[path], *plain_model(model).contracted[path]))
   assert_same_logits(logits(model, arrays), logits(p.model, step), exactly="quantization" in QAT[way])
   assert np.abs(logits(p.model, step) - logits(plain_model(p.model), step)).max() > 1e-3, "rounding is felt"
 
@@ -425,6 +435,15 @@ def test_what_is_merged_is_what_was_trained(trained, tmp_path):
   path = "groups/0/layers/0/feed_forward/experts/gate/weight"
   assert (np.asarray(arrays[path]) != np.asarray(base[path])).mean() > 0.01, "the adapter is felt"
   assert_same_logits(logits(model, arrays), logits(p.model, step), exactly=False)
+  rounding, (stacked, contracted) = model.execution.weight_format.rounding, plain_model(model).contracted[path]
+  plain = rounding.decode(
+    {leaf: step[path.removesuffix("weight") + leaf] for leaf in ("weight", "weight_scale")},
+    plain_model(model).struct(path).shape, stacked, jnp.float32,
+  )  # fmt: skip
+  [merging] = [one for one in p.model.execution.matmul if isinstance(one, MergedLora)]
+  adapter = [step[path.replace("/weight", f"/matmul/lora/{name}")] for name in ("a", "b")]
+  merged = jnp.stack([merging.merge(*one[:1], 1, *one[1:]) for one in zip(plain, *adapter, strict=True)])
+  assert_arrays_of(arrays, path, rounding.encode(merged, stacked, contracted))
   maxtext.convert(tmp_path / "run", tmp_path / "hf", to="huggingface")  # merged, and not rounded
   weights = loaded(tmp_path / "hf", weight_format="")[0]
   np.testing.assert_allclose(weights[path], dequantized(model, arrays)[path], atol=0.1)

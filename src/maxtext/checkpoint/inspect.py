@@ -89,11 +89,11 @@ def starting_keys(path: str, given: Mapping[str, Any]) -> dict[str, Any]:
   """The keys with which another run starts from a trained one: the model, its parameters and its tokenizer."""
   from maxtext.checkpoint.tokenizer import find_tokenizer, kind_of
 
-  own = {key: value for key, value in chosen(_recorded(path)).items() if key in OF_THE_MODEL} | {
-    "load_parameters_path": path
-  }
+  recorded = chosen(_recorded(path))
+  own = {key: value for key, value in recorded.items() if key in OF_THE_MODEL} | {"load_parameters_path": path}
   if (folder := find_tokenizer(path)) is not None and (kind := kind_of(folder)) is not None:
-    own |= {"tokenizer_path": str(folder), "tokenizer_type": kind.value}
+    ends = {key: recorded[key] for key in ("add_bos", "add_eos") if key in recorded and "tokenizer_path" not in given}
+    own |= {"tokenizer_path": str(folder), "tokenizer_type": kind.value} | ends
   return own | dict(given)
 
 

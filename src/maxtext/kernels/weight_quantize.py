@@ -95,12 +95,13 @@ def decode_pairs(arrays: Arrays, format_: StoredFormat, block: int, dtype: Any) 
   """The even rows of a weight of four bits [F/2, ...], and the odd ones.
 
   Each is an elementwise function of what is stored, so a compiler can make it part of a matmul; rows in their order
-  would be written to memory first. It multiplies in `dtype`: the TPU's compiler writes out scales that it broadcasts
-  in float32, and what bfloat16 loses of a scale is a fraction of what four bits lose.
+  would be written to memory first. Scales of blocks are multiplied by in bfloat16 where that is the dtype: the TPU's
+  compiler writes them out if it has to broadcast them in float32, and what bfloat16 loses of a scale is a fraction of
+  what four bits lose.
   """
-  stored = arrays["weight"]
+  stored, wide = arrays["weight"], jnp.bfloat16 if block and dtype == jnp.bfloat16 else jnp.float32
   even, odd = (
-    _multiplied(_values(codes, format_).astype(dtype), arrays, format_, block // 2)
+    _multiplied(_values(codes, format_).astype(wide), arrays, format_, block // 2).astype(dtype)
     for codes in (stored & 15, stored >> 4)
   )
   return even, odd
@@ -114,7 +115,7 @@ def row_scales(scales: Arrays, format_: StoredFormat, block: int, rows: int) -> 
 def _float32_scale(arrays: Arrays, format_: StoredFormat) -> jax.Array:
   scale = arrays["weight_scale"].astype(jnp.float32)
   if format_.scale == "e8m0":
-    return jnp.exp2(scale - _E8M0_BIAS)
+    return _power_of_two(arrays["weight_scale"])
   return scale * (1 / arrays["weight_global_scale"]) if format_.scale == "e4m3" else scale
 
 
@@ -154,9 +155,14 @@ def _power_of_two_scales(blocks: jax.Array, format_: StoredFormat) -> tuple[jax.
   largest = jnp.max(jnp.abs(blocks), 1)
   _, exponent = jnp.frexp(largest)  # largest = m 2^exponent with m in [0.5, 1)
   stored = jnp.clip(jnp.where(largest > 0, exponent - 1 - 2, 0) + _E8M0_BIAS, 0, 254).astype(jnp.uint8)
-  scale = jnp.exp2(stored.astype(jnp.float32) - _E8M0_BIAS)
+  scale = _power_of_two(stored)
   stored = jnp.where(jnp.isfinite(largest), stored, 255).astype(jnp.uint8)
   return nearest(blocks / scale[:, None], format_), {"weight_scale": stored}
+
+
+def _power_of_two(exponents: jax.Array) -> jax.Array:
+  """2 ** (e - 127) of e8m0 by its bits, which is exact; 0 for e = 0, and no number for 255."""
+  return jax.lax.bitcast_convert_type(exponents.astype(jnp.uint32) << 23, jnp.float32)
 
 
 def _two_level_scales(blocks: jax.Array, format_: StoredFormat) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -182,7 +182,8 @@ class QuantizedFormat:
     stacked, dtype = int(call.site.role == "experts"), call.dtype or x.dtype
     shape = _weight_shape(call, x, arrays["weight"].shape, self.per_item)
     last = len(shape) - arrays["weight"].ndim + stacked  # of the contracted dimensions, which are stored as one
-    if self.per_item == 1 or call.site.role not in _STORED or shape[last] % 2:
+    whole = self.per_item == 1 or call.site.role not in _STORED or shape[last] % 2
+    if whole or call.group_sizes is not None:  # a grouped kernel's operand is written out anyway
       return next_(call, x, self.rounding.decode(arrays, shape, stacked, dtype))
     # Rows come in pairs, and a sum over both is the sum over the even ones and that over the odd ones.
     halves = self.rounding.decode_pairs(arrays, (*shape[:last], shape[last] // 2, *shape[last + 1 :]), stacked, dtype)

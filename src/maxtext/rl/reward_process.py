@@ -37,12 +37,9 @@ class RewardProcesses:
   def __init__(
     self, name: str, timeout: float, count: int = 1, taken: Callable[[str], str] = lambda completion: completion
   ) -> None:
-    self._taken, self._processes = taken, [RewardProcess(name, timeout)]
-    try:
-      self._processes += [RewardProcess(name, timeout) for _ in range(count - 1)]
-    except ConfigError:
-      self.close()
-      raise
+    self._taken, self._processes = taken, [RewardProcess(name, timeout)]  # the first says what is wrong
+    with ThreadPoolExecutor(count) as pool:
+      self._processes += pool.map(lambda _: RewardProcess(name, timeout), range(count - 1))
 
   def __call__(self, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
     """The rewards."""

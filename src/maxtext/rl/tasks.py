@@ -11,7 +11,6 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.data.conversations import chat_prompt
 from maxtext.data.order import FEW_SHARDS, DocumentOrder
-from maxtext.data.sources.grain import file_parts
 from maxtext.data.sources.json_lines import json_values
 from maxtext.data.tokenizers import TextTokenizer
 
@@ -54,12 +53,11 @@ def load_tasks(config: MaxTextConfig, tokenizer: TextTokenizer, split: str) -> l
 def _files(key: str, value: str) -> list[str]:
   if not value:
     return []
-  (place, _), *others = file_parts(key, value)
-  if others:
+  if "," in value or ";" in value:
     raise ConfigError(f"{key}={value}: tasks have no weights; write one glob of files.")
-  paths = sorted(glob.glob(str(Path(place).expanduser())))
+  paths = sorted(glob.glob(str(Path(value).expanduser()), recursive=True))
   if not paths or not all(Path(path).is_file() for path in paths):
-    raise ConfigError(f"{key}={place}: there is no such file.")
+    raise ConfigError(f"{key}={value}: there is no such file.")
   return paths
 
 

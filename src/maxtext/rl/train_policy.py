@@ -17,6 +17,7 @@ from maxtext.rl.tasks import Task, load_tasks
 from maxtext.training import run
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.objectives.policy import PolicyOptimization
+from maxtext.training.preflight import check_extras
 from maxtext.training.state import TrainState
 
 _LOG = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ def policy_config(config: MaxTextConfig, devices: int) -> MaxTextConfig:
 
 def _prepare(config: MaxTextConfig) -> tuple[RolloutSource, list[Task], MaxTextConfig, PolicyOptimization]:
   """The rollouts of a run, the tasks that it is evaluated with, and the configuration and objective of its updates."""
+  check_extras(config)  # before the processes of rewards import them
   join(config)  # devices are counted
   check_joined(config)
   updates = policy_config(config, jax.device_count())

@@ -49,21 +49,8 @@ def source_paths(split: Split) -> list[str]:
   return [place for place, _ in _parts(split)]
 
 
-def file_parts(key: str, value: str) -> Sequence[Part]:
-  """Parses `glob`, or `glob,weight;glob,weight`."""
-  if not value:
-    raise ConfigError(f"dataset_type=grain needs {key}: {_NO_CORPUS}.")
-  if ";" not in value and "," not in value:
-    return [(value, 1.0)]
-  try:
-    parts = [(place, float(weight)) for place, weight in (part.rsplit(",", 1) for part in value.split(";"))]
-  except ValueError:
-    raise ConfigError(f"{key}={value} must be one glob, or several with weights: glob,0.7;glob,0.3.") from None
-  return _checked(key, parts)
-
-
 def _parts(split: Split) -> Sequence[Part]:
-  return _mixture_parts(split.mixture) if split.mixture else file_parts(*split.grain_files)
+  return _mixture_parts(split.mixture) if split.mixture else _file_parts(*split.grain_files)
 
 
 def _is_prepared(place: str) -> bool:
@@ -98,6 +85,19 @@ def _open(options: DataOptions, split: Split, encoding: Callable[[], Encoding], 
   if not sum(documents.sizes):
     raise ConfigError(f"{key}: {place} holds no records.")
   return documents
+
+
+def _file_parts(key: str, value: str) -> Sequence[Part]:
+  """Parses `glob`, or `glob,weight;glob,weight`."""
+  if not value:
+    raise ConfigError(f"dataset_type=grain needs {key}: {_NO_CORPUS}.")
+  if ";" not in value and "," not in value:
+    return [(value, 1.0)]
+  try:
+    parts = [(place, float(weight)) for place, weight in (part.rsplit(",", 1) for part in value.split(";"))]
+  except ValueError:
+    raise ConfigError(f"{key}={value} must be one glob, or several with weights: glob,0.7;glob,0.3.") from None
+  return _checked(key, parts)
 
 
 def _mixture_parts(path: str) -> Sequence[Part]:
