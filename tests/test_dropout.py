@@ -40,7 +40,7 @@ MESHES = {
 }  # fmt: skip
 IMPLICIT = [name for name in MESHES if "explicit" not in name]
 # Where the masks of `test_a_mesh_draws_the_same_masks` are the same, so is what they train.
-IN_GATE = ("fsdp 2 x tensor 2 x context 2, reordered", "data 2 x fsdp 2 x tensor 2, explicit")
+IN_GATE = ("fsdp 2 x tensor 2 x context 2, reordered",)
 
 
 def axes_of(mesh):
@@ -149,7 +149,7 @@ def test_other_layers_have_it(keys):
   assert np.abs(on - losses(tiny(**keys | {"dropout_rate": 0.0}))).min() > 1e-3
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_remat_draws_the_same_mask_again(accumulation):
   """The gradient is that of the loss, so the backward pass has the masks of the forward pass, whatever it saves."""
 

@@ -395,7 +395,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("axes", [pytest.param(a, id=n, marks=[pytest.mark.slow] * (n != "fsdp and tensor"))
+@pytest.mark.parametrize("axes", [pytest.param(a, id=n, marks=[pytest.mark.nightly] * (n != "fsdp and tensor"))
                                   for n, a in MESHES.items()])  # fmt: skip
 def test_a_mesh_gives_the_loss_of_one_device(toy, toy_params, axes):
   inputs = toy_batch(tiny())

@@ -230,8 +230,8 @@ def alone(taught):
   [
     (4, {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}),
     pytest.param(4, {"ici_fsdp_parallelism": 4, "shard_mode": "explicit"}, marks=pytest.mark.nightly),
-    (2, {"ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 2}),
-    (1, {"gradient_accumulation_steps": 4}),
+    pytest.param(2, {"ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 2}, marks=pytest.mark.nightly),
+    pytest.param(1, {"gradient_accumulation_steps": 4}, marks=pytest.mark.nightly),
     pytest.param(1, {"scan_layers": False, "num_vocab_tiling": 2}, marks=pytest.mark.nightly),
   ],
   ids=["tensor", "explicit", "pipeline", "accumulation", "unrolled"],

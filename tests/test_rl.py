@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import maxtext
 from maxtext import ConfigError, load_config
-from maxtext.checkpoint.inspect import served_keys
+from maxtext.checkpoint.inspect import served_keys, starting_keys
 from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
 from maxtext.rl.advantages import ADVANTAGE_FUNCTIONS, SHARE_FUNCTIONS, is_degenerate, overlong_penalties
@@ -335,6 +335,8 @@ def test_a_run_goes_on_with_its_own_tasks_and_is_served_as_others_are(run, folde
     run(**changes | {"num_batches": 3}, grain_train_files=str(other))
   own = served_keys(str(tmp_path / "saved"), {})
   assert not {"use_grpo", "decode_sampling_strategy", "batch_size", "rl", "reward_functions"} & own.keys()
+  assert starting_keys(str(tmp_path / "saved"), {})["add_bos"] is False, "as its tokenizer"
+  assert "add_bos" not in starting_keys(str(tmp_path / "saved"), {"tokenizer_path": "another"})
   assert maxtext.LLM(tmp_path / "saved").generate("3=")[0].token_ids, "greedy"
 
 
