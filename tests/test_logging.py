@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from maxtext.logs import ON_STDERR, ConsoleHandler, setup_logging
+from maxtext.logs import ON_STDERR, ConsoleHandler, setup_logging, write_now
 from tests.flags import flags
 
 TINY = [
@@ -85,3 +85,32 @@ def test_records_go_to_the_stream_that_they_name(monkeypatch, capsys):
   logging.getLogger("maxtext.a").info("100% on stdout")
   logging.getLogger("maxtext.b").info("on stderr", extra=ON_STDERR)
   assert capsys.readouterr() == ("100% on stdout\n", "on stderr\n")
+
+
+def test_a_signal_within_a_write_may_write_itself():
+  """As Ctrl-C does while a line is written: Python's buffer raises there."""
+  reader, writer = os.pipe()
+
+  class Interrupted(io.RawIOBase):
+    signals = 1
+
+    def writable(self):
+      return True
+
+    def fileno(self):
+      return writer
+
+    def write(self, data):
+      if self.signals:
+        self.signals -= 1
+        with pytest.raises(RuntimeError, match="reentrant"):
+          buffered.write(b"x" * 100_000)
+        write_now(stream, "the handler's\n")
+      return os.write(writer, data)
+
+  buffered = io.BufferedWriter(Interrupted())
+  stream = io.TextIOWrapper(buffered, line_buffering=True)
+  write_now(stream, "the line\n")
+  os.close(writer)
+  with os.fdopen(reader) as found:
+    assert {"the line\n", "the handler's\n"} <= set(found.readlines())

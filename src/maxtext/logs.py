@@ -5,7 +5,10 @@ Python shows warnings on stderr. The commands and `maxtext.train()` call `setup_
 """
 
 import logging
+import os
 import sys
+from contextlib import suppress
+from typing import TextIO
 
 ON_STDERR = {"console": "stderr"}
 """For `extra=` of a logging call: the console writes this record to stderr. Without it, a record goes to stdout."""
@@ -20,11 +23,23 @@ class ConsoleHandler(logging.Handler):
   def emit(self, record: logging.LogRecord) -> None:
     out = sys.stderr if getattr(record, "console", "stdout") == "stderr" else sys.stdout
     try:
-      print(self.format(record), file=out, flush=True)
+      write_now(out, f"{self.format(record)}\n")
     except BrokenPipeError:  # the reader of the output has closed it, which ends a command
       raise
     except OSError:  # such as a file on a full disk: a message is not worth a run
       pass
+
+
+def write_now(stream: TextIO, text: str) -> None:
+  """Writes and flushes, also within a signal's handler that interrupted a write to the same stream: Python's buffer
+  refuses that."""
+  try:
+    stream.write(text)
+  except RuntimeError:
+    with suppress(OSError, ValueError):  # it has no file
+      os.write(stream.fileno(), text.encode(errors="replace"))
+  with suppress(RuntimeError):
+    stream.flush()
 
 
 def readable_duration(seconds: float) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from maxtext.logs import readable_duration
+from maxtext.logs import readable_duration, write_now
 
 _TICK_SECONDS = 0.2
 _ERASE = "\r\x1b[K"
@@ -136,11 +136,11 @@ class StatusLine:
     """Writes to a stream where the line was, and draws the line again if the text's last line is complete."""
     with self._lock:
       self._erase()
-      written = stream.write(text)
-      if complete:
-        stream.flush()
-        self._draw()
-      return written
+      if not complete:
+        return stream.write(text)
+      write_now(stream, text)
+      self._draw()
+      return len(text)
 
   def _tick(self) -> None:
     while not self._ended.wait(_TICK_SECONDS):
@@ -169,8 +169,7 @@ class StatusLine:
 
   def _put(self, text: str) -> None:
     with suppress(OSError, ValueError):  # a terminal that is gone
-      self._out.write(text)
-      self._out.flush()
+      write_now(self._out, text)
 
   def _in_foreground(self) -> bool:
     """Whether the terminal is this process's: one that runs in the background would draw over what the user types."""
