@@ -56,7 +56,7 @@ WAYS = {
 }  # fmt: skip
 
 
-MARKS = {"accumulation": (), "mesh": pytest.mark.slow}
+MARKS = {"mesh": ()}
 
 
 def trained_losses(devices=1, **keys):

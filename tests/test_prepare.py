@@ -463,7 +463,7 @@ def test_folders_can_be_narrowed(raw):
 SMALL = ["base_emb_dim=32", "base_mlp_dim=64", "base_num_decoder_layers=1"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # `test_quick_start.py` has it by its commands
 def test_one_text_file_is_enough_to_train_on(tmp_path, monkeypatch, capsys):
   """The quick start, with a text in place of the library; one that is too small is refused with what it has."""
   monkeypatch.chdir(tmp_path)

@@ -168,7 +168,7 @@ def products(text):
   return [tuple(kind.rsplit("x", 1)[-1] for kind in pair) for pair in found]
 
 
-IN_GATE = {"mixtral": (), "deepseek3": SLOW, "qwen3_next": SLOW}
+IN_GATE = {"mixtral": (), "deepseek3": SLOW}
 FAMILIES = [pytest.param(c, marks=IN_GATE.get(c, pytest.mark.nightly)) for c in CASES]
 
 
