@@ -1,7 +1,4 @@
-"""Sums of two numbers, as a text to pre-train on and as tasks for `maxtext rl`: python examples/rl/sums.py data/sums.
-
-`docs/rl.md` goes on from there.
-"""
+"""Sums of two numbers, as a text to pre-train on and as tasks for `maxtext rl`: python examples/rl/sums.py data/sums."""
 
 import json
 import random
