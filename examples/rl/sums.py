@@ -1,4 +1,4 @@
-"""Sums of two numbers, as a text to pre-train on and as tasks for `maxtext rl`: python examples/rl/sums.py data/sums."""
+"""Sums of two numbers, a text to pre-train on and tasks for `maxtext rl`: python examples/rl/sums.py data/sums."""
 
 import json
 import random
