@@ -114,3 +114,11 @@ def test_a_signal_within_a_write_may_write_itself():
   os.close(writer)
   with os.fdopen(reader) as found:
     assert {"the line\n", "the handler's\n"} <= set(found.readlines())
+
+
+def test_a_program_without_the_stream_says_nothing(monkeypatch):
+  """As where it is closed before the start (`2>&-`): Python has None in its place."""
+  monkeypatch.setattr(sys, "stderr", None)
+  record = logging.LogRecord("maxtext", logging.INFO, "", 0, "text", (), None)
+  record.console = "stderr"
+  ConsoleHandler().emit(record)

@@ -22,6 +22,8 @@ class ConsoleHandler(logging.Handler):
 
   def emit(self, record: logging.LogRecord) -> None:
     out = sys.stderr if getattr(record, "console", "stdout") == "stderr" else sys.stdout
+    if out is None:  # the program was started without it
+      return
     try:
       write_now(out, f"{self.format(record)}\n")
     except BrokenPipeError:  # the reader of the output has closed it, which ends a command
