@@ -113,9 +113,9 @@ def row_scales(scales: Arrays, format_: StoredFormat, block: int, rows: int) -> 
 
 
 def _float32_scale(arrays: Arrays, format_: StoredFormat) -> jax.Array:
-  scale = arrays["weight_scale"].astype(jnp.float32)
   if format_.scale == "e8m0":
     return _power_of_two(arrays["weight_scale"])
+  scale = arrays["weight_scale"].astype(jnp.float32)
   return scale * (1 / arrays["weight_global_scale"]) if format_.scale == "e4m3" else scale
 
 

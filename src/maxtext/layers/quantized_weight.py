@@ -6,7 +6,7 @@ The contracted dimensions of a stored weight are one, named as the first of them
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -92,25 +92,19 @@ class WeightRounding:
   def encode(self, weight: jax.Array, stacked: int, contracted: int) -> dict[str, jax.Array]:
     """The arrays of a weight [stacked..., contracted..., outputs...]."""
     lead, rest = weight.shape[:stacked], weight.shape[stacked + contracted :]
-    run = partial(encode, format_=self.stored, block=self.block)
-    for _ in range(stacked):
-      run = jax.vmap(run)
+    run = _stacked(partial(encode, format_=self.stored, block=self.block), stacked)
     return run(weight.reshape(*lead, -1, *rest))
 
   def decode(self, arrays: Mapping[str, jax.Array], shape: tuple[int, ...], stacked: int, dtype: Any) -> jax.Array:
     """The weight of that shape."""
-    run = partial(decode, format_=self.stored, block=self.block, dtype=dtype)
-    for _ in range(stacked):
-      run = jax.vmap(run)
+    run = _stacked(partial(decode, format_=self.stored, block=self.block, dtype=dtype), stacked)
     return run(arrays).reshape(shape)
 
   def decode_pairs(
     self, arrays: Mapping[str, jax.Array], shape: tuple[int, ...], stacked: int, dtype: Any
   ) -> tuple[jax.Array, ...]:
     """The even and the odd rows of a weight of four bits, each of that shape."""
-    run = partial(decode_pairs, format_=self.stored, block=self.block, dtype=dtype)
-    for _ in range(stacked):
-      run = jax.vmap(run)
+    run = _stacked(partial(decode_pairs, format_=self.stored, block=self.block, dtype=dtype), stacked)
     return tuple(half.reshape(shape) for half in run(arrays))
 
   def decode_rows(self, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
@@ -207,6 +201,13 @@ class QuantizedFormat:
     scale = arrays["weight_scale"]
     ones = (*scale.shape[:stacked], *(1,) * inputs, *scale.shape[stacked + 1 :])
     return Quantized(arrays["weight"].reshape(shape), scale.reshape(ones))
+
+
+def _stacked(function: Callable[..., Any], leading: int) -> Callable[..., Any]:
+  """A function of one weight for arrays with so many leading dimensions of layers and experts."""
+  for _ in range(leading):
+    function = jax.vmap(function)
+  return function
 
 
 def _weight_shape(call: MatmulCall, x: jax.Array, stored: tuple[int, ...], per_byte: int) -> tuple[int, ...]:

@@ -168,7 +168,7 @@ def _function(config: MaxTextConfig, name: str) -> RewardFunction:
 def _math(config: MaxTextConfig) -> RewardFunction:
   """Of what the marks of a solution hold, or of the whole text where there are none."""
   answers = config.batch_size * config.num_generations
-  count = config.math_verify_num_procs or min(answers, len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+  count = config.math_verify_num_procs or min(answers, os.cpu_count() or 1, _MOST_PROCESSES)
 
   def taken(completion: str) -> str:
     found = extract_answer(config, completion)
