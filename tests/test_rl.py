@@ -408,7 +408,12 @@ def test_a_mismatch_ends_the_run(run):
     ({"decode_sampling_strategy": "greedy"}, "the same text"),
     ({"eval_sampling_strategy": "hot"}, "is not in generation_configs"),
     ({"off_policy_steps": -1}, "off_policy_steps=-1 must be at least 0"),
-    ({"max_concurrency": 4}, "max_concurrency=4 is not supported"),
+    ({"max_concurrency": 0}, "max_concurrency=0 must be at least 1"),
+    ({"sampler_address": "here", "sampler_devices_fraction": 0.5}, "a process with devices of its own"),
+    ({"sampler_address": "here"}, "sampler_address=here: write HOST:PORT"),
+    ({"trainer_devices_fraction": 0.01, "sampler_devices_fraction": 0.5}, "cannot be divided so"),
+    ({"num_trainer_slices": 1}, "num_samplers_slices=-1: set both"),
+    ({"num_trainer_slices": 1, "num_samplers_slices": 1}, "1 slice cannot be divided so"),
     ({"use_sft": True}, "it is a method of its own"),
     ({"rl": {"num_generations": 4}}, "rl: num_generations contradicts num_generations beside it"),
     ({"stop_strings": ["</answer>"]}, "would cut solution_end_token=</answer> off"),
@@ -416,7 +421,7 @@ def test_a_mismatch_ends_the_run(run):
     ({"solution_start_token": ""}, "solution_start_token='' must be a text"),
     ({"generation_configs": {"greedy": {"temprature": 0}}}, "may have temperature, top_k, top_p"),
     ({"off_policy_steps": 1, "decode_sampling_temperature": 0.5}, "importance_sampling_cap=0"),
-    ({"sampler_devices_fraction": 0.5}, "must be 1.0"),
+    ({"sampler_devices_fraction": 0.5}, "write 1.0 for both"),
   ],
 )
 def test_keys_that_do_not_fit_are_named(run, changes, says):

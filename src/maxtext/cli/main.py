@@ -123,7 +123,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
       "--dry-run", action="store_true", help="check everything that can be checked before step 1, say what it would do"
     )
-    command.set_defaults(run=_train, method=method, needed=_TEACHERS if name == "distill" else ())
+    if name == "rl":
+      command.add_argument(
+        "--sampler", action="store_true", help="generate rollouts for the run of another process, at sampler_address"
+      )
+    command.set_defaults(run=_train, sampler=False, method=method, needed=_TEACHERS if name == "distill" else ())
   decode.add_command(commands)
   serve.add_command(commands)
   bench.add_commands(commands)
@@ -168,6 +172,11 @@ def _train(arguments: argparse.Namespace) -> int:
       from maxtext.rl.run import dry_run, train
       from maxtext.training.callbacks.base import Callback
 
+    if arguments.sampler:
+      from maxtext.rl.sampler import sample
+
+      sample(resolved.config)
+      return 0
     if arguments.dry_run:
       print("\n".join(dry_run(resolved.config, config_name=resolved.name)))
       return 0

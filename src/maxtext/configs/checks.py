@@ -113,8 +113,24 @@ def _reinforcement(c: MaxTextConfig) -> str | None:
       f"off_policy_steps={c.off_policy_steps} weights tokens by the policy that wrote them, which is the model's own: "
       f"write decode_sampling_strategy=weighted decode_sampling_temperature=1.0, or importance_sampling_cap=0."
     )
-  if not (c.trainer_devices_fraction == c.sampler_devices_fraction == 1.0):
-    return "trainer_devices_fraction and sampler_devices_fraction must be 1.0: they share all devices."
+  shares = {key: getattr(c, key) for key in ("trainer_devices_fraction", "sampler_devices_fraction")}
+  slices = {key: getattr(c, key) for key in ("num_trainer_slices", "num_samplers_slices")}
+  shared, whole = all(share == 1 for share in shares.values()), all(count == -1 for count in slices.values())
+  if c.sampler_address and not (shared and whole):
+    return (
+      f"sampler_address={c.sampler_address} is a process with devices of its own: leave num_trainer_slices and "
+      f"num_samplers_slices out, and trainer_devices_fraction and sampler_devices_fraction at 1.0."
+    )
+  if whole and not shared and not (min(shares.values()) > 0 and sum(shares.values()) <= 1):
+    return (
+      f"trainer_devices_fraction={shares['trainer_devices_fraction']:g} sampler_devices_fraction="
+      f"{shares['sampler_devices_fraction']:g}: write 1.0 for both, which shares all devices, or at most 1 in all."
+    )
+  if not whole and min(slices.values()) < 1:
+    return f"num_trainer_slices={c.num_trainer_slices} num_samplers_slices={c.num_samplers_slices}: set both."
+  for key in ("max_concurrency", "max_num_seqs", "reshard_chunk_size", "rollout_expert_parallelism"):
+    if getattr(c, key) is not None and getattr(c, key) < 1:
+      return f"{key}={getattr(c, key)} must be at least 1."
   return None
 
 

@@ -9,17 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs import MaxTextConfig
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.inference_model import default_stop_token_ids
 from maxtext.inference.llm import RequestOutput
 from maxtext.inference.sampling import SamplingParams
 from maxtext.models.model import Params
 from maxtext.rl.advantages import overlong_penalties
+from maxtext.rl.engines import RolloutEngine
 from maxtext.rl.rewards import Rewards
 from maxtext.rl.tasks import Task
-from maxtext.training.live_engine import LiveEngine, engine_problem
-from maxtext.training.program import Program
 
 
 class Policy(NamedTuple):
@@ -51,22 +50,10 @@ def rollout_sampling(config: MaxTextConfig, tokenizer: TextTokenizer) -> Samplin
 
 
 class Answerer:
-  """Asks policies, with the engine on the trainer's model. Nothing is compiled before the first question.
+  """Asks policies, and rewards what they answer. Nothing is compiled before the first question."""
 
-  Raises:
-    ConfigError: the engine cannot run this model on this mesh.
-  """
-
-  def __init__(self, config: MaxTextConfig, program: Program, tokenizer: TextTokenizer, rewards: Rewards) -> None:
-    if problem := engine_problem(program):
-      raise ConfigError(f"use_grpo=true: rollouts cannot be generated here: {problem}")
-    c = config
-    prompts = c.batch_size if c.rollout_micro_batch_size == -1 else c.rollout_micro_batch_size
-    sampling, longest = rollout_sampling(config, tokenizer), c.max_prefill_predict_length
-    self._config, self._rewards = config, rewards
-    self._engine = LiveEngine(
-      program, tokenizer, sampling, prompts * c.num_generations, c.max_target_length, longest, multi_sampling=True
-    )
+  def __init__(self, config: MaxTextConfig, engine: RolloutEngine, rewards: Rewards) -> None:
+    self._config, self._rewards, self.engine = config, rewards, engine
 
   def ask(
     self, policy: Policy, tasks: Sequence[Task], count: int, seed: tuple[int, ...], sampling_params: SamplingParams
@@ -75,7 +62,7 @@ class Answerer:
     asked = [task for task in tasks for _ in range(count)]
     seeds = np.random.SeedSequence(seed).generate_state(len(asked)) >> 1
     each = [replace(sampling_params, seed=int(seed)) for seed in seeds]
-    outputs = self._engine.generate(policy.params, policy.version, [task.tokens for task in asked], each)
+    outputs = self.engine.generate(policy.params, policy.version, [task.tokens for task in asked], each)
     texts = [output.text for output in outputs]
     parts = self._rewards([task.prompt for task in asked], texts, [task.answer for task in asked])
     c, lengths = self._config, np.array([len(output.token_ids) for output in outputs])

@@ -87,7 +87,7 @@ class EvaluatePolicy(Callback):
     size = c.batch_size * c.num_generations
     for i in range(0, len(self._tasks), size):
       tasks, seed = self._tasks[i : i + size], (c.init_weights_seed, _EVALUATION, i)
-      groups += self._source.answerer.ask(self._source.policy, tasks, c.num_eval_passes, seed, sampling)
+      groups += self._source.answerer.ask(self._source.loaded_policy(), tasks, c.num_eval_passes, seed, sampling)
     solved = [is_solved(c, self._source, group) for group in groups]
     return {"pass_rate": float(np.mean(solved)), "reward": float(np.mean([group.rewards for group in groups]))}
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from maxtext.configs import MaxTextConfig
@@ -32,6 +31,7 @@ from maxtext.rl.advantages import is_degenerate
 from maxtext.rl.answers import Answerer, AnswerGroup, Policy, rollout_sampling
 from maxtext.rl.policy_batch import Arrays, as_batch, policy_advantages, policy_arrays
 from maxtext.rl.rewards import Rewards
+from maxtext.rl.sampler import rollout_engine
 from maxtext.rl.tasks import Task, task_order
 from maxtext.status_line import show_phase
 from maxtext.training.objectives.policy import OLD, SAMPLED, token_log_probs
@@ -67,6 +67,7 @@ class RolloutSource:
     tokenizer: of the run.
     tasks: to train on.
     rewards: of answers.
+    sampler_devices: those that generate; None are the trainer's.
     at_start: called once the engine can answer, before the first rollouts of a new run.
   """
 
@@ -74,17 +75,20 @@ class RolloutSource:
   tokenizer: TextTokenizer
   tasks: Sequence[Task]
   rewards: Rewards
+  sampler_devices: Sequence[jax.Device] | None = None
   at_start: Callable[[], None] = lambda: None
   policy: Policy = field(default_factory=lambda: Policy({}, -1))
-  _copy: Policy = field(default_factory=lambda: Policy({}, -1))
+  _loaded: Policy = field(default_factory=lambda: Policy({}, -1))
   _figures: dict[int, dict[str, float]] = field(default_factory=dict)  # by the step that they belong to
   _file: GrowingFile | None = None
   _thread: ThreadPoolExecutor | None = None
+  _answerer: Answerer | None = None
 
   def start(self, program: Program, folder: Path) -> None:
     """Begins a run: nothing is compiled yet. What is written goes into `folder`."""
     c = self.config
-    self.answerer, self._folder = Answerer(c, program, self.tokenizer, self.rewards), folder
+    engine = rollout_engine(c, program, self.tokenizer, self.sampler_devices)
+    self._answerer, self._folder = Answerer(c, engine, self.rewards), folder
     if c.use_agentic_rollout:
       self._thread = ThreadPoolExecutor(1, "rollouts")
     if c.num_iterations > 1:
@@ -92,6 +96,12 @@ class RolloutSource:
       self._old = program.forward(
         lambda decoder, batch: token_log_probs(decoder, batch, temperature, tiles)[0].tempered
       )
+
+  @property
+  def answerer(self) -> Answerer:
+    """What asks the policy, once the run has started."""
+    assert self._answerer is not None, "the run has not started"
+    return self._answerer
 
   def follow(self, state: TrainState) -> None:
     """The policy is this state, whose arrays are used until the next step takes them over."""
@@ -115,7 +125,7 @@ class RolloutSource:
         self._add_old(batch, number, made.arrays)
       while iteration < self.config.num_iterations:
         iteration += 1
-        self._figures[self.policy.version + 1] = made.figures
+        self._figures[self.policy.version + 1] = made.figures | self.answerer.engine.sync_figures
         done = iteration == self.config.num_iterations
         kept = {n: rollouts for n, rollouts in ahead.items() if n > number - (not done)}
         after = partial(_state, self._about, number + done, 0 if done else iteration, made.place, kept)
@@ -135,10 +145,13 @@ class RolloutSource:
     """What was measured of the rollouts of a step, once."""
     return self._figures.pop(step, {})
 
-  def close(self) -> None:
-    """Ends the thread, after the batch that it makes, and the processes of reward functions."""
+  def close(self, finished: bool = False) -> None:
+    """Ends the thread, after the batch that it makes, and the processes of reward functions; with `finished`, that of
+    the sampler too."""
     if self._thread is not None:
       self._thread.shutdown(cancel_futures=True)
+    if self._answerer is not None:
+      self._answerer.engine.close(finished)
     self.rewards.close()
     if self._file is not None:
       with suppress(OSError):
@@ -148,16 +161,16 @@ class RolloutSource:
     """Makes a batch with the current policy, or begins to. It goes on among the tasks where the one before ends."""
     if self._thread is None:
       show_phase(f"generating rollouts for update {self.policy.version + 1}")
-      return _done(self._make(self.policy, number, before))
-    return self._thread.submit(self._make, self._kept_policy(), number, before)
+      return _done(self._make(self.loaded_policy(), number, before))
+    return self._thread.submit(self._make, self.loaded_policy(), number, before)
 
-  def _kept_policy(self) -> Policy:
-    """The policy, in arrays that no step takes over while the engine reads them: one copy of each version."""
-    if not self.config.off_policy_steps:
-      return self.policy  # the trainer waits
-    if self._copy.version != self.policy.version:
-      self._copy = self.policy._replace(params=jax.tree.map(jnp.copy, self.policy.params))
-    return self._copy
+  def loaded_policy(self) -> Policy:
+    """The policy, in arrays where the engine reads them: each version is loaded once."""
+    if self._loaded.version != self.policy.version:
+      self._loaded = Policy({}, -1)  # its memory is free before it is needed
+      params = self.answerer.engine.load(self.policy.params, self.policy.version)
+      self._loaded = self.policy._replace(params=params)
+    return self._loaded
 
   def _make(self, policy: Policy, number: int, before: "Future[Rollouts] | None") -> Rollouts:
     c, began = self.config, time.monotonic()

@@ -25,7 +25,7 @@ def train(config: MaxTextConfig, **arguments: Any) -> TrainState:
     return run.train(config, **arguments)
   from maxtext.rl.train_policy import train_policy
 
-  if taken := [name for name in ("objective", "data") if arguments.pop(name, None) is not None]:
+  if taken := [name for name in ("objective", "data", "devices") if arguments.pop(name, None) is not None]:
     raise ConfigError(f"use_grpo=true has {taken[0]} of its own: leave that argument out.")
   return train_policy(config, **arguments)
 

@@ -11,6 +11,7 @@ from maxtext.distributed.multihost import check_joined, join
 from maxtext.inference.inference_model import load_run_tokenizer
 from maxtext.rl.answers import rollout_sampling
 from maxtext.rl.callbacks import EvaluatePolicy, RolloutFigures, evaluation_sampling
+from maxtext.rl.devices import split_devices
 from maxtext.rl.rewards import Rewards
 from maxtext.rl.rollouts import RolloutSource
 from maxtext.rl.tasks import Task, load_tasks
@@ -32,13 +33,14 @@ def train_policy(
   config_name: str = "",
 ) -> TrainState:
   """Trains a policy by the rewards of its own answers, as configured; otherwise as `maxtext.training.run.train`."""
-  source, held_out, updates, objective = _prepare(config)
+  source, held_out, updates, objective, devices = _prepare(config)
   figures = RolloutFigures(source, config.mismatch_limit)
   evaluate = [EvaluatePolicy(source, held_out, config.eval_interval, updates.steps)] if held_out else []
   for callback in evaluate:
     source.at_start = callback.before
+  finished = False
   try:
-    return run.train(
+    state = run.train(
       updates,
       objective=objective,
       optimizer=optimizer,
@@ -46,16 +48,19 @@ def train_policy(
       callbacks=[figures, *evaluate, *callbacks],
       origins=origins,
       config_name=config_name,
+      devices=devices,
     )
+    finished = int(state.step) >= updates.steps
+    return state
   finally:
-    source.close()
+    source.close(finished)
 
 
 def dry_run_policy(config: MaxTextConfig, *, config_name: str = "") -> list[str]:
   """The checks of a run, of its tasks and reward functions too; see `maxtext.training.run.dry_run`."""
-  source, _, updates, objective = _prepare(config)
+  source, _, updates, objective, devices = _prepare(config)
   source.close()
-  return run.dry_run(updates, objective=objective, data=source, config_name=config_name)
+  return run.dry_run(updates, objective=objective, data=source, config_name=config_name, devices=devices)
 
 
 def policy_config(config: MaxTextConfig, devices: int) -> MaxTextConfig:
@@ -80,15 +85,20 @@ def policy_config(config: MaxTextConfig, devices: int) -> MaxTextConfig:
   )
 
 
-def _prepare(config: MaxTextConfig) -> tuple[RolloutSource, list[Task], MaxTextConfig, PolicyOptimization]:
-  """The rollouts of a run, the tasks that it is evaluated with, and the configuration and objective of its updates."""
+def _prepare(
+  config: MaxTextConfig,
+) -> tuple[RolloutSource, list[Task], MaxTextConfig, PolicyOptimization, Sequence[jax.Device]]:
+  """The rollouts of a run, the tasks that it is evaluated with, and the configuration, the objective and the devices of
+  its updates."""
   check_extras(config)  # before the processes of rewards import them
   join(config)  # devices are counted
   check_joined(config)
-  updates = policy_config(config, jax.device_count())
+  trainer, sampler = split_devices(config, jax.devices())
+  updates = policy_config(config, len(trainer))
   source, held_out = _source(config)
+  source.sampler_devices = None if sampler == trainer else sampler
   objective = PolicyOptimization.of(updates, rollout_sampling(config, source.tokenizer).temperature)
-  return source, held_out, updates, objective
+  return source, held_out, updates, objective, trainer
 
 
 def _source(config: MaxTextConfig) -> tuple[RolloutSource, list[Task]]:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from maxtext.configs import MaxTextConfig
 from maxtext.data.tokenizers import TextTokenizer
-from maxtext.models.model import Params
+from maxtext.models.model import Model, Params
 from maxtext.training.program import Program
 
 if TYPE_CHECKING:  # inference takes half a second to import, which runs without samples do not wait for
@@ -22,7 +23,8 @@ class LiveEngine:
   """Made, and compiled, with the first call. Its own memory is the KV cache of its slots.
 
   Args:
-    program: whose model it runs; experts drop no token.
+    config: of the run.
+    model: the one that it runs; experts drop no token.
     tokenizer: of the run.
     sampling_params: those of requests that name none.
     slots: sequences at once, rounded up to a multiple of the number of devices.
@@ -33,7 +35,8 @@ class LiveEngine:
 
   def __init__(
     self,
-    program: Program,
+    config: MaxTextConfig,
+    model: Model,
     tokenizer: TextTokenizer,
     sampling_params: "SamplingParams",
     slots: int,
@@ -43,8 +46,8 @@ class LiveEngine:
   ) -> None:
     from maxtext.inference.engine import dropless
 
-    self._config = program.config.model_copy(update=_OFF | {"multi_sampling": multi_sampling})
-    self._model, self._tokenizer, self._sampling_params = dropless(program.model), tokenizer, sampling_params
+    self._config = config.model_copy(update=_OFF | {"multi_sampling": multi_sampling})
+    self._model, self._tokenizer, self._sampling_params = dropless(model), tokenizer, sampling_params
     devices = self._model.execution.sharding.mesh.size
     self._slots, self._lengths = -(-slots // devices) * devices, (max_model_len, max_prompt_len)
     self._llm: LLM | None = None

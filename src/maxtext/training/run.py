@@ -92,8 +92,9 @@ def train(
   callbacks: Sequence[Callback] = (),
   origins: Mapping[str, str] | None = None,
   config_name: str = "",
+  devices: Sequence[jax.Device] | None = None,
 ) -> TrainState:
-  """Trains as configured, on all devices that JAX finds, and returns the last state.
+  """Trains as configured, and returns the last state.
 
   Args:
     config: the run.
@@ -105,6 +106,7 @@ def train(
     origins: where each value of the configuration came from, for the record.
     config_name: what to call the configuration, on the console and in the name of a run without `run_name`: a recipe,
       the stem of a file; empty is `model_name`.
+    devices: those that train; None is all that JAX finds.
 
   Raises:
     ConfigError: (a ValueError) the configuration, the data or another argument is invalid; nothing was written.
@@ -123,7 +125,7 @@ def train(
     status.phase("building the model")
     if config.collect_stack_trace:
       closing.callback(StackTraces(config.stack_trace_interval_seconds).close)
-    program = Program.of(config, make_mesh(config), objective, optimizer, data)
+    program = Program.of(config, make_mesh(config, devices), objective, optimizer, data)
     if config.debug_sharding and not jax.process_index():
       _LOG.info(table(program.model))
     check_sharding(program)
@@ -205,13 +207,14 @@ def dry_run(
   objective: Objective | None = None,
   data: BatchSource | None = None,
   config_name: str = "",
+  devices: Sequence[jax.Device] | None = None,
 ) -> list[str]:
   """Does the checks of `train`, and returns lines that say what it would do. Compiles nothing and writes nothing."""
   setup_logging()
   with status_line() as status:
     status.phase("checking")
     _start(config)
-    program = Program.of(config, make_mesh(config), objective, data=data)
+    program = Program.of(config, make_mesh(config, devices), objective, data=data)
     check_sharding(program)
     check_host(program)
   config_name = config_name or config.model_name

@@ -145,7 +145,7 @@ class VLLM(Section):
   enable_expert_parallel: bool = Field(False, description="True lets vLLM place whole experts on different devices.")
   async_scheduling: bool = Field(False, description="True lets vLLM schedule the next step while the current one runs.")
   max_num_batched_tokens: int | None = Field(None, description="Most tokens in one vLLM step; None is vLLM's default.")
-  max_num_seqs: int | None = Field(None, description="Most sequences vLLM runs at once; None is vLLM's default.")
+  max_num_seqs: int | None = Field(None, description="Most sequences generated at once; None is all of a batch.")
   stop_strings: list[str] | None = Field(
     None, description="Texts that end a response when generated; None is only the end token."
   )
@@ -224,6 +224,11 @@ class RLMethod(Section):
     ge=0,
     description="Largest weight by which tokens of an older policy are corrected (truncated importance sampling); 0 "
     "corrects none.",
+  )
+  sampler_address: str = Field(
+    "",
+    description="HOST:PORT of a process that generates the rollouts, the same command with --sampler; '' generates "
+    "here.",
   )
   mismatch_limit: float = Field(
     0.0,

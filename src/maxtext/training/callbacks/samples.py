@@ -51,7 +51,9 @@ class Sampler:
     self._sampling_params = replace(SamplingParams.of(config), max_tokens=MAX_TOKENS, stop_token_ids=stop_token_ids)
     longest = max(len(tokens) for _, tokens in self._prompts)
     total = min(longest + MAX_TOKENS, config.max_target_length)
-    self._engine = LiveEngine(program, tokenizer, self._sampling_params, len(self._prompts), total, longest)
+    self._engine = LiveEngine(
+      config, program.model, tokenizer, self._sampling_params, len(self._prompts), total, longest
+    )
 
   @staticmethod
   def of(program: Program) -> "Sampler | None":

@@ -1,0 +1,106 @@
+"""Where rollouts are generated: with the trainer's own arrays, or with parameters that are sent to other devices."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.inference.llm import RequestOutput
+from maxtext.inference.sampling import SamplingParams
+from maxtext.models.model import Model, Params
+from maxtext.training.live_engine import LiveEngine
+
+
+class RolloutEngine(Protocol):
+  """Generates with the parameters of a policy.
+
+  Attributes:
+    sync_figures: of the last transfer of parameters; empty where none are transferred.
+  """
+
+  sync_figures: dict[str, float]
+
+  def load(self, params: Params, version: int) -> Params:
+    """The parameters where `generate` reads them, whatever the trainer does with its own afterwards. For the thread
+    that trains."""
+
+  def generate(
+    self, params: Params, version: int, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams]
+  ) -> list[RequestOutput]:
+    """Outputs, in the order of the prompts. `params` are what `load` returned."""
+
+  def close(self, finished: bool) -> None:
+    """The run has ended, or reached its last update (`finished`)."""
+
+
+class SharedEngine:
+  """On the trainer's devices, with its arrays; with `keep`, with a copy of them, which the trainer goes on beside."""
+
+  def __init__(self, engine: LiveEngine, keep: bool) -> None:
+    self.sync_figures: dict[str, float] = {}
+    self.generate, self._keep = engine.generate, keep
+
+  def load(self, params: Params, version: int) -> Params:
+    return jax.tree.map(jnp.copy, params) if self._keep else params
+
+  def close(self, finished: bool) -> None:
+    pass
+
+
+class SeparateEngine:
+  """On devices of its own in this process, with parameters in the layout of its model."""
+
+  def __init__(self, engine: LiveEngine, model: Model, chunk: int | None) -> None:
+    self.sync_figures: dict[str, float] = {}
+    self.generate, self._structs, self._chunk = engine.generate, model.params | model.buffers, chunk
+
+  def load(self, params: Params, version: int) -> Params:
+    jax.block_until_ready(params)  # the step that makes them is no part of the transfer
+    began = time.monotonic()
+    placed: Params = {}
+    for paths in chunks(params, self._chunk):
+      shardings = {path: self._structs[path].sharding for path in paths}
+      placed |= jax.block_until_ready(jax.device_put({path: params[path] for path in paths}, shardings))
+    self.sync_figures = sync_figures(params, time.monotonic() - began)
+    return placed
+
+  def close(self, finished: bool) -> None:
+    pass
+
+
+def chunks(params: Mapping[str, jax.Array], size: int | None) -> Iterator[list[str]]:
+  """The paths of arrays that are moved at once."""
+  paths = list(params)
+  for i in range(0, len(paths), size or len(paths)):
+    yield paths[i : i + (size or len(paths))]
+
+
+def sync_figures(params: Mapping[str, jax.Array], seconds: float) -> dict[str, float]:
+  """What a transfer took."""
+  return {"weight_sync_seconds": seconds, "weight_sync_bytes": float(sum(a.nbytes for a in params.values()))}
+
+
+def check_same_model(trainer: Mapping[str, jax.ShapeDtypeStruct], sampler: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+  """Raises where the sampler's parameters are not those of the trainer."""
+  ours, theirs = ({path: (tuple(s.shape), str(s.dtype)) for path, s in side.items()} for side in (trainer, sampler))
+  for path in sorted(ours.keys() | theirs.keys()):
+    if ours.get(path) != theirs.get(path):
+      raise ConfigError(
+        f"{path} is {_named(ours.get(path))} for the trainer and {_named(theirs.get(path))} for the sampler: start "
+        f"both with the same keys, and train without pipeline parallelism."
+      )
+
+
+def engine_slots(config: MaxTextConfig) -> int:
+  """Sequences that are generated at once."""
+  c = config
+  prompts = c.batch_size if c.rollout_micro_batch_size == -1 else c.rollout_micro_batch_size
+  limits = c.max_concurrency if c.use_agentic_rollout else None, c.max_num_seqs
+  return min([prompts * c.num_generations, *(limit for limit in limits if limit is not None)])
+
+
+def _named(shape: tuple[tuple[int, ...], str] | None) -> str:
+  return "no weight" if shape is None else f"{shape[1]}{list(shape[0])}"

@@ -1,0 +1,267 @@
+"""Rollouts by another process: `maxtext rl ... --sampler` generates for the trainer that connects to it.
+
+The two are JAX processes of their own. Parameters go from device to device through JAX's transfer server; prompts,
+settings and answers are lines of JSON on a socket. One connection loads parameters and another one generates, so that
+parameters can arrive while older ones generate. The network between them is trusted: nothing is encrypted, and who can
+connect can generate.
+"""
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import jax
+from jax.experimental.transfer import TransferServer, start_transfer_server
+from jax.sharding import SingleDeviceSharding
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.errors import RunError
+from maxtext.inference.llm import RequestOutput
+from maxtext.inference.sampling import SamplingParams
+from maxtext.models.model import Model, Params
+from maxtext.rl.engines import check_same_model, chunks, sync_figures
+from maxtext.status_line import show_phase
+from maxtext.training.live_engine import LiveEngine
+
+_LOG = logging.getLogger(__name__)
+_PATIENCE = 300.0  # seconds for the sampler to start
+_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that vanished is noticed in a minute
+Message = dict[str, Any]
+
+
+def split_address(address: str) -> tuple[str, int]:
+  """Host and port of `sampler_address`."""
+  host, _, port = address.rpartition(":")
+  if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+    raise ConfigError(f"sampler_address={address}: write HOST:PORT.")
+  return host, int(port)
+
+
+class RemoteEngine:
+  """The trainer's side. It connects with the first parameters, and waits for a sampler that is not there yet."""
+
+  def __init__(self, config: MaxTextConfig, model: Model) -> None:
+    self.sync_figures: dict[str, float] = {}
+    self._address, self._chunk = config.sampler_address, config.reshard_chunk_size
+    self._structs, self._lengths = model.params | model.buffers, _lengths(config)
+    split_address(self._address)
+    self._loads: _Connection | None = None
+    self._transfers = 0
+
+  def load(self, params: Params, version: int) -> Params:
+    if self._loads is None:
+      self._connect()
+    assert self._loads is not None
+    jax.block_until_ready(params)  # the step that makes them is no part of the transfer
+    began, device = time.monotonic(), jax.local_devices()[0]
+    for paths in chunks(params, self._chunk):
+      whole = jax.device_put([params[path] for path in paths], SingleDeviceSharding(device))
+      self._transfers += 1
+      self._server.await_pull(self._transfers, whole)
+      self._loads.ask({"do": "load", "version": version, "transfer": self._transfers, "paths": paths})
+    self._loads.ask({"do": "use", "version": version})
+    self.sync_figures = sync_figures(params, time.monotonic() - began)
+    return {}
+
+  def generate(
+    self, params: Params, version: int, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams]
+  ) -> list[RequestOutput]:
+    asked = {
+      "do": "generate",
+      "version": version,
+      "prompts": [[int(token) for token in prompt] for prompt in prompts],
+      "sampling_params": [asdict(each) for each in sampling_params],
+    }
+    found = self._requests.ask(asked)["outputs"]
+    return [_output(prompt, one) for prompt, one in zip(prompts, found, strict=True)]
+
+  def close(self, finished: bool) -> None:
+    """Leaves the sampler, which ends after a finished run, and else waits for another trainer."""
+    if self._loads is not None:
+      self._requests.close()
+      self._loads.close({"do": "end"} if finished else None)
+
+  def _connect(self) -> None:
+    show_phase(f"waiting for the sampler at {self._address}")
+    self._loads, self._requests = (_Connection.to(self._address) for _ in range(2))
+    own = self._loads.own_host
+    self._server = start_transfer_server(jax.local_devices()[0].client, f"{own}:0", [f"{own}:0"])
+    about = {path: [list(struct.shape), str(struct.dtype)] for path, struct in self._structs.items()}
+    self._loads.ask({"do": "begin", "from": self._server.address(), "weights": about, "lengths": self._lengths})
+
+
+def serve_rollouts(config: MaxTextConfig, model: Model, engine: LiveEngine) -> None:
+  """The sampler's side: generates for one trainer after the other, until a run has ended.
+
+  A trainer that is lost may come back: it brings its parameters along.
+  """
+  sampler = _Sampler(config, model, engine)
+  host, port = split_address(config.sampler_address)
+  family = socket.AF_INET6 if ":" in host else socket.AF_INET
+  try:
+    listener = socket.create_server((host.strip("[]"), port), family=family)
+  except OSError as error:
+    raise ConfigError(f"sampler_address={config.sampler_address} cannot be listened on: {error.strerror}.") from None
+  with listener:
+    listener.settimeout(0.5)
+    _LOG.info(f"maxtext: waiting for a trainer at {config.sampler_address}")
+    while not sampler.ended.is_set():
+      try:
+        accepted, _ = listener.accept()
+      except TimeoutError:
+        continue
+      threading.Thread(target=sampler.answer, args=(_Connection(accepted),), daemon=True).start()
+
+
+class _Sampler:
+  """Parameters by version, as many as a trainer can still ask for, and an engine."""
+
+  def __init__(self, config: MaxTextConfig, model: Model, engine: LiveEngine) -> None:
+    self.ended = threading.Event()
+    self._engine, self._structs, self._lengths = engine, model.params | model.buffers, _lengths(config)
+    self._kept = config.off_policy_steps + 2
+    self._arriving: Params = {}
+    self._versions: dict[int, Params] = {}
+    self._server: TransferServer | None = None
+
+  def answer(self, connection: "_Connection") -> None:
+    """Answers what is asked on a connection, until the other side closes it."""
+    known: dict[str, Callable[[Message], Message]] = {
+      "begin": lambda asked: self._begin(asked, connection.own_host),
+      "load": self._load,
+      "use": self._use,
+      "generate": self._generate,
+      "end": self._end,
+    }
+    while (asked := connection.read()) is not None:
+      try:
+        found = known[asked["do"]](asked)
+      except Exception as error:  # the trainer is told, and this process is there for the next one
+        _LOG.debug("a request failed", exc_info=True)
+        found = {"error": f"{type(error).__name__}: {error}"}
+      if not connection.write(found):
+        break
+    connection.close()
+
+  def _begin(self, asked: Message, host: str) -> Message:
+    theirs = {path: jax.ShapeDtypeStruct(tuple(shape), dtype) for path, (shape, dtype) in asked["weights"].items()}
+    check_same_model(theirs, self._structs)
+    for key, value in self._lengths.items():
+      if asked["lengths"].get(key) != value:
+        raise ConfigError(f"{key}={value} for the sampler, and {asked['lengths'].get(key)} for the trainer.")
+    self._versions, self._arriving = {}, {}
+    if self._server is None:
+      self._server = start_transfer_server(jax.local_devices()[0].client, f"{host}:0", [f"{host}:0"])
+    self._link = self._server.connect(asked["from"])
+    _LOG.info("maxtext: a trainer has connected")
+    return {}
+
+  def _load(self, asked: Message) -> Message:
+    own = SingleDeviceSharding(jax.local_devices()[0])
+    structs = {path: self._structs[path] for path in asked["paths"]}
+    wanted = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=own) for s in structs.values()]
+    whole = self._link.pull(asked["transfer"], wanted)
+    placed = jax.device_put(whole, [struct.sharding for struct in structs.values()])
+    self._arriving |= dict(zip(structs, jax.block_until_ready(placed), strict=True))
+    return {}
+
+  def _use(self, asked: Message) -> Message:
+    versions = self._versions | {int(asked["version"]): self._arriving}
+    self._versions, self._arriving = dict(list(versions.items())[-self._kept :]), {}
+    return {}
+
+  def _generate(self, asked: Message) -> Message:
+    sampling_params = [SamplingParams(**each) for each in asked["sampling_params"]]
+    version = int(asked["version"])
+    found = self._engine.generate(self._versions[version], version, asked["prompts"], sampling_params)
+    fields = ("text", "token_ids", "finish_reason", "versions", "logprobs")
+    return {"outputs": [{name: getattr(output, name) for name in fields} for output in found]}
+
+  def _end(self, asked: Message) -> Message:
+    self.ended.set()
+    return {}
+
+
+class _Connection:
+  """Lines of JSON, each of which is answered by one."""
+
+  def __init__(self, connected: socket.socket) -> None:
+    connected.settimeout(None)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _ALIVE.items():
+      if hasattr(socket, name):
+        connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    self.own_host = connected.getsockname()[0]
+    self._socket, self._file = connected, connected.makefile("rwb")
+
+  @staticmethod
+  def to(address: str) -> "_Connection":
+    """A connection to a sampler, which may start later."""
+    host, port = split_address(address)
+    until = time.monotonic() + _PATIENCE
+    while True:
+      try:
+        return _Connection(socket.create_connection((host.strip("[]"), port), timeout=10))
+      except OSError as error:
+        if time.monotonic() > until:
+          raise RunError(
+            f"there is no sampler at sampler_address={address} ({error}): start one with the same keys and --sampler."
+          ) from None
+        time.sleep(0.5)
+
+  def ask(self, message: Message) -> Message:
+    """The answer to a message."""
+    found = self.read() if self.write(message) else None
+    if found is None:
+      raise RunError("the sampler was lost: start it again with the same keys and --sampler, and then this run.")
+    if "error" in found:
+      raise RunError(f"the sampler could not do its part: {found['error']}")
+    return found
+
+  def read(self) -> Message | None:
+    """The next message; None where the other side is gone."""
+    try:
+      line = self._file.readline()
+      return json.loads(line) if line.endswith(b"\n") else None
+    except (OSError, ValueError):
+      return None
+
+  def write(self, message: Message) -> bool:
+    """Whether a message could be sent."""
+    try:
+      self._file.write(json.dumps(message).encode() + b"\n")
+      self._file.flush()
+    except (OSError, ValueError):
+      return False
+    return True
+
+  def close(self, last: Message | None = None) -> None:
+    """Sends a last message, and closes the connection."""
+    if last is not None and self.write(last):
+      self.read()
+    for closed in (self._file, self._socket):
+      with suppress(OSError):
+        closed.close()
+
+
+def _lengths(config: MaxTextConfig) -> dict[str, int]:
+  """What trainer and sampler must agree on beside the model."""
+  return {key: getattr(config, key) for key in ("max_target_length", "max_prefill_predict_length", "off_policy_steps")}
+
+
+def _output(prompt: Sequence[int], found: Mapping[str, Any]) -> RequestOutput:
+  return RequestOutput(
+    tuple(prompt),
+    found["text"],
+    tuple(found["token_ids"]),
+    found["finish_reason"],
+    tuple(found["versions"]),
+    tuple(found["logprobs"]),
+  )
