@@ -30,18 +30,46 @@ class Policy(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Trajectory:
+  """What followed a prompt.
+
+  Attributes:
+    prompt_token_ids: the tokens of the prompt.
+    token_ids: all tokens after it.
+    is_generated: for each of these, whether the policy wrote it, and so trains it.
+    logprobs: for each, by the engine that wrote it; 0 where the policy did not.
+    text: the last answer, without the stop string or the stop token that ended it.
+    finish_reason: "length" if `max_target_length` was reached.
+  """
+
+  prompt_token_ids: tuple[int, ...]
+  token_ids: tuple[int, ...]
+  is_generated: tuple[bool, ...]
+  logprobs: tuple[float, ...]
+  text: str
+  finish_reason: str
+
+  @staticmethod
+  def of(output: RequestOutput) -> "Trajectory":
+    """A single answer."""
+    assert output.logprobs is not None
+    mask, prompt = (True,) * len(output.token_ids), output.prompt_token_ids
+    return Trajectory(prompt, output.token_ids, mask, output.logprobs, output.text, output.finish_reason)
+
+
+@dataclass(frozen=True)
 class AnswerGroup:
   """The answers to one task, with their rewards by function and in all."""
 
   task: Task
-  answers: Sequence[RequestOutput]
+  answers: Sequence[Trajectory]
   parts: Mapping[str, np.ndarray]
   rewards: np.ndarray
 
   @property
   def lengths(self) -> np.ndarray:
-    """Tokens of each answer."""
-    return np.array([len(answer.token_ids) for answer in self.answers])
+    """Tokens of each answer that the policy wrote."""
+    return np.array([sum(answer.is_generated) for answer in self.answers])
 
 
 def rollout_sampling(config: MaxTextConfig, tokenizer: TextTokenizer) -> SamplingParams:
@@ -76,13 +104,14 @@ class Answerer:
     seeds = np.random.SeedSequence(seed).generate_state(len(asked)) >> 1
     each = [replace(sampling_params, seed=int(seed)) for seed in seeds]
     outputs = self._engine.generate(policy.params, policy.version, [task.tokens for task in asked], each)
-    texts = [output.text for output in outputs]
+    answers = [Trajectory.of(output) for output in outputs]
+    texts = [answer.text for answer in answers]
     parts = self._rewards([task.prompt for task in asked], texts, [task.answer for task in asked])
-    c, lengths = self._config, np.array([len(output.token_ids) for output in outputs])
-    longest = np.array([c.max_target_length - len(task.tokens) for task in asked])
+    c, lengths = self._config, np.array([len(answer.token_ids) for answer in answers])
+    longest = np.array([c.max_target_length - len(answer.prompt_token_ids) for answer in answers])
     total = self._rewards.total(parts) - overlong_penalties(lengths, longest, c.overlong_buffer, c.overlong_penalty)
     places = [slice(i * count, (i + 1) * count) for i in range(len(tasks))]
     return [
-      AnswerGroup(task, outputs[own], {name: part[own] for name, part in parts.items()}, total[own])
+      AnswerGroup(task, answers[own], {name: part[own] for name, part in parts.items()}, total[own])
       for task, own in zip(tasks, places, strict=True)
     ]

@@ -207,7 +207,7 @@ class RolloutSource:
       **{name: float(mean) for name, mean in parts.items()},
       "degenerate_groups": float(is_degenerate(rewards).mean()),
       "groups": float(len(groups)),
-      "answer_tokens": float(np.mean([len(answer.token_ids) for answer in answers])),
+      "answer_tokens": float(np.mean([group.lengths for group in groups])),
       "answers_cut": float(np.mean([answer.finish_reason == "length" for answer in answers])),
       "reward_failures": float(self.rewards.failures),
     }
