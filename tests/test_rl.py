@@ -23,12 +23,13 @@ from maxtext.checkpoint.inspect import served_keys, starting_keys
 from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
 from maxtext.rl.advantages import ADVANTAGE_FUNCTIONS, SHARE_FUNCTIONS, is_degenerate, overlong_penalties
-from maxtext.rl.answers import AnswerGroup, Trajectory
+from maxtext.rl.answers import AnswerGroup
 from maxtext.rl.callbacks import is_solved
 from maxtext.rl.policy_batch import policy_arrays
 from maxtext.rl.reward_process import RewardProcess
 from maxtext.rl.rewards import Rewards, extract_answer, parse_number
 from maxtext.rl.tasks import Task, task_order
+from maxtext.rl.trajectory import Trajectory
 from maxtext.training.objectives.policy_losses import CLIPPING, PolicyLossParameters, kl_divergence, log_importance
 from tests.support import TINY, History
 from tests.test_weights_at_rest import loaded

@@ -5,6 +5,7 @@ Tokens are never decoded and encoded again: those that the engine wrote are thos
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,12 +13,13 @@ import numpy as np
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.inference_model import default_stop_token_ids
-from maxtext.inference.llm import RequestOutput
 from maxtext.inference.sampling import SamplingParams
 from maxtext.models.model import Params
 from maxtext.rl.advantages import overlong_penalties
+from maxtext.rl.multi_turn import MultiTurn
 from maxtext.rl.rewards import Rewards
 from maxtext.rl.tasks import Task
+from maxtext.rl.trajectory import Trajectory
 from maxtext.training.live_engine import LiveEngine, engine_problem
 from maxtext.training.program import Program
 
@@ -27,34 +29,6 @@ class Policy(NamedTuple):
 
   params: Params
   version: int
-
-
-@dataclass(frozen=True)
-class Trajectory:
-  """What followed a prompt.
-
-  Attributes:
-    prompt_token_ids: the tokens of the prompt.
-    token_ids: all tokens after it.
-    is_generated: for each of these, whether the policy wrote it, and so trains it.
-    logprobs: for each, by the engine that wrote it; 0 where the policy did not.
-    text: the last answer, without the stop string or the stop token that ended it.
-    finish_reason: "length" if `max_target_length` was reached.
-  """
-
-  prompt_token_ids: tuple[int, ...]
-  token_ids: tuple[int, ...]
-  is_generated: tuple[bool, ...]
-  logprobs: tuple[float, ...]
-  text: str
-  finish_reason: str
-
-  @staticmethod
-  def of(output: RequestOutput) -> "Trajectory":
-    """A single answer."""
-    assert output.logprobs is not None
-    mask, prompt = (True,) * len(output.token_ids), output.prompt_token_ids
-    return Trajectory(prompt, output.token_ids, mask, output.logprobs, output.text, output.finish_reason)
 
 
 @dataclass(frozen=True)
@@ -81,17 +55,32 @@ def rollout_sampling(config: MaxTextConfig, tokenizer: TextTokenizer) -> Samplin
 class Answerer:
   """Asks policies, with the engine on the trainer's model. Nothing is compiled before the first question.
 
+  Args:
+    config: the run.
+    program: whose model the engine runs.
+    tokenizer: of the run.
+    rewards: of answers.
+    multi_turn: conversations with an environment; None asks for one answer.
+
   Raises:
     ConfigError: the engine cannot run this model on this mesh.
   """
 
-  def __init__(self, config: MaxTextConfig, program: Program, tokenizer: TextTokenizer, rewards: Rewards) -> None:
+  def __init__(
+    self,
+    config: MaxTextConfig,
+    program: Program,
+    tokenizer: TextTokenizer,
+    rewards: Rewards,
+    multi_turn: MultiTurn | None = None,
+  ) -> None:
     if problem := engine_problem(program):
       raise ConfigError(f"use_grpo=true: rollouts cannot be generated here: {problem}")
     c = config
     prompts = c.batch_size if c.rollout_micro_batch_size == -1 else c.rollout_micro_batch_size
-    sampling, longest = rollout_sampling(config, tokenizer), c.max_prefill_predict_length
-    self._config, self._rewards = config, rewards
+    sampling = rollout_sampling(config, tokenizer)
+    longest = c.max_prefill_predict_length if multi_turn is None else c.max_target_length - 1
+    self._config, self._rewards, self._multi_turn = config, rewards, multi_turn
     self._engine = LiveEngine(
       program, tokenizer, sampling, prompts * c.num_generations, c.max_target_length, longest, multi_sampling=True
     )
@@ -103,13 +92,20 @@ class Answerer:
     asked = [task for task in tasks for _ in range(count)]
     seeds = np.random.SeedSequence(seed).generate_state(len(asked)) >> 1
     each = [replace(sampling_params, seed=int(seed)) for seed in seeds]
-    outputs = self._engine.generate(policy.params, policy.version, [task.tokens for task in asked], each)
-    answers = [Trajectory.of(output) for output in outputs]
+    generate = partial(self._engine.generate, policy.params, policy.version)
+    if self._multi_turn is None:
+      answers = [Trajectory.of(output) for output in generate([task.tokens for task in asked], each)]
+    else:
+      answers = self._multi_turn(generate, asked, each)
     texts = [answer.text for answer in answers]
     parts = self._rewards([task.prompt for task in asked], texts, [task.answer for task in asked])
+    by_environment = np.array([answer.reward for answer in answers])
+    if self._multi_turn is not None:
+      parts["environment"] = by_environment
     c, lengths = self._config, np.array([len(answer.token_ids) for answer in answers])
     longest = np.array([c.max_target_length - len(answer.prompt_token_ids) for answer in answers])
-    total = self._rewards.total(parts) - overlong_penalties(lengths, longest, c.overlong_buffer, c.overlong_penalty)
+    penalties = overlong_penalties(lengths, longest, c.overlong_buffer, c.overlong_penalty)
+    total = self._rewards.total(parts) + by_environment - penalties
     places = [slice(i * count, (i + 1) * count) for i in range(len(tasks))]
     return [
       AnswerGroup(task, answers[own], {name: part[own] for name, part in parts.items()}, total[own])

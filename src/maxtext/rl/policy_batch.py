@@ -1,4 +1,7 @@
-"""Groups of answers as the arrays of a batch: one answer a row, after its prompt. Tokens that the policy did not write have no weight."""
+"""Groups of answers as the arrays of a batch: one answer a row, after its prompt.
+
+Tokens that the policy did not write have no weight.
+"""
 
 from collections.abc import Sequence
 

@@ -30,9 +30,11 @@ from maxtext.observe.growing_file import GrowingFile
 from maxtext.observe.metric_lines import truncate_after
 from maxtext.rl.advantages import is_degenerate
 from maxtext.rl.answers import Answerer, AnswerGroup, Policy, rollout_sampling
+from maxtext.rl.multi_turn import MultiTurn
 from maxtext.rl.policy_batch import Arrays, as_batch, policy_advantages, policy_arrays
 from maxtext.rl.rewards import Rewards
 from maxtext.rl.tasks import Task, task_order
+from maxtext.rl.trajectory import Trajectory
 from maxtext.status_line import show_phase
 from maxtext.training.objectives.policy import OLD, SAMPLED, token_log_probs
 from maxtext.training.program import Program
@@ -67,6 +69,7 @@ class RolloutSource:
     tokenizer: of the run.
     tasks: to train on.
     rewards: of answers.
+    multi_turn: conversations with an environment; None asks for one answer.
     at_start: called once the engine can answer, before the first rollouts of a new run.
   """
 
@@ -74,6 +77,7 @@ class RolloutSource:
   tokenizer: TextTokenizer
   tasks: Sequence[Task]
   rewards: Rewards
+  multi_turn: MultiTurn | None = None
   at_start: Callable[[], None] = lambda: None
   policy: Policy = field(default_factory=lambda: Policy({}, -1))
   _copy: Policy = field(default_factory=lambda: Policy({}, -1))
@@ -84,7 +88,7 @@ class RolloutSource:
   def start(self, program: Program, folder: Path) -> None:
     """Begins a run: nothing is compiled yet. What is written goes into `folder`."""
     c = self.config
-    self.answerer, self._folder = Answerer(c, program, self.tokenizer, self.rewards), folder
+    self.answerer, self._folder = Answerer(c, program, self.tokenizer, self.rewards, self.multi_turn), folder
     if c.use_agentic_rollout:
       self._thread = ThreadPoolExecutor(1, "rollouts")
     if c.num_iterations > 1:
@@ -136,10 +140,12 @@ class RolloutSource:
     return self._figures.pop(step, {})
 
   def close(self) -> None:
-    """Ends the thread, after the batch that it makes, and the processes of reward functions."""
+    """Ends the thread, after the batch that it makes, and the processes of reward functions and environments."""
     if self._thread is not None:
       self._thread.shutdown(cancel_futures=True)
     self.rewards.close()
+    if self.multi_turn is not None:
+      self.multi_turn.close()
     if self._file is not None:
       with suppress(OSError):
         self._file.close()
@@ -200,7 +206,8 @@ class RolloutSource:
   def _measure(self, groups: Sequence[AnswerGroup]) -> dict[str, float]:
     answers = [answer for group in groups for answer in group.answers]
     rewards = np.array([group.rewards for group in groups])
-    parts = {_metric(name): np.mean([group.parts[name] for group in groups]) for name in self.rewards.functions}
+    parts = {_metric(name): np.mean([group.parts[name] for group in groups]) for name in groups[0].parts}
+    turns = np.mean([answer.turns for answer in answers]), sum(answer.tool_errors for answer in answers)
     return {
       "reward": float(rewards.mean()),
       "reward_deviation": float(rewards.std()),
@@ -210,13 +217,14 @@ class RolloutSource:
       "answer_tokens": float(np.mean([group.lengths for group in groups])),
       "answers_cut": float(np.mean([answer.finish_reason == "length" for answer in answers])),
       "reward_failures": float(self.rewards.failures),
+      **({} if self.multi_turn is None else {"turns": float(turns[0]), "tool_errors": float(turns[1])}),
     }
 
   def _write(self, number: int, groups: Sequence[AnswerGroup], advantages: np.ndarray) -> None:
     """Appends groups to the run's file. A run does not fail for it: what cannot be written is left out."""
     step = number * self.config.num_iterations + 1
     lines = [
-      {"step": step, "prompt": group.task.prompt, "text": answer.text, "answer": group.task.answer,
+      {"step": step, "prompt": group.task.prompt, "text": self._transcript(answer), "answer": group.task.answer,
        "reward": float(reward), "advantage": float(advantage), "end": answer.finish_reason}
       for group, own in zip(groups, advantages, strict=False)
       for answer, reward, advantage in zip(group.answers, group.rewards, own, strict=True)
@@ -224,6 +232,9 @@ class RolloutSource:
     self._file = self._file or GrowingFile(self._folder / FILE, lambda path: truncate_after(path, step - 1))
     with suppress(OSError):
       self._file.append("".join(json.dumps(line) + "\n" for line in lines).encode())
+
+  def _transcript(self, answer: Trajectory) -> str:
+    return answer.text if answer.turns == 1 else self.tokenizer.decode(answer.token_ids)
 
 
 def _restored(state: IteratorState | None, about: dict[str, Any]) -> "tuple[int, int, dict[int, Future[Rollouts]]]":
