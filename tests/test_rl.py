@@ -23,10 +23,13 @@ from maxtext.checkpoint.inspect import served_keys, starting_keys
 from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
 from maxtext.rl.advantages import ADVANTAGE_FUNCTIONS, SHARE_FUNCTIONS, is_degenerate, overlong_penalties
+from maxtext.rl.answers import AnswerGroup
 from maxtext.rl.callbacks import is_solved
+from maxtext.rl.policy_batch import policy_arrays
 from maxtext.rl.reward_process import RewardProcess
 from maxtext.rl.rewards import Rewards, extract_answer, parse_number
-from maxtext.rl.tasks import task_order
+from maxtext.rl.tasks import Task, task_order
+from maxtext.rl.trajectory import Trajectory
 from maxtext.training.objectives.policy_losses import CLIPPING, PolicyLossParameters, kl_divergence, log_importance
 from tests.support import TINY, History
 from tests.test_weights_at_rest import loaded
@@ -158,6 +161,22 @@ def test_shares_and_penalties_by_hand():
   found = overlong_penalties(np.array([3, 6, 7, 8]), np.full(4, 8), 4, 2.0)
   np.testing.assert_allclose(found, [0.0, 1.0, 1.5, 2.0])
   assert not overlong_penalties(lengths, np.full(2, 8), 0, 2.0).any()
+
+
+def test_only_what_the_policy_wrote_has_a_weight(folder):
+  """In a row with tokens of another hand among its own."""
+  answer = Trajectory((7, 8), (1, 2, 3, 4), (True, False, False, True), (-0.5, 0.0, 0.0, -0.25), "", "stop")
+  other = Trajectory((7,), (5, 6), (True, True), (-1.0, -2.0), "", "stop")
+  group = AnswerGroup(Task("", (7, 8), ""), [answer, other], {}, np.array([1.0, 0.0]))
+  config = load_config(**keys(folder, folder, max_target_length=6))
+  arrays = policy_arrays(config, [group], np.array([[3.0, -3.0]]))
+  np.testing.assert_array_equal(arrays["targets"], [[8, 1, 2, 3, 4, 0], [5, 6, 0, 0, 0, 0]])
+  np.testing.assert_array_equal(arrays["segments"], [[1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0]])
+  mask = np.array([[0, 1, 0, 0, 1, 0], [1, 1, 0, 0, 0, 0]])
+  np.testing.assert_array_equal(arrays["weights"], mask)
+  np.testing.assert_array_equal(arrays["advantages"], mask * [[3.0], [-3.0]])
+  np.testing.assert_array_equal(arrays["loss_shares"], mask * 0.5)  # two tokens of each answer, and two answers
+  np.testing.assert_array_equal(arrays["sampled_log_probs"], [[0, -0.5, 0, 0, -0.25, 0], [-1, -2, 0, 0, 0, 0]])
 
 
 # Rewards.

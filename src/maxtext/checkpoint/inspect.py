@@ -143,8 +143,8 @@ STARTED_FROM = ("load_parameters_path", "load_full_state_path", "source_checkpoi
 
 _OF_RL = {"use_grpo"}.union(
   *(section.model_fields for section in (
-    types.RL, types.RLMethod, types.RLDataset, types.RLEvaluation, types.RLHardware, types.VLLM, types.Reward,
-    types.SpecialTokens,
+    types.RL, types.RLMethod, types.RLEnvironment, types.RLDataset, types.RLEvaluation, types.RLHardware, types.VLLM,
+    types.Reward, types.SpecialTokens,
   ))
 )  # fmt: skip
 _OF_THE_TRAINING = (

@@ -84,8 +84,10 @@ def _reinforcement(c: MaxTextConfig) -> str | None:
       f"eval_sampling_strategy={c.eval_sampling_strategy} is not in generation_configs, which has "
       f"{', '.join(c.generation_configs) or 'nothing'}.{did_you_mean(c.eval_sampling_strategy, c.generation_configs)}"
     )
-  if not c.reward_functions or len(set(c.reward_functions)) < len(c.reward_functions):
+  if not (c.reward_functions or c.rl_environment) or len(set(c.reward_functions)) < len(c.reward_functions):
     return f"reward_functions={c.reward_functions} must name at least one function, and each once."
+  if c.rl_environment and not all(c.rl_environment.partition(":")):
+    return f"rl_environment={c.rl_environment} must be module:Class."
   marks = {key: getattr(c, key) for key in SpecialTokens.model_fields}
   for key, mark in marks.items():
     if not mark:

@@ -662,6 +662,12 @@ class ConfigKeys(TypedDict, total=False):
   engram_vocab_bases: list[int] | tuple[int, ...]
   """Least hash table size for each n-gram length, from 2 up. Default: []."""
 
+  environment_role: Literal["user", "tool"]
+  """Role in which the chat template writes what the environment says. Default: 'user'."""
+
+  environment_timeout: float
+  """Seconds for one step of an environment, after which its conversation ends. Default: 60.0."""
+
   epsilon_high: float | None
   """Upper clip range of the policy ratio; None takes grpo_epsilon. Default: None."""
 
@@ -1226,6 +1232,9 @@ class ConfigKeys(TypedDict, total=False):
   """Longest wavelength of the audio encoder's sinusoidal positions. Not supported yet: models take text only for
   now. Default: 10000.0."""
 
+  max_turns: int
+  """Most answers of the policy in a conversation with the environment. Default: 8."""
+
   megablox: bool
   """True runs grouped matmuls with Megablox, false with JAX's ragged_dot. Default: True."""
 
@@ -1789,6 +1798,9 @@ class ConfigKeys(TypedDict, total=False):
 
   rl_clipping: Literal["ppo", "cispo"]
   """Clips ratios, without a gradient beyond (ppo), or the weights of gradients (cispo). Default: 'ppo'."""
+
+  rl_environment: str
+  """module:Class of an environment that the policy talks with, turn by turn; '' asks for one answer. Default: ''."""
 
   rollout_data_parallelism: int
   """Model copies among the sampler devices; -1 takes what the others leave. Default: -1."""

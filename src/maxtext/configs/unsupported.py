@@ -116,7 +116,7 @@ _NOT_OF_RL = (
 )  # fmt: skip
 _ANSWER_LISTS = ("eval_corr_lst", "eval_make_lst")
 _RL = (
-  *_section(t.RL, t.RLMethod, t.RLDataset, t.RLEvaluation, t.Reward, t.SpecialTokens,
+  *_section(t.RL, t.RLMethod, t.RLEnvironment, t.RLDataset, t.RLEvaluation, t.Reward, t.SpecialTokens,
             but=_ANSWER_LISTS),
   *_section(t.RLHardware, but=("chips_per_vm", "use_pathways")),
   "stop_strings", "max_num_seqs",
@@ -799,6 +799,13 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   NoEffectOption(
     ("overlong_penalty",), "it has no effect without overlong_buffer", unless=is_set("overlong_buffer")
+  ),
+  NoEffectOption(
+    _section(t.RLEnvironment, but=("rl_environment",)), "it has no effect without rl_environment",
+    unless=is_set("rl_environment"),
+  ),
+  NoEffectOption(
+    ("environment_role",), "it has no effect without use_chat_template=true", unless=is_set("use_chat_template")
   ),
   NoEffectOption(
     (*_section(t.Reward, but=(*_ANSWER_LISTS, "math_verify_timeout", "math_verify_num_procs")),

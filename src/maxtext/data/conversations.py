@@ -139,6 +139,54 @@ def end_of_turn(tokenizer: TextTokenizer) -> int | None:
   return next((token for token in last if token in tokenizer.special_ids), None)
 
 
+class ChatContinuation:
+  """The tokens between two answers of a conversation: the chat template's for a message, and the next opening.
+
+  They follow the tokens of the first answer, which are not encoded again. The template must write every beginning of a
+  conversation in the same way when more follows.
+
+  Args:
+    tokenizer: with a chat template.
+    role: of the messages.
+    system: the system message, if any.
+
+  Raises:
+    ConfigError: the template changes earlier turns, or ends them with no token of its own.
+  """
+
+  def __init__(self, tokenizer: TextTokenizer, role: str, system: str = "") -> None:
+    before = [{"role": "system", "content": system}] if system else []
+    messages = [*before, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    self._tokenizer, self._role, self._messages = tokenizer, role, template_messages(messages)
+    self._messages[-1] |= dict.fromkeys((REASONING[0], REASONING[-1]), "c")
+    answer = answer_tokens(tokenizer, self._messages, {})
+    self._end, self._begin = answer[-1], [*tokenizer.chat(self._messages[:-1], answer=True).tolist(), *answer]
+    if self._end not in tokenizer.special_ids:
+      raise ConfigError("The chat template ends an answer with no special token, so that no message can follow it.")
+    message = self._message("d")
+    twice = tokenizer.chat([*self._messages, message, self._messages[-1], message], answer=True).tolist()
+    if twice != [*self._begin, *self("d"), *answer, *self("d")]:
+      raise self._error
+
+  def __call__(self, text: str, last: int | None = None) -> list[int]:
+    """The tokens of a message with this text. `last` is the last token of the answer before it: where that is not the
+    end of a turn, it comes first."""
+    tokens = self._tokenizer.chat([*self._messages, self._message(text)], answer=True).tolist()
+    if tokens[: len(self._begin)] != self._begin:
+      raise self._error
+    return [*([self._end] if last not in (None, self._end) else []), *tokens[len(self._begin) :]]
+
+  def _message(self, text: str) -> dict[str, Any]:
+    return template_messages([{"role": self._role, "content": text}])[0]
+
+  @property
+  def _error(self) -> ConfigError:
+    return ConfigError(
+      f"The chat template changes earlier turns where a message of the role '{self._role}' follows an answer, so that "
+      f"tokens would not be those that were generated: write another role, or chat_template_path=FILE.jinja."
+    )
+
+
 def join_sequences(sequences: Sequence[TrainingSequence]) -> np.ndarray:
   """The sequences as one document; empty where there are none."""
   document = np.zeros(sum(len(sequence.tokens) for sequence in sequences), SEGMENTED)

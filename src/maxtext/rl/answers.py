@@ -5,6 +5,7 @@ Tokens are never decoded and encoded again: those that the engine wrote are thos
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,13 +13,14 @@ import numpy as np
 from maxtext.configs import MaxTextConfig
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.inference_model import default_stop_token_ids
-from maxtext.inference.llm import RequestOutput
 from maxtext.inference.sampling import SamplingParams
 from maxtext.models.model import Params
 from maxtext.rl.advantages import overlong_penalties
 from maxtext.rl.engines import RolloutEngine
+from maxtext.rl.multi_turn import MultiTurn
 from maxtext.rl.rewards import Rewards
 from maxtext.rl.tasks import Task
+from maxtext.rl.trajectory import Trajectory
 
 
 class Policy(NamedTuple):
@@ -33,14 +35,14 @@ class AnswerGroup:
   """The answers to one task, with their rewards by function and in all."""
 
   task: Task
-  answers: Sequence[RequestOutput]
+  answers: Sequence[Trajectory]
   parts: Mapping[str, np.ndarray]
   rewards: np.ndarray
 
   @property
   def lengths(self) -> np.ndarray:
-    """Tokens of each answer."""
-    return np.array([len(answer.token_ids) for answer in self.answers])
+    """Tokens of each answer that the policy wrote."""
+    return np.array([sum(answer.is_generated) for answer in self.answers])
 
 
 def rollout_sampling(config: MaxTextConfig, tokenizer: TextTokenizer) -> SamplingParams:
@@ -50,10 +52,15 @@ def rollout_sampling(config: MaxTextConfig, tokenizer: TextTokenizer) -> Samplin
 
 
 class Answerer:
-  """Asks policies, and rewards what they answer. Nothing is compiled before the first question."""
+  """Asks policies, and rewards what they answer. Nothing is compiled before the first question.
 
-  def __init__(self, config: MaxTextConfig, engine: RolloutEngine, rewards: Rewards) -> None:
-    self._config, self._rewards, self.engine = config, rewards, engine
+  With `multi_turn`, a policy has conversations with an environment in place of one answer.
+  """
+
+  def __init__(
+    self, config: MaxTextConfig, engine: RolloutEngine, rewards: Rewards, multi_turn: MultiTurn | None = None
+  ) -> None:
+    self._config, self._rewards, self._multi_turn, self.engine = config, rewards, multi_turn, engine
 
   def ask(
     self, policy: Policy, tasks: Sequence[Task], count: int, seed: tuple[int, ...], sampling_params: SamplingParams
@@ -62,14 +69,22 @@ class Answerer:
     asked = [task for task in tasks for _ in range(count)]
     seeds = np.random.SeedSequence(seed).generate_state(len(asked)) >> 1
     each = [replace(sampling_params, seed=int(seed)) for seed in seeds]
-    outputs = self.engine.generate(policy.params, policy.version, [task.tokens for task in asked], each)
-    texts = [output.text for output in outputs]
+    generate = partial(self.engine.generate, policy.params, policy.version)
+    if self._multi_turn is None:
+      answers = [Trajectory.of(output) for output in generate([task.tokens for task in asked], each)]
+    else:
+      answers = self._multi_turn(generate, asked, each)
+    texts = [answer.text for answer in answers]
     parts = self._rewards([task.prompt for task in asked], texts, [task.answer for task in asked])
-    c, lengths = self._config, np.array([len(output.token_ids) for output in outputs])
-    longest = np.array([c.max_target_length - len(task.tokens) for task in asked])
-    total = self._rewards.total(parts) - overlong_penalties(lengths, longest, c.overlong_buffer, c.overlong_penalty)
+    by_environment = np.array([answer.reward for answer in answers])
+    if self._multi_turn is not None:
+      parts["environment"] = by_environment
+    c, lengths = self._config, np.array([len(answer.token_ids) for answer in answers])
+    longest = np.array([c.max_target_length - len(answer.prompt_token_ids) for answer in answers])
+    penalties = overlong_penalties(lengths, longest, c.overlong_buffer, c.overlong_penalty)
+    total = self._rewards.total(parts) + by_environment - penalties
     places = [slice(i * count, (i + 1) * count) for i in range(len(tasks))]
     return [
-      AnswerGroup(task, outputs[own], {name: part[own] for name, part in parts.items()}, total[own])
+      AnswerGroup(task, answers[own], {name: part[own] for name, part in parts.items()}, total[own])
       for task, own in zip(tasks, places, strict=True)
     ]

@@ -1,4 +1,7 @@
-"""Groups of answers as the arrays of a batch: one answer a row, after its prompt."""
+"""Groups of answers as the arrays of a batch: one answer a row, after its prompt.
+
+Tokens that the policy did not write have no weight.
+"""
 
 from collections.abc import Sequence
 
@@ -20,14 +23,14 @@ def policy_arrays(config: MaxTextConfig, groups: Sequence[AnswerGroup], advantag
   shape = shares.size, config.max_target_length
   numbers = ("weights", ADVANTAGES, SHARES, SAMPLED)
   arrays: Arrays = {name: np.zeros(shape, np.float32 if name in numbers else np.int32) for name in (*_TOKENS, *numbers)}
-  answers = ((group.task, answer) for group in groups for answer in group.answers)
-  for row, ((task, answer), advantage, share) in enumerate(zip(answers, advantages.flat, shares.flat, strict=True)):
-    tokens = np.array([*task.tokens, *answer.token_ids], np.int32)
-    used, own = len(tokens) - 1, slice(len(task.tokens) - 1, len(tokens) - 1)
+  answers = (answer for group in groups for answer in group.answers)
+  for row, (answer, advantage, share) in enumerate(zip(answers, advantages.flat, shares.flat, strict=True)):
+    prompt, tokens = answer.prompt_token_ids, np.array([*answer.prompt_token_ids, *answer.token_ids], np.int32)
+    used, own, mask = len(tokens) - 1, slice(len(prompt) - 1, len(tokens) - 1), np.array(answer.is_generated, bool)
     arrays["inputs"][row, :used], arrays["targets"][row, :used] = tokens[:-1], tokens[1:]
     arrays["positions"][row, :used], arrays["segments"][row, :used] = np.arange(used), 1
-    arrays["weights"][row, own], arrays[ADVANTAGES][row, own], arrays[SHARES][row, own] = 1.0, advantage, share
-    arrays[SAMPLED][row, own] = answer.logprobs
+    for name, values in (("weights", 1.0), (ADVANTAGES, advantage), (SHARES, share), (SAMPLED, answer.logprobs)):
+      arrays[name][row, own] = np.where(mask, values, 0.0)
   return arrays
 
 

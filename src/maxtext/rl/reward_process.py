@@ -10,15 +10,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
 from maxtext.configs import ConfigError
+from maxtext.rl.environment import LARGEST_REWARD
 
 _LOG = logging.getLogger(__name__)
-_START_SECONDS = 120.0  # to import the module, which may bring a large library
-_LARGEST = 1e6  # of a reward; advantages of much larger ones are no numbers in float32
+START_SECONDS = 120.0  # to import a module, which may bring a large library
+ENDED, LATE = "its process ended", "it took too long"
 
 
 class RewardProcesses:
@@ -86,7 +88,7 @@ class RewardProcess:
     """The rewards."""
     with self._lock:
       problem, rewards = self._call(prompts, completions, answers)
-      if problem == _ENDED:  # for a reason of its own, such as a shortage of memory
+      if problem == ENDED:  # for a reason of its own, such as a shortage of memory
         problem, rewards = self._call(prompts, completions, answers)
       if problem is None:
         return rewards
@@ -107,19 +109,17 @@ class RewardProcess:
     if self._process is None:
       self._start()
     problem, rewards = self._exchange([list(part) for part in texts], self._timeout)
-    if problem in (_ENDED, _LATE):
+    if problem in (ENDED, LATE):
       self.close()
-    if problem is None and (len(rewards) != len(texts[1]) or not all(abs(reward) <= _LARGEST for reward in rewards)):
-      return f"{len(rewards)} numbers for {len(texts[1])} answers, or one that is not within {_LARGEST:g}", []
+    if problem is None and (
+      len(rewards) != len(texts[1]) or not all(abs(reward) <= LARGEST_REWARD for reward in rewards)
+    ):
+      return f"{len(rewards)} numbers for {len(texts[1])} answers, or one that is not within {LARGEST_REWARD:g}", []
     return problem, rewards
 
   def _start(self) -> None:
-    self._pipe, there = Pipe()
-    # Not `multiprocessing`, which would import the caller's main module again, and with it JAX.
-    command = [sys.executable, "-m", "maxtext.rl.reward_process", str(there.fileno())]
-    self._process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
-    there.close()
-    problem, _ = self._exchange([self._name, os.getcwd()], _START_SECONDS)
+    self._process, self._pipe = start_module("maxtext.rl.reward_process")
+    problem, _ = self._exchange([self._name, os.getcwd()], START_SECONDS)
     if problem is not None:
       self.close()
       raise ConfigError(f"reward_functions: {self._name}: {problem}.")
@@ -127,31 +127,50 @@ class RewardProcess:
   def _exchange(self, message: object, timeout: float) -> tuple[str | None, list[float]]:
     try:
       self._pipe.send(message)
-      return self._pipe.recv() if self._pipe.poll(timeout) else (_LATE, [])
+      return self._pipe.recv() if self._pipe.poll(timeout) else (LATE, [])
     except (EOFError, OSError):
-      return _ENDED, []
+      return ENDED, []
 
 
-_ENDED, _LATE = "its process ended", "it took too long"
+def start_module(module: str, variables: Mapping[str, str] | None = None) -> tuple[subprocess.Popen, Connection]:
+  """A process that runs a module with the number of its end of a pipe, and our end.
+
+  Not by `multiprocessing`, which would import the caller's main module again, and with it JAX.
+  """
+  ours, theirs = Pipe()
+  with theirs:
+    command = [sys.executable, "-m", module, str(theirs.fileno())]
+    environment = {**os.environ, **(variables or {})}
+    return subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment), ours
+
+
+def import_from(folder: str, name: str) -> Any:
+  """What `module:name` is, with the module sought in a folder first."""
+  sys.path.insert(0, folder)
+  module, _, attribute = name.partition(":")
+  return getattr(importlib.import_module(module), attribute)
+
+
+def describe(error: BaseException) -> str:
+  """An exception in one line."""
+  return f"{type(error).__name__}: {error}"
 
 
 def _serve(pipe: Connection) -> None:
   """Imports the function from the user's folder, then answers calls."""
   name, folder = pipe.recv()
-  sys.path.insert(0, folder)
-  module, _, function = name.partition(":")
   try:
-    found = getattr(importlib.import_module(module), function)
+    found = import_from(folder, name)
     pipe.send((None if callable(found) else "it is no function", []))
   except Exception as error:
-    pipe.send((f"{type(error).__name__}: {error}", []))
+    pipe.send((describe(error), []))
     return
   while True:
     call = pipe.recv()
     try:
       problem, rewards = "", [float(value) for value in found(*call)]
     except Exception as error:
-      problem, rewards = f"{type(error).__name__}: {error}", []
+      problem, rewards = describe(error), []
     pipe.send((problem or None, rewards))
 
 

@@ -59,11 +59,11 @@ class Rewards:
 
   def is_correct(self, config: MaxTextConfig, completion: str, answer: str, rewards: Mapping[str, float]) -> bool:
     """Whether an answer counts as right in an evaluation: by its text with `answer`, else if the first function that is
-    not of its format gives more than 0."""
+    not of its format, or else the environment, gives more than 0."""
     if "answer" in self.functions:
       found = extract_answer(config, completion)
       return found is not None and is_equal(found, answer)
-    deciding = [name for name in self.functions if name not in ("format", "format_tags")] or list(self.functions)
+    deciding = [name for name in rewards if name not in ("format", "format_tags")] or list(rewards)
     return rewards[deciding[0]] > 0
 
   @property

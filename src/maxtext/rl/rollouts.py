@@ -29,10 +29,12 @@ from maxtext.observe.growing_file import GrowingFile
 from maxtext.observe.metric_lines import truncate_after
 from maxtext.rl.advantages import is_degenerate
 from maxtext.rl.answers import Answerer, AnswerGroup, Policy, rollout_sampling
+from maxtext.rl.multi_turn import MultiTurn
 from maxtext.rl.policy_batch import Arrays, as_batch, policy_advantages, policy_arrays
 from maxtext.rl.rewards import Rewards
 from maxtext.rl.sampler import rollout_engine
 from maxtext.rl.tasks import Task, task_order
+from maxtext.rl.trajectory import Trajectory
 from maxtext.status_line import show_phase
 from maxtext.training.objectives.policy import OLD, SAMPLED, token_log_probs
 from maxtext.training.program import Program
@@ -67,6 +69,7 @@ class RolloutSource:
     tokenizer: of the run.
     tasks: to train on.
     rewards: of answers.
+    multi_turn: conversations with an environment; None asks for one answer.
     sampler_devices: those that generate; None are the trainer's.
     at_start: called once the engine can answer, before the first rollouts of a new run.
   """
@@ -75,6 +78,7 @@ class RolloutSource:
   tokenizer: TextTokenizer
   tasks: Sequence[Task]
   rewards: Rewards
+  multi_turn: MultiTurn | None = None
   sampler_devices: Sequence[jax.Device] | None = None
   at_start: Callable[[], None] = lambda: None
   policy: Policy = field(default_factory=lambda: Policy({}, -1))
@@ -88,7 +92,7 @@ class RolloutSource:
     """Begins a run: nothing is compiled yet. What is written goes into `folder`."""
     c = self.config
     engine = rollout_engine(c, program, self.tokenizer, self.sampler_devices)
-    self._answerer, self._folder = Answerer(c, engine, self.rewards), folder
+    self._answerer, self._folder = Answerer(c, engine, self.rewards, self.multi_turn), folder
     if c.use_agentic_rollout:
       self._thread = ThreadPoolExecutor(1, "rollouts")
     if c.num_iterations > 1:
@@ -146,13 +150,15 @@ class RolloutSource:
     return self._figures.pop(step, {})
 
   def close(self, finished: bool = False) -> None:
-    """Ends the thread, after the batch that it makes, and the processes of reward functions; with `finished`, that of
-    the sampler too."""
+    """Ends the thread, after the batch that it makes, and the processes of reward functions and environments; with
+    `finished`, that of the sampler too."""
     if self._thread is not None:
       self._thread.shutdown(cancel_futures=True)
     if self._answerer is not None:
       self._answerer.engine.close(finished)
     self.rewards.close()
+    if self.multi_turn is not None:
+      self.multi_turn.close()
     if self._file is not None:
       with suppress(OSError):
         self._file.close()
@@ -213,23 +219,25 @@ class RolloutSource:
   def _measure(self, groups: Sequence[AnswerGroup]) -> dict[str, float]:
     answers = [answer for group in groups for answer in group.answers]
     rewards = np.array([group.rewards for group in groups])
-    parts = {_metric(name): np.mean([group.parts[name] for group in groups]) for name in self.rewards.functions}
+    parts = {_metric(name): np.mean([group.parts[name] for group in groups]) for name in groups[0].parts}
+    turns = np.mean([answer.turns for answer in answers]), sum(answer.tool_errors for answer in answers)
     return {
       "reward": float(rewards.mean()),
       "reward_deviation": float(rewards.std()),
       **{name: float(mean) for name, mean in parts.items()},
       "degenerate_groups": float(is_degenerate(rewards).mean()),
       "groups": float(len(groups)),
-      "answer_tokens": float(np.mean([len(answer.token_ids) for answer in answers])),
+      "answer_tokens": float(np.mean([group.lengths for group in groups])),
       "answers_cut": float(np.mean([answer.finish_reason == "length" for answer in answers])),
       "reward_failures": float(self.rewards.failures),
+      **({} if self.multi_turn is None else {"turns": float(turns[0]), "tool_errors": float(turns[1])}),
     }
 
   def _write(self, number: int, groups: Sequence[AnswerGroup], advantages: np.ndarray) -> None:
     """Appends groups to the run's file. A run does not fail for it: what cannot be written is left out."""
     step = number * self.config.num_iterations + 1
     lines = [
-      {"step": step, "prompt": group.task.prompt, "text": answer.text, "answer": group.task.answer,
+      {"step": step, "prompt": group.task.prompt, "text": self._transcript(answer), "answer": group.task.answer,
        "reward": float(reward), "advantage": float(advantage), "end": answer.finish_reason}
       for group, own in zip(groups, advantages, strict=False)
       for answer, reward, advantage in zip(group.answers, group.rewards, own, strict=True)
@@ -237,6 +245,9 @@ class RolloutSource:
     self._file = self._file or GrowingFile(self._folder / FILE, lambda path: truncate_after(path, step - 1))
     with suppress(OSError):
       self._file.append("".join(json.dumps(line) + "\n" for line in lines).encode())
+
+  def _transcript(self, answer: Trajectory) -> str:
+    return answer.text if answer.turns == 1 else self.tokenizer.decode(answer.token_ids)
 
 
 def _restored(state: IteratorState | None, about: dict[str, Any]) -> "tuple[int, int, dict[int, Future[Rollouts]]]":

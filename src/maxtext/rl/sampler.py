@@ -53,5 +53,6 @@ def sample(config: MaxTextConfig) -> None:
 
 def _live(config: MaxTextConfig, model: Model, tokenizer: TextTokenizer) -> LiveEngine:
   c, sampling = config, rollout_sampling(config, tokenizer)
-  longest, prompt = c.max_target_length, c.max_prefill_predict_length
+  longest = c.max_target_length
+  prompt = longest - 1 if c.rl_environment else c.max_prefill_predict_length  # a turn follows those before it
   return LiveEngine(c, model, tokenizer, sampling, engine_slots(c), longest, prompt, multi_sampling=True)

@@ -50,6 +50,22 @@ def load_tasks(config: MaxTextConfig, tokenizer: TextTokenizer, split: str) -> l
   return tasks
 
 
+def prompt_tokens(config: MaxTextConfig, tokenizer: TextTokenizer, prompt: Any) -> tuple[int, ...]:
+  """The tokens that the engine prefills for a text or the messages of a conversation; `ConfigError` if it is wrong."""
+  if config.use_chat_template:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    system: list[Mapping[str, Any]] = [{"role": "system", "content": config.system_prompt}]
+    tokens = chat_prompt(tokenizer, [*(system if config.system_prompt else []), *messages], {})
+  elif isinstance(prompt, str):
+    tokens = tokenizer.encode(config.system_prompt + prompt).tolist()
+  else:
+    raise ConfigError("its prompt is no text; messages need use_chat_template=true.")
+  longest = config.max_prefill_predict_length
+  if not 0 < len(tokens) <= longest:
+    raise ConfigError(f"its prompt has {len(tokens)} tokens, and max_prefill_predict_length is {longest}.")
+  return tuple(tokens)
+
+
 def _files(key: str, value: str) -> list[str]:
   if not value:
     return []
@@ -67,15 +83,5 @@ def _task(config: MaxTextConfig, tokenizer: TextTokenizer, prompt: Any, answer: 
     raise ConfigError(f"it has no {'prompt' if prompt is None else 'answer'}.")
   if isinstance(answer, bool | list | dict):
     raise ConfigError("its answer is neither a text nor a number.")
-  if config.use_chat_template:
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    system: list[Mapping[str, Any]] = [{"role": "system", "content": config.system_prompt}]
-    tokens = chat_prompt(tokenizer, [*(system if config.system_prompt else []), *messages], {})
-  elif isinstance(prompt, str):
-    tokens = tokenizer.encode(config.system_prompt + prompt).tolist()
-  else:
-    raise ConfigError("its prompt is no text; messages need use_chat_template=true.")
-  longest = config.max_prefill_predict_length
-  if not 0 < len(tokens) <= longest:
-    raise ConfigError(f"its prompt has {len(tokens)} tokens, and max_prefill_predict_length is {longest}.")
-  return Task(prompt if isinstance(prompt, str) else json.dumps(prompt), tuple(tokens), str(answer))
+  tokens = prompt_tokens(config, tokenizer, prompt)
+  return Task(prompt if isinstance(prompt, str) else json.dumps(prompt), tokens, str(answer))

@@ -12,6 +12,7 @@ from maxtext.inference.inference_model import load_run_tokenizer
 from maxtext.rl.answers import rollout_sampling
 from maxtext.rl.callbacks import EvaluatePolicy, RolloutFigures, evaluation_sampling
 from maxtext.rl.devices import split_devices
+from maxtext.rl.multi_turn import MultiTurn
 from maxtext.rl.rewards import Rewards
 from maxtext.rl.rollouts import RolloutSource
 from maxtext.rl.tasks import Task, load_tasks
@@ -118,4 +119,10 @@ def _source(config: MaxTextConfig) -> tuple[RolloutSource, list[Task]]:
       f"what train_fraction and num_test_batches leave."
     )
   evaluation_sampling(config, tokenizer)
-  return RolloutSource(config, tokenizer, tasks, Rewards.of(config)), held_out
+  rewards = Rewards.of(config)
+  try:
+    multi_turn = MultiTurn(config, tokenizer) if config.rl_environment else None
+  except ConfigError:
+    rewards.close()
+    raise
+  return RolloutSource(config, tokenizer, tasks, rewards, multi_turn), held_out

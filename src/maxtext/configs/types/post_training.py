@@ -245,6 +245,21 @@ class RLMethod(Section):
   )
 
 
+class RLEnvironment(Section):
+  """Conversations with an environment. These keys are beyond the specification."""
+
+  rl_environment: str = Field(
+    "", description="module:Class of an environment that the policy talks with, turn by turn; '' asks for one answer."
+  )
+  max_turns: int = Field(8, ge=1, description="Most answers of the policy in a conversation with the environment.")
+  environment_role: Literal["user", "tool"] = Field(
+    "user", description="Role in which the chat template writes what the environment says."
+  )
+  environment_timeout: float = Field(
+    60.0, gt=0, le=86400, description="Seconds for one step of an environment, after which its conversation ends."
+  )
+
+
 class RLDataset(Section):
   """Prompts and batches."""
 

@@ -1,0 +1,149 @@
+"""What an update of policy optimization takes beside its training: rollouts, the transfer of parameters, waiting.
+
+The decode step is the engine's own, compiled for the devices that generate; its time is that of the schedule, and at
+least that of the bytes which it moves. Answers are taken to be as long as they may be, and prompts to be prefilled at
+`_PREFILL` of the chip's peak. No published run has calibrated this.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from maxtext.configs import MaxTextConfig
+from maxtext.inference.engine import dropless
+from maxtext.inference.sampling import SamplingParams
+from maxtext.mesh.topology import Topology
+from maxtext.models.flops import train_flops_per_token
+from maxtext.models.model import Model
+from maxtext.planner.calibration import CALIBRATION
+from maxtext.planner.decode_step import compiled_decode_step
+from maxtext.planner.estimate import estimate
+from maxtext.rl.devices import sampler_model, split_devices
+from maxtext.rl.engines import engine_slots
+from maxtext.rl.train_policy import policy_config
+from maxtext.training.objectives.policy import PolicyOptimization
+from maxtext.training.state import bytes_per_device
+
+_PREFILL = 0.5
+_FORWARD = 1 / 3  # of the operations of training
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+  """The rollouts of one batch, and the time of everything that follows from them.
+
+  Attributes:
+    answers: of a batch.
+    slots: answers that are generated at once.
+    answer_tokens: of the longest answer.
+    devices: that generate.
+    apart: whether they are others than those that train.
+    overlaps: whether they generate while the others train.
+    weights: bytes of parameters on one of them.
+    cache: bytes of the KV cache on one of them.
+    needed: bytes on one of them while it generates; where devices are shared, those of training are beside them.
+    there: bytes of memory of one of them.
+    decode_step_seconds: of one token of every slot.
+    prefill_seconds: of all prompts.
+    seconds: of all rollouts of a batch.
+    sync_bytes: of parameters that are sent to one device that generates.
+    sync_seconds: of sending them.
+    update_seconds: of training with the batch, all its updates.
+  """
+
+  answers: int
+  slots: int
+  answer_tokens: int
+  devices: int
+  apart: bool
+  overlaps: bool
+  weights: int
+  cache: int
+  needed: int
+  there: int
+  decode_step_seconds: float
+  prefill_seconds: float
+  seconds: float
+  sync_bytes: int
+  sync_seconds: float
+  update_seconds: float
+
+  @property
+  def fits(self) -> bool:
+    """Whether what generates has the memory."""
+    return self.needed <= self.there
+
+  @property
+  def batch_seconds(self) -> float:
+    """From one batch to the next."""
+    working = max(self.seconds, self.update_seconds) if self.overlaps else self.seconds + self.update_seconds
+    return working + self.sync_seconds
+
+  @property
+  def trainer_idle(self) -> float:
+    """The share of the time in which the devices that train do not."""
+    return 1 - self.update_seconds / self.batch_seconds
+
+  @property
+  def sampler_idle(self) -> float:
+    """The share of the time in which the devices that generate do not."""
+    return 1 - self.seconds / self.batch_seconds
+
+  def as_json(self) -> dict[str, Any]:
+    """As JSON values."""
+    return asdict(self) | {
+      "fits": self.fits,
+      "batch_seconds": self.batch_seconds,
+      "trainer_idle": self.trainer_idle,
+      "sampler_idle": self.sampler_idle,
+    }
+
+
+def policy_updates(
+  config: MaxTextConfig, topology: Topology
+) -> tuple[MaxTextConfig, PolicyOptimization, list[jax.Device]]:
+  """The configuration, the objective and the devices of the updates of a policy."""
+  trainer, _ = split_devices(config, topology.devices())
+  updates = policy_config(config, len(trainer))
+  return updates, PolicyOptimization.of(updates, SamplingParams.of(config).temperature), trainer
+
+
+def plan_rollouts(
+  config: MaxTextConfig, topology: Topology, trained: Model, step_seconds: float, train_peak: int
+) -> RolloutPlan:
+  """The rollouts of a batch on the devices of a topology, for a trainer whose step takes so long and so much memory."""
+  c, chip, calibration = config, topology.chip, CALIBRATION[topology.name]
+  trainer, sampler = split_devices(c, topology.devices())
+  apart = bool(c.sampler_address) or trainer != sampler
+  model = dropless(sampler_model(c, sampler) if apart else trained)
+  slots = -(-engine_slots(c) // len(sampler)) * len(sampler)
+  step = compiled_decode_step(model, slots, c.max_target_length)
+  scheduled = estimate(step.program, topology, model.execution.sharding.mesh, calibration).seconds
+  decode_step = max(scheduled, step.moved / (chip.hbm_bandwidth / chip.devices))
+  answers, tokens = c.batch_size * c.num_generations, c.max_target_length - c.max_prefill_predict_length
+  flops = train_flops_per_token(model, c.max_prefill_predict_length) * _FORWARD * c.batch_size
+  peak = chip.flops / chip.devices * len(sampler) * _PREFILL
+  prefill = flops * c.max_prefill_predict_length / peak
+  weights = bytes_per_device(model.params | model.buffers)
+  speed = calibration.between_slices if c.sampler_address else chip.link_bandwidth * calibration.link
+  needed = step.cache + step.temporary + (weights if apart else train_peak)
+  kept = c.off_policy_steps + 1 if c.use_agentic_rollout and c.off_policy_steps else 0
+  return RolloutPlan(
+    answers=answers,
+    slots=slots,
+    answer_tokens=tokens,
+    devices=len(sampler),
+    apart=apart,
+    overlaps=apart and c.use_agentic_rollout and c.off_policy_steps > 0,
+    weights=weights,
+    cache=step.cache,
+    needed=needed + kept * weights,
+    there=chip.hbm_bytes // chip.devices,
+    decode_step_seconds=decode_step,
+    prefill_seconds=prefill,
+    seconds=prefill + -(-answers // slots) * tokens * decode_step,
+    sync_bytes=weights if apart else 0,
+    sync_seconds=weights / speed if apart else 0.0,
+    update_seconds=step_seconds * c.num_iterations,
+  )
