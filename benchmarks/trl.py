@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, DPO and KTO beside TRL: the same tiny Llama, the same files, ten steps of each.
+"""Supervised fine-tuning, DPO, KTO and GRPO beside TRL: the same tiny Llama, the same files, ten steps of each.
 
   python -m benchmarks.trl --python TRL/bin/python [--json]
 
@@ -9,6 +9,9 @@ both and the largest difference.
 KTO's KL is estimated from prompts with answers of other rows: here of the next row of the file, in TRL of the row
 before in the batch, around the end in both. So TRL reads the rows in reverse, and
 both compare the same prompts and answers.
+
+GRPO and its relatives are in `benchmarks.trl_policy`. The loss of a policy that wrote its answers itself is near 0
+whatever its gradient is, so the norms of gradients are compared too, as a share.
 """
 
 import argparse
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import maxtext
+from benchmarks.trl_policy import COMPARED, compare_policies
 from maxtext.cli.main import main as command
 from maxtext.training.callbacks.base import Callback
 
@@ -66,6 +70,14 @@ def main() -> None:
       print(f"  {name:>6}  " + " ".join(f"{loss:.6f}" for loss in both[name]))
     if "kl" in both:
       print("      kl  " + " ".join(f"{kl:.6f}" for kl in both["kl"]))
+  for method, both in found["policy"].items():
+    print(
+      f"{method}: largest difference {both['difference']:.1e}, of gradient norms {both['gradient']:.1e}; up to "
+      f"{both['clipped']:.1%} clipped, answers of {both['lengths'][0]} to {both['lengths'][1]} tokens"
+    )
+    for metric in COMPARED:
+      for name, values in both[metric].items():
+        print(f"  {metric:>9} {name:>6}  " + " ".join(f"{value:.6f}" for value in values))
 
 
 def compare(python: str, work: Path) -> dict[str, Any]:
@@ -90,7 +102,7 @@ def compare(python: str, work: Path) -> dict[str, Any]:
     found[method] = {"ours": ours, "theirs": theirs[method], "difference": difference}
     if "kl" in steps[0]:
       found[method]["kl"] = [step["kl"] for step in steps]
-  return found
+  return found | {"policy": compare_policies(python, work, OPTIMIZER)}
 
 
 def make_model(work: Path) -> None:

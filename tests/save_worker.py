@@ -13,6 +13,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxtext.checkpoint.metadata import Criterion
 from maxtext.checkpoint.options import checkpoint_options
 from maxtext.checkpoint.writer import Writer
 from maxtext.distributed.multihost import join
@@ -30,7 +31,7 @@ def save(steps):
     spoilt = step == 2 and jax.process_index() == 1
     part = np.full(4, np.nan if spoilt else step, np.float32)
     state = {"params": jax.make_array_from_callback((8,), halves, lambda _, part=part: part)}
-    writer.save(step, state, {}, losses[step - 1])
+    writer.save(step, state, {}, Criterion().score(losses[step - 1]))
     writer.wait()
     print(f"after step {step} the last is {writer.last}", flush=True)
   writer.close()

@@ -1,4 +1,4 @@
-"""The checkpoint with the lowest evaluation loss is kept beside the latest ones."""
+"""The best checkpoint, by evaluation loss or pass rate, is kept beside the latest ones."""
 
 import io
 import json
@@ -11,9 +11,9 @@ from etils import epath
 
 import maxtext
 from maxtext.checkpoint import writer as writer_module
-from maxtext.checkpoint.best import best_step, eval_losses
+from maxtext.checkpoint.best import best_step, scores_in
 from maxtext.checkpoint.location import locate, steps_in
-from maxtext.checkpoint.metadata import CheckpointMetadata
+from maxtext.checkpoint.metadata import CheckpointMetadata, Criterion
 from maxtext.checkpoint.options import checkpoint_options
 from maxtext.checkpoint.storage import StorageError
 from maxtext.checkpoint.writer import Writer
@@ -26,6 +26,7 @@ from tests.flags import flags
 from tests.support import tiny
 
 NAN, INF = float("nan"), float("inf")
+LOSS, PASS_RATE = Criterion(), Criterion("eval_pass_rate", highest=True)
 
 
 def state(value=1.0):
@@ -37,9 +38,14 @@ def open_writer(folder, keep=1, fence=lambda: None, **changes):
   return Writer(checkpoint_options(config), epath.Path(folder), {}, fence=fence)
 
 
-def save(writer, folder, step, loss, value=1.0):
+def values(folder):
+  """What the steps under a folder were evaluated to."""
+  return {step: score.value for step, score in scores_in(epath.Path(folder)).items()}
+
+
+def save(writer, folder, step, found, value=1.0, criterion=LOSS):
   """The steps that are there after a save."""
-  writer.save(step, state(value), {}, loss)
+  writer.save(step, state(value), {}, criterion.score(found))
   writer.wait()
   return steps_in(epath.Path(folder))
 
@@ -54,9 +60,24 @@ def test_the_best_is_kept_beside_the_latest(tmp_path, in_background):
   writer.trim()
   writer.close()
   assert steps_in(epath.Path(tmp_path)) == [2, 7]
-  assert eval_losses(epath.Path(tmp_path)) == {2: 2.0, 7: 2.6}
-  assert best_step({7: 2.0, 2: 2.0, 3: 4.0}) == 2
+  assert values(tmp_path) == {2: 2.0, 7: 2.6}
+  assert best_step({step: LOSS.score(loss) for step, loss in {7: 2.0, 2: 2.0, 3: 4.0}.items()}) == 2
   assert best_step({}) is None
+
+
+def test_of_pass_rates_the_highest_is_the_best(tmp_path):
+  """Also after a restart."""
+  for step, rate, expected in (
+    (1, 0.2, [1]),
+    (2, 0.9, [1, 2]),
+    (3, 0.4, [2, 3]),
+    (4, NAN, [2, 3, 4]),
+    (5, 0.95, [4, 5]),
+  ):
+    writer = open_writer(tmp_path)
+    assert save(writer, tmp_path, step, rate, criterion=PASS_RATE) == expected
+    writer.close()
+  assert scores_in(epath.Path(tmp_path)) == {5: PASS_RATE.score(0.95)}
 
 
 def test_more_of_the_latest_are_kept_as_asked(tmp_path):
@@ -113,7 +134,7 @@ def test_a_best_step_that_cannot_be_read_is_not_the_best(tmp_path):
   writer.close()
   record = tmp_path / "1" / "record" / "record.json"
   record.write_text(record.read_text().replace("1.0", "0.5"))
-  assert eval_losses(epath.Path(tmp_path)) == {2: 2.0, 3: 3.0}
+  assert values(tmp_path) == {2: 2.0, 3: 3.0}
   writer = open_writer(tmp_path)
   assert save(writer, tmp_path, 4, None) == [2, 3, 4]
   writer.close()
@@ -128,22 +149,22 @@ def test_nothing_is_removed_where_the_best_is_not_known(tmp_path, monkeypatch, c
   def fails(folder):
     raise StorageError("no answer")
 
-  monkeypatch.setattr(writer_module, "eval_losses", fails)
+  monkeypatch.setattr(writer_module, "scores_in", fails)
   writer = open_writer(tmp_path)
   assert save(writer, tmp_path, 4, 0.5) == [1, 2, 3, 4]
   writer.trim()
   writer.close()
   assert steps_in(epath.Path(tmp_path)) == [1, 2, 3, 4]
-  assert "no checkpoint is removed, since evaluation losses cannot be read: no answer." in capsys.readouterr().out
+  assert "no checkpoint is removed, since evaluations cannot be read: no answer." in capsys.readouterr().out
 
 
-def test_metadata_of_older_releases_has_no_loss(tmp_path):
-  metadata = CheckpointMetadata(1, {}, None, {}, 1, eval_loss=2.0).to_json()
-  for loss, expected in ((2.0, 2.0), (None, None), ("low", None), (NAN, None)):
-    metadata["body"]["eval_loss"] = loss
-    assert written(tmp_path, metadata["body"]).eval_loss == expected
-  del metadata["body"]["eval_loss"]
-  assert written(tmp_path, metadata["body"]).eval_loss is None
+def test_metadata_of_older_releases_has_a_loss_or_none(tmp_path):
+  body = CheckpointMetadata(1, {}, None, {}, 1, score=PASS_RATE.score(0.5)).to_json()["body"]
+  assert written(tmp_path, body).score == PASS_RATE.score(0.5)
+  del body["score"]
+  assert written(tmp_path, body).score is None
+  for loss, expected in ((2.0, LOSS.score(2.0)), (None, None), ("low", None), (NAN, None)):
+    assert written(tmp_path, body | {"eval_loss": loss}).score == expected
 
 
 def written(folder, body):
@@ -157,7 +178,7 @@ def written(folder, body):
 def test_the_loss_of_a_step_is_saved_with_that_step_alone(tmp_path):
   """Also with the last step, which is saved at the end, and never with a later step."""
   writer = open_writer(tmp_path, keep=None, checkpoint_period=2)
-  callback = Save(writer, Interrupt(), LossGuard(on_nan=True, on_inf=True), on_completion=True)
+  callback = Save(writer, Interrupt(), LossGuard(on_nan=True, on_inf=True), on_completion=True, criterion=LOSS)
   for step, loss in enumerate((5.0, 4.0, 3.0, None, 2.0), 1):
     metrics = {"loss": 1.0} | ({} if loss is None else {"eval_loss": loss})
     if callback.due(step):
@@ -166,7 +187,7 @@ def test_the_loss_of_a_step_is_saved_with_that_step_alone(tmp_path):
   callback.on_end(5, state(), dict)
   callback.close()
   assert steps_in(epath.Path(tmp_path)) == [2, 4, 5]
-  assert eval_losses(epath.Path(tmp_path)) == {2: 4.0, 5: 2.0}
+  assert values(tmp_path) == {2: 4.0, 5: 2.0}
 
 
 def test_a_run_keeps_its_best_and_lists_it(tmp_path, capsys):
@@ -185,7 +206,7 @@ def test_a_run_keeps_its_best_and_lists_it(tmp_path, capsys):
   assert best != 4, "the test shows nothing"
   checkpoints = epath.Path(tmp_path / "run" / "checkpoints")
   assert steps_in(checkpoints) == [best, 4]
-  assert eval_losses(checkpoints) == pytest.approx({step: measured[step] for step in (best, 4)})
+  assert values(checkpoints) == pytest.approx({step: measured[step] for step in (best, 4)})
   assert locate(str(tmp_path / "run")).name == "4", "the latest is what a run's folder means"
   capsys.readouterr()
   assert main(["runs", "--folder", str(tmp_path)]) == 0
@@ -206,4 +227,4 @@ def test_several_processes_keep_the_same_best(tmp_path):
     code = thread.submit(supervise, command, 2, environment=flags(devices=1), out=heard).result()
   assert code == 0, heard.getvalue()[-3000:]
   assert steps_in(epath.Path(tmp_path / "steps")) == [1, 5, 6]
-  assert eval_losses(epath.Path(tmp_path / "steps")) == {1: 2.0, 6: 2.5}
+  assert values(tmp_path / "steps") == {1: 2.0, 6: 2.5}

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import maxtext
 from maxtext import ConfigError, load_config
+from maxtext.checkpoint.best import best_step, scores_in
 from maxtext.checkpoint.inspect import served_keys, starting_keys
 from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
@@ -41,6 +43,9 @@ import time
 
 def share(prompts, completions, answers):
   return [text.count(answer) / max(len(text), 1) for text, answer in zip(completions, answers)]
+
+def other(prompts, completions, answers):
+  return [1.0 - share for share in share(prompts, completions, answers)]
 
 def constant(prompts, completions, answers):
   return [1.0] * len(answers)
@@ -328,6 +333,23 @@ def test_a_policy_learns_what_is_rewarded_and_nothing_else(run, folder, tmp_path
   control, _ = run(num_batches=4, run_name="control", reward_functions=["own_rewards:constant"], adam_weight_decay=0.0)
   assert {step["degenerate_groups"] for step in control} == {1.0}
   assert {step["grad_norm"] for step in control} == {0.0}
+
+
+def test_the_checkpoint_with_the_highest_pass_rate_is_kept(run, folder, tmp_path):
+  """A policy that is trained to avoid what it is evaluated for gets worse with every update."""
+  figures, _ = run(
+    num_batches=5, grain_eval_files=str(folder / "tasks.jsonl"), num_test_batches=1, eval_interval=1,
+    reward_functions=["own_rewards:share", "own_rewards:other"], reward_weights=[0.0, 1.0], eval_mode="pass_at_1",
+    num_eval_passes=8, eval_sampling_strategy="liberal", learning_rate=3e-2, enable_checkpointing=True,
+    checkpoint_period=1, max_num_checkpoints_to_keep=1,
+  )  # fmt: skip
+  rates = {step: found["eval_pass_rate"] for step, found in enumerate(figures, 1)}
+  best = max(rates, key=lambda step: rates[step])
+  assert best < 4, "the test shows nothing"
+  scores = scores_in(epath.Path(tmp_path / "run" / "checkpoints"))
+  assert {step: score.value for step, score in scores.items()} == {best: rates[best], 5: rates[5]}
+  assert best_step(scores) == best
+  assert f"best {rates[best]:.4f} at step {best}" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_resumed_run_has_the_same_bits(run):

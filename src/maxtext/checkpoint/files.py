@@ -26,6 +26,7 @@ from maxtext.checkpoint.metadata import (
   CheckpointMetadata,
   CorruptCheckpointError,
   NotFiniteError,
+  Score,
   checksum_file,
 )
 from maxtext.checkpoint.options import ArrayStorage
@@ -67,7 +68,7 @@ def contents(
   stacked: int | None,
   keys: Mapping[str, Any],
   finite: bool = False,
-  eval_loss: float | None = None,
+  score: Score | None = None,
   base: Base | None = None,
 ) -> ocp.args.Composite:
   """What a save writes: the arrays and the metadata. Checksums are under way when this returns.
@@ -75,7 +76,7 @@ def contents(
   With `finite`, a save of arrays that hold NaN or infinities fails, on all processes, and is never committed.
   """
   described = {name: ArrayMetadata(tuple(np.shape(array)), str(array.dtype)) for name, array in arrays.items()}
-  metadata = CheckpointMetadata(step, described, stacked, keys, jax.process_count(), eval_loss=eval_loss, base=base)
+  metadata = CheckpointMetadata(step, described, stacked, keys, jax.process_count(), score=score, base=base)
   parts = checksums(arrays)
 
   def write(folder: epath.Path) -> None:

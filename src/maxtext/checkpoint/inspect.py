@@ -6,7 +6,7 @@ from typing import Any
 
 from etils import epath
 
-from maxtext.checkpoint.best import best_step, eval_losses
+from maxtext.checkpoint.best import best_step, scores_in
 from maxtext.checkpoint.location import FOLDER, locate, steps_in
 from maxtext.checkpoint.metadata import Base, CheckpointMetadata, CorruptCheckpointError
 from maxtext.configs import types
@@ -48,11 +48,14 @@ def _describe_base(base: Base | None) -> list[str]:
 
 
 def _describe_steps(folder: epath.Path) -> list[str]:
-  """The steps of a run with their evaluation losses, if it has evaluated any."""
-  losses = eval_losses(folder) if folder.name == FOLDER else {}
-  best = best_step(losses)
-  texts = {step: f" (eval loss {loss:.4f}{', the best' if step == best else ''})" for step, loss in losses.items()}
-  steps = ", ".join(f"{step}{texts.get(step, '')}" for step in steps_in(folder)) if losses else ""
+  """The steps of a run with what their evaluations found, if there were any."""
+  scores = scores_in(folder) if folder.name == FOLDER else {}
+  best = best_step(scores)
+  texts = {
+    step: f" ({score.criterion.metric.replace('_', ' ')} {score.value:.4f}{', the best' if step == best else ''})"
+    for step, score in scores.items()
+  }
+  steps = ", ".join(f"{step}{texts.get(step, '')}" for step in steps_in(folder)) if scores else ""
   return [f"steps: {steps}"] if steps else []
 
 

@@ -80,6 +80,44 @@ class Base:
 
 
 @dataclass(frozen=True)
+class Criterion:
+  """By what the checkpoints of a run are compared.
+
+  Attributes:
+    metric: of evaluations.
+    highest: the highest value is the best; otherwise the lowest.
+  """
+
+  metric: str = "eval_loss"
+  highest: bool = False
+
+  def score(self, value: Any) -> "Score | None":
+    """A value of the metric; None where there is none, or where it is not finite."""
+    return Score(self, value) if isinstance(value, int | float) and isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Score:
+  """What an evaluation found of a checkpoint, and by what that is compared with others."""
+
+  criterion: Criterion
+  value: float
+
+  @property
+  def rank(self) -> float:
+    """Lower is better."""
+    return -self.value if self.criterion.highest else self.value
+
+  @staticmethod
+  def parse(body: Mapping[str, Any]) -> "Score | None":
+    """From what `CheckpointMetadata` writes; older releases wrote an evaluation loss."""
+    written = body.get("score")
+    if isinstance(written, dict):
+      return Criterion(**written["criterion"]).score(written["value"])
+    return Criterion().score(body.get("eval_loss"))
+
+
+@dataclass(frozen=True)
 class CheckpointMetadata:
   """The description of a checkpoint.
 
@@ -90,7 +128,7 @@ class CheckpointMetadata:
     config: every key with its value and origin.
     processes: how many wrote it; each has left the checksums of its parts beside this file.
     schema: the version of this description and of the names.
-    eval_loss: the loss of the evaluation of this step; None where there was none, or where it is not finite.
+    score: of the evaluation of this step; None where there was none, or where it is not finite.
     base: the frozen weights that are elsewhere; None where `arrays` is everything.
   """
 
@@ -100,7 +138,7 @@ class CheckpointMetadata:
   config: Mapping[str, Mapping[str, Any]]
   processes: int
   schema: int = SCHEMA
-  eval_loss: float | None = None
+  score: Score | None = None
   base: Base | None = None
 
   @property
@@ -139,11 +177,10 @@ class CheckpointMetadata:
       raise CorruptCheckpointError(f"{ITEM}/{FILE} cannot be read") from None
     if not whole:
       raise CorruptCheckpointError(f"{ITEM}/{FILE} is not what was written")
-    loss, base = body.get("eval_loss"), body.get("base")
+    base = body.get("base")
     return CheckpointMetadata(
       body["step"], _parse_arrays(body["arrays"]), body["stacked"], body["config"], body["processes"], body["schema"],
-      eval_loss=loss if isinstance(loss, int | float) and isfinite(loss) else None,
-      base=None if base is None else Base.parse(base),
+      score=Score.parse(body), base=None if base is None else Base.parse(base),
     )  # fmt: skip
 
 

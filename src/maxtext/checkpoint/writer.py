@@ -5,9 +5,8 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from math import isfinite
 from typing import Any
 
 import jax
@@ -15,10 +14,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
-from maxtext.checkpoint.best import best_step, eval_losses
+from maxtext.checkpoint.best import best_step, scores_in
 from maxtext.checkpoint.files import contents, handlers
 from maxtext.checkpoint.location import failures, unfinished_in
-from maxtext.checkpoint.metadata import Base, NotFiniteError
+from maxtext.checkpoint.metadata import Base, NotFiniteError, Score
 from maxtext.checkpoint.nonfinite import NonfiniteNote
 from maxtext.checkpoint.options import CheckpointOptions
 from maxtext.checkpoint.quiet import quiet_failed_saves
@@ -37,7 +36,7 @@ class Writer:
   """The steps of one run, under `folder`. Every process calls every method at the same step.
 
   A state that is not finite is never committed: that is a save that failed. Beside the latest steps, the one with the
-  lowest evaluation loss is kept, until one with a lower loss is safely there.
+  best score is kept, until a better one is safely there.
 
   Args:
     options: when it saves, and what it keeps.
@@ -61,7 +60,7 @@ class Writer:
     self._base = base
     self._saving: int | None = None
     self._failures = 0  # since the last save that succeeded
-    self._eval_losses: dict[int, float] | None = {}  # of steps; None where those of before cannot be read
+    self._scores: dict[int, Score] | None = {}  # of steps; None where those of before cannot be read
     self._noted: int | None = None  # the first step of which something was not finite
     self.last: int | None = None  # the last step that is safely there
     quiet_failed_saves()
@@ -72,21 +71,20 @@ class Writer:
       return self._manager.should_save(step)
     return step % self._options.period == 0
 
-  def save(self, step: int, state: Any, position: Mapping[str, Any], eval_loss: float | None = None) -> None:
+  def save(self, step: int, state: Any, position: Mapping[str, Any], score: Score | None = None) -> None:
     """Starts a save; the arrays may be overwritten when this returns. A failure is reported and the run continues.
 
-    `eval_loss` is that of the evaluation of this step, if there was one; a loss that is not finite is never the best.
+    `score` is that of the evaluation of this step, if there was one.
     """
     self.wait()
     apart = {} if self._base is None else self._base.stored_names
     kept = {name: array for name, array in named(state).items() if name not in apart}
     arrays = named({**kept, "data": dict(position)})
-    loss = eval_loss if eval_loss is not None and isfinite(eval_loss) else None
-    args = contents(self._options.storage, arrays, step, 0, self._keys, finite=True, eval_loss=loss, base=self._base)
+    args = contents(self._options.storage, arrays, step, 0, self._keys, finite=True, score=score, base=self._base)
     try:
       manager = self._manager
-      if loss is not None and self._eval_losses is not None:
-        self._eval_losses[step] = loss
+      if score is not None and self._scores is not None:
+        self._scores[step] = score
       manager.save(step, args=args, force=True)
     except failures() as error:
       self._failed(step, error)
@@ -130,9 +128,9 @@ class Writer:
 
   def superfluous(self, steps: Sequence[int], most: int) -> set[int]:
     """The steps that are neither among the latest `most` nor the best."""
-    if self._eval_losses is None:
+    if self._scores is None:
       return set()
-    best = best_step({step: loss for step, loss in self._eval_losses.items() if step in steps})
+    best = best_step({step: score for step, score in self._scores.items() if step in steps})
     return {*sorted(steps)[:-most]} - {best}
 
   def close(self) -> None:
@@ -144,7 +142,7 @@ class Writer:
   @cached_property
   def _manager(self) -> ocp.CheckpointManager:
     own, most = self._options, self._options.keep
-    self._eval_losses = {} if most is None else self._read_eval_losses()
+    self._scores = {} if most is None else self._read_scores()
     options = ocp.CheckpointManagerOptions(
       save_decision_policy=policies.ContinuousCheckpointingPolicy(),  # asked only by `due`
       preservation_policy=policies.LatestN() if most is None else _LatestAndBest(self, max(most, _LEAST)),
@@ -155,17 +153,19 @@ class Writer:
     found = handlers(own.storage, self._fence)
     return _Manager(self._folder, options=options, item_names=tuple(found), item_handlers=found)
 
-  def _read_eval_losses(self) -> dict[int, float] | None:
-    """The losses of the steps that are there, as process 0 reads them; None where storage does not answer, and then
+  def _read_scores(self) -> dict[int, Score] | None:
+    """The scores of the steps that are there, as process 0 reads them; None where storage does not answer, and then
     nothing is removed, since the best is not known."""
-    found: dict[int, float] | None = None
+    found: dict[int, Any] | None = None
     if jax.process_index() == 0:
       try:
-        found = eval_losses(self._folder)
+        found = {step: {"score": asdict(score)} for step, score in scores_in(self._folder).items()}
       except failures() as error:
-        warn(f"no checkpoint is removed, since evaluation losses cannot be read: {reason(error)}.")
-    losses = json.loads(broadcast_from_first(json.dumps(found)))
-    return None if losses is None else {int(step): loss for step, loss in losses.items()}
+        warn(f"no checkpoint is removed, since evaluations cannot be read: {reason(error)}.")
+    bodies = json.loads(broadcast_from_first(json.dumps(found)))
+    if bodies is None:
+      return None
+    return {int(step): score for step, body in bodies.items() if (score := Score.parse(body)) is not None}
 
   def _succeeded(self, step: int) -> None:
     self.last, self._failures = step, 0

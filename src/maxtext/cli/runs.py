@@ -52,17 +52,18 @@ def _list(runs: list[RunSummary], arguments: argparse.Namespace) -> int:
 
 
 def _best(path: Path) -> str:
-  """The step of the best checkpoint, with its evaluation loss; empty where none was evaluated."""
+  """The step of the best checkpoint, with what its evaluation found; empty where none was evaluated."""
   from etils import epath
 
-  from maxtext.checkpoint.best import best_step, eval_losses
+  from maxtext.checkpoint.best import best_step, scores_in
   from maxtext.checkpoint.location import FOLDER
+  from maxtext.checkpoint.metadata import Score
 
-  losses: dict[int, float] = {}
+  scores: dict[int, Score] = {}
   with suppress(RunError):  # a folder that cannot be read
-    losses = eval_losses(epath.Path(path / FOLDER))
-  step = best_step(losses)
-  return "" if step is None else f"{step:,} ({losses[step]:.4f})"
+    scores = scores_in(epath.Path(path / FOLDER))
+  step = best_step(scores)
+  return "" if step is None else f"{step:,} ({scores[step].value:.4f})"
 
 
 def _clean(runs: list[RunSummary], arguments: argparse.Namespace) -> int:

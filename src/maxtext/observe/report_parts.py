@@ -3,7 +3,7 @@
 import html
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from operator import mul
 from pathlib import Path
@@ -13,6 +13,10 @@ from maxtext.observe.page import COLOURS
 from maxtext.observe.run_files import NOT_COMPARED, RunFiles, SampleRecord, Series
 
 _MAX_TEXT = 4000  # characters of a sample, or of a value
+_EVALUATED: dict[str, tuple[str, Callable[[Sequence[float]], float]]] = {
+  "eval_loss": ("Evaluation loss", min),
+  "eval_pass_rate": ("Pass rate", max),
+}
 
 
 def problems_html(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
@@ -47,11 +51,12 @@ def _summary(run: RunFiles) -> dict[str, tuple[str, str]]:
   found["Step"] = f"{step:,}", f"of {steps:,}" + (f", {left}" if left else "") if steps else ""
   if loss := _values(run, "loss"):
     found["Loss"] = _loss(loss[-1]), f"{_loss(loss[0])} at first"
-  evaluated = metrics.series.get("eval_loss", Series())
-  if evaluated.values:
-    best = min(evaluated.values)
-    where = evaluated.steps[evaluated.values.index(best)]
-    found["Evaluation loss"] = _loss(evaluated.values[-1]), f"best {_loss(best)} at step {where:,}"
+  for metric, (name, choose) in _EVALUATED.items():
+    evaluated = metrics.series.get(metric, Series())
+    if evaluated.values:
+      best = choose(evaluated.values)
+      where = evaluated.steps[evaluated.values.index(best)]
+      found[name] = _loss(evaluated.values[-1]), f"best {_loss(best)} at step {where:,}"
   if isinstance(parameters := run.facts.get("parameters"), int):
     found["Parameters"] = _count(parameters), f"{parameters:,}"
   if tokens := sum(_values(run, "tokens")):

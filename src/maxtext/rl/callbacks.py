@@ -60,6 +60,8 @@ def evaluation_sampling(config: MaxTextConfig, tokenizer: TextTokenizer) -> Samp
 class EvaluatePolicy(Callback):
   """Asks the policy tasks that it is not trained on: before the first update, every `interval` updates, at the end."""
 
+  evaluates = True
+
   def __init__(self, source: RolloutSource, tasks: Sequence[Task], interval: int, last: int) -> None:
     self._source, self._tasks, self._interval, self._last = source, tasks, interval, last
 

@@ -191,7 +191,7 @@ def _checkpoints_to_write(config: MaxTextConfig) -> int | None:
   c, keep = config, config.max_num_checkpoints_to_keep
   steps = training_steps(c)
   saves = steps // c.checkpoint_period + (steps % c.checkpoint_period != 0 and c.save_checkpoint_on_completion)
-  best = int(c.eval_interval > 0)
+  best = int(c.eval_interval > 0 or bool(c.use_grpo))
   most = None if keep is None else max(2, keep) + 1 + best  # an old one is removed after a new one is written
   count = most if c.enable_continuous_checkpointing else saves if most is None else min(saves, most)
   there = len(steps_in(folder_of(c.base_output_directory, c.run_name))) if c.run_name else 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from maxtext.checkpoint.location import folder_of, is_there, steps_in
-from maxtext.checkpoint.metadata import Base, CheckpointMetadata, CorruptCheckpointError
+from maxtext.checkpoint.metadata import Base, CheckpointMetadata, CorruptCheckpointError, Criterion
 from maxtext.checkpoint.options import checkpoint_options, local_checkpoint_options, restore_options
 from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import BatchWithState
@@ -107,8 +107,9 @@ class RunCheckpoints:
     except Exception:  # damage, disks, object stores: it is only for a line
       return {}
 
-  def callbacks(self, guard: LossGuard) -> list[Callback]:
-    """The callbacks that save, if checkpointing is enabled; a state that the guard rejects is not saved."""
+  def callbacks(self, guard: LossGuard, criterion: Criterion) -> list[Callback]:
+    """The callbacks that save, if checkpointing is enabled; a state that the guard rejects is not saved, and the best
+    by the criterion is kept."""
     c = self._config
     if not c.enable_checkpointing:
       return []
@@ -120,7 +121,7 @@ class RunCheckpoints:
     writer = Writer(
       checkpoint_options(c), self._folder, self._config_record, self._resumed_from, self._lease.check, self._base
     )
-    saves: list[Callback] = [Save(writer, self._interrupt, guard, c.save_checkpoint_on_completion)]
+    saves: list[Callback] = [Save(writer, self._interrupt, guard, c.save_checkpoint_on_completion, criterion)]
     if c.enable_emergency_checkpoint:
       from maxtext.checkpoint.local import LocalWriter, local_folder
 

@@ -14,6 +14,7 @@ import optax
 from etils import epath
 from jax.sharding import Mesh
 
+from maxtext.checkpoint.metadata import Criterion
 from maxtext.checkpoint.tokenizer import find_tokenizer, keep_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import training_steps
@@ -102,7 +103,7 @@ def train(
     optimizer: replaces the configured one, with its learning rate and its weight decay.
     data: batches for the objective: an iterable, a function that returns one, or a `BatchSource`; None reads the
       configured data.
-    callbacks: called by the loop, after the run's own.
+    callbacks: called by the loop, after the run's own, but for those that evaluate.
     origins: where each value of the configuration came from, for the record.
     config_name: what to call the configuration, on the console and in the name of a run without `run_name`: a recipe,
       the stem of a file; empty is `model_name`.
@@ -170,14 +171,15 @@ def train(
         _LOG.warning(f"maxtext: the run's folder has no tokenizer: {why}")
     callbacks = [
       *_evaluations(program, checkpoints, frozen),
-      *checkpoints.callbacks(guard),
+      *(callback for callback in callbacks if callback.evaluates),
+      *checkpoints.callbacks(guard, Criterion() if objective is None else objective.criterion),
       *_samples(config, sampler, run, steps),
       WriteMetrics(_sinks(config, steps, run, status) if first else []),
       guard,
       *(_jaxpr(program, run) if first and config.dump_jaxpr else []),
       *(_hlo(config, run) if config.dump_hlo and (first or config.dump_hlo_upload_all) else []),
       *(_profilers(config, run) if first or config.upload_all_profiler_results else []),
-      *callbacks,
+      *(callback for callback in callbacks if not callback.evaluates),
     ]
     for callback in callbacks:
       closing.callback(callback.close)

@@ -1,13 +1,20 @@
 """The interface of a callback."""
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from maxtext.data.batch import IteratorState
 from maxtext.training.state import TrainState
 
 
 class Callback:
-  """Called by the loop on every process; override what is needed. Steps count from 1."""
+  """Called by the loop on every process; override what is needed. Steps count from 1.
+
+  Attributes:
+    evaluates: called before what saves, so that what it adds to the metrics of a step is saved with that step.
+  """
+
+  evaluates: ClassVar[bool] = False
 
   def due(self, step: int) -> bool:
     """Whether this callback takes the state of a step: the devices wait while it does. All processes answer alike."""

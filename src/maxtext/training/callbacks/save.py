@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 
 from maxtext.checkpoint.local import LocalWriter
+from maxtext.checkpoint.metadata import Criterion, Score
 from maxtext.checkpoint.writer import Writer
 from maxtext.configs.errors import RunError
 from maxtext.data.batch import IteratorState
@@ -46,11 +47,19 @@ class Save(Callback):
   A state whose loss ends the run is not saved.
   """
 
-  def __init__(self, writer: Writer, interrupt: Interrupt, guard: LossGuard, on_completion: bool) -> None:
+  def __init__(
+    self,
+    writer: Writer,
+    interrupt: Interrupt,
+    guard: LossGuard,
+    on_completion: bool,
+    criterion: Criterion,
+  ) -> None:
     self._writer, self._interrupt, self._guard, self._on_completion = writer, interrupt, guard, on_completion
+    self._criterion = criterion
     self._saves = self._ends = False
     self._step, self._told = 0, writer.last
-    self._eval_losses: dict[int, float] = {}  # of the last step alone, if it was evaluated
+    self._scores: dict[int, Score | None] = {}  # of the last step alone
     interrupt.on_notice_expired = self._say_late
 
   def due(self, step: int) -> bool:
@@ -66,11 +75,11 @@ class Save(Callback):
   ) -> bool:
     self.on_step(step, metrics)
     if self._saves and not self._guard.ends(metrics):
-      self._writer.save(step, state, position(), self._eval_losses.get(step))
+      self._writer.save(step, state, position(), self._scores.get(step))
     return self._ends
 
   def on_step(self, step: int, metrics: dict[str, float]) -> None:
-    self._eval_losses = {step: metrics["eval_loss"]} if "eval_loss" in metrics else {}
+    self._scores = {step: self._criterion.score(metrics.get(self._criterion.metric))}
     name = nonfinite_metric(metrics)
     if name and "skipped_steps" not in metrics:
       self._writer.blame(step, f"{name} {metrics[name]}")
@@ -79,7 +88,7 @@ class Save(Callback):
     asked = self._interrupt.signal if self._interrupt.should_stop() else None  # the same on all processes
     self._writer.wait()
     if (self._on_completion or asked) and self._writer.last != step:
-      self._writer.save(step, state, position(), self._eval_losses.get(step))
+      self._writer.save(step, state, position(), self._scores.get(step))
       self._writer.wait()
       if self._writer.last != step:
         raise RunError(f"the run ended at step {step}, and its last state could not be saved.")

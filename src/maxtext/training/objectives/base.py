@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from maxtext.checkpoint.metadata import Criterion
 from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import Batch
 from maxtext.models.decoder import Decoder
@@ -109,9 +110,11 @@ class Objective(ABC):
 
   Attributes:
     maxima: metrics that are no sums but the largest of numbers from 0 on; they are not divided.
+    criterion: by which the best checkpoint is chosen.
   """
 
   maxima: ClassVar[frozenset[str]] = frozenset()
+  criterion: ClassVar[Criterion] = Criterion()
 
   def batch(self, rows: int, length: int) -> Any:
     """Declares the batch as a pytree of `Field`, for example {name: field}: what the loss receives has the same tree

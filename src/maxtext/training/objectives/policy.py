@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from maxtext.checkpoint.metadata import Criterion
 from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import Batch
 from maxtext.data.reference_log_probs import REFERENCE
@@ -64,6 +65,7 @@ class PolicyOptimization(Objective):
   tiles: int = 1
 
   maxima: ClassVar[frozenset[str]] = frozenset({"mismatch_max", "off_policy_max", "ratio_deviation"})
+  criterion: ClassVar[Criterion] = Criterion("eval_pass_rate", highest=True)
 
   @staticmethod
   def of(config: MaxTextConfig, temperature: float) -> "PolicyOptimization":
