@@ -9,46 +9,29 @@ adapter of every slot (`--max-loras`).
 
 import argparse
 from dataclasses import dataclass
-from functools import partial
-
-import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.figures import show
 from maxtext import MaxTextConfig, load_config
 from maxtext.inference.adapter_options import AdapterOptions
 from maxtext.inference.adapters import AdapterManager
-from maxtext.inference.decode_state import DecodeState, decode_step, init_decode_state
 from maxtext.inference.engine import dropless, with_adapters
-from maxtext.inference.sampling import full_token_bitmask
-from maxtext.layers.multi_lora import is_table
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
 from maxtext.models.build import build_model
-from maxtext.planner.hlo import CompiledProgram
-from maxtext.planner.memory_traffic import memory_traffic
-from maxtext.planner.plan import bytes_per_device
+from maxtext.planner.decode_step import CompiledDecodeStep, compiled_decode_step
 
 
 @dataclass(frozen=True)
 class Compiled:
-  """A step, compiled: bytes of one chip."""
+  """A step, beside what it must read: bytes of one chip."""
 
-  program: CompiledProgram
-  weights: int
-  cache: int
+  step: CompiledDecodeStep
   adapters: int
-  temporary: int
-
-  @property
-  def moved(self) -> int:
-    """By the step."""
-    return sum(bytes for _, bytes in memory_traffic(self.program))
 
   @property
   def ratio(self) -> float:
-    """To what must be read."""
-    return self.moved / (self.weights + self.cache + self.adapters)
+    """Of what it moves to what must be read."""
+    return self.step.moved / (self.step.weights + self.step.cache + self.adapters)
 
 
 def compiled(config: MaxTextConfig, slots: int, adapters: AdapterOptions | None = None) -> Compiled:
@@ -57,29 +40,8 @@ def compiled(config: MaxTextConfig, slots: int, adapters: AdapterOptions | None 
   model = dropless(build_model(config, mesh, serving=True))
   if adapters is not None:
     model = with_adapters(model, AdapterManager(config, adapters).matmul)
-  params, everywhere = model.params | model.buffers, NamedSharding(mesh, PartitionSpec())
-  begin = partial(init_decode_state, model, slots=slots, max_model_len=config.max_target_length)
-  shardings = jax.jit(begin).lower(params).compile().output_shardings
-
-  def placed(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-
-  state: DecodeState = jax.tree.map(placed, jax.eval_shape(begin, params), shardings)
-  active = jax.ShapeDtypeStruct((slots,), bool, sharding=everywhere)
-  token_bitmask = placed(jax.eval_shape(partial(full_token_bitmask, slots, model.spec.vocab)), everywhere)
-  step = jax.jit(partial(decode_step, model), donate_argnums=1, out_shardings=(shardings, everywhere))
-  executable = step.lower(params, state, active, token_bitmask).compile()
-  tables = [a for name, a in params.items() if is_table(name)]
-  read = [
-    a for name, a in params.items() if not is_table(name) and (model.spec.tied or not name.startswith("embedding/"))
-  ]
-  return Compiled(
-    CompiledProgram.parse(executable.as_text()),
-    bytes_per_device(read),
-    bytes_per_device(state.cache),
-    0 if adapters is None else bytes_per_device(tables) * slots // (adapters.num_slots + 1),
-    executable.memory_analysis().temp_size_in_bytes,
-  )
+  step = compiled_decode_step(model, slots, config.max_target_length)
+  return Compiled(step, 0 if adapters is None else step.tables * slots // (adapters.num_slots + 1))
 
 
 def main() -> None:
@@ -103,9 +65,10 @@ def main() -> None:
   )  # fmt: skip
   loras = arguments.max_loras and AdapterOptions(max_loras=arguments.max_loras, max_lora_rank=arguments.max_lora_rank)
   found = compiled(config, arguments.slots, loras or None)
-  result = {"weights_gb": found.weights / 1e9, "cache_gb": found.cache / 1e9, "moved_gb": found.moved / 1e9}
+  step = found.step
+  result = {"weights_gb": step.weights / 1e9, "cache_gb": step.cache / 1e9, "moved_gb": step.moved / 1e9}
   result |= {"adapters_gb": found.adapters / 1e9} if loras else {}
-  show(result | {"temporary_gb": found.temporary / 1e9, "ratio": found.ratio}, arguments.json)
+  show(result | {"temporary_gb": step.temporary / 1e9, "ratio": found.ratio}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ WINDOWS = {"sliding_window_size": 1024}  # in every other layer
 )
 def test_a_step_reads_weights_and_cache_once(model, topology, changes):
   config = load_config(**KEYS, model_name=model, compile_topology=topology, **changes)
-  step = compiled(config, slots=16)
-  most = sorted(memory_traffic(step.program), key=lambda found: -found[1])[:8]
-  assert 1.0 <= step.ratio < 1.25, [(i.name, i.op_name, moved) for i, moved in most]
+  found = compiled(config, slots=16)
+  step = found.step
+  most = sorted(memory_traffic(step.program), key=lambda one: -one[1])[:8]
+  assert 1.0 <= found.ratio < 1.25, [(i.name, i.op_name, moved) for i, moved in most]
   assert step.temporary < 0.1 * step.cache, "no copy of the cache"

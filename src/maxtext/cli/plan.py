@@ -44,7 +44,9 @@ def add_command(commands: Any) -> None:
   )
   searched = parser.add_argument_group("searching")
   searched.add_argument(
-    "--search", action="store_true", help="for the fastest mesh, remat_policy, batch and kernel blocks that fit"
+    "--search",
+    action="store_true",
+    help="for the fastest mesh, remat_policy, batch and kernel blocks that fit; for RL, division of devices",
   )
   searched.add_argument("--compiles", type=int, default=12, metavar="N", help="at most (12)")
   searched.add_argument("--jobs", type=int, default=2, metavar="N", help="compilations side by side (2)")
@@ -126,6 +128,8 @@ def _search(arguments: argparse.Namespace, resolved: Resolved) -> int:
   topology = resolved.config.compile_topology
   if topology and not Topology.named(topology).compiles:
     raise ConfigError(f"--search compiles, and there is no compiler for compile_topology={topology} here.")
+  if resolved.config.use_grpo:
+    return _search_split(arguments, resolved)
   best = search(
     resolved.config,
     arguments.overrides,
@@ -141,6 +145,19 @@ def _search(arguments: argparse.Namespace, resolved: Resolved) -> int:
     print(json.dumps(best.plan | {"keys": best.candidate.keys}, indent=1))
   else:
     print("best:", " ".join(f"{key}={value}" for key, value in best.candidate.keys.items()))
+  return 0
+
+
+def _search_split(arguments: argparse.Namespace, resolved: Resolved) -> int:
+  from maxtext.planner.device_split import search_device_split
+
+  keys, best = search_device_split(
+    resolved.config, resolved.name, arguments.cache, lambda line: print(line, file=sys.stderr, flush=True)
+  )
+  if arguments.json:
+    print(json.dumps(best.as_json() | {"keys": keys}, indent=1))
+  else:
+    print("best:", " ".join(f"{key}={value}" for key, value in keys.items()))
   return 0
 
 

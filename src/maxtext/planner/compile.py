@@ -3,6 +3,7 @@
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
+from maxtext.planner.rollouts import policy_updates
 from maxtext.training.program import Program
 
 
@@ -13,7 +14,10 @@ def program_for(config: MaxTextConfig) -> tuple[Program, Topology]:
   topology = Topology.named(config.compile_topology, max(config.compile_topology_num_slices, 1))
   if not topology.compiles:
     config = _traceable_config(config)
-  return Program.of(config, make_mesh(config, topology.devices())), topology
+  if not config.use_grpo:
+    return Program.of(config, make_mesh(config, topology.devices())), topology
+  updates, objective, devices = policy_updates(config, topology)
+  return Program.of(updates, make_mesh(updates, devices), objective, data=()), topology  # rollouts bring the batches
 
 
 def _traceable_config(config: MaxTextConfig) -> MaxTextConfig:

@@ -54,14 +54,17 @@ def compiled_decode_step(model: Model, slots: int, max_model_len: int) -> Compil
   token_bitmask = placed(jax.eval_shape(partial(full_token_bitmask, slots, model.spec.vocab)), everywhere)
   step = jax.jit(partial(decode_step, model), donate_argnums=1, out_shardings=(shardings, everywhere))
   executable = step.lower(params, state, active, token_bitmask).compile()
+  text, memory = executable.as_text(), executable.memory_analysis()
+  assert text is not None
+  assert memory is not None
   tables = [a for name, a in params.items() if is_table(name)]
   read = [
     a for name, a in params.items() if not is_table(name) and (model.spec.tied or not name.startswith("embedding/"))
   ]
   return CompiledDecodeStep(
-    CompiledProgram.parse(executable.as_text()),
+    CompiledProgram.parse(text),
     bytes_per_device(read),
     bytes_per_device(state.cache),
     bytes_per_device(tables),
-    executable.memory_analysis().temp_size_in_bytes,
+    memory.temp_size_in_bytes,
   )

@@ -21,6 +21,7 @@ from maxtext.planner.compiled_step import CompiledStep, compiled_step
 from maxtext.planner.cost_model import forward_costs, policy_that_fits, saved_bytes
 from maxtext.planner.estimate import Estimate, Operation, estimate
 from maxtext.planner.hlo import CompiledProgram
+from maxtext.planner.rollouts import RolloutPlan, plan_rollouts
 from maxtext.planner.torus import TorusSide, torus_sides
 from maxtext.training.program import Program
 from maxtext.training.state import bytes_per_device
@@ -59,6 +60,7 @@ class Plan:
   estimate: Estimate | None
   compiled: bool = True
   torus: Sequence[TorusSide] = ()
+  rollouts: RolloutPlan | None = None  # of policy optimization
   policy: tuple[str, int] | None = None  # a remat_policy that saves more and fits, and the bytes it saves beside
 
   @property
@@ -126,7 +128,7 @@ class Plan:
       "most_expensive": [asdict(o) for o in self.most_expensive()],
       "advice": self.advice(),
       "compile_seconds": self.compile_seconds,
-    }
+    } | ({"rollouts": self.rollouts.as_json()} if self.rollouts else {})
 
 
 def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = None) -> Plan:
@@ -163,6 +165,7 @@ def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = N
     found,
     topology.compiles,
     torus_sides(mesh, topology) if topology.compiles else (),
+    plan_rollouts(config, topology, program.model, found.seconds, memory.peak) if config.use_grpo and found else None,
     policy_that_fits(program, memory.there - memory.peak)
     if found and found.recomputed_share >= WORTH_MENTIONING
     else None,

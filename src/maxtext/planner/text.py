@@ -12,7 +12,9 @@ def as_text(plan: Plan) -> str:
   """The plan as a few lines of text."""
   if not plan.compiled:
     return "\n".join([*_head(plan), *_memory(plan), *_lower_bound(plan)])
-  return "\n".join([*_head(plan), *_memory(plan), *_time(plan), f"compiled here in {plan.compile_seconds:.0f} s"])
+  return "\n".join(
+    [*_head(plan), *_memory(plan), *_time(plan), *_rollouts(plan), f"compiled here in {plan.compile_seconds:.0f} s"]
+  )
 
 
 def compared_with(plan: Plan, run: PublishedRun, changed: Sequence[str] = ()) -> list[str]:
@@ -83,6 +85,24 @@ def _time(plan: Plan) -> list[str]:
   if advice := plan.advice():
     lines += ["advice       by these numbers; --search tries such changes", *(f"  {sentence}" for sentence in advice)]
   return lines
+
+
+def _rollouts(plan: Plan) -> list[str]:
+  r = plan.rollouts
+  if r is None:
+    return []
+  verdict = "fits" if r.fits else "DOES NOT FIT: fewer answers at once (max_num_seqs), or more devices that generate"
+  where = f"on {r.devices} devices of their own" if r.apart else "on the same devices, beside the state"
+  memory = f"{r.needed / _GIB:.1f} of {r.there / _GIB:.1f} GiB per device: {verdict}; KV cache {r.cache / _GIB:.2f}"
+  turns = "at the same time" if r.overlaps else "in turns"
+  idle = f"trainer idle {r.trainer_idle:.0%}, sampler idle {r.sampler_idle:.0%}"
+  return [
+    f"rollouts     {r.answers:,} answers of {r.answer_tokens:,} tokens, {r.slots:,} at once, {where}",
+    f"             {memory}",
+    f"             {r.seconds:.2f} s: {r.decode_step_seconds * 1e3:.2f} ms a token, prompts {r.prefill_seconds:.2f} s",
+    f"weight sync  {r.sync_bytes / 1e9:.2f} GB to each device, {r.sync_seconds:.3f} s",
+    f"a batch      {r.batch_seconds:.2f} s, {turns}: {idle}; not calibrated",
+  ]
 
 
 def _unit(seconds: float) -> tuple[str, float]:

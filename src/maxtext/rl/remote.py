@@ -31,6 +31,7 @@ from maxtext.training.live_engine import LiveEngine
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE = 300.0  # seconds for the sampler to start
+_BUSY = 90.0  # seconds for another trainer to leave
 _ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that vanished is noticed in a minute
 Message = dict[str, Any]
 
@@ -90,8 +91,7 @@ class RemoteEngine:
   def _connect(self) -> None:
     show_phase(f"waiting for the sampler at {self._address}")
     self._loads, self._requests = (_Connection.to(self._address) for _ in range(2))
-    own = self._loads.own_host
-    self._server = start_transfer_server(jax.local_devices()[0].client, f"{own}:0", [f"{own}:0"])
+    self._server = _transfer_server(self._loads.own_host)
     about = {path: [list(struct.shape), str(struct.dtype)] for path, struct in self._structs.items()}
     self._loads.ask({"do": "begin", "from": self._server.address(), "weights": about, "lengths": self._lengths})
 
@@ -125,7 +125,8 @@ class _Sampler:
   def __init__(self, config: MaxTextConfig, model: Model, engine: LiveEngine) -> None:
     self.ended = threading.Event()
     self._engine, self._structs, self._lengths = engine, model.params | model.buffers, _lengths(config)
-    self._kept = config.off_policy_steps + 2
+    self._kept = config.off_policy_steps * config.num_iterations + 2  # an evaluation loads a version too
+    self._free = threading.Semaphore()
     self._arriving: Params = {}
     self._versions: dict[int, Params] = {}
     self._server: TransferServer | None = None
@@ -133,7 +134,7 @@ class _Sampler:
   def answer(self, connection: "_Connection") -> None:
     """Answers what is asked on a connection, until the other side closes it."""
     known: dict[str, Callable[[Message], Message]] = {
-      "begin": lambda asked: self._begin(asked, connection.own_host),
+      "begin": lambda asked: self._begin(asked, connection),
       "load": self._load,
       "use": self._use,
       "generate": self._generate,
@@ -148,8 +149,13 @@ class _Sampler:
       if not connection.write(found):
         break
     connection.close()
+    if connection.is_trainer:
+      self._free.release()
 
-  def _begin(self, asked: Message, host: str) -> Message:
+  def _begin(self, asked: Message, connection: "_Connection") -> Message:
+    if not self._free.acquire(timeout=_BUSY):
+      raise RuntimeError("it generates for another trainer")
+    connection.is_trainer = True
     theirs = {path: jax.ShapeDtypeStruct(tuple(shape), dtype) for path, (shape, dtype) in asked["weights"].items()}
     check_same_model(theirs, self._structs)
     for key, value in self._lengths.items():
@@ -157,7 +163,7 @@ class _Sampler:
         raise ConfigError(f"{key}={value} for the sampler, and {asked['lengths'].get(key)} for the trainer.")
     self._versions, self._arriving = {}, {}
     if self._server is None:
-      self._server = start_transfer_server(jax.local_devices()[0].client, f"{host}:0", [f"{host}:0"])
+      self._server = _transfer_server(connection.own_host)
     self._link = self._server.connect(asked["from"])
     _LOG.info("maxtext: a trainer has connected")
     return {}
@@ -198,7 +204,7 @@ class _Connection:
     for name, value in _ALIVE.items():
       if hasattr(socket, name):
         connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    self.own_host = connected.getsockname()[0]
+    self.own_host, self.is_trainer = connected.getsockname()[0], False
     self._socket, self._file = connected, connected.makefile("rwb")
 
   @staticmethod
@@ -251,9 +257,15 @@ class _Connection:
         closed.close()
 
 
+def _transfer_server(host: str) -> TransferServer:
+  address = f"[{host}]:0" if ":" in host else f"{host}:0"
+  return start_transfer_server(jax.local_devices()[0].client, address, [address])
+
+
 def _lengths(config: MaxTextConfig) -> dict[str, int]:
   """What trainer and sampler must agree on beside the model."""
-  return {key: getattr(config, key) for key in ("max_target_length", "max_prefill_predict_length", "off_policy_steps")}
+  keys = ("max_target_length", "max_prefill_predict_length", "off_policy_steps", "num_iterations")
+  return {key: getattr(config, key) for key in keys}
 
 
 def _output(prompt: Sequence[int], found: Mapping[str, Any]) -> RequestOutput:
