@@ -217,6 +217,12 @@ class ConfigKeys(TypedDict, total=False):
   chunk_attn_window_size: int
   """Tokens per chunk when attention is chunked; 0 is unset. Default: 0."""
 
+  code_memory_gb: float
+  """Memory of each process of such a program, in GiB of address space. Default: 1.0."""
+
+  code_timeout: float
+  """Seconds for an answer's program and its tests, with reward_functions=[code]. Default: 10.0."""
+
   collect_stack_trace: bool
   """True records stack traces of every thread at intervals, to find hangs. Default: False."""
 
@@ -1767,7 +1773,7 @@ class ConfigKeys(TypedDict, total=False):
   """Reward for a response that follows the format exactly. Default: 3.0."""
 
   reward_functions: list[str] | tuple[str, ...]
-  """What rewards answers: format, format_tags, answer, exact_match, math_verify, or module:function. Default:
+  """What rewards answers: format, format_tags, answer, exact_match, math_verify, code, or module:function. Default:
   ['format', 'format_tags', 'answer']."""
 
   reward_partial_format_match: float

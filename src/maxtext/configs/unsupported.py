@@ -815,8 +815,12 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   NoEffectOption(
     ("solution_start_token", "solution_end_token"),
-    "it has no effect without reward_functions=[format], [format_tags], [answer] or [math_verify]",
-    unless=includes("reward_functions", "format", "format_tags", "answer", "math_verify"),
+    "it has no effect without reward_functions=[format], [format_tags], [answer], [math_verify] or [code]",
+    unless=includes("reward_functions", "format", "format_tags", "answer", "math_verify", "code"),
+  ),
+  NoEffectOption(
+    ("code_timeout", "code_memory_gb"), "it has no effect without reward_functions=[code]",
+    unless=includes("reward_functions", "code"),
   ),
   UnsupportedOption(
     ("use_grpo",), "it is a method of its own: leave use_sft, use_dpo, teacher_overrides and offline_data_dir out",

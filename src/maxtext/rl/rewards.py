@@ -11,6 +11,7 @@ import numpy as np
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import did_you_mean
+from maxtext.rl.code_answers import CodeRunner
 from maxtext.rl.reward_process import RewardProcesses
 
 _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,2})?)(?:/(\d+\.?\d*|\.\d+))?(%?)")
@@ -18,6 +19,7 @@ _LONGEST_NUMBER = 1000  # characters
 _MOST_PROCESSES = 16  # that check mathematics, unless told otherwise; each has 75 MB
 
 MATH = "math_verify"  # a name of `reward_functions`, and the module that it needs
+CODE = "code"
 
 RewardFunction = Callable[[Sequence[str], Sequence[str], Sequence[str]], Sequence[float]]
 """Rewards from prompts, completions and answers, which are as many."""
@@ -157,8 +159,10 @@ def _function(config: MaxTextConfig, name: str) -> RewardFunction:
     return partial(_each, partial(_BUILT_IN[name], config))
   if name == MATH:
     return _math(config)
+  if name == CODE:
+    return CodeRunner(config.code_timeout, int(config.code_memory_gb * 2**30), partial(extract_answer, config))
   if ":" not in name:
-    known = [*_BUILT_IN, MATH]
+    known = [*_BUILT_IN, MATH, CODE]
     raise ConfigError(
       f"reward_functions: '{name}' is none of {', '.join(known)}, and no module:function.{did_you_mean(name, known)}"
     )

@@ -238,10 +238,17 @@ class RLMethod(Section):
   )
   reward_functions: list[str] = Field(
     default_factory=lambda: ["format", "format_tags", "answer"],
-    description="What rewards answers: format, format_tags, answer, exact_match, math_verify, or module:function.",
+    description="What rewards answers: format, format_tags, answer, exact_match, math_verify, code, or "
+    "module:function.",
   )
   reward_weights: list[float] = Field(
     default_factory=list, description="A weight for each of reward_functions; empty is 1 for all."
+  )
+  code_timeout: float = Field(
+    10.0, gt=0, le=86400, description="Seconds for an answer's program and its tests, with reward_functions=[code]."
+  )
+  code_memory_gb: float = Field(
+    1.0, ge=0.1, le=1e4, description="Memory of each process of such a program, in GiB of address space."
   )
 
 
