@@ -61,7 +61,8 @@ pytestmark = pytest.mark.skipif(not namespaces(), reason="no namespaces here")
 
 @pytest.fixture(scope="module")
 def runner():
-  return CodeRunner(SECONDS, 1 << 30, lambda completion: None)
+  """With time enough on a busy machine."""
+  return CodeRunner(60.0, 1 << 30, lambda completion: None)
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -74,10 +75,10 @@ def test_the_guard_of_these_tests_passes(runner):
 
 
 @pytest.mark.parametrize("name", [*LIMITED, *ISOLATED])
-def test_what_does_not_pass(runner, name):
-  began = time.monotonic()
+def test_what_does_not_pass(name):
+  began, runner = time.monotonic(), CodeRunner(SECONDS, 1 << 30, lambda completion: None)
   assert not runner.passes(*(LIMITED | ISOLATED)[name])
-  assert time.monotonic() - began < SECONDS + 8
+  assert time.monotonic() - began < SECONDS + 30
   assert not left(), "nothing of it is left"
 
 
@@ -123,7 +124,7 @@ assert os.getpid() < 100, "in a namespace of processes"
 from maxtext.rl.code_answers import CodeRunner
 if os.path.exists("/usr/bin/python3"):  # which other users may read
   sys.executable = "/usr/bin/python3"
-runner = CodeRunner(2.0, 1 << 30, lambda completion: None)
+runner = CodeRunner(4.0, 1 << 30, lambda completion: None)
 from tests.test_code_rewards import LIMITED, PASSES, left
 for name in ("right", "own folder"):
   assert runner.passes(*PASSES[name]), name
