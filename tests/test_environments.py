@@ -1,14 +1,18 @@
 """Conversations of a policy with environments: tokens are those that were generated, and no environment ends a run."""
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import maxtext
 from maxtext import ConfigError, load_config
 from maxtext.data.conversations import ChatContinuation
 from maxtext.inference.inference_model import load_run_tokenizer
@@ -19,6 +23,7 @@ from maxtext.rl.environment_process import EnvironmentServer
 from maxtext.rl.multi_turn import MultiTurn
 from maxtext.rl.tasks import Task
 from tests.chat_templates import VOCAB_SIZE, make_tokenizer, open_tokenizer
+from tests.support import History
 from tests.test_rl import StopAt, keys
 from tests.test_rl import folder as tasks_folder
 from tests.test_rl import run as rl_run
@@ -320,6 +325,55 @@ def test_environments_end_with_the_run_that_was_killed(place):
   assert ends(environment._started)
   server._process.send_signal(signal.SIGKILL)
   server._process.wait()
+
+
+@pytest.fixture
+def products(tmp_path, monkeypatch):
+  """The data of the example, and a folder from which its environment is found."""
+  monkeypatch.chdir(Path(__file__).parents[1])
+  subprocess.run([sys.executable, "examples/rl/calculator.py", str(tmp_path / "data")], check=True)
+  return tmp_path / "data"
+
+
+def calculator_keys(products, **changes):
+  own = {"tokenizer_path": str(products / "tokenizer"), "grain_train_files": str(products / "tasks.jsonl"),
+         "rl_environment": "examples.rl.calculator:Calculator", "reward_functions": [], "stop_strings": [">"],
+         "max_prefill_predict_length": 8, "max_target_length": 32, "batch_size": 4, "num_generations": 4,
+         "environment_timeout": 10.0}  # fmt: skip
+  return keys(products, products, **own | changes)
+
+
+def test_the_calculator_answers_and_only_the_policy_trains(products):
+  config = load_config(**calculator_keys(products))
+  tokenizer = load_run_tokenizer(config)
+  talk = MultiTurn(config, tokenizer)
+  says = {"12*7=": "#12*7", "12*7=#12*7>84=": "84", "3*3=": "9", "4*4=": "15", "5*5=": "#5*"}
+
+  def generate(prompts, params):
+    texts = [says.get(tokenizer.decode(prompt), "") for prompt in prompts]
+    return [said(tuple(prompt), text) for prompt, text in zip(prompts, texts, strict=True)]
+
+  def said(prompt, text):
+    ids = (*tokenizer.encode(text), *(tokenizer.encode(">") if "#" in text else [tokenizer.eos]))
+    return RequestOutput(prompt, text, ids, "stop", (), (-1.0,) * len(ids))
+
+  asked = [("12*7=", "84"), ("3*3=", "9"), ("4*4=", "16"), ("5*5=", "25")]
+  tasks = [Task(prompt, tuple(tokenizer.encode(prompt).tolist()), answer) for prompt, answer in asked]
+  with contextlib.closing(talk):
+    found = talk(generate, tasks, [SamplingParams()] * 4)
+  assert [(one.turns, one.reward, one.tool_errors) for one in found[:3]] == [(2, 1.0, 0), (1, 1.0, 0), (1, 0.0, 0)]
+  assert found[3].tool_errors == 1
+  assert tokenizer.decode(found[0].token_ids) == "#12*7>84=84<eos>"
+  written = [token for token, own in zip(found[0].token_ids, found[0].is_generated, strict=True) if not own]
+  assert tokenizer.decode(written) == "84=", "what the calculator said does not train"
+
+
+def test_the_calculator_runs_through(products):
+  history = History()
+  maxtext.train(load_config(**calculator_keys(products, num_batches=1)), callbacks=[history])
+  [step] = history.figures
+  assert step["mismatch_max"] < 1e-4
+  assert step["turns"] >= 1
 
 
 # Chat templates.

@@ -28,10 +28,10 @@ def write(path: Path, rows: list[dict[str, str]]) -> None:
   path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, characters: str = CHARACTERS) -> None:
   """A token for each character."""
   folder.mkdir(exist_ok=True)
-  vocabulary = {"<eos>": 0, "<unk>": 1} | {c: i + 2 for i, c in enumerate(CHARACTERS)}
+  vocabulary = {"<eos>": 0, "<unk>": 1} | {c: i + 2 for i, c in enumerate(characters)}
   tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
   tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
   tokenizer.save(str(folder / "tokenizer.json"))
