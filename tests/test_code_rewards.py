@@ -83,10 +83,13 @@ def test_what_does_not_pass(name):
 
 
 def left():
-  """Processes of sandboxes that this one started."""
-  return subprocess.run(
-    ["ps", "-eo", "args"], capture_output=True, text=True, check=True
-  ).stdout.count("code_sandbox.py")  # fmt: skip
+  """Whether a process of a sandbox stays. Those of tests beside this one end by themselves."""
+  for _ in range(100):
+    found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    if "code_sandbox.py" not in found:
+      return False
+    time.sleep(0.1)
+  return True
 
 
 def test_there_is_no_network(runner):
