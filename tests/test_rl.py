@@ -330,7 +330,12 @@ def test_a_policy_learns_what_is_rewarded_and_nothing_else(run, folder, tmp_path
   page = (tmp_path / "learns" / "report.html").read_text()
   assert "<h2>Rollouts</h2>" in page
   assert f"reward {rows[-1]['reward']:.3g}, advantage {rows[-1]['advantage']:.3g}" in page
-  control, _ = run(num_batches=4, run_name="control", reward_functions=["own_rewards:constant"], adam_weight_decay=0.0)
+  control, _ = run(
+    num_batches=6, run_name="control", reward_functions=["own_rewards:share", "own_rewards:constant"],
+    reward_weights=[0.0, 1.0], adam_weight_decay=0.0,
+  )  # fmt: skip
+  unrewarded = [step["reward_own_rewards_share"] for step in control]
+  assert max(unrewarded) < 1.5 * np.mean(rewards[:3]), "what is not rewarded is not learnt"
   assert {step["degenerate_groups"] for step in control} == {1.0}
   assert {step["grad_norm"] for step in control} == {0.0}
 
@@ -519,6 +524,16 @@ def test_killed_again_and_again_an_asynchronous_run_is_the_same(folder, tmp_path
   whole, killed = (loaded(tmp_path / name)[0] for name in ("whole", "killed"))
   for path, array in whole.items():
     np.testing.assert_array_equal(np.asarray(killed[path]), np.asarray(array), err_msg=path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("lag", [{}, {"off_policy_steps": 2, "use_agentic_rollout": True}], ids=["on policy", "lag"])
+def test_a_policy_learns_most_of_what_there_is_to_learn(run, lag):
+  figures, _ = run(num_batches=40, **lag)
+  rewards = [step["reward"] for step in figures]
+  print(f"\nrewards: {' '.join(f'{reward:.2f}' for reward in rewards)}")
+  assert np.mean(rewards[-5:]) > 0.75, rewards
 
 
 EXPERTS = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 80}
