@@ -31,6 +31,7 @@ def test_devices_that_are_shared_take_turns():
   assert rollouts.seconds > 384 * rollouts.cache / 2.77e12, "every token reads the cache"
 
 
+@pytest.mark.nightly
 def test_devices_of_their_own_work_at_the_same_time():
   own = {"trainer_devices_fraction": 0.5, "sampler_devices_fraction": 0.5, "rollout_tensor_parallelism": 4}
   found = plan(load_config(**KEYS, **own, off_policy_steps=1, use_agentic_rollout=True))

@@ -33,7 +33,7 @@ def close(found, expected):
   [
     {"reshard_chunk_size": 2},
     {"rollout_tensor_parallelism": 2},
-    {"rollout_expert_parallelism": 2, **EXPERTS},
+    pytest.param({"rollout_expert_parallelism": 2, **EXPERTS}, marks=pytest.mark.nightly),
   ],
   ids=["data", "tensor", "expert"],
 )

@@ -57,13 +57,13 @@ def last(folder, name):
   return [found for found in map(json.loads, lines) if "eval_loss" in found][-1]["eval_loss"]
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_command_works(tmp_path):
   said = walk(tmp_path, shortened, "--xla_backend_optimization_level=1")
   assert rates(said).keys() == {"runs/base", "runs/chat", "runs/aligned"}
   for name in ("base", "chat", "aligned", "student", "alone"):
     assert last(tmp_path, name) > 0
+  assert "held-out loss" in (tmp_path / "curves.svg").read_text()
 
 
 @pytest.mark.nightly
