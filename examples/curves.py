@@ -20,8 +20,10 @@ WIDTH, HEIGHT, COLUMNS, LEFT, TOP = 250, 150, 3, 46, 34  # of a plot, and the sp
 
 def main(target: Path, runs: list[Path]) -> None:
   """Draws every metric that a run has, a line for each run."""
-  rows = {run.name: [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs}
+  rows = {str(run): [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs}
   shown = [metric for metric in PLOTS if any(metric in row for lines in rows.values() for row in lines)]
+  if not shown:
+    sys.exit(f"none of these runs has one of {', '.join(PLOTS)}")
   columns = min(len(shown), COLUMNS)
   height = HEIGHT * -(-len(shown) // columns) + 24
   parts = [

@@ -214,7 +214,7 @@ def test_whatever_an_environment_does_a_conversation_ends(converse, name, end, t
   long = {"max_target_length": 1000} if errors else {}  # room for what was raised
   began = time.monotonic()
   [found, other], _, tokenizer = converse(name, ["0x", "1"], max_turns=4, **long)
-  assert time.monotonic() - began < 20
+  assert time.monotonic() - began < 60
   assert (found.finish_reason, found.turns, found.tool_errors) == (end, turns, errors)
   assert found.reward == pytest.approx(reward)
   assert len(found.token_ids) == len(found.is_generated) == len(found.logprobs)
@@ -252,8 +252,8 @@ def test_an_answer_that_is_cut_ends_its_conversation(converse):
 
 def test_one_that_hangs_ends_alone_with_its_processes(converse, place):
   began = time.monotonic()
-  found, _, _ = converse("Hangs", ["1", "2", "3"], environment_timeout=1.5)
-  assert time.monotonic() - began < 15
+  found, _, _ = converse("Hangs", ["1", "2", "3"], environment_timeout=5.0)
+  assert time.monotonic() - began < 60
   assert [(one.finish_reason, one.turns, one.reward) for one in found] == [
     ("stop", 2, 2.0), ("environment", 1, 0.0), ("stop", 2, 2.0)
   ]  # fmt: skip

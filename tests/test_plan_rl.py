@@ -22,10 +22,10 @@ KEYS = {
 def test_devices_that_are_shared_take_turns():
   found = plan(load_config(**KEYS))
   rollouts = found.rollouts
-  assert (found.chips, rollouts.devices, rollouts.apart) == (8, 8, False)
+  assert (found.chips, rollouts.devices, rollouts.separate_devices) == (8, 8, False)
   assert (rollouts.answers, rollouts.slots, rollouts.answer_tokens) == (128, 128, 384)
   assert rollouts.cache == 128 // 8 * 512 * 2 * 2 * 4 * 128 * 2, "16 slots of two layers, keys and values, in bfloat16"
-  assert rollouts.needed > found.memory.peak + rollouts.cache
+  assert rollouts.needed_bytes > found.memory.peak + rollouts.cache
   assert rollouts.batch_seconds == pytest.approx(rollouts.seconds + found.estimate.seconds)
   assert rollouts.trainer_idle + rollouts.sampler_idle == pytest.approx(1.0)
   assert rollouts.seconds > 384 * rollouts.cache / 2.77e12, "every token reads the cache"
@@ -36,8 +36,9 @@ def test_devices_of_their_own_work_at_the_same_time():
   own = {"trainer_devices_fraction": 0.5, "sampler_devices_fraction": 0.5, "rollout_tensor_parallelism": 4}
   found = plan(load_config(**KEYS, **own, off_policy_steps=1, use_agentic_rollout=True))
   rollouts = found.rollouts
-  assert (found.chips, rollouts.devices, rollouts.apart, rollouts.overlaps) == (4, 4, True, True)
+  assert (found.chips, rollouts.devices, rollouts.separate_devices, rollouts.overlaps) == (4, 4, True, True)
   assert rollouts.sync_bytes == rollouts.weights > 0
+  assert rollouts.needed_bytes > 3 * rollouts.weights + rollouts.cache, "two that are read, and one that arrives"
   slower = max(rollouts.seconds, found.estimate.seconds)
   assert rollouts.batch_seconds == pytest.approx(slower + rollouts.sync_seconds)
   text = as_text(found)
@@ -51,7 +52,8 @@ def test_the_fastest_division_is_found(capsys, tmp_path):
   assert main(["plan", *words, "--search", "--json", "--cache", str(tmp_path)]) == 0
   said = capsys.readouterr()
   lines = said.err.splitlines()
-  assert sum("s a batch" in line for line in lines) == 4, lines
+  assert sum("s a batch" in line for line in lines) == 3, lines
+  assert sum("not possible  trainer_devices_fraction=0.75" in line for line in lines) == 1, "128 answers on 6 devices"
   best = json.loads(said.out)
   assert best["rollouts"]["batch_seconds"] == pytest.approx(
     min(float(line.split(" s a batch")[0]) for line in lines if "s a batch" in line), abs=0.01

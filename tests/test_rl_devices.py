@@ -61,7 +61,7 @@ def test_the_trainer_goes_on_beside_its_sampler_with_the_same_bits(run):
 
 def test_axes_of_the_sampler_that_do_not_fit_are_named(folder, tmp_path):
   config = load_config(**keys(folder, tmp_path, rollout_tensor_parallelism=3))
-  with pytest.raises(ConfigError, match="parallelism"):
+  with pytest.raises(ConfigError, match="rollout_tensor_parallelism=3 .* 8 devices that generate"):
     sampler_model(config, jax.devices())
 
 
@@ -107,7 +107,7 @@ def processes(folder, tmp_path):
 
 def test_two_processes_are_one(processes, tmp_path):
   """Also where trainer or sampler is killed and started again."""
-  shared = {"num_batches": 6, "enable_checkpointing": True, "checkpoint_period": 1, "async_checkpointing": False}
+  shared = {"num_batches": 30, "enable_checkpointing": True, "checkpoint_period": 1, "async_checkpointing": False}
   processes.finish(processes.start(run_name="one", **shared))
   shared |= {"sampler_address": processes.address, "run_name": "two", "reshard_chunk_size": 3}
   sampler = processes.start("--sampler", **shared)
@@ -130,6 +130,19 @@ def test_two_processes_are_one(processes, tmp_path):
   ours, theirs = (loaded(tmp_path / name)[0] for name in ("two", "one"))
   for path, array in theirs.items():
     np.testing.assert_array_equal(np.asarray(ours[path]), np.asarray(array), err_msg=path)
+
+
+def test_evaluations_and_rollouts_ask_one_sampler_at_the_same_time(processes, folder):
+  shared = {"num_batches": 6, "off_policy_steps": 1, "use_agentic_rollout": True, "eval_interval": 1,
+            "grain_eval_files": str(folder / "tasks.jsonl"), "num_test_batches": 1}  # fmt: skip
+  processes.finish(processes.start(run_name="one", **shared))
+  shared |= {"sampler_address": processes.address, "run_name": "two"}
+  sampler = processes.start("--sampler", **shared)
+  processes.finish(processes.start(**shared))
+  processes.finish(sampler)
+  one, two = processes.metrics("one"), processes.metrics("two")
+  for name in (*EXACT, "eval_pass_rate", "eval_reward"):
+    assert [row[name] for row in two] == [row[name] for row in one], name
 
 
 def test_a_sampler_of_another_model_is_named(processes):

@@ -1,4 +1,8 @@
-"""Sums of two numbers, a text to pre-train on and tasks for `maxtext rl`: python examples/rl/sums.py data/sums."""
+"""Sums of two numbers, a text to pre-train on and tasks for `maxtext rl`: python examples/rl/sums.py data/sums.
+
+Of every three sums in the text one is right, and two are too large by one: who learns from it can add, and mostly does
+not. That is what rewards can change.
+"""
 
 import json
 import random
@@ -13,10 +17,13 @@ CHARACTERS = "0123456789+="
 def main(folder: Path) -> None:
   """Writes text.jsonl, tasks.jsonl, held_out.jsonl and a tokenizer; one sum in ten is held out, of the text too."""
   folder.mkdir(parents=True, exist_ok=True)
+  order = random.Random(0)
   sums = [(f"{a}+{b}=", str(a + b)) for a in range(10, 100) for b in range(10, 100)]
-  random.Random(0).shuffle(sums)
+  order.shuffle(sums)
   held_out, rest = sums[: len(sums) // 10], sums[len(sums) // 10 :]
-  write(folder / "text.jsonl", [{"text": prompt + answer} for prompt, answer in rest])
+  text = [{"text": f"{prompt}{int(answer) + error}"} for prompt, answer in rest for error in (0, 1, 1)]
+  order.shuffle(text)
+  write(folder / "text.jsonl", text)
   for name, tasks in (("tasks", rest), ("held_out", held_out)):
     write(folder / f"{name}.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in tasks])
   write_tokenizer(folder / "tokenizer")

@@ -113,7 +113,10 @@ class Score:
     """From what `CheckpointMetadata` writes; older releases wrote an evaluation loss."""
     written = body.get("score")
     if isinstance(written, dict):
-      return Criterion(**written["criterion"]).score(written["value"])
+      try:
+        return Criterion(**written["criterion"]).score(written["value"])
+      except (KeyError, TypeError):  # of a later release
+        return None
     return Criterion().score(body.get("eval_loss"))
 
 

@@ -172,6 +172,8 @@ def _train(arguments: argparse.Namespace) -> int:
       from maxtext.rl.run import dry_run, train
       from maxtext.training.callbacks.base import Callback
 
+    if arguments.sampler and arguments.dry_run:
+      raise ConfigError("--dry-run checks a run, and --sampler has none of its own: leave one of them out.")
     if arguments.sampler:
       from maxtext.rl.sampler import sample
 

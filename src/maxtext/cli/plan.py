@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,14 +138,7 @@ def _search(arguments: argparse.Namespace, resolved: Resolved) -> int:
     arguments.jobs,
     lambda line: print(line, file=sys.stderr, flush=True),
   )
-  if arguments.recipe:
-    head = f"# Found by: maxtext plan {' '.join(redact_arguments(arguments.overrides))} --search\n"
-    values = _given(resolved) | best.candidate.keys
-    arguments.recipe.write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-  if arguments.json:
-    print(json.dumps(best.plan | {"keys": best.candidate.keys}, indent=1))
-  else:
-    print("best:", " ".join(f"{key}={value}" for key, value in best.candidate.keys.items()))
+  _tell_best(arguments, resolved, best.candidate.keys, best.plan)
   return 0
 
 
@@ -154,11 +148,22 @@ def _search_split(arguments: argparse.Namespace, resolved: Resolved) -> int:
   keys, best = search_device_split(
     resolved.config, resolved.name, arguments.cache, lambda line: print(line, file=sys.stderr, flush=True)
   )
+  _tell_best(arguments, resolved, keys, best.as_json())
+  return 0
+
+
+def _tell_best(
+  arguments: argparse.Namespace, resolved: Resolved, keys: Mapping[str, Any], plan: Mapping[str, Any]
+) -> None:
+  """Prints what a search has found, and writes it as a recipe."""
+  if arguments.recipe:
+    head = f"# Found by: maxtext plan {' '.join(redact_arguments(arguments.overrides))} --search\n"
+    values = _given(resolved) | dict(keys)
+    arguments.recipe.write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
   if arguments.json:
-    print(json.dumps(best.as_json() | {"keys": keys}, indent=1))
+    print(json.dumps({**plan, "keys": dict(keys)}, indent=1))
   else:
     print("best:", " ".join(f"{key}={value}" for key, value in keys.items()))
-  return 0
 
 
 def _given(resolved: Resolved) -> dict[str, Any]:
@@ -189,4 +194,4 @@ def _run_estimate(arguments: argparse.Namespace, plan: "Plan") -> "RunEstimate |
   given = {
     field: getattr(arguments, flag) for flag, field in _RUN_FLAGS.items() if getattr(arguments, flag) is not None
   }
-  return RunEstimate(arguments.tokens, plan.estimate.seconds, plan.tokens, plan.chips, plan.state_bytes, **given)
+  return RunEstimate(arguments.tokens, plan.seconds_per_step, plan.tokens, plan.chips, plan.state_bytes, **given)

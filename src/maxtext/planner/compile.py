@@ -3,7 +3,6 @@
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
-from maxtext.planner.rollouts import policy_updates
 from maxtext.training.program import Program
 
 
@@ -16,6 +15,8 @@ def program_for(config: MaxTextConfig) -> tuple[Program, Topology]:
     config = _traceable_config(config)
   if not config.use_grpo:
     return Program.of(config, make_mesh(config, topology.devices())), topology
+  from maxtext.planner.rollouts import policy_updates
+
   updates, objective, devices = policy_updates(config, topology)
   return Program.of(updates, make_mesh(updates, devices), objective, data=()), topology  # rollouts bring the batches
 

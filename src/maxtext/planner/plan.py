@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,12 @@ from maxtext.planner.compiled_step import CompiledStep, compiled_step
 from maxtext.planner.cost_model import forward_costs, policy_that_fits, saved_bytes
 from maxtext.planner.estimate import Estimate, Operation, estimate
 from maxtext.planner.hlo import CompiledProgram
-from maxtext.planner.rollouts import RolloutPlan, plan_rollouts
 from maxtext.planner.torus import TorusSide, torus_sides
 from maxtext.training.program import Program
 from maxtext.training.state import bytes_per_device
+
+if TYPE_CHECKING:  # engine and rollouts take a second to import, which other plans do not wait for
+  from maxtext.planner.rollouts import RolloutPlan
 
 
 @dataclass(frozen=True)
@@ -60,18 +62,24 @@ class Plan:
   estimate: Estimate | None
   compiled: bool = True
   torus: Sequence[TorusSide] = ()
-  rollouts: RolloutPlan | None = None  # of policy optimization
+  rollouts: "RolloutPlan | None" = None  # of policy optimization
   policy: tuple[str, int] | None = None  # a remat_policy that saves more and fits, and the bytes it saves beside
 
   @property
   def fits(self) -> bool:
-    """Whether the step fits into the device's memory."""
-    return self.memory.peak <= self.memory.there
+    """Whether the step, and what generates beside it, fits into the device's memory."""
+    return self.memory.peak <= self.memory.there and (self.rollouts is None or self.rollouts.fits)
 
   @property
   def least_seconds(self) -> float:
     """A lower bound of the step time: the model's FLOPs at the chip's peak."""
     return self.model_flops / self.peak_flops
+
+  @property
+  def seconds_per_step(self) -> float:
+    """The estimated time of a step, with its share of rollouts; 0 without an estimate."""
+    own = self.estimate.seconds if self.estimate else 0.0
+    return own if self.rollouts is None else own * self.rollouts.batch_seconds / self.rollouts.update_seconds
 
   @property
   def mfu(self) -> float | None:
@@ -165,11 +173,22 @@ def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = N
     found,
     topology.compiles,
     torus_sides(mesh, topology) if topology.compiles else (),
-    plan_rollouts(config, topology, program.model, found.seconds, memory.peak) if config.use_grpo and found else None,
+    _rollouts(config, topology, program, found, memory.peak),
     policy_that_fits(program, memory.there - memory.peak)
     if found and found.recomputed_share >= WORTH_MENTIONING
     else None,
   )
+
+
+def _rollouts(
+  config: MaxTextConfig, topology: Topology, program: Program, found: Estimate | None, peak: int
+) -> "RolloutPlan | None":
+  """Those of policy optimization, where its step could be compiled."""
+  if not config.use_grpo or found is None:
+    return None
+  from maxtext.planner.rollouts import plan_rollouts
+
+  return plan_rollouts(config, topology, program, found.seconds, peak)
 
 
 def _estimate(program: Program, topology: Topology, step: CompiledStep) -> Estimate | None:

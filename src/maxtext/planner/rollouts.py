@@ -10,19 +10,20 @@ from typing import Any
 
 import jax
 
-from maxtext.configs import MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.inference.engine import dropless
 from maxtext.inference.sampling import SamplingParams
 from maxtext.mesh.topology import Topology
 from maxtext.models.flops import train_flops_per_token
-from maxtext.models.model import Model
 from maxtext.planner.calibration import CALIBRATION
 from maxtext.planner.decode_step import compiled_decode_step
 from maxtext.planner.estimate import estimate
 from maxtext.rl.devices import sampler_model, split_devices
-from maxtext.rl.engines import engine_slots
+from maxtext.rl.engines import copies_on_sampler, engine_slots
 from maxtext.rl.train_policy import policy_config
+from maxtext.training.live_engine import engine_problem
 from maxtext.training.objectives.policy import PolicyOptimization
+from maxtext.training.program import Program
 from maxtext.training.state import bytes_per_device
 
 _PREFILL = 0.5
@@ -38,16 +39,16 @@ class RolloutPlan:
     slots: answers that are generated at once.
     answer_tokens: of the longest answer.
     devices: that generate.
-    apart: whether they are others than those that train.
+    separate_devices: whether they are others than those that train.
     overlaps: whether they generate while the others train.
     weights: bytes of parameters on one of them.
     cache: bytes of the KV cache on one of them.
-    needed: bytes on one of them while it generates; where devices are shared, those of training are beside them.
-    there: bytes of memory of one of them.
+    needed_bytes: on one of them while it generates; where devices are shared, those of training are beside them.
+    memory_bytes: that one of them has.
     decode_step_seconds: of one token of every slot.
     prefill_seconds: of all prompts.
     seconds: of all rollouts of a batch.
-    sync_bytes: of parameters that are sent to one device that generates.
+    sync_bytes: of parameters that are sent to one device that generates, or to the sampler's process.
     sync_seconds: of sending them.
     update_seconds: of training with the batch, all its updates.
   """
@@ -56,12 +57,12 @@ class RolloutPlan:
   slots: int
   answer_tokens: int
   devices: int
-  apart: bool
+  separate_devices: bool
   overlaps: bool
   weights: int
   cache: int
-  needed: int
-  there: int
+  needed_bytes: int
+  memory_bytes: int
   decode_step_seconds: float
   prefill_seconds: float
   seconds: float
@@ -72,7 +73,7 @@ class RolloutPlan:
   @property
   def fits(self) -> bool:
     """Whether what generates has the memory."""
-    return self.needed <= self.there
+    return self.needed_bytes <= self.memory_bytes
 
   @property
   def batch_seconds(self) -> float:
@@ -110,13 +111,19 @@ def policy_updates(
 
 
 def plan_rollouts(
-  config: MaxTextConfig, topology: Topology, trained: Model, step_seconds: float, train_peak: int
+  config: MaxTextConfig, topology: Topology, program: Program, step_seconds: float, train_peak: int
 ) -> RolloutPlan:
-  """The rollouts of a batch on the devices of a topology, for a trainer whose step takes so long and so much memory."""
+  """The rollouts of a batch on the devices of a topology, for a trainer whose step takes so long and so much memory.
+
+  Raises:
+    ConfigError: the engine cannot run the trainer's model on its mesh.
+  """
   c, chip, calibration = config, topology.chip, CALIBRATION[topology.name]
   trainer, sampler = split_devices(c, topology.devices())
   apart = bool(c.sampler_address) or trainer != sampler
-  model = dropless(sampler_model(c, sampler) if apart else trained)
+  if not apart and (problem := engine_problem(program)):
+    raise ConfigError(f"use_grpo=true: rollouts cannot be generated there: {problem}")
+  model = dropless(sampler_model(c, sampler) if apart else program.model)
   slots = -(-engine_slots(c) // len(sampler)) * len(sampler)
   step = compiled_decode_step(model, slots, c.max_target_length)
   scheduled = estimate(step.program, topology, model.execution.sharding.mesh, calibration).seconds
@@ -126,24 +133,28 @@ def plan_rollouts(
   peak = chip.flops / chip.devices * len(sampler) * _PREFILL
   prefill = flops * c.max_prefill_predict_length / peak
   weights = bytes_per_device(model.params | model.buffers)
-  speed = calibration.between_slices if c.sampler_address else chip.link_bandwidth * calibration.link
-  needed = step.cache + step.temporary + (weights if apart else train_peak)
-  kept = c.off_policy_steps + 1 if c.use_agentic_rollout and c.off_policy_steps else 0
+  copies = copies_on_sampler(c) if apart or (c.use_agentic_rollout and c.off_policy_steps) else 0
+  sent, speed = weights, chip.link_bandwidth * calibration.link
+  if c.sampler_address:  # from one device to one device
+    sent, speed = (
+      sum(a.size * a.dtype.itemsize for a in (model.params | model.buffers).values()),
+      calibration.between_slices,
+    )
   return RolloutPlan(
     answers=answers,
     slots=slots,
     answer_tokens=tokens,
     devices=len(sampler),
-    apart=apart,
+    separate_devices=apart,
     overlaps=apart and c.use_agentic_rollout and c.off_policy_steps > 0,
     weights=weights,
     cache=step.cache,
-    needed=needed + kept * weights,
-    there=chip.hbm_bytes // chip.devices,
+    needed_bytes=step.cache + step.temporary + copies * weights + (0 if apart else train_peak),
+    memory_bytes=chip.hbm_bytes // chip.devices,
     decode_step_seconds=decode_step,
     prefill_seconds=prefill,
     seconds=prefill + -(-answers // slots) * tokens * decode_step,
-    sync_bytes=weights if apart else 0,
-    sync_seconds=weights / speed if apart else 0.0,
+    sync_bytes=sent if apart else 0,
+    sync_seconds=sent / speed if apart else 0.0,
     update_seconds=step_seconds * c.num_iterations,
   )

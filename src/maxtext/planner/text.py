@@ -42,7 +42,9 @@ def _head(plan: Plan) -> list[str]:
 def _memory(plan: Plan) -> list[str]:
   m = plan.memory
   bound, fits = ("", "fits") if plan.compiled else ("at least ", "may fit")
-  verdict = fits if plan.fits else "DOES NOT FIT: more chips, fewer sequences per device, or a stricter remat_policy"
+  verdict = (
+    fits if m.peak <= m.there else "DOES NOT FIT: more chips, fewer sequences per device, or a stricter remat_policy"
+  )
   parts = {"parameters": m.parameters, "optimizer": m.optimizer, "batch": m.batch, "temporaries": m.temporaries}
   return [
     f"memory       {bound}{m.peak / _GIB:.1f} of {m.there / _GIB:.1f} GiB per device: {verdict}",
@@ -92,15 +94,15 @@ def _rollouts(plan: Plan) -> list[str]:
   if r is None:
     return []
   verdict = "fits" if r.fits else "DOES NOT FIT: fewer answers at once (max_num_seqs), or more devices that generate"
-  where = f"on {r.devices} devices of their own" if r.apart else "on the same devices, beside the state"
-  memory = f"{r.needed / _GIB:.1f} of {r.there / _GIB:.1f} GiB per device: {verdict}; KV cache {r.cache / _GIB:.2f}"
+  where = f"on {r.devices} devices of their own" if r.separate_devices else "on the same devices, beside the state"
+  memory = f"{r.needed_bytes / _GIB:.1f} of {r.memory_bytes / _GIB:.1f} GiB per device: {verdict}; KV cache {r.cache / _GIB:.2f}"
   turns = "at the same time" if r.overlaps else "in turns"
   idle = f"trainer idle {r.trainer_idle:.0%}, sampler idle {r.sampler_idle:.0%}"
   return [
     f"rollouts     {r.answers:,} answers of {r.answer_tokens:,} tokens, {r.slots:,} at once, {where}",
     f"             {memory}",
     f"             {r.seconds:.2f} s: {r.decode_step_seconds * 1e3:.2f} ms a token, prompts {r.prefill_seconds:.2f} s",
-    f"weight sync  {r.sync_bytes / 1e9:.2f} GB to each device, {r.sync_seconds:.3f} s",
+    f"weight sync  {r.sync_bytes / 1e9:.2f} GB to {'each device' if r.separate_devices else 'none'}, {r.sync_seconds:.3f} s",
     f"a batch      {r.batch_seconds:.2f} s, {turns}: {idle}; not calibrated",
   ]
 

@@ -35,6 +35,7 @@ class CodeRunner:
 
   def __init__(self, seconds: float, memory: int, extract_answer: Callable[[str], str | None]) -> None:
     self._seconds, self._memory, self._extract_answer = seconds, memory, extract_answer
+    self.failures = 0
     isolation, is_passed = self._run("import collections, math, random", "")
     if isolation not in (ISOLATED, OTHER_USER):
       raise ConfigError(
@@ -63,8 +64,17 @@ class CodeRunner:
     return float(code is not None and self.passes(code, tests))
 
   def passes(self, code: str, tests: str) -> bool:
-    """Whether the tests run to their end after the code."""
-    return self._run(code, tests)[1]
+    """Whether the tests run to their end after the code. A program that could not be started has failed, and is counted
+    in `failures`."""
+    try:
+      isolation, is_passed = self._run(code, tests)
+      problem = "" if isolation in (ISOLATED, OTHER_USER) else "it could not be isolated, or Python did not start"
+    except OSError as error:
+      problem, is_passed = str(error), False
+    if problem:
+      self.failures += 1
+      _LOG.warning(f"maxtext: reward_functions=[code]: a program was not run: {problem}.")
+    return is_passed
 
   def _run(self, code: str, tests: str) -> tuple[bytes, bool]:
     """How the program was isolated, and whether it passed."""

@@ -49,8 +49,15 @@ def sampler_model(config: MaxTextConfig, devices: Sequence[jax.Device]) -> Model
     "dcn_data_parallelism": -1,
   }
   own = {"shard_mode": ShardMode.AUTO, "parameter_memory_host_offload": False, "custom_mesh": "", "num_slices": -1}
-  c = c.model_copy(update=axes | own)
-  return build_model(c, make_mesh(c, devices))
+  changed = c.model_copy(update=axes | own)
+  try:
+    mesh = make_mesh(changed, devices)
+  except ConfigError:
+    raise ConfigError(
+      f"rollout_data_parallelism={data} rollout_tensor_parallelism={tensor} rollout_expert_parallelism={expert} do not "
+      f"multiply to the {plural(len(devices), 'device')} that generate: one of the first two may be -1."
+    ) from None
+  return build_model(changed, mesh)
 
 
 def _by_slice(devices: Sequence[jax.Device]) -> list[Devices]:

@@ -18,10 +18,10 @@ class RolloutEngine(Protocol):
   """Generates with the parameters of a policy.
 
   Attributes:
-    sync_figures: of the last transfer of parameters; empty where none are transferred.
+    sync_metrics: of the last transfer of parameters; empty where none are transferred.
   """
 
-  sync_figures: dict[str, float]
+  sync_metrics: dict[str, float]
 
   def load(self, params: Params, version: int) -> Params:
     """The parameters where `generate` reads them, whatever the trainer does with its own afterwards. For the thread
@@ -40,7 +40,7 @@ class SharedEngine:
   """On the trainer's devices, with its arrays; with `keep`, with a copy of them, which the trainer goes on beside."""
 
   def __init__(self, engine: LiveEngine, keep: bool) -> None:
-    self.sync_figures: dict[str, float] = {}
+    self.sync_metrics: dict[str, float] = {}
     self.generate, self._keep = engine.generate, keep
 
   def load(self, params: Params, version: int) -> Params:
@@ -54,7 +54,7 @@ class SeparateEngine:
   """On devices of its own in this process, with parameters in the layout of its model."""
 
   def __init__(self, engine: LiveEngine, model: Model, chunk: int | None) -> None:
-    self.sync_figures: dict[str, float] = {}
+    self.sync_metrics: dict[str, float] = {}
     self.generate, self._structs, self._chunk = engine.generate, model.params | model.buffers, chunk
 
   def load(self, params: Params, version: int) -> Params:
@@ -64,7 +64,7 @@ class SeparateEngine:
     for paths in chunks(params, self._chunk):
       shardings = {path: self._structs[path].sharding for path in paths}
       placed |= jax.block_until_ready(jax.device_put({path: params[path] for path in paths}, shardings))
-    self.sync_figures = sync_figures(params, time.monotonic() - began)
+    self.sync_metrics = sync_metrics(params, time.monotonic() - began)
     return placed
 
   def close(self, finished: bool) -> None:
@@ -78,7 +78,7 @@ def chunks(params: Mapping[str, jax.Array], size: int | None) -> Iterator[list[s
     yield paths[i : i + (size or len(paths))]
 
 
-def sync_figures(params: Mapping[str, jax.Array], seconds: float) -> dict[str, float]:
+def sync_metrics(params: Mapping[str, jax.Array], seconds: float) -> dict[str, float]:
   """What a transfer took."""
   return {"weight_sync_seconds": seconds, "weight_sync_bytes": float(sum(a.nbytes for a in params.values()))}
 
@@ -92,6 +92,15 @@ def check_same_model(trainer: Mapping[str, jax.ShapeDtypeStruct], sampler: Mappi
         f"{path} is {_named(ours.get(path))} for the trainer and {_named(theirs.get(path))} for the sampler: start "
         f"both with the same keys, and train without pipeline parallelism."
       )
+
+
+def copies_on_sampler(config: MaxTextConfig) -> int:
+  """Most copies of the parameters at once where they are sent: those that a rollout may still need, and the one that
+  arrives. An evaluation loads a version too."""
+  c = config
+  if c.sampler_address:
+    return c.off_policy_steps * c.num_iterations + 3
+  return (c.off_policy_steps if c.use_agentic_rollout else 0) + 2
 
 
 def engine_slots(config: MaxTextConfig) -> int:

@@ -1,5 +1,6 @@
 """Environments: what answers a policy, turn by turn, and rewards it. A class of yours is chosen by `rl_environment`."""
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -56,7 +57,7 @@ class GymnasiumEnvironment:
 
   def reset(self, task: EnvironmentTask) -> str:
     """The prompt of the task, and the first observation. An answer that is a number is the seed."""
-    seed = int(task.answer) if task.answer.isdecimal() else None
+    seed = int(task.answer) if task.answer.isdecimal() else random.getrandbits(31)  # which the task has seeded
     observation, _ = self._environment.reset(seed=seed)
     return task.prompt + self._to_text(observation)
 

@@ -65,8 +65,7 @@ class EnvironmentServer:
         try:
           if self._process is None:
             self._start()
-          pipe, pid = self._fork()
-          return EnvironmentProcess(self, pipe, pid)
+          return self._fork()
         except (ConfigError, EOFError, OSError) as error:
           problem = describe(error)
           self._stop()
@@ -95,9 +94,13 @@ class EnvironmentServer:
       self._stop()
       raise ConfigError(f"rl_environment={self._name}: {problem}.")
 
-  def _fork(self) -> tuple[Connection, int]:
+  def _fork(self) -> "EnvironmentProcess":
+    """An environment; a lost one where there are too many processes or files, which others do not suffer from."""
     assert self._process is not None
-    ours, theirs = Pipe()
+    try:
+      ours, theirs = Pipe()
+    except OSError as error:
+      return EnvironmentProcess(self, None, describe(error))
     with theirs:
       self._control.send(None)
       send_handle(self._control, theirs.fileno(), self._process.pid)
@@ -105,8 +108,9 @@ class EnvironmentServer:
         raise OSError(LATE)
     problem, pid = self._control.recv()
     if problem:
-      raise OSError(problem)
-    return ours, pid
+      ours.close()
+      return EnvironmentProcess(self, None, problem)
+    return EnvironmentProcess(self, ours, pid)
 
   def _stop(self) -> None:
     if self._process is not None:

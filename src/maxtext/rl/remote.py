@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.experimental.transfer import TransferServer, start_transfer_server
 from jax.sharding import SingleDeviceSharding
 
 from maxtext.configs import ConfigError, MaxTextConfig
@@ -25,9 +24,12 @@ from maxtext.configs.errors import RunError
 from maxtext.inference.llm import RequestOutput
 from maxtext.inference.sampling import SamplingParams
 from maxtext.models.model import Model, Params
-from maxtext.rl.engines import check_same_model, chunks, sync_figures
+from maxtext.rl.engines import check_same_model, chunks, copies_on_sampler, sync_metrics
 from maxtext.status_line import show_phase
 from maxtext.training.live_engine import LiveEngine
+
+if TYPE_CHECKING:
+  from jax.experimental.transfer import TransferServer
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE = 300.0  # seconds for the sampler to start
@@ -48,8 +50,9 @@ class RemoteEngine:
   """The trainer's side. It connects with the first parameters, and waits for a sampler that is not there yet."""
 
   def __init__(self, config: MaxTextConfig, model: Model) -> None:
-    self.sync_figures: dict[str, float] = {}
-    self._address, self._chunk = config.sampler_address, config.reshard_chunk_size
+    self.sync_metrics: dict[str, float] = {}
+    self._address = config.sampler_address
+    self._chunk = config.reshard_chunk_size or 1  # they are whole on one device of either side
     self._structs, self._lengths = model.params | model.buffers, _lengths(config)
     split_address(self._address)
     self._loads: _Connection | None = None
@@ -67,7 +70,7 @@ class RemoteEngine:
       self._server.await_pull(self._transfers, whole)
       self._loads.ask({"do": "load", "version": version, "transfer": self._transfers, "paths": paths})
     self._loads.ask({"do": "use", "version": version})
-    self.sync_figures = sync_figures(params, time.monotonic() - began)
+    self.sync_metrics = sync_metrics(params, time.monotonic() - began)
     return {}
 
   def generate(
@@ -84,9 +87,13 @@ class RemoteEngine:
 
   def close(self, finished: bool) -> None:
     """Leaves the sampler, which ends after a finished run, and else waits for another trainer."""
+    last = {"do": "end"} if finished else None
     if self._loads is not None:
       self._requests.close()
-      self._loads.close({"do": "end"} if finished else None)
+      self._loads.close(last)
+    elif finished:  # a start that found nothing left to do
+      with suppress(RunError):
+        _Connection.to(self._address, patience=0.0).close(last)
 
   def _connect(self) -> None:
     show_phase(f"waiting for the sampler at {self._address}")
@@ -125,7 +132,7 @@ class _Sampler:
   def __init__(self, config: MaxTextConfig, model: Model, engine: LiveEngine) -> None:
     self.ended = threading.Event()
     self._engine, self._structs, self._lengths = engine, model.params | model.buffers, _lengths(config)
-    self._kept = config.off_policy_steps * config.num_iterations + 2  # an evaluation loads a version too
+    self._kept = copies_on_sampler(config) - 1  # without the one that arrives
     self._free = threading.Semaphore()
     self._arriving: Params = {}
     self._versions: dict[int, Params] = {}
@@ -205,13 +212,13 @@ class _Connection:
       if hasattr(socket, name):
         connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     self.own_host, self.is_trainer = connected.getsockname()[0], False
-    self._socket, self._file = connected, connected.makefile("rwb")
+    self._socket, self._file, self._lock = connected, connected.makefile("rwb"), threading.Lock()
 
   @staticmethod
-  def to(address: str) -> "_Connection":
+  def to(address: str, patience: float = _PATIENCE) -> "_Connection":
     """A connection to a sampler, which may start later."""
     host, port = split_address(address)
-    until = time.monotonic() + _PATIENCE
+    until = time.monotonic() + patience
     while True:
       try:
         return _Connection(socket.create_connection((host.strip("[]"), port), timeout=10))
@@ -223,8 +230,9 @@ class _Connection:
         time.sleep(0.5)
 
   def ask(self, message: Message) -> Message:
-    """The answer to a message."""
-    found = self.read() if self.write(message) else None
+    """The answer to a message. Other threads wait."""
+    with self._lock:
+      found = self.read() if self.write(message) else None
     if found is None:
       raise RunError("the sampler was lost: start it again with the same keys and --sampler, and then this run.")
     if "error" in found:
@@ -257,7 +265,11 @@ class _Connection:
         closed.close()
 
 
-def _transfer_server(host: str) -> TransferServer:
+def _transfer_server(host: str) -> "TransferServer":
+  try:
+    from jax.experimental.transfer import start_transfer_server
+  except (AttributeError, ImportError):
+    raise ConfigError("sampler_address: JAX has no transfer server on this platform: leave it out.") from None
   address = f"[{host}]:0" if ":" in host else f"{host}:0"
   return start_transfer_server(jax.local_devices()[0].client, address, [address])
 

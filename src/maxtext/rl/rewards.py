@@ -71,7 +71,7 @@ class Rewards:
   @property
   def failures(self) -> int:
     """How often a function failed, and its answers got 0."""
-    return sum(process.failures for process in self._processes)
+    return sum(getattr(function, "failures", 0) for function in (*self._processes, *self.functions.values()))
 
   def close(self) -> None:
     """Ends the processes of functions."""

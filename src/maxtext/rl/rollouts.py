@@ -129,7 +129,8 @@ class RolloutSource:
         self._add_old(batch, number, made.arrays)
       while iteration < self.config.num_iterations:
         iteration += 1
-        self._figures[self.policy.version + 1] = made.figures | self.answerer.engine.sync_figures
+        sent = self.answerer.engine.sync_metrics if iteration == 1 else {}
+        self._figures[self.policy.version + 1] = made.figures | sent
         done = iteration == self.config.num_iterations
         kept = {n: rollouts for n, rollouts in ahead.items() if n > number - (not done)}
         after = partial(_state, self._about, number + done, 0 if done else iteration, made.place, kept)
@@ -173,7 +174,6 @@ class RolloutSource:
   def loaded_policy(self) -> Policy:
     """The policy, in arrays where the engine reads them: each version is loaded once."""
     if self._loaded.version != self.policy.version:
-      self._loaded = Policy({}, -1)  # its memory is free before it is needed
       params = self.answerer.engine.load(self.policy.params, self.policy.version)
       self._loaded = self.policy._replace(params=params)
     return self._loaded

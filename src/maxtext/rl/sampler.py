@@ -15,6 +15,7 @@ from maxtext.rl.engines import RolloutEngine, SeparateEngine, SharedEngine, chec
 from maxtext.rl.remote import RemoteEngine, serve_rollouts
 from maxtext.training.compilation_cache import compilation_cache
 from maxtext.training.live_engine import LiveEngine, engine_problem
+from maxtext.training.preflight import check_hardware
 from maxtext.training.program import Program
 
 
@@ -46,6 +47,7 @@ def sample(config: MaxTextConfig) -> None:
   setup_logging()
   if not config.sampler_address:
     raise ConfigError("--sampler waits for a trainer at an address: set sampler_address=HOST:PORT.")
+  check_hardware(config)
   with compilation_cache(config):
     model = sampler_model(config, jax.devices())
     serve_rollouts(config, model, _live(config, model, load_run_tokenizer(config)))
