@@ -61,7 +61,7 @@ def test_the_trainer_goes_on_beside_its_sampler_with_the_same_bits(run):
 
 def test_axes_of_the_sampler_that_do_not_fit_are_named(folder, tmp_path):
   config = load_config(**keys(folder, tmp_path, rollout_tensor_parallelism=3))
-  with pytest.raises(ConfigError, match="rollout_tensor_parallelism=3 .* 8 devices that generate"):
+  with pytest.raises(ConfigError, match=r"rollout_tensor_parallelism=3 .* 8 devices that generate"):
     sampler_model(config, jax.devices())
 
 

@@ -95,14 +95,15 @@ def _rollouts(plan: Plan) -> list[str]:
     return []
   verdict = "fits" if r.fits else "DOES NOT FIT: fewer answers at once (max_num_seqs), or more devices that generate"
   where = f"on {r.devices} devices of their own" if r.separate_devices else "on the same devices, beside the state"
-  memory = f"{r.needed_bytes / _GIB:.1f} of {r.memory_bytes / _GIB:.1f} GiB per device: {verdict}; KV cache {r.cache / _GIB:.2f}"
+  needed, there, cache = (size / _GIB for size in (r.needed_bytes, r.memory_bytes, r.cache))
+  sync = f"{r.sync_bytes / 1e9:.2f} GB to each device, {r.sync_seconds:.3f} s" if r.separate_devices else "none"
   turns = "at the same time" if r.overlaps else "in turns"
   idle = f"trainer idle {r.trainer_idle:.0%}, sampler idle {r.sampler_idle:.0%}"
   return [
     f"rollouts     {r.answers:,} answers of {r.answer_tokens:,} tokens, {r.slots:,} at once, {where}",
-    f"             {memory}",
+    f"             {needed:.1f} of {there:.1f} GiB per device: {verdict}; KV cache {cache:.2f}",
     f"             {r.seconds:.2f} s: {r.decode_step_seconds * 1e3:.2f} ms a token, prompts {r.prefill_seconds:.2f} s",
-    f"weight sync  {r.sync_bytes / 1e9:.2f} GB to {'each device' if r.separate_devices else 'none'}, {r.sync_seconds:.3f} s",
+    f"weight sync  {sync}",
     f"a batch      {r.batch_seconds:.2f} s, {turns}: {idle}; not calibrated",
   ]
 
