@@ -174,7 +174,8 @@ def in_a_namespace(users, tmp_path):
   code, other = tmp_path / "code.py", tmp_path / "other"
   code.write_text(WITHOUT)
   command = [sys.executable, "-c", OUTER, str(users), sys.executable, str(code), str(other)]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+  environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+  done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
   assert not other.exists()
   return done
 

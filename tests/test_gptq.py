@@ -65,6 +65,7 @@ def test_inputs_that_are_alike_or_never_seen_are_rounded_to_nearest(name, data):
       np.testing.assert_array_equal(array, plain[leaf])
 
 
+@pytest.mark.nightly
 def test_values_are_those_of_qwix(data):
   """It takes rows as they come, which here are in our order, and one scale for each channel before it begins."""
   core = pytest.importorskip("qwix.contrib.gptq_core")

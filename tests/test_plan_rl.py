@@ -9,7 +9,7 @@ from maxtext.cli.main import main
 from maxtext.planner.text import as_text
 
 pytest.importorskip("libtpu")
-pytestmark = [pytest.mark.aot, pytest.mark.slow]
+pytestmark = [pytest.mark.aot, pytest.mark.slow, pytest.mark.nightly]
 
 KEYS = {
   "use_grpo": True, "override_model_config": True, "base_emb_dim": 512, "base_mlp_dim": 1024, "vocab_size": 1024,
@@ -31,7 +31,6 @@ def test_devices_that_are_shared_take_turns():
   assert rollouts.seconds > 384 * rollouts.cache / 2.77e12, "every token reads the cache"
 
 
-@pytest.mark.nightly
 def test_devices_of_their_own_work_at_the_same_time():
   own = {"trainer_devices_fraction": 0.5, "sampler_devices_fraction": 0.5, "rollout_tensor_parallelism": 4}
   found = plan(load_config(**KEYS, **own, off_policy_steps=1, use_agentic_rollout=True))
@@ -46,7 +45,6 @@ def test_devices_of_their_own_work_at_the_same_time():
   assert "at the same time: trainer idle" in text
 
 
-@pytest.mark.nightly
 def test_the_fastest_division_is_found(capsys, tmp_path):
   words = [f"{key}={json.dumps(value)}" for key, value in KEYS.items()]
   assert main(["plan", *words, "--search", "--json", "--cache", str(tmp_path)]) == 0

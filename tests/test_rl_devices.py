@@ -32,7 +32,7 @@ def close(found, expected):
   "changes",
   [
     {"reshard_chunk_size": 2},
-    {"rollout_tensor_parallelism": 2},
+    pytest.param({"rollout_tensor_parallelism": 2}, marks=pytest.mark.nightly),
     pytest.param({"rollout_expert_parallelism": 2, **EXPERTS}, marks=pytest.mark.nightly),
   ],
   ids=["data", "tensor", "expert"],

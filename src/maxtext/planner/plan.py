@@ -62,8 +62,8 @@ class Plan:
   estimate: Estimate | None
   compiled: bool = True
   torus: Sequence[TorusSide] = ()
-  rollouts: "RolloutPlan | None" = None  # of policy optimization
   policy: tuple[str, int] | None = None  # a remat_policy that saves more and fits, and the bytes it saves beside
+  rollouts: "RolloutPlan | None" = None  # of policy optimization
 
   @property
   def fits(self) -> bool:
@@ -173,10 +173,10 @@ def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = N
     found,
     topology.compiles,
     torus_sides(mesh, topology) if topology.compiles else (),
-    _rollouts(config, topology, program, found, memory.peak),
     policy_that_fits(program, memory.there - memory.peak)
     if found and found.recomputed_share >= WORTH_MENTIONING
     else None,
+    _rollouts(config, topology, program, found, memory.peak),
   )
 
 

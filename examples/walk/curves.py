@@ -1,4 +1,4 @@
-"""Curves of runs as one picture: python examples/curves.py curves.svg runs/base runs/student, for the metrics below."""
+"""Curves of runs as one picture: python examples/walk/curves.py curves.svg runs/base runs/student. For `PLOTS`."""
 
 import html
 import json
