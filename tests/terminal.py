@@ -56,8 +56,8 @@ class Terminal:
     return bool(read)
 
   def drawn(self):
-    """The texts of the status line, in order."""
-    return re.findall(r"\r\x1b\[K([^\r\n\x1b]+)\r(?!\n)", self.output)
+    """The texts of the status line, in order; the terminal may echo a Control-C in the midst of one."""
+    return re.findall(r"\r\x1b\[K([^\r\n\x1b]+)\r(?!\n)", self.output.replace("^C", ""))
 
   def screen(self):
     """The lines as they stand in the end, wrapped where the terminal wraps; the last one has the cursor."""

@@ -1,4 +1,4 @@
-"""Curves of runs as one picture: python examples/walk/curves.py curves.svg runs/base runs/student. For `PLOTS`."""
+"""Draws the metrics of `PLOTS`, a line for each run: python examples/walk/curves.py curves.svg runs/base runs/alone."""
 
 import html
 import json
@@ -20,7 +20,11 @@ WIDTH, HEIGHT, COLUMNS, LEFT, TOP = 250, 150, 3, 46, 34  # of a plot, and the sp
 
 def main(target: Path, runs: list[Path]) -> None:
   """Draws every metric that a run has, a line for each run."""
-  rows = {str(run): [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs}
+  distinct = len({run.name for run in runs}) == len(runs)
+  rows = {
+    run.name if distinct else str(run): [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for run in runs
+  }
   shown = [metric for metric in PLOTS if any(metric in row for lines in rows.values() for row in lines)]
   if not shown:
     sys.exit(f"none of these runs has one of {', '.join(PLOTS)}")
@@ -31,7 +35,8 @@ def main(target: Path, runs: list[Path]) -> None:
     f'font-size="11" fill="#777">'
   ]
   for i, name in enumerate(rows):
-    parts.append(f'<text x="{LEFT + 130 * i}" y="14" fill="{COLOURS[i % len(COLOURS)]}">{html.escape(name)}</text>')
+    x = LEFT + (WIDTH * columns - LEFT) * i // len(rows)
+    parts.append(f'<text x="{x}" y="14" fill="{COLOURS[i % len(COLOURS)]}">{html.escape(name)}</text>')
   for i, metric in enumerate(shown):
     series = [thinned([(row["step"], row[metric]) for row in lines if metric in row]) for lines in rows.values()]
     place = f"translate({WIDTH * (i % columns)} {24 + HEIGHT * (i // columns)})"

@@ -20,9 +20,10 @@ def scores_in(folder: epath.Path) -> dict[int, Score]:
 
 def best_step(scores: Mapping[int, Score]) -> int | None:
   """The step with the best score by the criterion of the newest, of equal ones the first; None where there is none."""
-  newest = max(scores, default=None)
-  alike = [step for step in sorted(scores) if scores[step].criterion == scores[newest or 0].criterion] if scores else []
-  return min(alike, key=lambda step: scores[step].rank, default=None)
+  if not scores:
+    return None
+  criterion = scores[max(scores)].criterion
+  return min((s for s in sorted(scores) if scores[s].criterion == criterion), key=lambda step: scores[step].rank)
 
 
 def _score(folder: epath.Path) -> Score | None:

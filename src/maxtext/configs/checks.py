@@ -115,6 +115,12 @@ def _reinforcement(c: MaxTextConfig) -> str | None:
       f"off_policy_steps={c.off_policy_steps} weights tokens by the policy that wrote them, which is the model's own: "
       f"write decode_sampling_strategy=weighted decode_sampling_temperature=1.0, or importance_sampling_cap=0."
     )
+  return None
+
+
+def _rollout_devices(c: MaxTextConfig) -> str | None:
+  if not c.use_grpo:
+    return None
   shares = {key: getattr(c, key) for key in ("trainer_devices_fraction", "sampler_devices_fraction")}
   slices = {key: getattr(c, key) for key in ("num_trainer_slices", "num_samplers_slices")}
   shared, whole = all(share == 1 for share in shares.values()), all(count == -1 for count in slices.values())
@@ -531,6 +537,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _heads,
   _preference,
   _reinforcement,
+  _rollout_devices,
   _distillation,
   _activations,
   _window,

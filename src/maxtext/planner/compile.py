@@ -15,10 +15,11 @@ def program_for(config: MaxTextConfig) -> tuple[Program, Topology]:
     config = _traceable_config(config)
   if not config.use_grpo:
     return Program.of(config, make_mesh(config, topology.devices())), topology
-  from maxtext.planner.rollouts import policy_updates
+  from maxtext.rl.train_policy import policy_updates
 
-  updates, objective, devices = policy_updates(config, topology)
-  return Program.of(updates, make_mesh(updates, devices), objective, data=()), topology  # rollouts bring the batches
+  updates = policy_updates(config, topology.devices())
+  mesh = make_mesh(updates.config, updates.devices)
+  return Program.of(updates.config, mesh, updates.objective, data=()), topology  # rollouts bring the batches
 
 
 def _traceable_config(config: MaxTextConfig) -> MaxTextConfig:

@@ -8,23 +8,18 @@ least that of the bytes which it moves. Answers are taken to be as long as they 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import jax
-
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.inference.engine import dropless
-from maxtext.inference.sampling import SamplingParams
 from maxtext.mesh.topology import Topology
 from maxtext.models.flops import train_flops_per_token
 from maxtext.planner.calibration import CALIBRATION
 from maxtext.planner.decode_step import compiled_decode_step
 from maxtext.planner.estimate import estimate
 from maxtext.rl.devices import sampler_model, split_devices
-from maxtext.rl.engines import copies_on_sampler, engine_slots
-from maxtext.rl.train_policy import policy_config
-from maxtext.training.live_engine import engine_problem
-from maxtext.training.objectives.policy import PolicyOptimization
+from maxtext.rl.engines import copies_on_sampler, engine_slots, generates_ahead
+from maxtext.training.live_engine import engine_problem, slots_on
 from maxtext.training.program import Program
-from maxtext.training.state import bytes_per_device
+from maxtext.training.state import bytes_per_device, total_bytes
 
 _PREFILL = 0.5
 _FORWARD = 1 / 3  # of the operations of training
@@ -101,15 +96,6 @@ class RolloutPlan:
     }
 
 
-def policy_updates(
-  config: MaxTextConfig, topology: Topology
-) -> tuple[MaxTextConfig, PolicyOptimization, list[jax.Device]]:
-  """The configuration, the objective and the devices of the updates of a policy."""
-  trainer, _ = split_devices(config, topology.devices())
-  updates = policy_config(config, len(trainer))
-  return updates, PolicyOptimization.of(updates, SamplingParams.of(config).temperature), trainer
-
-
 def plan_rollouts(
   config: MaxTextConfig, topology: Topology, program: Program, step_seconds: float, train_peak: int
 ) -> RolloutPlan:
@@ -124,7 +110,7 @@ def plan_rollouts(
   if not apart and (problem := engine_problem(program)):
     raise ConfigError(f"use_grpo=true: rollouts cannot be generated there: {problem}")
   model = dropless(sampler_model(c, sampler) if apart else program.model)
-  slots = -(-engine_slots(c) // len(sampler)) * len(sampler)
+  slots = slots_on(len(sampler), engine_slots(c))
   step = compiled_decode_step(model, slots, c.max_target_length)
   scheduled = estimate(step.program, topology, model.execution.sharding.mesh, calibration).seconds
   decode_step = max(scheduled, step.moved / (chip.hbm_bandwidth / chip.devices))
@@ -133,20 +119,17 @@ def plan_rollouts(
   peak = chip.flops / chip.devices * len(sampler) * _PREFILL
   prefill = flops * c.max_prefill_predict_length / peak
   weights = bytes_per_device(model.params | model.buffers)
-  copies = copies_on_sampler(c) if apart or (c.use_agentic_rollout and c.off_policy_steps) else 0
+  copies = copies_on_sampler(c) if apart or generates_ahead(c) else 0
   sent, speed = weights, chip.link_bandwidth * calibration.link
   if c.sampler_address:  # from one device to one device
-    sent, speed = (
-      sum(a.size * a.dtype.itemsize for a in (model.params | model.buffers).values()),
-      calibration.between_slices,
-    )
+    sent, speed = total_bytes(model.params | model.buffers), calibration.between_slices
   return RolloutPlan(
     answers=answers,
     slots=slots,
     answer_tokens=tokens,
     devices=len(sampler),
     separate_devices=apart,
-    overlaps=apart and c.use_agentic_rollout and c.off_policy_steps > 0,
+    overlaps=apart and generates_ahead(c),
     weights=weights,
     cache=step.cache,
     needed_bytes=step.cache + step.temporary + copies * weights + (0 if apart else train_peak),

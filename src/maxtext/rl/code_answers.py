@@ -13,10 +13,10 @@ from pathlib import Path
 
 from maxtext.configs import ConfigError
 from maxtext.rl.code_sandbox import ISOLATED, OTHER_USER
+from maxtext.rl.reward_process import MOST_PROCESSES
 
 _LOG = logging.getLogger(__name__)
 _SANDBOX = str(Path(__file__).with_name("code_sandbox.py"))
-_MOST_PROCESSES = 16
 _START_SECONDS = 60.0  # to start Python on a busy machine; the limit of the program counts from there
 _VARIABLES = {"PATH": os.defpath, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
@@ -55,7 +55,7 @@ class CodeRunner:
 
   def __call__(self, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> list[float]:
     """1 for each completion whose program passes the tests, which are the answer of its task."""
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_PROCESSES)) as pool:
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_PROCESSES)) as pool:
       return list(pool.map(self._reward, completions, answers))
 
   def _reward(self, completion: str, tests: str) -> float:

@@ -94,6 +94,11 @@ def check_same_model(trainer: Mapping[str, jax.ShapeDtypeStruct], sampler: Mappi
       )
 
 
+def generates_ahead(config: MaxTextConfig) -> bool:
+  """Whether rollouts are generated while the trainer goes on."""
+  return config.use_agentic_rollout and config.off_policy_steps > 0
+
+
 def copies_on_sampler(config: MaxTextConfig) -> int:
   """Most copies of the parameters at once where they are sent: those that a rollout may still need, and the one that
   arrives. An evaluation loads a version too."""

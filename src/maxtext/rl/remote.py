@@ -53,7 +53,7 @@ class RemoteEngine:
     self.sync_metrics: dict[str, float] = {}
     self._address = config.sampler_address
     self._chunk = config.reshard_chunk_size or 1  # they are whole on one device of either side
-    self._structs, self._lengths = model.params | model.buffers, _lengths(config)
+    self._structs, self._agreed_keys = model.params | model.buffers, _agreed_keys(config)
     split_address(self._address)
     self._loads: _Connection | None = None
     self._transfers = 0
@@ -68,7 +68,7 @@ class RemoteEngine:
       whole = jax.device_put([params[path] for path in paths], SingleDeviceSharding(device))
       self._transfers += 1
       self._server.await_pull(self._transfers, whole)
-      self._loads.ask({"do": "load", "version": version, "transfer": self._transfers, "paths": paths})
+      self._loads.ask({"do": "load", "transfer": self._transfers, "paths": paths})
     self._loads.ask({"do": "use", "version": version})
     self.sync_metrics = sync_metrics(params, time.monotonic() - began)
     return {}
@@ -100,7 +100,7 @@ class RemoteEngine:
     self._loads, self._requests = (_Connection.to(self._address) for _ in range(2))
     self._server = _transfer_server(self._loads.own_host)
     about = {path: [list(struct.shape), str(struct.dtype)] for path, struct in self._structs.items()}
-    self._loads.ask({"do": "begin", "from": self._server.address(), "weights": about, "lengths": self._lengths})
+    self._loads.ask({"do": "begin", "from": self._server.address(), "weights": about, "keys": self._agreed_keys})
 
 
 def serve_rollouts(config: MaxTextConfig, model: Model, engine: LiveEngine) -> None:
@@ -131,7 +131,7 @@ class _Sampler:
 
   def __init__(self, config: MaxTextConfig, model: Model, engine: LiveEngine) -> None:
     self.ended = threading.Event()
-    self._engine, self._structs, self._lengths = engine, model.params | model.buffers, _lengths(config)
+    self._engine, self._structs, self._agreed_keys = engine, model.params | model.buffers, _agreed_keys(config)
     self._kept = copies_on_sampler(config) - 1  # without the one that arrives
     self._free = threading.Semaphore()
     self._arriving: Params = {}
@@ -165,9 +165,9 @@ class _Sampler:
     connection.is_trainer = True
     theirs = {path: jax.ShapeDtypeStruct(tuple(shape), dtype) for path, (shape, dtype) in asked["weights"].items()}
     check_same_model(theirs, self._structs)
-    for key, value in self._lengths.items():
-      if asked["lengths"].get(key) != value:
-        raise ConfigError(f"{key}={value} for the sampler, and {asked['lengths'].get(key)} for the trainer.")
+    for key, value in self._agreed_keys.items():
+      if asked["keys"].get(key) != value:
+        raise ConfigError(f"{key}={value} for the sampler, and {asked['keys'].get(key)} for the trainer.")
     self._versions, self._arriving = {}, {}
     if self._server is None:
       self._server = _transfer_server(connection.own_host)
@@ -274,9 +274,9 @@ def _transfer_server(host: str) -> "TransferServer":
   return start_transfer_server(jax.local_devices()[0].client, address, [address])
 
 
-def _lengths(config: MaxTextConfig) -> dict[str, int]:
-  """What trainer and sampler must agree on beside the model."""
-  keys = ("max_target_length", "max_prefill_predict_length", "off_policy_steps", "num_iterations")
+def _agreed_keys(config: MaxTextConfig) -> Message:
+  """What trainer and sampler must agree on beside the model: lengths of prompts and outputs, and versions to keep."""
+  keys = ("max_target_length", "max_prefill_predict_length", "off_policy_steps", "num_iterations", "rl_environment")
   return {key: getattr(config, key) for key in keys}
 
 

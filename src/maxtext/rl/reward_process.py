@@ -19,6 +19,7 @@ from maxtext.configs import ConfigError
 from maxtext.rl.environment import LARGEST_REWARD
 
 _LOG = logging.getLogger(__name__)
+MOST_PROCESSES = 16  # that check answers, unless told otherwise; one for mathematics has 75 MB
 START_SECONDS = 120.0  # to import a module, which may bring a large library
 ENDED, LATE = "its process ended", "it took too long"
 

@@ -12,11 +12,10 @@ import numpy as np
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import did_you_mean
 from maxtext.rl.code_answers import CodeRunner
-from maxtext.rl.reward_process import RewardProcesses
+from maxtext.rl.reward_process import MOST_PROCESSES, RewardProcesses
 
 _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,2})?)(?:/(\d+\.?\d*|\.\d+))?(%?)")
 _LONGEST_NUMBER = 1000  # characters
-_MOST_PROCESSES = 16  # that check mathematics, unless told otherwise; each has 75 MB
 
 MATH = "math_verify"  # a name of `reward_functions`, and the module that it needs
 CODE = "code"
@@ -172,7 +171,7 @@ def _function(config: MaxTextConfig, name: str) -> RewardFunction:
 def _math(config: MaxTextConfig) -> RewardFunction:
   """Of what the marks of a solution hold, or of the whole text where there are none."""
   answers = config.batch_size * config.num_generations
-  count = config.math_verify_num_procs or min(answers, os.cpu_count() or 1, _MOST_PROCESSES)
+  count = config.math_verify_num_procs or min(answers, os.cpu_count() or 1, MOST_PROCESSES)
 
   def taken(completion: str) -> str:
     found = extract_answer(config, completion)

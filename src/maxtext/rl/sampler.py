@@ -11,7 +11,14 @@ from maxtext.logs import setup_logging
 from maxtext.models.model import Model
 from maxtext.rl.answers import rollout_sampling
 from maxtext.rl.devices import sampler_model
-from maxtext.rl.engines import RolloutEngine, SeparateEngine, SharedEngine, check_same_model, engine_slots
+from maxtext.rl.engines import (
+  RolloutEngine,
+  SeparateEngine,
+  SharedEngine,
+  check_same_model,
+  engine_slots,
+  generates_ahead,
+)
 from maxtext.rl.remote import RemoteEngine, serve_rollouts
 from maxtext.training.compilation_cache import compilation_cache
 from maxtext.training.live_engine import LiveEngine, engine_problem
@@ -36,7 +43,7 @@ def rollout_engine(
   if c.sampler_address:
     return RemoteEngine(c, program.model)
   if devices is None:
-    return SharedEngine(_live(c, program.model, tokenizer), keep=c.use_agentic_rollout and c.off_policy_steps > 0)
+    return SharedEngine(_live(c, program.model, tokenizer), keep=generates_ahead(c))
   model = sampler_model(c, devices)
   check_same_model(program.model.params | program.model.buffers, model.params | model.buffers)
   return SeparateEngine(_live(c, model, tokenizer), model, c.reshard_chunk_size)

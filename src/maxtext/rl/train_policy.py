@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import optax
@@ -9,7 +10,7 @@ import optax
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.distributed.multihost import check_joined, join
 from maxtext.inference.inference_model import load_run_tokenizer
-from maxtext.rl.answers import rollout_sampling
+from maxtext.inference.sampling import SamplingParams
 from maxtext.rl.callbacks import EvaluatePolicy, RolloutFigures, evaluation_sampling
 from maxtext.rl.devices import split_devices
 from maxtext.rl.multi_turn import MultiTurn
@@ -34,24 +35,24 @@ def train_policy(
   config_name: str = "",
 ) -> TrainState:
   """Trains a policy by the rewards of its own answers, as configured; otherwise as `maxtext.training.run.train`."""
-  source, held_out, updates, objective, devices = _prepare(config)
+  source, held_out, updates = _prepare(config)
   figures = RolloutFigures(source, config.mismatch_limit)
-  evaluate = [EvaluatePolicy(source, held_out, config.eval_interval, updates.steps)] if held_out else []
+  evaluate = [EvaluatePolicy(source, held_out, config.eval_interval, updates.config.steps)] if held_out else []
   for callback in evaluate:
     source.at_start = callback.before
   finished = False
   try:
     state = run.train(
-      updates,
-      objective=objective,
+      updates.config,
+      objective=updates.objective,
       optimizer=optimizer,
       data=source,
       callbacks=[figures, *evaluate, *callbacks],
       origins=origins,
       config_name=config_name,
-      devices=devices,
+      devices=updates.devices,
     )
-    finished = int(state.step) >= updates.steps
+    finished = int(state.step) >= updates.config.steps
     return state
   finally:
     source.close(finished)
@@ -59,9 +60,33 @@ def train_policy(
 
 def dry_run_policy(config: MaxTextConfig, *, config_name: str = "") -> list[str]:
   """The checks of a run, of its tasks and reward functions too; see `maxtext.training.run.dry_run`."""
-  source, _, updates, objective, devices = _prepare(config)
+  source, _, (updated, objective, devices, _) = _prepare(config)
   source.close()
-  return run.dry_run(updates, objective=objective, data=source, config_name=config_name, devices=devices)
+  return run.dry_run(updated, objective=objective, data=source, config_name=config_name, devices=devices)
+
+
+class PolicyUpdates(NamedTuple):
+  """The updates of a policy.
+
+  Attributes:
+    config: of their run.
+    objective: their loss.
+    devices: those that train.
+    sampler_devices: those that generate; None are the ones that train.
+  """
+
+  config: MaxTextConfig
+  objective: PolicyOptimization
+  devices: Sequence[jax.Device]
+  sampler_devices: Sequence[jax.Device] | None
+
+
+def policy_updates(config: MaxTextConfig, devices: Sequence[jax.Device]) -> PolicyUpdates:
+  """The updates of a configured run on these devices, of which some may generate."""
+  trainer, sampler = split_devices(config, devices)
+  updates = policy_config(config, len(trainer))
+  objective = PolicyOptimization.of(updates, SamplingParams.of(config).temperature)
+  return PolicyUpdates(updates, objective, trainer, None if sampler == trainer else sampler)
 
 
 def policy_config(config: MaxTextConfig, devices: int) -> MaxTextConfig:
@@ -86,23 +111,16 @@ def policy_config(config: MaxTextConfig, devices: int) -> MaxTextConfig:
   )
 
 
-def _prepare(
-  config: MaxTextConfig,
-) -> tuple[RolloutSource, list[Task], MaxTextConfig, PolicyOptimization, Sequence[jax.Device]]:
-  """The rollouts of a run, the tasks that it is evaluated with, and the configuration, the objective and the devices of
-  its updates."""
+def _prepare(config: MaxTextConfig) -> tuple[RolloutSource, list[Task], PolicyUpdates]:
+  """The rollouts of a run, the tasks that it is evaluated with, and its updates."""
   check_extras(config)  # before the processes of rewards import them
   join(config)  # devices are counted
   check_joined(config)
-  trainer, sampler = split_devices(config, jax.devices())
-  updates = policy_config(config, len(trainer))
-  source, held_out = _source(config)
-  source.sampler_devices = None if sampler == trainer else sampler
-  objective = PolicyOptimization.of(updates, rollout_sampling(config, source.tokenizer).temperature)
-  return source, held_out, updates, objective, trainer
+  updates = policy_updates(config, jax.devices())
+  return *_source(config, updates.sampler_devices), updates
 
 
-def _source(config: MaxTextConfig) -> tuple[RolloutSource, list[Task]]:
+def _source(config: MaxTextConfig, devices: Sequence[jax.Device] | None) -> tuple[RolloutSource, list[Task]]:
   """The rollouts of a run, and the tasks that it is evaluated with."""
   tokenizer = load_run_tokenizer(config)
   tasks, held_out = (load_tasks(config, tokenizer, split) for split in ("train", "eval"))
@@ -125,4 +143,4 @@ def _source(config: MaxTextConfig) -> tuple[RolloutSource, list[Task]]:
   except ConfigError:
     rewards.close()
     raise
-  return RolloutSource(config, tokenizer, tasks, rewards, multi_turn), held_out
+  return RolloutSource(config, tokenizer, tasks, rewards, multi_turn, devices), held_out

@@ -49,7 +49,7 @@ class LiveEngine:
     self._config = config.model_copy(update=_OFF | {"multi_sampling": multi_sampling})
     self._model, self._tokenizer, self._sampling_params = dropless(model), tokenizer, sampling_params
     devices = self._model.execution.sharding.mesh.size
-    self._slots, self._lengths = -(-slots // devices) * devices, (max_model_len, max_prompt_len)
+    self._slots, self._lengths = slots_on(devices, slots), (max_model_len, max_prompt_len)
     self._llm: LLM | None = None
     self._lock = threading.Lock()
 
@@ -75,6 +75,11 @@ class LiveEngine:
     longest, prompt = self._lengths
     engine = Engine(self._model, params, slots=self._slots, max_model_len=longest, max_prompt_len=prompt)
     return LLM.of(InferenceModel(self._config, engine, self._tokenizer, self._sampling_params))
+
+
+def slots_on(devices: int, slots: int) -> int:
+  """So many slots, rounded up to a multiple of the number of devices."""
+  return -(-slots // devices) * devices
 
 
 def engine_problem(program: Program) -> str:

@@ -37,7 +37,14 @@ from maxtext.training.objectives.base import EVALUATION, Metrics, Objective, Ste
 from maxtext.training.objectives.configured import evaluation_objective, training_objective
 from maxtext.training.objectives.preference import PreferenceOptimization
 from maxtext.training.run_data import RunData
-from maxtext.training.state import TrainState, abstract_state, initial_state, on_devices, update_shardings
+from maxtext.training.state import (
+  TrainState,
+  abstract_state,
+  initial_state,
+  on_devices,
+  total_bytes,
+  update_shardings,
+)
 from maxtext.training.step import evaluation_sums, make_train_step
 from maxtext.training.synchronized_compile import SynchronizedCompile
 from maxtext.training.teacher import TEACHER
@@ -211,7 +218,7 @@ class Program:
   @property
   def state_bytes(self) -> int:
     """Of the whole state, on all devices together."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.state))
+    return total_bytes(self.state)
 
   def start_from(self, state: TrainState, params: Params, buffers: Params) -> TrainState:
     """A first state with other parameters."""

@@ -94,3 +94,8 @@ def _split_over_data(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSh
 def bytes_per_device(tree: Any) -> int:
   """Bytes of a tree of sharded shapes on one device."""
   return sum(prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+def total_bytes(tree: Any) -> int:
+  """Bytes of a tree of shapes, each counted once, however many devices have it."""
+  return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
