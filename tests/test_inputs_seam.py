@@ -237,7 +237,7 @@ TOWER = TowerSpec(
   "vision",
   WIDTH,
   PATCHES,
-  PatchProjection(SIZE),
+  PatchProjection((SIZE,)),
   (Group((BLOCK,), 2), Group((BLOCK,), 1)),
   LinearProjector(RMSNormSpec()),
   NORM,

@@ -21,6 +21,7 @@ from maxtext.configs.types import (
   ProfilerType,
   QuantizationType,
   RematLocation,
+  RematPolicy,
   ReorderStrategy,
   RopeType,
   SamplingStrategy,
@@ -44,12 +45,12 @@ class ConfigKeys(TypedDict, total=False):
   """How the range of activations is found, such as absmax, fixed or delayed. Default: 'absmax'."""
 
   activation_dropout_for_audio: float
-  """Dropout rate inside the audio feed-forward; 0 is none. Not supported yet: models take text only for now.
-  Default: 0.0."""
+  """Dropout rate inside the audio feed-forward; 0 is none. Not supported yet: models take text and images only for
+  now. Default: 0.0."""
 
   activation_function_for_audio: str
-  """Activation in the audio encoder's feed-forward. Not supported yet: models take text only for now. Default:
-  'gelu'."""
+  """Activation in the audio encoder's feed-forward. Not supported yet: models take text and images only for now.
+  Default: 'gelu'."""
 
   activations_in_float32: bool
   """Apply activation functions in float32. Default: False."""
@@ -101,8 +102,8 @@ class ConfigKeys(TypedDict, total=False):
   """True adds a bias to the attention projections. Default: False."""
 
   attention_dropout_for_audio: float
-  """Dropout rate of audio attention weights; 0 is none. Not supported yet: models take text only for now. Default:
-  0.0."""
+  """Dropout rate of audio attention weights; 0 is none. Not supported yet: models take text and images only for now.
+  Default: 0.0."""
 
   attention_out: RematLocation | Literal["remat", "device", "offload"]
   """Attention result before the output projection (custom). Not supported yet: no layer has this tensor yet.
@@ -122,12 +123,12 @@ class ConfigKeys(TypedDict, total=False):
   """Bound of the tanh cap on attention logits; None or 0 is no cap. Default: None."""
 
   audio_path: str
-  """Audio file for decoding, several separated by commas; '' is none. Not supported yet: models take text only for
-  now. Default: ''."""
+  """Audio file for decoding, several separated by commas; '' is none. Not supported yet: models take text and images
+  only for now. Default: ''."""
 
   audio_placeholder: str
-  """Text that marks an audio clip's place in the prompt. Not supported yet: models take text only for now. Default:
-  '<|audio|>'."""
+  """Text that marks an audio clip's place in the prompt. Not supported yet: models take text and images only for
+  now. Default: '<|audio|>'."""
 
   autoregressive_decode_assert: str
   """Text the decoded output must equal, for tests; '' is no check. Default: ''."""
@@ -272,12 +273,12 @@ class ConfigKeys(TypedDict, total=False):
   shardings; write that. Default: 'context'."""
 
   conv_chunksize_for_audio: int
-  """Audio chunks put through the convolutions at once, to bound memory. Not supported yet: models take text only for
-  now. Default: 500."""
+  """Audio chunks put through the convolutions at once, to bound memory. Not supported yet: models take text and
+  images only for now. Default: 500."""
 
   conv_stride_for_vit: int
-  """Pixels between patches; the patch size means no overlap. Not supported yet: models take text only for now.
-  Default: 14."""
+  """Pixels between patches; the patch size means no overlap. Not supported yet: models take text and images only for
+  now. Default: 14."""
 
   cost_estimate_flops_bwd: int
   """Backward FLOPs reported to the compiler; -1 leaves it to the kernel. It has no effect on JAX's own splash
@@ -294,7 +295,7 @@ class ConfigKeys(TypedDict, total=False):
   """Mesh axes and rules in place of the base ones: fsdp, or a YAML file. Default: ''."""
 
   d_model_for_audio: int
-  """Model width of the audio encoder. Not supported yet: models take text only for now. Default: 256."""
+  """Model width of the audio encoder. Not supported yet: models take text and images only for now. Default: 256."""
 
   data_sharding: Any
   """Mesh axes that the input batch is split over. Not supported yet: a batch is sharded by logical_axis_rules, over
@@ -388,7 +389,7 @@ class ConfigKeys(TypedDict, total=False):
 
   deepstack_visual_indexes_for_vit: list[int] | tuple[int, ...]
   """Vision layers whose features also enter early decoder layers; [] is none. Not supported yet: models take text
-  only for now. Default: []."""
+  and images only for now. Default: []."""
 
   degenerate_group_masking: bool
   """True leaves groups whose rewards are all equal out of the loss. Default: True."""
@@ -445,8 +446,8 @@ class ConfigKeys(TypedDict, total=False):
   """Paths of student weights, and the teacher's that they start with: PATH, or [PATH, [LAYER, ...]]. Default: {}."""
 
   downsample_hidden_size_for_audio: int
-  """Channels of the convolutions that shorten the audio. Not supported yet: models take text only for now. Default:
-  256."""
+  """Channels of the convolutions that shorten the audio. Not supported yet: models take text and images only for
+  now. Default: 256."""
 
   dpo_beta: float
   """Strength of the pull to the reference model in the DPO loss. Default: 0.1."""
@@ -473,9 +474,8 @@ class ConfigKeys(TypedDict, total=False):
   dtype: DType | Literal["bfloat16", "float32", "float16"]
   """Activations and the inputs of matmuls. Default: 'bfloat16'."""
 
-  dtype_mm: str
-  """Computation type of the multimodal encoders. Not supported yet: there is no image encoder yet. Default:
-  'float32'."""
+  dtype_mm: DType | Literal["bfloat16", "float32", "float16"]
+  """Computation type of the multimodal encoders. Default: 'float32'."""
 
   dump_hlo: bool
   """True saves the compiled HLO modules for debugging. Default: False."""
@@ -636,13 +636,15 @@ class ConfigKeys(TypedDict, total=False):
   run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: False."""
 
   encoder_attention_heads_for_audio: int
-  """Attention heads per audio encoder layer. Not supported yet: models take text only for now. Default: 4."""
+  """Attention heads per audio encoder layer. Not supported yet: models take text and images only for now. Default:
+  4."""
 
   encoder_ffn_dim_for_audio: int
-  """Feed-forward width of the audio encoder. Not supported yet: models take text only for now. Default: 512."""
+  """Feed-forward width of the audio encoder. Not supported yet: models take text and images only for now. Default:
+  512."""
 
   encoder_layers_for_audio: int
-  """Layers of the audio encoder. Not supported yet: models take text only for now. Default: 2."""
+  """Layers of the audio encoder. Not supported yet: models take text and images only for now. Default: 2."""
 
   engram: RematLocation | Literal["remat", "device", "offload"]
   """Output of the n-gram memory module (custom). Default: 'remat'."""
@@ -749,12 +751,11 @@ class ConfigKeys(TypedDict, total=False):
   """Import path of a function from a row to messages, or to prompt and completion; '' is none. Default: ''."""
 
   freeze_audio_encoder_params: bool
-  """True leaves the audio encoder's weights untrained. Not supported yet: models take text only for now. Default:
-  True."""
+  """True leaves the audio encoder's weights untrained. Not supported yet: models take text and images only for now.
+  Default: True."""
 
   freeze_vision_encoder_params: bool
-  """True leaves the vision encoder's weights untrained. Not supported yet: models take text only for now. Default:
-  True."""
+  """True leaves the vision encoder's weights untrained. Default: True."""
 
   fused_mlp: bool
   """True computes gate and up projections in one matmul. Not supported yet: gate and up are two matmuls; leave it
@@ -927,7 +928,7 @@ class ConfigKeys(TypedDict, total=False):
   """Training files, path or glob, for the loader in hf_path; None is the dataset's own. Default: None."""
 
   hidden_size_for_vit: int
-  """Model width of the vision encoder. Not supported yet: models take text only for now. Default: 1408."""
+  """Model width of the vision encoder. Default: 1408."""
 
   hide_profiler_step_metric: bool
   """True leaves the per-step marker out of the trace. Not supported yet: metrics go to the console, the run's
@@ -977,16 +978,14 @@ class ConfigKeys(TypedDict, total=False):
   """Devices that split the residual width. Default: 1."""
 
   image_path: str
-  """Image file for decoding, several separated by commas; '' is none. Not supported yet: models take text only for
-  now. Default: ''."""
+  """Image file for decoding, several separated by commas; '' is none. Not supported yet: models take text and images
+  only for now. Default: ''."""
 
   image_placeholder: str
-  """Text that marks an image's place in the prompt. Not supported yet: models take text only for now. Default:
-  '<|image|>'."""
+  """Text that marks an image's place in the prompt. Default: '<|image|>'."""
 
   image_size_for_vit: int | list[int] | tuple[int, ...]
-  """Image side in pixels, or [height, width], into the vision encoder. Not supported yet: models take text only for
-  now. Default: 896."""
+  """Image side in pixels, or [height, width], into the vision encoder. Default: 896."""
 
   importance_sampling_cap: float
   """Largest weight by which tokens of an older policy are corrected (truncated importance sampling); 0 corrects
@@ -1046,7 +1045,7 @@ class ConfigKeys(TypedDict, total=False):
   """Every how many layers one has experts; 1 is all of them. Default: 1."""
 
   intermediate_size_for_vit: int
-  """Feed-forward width of the vision encoder. Not supported yet: models take text only for now. Default: 5632."""
+  """Feed-forward width of the vision encoder. Default: 5632."""
 
   internal_compile: bool
   """True compiles ahead of time without a named topology (internal use). Not supported yet: maxtext plan compiles
@@ -1210,8 +1209,8 @@ class ConfigKeys(TypedDict, total=False):
   """Most recent checkpoints kept; None keeps all. Default: None."""
 
   max_num_images_per_example: int
-  """Most images in one example, padded up to it; -1 is no limit. Not supported yet: models take text only for now.
-  Default: -1."""
+  """Most images in one example, padded up to it; -1 is no limit. Not supported yet: models take text and images only
+  for now. Default: -1."""
 
   max_num_seqs: int | None
   """Most sequences generated at once; None is all of a batch. Default: None."""
@@ -1223,20 +1222,22 @@ class ConfigKeys(TypedDict, total=False):
   """Longest prompt, in tokens; the rest of the target length is generated. Default: 64."""
 
   max_sample_len_for_audio: int
-  """Most spectrogram frames in one audio sample. Not supported yet: models take text only for now. Default: 10000."""
+  """Most spectrogram frames in one audio sample. Not supported yet: models take text and images only for now.
+  Default: 10000."""
 
   max_segments_per_seq: int
   """Most documents packed in one sequence; -1 is no limit. Default: -1."""
 
   max_source_positions_for_audio: int
-  """Most positions in the audio encoder's sequence. Not supported yet: models take text only for now. Default: 1500."""
+  """Most positions in the audio encoder's sequence. Not supported yet: models take text and images only for now.
+  Default: 1500."""
 
   max_target_length: int
   """Length of a sequence, in tokens. Default: 2048."""
 
   max_timescale_for_audio: float
-  """Longest wavelength of the audio encoder's sinusoidal positions. Not supported yet: models take text only for
-  now. Default: 10000.0."""
+  """Longest wavelength of the audio encoder's sinusoidal positions. Not supported yet: models take text and images
+  only for now. Default: 10000.0."""
 
   max_turns: int
   """Most answers of the policy in a conversation with the environment. Default: 8."""
@@ -1345,8 +1346,8 @@ class ConfigKeys(TypedDict, total=False):
   console, the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: True."""
 
   mrope_section: list[int] | tuple[int, ...]
-  """Rotary frequencies given to time, height and width (use_mrope). Not supported yet: models take text only for
-  now. Default: [24, 20, 20]."""
+  """Rotary frequencies given to time, height and width (use_mrope). Not supported yet: models take text and images
+  only for now. Default: [24, 20, 20]."""
 
   mscale: float
   """Multiplier in the attention-score correction for longer context (YaRN). Default: 1.0."""
@@ -1387,11 +1388,12 @@ class ConfigKeys(TypedDict, total=False):
   """Groups the experts are divided into for routing; -1 is no groups. Default: -1."""
 
   n_window_for_audio: int
-  """Half the spectrogram frames in one audio chunk. Not supported yet: models take text only for now. Default: 50."""
+  """Half the spectrogram frames in one audio chunk. Not supported yet: models take text and images only for now.
+  Default: 50."""
 
   n_window_infer_for_audio: int
-  """Spectrogram frames in one audio attention window at inference. Not supported yet: models take text only for now.
-  Default: 800."""
+  """Spectrogram frames in one audio attention window at inference. Not supported yet: models take text and images
+  only for now. Default: 800."""
 
   nope_layer_interval: int
   """Every n-th layer goes without rotary positions; -1 is none. Default: -1."""
@@ -1406,17 +1408,17 @@ class ConfigKeys(TypedDict, total=False):
   """With a tied head, divide logits by sqrt(width). Default: True."""
 
   num_attention_heads_for_vit: int
-  """Attention heads per vision encoder layer. Not supported yet: models take text only for now. Default: 16."""
+  """Attention heads per vision encoder layer. Default: 16."""
 
   num_batches: int
   """RL training batches taken from the dataset. Default: 4."""
 
   num_channels_for_vit: int
-  """Color channels of input images. Not supported yet: models take text only for now. Default: 3."""
+  """Color channels of input images. Default: 3."""
 
   num_conv_layers_for_audio: int
-  """Convolutions that shorten the audio before the encoder layers. Not supported yet: models take text only for now.
-  Default: 3."""
+  """Convolutions that shorten the audio before the encoder layers. Not supported yet: models take text and images
+  only for now. Default: 3."""
 
   num_epoch: int
   """Passes over the training data before it ends. Default: 1."""
@@ -1434,7 +1436,7 @@ class ConfigKeys(TypedDict, total=False):
   """Responses sampled per prompt, the group that GRPO compares. Default: 2."""
 
   num_hidden_layers_for_vit: int
-  """Layers of the vision encoder. Not supported yet: models take text only for now. Default: 34."""
+  """Layers of the vision encoder. Default: 34."""
 
   num_iterations: int
   """Policy updates from each batch of rollouts. Default: 1."""
@@ -1443,7 +1445,8 @@ class ConfigKeys(TypedDict, total=False):
   """Consecutive layers each stage runs before passing activations on. Default: 1."""
 
   num_mel_bins_for_audio: int
-  """Mel frequency bands of the input spectrogram. Not supported yet: models take text only for now. Default: 128."""
+  """Mel frequency bands of the input spectrogram. Not supported yet: models take text and images only for now.
+  Default: 128."""
 
   num_pipeline_microbatches: int
   """Parts the batch is split into; -1 takes the smallest that fills the stages. Default: -1."""
@@ -1452,8 +1455,8 @@ class ConfigKeys(TypedDict, total=False):
   """Passes of a microbatch around the stages; -1 derives it from layers and stages. Default: -1."""
 
   num_position_embeddings_for_vit: int
-  """Rows of the vision encoder's learned position table. Not supported yet: models take text only for now. Default:
-  1024."""
+  """Rows of the vision encoder's learned position table. Not supported yet: models take text and images only for
+  now. Default: 1024."""
 
   num_samplers_slices: int
   """Slices that generate rollouts; -1 splits by sampler_devices_fraction. Default: -1."""
@@ -1502,13 +1505,15 @@ class ConfigKeys(TypedDict, total=False):
   """Length the model was first trained on. Default: 4096."""
 
   out_hidden_size_for_vit: int
-  """Width of vision tokens after the patch merger. Not supported yet: models take text only for now. Default: 512."""
+  """Width of vision tokens after the patch merger. Not supported yet: models take text and images only for now.
+  Default: 512."""
 
   out_proj: RematLocation | Literal["remat", "device", "offload"]
   """Attention output projection (custom). Default: 'remat'."""
 
   output_dim_for_audio: int
-  """Width of audio tokens into the decoder. Not supported yet: models take text only for now. Default: 512."""
+  """Width of audio tokens into the decoder. Not supported yet: models take text and images only for now. Default:
+  512."""
 
   overlong_buffer: int
   """The last so many tokens of the longest answer are penalised, more and more (DAPO); 0 is none. Default: 0."""
@@ -1554,7 +1559,7 @@ class ConfigKeys(TypedDict, total=False):
   """Share of each head's width with rotary position; 1 is all. Default: 1.0."""
 
   patch_size_for_vit: int
-  """Side in pixels of one image patch. Not supported yet: models take text only for now. Default: 14."""
+  """Side in pixels of one image patch. Default: 14."""
 
   penalty_incorrect_answer: float
   """Score, below 0, for a wrong answer. Default: -1.0."""
@@ -1587,15 +1592,15 @@ class ConfigKeys(TypedDict, total=False):
 
   pixel_shuffle_ratio_for_vit: float
   """Scale of the patch grid's sides before projection; 0.5 quarters the tokens. Not supported yet: models take text
-  only for now. Default: 0.5."""
+  and images only for now. Default: 0.5."""
 
   posemb_type_for_vit: str
-  """Kind of position embedding in the vision encoder; 'learn' is trained. Not supported yet: models take text only
-  for now. Default: 'learn'."""
+  """Kind of position embedding in the vision encoder; 'learn' is trained. Not supported yet: models take text and
+  images only for now. Default: 'learn'."""
 
   position_id_per_seconds: int
-  """Time positions per second of video or audio (use_mrope). Not supported yet: models take text only for now.
-  Default: 25."""
+  """Time positions per second of video or audio (use_mrope). Not supported yet: models take text and images only for
+  now. Default: 25."""
 
   precompute_ref_log_probs: bool
   """True computes the reference model's log-probabilities once, on disk; false keeps a copy in memory. Default:
@@ -1643,15 +1648,16 @@ class ConfigKeys(TypedDict, total=False):
   """Steps in one trace. Default: 5."""
 
   projector_dropout_for_vit: float
-  """Dropout rate in the vision projector; 0 is none. Not supported yet: models take text only for now. Default: 0.0."""
+  """Dropout rate in the vision projector; 0 is none. Not supported yet: models take text and images only for now.
+  Default: 0.0."""
 
   projector_input_dim_for_vit: int
-  """Width of the features into the vision projector. Not supported yet: models take text only for now. Default:
-  4096."""
+  """Width of the features into the vision projector. Not supported yet: models take text and images only for now.
+  Default: 4096."""
 
   projector_output_dim_for_vit: int
-  """Width of the features out of the vision projector. Not supported yet: models take text only for now. Default:
-  4096."""
+  """Width of the features out of the vision projector. Not supported yet: models take text and images only for now.
+  Default: 4096."""
 
   prometheus_port: int
   """Port of the Prometheus metrics server; 0 starts none. Default: 0."""
@@ -1731,9 +1737,11 @@ class ConfigKeys(TypedDict, total=False):
   remat_policy: str
   """A policy's name; several, separated by commas, take turns over the layers. Default: 'full'."""
 
-  remat_policy_for_vit: str
-  """Remat policy of the vision encoder's layers. Not supported yet: no layer has this tensor yet. Default:
-  'minimal'."""
+  remat_policy_for_vit: RematPolicy | Literal[
+    "full", "minimal", "save_dot_with_context_except_mlp", "save_dot_except_mlpwi", "save_dot_except_mlp",
+    "save_qkv_proj", "qkv_proj_offloaded", "custom", "minimal_offloaded", "save_out_proj",
+  ]
+  """Remat policy of the vision encoder's layers. Default: 'minimal'."""
 
   remove_size_one_mesh_axis_from_type: bool
   """True leaves mesh axes of size one out of JAX array types. Default: True."""
@@ -1839,8 +1847,8 @@ class ConfigKeys(TypedDict, total=False):
   """Shortest rotary wavelength scale, in positions. Default: 1."""
 
   rope_theta_for_vit: int
-  """Base of the rotary frequencies in the vision encoder. Not supported yet: models take text only for now. Default:
-  10000."""
+  """Base of the rotary frequencies in the vision encoder. Not supported yet: models take text and images only for
+  now. Default: 10000."""
 
   rope_truncate: bool
   """True rounds the YaRN ramp's bounds to whole dimensions. Default: True."""
@@ -1922,8 +1930,8 @@ class ConfigKeys(TypedDict, total=False):
   """Where weights are written after quantization at load; '' is nowhere. Default: ''."""
 
   scale_embedding_for_audio: bool
-  """True multiplies audio embeddings by the square root of the width. Not supported yet: models take text only for
-  now. Default: True."""
+  """True multiplies audio embeddings by the square root of the width. Not supported yet: models take text and images
+  only for now. Default: True."""
 
   scan_layers: bool
   """Compile one layer and loop over it, instead of every layer. Default: True."""
@@ -2013,8 +2021,8 @@ class ConfigKeys(TypedDict, total=False):
   """True multiplies only the routed tokens; false uses dense matmuls. Default: True."""
 
   spatial_merge_size_for_vit: int
-  """Patches per side that are merged into one vision token. Not supported yet: models take text only for now.
-  Default: 2."""
+  """Patches per side that are merged into one vision token. Not supported yet: models take text and images only for
+  now. Default: 2."""
 
   stack_prefill_result_cache: bool
   """True stacks the layers' prompt caches in one array, for cheaper transfer. Not supported yet: caches have one
@@ -2064,14 +2072,14 @@ class ConfigKeys(TypedDict, total=False):
   """True scales queries by position in layers without rotary position. Default: False."""
 
   temporal_patch_size_for_vit: int
-  """Video frames in one patch. Not supported yet: models take text only for now. Default: 2."""
+  """Video frames in one patch. Not supported yet: models take text and images only for now. Default: 2."""
 
   test_batch_start_index: int
   """First test batch to evaluate, counted from 0. Default: 0."""
 
   tile_size_for_vit: int
-  """Side in pixels of the tiles that a large image is cut into. Not supported yet: models take text only for now.
-  Default: 336."""
+  """Side in pixels of the tiles that a large image is cut into. Not supported yet: models take text and images only
+  for now. Default: 336."""
 
   tokenize_eval_data: bool
   """True tokenizes evaluation text on the fly; false expects token ids in the data. Default: True."""
@@ -2135,12 +2143,12 @@ class ConfigKeys(TypedDict, total=False):
   """True generates rollouts asynchronously, by the agent loop. Default: False."""
 
   use_audio: bool
-  """True adds the audio encoder to the model and its inputs. Not supported yet: models take text only for now.
-  Default: False."""
+  """True adds the audio encoder to the model and its inputs. Not supported yet: models take text and images only for
+  now. Default: False."""
 
   use_audio_in_video: bool
-  """True also reads the sound track of input videos. Not supported yet: models take text only for now. Default:
-  False."""
+  """True also reads the sound track of input videos. Not supported yet: models take text and images only for now.
+  Default: False."""
 
   use_batch_split_schedule: bool
   """True splits the batch to overlap communication with computation. Not supported yet: tokens and expert weights
@@ -2186,12 +2194,11 @@ class ConfigKeys(TypedDict, total=False):
   attention and grouped matmuls, which take the place of Tokamax's at the same blocks. Default: -1."""
 
   use_mrope: bool
-  """True uses rotary positions in three axes: time, height and width. Not supported yet: models take text only for
-  now. Default: False."""
+  """True uses rotary positions in three axes: time, height and width. Not supported yet: models take text and images
+  only for now. Default: False."""
 
   use_multimodal: bool
-  """True adds the image (and video) encoder to the model and its inputs. Not supported yet: models take text only
-  for now. Default: False."""
+  """True adds the image (and video) encoder to the model and its inputs. Default: False."""
 
   use_pathways: bool
   """True runs RL under Pathways, one controller for all hosts. Not supported yet: nothing here needs Pathways: leave
@@ -2284,19 +2291,19 @@ class ConfigKeys(TypedDict, total=False):
   the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: ''."""
 
   video_path: str
-  """Video file for decoding, several separated by commas; '' is none. Not supported yet: models take text only for
-  now. Default: ''."""
+  """Video file for decoding, several separated by commas; '' is none. Not supported yet: models take text and images
+  only for now. Default: ''."""
 
   video_placeholder: str
-  """Text that marks a video's place in the prompt. Not supported yet: models take text only for now. Default:
-  '<|video|>'."""
+  """Text that marks a video's place in the prompt. Not supported yet: models take text and images only for now.
+  Default: '<|video|>'."""
 
   vision_output_dim_for_vit: int
-  """Width of the vision encoder's output features. Not supported yet: models take text only for now. Default: 4096."""
+  """Width of the vision encoder's output features. Not supported yet: models take text and images only for now.
+  Default: 4096."""
 
   vision_output_length: int
-  """Vision tokens per image; -1 leaves it to the model. Not supported yet: models take text only for now. Default:
-  -1."""
+  """Vision tokens per image; -1 leaves it to the model. Default: -1."""
 
   vllm_additional_config: dict[str, Any]
   """Extra options passed on to vLLM's backend. Not supported yet: rollouts are generated by MaxText's own engine,

@@ -157,6 +157,11 @@ _HLO = (
   "dump_hlo_local_module_name", "dump_hlo_xla_flags", "dump_hlo_gcs_dir", "dump_hlo_upload_all",
 )  # fmt: skip
 _JAXPR = ("dump_jaxpr", "dump_jaxpr_local_dir", "dump_jaxpr_delete_local_after", "dump_jaxpr_gcs_dir")
+_VISION = (
+  "dtype_mm", "remat_policy_for_vit", "freeze_vision_encoder_params", "image_placeholder", "image_size_for_vit",
+  "hidden_size_for_vit", "intermediate_size_for_vit", "num_attention_heads_for_vit", "num_channels_for_vit",
+  "num_hidden_layers_for_vit", "patch_size_for_vit", "vision_output_length",
+)  # fmt: skip
 _SHOWN = (
   "metrics_file", "prometheus_port", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
   "collect_stack_trace", "stack_trace_interval_seconds", "profile_cleanly", "profile_periodically_period",
@@ -329,7 +334,6 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     "--restarts",
     allowed_values=(False,),
   ),
-  UnsupportedOption(("dtype_mm",), "there is no image encoder yet"),
   UnsupportedOption(
     ("quantization",),
     "it is of TransformerEngine or of one kind of GPU; int8, int4, intmp, fp8 and fp8_full run on every platform",
@@ -532,7 +536,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=negate(_PIPELINED),
   ),
   UnsupportedOption(
-    tuple(key for key in _section(t.RematAndOffload, but=("remat_policy", *_OFFLOADED, *_REMAT_NAMES))),
+    _section(t.RematAndOffload, but=("remat_policy", "remat_policy_for_vit", *_OFFLOADED, *_REMAT_NAMES)),
     "no layer has this tensor yet",
     allowed_values=(False, t.RematLocation.REMAT),
   ),
@@ -945,8 +949,9 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_set("collect_stack_trace"),
   ),
   UnsupportedOption(
-    _section(t.MultimodalGeneral, t.VisionTower, t.VisionProjector, t.AudioEncoder),
-    "models take text only for now",
+    _section(t.MultimodalGeneral, t.VisionTower, t.VisionProjector, t.AudioEncoder, but=("use_multimodal", *_VISION)),
+    "models take text and images only for now",
     allowed_values=(False,),
   ),
+  NoEffectOption(_VISION, "it has no effect without use_multimodal=true", unless=is_set("use_multimodal")),
 )  # fmt: skip

@@ -131,6 +131,8 @@ class ExecutionConfig:
     pipelines: of the first, second, ... group of layers; empty without pipeline parallelism.
     matmul: implementations that every matmul passes through, the outermost first.
     weight_format: which arrays are stored for a weight.
+    tower_dtype: of activations and matmuls in towers; None is the decoder's.
+    tower_remat: what a tower's layers save; None is what the decoder's first do.
     dropout_rate: share of activations zeroed where a call has dropout keys, as in training; 0 is no dropout.
     keep_mixer_outputs: layers return the output of their attention or other mixer as an auxiliary output.
   """
@@ -144,6 +146,8 @@ class ExecutionConfig:
   kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
   matmul: tuple[Matmul, ...] = ()
   weight_format: WeightFormat = field(default_factory=PlainFormat)
+  tower_dtype: Any = None
+  tower_remat: RematSpec | None = None
   dropout_rate: float = 0.0
   keep_mixer_outputs: bool = False
 

@@ -3,6 +3,7 @@
 Shapes: N inputs (images), T patches or tokens, P values of a patch, W width of the tower, E width of the decoder.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,15 +43,15 @@ class PatchProjection:
   """A linear projection of each patch: a convolution whose stride is its size, on patches that are already extracted.
 
   Attributes:
-    size: values of a patch, P.
+    shape: of a patch, such as (channels, rows, columns), which is flat in this order.
   """
 
-  size: int
+  shape: tuple[int, ...]
   bias: bool = True
 
   def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> Linear:
     """[N,T,P] to [N,T,W]."""
-    return Linear(factory, {"narrow": self.size}, {"embed": width}, execution, "patch_proj", bias=self.bias)
+    return Linear(factory, {"narrow": math.prod(self.shape)}, {"embed": width}, execution, "patch_proj", bias=self.bias)
 
 
 @dataclass(frozen=True)
@@ -77,3 +78,36 @@ class ProjectorLayer(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     return self.out(x if self.norm is None else self.norm(x))
+
+
+@dataclass(frozen=True)
+class PooledProjector:
+  """Means of square blocks of a square grid of patches, a norm, and a linear projection.
+
+  Attributes:
+    side: patches along a side of the grid.
+    pooled: tokens along a side after pooling.
+  """
+
+  side: int
+  pooled: int
+  norm: NormSpec
+
+  def build(self, factory: ParamFactory, width: int, out_width: int, execution: ExecutionConfig) -> "PooledPatches":
+    """[N,T,W] to [N,T',E]."""
+    return PooledPatches(factory, self, width, out_width, execution)
+
+
+class PooledPatches(ProjectorLayer):
+  """The layer of `PooledProjector`."""
+
+  def __init__(
+    self, factory: ParamFactory, spec: PooledProjector, width: int, out_width: int, execution: ExecutionConfig
+  ) -> None:
+    super().__init__(factory, LinearProjector(spec.norm), width, out_width, execution)
+    self.side, self.block = spec.pooled, spec.side // spec.pooled
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    count, _, width = x.shape
+    grid = x.reshape(count, self.side, self.block, self.side, self.block, width)
+    return super().__call__(grid.mean((2, 4)).reshape(count, self.side**2, width))

@@ -27,7 +27,7 @@ from maxtext.models.execution.execution import execution_of_model, sharding_rule
 from maxtext.models.execution.quantization import check_weight_format, weights_at_rest
 from maxtext.models.features import with_features
 from maxtext.models.model import Model
-from maxtext.models.spec import DecoderSpec
+from maxtext.models.spec import DecoderSpec, towers_of
 from maxtext.models.weight_table import Table
 
 
@@ -77,6 +77,7 @@ _DESCRIBES_A_MODEL = (
   t.ModelArchitecture, t.Attention, t.MlaAttention, t.AttentionIndexer, t.Llama4Attention, t.DeepSeekMoE, t.Qwen3Next,
   t.PositionalEmbedding, t.Rope, t.YarnRope,
 )  # fmt: skip
+_DESCRIBES_A_TOWER = (t.VisionTower, t.VisionProjector)
 _DESCRIBES_EXPERTS = {"moe_expert_input_dim", "base_moe_mlp_dim", "interleave_moe_layer_step", "norm_topk_prob"}
 
 
@@ -121,7 +122,10 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
   reader = _Reader(config.model_copy(update=scaled_sizes(config) | fixed))
   read = cast(MaxTextConfig, reader)
   spec = with_features(read, FAMILIES[config.decoder_block].spec(read))
-  keys = _DESCRIBES_EXPERTS.union(*(section.model_fields for section in _DESCRIBES_A_MODEL))
+  if config.use_multimodal and not towers_of(spec):
+    raise ConfigError(f"use_multimodal=true: decoder_block={config.decoder_block.value} takes text only: leave it out.")
+  sections = (*_DESCRIBES_A_MODEL, *(_DESCRIBES_A_TOWER if config.use_multimodal else ()))
+  keys = _DESCRIBES_EXPERTS.union(*(section.model_fields for section in sections))
   unread = keys - reader.read - _READ_ELSEWHERE
   for key in sorted(unread - keys_with_no_effect(config, unread).keys()):
     value = getattr(config, key)
@@ -164,4 +168,23 @@ def _trained(config: MaxTextConfig) -> Callable[[str], bool]:
   if config.lora_rank:
     return is_adapter
   patterns = [re.compile(p) for p in config.student_params_to_update or config.trainable_parameters_mask]
-  return lambda path: not patterns or any(pattern.search(path) for pattern in patterns)
+  frozen = tuple(f"towers/{tower}/" for tower in _frozen_towers(config))
+
+  def trained(path: str) -> bool:
+    if path.startswith(frozen) and not _OF_A_PROJECTOR.search(path):
+      return False
+    return not patterns or any(pattern.search(path) for pattern in patterns)
+
+  return trained
+
+
+_OF_A_PROJECTOR = re.compile(r"^towers/\w+/(projector|deepstack)/")
+
+
+def _frozen_towers(config: MaxTextConfig) -> list[str]:
+  """Encoders that are not trained; their projectors are."""
+  frozen = {
+    "vision": config.use_multimodal and config.freeze_vision_encoder_params,
+    "audio": config.use_audio and config.freeze_audio_encoder_params,
+  }
+  return [tower for tower, is_frozen in frozen.items() if is_frozen]

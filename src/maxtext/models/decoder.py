@@ -13,12 +13,13 @@ from flax import nnx
 from maxtext.layers.block import RESIDUAL
 from maxtext.layers.context import Context
 from maxtext.layers.dropout import dropout, token_keys
-from maxtext.layers.embedding import Embedding, Positions, sinusoids
+from maxtext.layers.embedding import Embedding, Positions, merge_features, sinusoids
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.kv_cache import Cache, CacheSpec
 from maxtext.layers.linear import Linear
 from maxtext.layers.param_factory import ParamFactory
 from maxtext.layers.stack import Stack
+from maxtext.models.media import Media
 from maxtext.models.spec import DecoderSpec, towers_of
 from maxtext.models.tower import Tower
 
@@ -29,8 +30,7 @@ _LOGITS = ("activation_embed_and_logits_batch", "activation_length", "activation
 class Decoder(nnx.Module):
   """Maps tokens to hidden states, and hidden states to logits.
 
-  It also holds the towers of a `ModelSpec`: `towers[name](inputs)` returns features, and `merge_features` inserts them
-  into the embeddings from `embed`.
+  It also holds the towers of a `ModelSpec`, which encode the `media` of a batch.
 
   Attributes:
     dropout_key: the random key of dropout, which the train step sets; None is no dropout.
@@ -90,6 +90,7 @@ class Decoder(nnx.Module):
     embeddings: jax.Array | None = None,
     rotary_positions: jax.Array | None = None,
     spans: jax.Array | None = None,
+    media: Media | None = None,
   ) -> tuple[jax.Array, list[Any], list[list[Cache]] | None]:
     """Runs the layers on tokens [B,S].
 
@@ -107,11 +108,15 @@ class Decoder(nnx.Module):
       rotary_positions: [B,S] or [B,S,3] (mRoPE: tokens of an image share their time) for RoPE; None uses `positions`.
       spans: [B,S]; tokens of a document with the same number other than 0 attend to each other in both directions.
         With a cache, one call must have all tokens of a span.
+      media: inputs of towers, whose features replace the embeddings of their tokens; they set `spans` where the tower
+        says so.
 
     Returns:
       The normed hidden states [B,S,E], the auxiliary outputs of each group's layers, and the updated cache.
     """
     execution = self.execution
+    if media:
+      embeddings, spans = self._merge_media(tokens, positions, media, embeddings, spans)
     if tokens is None and embeddings is None:
       raise ValueError("hidden() takes tokens, embeddings, or both; both are None.")
     if tokens is None and self.spec.needs_tokens:
@@ -145,6 +150,27 @@ class Decoder(nnx.Module):
       auxiliary.append(outputs)
       caches.append(updated)
     return self.final_norm(self._merge_streams(x)), auxiliary, None if cache is None else caches
+
+  def _merge_media(
+    self,
+    tokens: jax.Array | None,
+    positions: jax.Array,
+    media: Media,
+    embeddings: jax.Array | None,
+    spans: jax.Array | None,
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """Embeddings with the features of media in their places, and the spans of tokens that see each other."""
+    if embeddings is None:
+      assert tokens is not None
+      embeddings = self.embed(tokens, positions)
+    for name, one in media.items():
+      rows, count, *shape = one.inputs.shape
+      features = self.towers[name](one.inputs.reshape(rows * count, *shape))
+      if self.towers[name].spec.bidirectional_features:
+        assert spans is None, "one tower or the caller numbers the spans"
+        spans = one.spans(features.shape[1])
+      embeddings = merge_features(embeddings, features.reshape(rows, -1, features.shape[-1]), one.indices)
+    return embeddings, spans
 
   def mtp_hidden(
     self,

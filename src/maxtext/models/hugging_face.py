@@ -45,7 +45,9 @@ class HuggingFace:
     expects: entries that are not written, and that must have these values if a file has them.
     also: `model_type` of multimodal models that contain this one.
     prefixes: {prefix of tensor names in some files: its replacement}.
-    ignored: patterns of tensors that are not weights of the decoder.
+    ignored: patterns of tensors that are not weights of the model.
+    multimodal: the class with towers around this one, whose entries are below `text_config`; None is a text model.
+    towers: further fields, of `multimodal`; those of a tower are named as in `vision_config.hidden_size`.
   """
 
   architecture: str
@@ -57,14 +59,17 @@ class HuggingFace:
   also: tuple[str, ...] = ()
   prefixes: Mapping[str, str] | None = None
   ignored: tuple[str, ...] = ()
+  multimodal: "Multimodal | None" = None
+  towers: Mapping[str, Field] = field(default_factory=dict)
 
   def config(self, config: MaxTextConfig) -> dict[str, Any]:
     """The entries of `config.json` for a configuration."""
-    return {"architectures": [self.architecture], "model_type": self.model_type, **_entries(self.fields, config)}
+    text = {"architectures": [self.architecture], "model_type": self.model_type, **_entries(self.fields, config)}
+    return text if self.multimodal is None else self.multimodal.around(text, _entries(self.towers, config))
 
   def must_be(self, config: MaxTextConfig) -> dict[str, Any]:
     """The entries that a file must not contradict."""
-    return self.config(config) | _entries(self.expects, config)
+    return flat_entries(self.config(config)) | _entries(self.expects, config)
 
   def keys(self, content: Entries) -> dict[str, Any]:
     """The keys of the model that a `config.json` describes.
@@ -80,7 +85,8 @@ class HuggingFace:
       own = {name: key for name, key in self.fields.items() if isinstance(key, str)}
       if missing := [name for name in own if entries.get(name) is None and name != "max_position_embeddings"]:
         raise ConfigError(f"config.json of a {self.model_type} has no {missing[0]}.")
-      found = {key: entries[name] for name, key in own.items() if name in entries}
+      towers = {name: key for name, key in self.towers.items() if isinstance(key, str)}
+      found = {key: entries[name] for name, key in (own | towers).items() if name in entries}
       for read in self.reads:
         found |= read(entries) if callable(read) else read
     except ConfigError:
@@ -88,6 +94,38 @@ class HuggingFace:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
       raise ConfigError(f"config.json of a {self.model_type} cannot be read: {error!r}.") from None
     return found
+
+
+@dataclass(frozen=True)
+class Multimodal:
+  """A class of the Transformers library with towers around a text model."""
+
+  architecture: str
+  model_type: str
+
+  def around(self, text: Mapping[str, Any], towers: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `config.json`, nested."""
+    inner = {name: value for name, value in text.items() if name != "architectures"}
+    found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type, "text_config": inner}
+    for name, value in towers.items():
+      part, _, entry = name.rpartition(".")
+      (found.setdefault(part, {}) if part else found)[entry] = value
+    return found
+
+
+def flat_entries(content: Entries) -> dict[str, Any]:
+  """A `config.json` with its text part on top, and entries of towers named as in `vision_config.hidden_size`."""
+  found = dict(content)
+  for part in ("thinker_config", "text_config"):
+    found |= _part(found, part)
+  for tower in ("vision_config", "audio_config"):
+    found |= {f"{tower}.{name}": value for name, value in _part(found, tower).items()}
+  return found
+
+
+def _part(content: Entries, name: str) -> Entries:
+  inner = content.get(name)
+  return inner if isinstance(inner, dict) else {}
 
 
 def _entries(fields: Mapping[str, Field], config: MaxTextConfig) -> dict[str, Any]:

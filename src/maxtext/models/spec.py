@@ -87,6 +87,7 @@ class TowerSpec:
     projector: maps the tower's width to the decoder's.
     final_norm: the norm before the projector; None if there is none.
     learned_positions: whether a learned table of `length` positions is added to the tokens.
+    bidirectional_features: the decoder's tokens of one input attend to each other in both directions.
     deepstack: indices of groups whose outputs are features too, each with its own projector (DeepStack).
   """
 
@@ -98,6 +99,7 @@ class TowerSpec:
   projector: Projector
   final_norm: NormSpec | None = None
   learned_positions: bool = False
+  bidirectional_features: bool = False
   deepstack: tuple[int, ...] = ()
 
   @property

@@ -85,11 +85,18 @@ class Tower(nnx.Module):
 
 
 def _execution(execution: ExecutionConfig, spec: TowerSpec) -> ExecutionConfig:
-  """The decoder's execution changed for a tower: no pipeline, no token reordering, splash only if its blocks fit."""
+  """The decoder's execution changed for a tower: its own dtype and remat, no pipeline, no token reordering, splash
+  only if its blocks fit."""
   attention, parts = (
     replace(execution.kernels.attention, order=None),
     execution.sharding.rules.num_shards(execution.sharding.mesh, "activation_length"),
   )
   if attention.kernel == "splash" and not attention.blocks.fit(spec.length // parts, spec.length):
     attention = replace(attention, kernel="chunked")
-  return execution.replace(attention=attention, pipelines=(), remat=execution.remat[:1])
+  return execution.replace(
+    attention=attention,
+    dtype=execution.tower_dtype or execution.numerics.dtype,
+    pipelines=(),
+    remat=(execution.tower_remat or execution.remat[0],),
+    keep_mixer_outputs=False,
+  )

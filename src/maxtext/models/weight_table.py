@@ -22,6 +22,7 @@ class Weight:
     transposed: the file holds [out, in]; ours is [in..., out...], the same values transposed and reshaped.
     table: the file holds the same shape as the parameter.
     parts: modules whose outputs are concatenated in the tensor, in order; () if it holds only this one.
+    inputs: sizes of the input dimensions in the file, which are one here: those of a convolution over patches.
     convolution: the file holds [channels, 1, span]; ours is [span, channels...].
     blocks: the parts are interleaved in as many blocks as this module has heads; "each": element by element; "": one
       block.
@@ -33,6 +34,7 @@ class Weight:
   parts: tuple[str, ...] = ()
   blocks: str = ""
   convolution: bool = False
+  inputs: tuple[int, ...] = ()
 
 
 Table = Mapping[str, Weight]

@@ -1,6 +1,7 @@
 """`config.json` of a Hugging Face folder: compared with a configuration, translated to keys, and written."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -9,9 +10,10 @@ from typing import Any
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import scaled_sizes
+from maxtext.configs.errors import ConfigWarning
 from maxtext.configs.loader import load_config, model_names
 from maxtext.models.build import FAMILIES, model_spec
-from maxtext.models.hugging_face import HuggingFace, rope_entries
+from maxtext.models.hugging_face import HuggingFace, flat_entries, rope_entries
 from maxtext.models.spec import DecoderSpec
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
 
@@ -58,7 +60,8 @@ def config_json_entries(config: MaxTextConfig) -> dict[str, Any]:
   scaled = config.model_copy(update=scaled_sizes(config))
   about = hugging_face_class(scaled)
   content = about.config(scaled)
-  theirs = model_spec(load_config(**_keys_of_content(content), dataset_type="synthetic"))
+  towers = {key: getattr(config, key) for key in ("use_multimodal", "use_audio")}
+  theirs = model_spec(load_config(**_keys_of_content(flat_entries(content)), **towers, dataset_type="synthetic"))
   if lost := compare_specs(model_spec(config), theirs):
     raise ConfigError(
       f"{about.architecture} cannot express decoder_block={config.decoder_block.value} with these keys, so nothing "
@@ -116,7 +119,9 @@ def config_differences(config: MaxTextConfig, theirs: Mapping[str, Any], spare_r
 def _checked_keys(content: Mapping[str, Any]) -> dict[str, Any]:
   """Every key from a `config.json`; raises `ConfigError` if the keys would not give the same `config.json`."""
   keys = _keys_of_content(content)
-  if contradictions := config_differences(load_config(**keys, dataset_type="synthetic"), content, 0):
+  with warnings.catch_warnings(action="ignore", category=ConfigWarning):  # sizes of towers, where they are left out
+    config = load_config(**keys, dataset_type="synthetic")
+  if contradictions := config_differences(config, content, 0):
     raise ConfigError(f"config.json describes a model that no keys can express: {'; '.join(contradictions)}.")
   return keys
 

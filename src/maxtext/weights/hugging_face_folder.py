@@ -9,6 +9,7 @@ from typing import Any
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.data.safe_paths import resolve_inside
+from maxtext.models.hugging_face import flat_entries
 from maxtext.weights.compressed_tensors import compressed_tensors, read_scheme
 from maxtext.weights.quantized import TensorSource, dequantize_tensors
 from maxtext.weights.tensor_files import StoredTensor, read_header
@@ -26,12 +27,8 @@ class HuggingFaceFolder:
 
   @cached_property
   def config(self) -> dict[str, Any]:
-    """`config.json`; for a multimodal model, with the text part on top."""
-    content = self.json("config.json")
-    for part in ("thinker_config", "text_config"):
-      inner = content.get(part)
-      content = content | (inner if isinstance(inner, dict) else {})
-    return content
+    """The entries of `config.json`, flat."""
+    return flat_entries(self.json("config.json"))
 
   @cached_property
   def tensors(self) -> Mapping[str, TensorSource]:

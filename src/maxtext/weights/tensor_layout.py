@@ -51,7 +51,9 @@ class TensorLayout:
     outputs = sum(prod(slice_.shape) for slice_ in self.slices) // prod(rows)
     if self.weight.convolution:
       return outputs, 1, *rows
-    return (*rows[:-1], outputs, rows[-1]) if self.weight.transposed else (*rows, outputs)
+    if self.weight.transposed:
+      return (*rows[:-1], outputs, *(self.weight.inputs or rows[-1:]))
+    return (*rows, outputs)
 
   def with_rows(self, count: int) -> "TensorLayout":
     """The layout of a tensor with the same outputs and another number of inputs, such as scales, whose slices have the
@@ -76,7 +78,7 @@ class TensorLayout:
 
   def join(self, pieces: list[np.ndarray]) -> np.ndarray:
     """The tensor from the part of each slice."""
-    return self._side_by_side(self._blocked(pieces))
+    return self._side_by_side(self._blocked(pieces)).reshape(self.shape)
 
   def join_in_rows(self, pieces: list[np.ndarray], most: int) -> Iterator[np.ndarray]:
     """The tensor in chunks of its first dimension, of about `most` bytes each, so that it is not in memory twice."""

@@ -17,7 +17,7 @@ from maxtext.models.execution.quantization import (
   sparse_matmuls,
   weights_at_rest,
 )
-from maxtext.models.execution.remat_policy import remat
+from maxtext.models.execution.remat_policy import remat, tower_remat
 from maxtext.models.spec import DecoderSpec
 
 
@@ -66,6 +66,8 @@ def execution_config(config: MaxTextConfig, mesh: Mesh, serving: bool = False) -
       decode_attention=mesh.devices.flat[0].platform == "tpu",
     ),
     remat=remat(c),
+    tower_dtype=c.dtype_mm.value if c.use_multimodal or c.use_audio else None,
+    tower_remat=tower_remat(c) if c.use_multimodal or c.use_audio else None,
     scan_layers=c.scan_layers,
     kv_cache=KVCacheConfig(kv_cache_quantization(c), kv_cache_pages(c, mesh), kv_cache_block(c, mesh)),
     # The quantized one must be the last.

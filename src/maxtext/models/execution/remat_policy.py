@@ -28,6 +28,11 @@ def remat(config: MaxTextConfig) -> tuple[RematSpec, ...]:
   return tuple(_remat_spec(config, policy) for policy in remat_policies(config.remat_policy))
 
 
+def tower_remat(config: MaxTextConfig) -> RematSpec:
+  """What the layers of towers save."""
+  return _remat_spec(config, config.remat_policy_for_vit)
+
+
 def _remat_spec(config: MaxTextConfig, policy: RematPolicy) -> RematSpec:
   if policy is not RematPolicy.CUSTOM:
     return _REMAT[policy]
