@@ -1,0 +1,147 @@
+"""Sound from bytes and files as one channel at one rate, and as the spectrogram that an audio tower takes."""
+
+import io
+import math
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from maxtext.media.processed import FeatureText, Processed
+from maxtext.media.sources import MediaError, optional, read_bytes
+
+FORMATS = ("FLAC", "MP3", "OGG", "WAV", "WAVEX")
+RATES = range(1_000, 192_001)  # resampling from any other would take long, and nobody records so
+FINE = 4096
+
+
+@dataclass(frozen=True)
+class SoundLimits:
+  """`bytes` of the file, and `samples` of one channel before resampling."""
+
+  bytes: int = 64 << 20
+  samples: int = 1 << 26
+
+
+def load_sound(
+  source: bytes | str | os.PathLike[str], rate: int = 16_000, limits: SoundLimits | None = None
+) -> np.ndarray:
+  """A sound as float32 [S] at `rate`: the mean of its channels, resampled."""
+  limits = limits or SoundLimits()
+  soundfile = optional("soundfile", "multimodal")
+  data = read_bytes(source, limits.bytes)
+  blocks, samples = [], 0
+  try:
+    with soundfile.SoundFile(io.BytesIO(data)) as file:
+      if file.format not in FORMATS:
+        raise MediaError(f"The sound is {file.format}; it can be {', '.join(FORMATS)}.")
+      own_rate = check_rate(file.samplerate)
+      while len(block := file.read((1 << 20) // file.channels, dtype="float32", always_2d=True)):
+        blocks.append(block.mean(1))
+        samples += len(block)
+        check_samples(samples, limits)
+  except soundfile.LibsndfileError as error:
+    raise MediaError(f"The file is no sound of a known format ({', '.join(FORMATS)}): {error.error_string}") from error
+  return resample(np.concatenate([np.zeros(0, np.float32), *blocks]), own_rate, rate)
+
+
+def check_rate(rate: int) -> int:
+  if rate not in RATES:
+    raise MediaError(f"The sound has {rate} samples per second; it can have {RATES[0]} to {RATES[-1]}.")
+  return rate
+
+
+def check_samples(samples: int, limits: SoundLimits) -> None:
+  if samples > limits.samples:
+    raise MediaError(f"The sound is longer than the limit of {limits.samples:,} samples.")
+
+
+def resample(samples: np.ndarray, own_rate: int, rate: int) -> np.ndarray:
+  """float32 [S] at another rate: a sinc over 64 of its zeros under a Kaiser window, as resampy's `kaiser_best`.
+
+  Output k lies at k * down / up samples of the input, so all outputs with the same k modulo `up` have the same weights.
+  """
+  if own_rate == rate or not len(samples):
+    return samples
+  divisor = math.gcd(own_rate, rate)
+  up, down = rate // divisor, own_rate // divisor
+  cutoff = 0.9475937167399596 * min(1, rate / own_rate)
+  width = math.ceil(64 / cutoff)
+  count = math.ceil(len(samples) * up / down)
+  windows = np.lib.stride_tricks.sliding_window_view(np.pad(samples, (width, width + down)), 2 * width + 1)
+  sinc = _windowed_sinc()
+  found = np.empty(count, np.float32)
+  for phase in range(min(up, count)):
+    first, rest = divmod(phase * down, up)
+    place, part = np.divmod(np.abs(rest / up - np.arange(-width, width + 1)) * cutoff * FINE, 1)
+    near = np.minimum(place.astype(int), 64 * FINE)
+    weights = (cutoff * ((1 - part) * sinc[near] + part * sinc[near + 1])).astype(np.float32)
+    outputs = len(range(phase, count, up))
+    found[phase::up] = np.einsum("ij,j->i", windows[first::down][:outputs], weights)
+  return found
+
+
+@lru_cache
+def _windowed_sinc() -> np.ndarray:
+  """At every 1/FINE to its last zero, and nothing after it: between two values a line is within 1e-7."""
+  at, beta = np.linspace(0, 64, 64 * FINE + 1), 14.769656459379492
+  return np.append(np.sinc(at) * np.i0(beta * np.sqrt(1 - (at / 64) ** 2)) / np.i0(beta), 0)
+
+
+@dataclass(frozen=True)
+class MelSounds:
+  """Whisper's logarithms of power in `bins` mel bands, in chunks of `chunk` frames that the tower halves three times.
+
+  The last chunk is padded with zeros to the length of the others. A sound of less than a chunk is not, as in the
+  reference, whose convolutions would see the padding.
+  """
+
+  text: FeatureText
+  rate: int = 16_000
+  window: int = 400
+  hop: int = 160
+  bins: int = 128
+  chunk: int = 100
+
+  def features(self, samples: int) -> int:
+    chunks, rest = divmod(samples // self.hop, self.chunk)
+    return chunks * math.ceil(self.chunk / 8) + math.ceil(rest / 8)
+
+  def __call__(self, sound: np.ndarray) -> Processed:
+    """`sound` is [S] at `rate`."""
+    frames = len(sound) // self.hop
+    if not frames:
+      raise MediaError(f"The sound has {len(sound)} samples; it must have {self.hop} at least.")
+    count, length = math.ceil(frames / self.chunk), min(frames, self.chunk)
+    inputs = np.zeros((count * length, self.bins), np.float32)
+    inputs[:frames] = self._spectrogram(sound)
+    grid = np.zeros((count * length, 3), np.int32)
+    grid[:, 0] = np.arange(count * length) % length
+    grid[frames:] = -1
+    features = self.features(len(sound))
+    shape = (count, length, -1)
+    return Processed(inputs.reshape(shape), grid.reshape(shape), self.text(features), features)
+
+  def _spectrogram(self, sound: np.ndarray) -> np.ndarray:
+    """[S // hop, bins]; eight decades below the loudest at most, about 0."""
+    padded = np.pad(sound, self.window // 2, mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(padded, self.window)[:: self.hop][: len(sound) // self.hop]
+    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(self.window) / self.window)
+    filters = _mel_filters(self.bins, self.window, self.rate)
+    blocks = [windows[i : i + 4096] for i in range(0, len(windows), 4096)]  # float64 of all would be 20 times the sound
+    power = np.concatenate([np.abs(np.fft.rfft(block * hann)) ** 2 @ filters for block in blocks])
+    log = np.log10(np.maximum(power, 1e-10)).astype(np.float32)
+    return (np.maximum(log, log.max() - 8) + 4) / 4
+
+
+@lru_cache
+def _mel_filters(bins: int, window: int, rate: int) -> np.ndarray:
+  """[window // 2 + 1, bins] triangles of equal area, even in Slaney's mel: linear to 1 kHz, then logarithmic."""
+  step = math.log(6.4) / 27
+  top = 15 + math.log(rate / 2 / 1000) / step
+  mels = np.linspace(0, top, bins + 2)
+  edges = np.where(mels < 15, mels * 200 / 3, 1000 * np.exp(step * (mels - 15)))
+  at = np.linspace(0, rate / 2, window // 2 + 1)[:, None]
+  rising, falling = (at - edges[:-2]) / np.diff(edges)[:-1], (edges[2:] - at) / np.diff(edges)[1:]
+  return np.maximum(0, np.minimum(rising, falling)) * (2 / (edges[2:] - edges[:-2]))

@@ -1,0 +1,36 @@
+"""What a tower and the prompt get for one image, video or sound."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Processed:
+  """One image, video or sound as a tower takes it, and the text that stands for it. Nothing is padded but sound chunks.
+
+  inputs: [N,T,P] float32; N slots of the tower (tiles of an image, frames of a video, chunks of a sound; 1 for most
+    images), T patches (or frames of a spectrogram) each, P values. The P values of a patch are in the order of the
+    reference's weights (a convolution [W,C,(t),p,p] flattens to C,(t),p,p).
+  grid: [N,T,3] int32 (time, row, column) of each patch, counted as the reference counts positions: rows and columns
+    within the slot, time by the slot of a video and by the frame within a chunk of sound. -1 at padding.
+  text: what replaces the placeholder in the prompt: special tokens with one feature token per feature.
+  features: the number of features (feature tokens in `text`).
+  """
+
+  inputs: np.ndarray
+  grid: np.ndarray
+  text: str
+  features: int
+
+
+@dataclass(frozen=True)
+class FeatureText:
+  """One `token` per feature, between `start` and `end`."""
+
+  token: str
+  start: str = ""
+  end: str = ""
+
+  def __call__(self, features: int) -> str:
+    return self.start + self.token * features + self.end
