@@ -978,8 +978,7 @@ class ConfigKeys(TypedDict, total=False):
   """Devices that split the residual width. Default: 1."""
 
   image_path: str
-  """Image file for decoding, several separated by commas; '' is none. Not supported yet: models take text and images
-  only for now. Default: ''."""
+  """Image file for decoding, several separated by commas; '' is none. Default: ''."""
 
   image_placeholder: str
   """Text that marks an image's place in the prompt. Default: '<|image|>'."""

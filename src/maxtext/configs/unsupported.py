@@ -158,7 +158,8 @@ _HLO = (
 )  # fmt: skip
 _JAXPR = ("dump_jaxpr", "dump_jaxpr_local_dir", "dump_jaxpr_delete_local_after", "dump_jaxpr_gcs_dir")
 _VISION = (
-  "dtype_mm", "remat_policy_for_vit", "freeze_vision_encoder_params", "image_placeholder", "image_size_for_vit",
+  "dtype_mm", "remat_policy_for_vit", "freeze_vision_encoder_params", "image_path", "image_placeholder",
+  "image_size_for_vit",
   "hidden_size_for_vit", "intermediate_size_for_vit", "num_attention_heads_for_vit", "num_channels_for_vit",
   "num_hidden_layers_for_vit", "patch_size_for_vit", "vision_output_length",
 )  # fmt: skip

@@ -15,15 +15,25 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the text that a model writes before its answer. Templates read the first or the last of them."""
 
 
-def template_messages(messages: Any) -> list[dict[str, Any]]:
+def template_messages(messages: Any, images: bool = False) -> list[dict[str, Any]]:
   """The messages as templates expect them; fields that no template knows are left out.
+
+  With `images`, parts of images are allowed: their messages have a list of parts, in which an image is only its type.
 
   Raises:
     ConfigError: they are no list of messages; the error names the message by its number from 0.
   """
   if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
     raise ConfigError("messages: it must be a list of at least one message.")
-  return [_message(message, number) for number, message in enumerate(messages)]
+  return [_message(message, number, images) for number, message in enumerate(messages)]
+
+
+def image_sources(messages: Any) -> list[Any]:
+  """The images of messages in their order: files, paths or URLs, from parts as OpenAI's API has them, or from
+  {"type": "image", "image": ...}."""
+  contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+  parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+  return [_image(part) for part in parts if _is_image(part)]
 
 
 def template_tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -37,7 +47,16 @@ def template_tools(tools: Any) -> list[dict[str, Any]] | None:
   return [dict(tool) for tool in tools]
 
 
-def _message(message: Any, number: int) -> dict[str, Any]:
+def _is_image(part: Any) -> bool:
+  return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def _image(part: Mapping[str, Any]) -> Any:
+  value = part.get(part["type"])
+  return value.get("url") if isinstance(value, Mapping) else value
+
+
+def _message(message: Any, number: int, images: bool) -> dict[str, Any]:
   where = f"messages.{number}"
   if not isinstance(message, Mapping) or "role" not in message:
     hint = " This one has 'from' and 'value': rename them by formatting_func_path." if _is_share_gpt(message) else ""
@@ -45,7 +64,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
   role = message["role"]
   if role not in ROLES:
     raise ConfigError(f"{where}.role: {role!r} is not one of {', '.join(ROLES)}.")
-  found = {"role": role, "content": _content(message.get("content"), f"{where}.content")}
+  found = {"role": role, "content": _content(message.get("content"), f"{where}.content", images)}
   for name in ("name", "tool_call_id"):
     if message.get(name) is not None:
       found[name] = _text(message[name], f"{where}.{name}")
@@ -60,11 +79,16 @@ def _is_share_gpt(message: Any) -> bool:
   return isinstance(message, Mapping) and {"from", "value"} <= message.keys()
 
 
-def _content(content: Any, where: str) -> str:
-  """The text of a message; parts of text are joined by line breaks."""
+def _content(content: Any, where: str, images: bool) -> str | list[dict[str, Any]]:
+  """The text of a message; parts of text are joined by line breaks, and stay parts where images are among them."""
   if content is None:
     return ""
   if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+    if images and any(map(_is_image, content)):
+      return [
+        {"type": "image"} if _is_image(part) else {"type": "text", "text": _text_part(part, f"{where}.{number}")}
+        for number, part in enumerate(content)
+      ]
     return "\n".join(_text_part(part, f"{where}.{number}") for number, part in enumerate(content))
   return _text(content, where)
 

@@ -166,11 +166,11 @@ class TextTokenizer:
       "eos": self.eos if self.add_eos else None,
     }
 
-  def encode(self, text: str) -> np.ndarray:
-    """Encodes a document to int32 tokens. Names of special tokens in it are plain text."""
+  def encode(self, text: str, special: bool = False) -> np.ndarray:
+    """Encodes a document to int32 tokens. Names of special tokens in it are plain text, unless `special`."""
     before = [self.bos] if self.add_bos else []
     after = [self.eos] if self.add_eos else []
-    return np.array([*before, *self.vocabulary.encode(text, special=False), *after], np.int32)
+    return np.array([*before, *self.vocabulary.encode(text, special), *after], np.int32)
 
   def decode(self, tokens: Iterable[int]) -> str:
     """Decodes tokens to text, without special tokens."""
@@ -182,7 +182,14 @@ class TextTokenizer:
       raise ConfigError("The tokenizer has no end-of-sequence token, which answers of a given form end with.")
     return self.vocabulary.for_grammars()
 
-  def chat(self, messages: Sequence[Message], *, answer: bool = False, **values: Any) -> np.ndarray:
+  def chat(
+    self,
+    messages: Sequence[Message],
+    *,
+    answer: bool = False,
+    expand: Callable[[str], str] | None = None,
+    **values: Any,
+  ) -> np.ndarray:
     """Encodes a conversation in the format of the chat template to int32 tokens.
 
     Special tokens come from the template only: their names in messages and values are plain text.
@@ -190,10 +197,13 @@ class TextTokenizer:
     Args:
       messages: the turns of the conversation.
       answer: whether to end with the opening of the assistant's next turn.
+      expand: changes the rendered text, in which names of special tokens are the template's own.
       **values: other variables of the template, such as `tools`.
     """
     guarded, messages, marked = self.guarded(messages, values)
     text = self.render(messages, answer=answer, **marked)
+    if expand is not None:
+      text = expand(text)
     return np.array(self._encode_rendered(text, special=True, guarded=guarded), np.int32)
 
   def guarded(

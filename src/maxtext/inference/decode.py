@@ -18,7 +18,9 @@ def decode(llm: LLM, sampling_params: SamplingParams, show: Show) -> None:
   """Completes the prompt of the configuration; shows the prompt and the output as it is generated."""
   c = llm.config
   show(c.prompt)
-  (output,) = llm.generate([c.prompt], _with_logprobs(llm, sampling_params), show)
+  images = [path.strip() for path in c.image_path.split(",") if path.strip()]
+  params = _with_logprobs(llm, sampling_params)
+  output = llm.complete(c.prompt, images, params, show) if images else llm.generate([c.prompt], params, show)[0]
   show("\n")
   for logprob, token in zip(output.logprobs or (), output.token_ids, strict=c.return_log_prob):
     show(f"{logprob:9.4f}  {token}\n")

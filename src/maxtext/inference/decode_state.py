@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.inference.sampling import SamplerOutput, SamplingState, TokenHistory, sample
+from maxtext.layers.embedding import merge_features
 from maxtext.layers.kv_cache import Cache, CacheSpec
 from maxtext.layers.multi_lora import with_rows
 from maxtext.layers.paged_kv_cache import insert_row
@@ -59,6 +60,20 @@ def init_decode_state(
   return DecodeState(cache, sequences, zeros, zeros, SamplingState.empty(slots, vocab), history, zeros)
 
 
+class MediaChunk(NamedTuple):
+  """Features of the tokens of a chunk that stand for media.
+
+  Attributes:
+    features: [1,S,E], each at its token.
+    indices: [1,S] the number of the feature of each token; -1 for tokens of text.
+    spans: [1,S] tokens with the same number other than 0 attend to each other in both directions; None if none do.
+  """
+
+  features: jax.typing.ArrayLike
+  indices: jax.typing.ArrayLike
+  spans: jax.typing.ArrayLike | None
+
+
 def decode_step(
   model: Model,
   params: Params,
@@ -88,13 +103,21 @@ def prefill(
   count: jax.Array,
   fresh: bool = False,
   adapters: jax.Array | None = None,
+  media: MediaChunk | None = None,
 ) -> Caches:
   """The cache of a row after the first `count` [1] tokens of [1,S], which begin at position `start`.
 
-  `adapters` [1] is the slot of the row's adapter; None is the base.
+  `adapters` [1] is the slot of the row's adapter; None is the base. `media` are features of the tokens, if any.
   """
   positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-  _, _, updated = bind(model, params, adapters).hidden(tokens, positions, cache=row, count=count, fresh=fresh)
+  decoder, embeddings, spans = bind(model, params, adapters), None, None
+  if media is not None:
+    features, indices = jnp.asarray(media.features), jnp.asarray(media.indices)
+    embeddings = merge_features(decoder.embed(tokens, positions), features, indices)
+    spans = None if media.spans is None else jnp.asarray(media.spans)
+  _, _, updated = decoder.hidden(
+    tokens, positions, cache=row, count=count, fresh=fresh, embeddings=embeddings, spans=spans
+  )
   assert updated is not None
   return updated
 

@@ -36,13 +36,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext.checkpoint.checksum import added, checksums
-from maxtext.inference.decode_state import Caches, insert
+from maxtext.inference.decode_state import Caches, MediaChunk, insert
 from maxtext.inference.draft_model import DraftModel
+from maxtext.inference.multimodal import PromptMedia
 from maxtext.inference.programs import Programs
 from maxtext.inference.sampling import SamplerOutput, SamplingParams, SamplingState, full_token_bitmask
 from maxtext.layers.multi_lora import MultiLoraMatmul, is_rows, is_table
 from maxtext.layers.parameter_paths import is_one_layer, one_layer
 from maxtext.models.model import Model, Params
+from maxtext.models.spec import towers_of
 
 _MIN_CHUNK = 16  # shorter chunks are padded
 _MIN_CHUNK_SPLASH = 128  # the splash kernel needs whole blocks
@@ -53,6 +55,32 @@ class PrefillChunk(NamedTuple):
 
   start: int
   tokens: Sequence[int]
+
+
+class EncodedMedia(NamedTuple):
+  """The features of a prompt's media, on the host.
+
+  Attributes:
+    features: [F,E].
+    indices: [S] the feature of each token; -1 for tokens of text.
+    spans: [S] tokens with the same number other than 0 attend to each other in both directions; None if none do.
+  """
+
+  features: np.ndarray
+  indices: np.ndarray
+  spans: np.ndarray | None
+
+  def of_chunk(self, chunk: PrefillChunk, size: int) -> MediaChunk | None:
+    """The features of a chunk that is padded to `size` tokens; None where it has none."""
+    here = slice(chunk.start, chunk.start + len(chunk.tokens))
+    indices = _pad(self.indices[here], size, -1)
+    if (indices < 0).all():
+      return None
+    features = np.zeros((size, self.features.shape[1]), self.features.dtype)
+    features[indices >= 0] = self.features[indices[indices >= 0]]
+    at = np.where(indices >= 0, np.arange(size), -1).astype(np.int32)
+    spans = None if self.spans is None else _pad(self.spans[here], size, 0)[None]
+    return MediaChunk(features[None], at[None], spans)
 
 
 class Engine:
@@ -114,6 +142,7 @@ class Engine:
     shardings = jax.tree.map(lambda a: a.sharding, self.state)
     self._replicated = NamedSharding(model.execution.sharding.mesh, PartitionSpec())
     self._full_bitmask = jax.device_put(full_token_bitmask(slots, self.vocab), self._replicated)
+    self._encode = jax.jit(programs.encode, static_argnames="tower")
     self._prefill = jax.jit(programs.prefill)
     self._prefill_chunk = jax.jit(programs.prefill_chunk, donate_argnums=() if reuse_rows else 1)
     self._insert = jax.jit(partial(insert, programs.cache_specs()), donate_argnums=0, out_shardings=shardings)
@@ -226,33 +255,61 @@ class Engine:
       scores = self._score(self._params, _pad(tokens, size, 0)[None], np.full(1, adapter, np.int32))
     return np.asarray(scores)[0, : len(tokens) - 1]
 
-  def prefill_chunks(self, prompt: Sequence[int], start: int = 0) -> Iterator[PrefillChunk]:
+  def encode_media(self, media: PromptMedia) -> EncodedMedia:
+    """The features of a prompt's media, by the towers. An input is encoded by itself."""
+    found: list[np.ndarray] = []
+    indices, spans = np.full(len(media.keys), -1, np.int32), None
+    for tower in towers_of(self._spec):
+      if tower.name not in media.inputs:
+        continue
+      own, places = media.indices[tower.name], media.indices[tower.name] >= 0
+      each = [np.asarray(self._encode(self._params, one, tower=tower.name)) for one in media.inputs[tower.name]]
+      indices[places] = own[places] + sum(map(len, found))
+      if tower.bidirectional_features:
+        spans = np.where(places, own // len(each[0]) + 1, 0).astype(np.int32)
+      found += each
+    features = np.concatenate(found)
+    assert indices.max() == len(features) - 1, "every feature has a token"
+    return EncodedMedia(features, indices, spans)
+
+  def prefill_chunks(
+    self, prompt: Sequence[int], start: int = 0, spans: np.ndarray | None = None
+  ) -> Iterator[PrefillChunk]:
     """The chunks to prefill before `insert`: the tokens from `start` on without the last one.
 
-    A prompt of one token has one empty chunk, which creates its row.
+    A prompt of one token has one empty chunk, which creates its row. Tokens with the same number in `spans`, other than
+    0, are never in two chunks.
     """
-    most, end = self.chunk_sizes[-1], len(prompt) - 1
-    for first in range(start, max(end, 1), most):
-      yield PrefillChunk(first, prompt[first : min(first + most, end)])
+    most, end, first = self.chunk_sizes[-1], len(prompt) - 1, start
+    while first < max(end, 1):
+      last = min(first + most, end)
+      if spans is not None and 0 < last < end and spans[last] and spans[last] == spans[last - 1]:
+        last = int(np.flatnonzero(spans == spans[last])[0])
+      assert last > first or not end, "a span is longer than a chunk"
+      yield PrefillChunk(first, prompt[first:last])
+      first = max(last, first + 1)
 
-  def prefill_chunk(self, chunk: PrefillChunk, row: Caches | None = None, adapter: int = 0) -> Caches:
+  def prefill_chunk(
+    self, chunk: PrefillChunk, row: Caches | None = None, adapter: int = 0, media: EncodedMedia | None = None
+  ) -> Caches:
     """The cache of a row after a chunk. Chunks come in order, each with the row of the one before.
 
-    `adapter` is a slot of the tables, 0 for the base.
+    `adapter` is a slot of the tables, 0 for the base. `media` is that of the whole prompt.
     """
     size = next(size for size in self.chunk_sizes if size >= len(chunk.tokens))
     tokens, count = _pad(chunk.tokens, size, 0)[None], np.full(1, len(chunk.tokens), np.int32)
     adapters = np.full(1, adapter, np.int32)
+    features = None if media is None else media.of_chunk(chunk, size)
     if row is None:
       assert chunk.start == 0
-      return self._prefill(self._params, tokens, count, adapters)
-    return self._prefill_chunk(self._params, row, tokens, np.int32(chunk.start), count, adapters)
+      return self._prefill(self._params, tokens, count, adapters, features)
+    return self._prefill_chunk(self._params, row, tokens, np.int32(chunk.start), count, adapters, features)
 
-  def prefill(self, prompt: Sequence[int], adapter: int = 0) -> Caches:
+  def prefill(self, prompt: Sequence[int], adapter: int = 0, media: EncodedMedia | None = None) -> Caches:
     """The cache of a whole prompt, ready for `insert`."""
     row = None
-    for chunk in self.prefill_chunks(prompt):
-      row = self.prefill_chunk(chunk, row, adapter)
+    for chunk in self.prefill_chunks(prompt, spans=None if media is None else media.spans):
+      row = self.prefill_chunk(chunk, row, adapter, media)
     assert row is not None, "a prompt has at least one chunk"
     return row
 
@@ -418,7 +475,7 @@ def _doubling_sizes(first: int) -> Iterator[int]:
     first *= 2
 
 
-def _pad(tokens: Sequence[int], size: int, value: int) -> np.ndarray:
+def _pad(tokens: Sequence[int] | np.ndarray, size: int, value: int) -> np.ndarray:
   padded = np.full(size, value, np.int32)
   padded[: len(tokens)] = tokens
   return padded

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
@@ -24,6 +25,7 @@ from maxtext.inference.adapters import Adapter, AdapterManager, UnknownAdapterEr
 from maxtext.inference.disk_prefill_cache import DiskPrefillCache
 from maxtext.inference.draft_model import DraftModel
 from maxtext.inference.engine import Engine, dropless
+from maxtext.inference.multimodal import PromptEncoder, PromptMedia
 from maxtext.inference.prefix_cache import PrefixCache
 from maxtext.inference.sampling import MAX_STOP_TOKENS, SamplingParams
 from maxtext.inference.scheduler import Request, Scheduler
@@ -123,12 +125,18 @@ class InferenceModel:
       with self.adapters.use(name) as adapter:
         yield adapter
 
+  @cached_property
+  def prompts(self) -> PromptEncoder:
+    """What encodes prompts with or without images."""
+    return PromptEncoder.of(self.config, self.tokenizer)
+
   def make_request(
     self,
     prompt: Sequence[int],
     sampling_params: SamplingParams,
     grammar: "CompiledGrammar | None" = None,
     adapter: Adapter | None = None,
+    media: PromptMedia | None = None,
   ) -> Request:
     """A request for the scheduler; raises `ConfigError` if the prompt or a stop token is invalid.
 
@@ -138,14 +146,29 @@ class InferenceModel:
     if not 0 < len(prompt) <= longest:
       problem = f"has {len(prompt)} tokens, more than max_prefill_predict_length={longest}" if prompt else "is empty"
       raise ConfigError(f"The prompt {problem}.")
-    if invalid := [token for token in (*prompt, *sampling_params.stop_token_ids) if not 0 <= token < self.engine.vocab]:
+    text = prompt if media is None else [key for key in media.keys.tolist() if key >= 0]
+    if invalid := [token for token in (*text, *sampling_params.stop_token_ids) if not 0 <= token < self.engine.vocab]:
       raise ConfigError(f"{invalid[0]} is not a token id: token ids are 0 to {self.engine.vocab - 1}.")
     if len(sampling_params.stop_token_ids) > MAX_STOP_TOKENS:
       raise ConfigError(f"{len(sampling_params.stop_token_ids)} stop_token_ids are more than {MAX_STOP_TOKENS}.")
-    request = Request(prompt, sampling_params, grammar, adapter)
+    if media is not None:
+      self._check_media(media)
+    request = Request(prompt, sampling_params, grammar, adapter, media)
     if self.disk_prefill_cache:
       self.disk_prefill_cache.check(prompt, request.adapter_checksum)
     return request
+
+  def _check_media(self, media: PromptMedia) -> None:
+    if self.disk_prefill_cache:
+      raise ConfigError("prefill_cache_dir does not take prompts with images: leave it out.")
+    if media.keys[-1] < 0:
+      raise ConfigError("The prompt ends with an image: text must follow it.")
+    longest = max((np.diff(np.flatnonzero(np.diff(media.keys < 0, prepend=False, append=False)))[::2]), default=0)
+    if longest > (most := self.engine.chunk_sizes[-1]):
+      raise ConfigError(
+        f"An image has {longest} tokens, and at most {most} are prefilled at once: raise prefill_chunk_size or "
+        f"max_prefill_predict_length."
+      )
 
 
 def make_engine(

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeGuard, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, Unpack, cast
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from maxtext.inference.adapters import AdapterManager
 from maxtext.inference.detokenizer import IncrementalDetokenizer
 from maxtext.inference.engine import Engine, validate_params
 from maxtext.inference.inference_model import InferenceModel
+from maxtext.inference.multimodal import PromptMedia
 from maxtext.inference.resolve import resolve_draft_model, resolve_model
 from maxtext.inference.sampling import SamplingParams
 from maxtext.inference.scheduler import FinishReason, Request
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
   from maxtext.configs.keys import ConfigKeys
 
 Prompt = str | Sequence[int]
+Image = Any  # a path, a file's bytes, a data URL or a PIL image
+_Encoded = tuple[list[int], PromptMedia | None]
 OnText = Callable[[str], None]
 AdapterName = str | Sequence[str | None] | None
 
@@ -183,6 +186,26 @@ class LLM:
     prompt_list = [prompts] if _is_single_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
     return self._generate([self._encode(prompt) for prompt in prompt_list], sampling_params, on_text, adapter)
 
+  def complete(
+    self,
+    prompt: str,
+    images: Sequence[Image],
+    sampling_params: SamplingParams | None = None,
+    on_text: OnText | None = None,
+  ) -> RequestOutput:
+    """Generates text for a prompt with images, which come first unless the text has `image_placeholder` for each.
+
+    With `use_chat_template`, they are the first message of a chat.
+    """
+    prompts = self._model.prompts
+    if self.config.use_chat_template:
+      content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": prompt}]
+      encoded = prompts.chat([{"role": "user", "content": content}], {})
+    else:
+      encoded = prompts.plain(prompt, images)
+    (output,) = self._generate([encoded], sampling_params, on_text, None)
+    return output
+
   def chat(
     self,
     messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -192,11 +215,13 @@ class LLM:
   ) -> list[RequestOutput]:
     """Generates the next assistant message of one conversation, or of each of several, by the chat template.
 
-    A message is a dict with `role` and `content`. Names of special tokens in the content are encoded as plain text.
+    A message is a dict with `role` and `content`, a text or a list of parts: {"type": "text", "text": ...}, and
+    {"type": "image", "image": ...} with a path, a file's bytes or a PIL image, or OpenAI's `image_url` with a data URL.
+    Names of special tokens in the content are encoded as plain text.
     """
     conversations = [messages] if _is_conversation(messages) else cast(Sequence[Sequence[Message]], messages)
-    tokens = [self.tokenizer.chat(conversation, answer=True).tolist() for conversation in conversations]
-    return self._generate(tokens, sampling_params, on_text, adapter)
+    prompts = [self._model.prompts.chat(conversation, {}) for conversation in conversations]
+    return self._generate(prompts, sampling_params, on_text, adapter)
 
   def score(self, token_ids: Sequence[int], adapter: str | None = None) -> np.ndarray:
     """Log-probabilities of tokens, each given the tokens before it, by the forward pass of training.
@@ -256,14 +281,14 @@ class LLM:
     model = self.engine.model
     self.engine.update_params(model.unstack_layers(validate_params(model.params | model.buffers, params)), version)
 
-  def _encode(self, prompt: Prompt) -> list[int]:
+  def _encode(self, prompt: Prompt) -> _Encoded:
     if not isinstance(prompt, str):
-      return [int(token) for token in prompt]
-    return encode_prompt(self.tokenizer, prompt, self.config.use_chat_template)
+      return [int(token) for token in prompt], None
+    return encode_prompt(self.tokenizer, prompt, self.config.use_chat_template), None
 
   def _generate(
     self,
-    prompts: list[list[int]],
+    prompts: list[_Encoded],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     on_text: OnText | None,
     adapter: AdapterName,
@@ -278,8 +303,8 @@ class LLM:
     with ExitStack() as in_use:
       adapters = {name: in_use.enter_context(self._model.use_adapter(name)) for name in dict.fromkeys(names)}
       requests = [
-        self._model.make_request(prompt, self._with_eos(params), adapter=adapters[name])
-        for prompt, params, name in zip(prompts, each, names, strict=True)
+        self._model.make_request(prompt, self._with_eos(params), adapter=adapters[name], media=media)
+        for (prompt, media), params, name in zip(prompts, each, names, strict=True)
       ]
       with self._generate_lock:
         try:

@@ -12,6 +12,7 @@ from maxtext.inference.block_table import BlockTable
 from maxtext.inference.decode_state import (
   Caches,
   DecodeState,
+  MediaChunk,
   bind,
   commit,
   decode_step,
@@ -90,18 +91,36 @@ class Programs:
       return state
     return state._replace(cache=state.cache + self.draft_model.init_cache(params, self.slots, self.max_model_len))
 
-  def prefill(self, params: Params, tokens: jax.Array, count: jax.Array, adapter: jax.Array) -> Caches:
+  def encode(self, params: Params, inputs: jax.Array, tower: str) -> jax.Array:
+    """The features [T,E] that a tower makes of one input [T,P]."""
+    return self.row_model.bind(params).towers[tower](inputs[None])[0]
+
+  def prefill(
+    self,
+    params: Params,
+    tokens: jax.Array,
+    count: jax.Array,
+    adapter: jax.Array,
+    media: MediaChunk | None = None,
+  ) -> Caches:
     """A new row after the first `count` [1] tokens of [1,S], by the adapter [1] in a slot of the tables."""
     row = self.row_model.bind(params).init_cache(1, self.max_model_len)
     if self.draft_model is not None:
       row = row + self.draft_model.init_cache(params, 1, self.max_model_len)
-    return self._prefill(params, row, tokens, jnp.zeros((), jnp.int32), count, adapter, fresh=True)
+    return self._prefill(params, row, tokens, jnp.zeros((), jnp.int32), count, adapter, fresh=True, media=media)
 
   def prefill_chunk(
-    self, params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array, adapter: jax.Array
+    self,
+    params: Params,
+    row: Caches,
+    tokens: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    adapter: jax.Array,
+    media: MediaChunk | None = None,
   ) -> Caches:
     """A row after `count` [1] more tokens of [1,S], which begin at position `start`."""
-    return self._prefill(params, row, tokens, start, count, adapter, fresh=False)
+    return self._prefill(params, row, tokens, start, count, adapter, fresh=False, media=media)
 
   def score(self, params: Params, tokens: jax.Array, adapters: jax.Array) -> jax.Array:
     """Float32 log-probabilities [B,S-1] of all tokens [B,S] but the first, by the forward pass of training."""
@@ -158,9 +177,10 @@ class Programs:
     count: jax.Array,
     adapter: jax.Array,
     fresh: bool,
+    media: MediaChunk | None,
   ) -> Caches:
     own, draft = self._split(row)
-    cache = prefill(self.row_model, params, own, tokens, start, count, fresh, adapter)
+    cache = prefill(self.row_model, params, own, tokens, start, count, fresh, adapter, media)
     if self.draft_model is None:
       return cache
     return cache + self.draft_model.prefill(params, draft, tokens, start, count, fresh)

@@ -25,7 +25,8 @@ import numpy as np
 from maxtext.inference.adapters import Adapter
 from maxtext.inference.decode_state import Caches
 from maxtext.inference.disk_prefill_cache import DiskPrefillCache
-from maxtext.inference.engine import Engine, PrefillChunk
+from maxtext.inference.engine import EncodedMedia, Engine, PrefillChunk
+from maxtext.inference.multimodal import PromptMedia
 from maxtext.inference.prefix_cache import PrefixCache
 from maxtext.inference.sampling import SamplerOutput, SamplingParams
 
@@ -37,17 +38,23 @@ FinishReason = Literal["stop", "length", "cancelled", "grammar_error", "failed"]
 
 @dataclass(eq=False)
 class Request:
-  """A prompt, its sampling parameters, and its adapter, if any. Requests are compared by identity."""
+  """A prompt with its media, its sampling parameters, and its adapter, if any. Requests are compared by identity."""
 
   prompt: Sequence[int]
   sampling_params: SamplingParams = field(default_factory=SamplingParams)
   grammar: "CompiledGrammar | None" = None
   adapter: Adapter | None = None
+  media: PromptMedia | None = None
 
   @property
   def adapter_slot(self) -> int:
     """The slot of its adapter in the engine's tables; 0 is the base."""
     return 0 if self.adapter is None else self.adapter.slot
+
+  @property
+  def keys(self) -> Sequence[int]:
+    """What tells its KV cache from those of other prompts: its tokens, or numbers made of media in their places."""
+    return self.prompt if self.media is None else self.media.keys.tolist()
 
   @property
   def adapter_checksum(self) -> str:
@@ -89,6 +96,10 @@ class _RunningRequest:
   def tokens(self) -> list[int]:
     return [*self.request.prompt, *self.output]
 
+  @property
+  def keys(self) -> list[int]:
+    return [*self.request.keys, *self.output]
+
 
 @dataclass
 class _PrefillingRequest:
@@ -99,12 +110,13 @@ class _PrefillingRequest:
   chunks: deque[PrefillChunk]
   num_updates: int  # of the engine's parameters, when prefill began
   row: Caches | None = None
+  media: EncodedMedia | None = None
 
 
 class _LastPrefill(NamedTuple):
-  """The tokens that were prefilled last, by which adapter, and their row."""
+  """The keys of the tokens that were prefilled last, by which adapter, and their row."""
 
-  tokens: Sequence[int]
+  keys: Sequence[int]
   adapter: str
   row: Caches | None
 
@@ -212,22 +224,24 @@ class Scheduler:
         if not self._waiting or not free or not self._allocate(free[0], self._waiting[0]):
           return
         running = self._waiting.popleft()
-      tokens, adapter = running.tokens, running.request.adapter_checksum
-      if self._share_last_prefill and self._last_prefill[:2] == (tokens, adapter):
+      keys, adapter = running.keys, running.request.adapter_checksum
+      if self._share_last_prefill and self._last_prefill[:2] == (keys, adapter):
         self._prefilling = _PrefillingRequest(running, free[0], deque(), self._num_updates, self._last_prefill.row)
       else:
-        start, row = self._prefix_cache.lookup(tokens, adapter) if self._prefix_cache else (0, None)
-        chunks = deque(self._engine.prefill_chunks(tokens, start))
-        self._prefilling = _PrefillingRequest(running, free[0], chunks, self._num_updates, row)
+        start, row = self._prefix_cache.lookup(keys, adapter) if self._prefix_cache else (0, None)
+        media = self._encode_media(running, start)
+        spans = None if media is None else media.spans
+        chunks = deque(self._engine.prefill_chunks(running.tokens, start, spans))
+        self._prefilling = _PrefillingRequest(running, free[0], chunks, self._num_updates, row, media)
     prefilling = self._prefilling
     running, slot, current = prefilling.running, prefilling.slot, prefilling.num_updates == self._num_updates
     request = running.request
     if prefilling.chunks:
       chunk = prefilling.chunks.popleft()
-      prefilling.row = self._engine.prefill_chunk(chunk, prefilling.row, request.adapter_slot)
+      prefilling.row = self._engine.prefill_chunk(chunk, prefilling.row, request.adapter_slot, prefilling.media)
       if self._prefix_cache and current and chunk.tokens and not running.output:
         end = chunk.start + len(chunk.tokens)
-        self._prefix_cache.store(request.prompt, end, prefilling.row, request.adapter_checksum)
+        self._prefix_cache.store(request.keys, end, prefilling.row, request.adapter_checksum)
     if prefilling.chunks:
       return
     assert prefilling.row is not None
@@ -235,10 +249,19 @@ class Scheduler:
       prefilling.row, slot, request.prompt, request.sampling_params, running.output, request.adapter_slot
     )
     if self._share_last_prefill and current:
-      self._last_prefill = _LastPrefill(running.tokens, request.adapter_checksum, prefilling.row)
+      self._last_prefill = _LastPrefill(running.keys, request.adapter_checksum, prefilling.row)
     if request.grammar and not running.output:
       running.matcher = request.grammar.start_matcher()
     self._slots[slot], self._prefilling = running, None
+
+  def _encode_media(self, running: _RunningRequest, start: int) -> EncodedMedia | None:
+    """The features of a prompt's media; None if it has none from `start` on."""
+    media = running.request.media
+    if media is None or (media.keys[start:] >= 0).all():
+      return None
+    found, more = self._engine.encode_media(media), len(running.output)
+    spans = None if found.spans is None else np.pad(found.spans, (0, more))
+    return found._replace(indices=np.pad(found.indices, (0, more), constant_values=-1), spans=spans)
 
   def _allocate(self, slot: int, running: _RunningRequest) -> bool:
     """Allocates the pages that the next step writes to: for all tokens of the request and its draft tokens."""

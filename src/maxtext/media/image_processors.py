@@ -52,6 +52,10 @@ class SquareImages:
   how: Filter = "bilinear"
   crops: PanAndScan | None = None
 
+  @property
+  def token(self) -> str:
+    return self.text.token
+
   def features(self, height: int, width: int) -> int:
     return self.features_each * (1 + len(self._boxes(height, width)))
 
@@ -128,6 +132,10 @@ class FittedImages:
   budget: PixelBudget | FeatureBudget
   text: FeatureText
   how: Filter = "bicubic"
+
+  @property
+  def token(self) -> str:
+    return self.text.token
 
   def features(self, height: int, width: int) -> int:
     height, width = self.budget.size(height, width)

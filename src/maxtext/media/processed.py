@@ -1,8 +1,12 @@
 """What a tower and the prompt get for one image, video or sound."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+  from PIL.Image import Image
 
 
 @dataclass(frozen=True)
@@ -34,3 +38,14 @@ class FeatureText:
 
   def __call__(self, features: int) -> str:
     return self.start + self.token * features + self.end
+
+
+class ImageProcessor(Protocol):
+  """Makes inputs of a tower of images."""
+
+  @property
+  def token(self) -> str:
+    """The name of the token that stands for a feature."""
+    ...
+
+  def __call__(self, image: "Image") -> Processed: ...

@@ -21,6 +21,7 @@ from maxtext.layers.execution import ExecutionConfig, Numerics, Sharding
 from maxtext.layers.lora import is_adapter
 from maxtext.layers.matmul import UnfitWeightError
 from maxtext.layers.weight_format import PlainFormat
+from maxtext.media.processed import ImageProcessor
 from maxtext.models import families
 from maxtext.models.execution.adapters import adapters, check_adapters
 from maxtext.models.execution.execution import execution_of_model, sharding_rules
@@ -32,7 +33,8 @@ from maxtext.models.weight_table import Table
 
 
 class Family(Protocol):
-  """The interface of a module in `families`; it also has `WEIGHTS` or `weights(spec)`, and `HUGGING_FACE`."""
+  """The interface of a module in `families`; it also has `WEIGHTS` or `weights(spec)`, `HUGGING_FACE`, and with towers
+  `processors(config)`."""
 
   def spec(self, config: MaxTextConfig) -> DecoderSpec:
     """The decoder that a configuration describes; a `ModelSpec` where it has towers."""
@@ -134,6 +136,12 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
         f"{key}={plain_value(value)} has no effect here, on decoder_block={config.decoder_block.value}: leave it out."
       )
   return spec
+
+
+def media_processors(config: MaxTextConfig) -> dict[str, ImageProcessor]:
+  """What makes inputs of each tower, by its name; {} for a model of text alone."""
+  family = FAMILIES[config.decoder_block]
+  return family.processors(config) if config.use_multimodal and hasattr(family, "processors") else {}
 
 
 def weight_table(config: MaxTextConfig, spec: DecoderSpec) -> Table:

@@ -9,6 +9,9 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.attention import QueryKeyNorm
 from maxtext.layers.norm import RMSNormSpec
 from maxtext.layers.patches import PooledProjector
+from maxtext.media.image_processors import SquareImages
+from maxtext.media.patches import Patches
+from maxtext.media.processed import FeatureText
 from maxtext.models import siglip, standard
 from maxtext.models.hugging_face import (
   CAPPED,
@@ -56,6 +59,13 @@ def weights(spec: DecoderSpec) -> Table:
 def hugging_face(config: MaxTextConfig) -> HuggingFace:
   """The class of the text model, or of the one with images."""
   return _WITH_IMAGES if config.use_multimodal else HUGGING_FACE
+
+
+def processors(config: MaxTextConfig) -> dict[str, SquareImages]:
+  """What makes inputs of the towers of images."""
+  text = FeatureText("<image_soft_token>", "\n\n<start_of_image>", "<end_of_image>\n\n")
+  c, side = config, siglip.patches_per_side(config) * config.patch_size_for_vit
+  return {"vision": SquareImages(Patches(c.patch_size_for_vit), side, _tokens_per_image(c), text)}
 
 
 def _vision(c: MaxTextConfig) -> TowerSpec:

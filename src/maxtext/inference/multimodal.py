@@ -1,0 +1,135 @@
+"""Prompts with images: the tokens that stand for them, and the inputs of the model's towers."""
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.data.chat_messages import image_sources, template_messages
+from maxtext.data.tokenizers import TextTokenizer
+from maxtext.media.images import load_image
+from maxtext.media.processed import ImageProcessor, Processed
+from maxtext.media.sources import MediaError
+from maxtext.models.build import media_processors
+
+VISION = "vision"
+_DATA_URL = re.compile(r"data:[\w/+.-]*;base64,", re.ASCII)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptMedia:
+  """What the towers encode for a prompt of S tokens.
+
+  Attributes:
+    inputs: {tower: [N,T,P]}, in the order of the prompt.
+    indices: {tower: [S]} the feature of each token, counted over the N inputs; -1 for other tokens.
+    keys: [S] the tokens, and negative numbers made of the content where they stand for media. Prompts with equal keys
+      have equal KV caches.
+  """
+
+  inputs: Mapping[str, np.ndarray]
+  indices: Mapping[str, np.ndarray]
+  keys: np.ndarray
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+  """Encodes prompts that may have images.
+
+  Attributes:
+    tokenizer: of the model.
+    processor: makes inputs of the tower of images; None for a model of text alone.
+    placeholder: what the chat template, or the user in a plain prompt, writes where an image stands.
+  """
+
+  tokenizer: TextTokenizer
+  processor: ImageProcessor | None
+  placeholder: str
+
+  @staticmethod
+  def of(config: MaxTextConfig, tokenizer: TextTokenizer) -> "PromptEncoder":
+    """The encoder of a model."""
+    return PromptEncoder(tokenizer, media_processors(config).get(VISION), config.image_placeholder)
+
+  def chat(self, messages: Any, values: Mapping[str, Any]) -> tuple[list[int], PromptMedia | None]:
+    """The tokens that are prefilled for the assistant's answer to messages, and their media.
+
+    Raises:
+      ConfigError: the messages, or an image among them, cannot be read.
+    """
+    sources = image_sources(messages)
+    if not sources:
+      return self.tokenizer.chat(template_messages(messages), answer=True, **values).tolist(), None
+    images = self._process(sources)
+    parts = template_messages(messages, images=True)
+    tokens = self.tokenizer.chat(parts, answer=True, expand=lambda text: self._expanded(text, images), **values)
+    return self._placed(tokens, images)
+
+  def plain(self, prompt: str, sources: Sequence[Any]) -> tuple[list[int], PromptMedia | None]:
+    """The tokens of a text and its images, which come first unless the text has their placeholders."""
+    if not sources:
+      return self.tokenizer.encode(prompt).tolist(), None
+    images = self._process(sources)
+    missing = len(images) - prompt.count(self.placeholder)
+    text = self._expanded(self.placeholder * max(missing, 0) + prompt, images)
+    return self._placed(self.tokenizer.encode(text, special=True), images)
+
+  def _process(self, sources: Sequence[Any]) -> list[Processed]:
+    if self.processor is None:
+      raise ConfigError("This model reads text only here: write use_multimodal=true, if it has an image encoder.")
+    found = []
+    for number, source in enumerate(sources):
+      try:
+        found.append(self.processor(load_image(_source(source))))
+      except MediaError as error:
+        raise ConfigError(f"image {number}: {error}") from None
+    return found
+
+  def _expanded(self, text: str, images: Sequence[Processed]) -> str:
+    """The text with what stands for each image in place of its placeholder."""
+    there = text.count(self.placeholder)
+    if there != len(images):
+      raise ConfigError(
+        f"The prompt has {there} placeholders {self.placeholder!r} for {len(images)} images: see image_placeholder, "
+        f"and whether the chat template takes images."
+      )
+    texts = iter(images)
+    return re.sub(re.escape(self.placeholder), lambda _: next(texts).text, text)
+
+  def _placed(self, tokens: np.ndarray, images: Sequence[Processed]) -> tuple[list[int], PromptMedia]:
+    assert self.processor is not None
+    name, total = self.processor.token, sum(image.features for image in images)
+    ids = self.tokenizer.vocabulary.encode(name, special=True)
+    places = np.flatnonzero(tokens == ids[0]) if len(ids) == 1 else np.zeros(0, int)
+    if len(ids) != 1 or len(places) != total:
+      raise ConfigError(
+        f"The prompt has {len(places)} tokens {name!r} for {total} features of its images: the tokenizer needs this "
+        f"token, and the text must not contain its name."
+      )
+    keys, indices = tokens.astype(np.int64), np.full(len(tokens), -1, np.int32)
+    indices[places] = np.arange(total)
+    for place, image in zip(
+      np.split(places, np.cumsum([image.features for image in images])[:-1]), images, strict=True
+    ):
+      keys[place] = -1 - int.from_bytes(hashlib.sha256(image.inputs.tobytes()).digest()[:7], "big")
+    inputs = np.concatenate([image.inputs for image in images])
+    return tokens.tolist(), PromptMedia({VISION: inputs}, {VISION: indices}, keys)
+
+
+def _source(source: Any) -> Any:
+  """A file's bytes from a data URL; anything else as it is."""
+  if not isinstance(source, str) or not source.startswith("data:"):
+    return source
+  head = _DATA_URL.match(source)
+  if head is None:
+    raise MediaError("a data URL must be base64: data:image/png;base64,...")
+  try:
+    return base64.b64decode(source[head.end() :], validate=True)
+  except (binascii.Error, ValueError):
+    raise MediaError("the data URL has no valid base64.") from None

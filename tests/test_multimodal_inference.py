@@ -1,0 +1,199 @@
+"""Prompts with images give the tokens of the reference, whole or in chunks, alone or beside others."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+
+from maxtext import LLM, ConfigError, SamplingParams
+from tests.test_parity import randomize
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("PIL")
+
+TEMPLATE = (
+  "{{ bos_token }}{% for message in messages %}<start_of_turn>{{ message.role }}\n"
+  "{% if message.content is string %}{{ message.content }}"
+  "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<start_of_image>"
+  "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}"
+  "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+SPECIAL = (
+  "<s>", "</s>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<image_soft_token>", "<end_of_image>",
+)  # fmt: skip
+KEYS = {
+  "use_multimodal": True, "image_placeholder": "<start_of_image>", "max_target_length": 96,
+  "max_prefill_predict_length": 72, "per_device_batch_size": 2, "dtype": "float32", "attention": "dot_product",
+  "jax_cache_dir": "", "use_chat_template": True,
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A tiny Gemma 3 with images, as published ones are: weights, config.json, tokenizer, chat template."""
+  import transformers
+  from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+  root = tmp_path_factory.mktemp("gemma3")
+  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+  bpe = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+  bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+  bpe.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+  bpe.save(str(root / "tokenizer.json"))
+  about = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+  (root / "tokenizer_config.json").write_text(json.dumps(about))
+  image = bpe.token_to_id("<image_soft_token>")
+  config = transformers.Gemma3Config(
+    text_config={
+      "vocab_size": bpe.get_vocab_size(), "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 6,
+      "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16,
+      "sliding_window": 16,
+    },
+    vision_config={
+      "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
+      "patch_size": 4, "vision_use_head": False,
+    },
+    mm_tokens_per_image=4, image_token_index=image, attn_implementation="eager",
+  )  # fmt: skip
+  torch.manual_seed(0)
+  model = transformers.Gemma3ForConditionalGeneration(config).float().eval()
+  with torch.no_grad():
+    for value in model.parameters():
+      randomize(value)
+  model.save_pretrained(root)
+  return root, model, image
+
+
+def picture(seed, size=(20, 12)):
+  from PIL import Image
+
+  return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8))
+
+
+def as_url(image):
+  file = io.BytesIO()
+  image.save(file, "PNG")
+  return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def question(*images, text="what is it?"):
+  parts = [{"type": "image", "image": image} for image in images]
+  return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def reference_tokens(folder, llm, images, prompt, count):
+  """Greedy tokens of the reference for the tokens of a prompt, and their log-probabilities."""
+  from maxtext.models.build import media_processors
+
+  _, model, image_token = folder
+  processor = media_processors(llm.config)["vision"]
+  patches = np.concatenate([processor(image).inputs for image in images])
+  pixels = patches.reshape(-1, 4, 4, 3, 4, 4).transpose(0, 3, 1, 4, 2, 5).reshape(-1, 3, 16, 16)
+  tokens, logprobs = list(prompt), []
+  for _ in range(count):
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+      logits = model(
+        input_ids=ids, pixel_values=torch.from_numpy(pixels), token_type_ids=(ids == image_token).long(),
+        attention_mask=torch.ones_like(ids),
+      ).logits  # fmt: skip
+    tokens.append(int(logits[0, -1].argmax()))
+    logprobs.append(float(logits[0, -1].log_softmax(-1).max()))
+  return tokens[len(prompt) :], logprobs
+
+
+def are_same(outputs, others):
+  """Whether tokens and log-probabilities are."""
+  return all(
+    a.token_ids == b.token_ids and np.allclose(a.logprobs, b.logprobs, atol=1e-4)
+    for a, b in zip(outputs, others, strict=True)
+  )
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+  return LLM(folder[0], **KEYS)
+
+
+def test_answers_about_images_are_the_references(folder, llm):
+  one, two = picture(0), picture(1, (3, 31))
+  conversations = [question(one), question(one, two, text="which?"), question(text="and without?")]
+  outputs = llm.chat(conversations, GREEDY)
+  for images, output in zip([[one], [one, two]], outputs[:2], strict=True):
+    assert output.prompt_token_ids.count(folder[2]) == 4 * len(images)
+    tokens, logprobs = reference_tokens(folder, llm, images, output.prompt_token_ids, len(output.token_ids))
+    assert list(output.token_ids) == tokens
+    np.testing.assert_allclose(output.logprobs, logprobs, atol=1e-4)
+  assert folder[2] not in outputs[2].prompt_token_ids
+  assert not are_same(outputs[:1], llm.chat(question(two), GREEDY))
+
+
+def test_a_path_bytes_and_a_data_url_are_the_same_image(llm, tmp_path):
+  image = picture(2)
+  image.save(tmp_path / "a.png")
+  by_url = [{"role": "user", "content": [
+    {"type": "image_url", "image_url": {"url": as_url(image)}}, {"type": "text", "text": "what is it?"},
+  ]}]  # fmt: skip
+  sources = [question(image), question(str(tmp_path / "a.png")), question((tmp_path / "a.png").read_bytes()), by_url]
+  first, *others = (llm.chat(source, GREEDY) for source in sources)
+  assert all(are_same(first, other) for other in others)
+
+
+def test_chunks_and_prefix_caching_change_nothing(folder, llm):
+  """Chunks of 16 tokens would cut the second image; prefixes are told apart by what is in an image."""
+  one, two = picture(0), picture(1)
+  text = "is it larger than a chunk?"
+  conversations = [question(one, text=text), question(one, two, text="which?"), question(two, text=text)]
+  wanted = llm.chat(conversations, GREEDY)
+  assert not are_same(wanted[:1], wanted[2:])
+  changes = {"use_chunked_prefill": True, "prefill_chunk_size": 16, "enable_prefix_caching": True}
+  chunked = LLM(folder[0], **(KEYS | changes))
+  for _ in range(2):
+    assert are_same(chunked.chat(conversations, GREEDY), wanted)
+
+
+@pytest.mark.parametrize(
+  ("messages", "said"),
+  [
+    (question(b"no image"), "image 0"),
+    (
+      [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,@@"}}]}],
+      "base64",
+    ),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/nowhere.png"}}]}], "image 0"),
+    ([{"role": "user", "content": [{"type": "image", "image": None}]}], "image 0"),
+    ([{"role": "user", "content": [{"type": "video", "video": "a"}]}], "only parts of type"),
+  ],
+)
+def test_what_is_no_image_is_named(llm, messages, said):
+  with pytest.raises(ConfigError, match=said):
+    llm.chat(messages, GREEDY)
+
+
+def test_the_names_of_image_tokens_in_text_are_text(folder, llm):
+  """They cannot stand for an image that is not there."""
+  (output,) = llm.chat(question(text="<start_of_image><image_soft_token>"), GREEDY)
+  assert folder[2] not in output.prompt_token_ids
+  (output,) = llm.chat(question(picture(0), text="<start_of_image><image_soft_token>"), GREEDY)
+  assert output.prompt_token_ids.count(folder[2]) == 4
+
+
+def test_decode_with_an_image_path(folder, tmp_path, capsys):
+  from maxtext.cli.main import main
+
+  picture(0).save(tmp_path / "a.png")
+  keys = [f"{name}={json.dumps(value) if isinstance(value, bool) else value}" for name, value in KEYS.items()]
+  command = ["decode", str(folder[0]), "prompt=what is it?", f"image_path={tmp_path / 'a.png'}", *keys]
+  assert main(command) in (0, None)
+  shown = capsys.readouterr().out
+  assert shown.startswith("what is it?")
+  assert len(shown.strip()) > len("what is it?")
+
+
+def test_a_model_of_text_names_the_key(folder):
+  llm = LLM(folder[0], **(KEYS | {"use_multimodal": False}))
+  with pytest.raises(ConfigError, match="use_multimodal=true"):
+    llm.chat(question(picture(0)), GREEDY)
