@@ -17,6 +17,7 @@ from maxtext.data.conversations import (
   end_of_turn,
   join_sequences,
 )
+from maxtext.inference.multimodal import PromptEncoder
 from maxtext.serving.protocol import ChatCompletionRequest, RequestLimits, parse
 from tests.chat_templates import SPECIAL, TEMPLATES, make_tokenizer, open_tokenizer
 
@@ -68,7 +69,7 @@ def folder(tmp_path_factory):
 def prefilled(tokenizer, messages, **fields):
   """What the server prefills for this request, by its own parser."""
   body = json.dumps({"model": "m", "messages": messages, **fields}).encode()
-  return parse(ChatCompletionRequest, body, LIMITS).prompt_token_ids(tokenizer)[0]
+  return parse(ChatCompletionRequest, body, LIMITS).encoded(PromptEncoder(tokenizer, None, "<image>", 1000))[0][0]
 
 
 def trained(sequences):

@@ -1,5 +1,6 @@
 """Prompts with images give the tokens of the reference, whole or in chunks, alone or beside others."""
 
+import asyncio
 import base64
 import io
 import json
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from maxtext import LLM, ConfigError, SamplingParams
+from tests.inference_support import answering, ask
 from tests.test_parity import randomize
 
 torch = pytest.importorskip("torch")
@@ -197,3 +199,46 @@ def test_a_model_of_text_names_the_key(folder):
   llm = LLM(folder[0], **(KEYS | {"use_multimodal": False}))
   with pytest.raises(ConfigError, match="use_multimodal=true"):
     llm.chat(question(picture(0)), GREEDY)
+
+
+def asked(*urls, text="what is it?"):
+  parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+  content = [*parts, {"type": "text", "text": text}]
+  return {"model": "tiny", "max_tokens": 8, "temperature": 0, "messages": [{"role": "user", "content": content}]}
+
+
+def bomb():
+  """A small file of 400 megapixels."""
+  from PIL import Image
+
+  file = io.BytesIO()
+  Image.new("1", (20000, 20000)).save(file, "PNG")
+  return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def test_the_server_answers_about_images_as_the_engine_does(llm):
+  async def all_of_them():
+    with answering(llm._model) as (_, app):
+      url = as_url(picture(0))
+      status, body = await ask(app, "/v1/chat/completions", asked(url))
+      assert status == 200, body
+      answer, (wanted,) = json.loads(body), llm.chat(question(picture(0)), GREEDY)
+      assert answer["choices"][0]["message"]["content"] == wanted.text
+      assert answer["usage"]["prompt_tokens"] == len(wanted.prompt_token_ids)
+      hostile = {
+        "https://example.com/a.png": "only data URLs", "/etc/passwd": "only data URLs",
+        "file:///etc/passwd": "only data URLs",
+        "data:image/png;base64,AAAA": "image 0", "data:image/png,AAAA": "base64", bomb(): "image 0",
+        as_url(picture(0))[:200]: "image 0",
+      }  # fmt: skip
+      for url, said in hostile.items():
+        status, body = await ask(app, "/v1/chat/completions", asked(url))
+        assert (status, said in body) == (400, True), (url[:60], body)
+      status, body = await ask(app, "/v1/chat/completions", asked(*[as_url(picture(0, (1, 1)))] * 40))
+      assert (status, "tokens" in body) == (400, True), body
+      body = asked("") | {"messages": [{"role": "user", "content": [{"type": "image", "image": "/etc/passwd"}]}]}
+      assert (await ask(app, "/v1/chat/completions", body))[0] == 400
+      status, again = await ask(app, "/v1/chat/completions", asked(as_url(picture(0))))
+      assert (status, json.loads(again)["choices"]) == (200, answer["choices"])
+
+  asyncio.run(all_of_them())

@@ -128,7 +128,7 @@ class InferenceModel:
   @cached_property
   def prompts(self) -> PromptEncoder:
     """What encodes prompts with or without images."""
-    return PromptEncoder.of(self.config, self.tokenizer)
+    return PromptEncoder.of(self.config, self.tokenizer, self.engine.max_prompt_len)
 
   def make_request(
     self,

@@ -22,7 +22,7 @@ from maxtext.inference.adapters import AdapterManager
 from maxtext.inference.detokenizer import IncrementalDetokenizer
 from maxtext.inference.engine import Engine, validate_params
 from maxtext.inference.inference_model import InferenceModel
-from maxtext.inference.multimodal import PromptMedia
+from maxtext.inference.multimodal import EncodedPrompt
 from maxtext.inference.resolve import resolve_draft_model, resolve_model
 from maxtext.inference.sampling import SamplingParams
 from maxtext.inference.scheduler import FinishReason, Request
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Image = Any  # a path, a file's bytes, a data URL or a PIL image
-_Encoded = tuple[list[int], PromptMedia | None]
 OnText = Callable[[str], None]
 AdapterName = str | Sequence[str | None] | None
 
@@ -281,14 +280,14 @@ class LLM:
     model = self.engine.model
     self.engine.update_params(model.unstack_layers(validate_params(model.params | model.buffers, params)), version)
 
-  def _encode(self, prompt: Prompt) -> _Encoded:
+  def _encode(self, prompt: Prompt) -> EncodedPrompt:
     if not isinstance(prompt, str):
       return [int(token) for token in prompt], None
     return encode_prompt(self.tokenizer, prompt, self.config.use_chat_template), None
 
   def _generate(
     self,
-    prompts: list[_Encoded],
+    prompts: list[EncodedPrompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     on_text: OnText | None,
     adapter: AdapterName,

@@ -38,6 +38,10 @@ class PromptMedia:
   keys: np.ndarray
 
 
+EncodedPrompt = tuple[list[int], PromptMedia | None]
+"""The tokens of a prompt, and its media if any."""
+
+
 @dataclass(frozen=True)
 class PromptEncoder:
   """Encodes prompts that may have images.
@@ -46,18 +50,20 @@ class PromptEncoder:
     tokenizer: of the model.
     processor: makes inputs of the tower of images; None for a model of text alone.
     placeholder: what the chat template, or the user in a plain prompt, writes where an image stands.
+    longest: most tokens of a prompt; images are not read further where theirs alone are more.
   """
 
   tokenizer: TextTokenizer
   processor: ImageProcessor | None
   placeholder: str
+  longest: int
 
   @staticmethod
-  def of(config: MaxTextConfig, tokenizer: TextTokenizer) -> "PromptEncoder":
+  def of(config: MaxTextConfig, tokenizer: TextTokenizer, longest: int) -> "PromptEncoder":
     """The encoder of a model."""
-    return PromptEncoder(tokenizer, media_processors(config).get(VISION), config.image_placeholder)
+    return PromptEncoder(tokenizer, media_processors(config).get(VISION), config.image_placeholder, longest)
 
-  def chat(self, messages: Any, values: Mapping[str, Any]) -> tuple[list[int], PromptMedia | None]:
+  def chat(self, messages: Any, values: Mapping[str, Any]) -> EncodedPrompt:
     """The tokens that are prefilled for the assistant's answer to messages, and their media.
 
     Raises:
@@ -71,7 +77,7 @@ class PromptEncoder:
     tokens = self.tokenizer.chat(parts, answer=True, expand=lambda text: self._expanded(text, images), **values)
     return self._placed(tokens, images)
 
-  def plain(self, prompt: str, sources: Sequence[Any]) -> tuple[list[int], PromptMedia | None]:
+  def plain(self, prompt: str, sources: Sequence[Any]) -> EncodedPrompt:
     """The tokens of a text and its images, which come first unless the text has their placeholders."""
     if not sources:
       return self.tokenizer.encode(prompt).tolist(), None
@@ -89,6 +95,8 @@ class PromptEncoder:
         found.append(self.processor(load_image(_source(source))))
       except MediaError as error:
         raise ConfigError(f"image {number}: {error}") from None
+      if (total := sum(image.features for image in found)) >= self.longest:
+        raise ConfigError(f"The images have {total} tokens or more; a prompt has at most {self.longest}.")
     return found
 
   def _expanded(self, text: str, images: Sequence[Processed]) -> str:

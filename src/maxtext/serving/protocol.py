@@ -27,10 +27,10 @@ from pydantic_core import from_json
 from maxtext.configs import ConfigError
 from maxtext.data.chat_messages import template_tools
 from maxtext.data.chat_template import GUARDED, MARK_GENERATION, iterate_texts
-from maxtext.data.conversations import chat_prompt
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.detokenizer import IncrementalDetokenizer
 from maxtext.inference.grammar import GrammarSpec
+from maxtext.inference.multimodal import EncodedPrompt, PromptEncoder
 from maxtext.inference.sampling import MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
 from maxtext.inference.scheduler import TokenOutput
 
@@ -278,9 +278,9 @@ class CompletionRequest(GenerationRequest):
       if isinstance(prompt, str):
         _check_whitespace(prompt)
 
-  def prompt_token_ids(self, tokenizer: TextTokenizer) -> list[list[int]]:
+  def encoded(self, prompts: PromptEncoder) -> list[EncodedPrompt]:
     """The tokens of every prompt."""
-    return [self._tokens(one, tokenizer) for one in self._prompts]
+    return [(self._tokens(one, prompts.tokenizer), None) for one in self._prompts]
 
   @property
   def _prompts(self) -> list[Any]:
@@ -303,6 +303,24 @@ class TextPart(BaseModel):
   text: str
 
 
+class ImageURL(BaseModel):
+  """An image within the request itself. `detail` is accepted, and images are always read in full."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  url: str
+  detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(BaseModel):
+  """An image of a message."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  type: Literal["image_url"]
+  image_url: ImageURL
+
+
 class FunctionCall(BaseModel):
   """The function that a tool call names, and its arguments as JSON text, or as an object."""
 
@@ -322,19 +340,36 @@ class ToolCall(BaseModel):
   function: FunctionCall
 
 
+_Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
 class ChatMessage(BaseModel):
   """One message of a conversation. The reasoning of an earlier answer may have any of its three names."""
 
   model_config = ConfigDict(extra="forbid")
 
   role: Literal["system", "developer", "user", "assistant", "tool"]
-  content: str | Annotated[list[TextPart], Field(max_length=_MAX_PARTS)] | None = None
+  content: str | Annotated[list[_Part], Field(max_length=_MAX_PARTS)] | None = None
   name: str | None = Field(None, max_length=64)
   tool_calls: list[ToolCall] | None = Field(None, max_length=_MAX_PARTS)
   tool_call_id: str | None = Field(None, max_length=256)
   reasoning_content: str | None = None
   reasoning: str | None = None
   thinking: str | None = None
+
+  @property
+  def text(self) -> dict[str, Any]:
+    """The message without its images."""
+    found = self.model_dump(exclude_none=True)
+    if isinstance(self.content, list):
+      found["content"] = [part.text for part in self.content if isinstance(part, TextPart)]
+    return found
+
+  @property
+  def image_urls(self) -> list[str]:
+    """The URLs of its images."""
+    parts = self.content if isinstance(self.content, list) else []
+    return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
 
   @model_validator(mode="after")
   def _has_content(self) -> "ChatMessage":
@@ -374,16 +409,21 @@ class ChatCompletionRequest(GenerationRequest):
     limits.check_outputs(1, self.n)
     limits.check_logprobs(self.n, self)
     limits.check_length(len(self.messages), "tokens")
-    texts = list(iterate_texts([self._messages, self._values]))
+    texts = list(iterate_texts([[message.text for message in self.messages], self._values]))
     limits.check_length(sum(map(len, texts)), "characters")
     for text in texts:
       _check_whitespace(text)
+    for number, message in enumerate(self.messages):
+      if not all(url.startswith("data:") for url in message.image_urls):
+        raise ConfigError(
+          f"messages.{number}.image_url: only data URLs (data:image/png;base64,...) are read, nothing is fetched."
+        )
     if reserved := sorted(_OWN_VALUES & (self.chat_template_kwargs or {}).keys()):
       raise ConfigError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set here.")
 
-  def prompt_token_ids(self, tokenizer: TextTokenizer) -> list[list[int]]:
-    """The tokens of the conversation, including the start of the assistant's message."""
-    return [chat_prompt(tokenizer, self._messages, self._values)]
+  def encoded(self, prompts: PromptEncoder) -> list[EncodedPrompt]:
+    """The tokens of the conversation with the start of the assistant's message, and its images."""
+    return [prompts.chat(self._messages, self._values)]
 
   @property
   def _messages(self) -> list[dict[str, Any]]:

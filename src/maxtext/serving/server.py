@@ -25,6 +25,7 @@ from maxtext.inference.adapters import UnknownAdapterError
 from maxtext.inference.detokenizer import IncrementalDetokenizer
 from maxtext.inference.grammar import CompiledGrammar, GrammarSpec
 from maxtext.inference.inference_model import InferenceModel
+from maxtext.inference.multimodal import EncodedPrompt
 from maxtext.serving.adapter_handler import AdapterHandler
 from maxtext.serving.engine_thread import Client, EngineFailedError, EngineNotReadyError, EngineThread, QueueFullError
 from maxtext.serving.errors import error_body, error_response
@@ -152,7 +153,7 @@ class _RequestHandler:
     model, raw = _ready_model(self._engine), await _read_json(http)
     parsing = self._in_thread(lambda: self._parse(kind, raw, model))
     request, spec, prompts = await self._with_timeout(parsing, http, start, "Reading the request")
-    choices = [(prompt, index) for prompt in prompts for index in range(request.n)]
+    choices = [(*prompt, index) for prompt in prompts for index in range(request.n)]
     with ExitStack() as in_use:
       adapter = in_use.enter_context(model.use_adapter(None if request.model == self._name else request.model))
       grammar: CompiledGrammar | None = None
@@ -161,8 +162,8 @@ class _RequestHandler:
         grammar = await self._with_timeout(compiling, http, start, f"{spec.field}: compiling it")
       creating = self._in_thread(
         lambda: [
-          model.make_request(prompt, request.sampling_params(model.sampling_params, index), grammar, adapter)
-          for prompt, index in choices
+          model.make_request(prompt, request.sampling_params(model.sampling_params, index), grammar, adapter, media)
+          for prompt, media, index in choices
         ]
       )
       requests = await self._with_timeout(creating, http, start, "Reading the request")
@@ -175,7 +176,7 @@ class _RequestHandler:
       except (EngineFailedError, EngineNotReadyError):
         raise _unavailable(self._engine) from None
       handle.in_use = in_use.pop_all()
-    builder, num_prompt_tokens = ResponseBuilder(request, model.tokenizer), sum(map(len, prompts))
+    builder, num_prompt_tokens = ResponseBuilder(request, model.tokenizer), sum(len(prompt) for prompt, _ in prompts)
     if request.stream:
       return _EventStream(self._events(request, builder, handle, num_prompt_tokens), handle)
     with handle:
@@ -190,14 +191,14 @@ class _RequestHandler:
 
   def _parse(
     self, kind: type[CompletionRequest] | type[ChatCompletionRequest], raw: bytes, model: InferenceModel
-  ) -> tuple[CompletionRequest | ChatCompletionRequest, GrammarSpec | None, list[list[int]]]:
-    """The parsed request, its grammar if any, and the tokens of its prompts."""
+  ) -> tuple[CompletionRequest | ChatCompletionRequest, GrammarSpec | None, list[EncodedPrompt]]:
+    """The parsed request, its grammar if any, and the tokens and media of its prompts."""
     request: CompletionRequest | ChatCompletionRequest = parse(kind, raw, _request_limits(model, self._limits))  # type: ignore[type-var]
     if request.model not in (self._name, *(model.adapters.names if model.adapters else ())):
       others = " or one of its adapters (/v1/models)" if model.adapters else ""
       raise HTTPException(404, f"model: '{request.model[:100]}' is not served here; use '{self._name}'{others}.")
     try:
-      return request, request.grammar_spec, request.prompt_token_ids(model.tokenizer)
+      return request, request.grammar_spec, request.encoded(model.prompts)
     except (ConfigError, MemoryError):
       raise
     except RecursionError:
