@@ -26,6 +26,7 @@ from maxtext.layers.weight_format import PlainFormat, StoredWeight
 LEAVES = ("weight", "weight_scale", "weight_global_scale")  # the arrays of a weight; not every format has the last
 _PLAIN = PlainFormat()
 _STORED: tuple[Role, ...] = ("linear", "experts", "head")
+_FEW_TOKENS = 512  # up to so many, taking inputs apart is cheaper than putting the rows of a weight together
 
 
 _SCALE = re.compile(r"(/weight|/table)(_global)?_scale$")
@@ -177,14 +178,18 @@ class QuantizedFormat:
     shape = _weight_shape(call, x, arrays["weight"].shape, self.per_item)
     last = len(shape) - arrays["weight"].ndim + stacked  # of the contracted dimensions, which are stored as one
     whole = self.per_item == 1 or call.site.role not in _STORED or shape[last] % 2
-    if whole or call.group_sizes is not None:  # a grouped kernel's operand is written out anyway
+    many = x.size > _FEW_TOKENS * prod(shape[stacked : last + 1])
+    if whole or many or call.group_sizes is not None:  # a grouped kernel's operand is written out anyway
       return next_(call, x, self.rounding.decode(arrays, shape, stacked, dtype))
-    # Rows come in pairs, and a sum over both is the sum over the even ones and that over the odd ones.
+    # Rows come in pairs, and a sum over both is the sum over the even ones and that over the odd ones. Every second
+    # input is far from its neighbour in a TPU's registers: as part of a matmul, with the decoding, taking them costs its
+    # compiler minutes, and putting their gradients back (which training has many of) does anywhere.
     halves = self.rounding.decode_pairs(arrays, (*shape[:last], shape[last] // 2, *shape[last + 1 :]), stacked, dtype)
     first, weight, _ = call.terms
     axis, kind = first.index(weight[last]), call.preferred_element_type or dtype
     wide = dataclasses.replace(call, preferred_element_type=jnp.float32)
-    even, odd = (next_(wide, jax.lax.slice_in_dim(x, start, None, 2, axis), half) for start, half in enumerate(halves))
+    inputs = jax.lax.optimization_barrier([jax.lax.slice_in_dim(x, start, None, 2, axis) for start in (0, 1)])
+    even, odd = (next_(wide, part, half) for part, half in zip(inputs, halves, strict=True))
     return (even.astype(jnp.float32) + odd.astype(jnp.float32)).astype(kind)
 
   def rows(self, arrays: Mapping[str, jax.Array], index: jax.Array, dtype: Any) -> jax.Array:
