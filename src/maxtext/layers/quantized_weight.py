@@ -181,9 +181,9 @@ class QuantizedFormat:
     many = x.size > _FEW_TOKENS * prod(shape[stacked : last + 1])
     if whole or many or call.group_sizes is not None:  # a grouped kernel's operand is written out anyway
       return next_(call, x, self.rounding.decode(arrays, shape, stacked, dtype))
-    # Rows come in pairs, and a sum over both is the sum over the even ones and that over the odd ones. Every second
-    # input is far from its neighbour in a TPU's registers: as part of a matmul, with the decoding, taking them costs its
-    # compiler minutes, and putting their gradients back (which training has many of) does anywhere.
+    # Rows come in pairs, and a sum over both is the sum over the even ones and that over the odd ones. Neighbouring
+    # inputs are lanes of one register: to take them apart within the matmul costs a TPU's compiler minutes, hence the
+    # barrier, and so does the gradient of it for many tokens.
     halves = self.rounding.decode_pairs(arrays, (*shape[:last], shape[last] // 2, *shape[last + 1 :]), stacked, dtype)
     first, weight, _ = call.terms
     axis, kind = first.index(weight[last]), call.preferred_element_type or dtype
