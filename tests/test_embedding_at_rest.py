@@ -198,6 +198,7 @@ WRONG = {
   "inputs": ({}, WHOLE | {"quantization": "int8"}, "rounds neither the embedding nor the head"),
   "block": ({}, WHOLE | {"weight_format": "int4", "weight_block_size": 24}, "weight_block_size"),
 }
+EMBEDDING_ALONE = {"weight_format_targets": ["embedding"], "weight_format": "int4", "weight_block_size": 48}
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -205,6 +206,27 @@ def test_mistakes_name_the_key(case):
   model, keys, problem = WRONG[case]
   with pytest.raises(ConfigError, match=problem):
     served(**TINY | SIZES | model | {"weight_format": "int8"} | keys)
+
+
+def test_a_table_that_cannot_be_stored_is_not_trained_for():
+  with pytest.raises(ConfigError, match="the 64 inputs of embedding are not a multiple of 48: choose another"):
+    program(load_config(**RUN_KEYS | SIZES | EMBEDDING_ALONE))
+
+
+@pytest.mark.parametrize("name", gate(["int8", "int4", "fp8"], "int4"))
+def test_a_vocabulary_with_spare_rows_is_not_rounded_again(name, tmp_path):
+  """Rounding again finds other scales: the largest value is no longer half a step beyond the last integer."""
+  keys = {"weight_format": name} | BLOCK.get(name, {}) | WHOLE
+  maxtext.train(load_config(**RUN_KEYS | SIZES | {"base_output_directory": str(tmp_path), "run_name": "run"}))
+  maxtext.quantize(tmp_path / "run", tmp_path / "rest", **keys)
+  folder = maxtext.convert(tmp_path / "rest", tmp_path / "hf", to="huggingface")
+  before = loaded(folder, **keys)[0]
+  for rows in (120, 136):
+    found = loaded(folder, vocab_size=rows, override_model_config=True, **keys)[0]
+    for path in ("embedding/table", "embedding/table_scale", "head/weight", "head/weight_scale"):
+      there, ours = (np.asarray(one[path].T if path.startswith("head") else one[path]) for one in (before, found))
+      np.testing.assert_array_equal(ours[: min(rows, 128)], there[:rows], err_msg=path)
+      assert not np.any(ours[128:].astype(np.float32)), path
 
 
 GIGABYTES = {"int8": 8.037, "fp8": 8.037, "int4": 4.267, "mxfp4": 4.267, "nf4": 4.518, "nvfp4": 4.518}

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,11 @@ import torch
 import transformers
 
 import maxtext
-from maxtext import ConfigError, load_config
+from maxtext import LLM, ConfigError, SamplingParams, load_config
 from maxtext.checkpoint.inspect import served_keys
 from maxtext.cli.main import main
 from maxtext.configs.errors import RunError
-from maxtext.inference.inference_model import load_params
+from maxtext.inference.inference_model import load_params, make_engine
 from maxtext.kernels.weight_quantize import STORED_FORMATS, decode, encode, stored_shapes
 from maxtext.layers.lora import is_adapter
 from maxtext.layers.matmul import matmul
@@ -32,6 +33,7 @@ from maxtext.weights.load import load_weights
 from maxtext.weights.quantized import Mxfp4
 from maxtext.weights.resolve import resolve_source
 from maxtext.weights.weights_at_rest import load_rounded, plain_model
+from tests.inference_support import random_model
 from tests.support import TINY, program
 from tests.test_matmul_seam import stepped, values
 from tests.test_parity import CASES, RUN
@@ -320,6 +322,25 @@ def test_layers_that_are_loaded_one_by_one_are_those_of_the_stack(devices, train
     whole = "groups/0/layers/0/feed_forward/experts/gate/weight"
     assert found[f"{whole}[0]"].sharding.num_devices == devices
     assert (found[f"{whole}[0]"].sharding.is_fully_replicated) == (devices == 1)
+
+
+def test_layers_that_were_loaded_one_by_one_are_swapped_for_those_of_a_stack(trained, tmp_path):
+  """On a mesh, by arrays as training has them."""
+  format_ = {"weight_format": "int4", "weight_block_size": 8}
+  config = resolve_source(str(trained), {"dataset_type": "synthetic", "scan_layers": False, **format_} | TENSOR).config
+  model = build_model(config, make_mesh(config, jax.devices()[:2]), serving=True)
+  params = load_params(config, model)
+  assert not params.keys() & model.unstacked
+  llm = LLM.of(replace(random_model(tmp_path), config=config, engine=make_engine(config, model, params)))
+  how = SamplingParams(temperature=0.0, max_tokens=8)
+  expected = llm.generate([[1, 2, 3]], how)[0].token_ids
+  stacks = {name: jax.device_put(a, model.struct(name).sharding) for name, a in loaded(trained, **format_)[0].items()}
+  others = stacks | {"head/weight": -stacks["head/weight"]}
+  for version, (tree, same) in enumerate(((others, False), (stacks, True)), 1):
+    llm.update_params(tree, version)
+    (found,) = llm.generate([[1, 2, 3]], how)
+    assert (found.token_ids == expected) == same
+    assert set(found.versions) == {version}
 
 
 def logits(model, params):

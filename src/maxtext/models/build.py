@@ -89,10 +89,10 @@ def build_model(config: MaxTextConfig, mesh: Mesh, serving: bool = False) -> Mod
   execution = execution_of_model(config, mesh, spec, serving)
   try:
     model = Model.of(spec, execution, _trained(config))
+    check_weight_format(config, model)
   except UnfitWeightError as error:
     raise ConfigError(str(error)) from None
   check_adapters(config, model.params.keys() | model.buffers.keys())
-  check_weight_format(config, model)
   return model
 
 

@@ -129,7 +129,7 @@ class HuggingFaceWeights:
       return None  # several pieces at once
     name, number = self._parts_by_index[path][index]
     source, layout = self.sources[name], self.tensors[name]
-    found = source.codes() if isinstance(source, _IN_FEW_BITS) else None
+    found = source.codes() if isinstance(source, (*_IN_FEW_BITS, _ResizedVocabulary)) else None
     if found is None or (found.rounding.format, found.rounding.block) != (rounding.format, rounding.block):
       return None
     if layout.weight.table:
@@ -164,7 +164,15 @@ class _ResizedVocabulary:
 
   def read(self) -> np.ndarray:
     """The tensor; missing rows are zero, and extra rows are left out."""
-    there = self.source.read()[: self.rows]
+    return self._resized(self.source.read())
+
+  def codes(self) -> Codes | None:
+    """The same of what is stored in few bits, so that it is not rounded a second time."""
+    found = self.source.codes() if isinstance(self.source, _IN_FEW_BITS) else None
+    return found and replace(found, values=self._resized(found.values), scales=self._resized(found.scales))
+
+  def _resized(self, array: np.ndarray) -> np.ndarray:
+    there = array[: self.rows]
     return np.concatenate([there, np.zeros((self.rows - len(there), *there.shape[1:]), there.dtype)])
 
 

@@ -73,7 +73,8 @@ def weights_at_rest(config: MaxTextConfig, serving: bool) -> WeightFormat:
 
 
 def check_weight_format(config: MaxTextConfig, model: Model) -> None:
-  """Raises `ConfigError` where `weight_format` finds no weight, or where a mesh splits what shares a scale."""
+  """Raises `ConfigError` where `weight_format` finds no weight, or where a mesh splits what shares a scale, and
+  `UnfitWeightError` where the embedding cannot have it."""
   if (rounding := weight_rounding(config)) is None:
     return
   execution, table = model.execution, "embedding"
@@ -84,6 +85,8 @@ def check_weight_format(config: MaxTextConfig, model: Model) -> None:
       raise ConfigError(f"weight_format_targets: '{pattern}' is the path of no module: {', '.join(sorted(modules))}.")
   if model.spec.tied and rounding.wants(Site("head", "head")) != rounding.wants_table(table):
     raise ConfigError("weight_format_targets: the head of this model is its embedding: name both, or neither.")
+  if rounding.wants_table(table):
+    rounding.check(table, model.spec.width)
   shards = execution.sharding.rules.num_shards(execution.sharding.mesh, "activation_mlp")
   experts = [path for path, axes in model.logical_axes.items() if "expert" in axes and path.endswith("/weight")]
   if shards == 1 or not experts:
