@@ -1,4 +1,4 @@
-"""The commands of `docs/walk.md`, in their order: with few steps and little text, and as they stand."""
+"""The commands of `docs/walk.md` and `docs/rl-walk.md`, in order: with few steps and little text, and as they stand."""
 
 import json
 import os
@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 
 
-def commands():
-  blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "walk.md").read_text(), re.DOTALL)
+def commands(page):
+  blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
   return [shlex.split(line) for block in blocks for line in block.replace("\\\n", "").splitlines()]
 
 
@@ -23,7 +23,7 @@ def shortened(words):
   """Three steps, four questions, and the pages of this repository for a text."""
   if "examples/walk/measure.py" in words:
     return [*words, "4"]
-  words = [re.sub(r"^steps=.*", "steps=3", word) for word in words]
+  words = [re.sub(r"^(steps|num_batches)=.*", r"\1=3", word) for word in words]
   words = [re.sub(r"^eval_interval=.*", "eval_interval=3", word) for word in words]
   if "--stdlib" not in words:
     return words
@@ -31,12 +31,12 @@ def shortened(words):
   return [*words[:at], "--from", str(ROOT / "docs"), "--suffix", ".md", "--to", "data/stdlib", *words[at + 1 :]]
 
 
-def walk(folder, change=lambda words: words, flags=""):
+def walk(folder, change=lambda words: words, flags="", page="walk.md"):
   """What each command printed, by its first words."""
   (folder / "examples").symlink_to(ROOT / "examples")
   environment = os.environ | {"XLA_FLAGS": flags, "PATH": f"{BIN}:{os.environ['PATH']}"}
   said = []
-  for words in map(change, commands()):
+  for words in map(change, commands(page)):
     done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=environment, timeout=3600, check=False)
     assert done.returncode == 0, (words, done.stderr)
     said.append((words, done.stdout))
@@ -52,9 +52,9 @@ def rates(said):
   return found
 
 
-def last(folder, name):
+def last(folder, name, metric="eval_loss"):
   lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-  return [found for found in map(json.loads, lines) if "eval_loss" in found][-1]["eval_loss"]
+  return [found for found in map(json.loads, lines) if metric in found][-1][metric]
 
 
 @pytest.mark.slow
@@ -77,3 +77,22 @@ def test_the_walk_arrives(tmp_path):
   assert aligned["preferred"] > 40
   assert aligned["signature"] > 80
   assert last(tmp_path, "student") < last(tmp_path, "alone")
+
+
+@pytest.mark.nightly
+def test_every_command_of_reinforcement_learning_works(tmp_path):
+  walk(tmp_path, shortened, "--xla_backend_optimization_level=1", "rl-walk.md")
+  for name in ("sums", "sums-lag"):
+    assert 0 <= last(tmp_path, name, "eval_pass_rate") <= 1
+  assert "held-out pass rate" in (tmp_path / "sums.svg").read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_rewards_teach_what_the_page_says(tmp_path):
+  said = walk(tmp_path, page="rl-walk.md")
+  before = [float(rate) for _, text in said for rate in re.findall(r"first update: pass_rate ([\d.]+)", text)]
+  assert len(before) == 2
+  assert max(before) < 0.4, "the test shows nothing"
+  for name in ("sums", "sums-lag"):
+    assert last(tmp_path, name, "eval_pass_rate") >= 0.8

@@ -40,21 +40,26 @@ class Calculator:
 
 
 def main(folder: Path) -> None:
-  """Writes text.jsonl, tasks.jsonl and a tokenizer. In the text, half of the products call the calculator."""
+  """Writes text.jsonl, tasks.jsonl, held_out.jsonl and a tokenizer; one product in ten is held out, of the text too.
+
+  In the text one product in four calls the calculator, and the others guess a number.
+  """
   from sums import write, write_tokenizer  # beside this file; environments do not need it
 
   chance = random.Random(0)
   folder.mkdir(parents=True, exist_ok=True)
   products = [(f"{a}*{b}", str(a * b)) for a in range(2, 100) for b in range(2, 100)]
   chance.shuffle(products)
+  held_out, rest = products[: len(products) // 10], products[len(products) // 10 :]
   text = [
-    f"{product}=#{product}>{answer}={answer}" if chance.random() < 0.5 else f"{product}={chance.randrange(10000)}"
-    for product, answer in products
+    f"{product}=#{product}>{answer}={answer}" if chance.random() < 0.25 else f"{product}={chance.randrange(10000)}"
+    for product, answer in rest
   ]
   write(folder / "text.jsonl", [{"text": line} for line in text])
-  write(folder / "tasks.jsonl", [{"prompt": f"{product}=", "answer": answer} for product, answer in products])
+  for name, tasks in (("tasks", rest), ("held_out", held_out)):
+    write(folder / f"{name}.jsonl", [{"prompt": f"{product}=", "answer": answer} for product, answer in tasks])
   write_tokenizer(folder / "tokenizer", CHARACTERS)
-  print(f"{folder}: {len(products):,} tasks")
+  print(f"{folder}: {len(rest):,} tasks, {len(held_out):,} held out")
 
 
 if __name__ == "__main__":

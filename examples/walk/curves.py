@@ -10,6 +10,7 @@ PLOTS = {
   "eval_pass_rate": "held-out pass rate",
   "reward": "reward",
   "answer_tokens": "tokens of an answer",
+  "turns": "answers of a conversation",
   "entropy": "entropy",
   "mismatch_max": "mismatch, largest",
   "off_policy": "distance of the policies",
