@@ -169,6 +169,7 @@ HOSTILE = {
   "text": (b"no sound at all, but long enough to be looked at", "no sound of a known format"),
   "a format that is not read": (encoded(voice(1_000), kind="AU"), "The sound is AU"),
   "no header": (WAV[:30], "no sound of a known format"),
+  "no numbers": (encoded(np.array([0.0, np.nan]), subtype="FLOAT"), "not finite numbers"),
   "slow": (encoded(voice(1_000), 900), "900 samples per second"),
   "fast": (encoded(voice(1_000), 200_000), "200000 samples per second"),
 }

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from maxtext.media.audio import load_sound
 from maxtext.media.image_processors import (
   FeatureBudget,
   FittedImages,
@@ -25,6 +27,7 @@ from maxtext.media.images import ImageLimits, load_image
 from maxtext.media.patches import Patches
 from maxtext.media.processed import FeatureText
 from maxtext.media.sources import MediaError
+from maxtext.media.video import load_video
 
 TILED = Path(__file__).parent / "data" / "tiled_images.json"  # of torchvision, which is not installed here; see main
 SIZES = [(1, 1), (2, 2), (37, 53), (53, 37), (224, 224), (896, 896), (333, 1000), (1000, 333), (5, 700), (641, 479)]
@@ -275,6 +278,25 @@ def test_limits_and_missing_files():
     load_image("/nowhere/image.png")
   with pytest.raises(MediaError, match="larger than the limit"):
     load_image("/dev/zero", ImageLimits(bytes=1 << 20))
+
+
+@pytest.mark.parametrize(
+  ("module", "extra"), [("PIL.Image", "multimodal"), ("soundfile", "multimodal"), ("av", "video")]
+)
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, module, extra):
+  monkeypatch.setitem(sys.modules, module, None)
+  load = {"PIL.Image": load_image, "soundfile": load_sound, "av": load_video}[module]
+  with pytest.raises(ImportError, match=re.escape(f"pip install 'maxtext[{extra}]'")):
+    load(b"")
+
+
+def test_importing_media_imports_no_decoder():
+  modules = "audio, images, image_processors, patches, processed, sources, video"
+  code = (
+    f"import sys; from maxtext.media import {modules}; print({{'PIL', 'soundfile', 'av', 'jax'}} & set(sys.modules))"
+  )
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+  assert done.stdout == "set()\n"
 
 
 def test_damaged_bytes_never_crash():

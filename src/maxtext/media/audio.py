@@ -43,7 +43,7 @@ def load_sound(
         check_samples(samples, limits)
   except soundfile.LibsndfileError as error:
     raise MediaError(f"The file is no sound of a known format ({', '.join(FORMATS)}): {error.error_string}") from error
-  return resample(np.concatenate([np.zeros(0, np.float32), *blocks]), own_rate, rate)
+  return joined(blocks, own_rate, rate)
 
 
 def check_rate(rate: int) -> int:
@@ -55,6 +55,14 @@ def check_rate(rate: int) -> int:
 def check_samples(samples: int, limits: SoundLimits) -> None:
   if samples > limits.samples:
     raise MediaError(f"The sound is longer than the limit of {limits.samples:,} samples.")
+
+
+def joined(blocks: list[np.ndarray], own_rate: int, rate: int) -> np.ndarray:
+  """Blocks of one channel as one sound; files of floats may hold what is no number."""
+  whole = np.concatenate([np.zeros(0, np.float32), *blocks])
+  if not np.isfinite(whole).all():
+    raise MediaError("The sound has samples that are not finite numbers.")
+  return resample(whole, own_rate, rate)
 
 
 def resample(samples: np.ndarray, own_rate: int, rate: int) -> np.ndarray:
