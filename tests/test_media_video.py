@@ -212,6 +212,19 @@ def test_files_of_each_kind(tmp_path, kind, codec):
   np.testing.assert_allclose(found, frames[:, 0, 0, 0], atol=4)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_single_frame_stands_still(kind):
+  """The references refuse it, or want two; here it is one slot of the same frame."""
+  frames = film(1, 200, 300)
+  found = KINDS[kind](load_video(encoded(frames, 10)))
+  if kind == "pooled":
+    assert len(found.inputs) == 1
+    return
+  twice = KINDS[kind](load_video(encoded(np.repeat(frames, 2, 0), 10)))
+  np.testing.assert_array_equal(found.inputs, twice.inputs)
+  assert found.features == twice.features == KINDS[kind].features(1, 10, 200, 300)
+
+
 def test_the_end_of_a_damaged_video_is_its_last_frame():
   frames = film(9, 48, 64)
   data = encoded(frames, 3)

@@ -86,7 +86,7 @@ class PixelBudget:
   max_ratio: int = 200
 
   def size(self, height: int, width: int, count: int = 1) -> tuple[int, int]:
-    factor = self.multiple
+    factor, count = self.multiple, max(count, self.frames)  # a group that is not full is filled
     if self.frames and min(height, width) < factor:
       scale = max(factor / height, factor / width)
       height, width = int(height * scale), int(width * scale)
@@ -176,7 +176,8 @@ class TiledImages:
     return int(rows), int(columns)
 
   def features(self, height: int, width: int) -> int:
-    return self.features_each * self._slots(*self.tiles(height, width))
+    count = math.prod(self.tiles(height, width))
+    return self.features_each * (count + (count > 1))
 
   def __call__(self, image: "Image") -> Processed:
     rows, columns = self.tiles(image.height, image.width)
@@ -188,9 +189,6 @@ class TiledImages:
     if len(tiles) > 1:
       tiles.append(resized(image, side, side, self.how))
     return _slots(self.patches, tiles, self._text(rows, columns), self.features_each * len(tiles))
-
-  def _slots(self, rows: int, columns: int) -> int:
-    return rows * columns + (rows * columns > 1)
 
   def _fitted(self, height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
     """The size on the canvas; images are enlarged to one tile at most."""

@@ -19,14 +19,8 @@ from maxtext.media.sources import MediaError, optional, read_bytes
 if TYPE_CHECKING:
   from PIL.Image import Image
 
-FORMATS = (
-  "avi",
-  "flv",
-  "matroska",
-  "mov",
-  "mpegts",
-  "ogg",
-)  # none that names other files: `ffconcat` reads any beside the server
+# None that names other files: `ffconcat`, which FFmpeg reads too, takes any that lies where the server runs.
+FORMATS = ("avi", "flv", "matroska", "mov", "mpegts", "ogg")
 
 
 @dataclass(frozen=True)
@@ -51,22 +45,19 @@ class Video:
 
   def frames(self, indices: Sequence[int]) -> "Iterator[Image]":
     """The frames with these rising numbers, in RGB; the last there is in place of those that are damaged at the end."""
-    numbers, image = iter(indices), None
-    wanted = next(numbers, None)
+    wanted, image = list(indices), None
     with _opened(self.data) as container:
       stream = _bounded(container.streams.video[0], self.limits)
       for number, frame in enumerate(container.decode(stream)):
-        if wanted is None:
+        if not wanted:
           return
-        if number == wanted:
+        if number == wanted[0]:
           image = frame.to_image()
           yield image
-          wanted = next(numbers, None)
+          wanted.pop(0)
     if image is None:
       raise MediaError("The video has no frame that can be decoded.")
-    while wanted is not None:
-      yield image
-      wanted = next(numbers, None)
+    yield from [image] * len(wanted)
 
   def sound(self, rate: int = 16_000, limits: SoundLimits | None = None) -> np.ndarray | None:
     """The first sound track as float32 [S] at `rate`: the mean of its channels, resampled. None: there is none."""
