@@ -41,7 +41,7 @@ def added(model, params, value):
 
 
 def test_every_activation_has_a_function():
-  assert mlp.ACTIVATIONS.keys() == set(values.ACTIVATIONS)
+  assert mlp.ACTIVATIONS.keys() - {"exact gelu"} == set(values.ACTIVATIONS)  # which only towers have
 
 
 NEUTRAL = {

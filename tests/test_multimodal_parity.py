@@ -3,7 +3,7 @@
 `-k gemma3` runs one of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -51,17 +51,40 @@ GEMMA3 = {
   },
 }  # fmt: skip
 
+LLAMA4 = {
+  "config": "Llama4Config",
+  "model": "Llama4ForConditionalGeneration",
+  "arguments": {
+    "text_config": {
+      **TEXT, "num_hidden_layers": 4, "intermediate_size_mlp": 80, "num_local_experts": 4, "num_experts_per_tok": 1,
+      "interleave_moe_layer_step": 2, "attention_chunk_size": 8, "floor_scale": 8,
+      "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "vision_config": {
+      "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16,
+      "patch_size": 4, "projector_input_dim": 24, "projector_output_dim": 24, "vision_output_dim": 24,
+      "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "image_token_index": IMAGE,
+  },
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Example:
-  """Two rows of text with images: several, and one."""
+  """Two rows of text with images: several, and one.
+
+  Attributes:
+    inputs: what the reference takes beside the tokens.
+  """
 
   tokens: np.ndarray
-  pixels: np.ndarray
+  inputs: dict[str, np.ndarray]
   media: dict[str, TowerInputs]
 
 
-def gemma3_example():
+def square_images():
+  """Images of 16 patches and 4 tokens each."""
   random = np.random.default_rng(0)
   tokens = random.integers(3, 120, (2, LENGTH))
   tokens[0, 3:7] = tokens[0, 12:16] = tokens[1, 9:13] = IMAGE  # across the window of 8
@@ -70,11 +93,16 @@ def gemma3_example():
   inputs = np.zeros((2, 2, 16, 48), np.float32)
   inputs[0], inputs[1, 0] = patches[:2], patches[2]
   indices = feature_indices(tokens == IMAGE, np.array([8, 4]))
-  return Example(tokens, pixels, {"vision": TowerInputs(inputs, indices)})
+  return Example(tokens, {"pixel_values": pixels}, {"vision": TowerInputs(inputs, indices)})
 
 
-CASES = {"gemma3": (GEMMA3, gemma3_example)}
-every_case = pytest.mark.parametrize("case", cases(CASES, ("gemma3",)))
+def gemma3_example():
+  example = square_images()
+  return replace(example, inputs=example.inputs | {"token_type_ids": (example.tokens == IMAGE).astype(np.int64)})
+
+
+CASES = {"gemma3": (GEMMA3, gemma3_example), "llama4": (LLAMA4, square_images)}
+every_case = pytest.mark.parametrize("case", cases(CASES, tuple(CASES)))
 
 
 class Reference:
@@ -95,13 +123,8 @@ class Reference:
 
   def logits(self, model):
     tokens = torch.from_numpy(self.example.tokens).long()
-    images = (tokens == IMAGE).long()
-    return model(
-      input_ids=tokens,
-      pixel_values=torch.from_numpy(self.example.pixels),
-      token_type_ids=images,
-      attention_mask=torch.ones_like(tokens),
-    ).logits
+    inputs = {name: torch.from_numpy(value) for name, value in self.example.inputs.items()}
+    return model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs).logits
 
 
 @cache
@@ -151,17 +174,19 @@ def test_logits_and_gradients(case, reference):
 
 def _in_memory(name, known):
   """The parameter in the reference's modules that a tensor of its files is."""
+  if name in known:
+    return name
   tail = name.replace("language_model.model.", "language_model.").replace("vision_tower.vision_model.", "vision_tower.")
   (found,) = [other for other in known if other.endswith(tail)]
   return found
 
 
 @every_case
-def test_an_image_matters_and_its_tokens_see_each_other(case, reference):
+def test_an_image_matters_to_all_tokens_after_it_and_its_own_ones(case, reference):
   _, model, params = ours(reference)
   plain = np.asarray(logits_of(model, params, reference.example))
-  changed = {n: TowerInputs(t.inputs * 0.5, t.indices) for n, t in reference.example.media.items()}
-  other = Example(reference.example.tokens, reference.example.pixels, changed)
+  changed = {n: replace(t, inputs=t.inputs * 0.5) for n, t in reference.example.media.items()}
+  other = replace(reference.example, media=changed)
   moved = np.abs(np.asarray(logits_of(model, params, other)) - plain).max(-1)
   assert (moved[0, :3] == 0).all()
   assert (moved[0, 3:] > 0).all()
@@ -194,12 +219,20 @@ def test_encoders_are_frozen_unless_asked_for_and_projectors_are_not(case, refer
   assert not any(name.startswith("towers/") for name in model.buffers)
 
 
+GEMMA3_ROWS = {"vocab_size": 262208, "override_model_config": True}  # 64 more than the text models: the image token's
+
+
 # Parameters of the published files, with the encoders.
 @pytest.mark.parametrize(
-  ("name", "count"),
-  [("gemma3-4b", 4_300_079_472), ("gemma3-12b", 12_187_325_040), ("gemma3-27b", 27_432_406_640)],
+  ("name", "count", "changes"),
+  [
+    ("gemma3-4b", 4_300_079_472, GEMMA3_ROWS),
+    ("gemma3-12b", 12_187_325_040, GEMMA3_ROWS),
+    ("gemma3-27b", 27_432_406_640, GEMMA3_ROWS),
+    ("llama4-17b-16e", 108_641_793_536, {}),
+    ("llama4-17b-128e", 401_583_781_376, {}),
+  ],
 )
-def test_parameter_counts_with_encoders(name, count):
-  rows = {"vocab_size": 262208, "override_model_config": True}  # 64 more than the text models: the image token's
-  config = load_config(name, use_multimodal=True, dataset_type="synthetic", **rows)
+def test_parameter_counts_with_encoders(name, count, changes):
+  config = load_config(name, use_multimodal=True, dataset_type="synthetic", **changes)
   assert abstract_model(config).size == count

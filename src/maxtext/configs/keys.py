@@ -1590,8 +1590,7 @@ class ConfigKeys(TypedDict, total=False):
   """Layers that go in the pipeline, the rest run outside; -1 is all. Default: -1."""
 
   pixel_shuffle_ratio_for_vit: float
-  """Scale of the patch grid's sides before projection; 0.5 quarters the tokens. Not supported yet: models take text
-  and images only for now. Default: 0.5."""
+  """Scale of the patch grid's sides before projection; 0.5 quarters the tokens. Default: 0.5."""
 
   posemb_type_for_vit: str
   """Kind of position embedding in the vision encoder; 'learn' is trained. Not supported yet: models take text and
@@ -1651,12 +1650,10 @@ class ConfigKeys(TypedDict, total=False):
   Default: 0.0."""
 
   projector_input_dim_for_vit: int
-  """Width of the features into the vision projector. Not supported yet: models take text and images only for now.
-  Default: 4096."""
+  """Width of the features into the vision projector. Default: 4096."""
 
   projector_output_dim_for_vit: int
-  """Width of the features out of the vision projector. Not supported yet: models take text and images only for now.
-  Default: 4096."""
+  """Width of the features out of the vision projector. Default: 4096."""
 
   prometheus_port: int
   """Port of the Prometheus metrics server; 0 starts none. Default: 0."""
@@ -1846,8 +1843,7 @@ class ConfigKeys(TypedDict, total=False):
   """Shortest rotary wavelength scale, in positions. Default: 1."""
 
   rope_theta_for_vit: int
-  """Base of the rotary frequencies in the vision encoder. Not supported yet: models take text and images only for
-  now. Default: 10000."""
+  """Base of the rotary frequencies in the vision encoder. Default: 10000."""
 
   rope_truncate: bool
   """True rounds the YaRN ramp's bounds to whole dimensions. Default: True."""
@@ -2077,8 +2073,7 @@ class ConfigKeys(TypedDict, total=False):
   """First test batch to evaluate, counted from 0. Default: 0."""
 
   tile_size_for_vit: int
-  """Side in pixels of the tiles that a large image is cut into. Not supported yet: models take text and images only
-  for now. Default: 336."""
+  """Side in pixels of the tiles that a large image is cut into. Default: 336."""
 
   tokenize_eval_data: bool
   """True tokenizes evaluation text on the fly; false expects token ids in the data. Default: True."""
@@ -2298,8 +2293,7 @@ class ConfigKeys(TypedDict, total=False):
   Default: '<|video|>'."""
 
   vision_output_dim_for_vit: int
-  """Width of the vision encoder's output features. Not supported yet: models take text and images only for now.
-  Default: 4096."""
+  """Width of the vision encoder's output features. Default: 4096."""
 
   vision_output_length: int
   """Vision tokens per image; -1 leaves it to the model. Default: -1."""

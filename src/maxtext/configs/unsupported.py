@@ -161,7 +161,8 @@ _VISION = (
   "dtype_mm", "remat_policy_for_vit", "freeze_vision_encoder_params", "image_path", "image_placeholder",
   "image_size_for_vit",
   "hidden_size_for_vit", "intermediate_size_for_vit", "num_attention_heads_for_vit", "num_channels_for_vit",
-  "num_hidden_layers_for_vit", "patch_size_for_vit", "vision_output_length",
+  "num_hidden_layers_for_vit", "patch_size_for_vit", "vision_output_length", "tile_size_for_vit",
+  "rope_theta_for_vit", "vision_output_dim_for_vit", *_section(t.VisionProjector, but=("projector_dropout_for_vit",)),
 )  # fmt: skip
 _SHOWN = (
   "metrics_file", "prometheus_port", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",

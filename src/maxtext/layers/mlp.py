@@ -22,6 +22,7 @@ _HIDDEN = ("activation_batch", "activation_length", "activation_mlp")
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
   "silu": jax.nn.silu,
   "gelu": partial(jax.nn.gelu, approximate=True),
+  "exact gelu": partial(jax.nn.gelu, approximate=False),  # of towers; not a value of the key
   "relu": jax.nn.relu,
   "sigmoid": jax.nn.sigmoid,
 }

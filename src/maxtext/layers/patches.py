@@ -12,6 +12,7 @@ from flax import nnx
 
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.linear import Linear
+from maxtext.layers.mlp import ACTIVATIONS
 from maxtext.layers.norm import NormSpec
 from maxtext.layers.param_factory import ParamFactory
 
@@ -35,6 +36,19 @@ class Projector(Protocol):
 
   def build(self, factory: ParamFactory, width: int, out_width: int, execution: ExecutionConfig) -> TowerEnd:
     """From the tower's width to the decoder's."""
+    ...
+
+
+class Adapter(Protocol):
+  """The spec of an adapter, which converts the last layer's outputs to what the projector takes."""
+
+  @property
+  def out_width(self) -> int:
+    """Width of its outputs."""
+    ...
+
+  def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> TowerEnd:
+    """From the tower's width to `out_width`."""
     ...
 
 
@@ -111,3 +125,42 @@ class PooledPatches(ProjectorLayer):
     count, _, width = x.shape
     grid = x.reshape(count, self.side, self.block, self.side, self.block, width)
     return super().__call__(grid.mean((2, 4)).reshape(count, self.side**2, width))
+
+
+@dataclass(frozen=True)
+class PixelShuffle:
+  """Square blocks of a square grid of patches become one token each, followed by two linear layers with activations.
+
+  Attributes:
+    side: patches along a side of the grid.
+    block: patches along a side of a block.
+    hidden_width: width of the outputs of the first layer.
+    out_width: width of the outputs of the second.
+    activation: after each of the layers.
+  """
+
+  side: int
+  block: int
+  hidden_width: int
+  out_width: int
+  activation: str
+
+  def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> "ShuffledPatches":
+    """[N,T,W] to [N,T',out_width]."""
+    return ShuffledPatches(factory, self, width, execution)
+
+
+class ShuffledPatches(nnx.Module):
+  """The layer of `PixelShuffle`."""
+
+  def __init__(self, factory: ParamFactory, spec: PixelShuffle, width: int, execution: ExecutionConfig) -> None:
+    self.side, self.block, self.activation = spec.side // spec.block, spec.block, ACTIVATIONS[spec.activation]
+    wide, hidden, out = {"embed": width * spec.block**2}, {"mlp": spec.hidden_width}, {"embed": spec.out_width}
+    self.up = Linear(factory.scope("up"), wide, hidden, execution, "mlpwi")
+    self.down = Linear(factory.scope("down"), hidden, out, execution, "mlpwo")
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    count, _, width = x.shape
+    grid = x.reshape(count, self.side, self.block, self.side, self.block, width).transpose(0, 1, 3, 2, 4, 5)
+    blocks = grid.reshape(count, self.side**2, self.block**2 * width)
+    return self.activation(self.down(self.activation(self.up(blocks))))

@@ -99,6 +99,7 @@ class RotaryEmbedding:
       None for positions of one component.
     mrope_interleaved: frequencies alternate between components (0, 1, 2, 0, 1, 2, ...; where the section of a later
       component is used up, 0 replaces it), instead of contiguous sections.
+    axial: each section has the whole range of frequencies, as for the axes of images, instead of its part of one range.
   """
 
   head_dim: int
@@ -109,6 +110,7 @@ class RotaryEmbedding:
   interleaved: bool = False
   mrope_sections: tuple[int, ...] | None = None
   mrope_interleaved: bool = False
+  axial: bool = False
 
   def __post_init__(self) -> None:
     sections = self.mrope_sections
@@ -166,7 +168,9 @@ def _angles(spec: RotaryEmbedding, positions: jax.Array) -> jax.Array:
 
 def _frequencies(spec: RotaryEmbedding) -> np.ndarray:
   half = spec.head_dim // 2
-  frequency = (spec.theta / spec.shortest) ** (-np.arange(half, dtype=np.float64) / half) / spec.shortest
+  sections = spec.mrope_sections if spec.axial and spec.mrope_sections else (half,)
+  exponents = np.concatenate([np.arange(size, dtype=np.float64) / size for size in sections])
+  frequency = (spec.theta / spec.shortest) ** -exponents / spec.shortest
   if spec.scaling is not None:
     frequency = spec.scaling.stretch(frequency, spec.theta)
   return np.where(np.arange(half) < round(half * spec.share), frequency, 0.0)

@@ -2,44 +2,27 @@
 
 from typing import Any
 
-from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.layers.attention import GQA
-from maxtext.layers.block import Block
-from maxtext.layers.mlp import MLP
+from maxtext.configs import MaxTextConfig
 from maxtext.layers.norm import LayerNormSpec
 from maxtext.layers.patches import PatchProjection, Projector
+from maxtext.models import vision
 from maxtext.models.hugging_face import Field
 from maxtext.models.spec import Group, TowerSpec
+from maxtext.models.vision import LAYER
 from maxtext.models.weight_table import Weight
 
 EPSILON = 1e-6  # of the norms
 
 
-def patches_per_side(config: MaxTextConfig) -> int:
-  """Patches along a side of the square image."""
-  c = config
-  if not isinstance(c.image_size_for_vit, int) or c.image_size_for_vit % c.patch_size_for_vit:
-    raise ConfigError(
-      f"image_size_for_vit={c.image_size_for_vit} must be the side of a square image and a multiple of "
-      f"patch_size_for_vit={c.patch_size_for_vit}."
-    )
-  return c.image_size_for_vit // c.patch_size_for_vit
-
-
 def tower(config: MaxTextConfig, projector: Projector, **changes: Any) -> TowerSpec:
   """The encoder with a projector to the decoder's width; `changes` replace fields of the spec."""
-  c = config
-  heads, width, norm = c.num_attention_heads_for_vit, c.hidden_size_for_vit, LayerNormSpec(EPSILON)
-  if width % heads:
-    raise ConfigError(f"num_attention_heads_for_vit={heads} does not divide hidden_size_for_vit={width}.")
-  attention = GQA(heads, heads, width // heads, rope=None, bias=True, out_bias=True, causal=False)
-  layer = Block(attention, MLP(c.intermediate_size_for_vit, "gelu", gated=False, bias=True), norm)
+  c, norm = config, LayerNormSpec(EPSILON)
   values: dict[str, Any] = {
     "name": "vision",
-    "width": width,
-    "length": patches_per_side(c) ** 2,
+    "width": c.hidden_size_for_vit,
+    "length": vision.patches_per_side(c) ** 2,
     "front_end": PatchProjection((c.num_channels_for_vit, c.patch_size_for_vit, c.patch_size_for_vit)),
-    "groups": (Group((layer,), c.num_hidden_layers_for_vit),),
+    "groups": (Group((vision.layer(c, norm),), c.num_hidden_layers_for_vit),),
     "projector": projector,
     "final_norm": norm,
     "learned_positions": True,
@@ -49,20 +32,17 @@ def tower(config: MaxTextConfig, projector: Projector, **changes: Any) -> TowerS
 
 def weights(spec: TowerSpec, prefix: str) -> dict[str, Weight]:
   """The names of the encoder's weights, without the projector's."""
-  tower, layer, found = f"towers/{spec.name}", f"{prefix}.encoder.layers.{{layer}}", dict[str, Weight]()
+  tower, layer = f"towers/{spec.name}", f"{prefix}.encoder.layers.{{layer}}"
   assert isinstance(spec.front_end, PatchProjection)
   patch = f"{prefix}.embeddings.patch_embedding"
-  found[f"{tower}/front_end/weight"] = Weight(f"{patch}.weight", transposed=True, inputs=spec.front_end.shape)
-  found[f"{tower}/front_end/bias"] = Weight(f"{patch}.bias")
-  found[f"{tower}/positions/table"] = Weight(f"{prefix}.embeddings.position_embedding.weight", table=True)
-  for ours, theirs in _LINEAR.items():
-    found[f"{tower}/groups/*/layers/*/{ours}/weight"] = Weight(f"{layer}.{theirs}.weight", transposed=True)
-    found[f"{tower}/groups/*/layers/*/{ours}/bias"] = Weight(f"{layer}.{theirs}.bias")
-  norms = {f"groups/*/layers/*/{ours}": f"{layer}.{theirs}" for ours, theirs in _NORMS.items()}
-  for ours, theirs in (norms | {"final_norm": f"{prefix}.post_layernorm"}).items():
-    found[f"{tower}/{ours}/scale"] = Weight(f"{theirs}.weight")
-    found[f"{tower}/{ours}/bias"] = Weight(f"{theirs}.bias")
-  return found
+  return {
+    f"{tower}/front_end/weight": Weight(f"{patch}.weight", transposed=True, inputs=spec.front_end.shape),
+    f"{tower}/front_end/bias": Weight(f"{patch}.bias"),
+    f"{tower}/positions/table": Weight(f"{prefix}.embeddings.position_embedding.weight", table=True),
+    **vision.linear_weights({f"{LAYER}/{ours}": f"{layer}.{theirs}" for ours, theirs in _LINEAR.items()}),
+    **vision.norm_weights({f"{LAYER}/{ours}": f"{layer}.{theirs}" for ours, theirs in _NORMS.items()}),
+    **vision.norm_weights({f"{tower}/final_norm": f"{prefix}.post_layernorm"}),
+  }
 
 
 _LINEAR = {
@@ -83,14 +63,10 @@ def prefixes(tower: str) -> dict[str, str]:
 
 
 FIELDS: dict[str, Field] = {
+  **vision.FIELDS,
+  **vision.COUNTS,
   "vision_config.model_type": lambda c: "siglip_vision_model",
-  "vision_config.hidden_size": "hidden_size_for_vit",
-  "vision_config.intermediate_size": "intermediate_size_for_vit",
-  "vision_config.num_hidden_layers": "num_hidden_layers_for_vit",
-  "vision_config.num_attention_heads": "num_attention_heads_for_vit",
-  "vision_config.num_channels": "num_channels_for_vit",
   "vision_config.image_size": "image_size_for_vit",
-  "vision_config.patch_size": "patch_size_for_vit",
   "vision_config.hidden_act": lambda c: "gelu_pytorch_tanh",
   "vision_config.layer_norm_eps": lambda c: EPSILON,
   "vision_config.vision_use_head": lambda c: False,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from maxtext.layers.block import Layer
 from maxtext.layers.mtp import MultiTokenPrediction
 from maxtext.layers.norm import NormSpec
-from maxtext.layers.patches import FrontEnd, Projector
+from maxtext.layers.patches import Adapter, FrontEnd, Projector
 from maxtext.layers.rope import RotaryEmbedding
 
 
@@ -87,6 +87,11 @@ class TowerSpec:
     projector: maps the tower's width to the decoder's.
     final_norm: the norm before the projector; None if there is none.
     learned_positions: whether a learned table of `length` positions is added to the tokens.
+    class_token: a learned token is appended to those of an input, and is not passed on after the final norm.
+    first_norm: the norm before the first layer; None if there is none.
+    rotary_grid: side of the square grid of tokens, whose rotary positions are (column, row) from 1, and those of a
+      class token (0, 0); None where `Tower` is given them, or needs none.
+    adapter: converts the normed outputs to what the projector takes, and is part of the encoder; None if there is none.
     bidirectional_features: the decoder's tokens of one input attend to each other in both directions.
     deepstack: indices of groups whose outputs are features too, each with its own projector (DeepStack).
   """
@@ -99,6 +104,10 @@ class TowerSpec:
   projector: Projector
   final_norm: NormSpec | None = None
   learned_positions: bool = False
+  class_token: bool = False
+  first_norm: NormSpec | None = None
+  rotary_grid: int | None = None
+  adapter: Adapter | None = None
   bidirectional_features: bool = False
   deepstack: tuple[int, ...] = ()
 

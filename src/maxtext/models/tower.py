@@ -27,6 +27,10 @@ class Tower(nnx.Module):
     self.front_end = spec.front_end.build(factory.scope("front_end"), spec.width, execution)
     rows = spec.length if spec.learned_positions else None
     self.positions = None if rows is None else Positions(factory.scope("positions"), rows, spec.width, execution)
+    self.class_token = factory("class_token", (spec.width,), ("norm",), std=0.02) if spec.class_token else None
+    self.first_norm = (
+      None if spec.first_norm is None else spec.first_norm.build(factory.scope("first_norm"), spec.width)
+    )
     groups = factory.scope("groups")
     self.groups = nnx.List(
       [Stack(groups.scope(i), group.cycle, group.repeats, spec.width, execution) for i, group in enumerate(spec.groups)]
@@ -34,7 +38,10 @@ class Tower(nnx.Module):
     self.final_norm = (
       None if spec.final_norm is None else spec.final_norm.build(factory.scope("final_norm"), spec.width)
     )
-    self.projector = spec.projector.build(factory.scope("projector"), spec.width, out_width, execution)
+    adapter = spec.adapter
+    self.adapter = None if adapter is None else adapter.build(factory.scope("adapter"), spec.width, execution)
+    width = spec.width if adapter is None else adapter.out_width
+    self.projector = spec.projector.build(factory.scope("projector"), width, out_width, execution)
     deepstack = factory.scope("deepstack")
     self.deepstack = nnx.List(
       [spec.projector.build(deepstack.scope(i), spec.width, out_width, execution) for i, _ in enumerate(spec.deepstack)]
@@ -67,21 +74,39 @@ class Tower(nnx.Module):
     """
     execution, spec = self.execution, self.spec
     x = self.front_end(inputs.astype(execution.numerics.dtype))
+    if self.class_token is not None:
+      token = self.class_token[...].astype(x.dtype)
+      x = jnp.concatenate([x, jnp.broadcast_to(token, (x.shape[0], 1, spec.width))], axis=1)
     if x.shape[1] > spec.length:
       raise ValueError(f"tower {spec.name}: an input has {x.shape[1]} tokens, and at most {spec.length} are expected.")
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    if rotary_positions is None and spec.rotary_grid is not None:
+      rotary_positions = _grid_positions(spec.rotary_grid, *x.shape[:2])
     context = Context.of(positions, segments, spec.ropes, execution.numerics.dtype, rotary_positions=rotary_positions)
     if self.positions is not None:
       x = x + self.positions(positions)
+    if self.first_norm is not None:
+      x = self.first_norm(x)
     x, outputs = execution.sharding.constrain(x, *RESIDUAL), {}
     for i, group in enumerate(self.groups):
       x, _, _ = group(x, None, context, None)
       outputs[i] = x
     last = x if self.final_norm is None else self.final_norm(x)
+    if self.class_token is not None:
+      last = last[:, :-1]
+    if self.adapter is not None:
+      last = self.adapter(last)
     deepstack = zip(self.deepstack, spec.deepstack, strict=True)
     found = [self.projector(last), *(projector(outputs[i]) for projector, i in deepstack)]
     return [execution.sharding.constrain(features, *RESIDUAL) for features in found]
+
+
+def _grid_positions(side: int, inputs: int, tokens: int) -> jax.Array:
+  """Column and row from 1 of the tokens of a square grid, and zeros after it, [N,T,2]."""
+  number = jnp.arange(tokens, dtype=jnp.int32)
+  places = jnp.stack([number % side + 1, number // side + 1], axis=-1)
+  return jnp.broadcast_to(jnp.where((number < side**2)[:, None], places, 0), (inputs, tokens, 2))
 
 
 def _execution(execution: ExecutionConfig, spec: TowerSpec) -> ExecutionConfig:

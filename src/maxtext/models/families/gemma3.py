@@ -12,7 +12,7 @@ from maxtext.layers.patches import PooledProjector
 from maxtext.media.image_processors import SquareImages
 from maxtext.media.patches import Patches
 from maxtext.media.processed import FeatureText
-from maxtext.models import siglip, standard
+from maxtext.models import siglip, standard, vision
 from maxtext.models.hugging_face import (
   CAPPED,
   CAPPED_READS,
@@ -64,12 +64,12 @@ def hugging_face(config: MaxTextConfig) -> HuggingFace:
 def processors(config: MaxTextConfig) -> dict[str, SquareImages]:
   """What makes inputs of the towers of images."""
   text = FeatureText("<image_soft_token>", "\n\n<start_of_image>", "<end_of_image>\n\n")
-  c, side = config, siglip.patches_per_side(config) * config.patch_size_for_vit
+  c, side = config, vision.patches_per_side(config) * config.patch_size_for_vit
   return {"vision": SquareImages(Patches(c.patch_size_for_vit), side, _tokens_per_image(c), text)}
 
 
 def _vision(c: MaxTextConfig) -> TowerSpec:
-  side = siglip.patches_per_side(c)
+  side = vision.patches_per_side(c)
   tokens = math.isqrt(_tokens_per_image(c))
   if tokens**2 != _tokens_per_image(c) or side % tokens:
     raise ConfigError(

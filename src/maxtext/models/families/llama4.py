@@ -1,21 +1,22 @@
-"""Llama 4 (text): three layers of chunked attention, then one of full attention without RoPE (NoPE).
+"""Llama 4: three layers of chunked attention, then one of full attention without RoPE (NoPE).
 
 Each token has one routed expert, whose input is scaled by the sigmoid of the router logit, and a shared expert. With
-interleave_moe_layer_step=n, every n-th layer has experts.
+interleave_moe_layer_step=n, every n-th layer has experts. Images are encoded in tiles.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from maxtext.configs import MaxTextConfig
 from maxtext.configs.types import RopeType
 from maxtext.layers.attention import GQA, QueryKeyNorm, QueryTemperature
 from maxtext.layers.rope import LongContextScaling
-from maxtext.models import standard
-from maxtext.models.hugging_face import LEFT_OUT, READS, STANDARD, Entries, HuggingFace, absent, rope
+from maxtext.models import llama4_vision, standard
+from maxtext.models.hugging_face import LEFT_OUT, READS, STANDARD, Entries, HuggingFace, Multimodal, absent, rope
 from maxtext.models.mixture import expert_width, mixture
-from maxtext.models.spec import DecoderSpec, cycles
-from maxtext.models.weight_table import Weight, fused
+from maxtext.models.spec import DecoderSpec, ModelSpec, cycles, towers_of
+from maxtext.models.weight_table import Table, Weight, fused
 
 
 def spec(config: MaxTextConfig) -> DecoderSpec:
@@ -29,7 +30,21 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
     )
     for i in range(math.lcm(cycle, c.nope_layer_interval, step))
   )
-  return standard.decoder(c, cycles(layers, c.base_num_decoder_layers))
+  decoder = standard.decoder(c, cycles(layers, c.base_num_decoder_layers))
+  return ModelSpec.of(decoder, llama4_vision.tower(c)) if c.use_multimodal else decoder
+
+
+def weights(spec: DecoderSpec) -> Table:
+  """The weights in files of the text model, or of the one with images."""
+  if not towers_of(spec):
+    return WEIGHTS
+  text = {path: replace(weight, name=f"language_model.{weight.name}") for path, weight in WEIGHTS.items()}
+  return text | llama4_vision.WEIGHTS
+
+
+def hugging_face(config: MaxTextConfig) -> HuggingFace:
+  """The class of the text model, or of the one with images."""
+  return _WITH_IMAGES if config.use_multimodal else HUGGING_FACE
 
 
 def _attention(c: MaxTextConfig, use_nope: bool) -> GQA:
@@ -101,9 +116,13 @@ HUGGING_FACE = HuggingFace(
     "no_rope_layers": lambda c: [int((i + 1) % c.nope_layer_interval > 0) for i in range(c.base_num_decoder_layers)],
     "rope_parameters": lambda c: rope(c, high=1.0),
   },
-  (*READS, _read),
+  (*READS, _read, llama4_vision.read),
   absent=absent(no_rope_layer_interval=4, interleave_moe_layer_step=1, use_qk_norm=True, attn_temperature_tuning=True),
   expects={"attn_scale": lambda c: 0.1, "layer_types": _layer_types, "moe_layers": _moe_layers},
   prefixes={"language_model.": ""},
   ignored=(r"vision_model\..*", r"multi_modal_projector\..*"),
+  towers=llama4_vision.FIELDS,
+)
+_WITH_IMAGES = replace(
+  HUGGING_FACE, prefixes=None, ignored=(), multimodal=Multimodal("Llama4ForConditionalGeneration", "llama4")
 )

@@ -1,0 +1,69 @@
+"""What vision encoders share: layers from the keys, names of their weights, entries of `vision_config`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.layers.attention import GQA
+from maxtext.layers.block import Block
+from maxtext.layers.mlp import MLP
+from maxtext.layers.norm import LayerNormSpec
+from maxtext.models.hugging_face import Field
+from maxtext.models.weight_table import Weight
+
+
+def patches_per_side(config: MaxTextConfig, key: str = "image_size_for_vit") -> int:
+  """Patches along a side of a square image, whose side in pixels is the key's value."""
+  size, patch = getattr(config, key), config.patch_size_for_vit
+  if not isinstance(size, int) or size % patch:
+    raise ConfigError(f"{key}={size} must be the side of a square image and a multiple of patch_size_for_vit={patch}.")
+  return size // patch
+
+
+def head_dim(config: MaxTextConfig) -> int:
+  """Width of an attention head."""
+  heads, width = config.num_attention_heads_for_vit, config.hidden_size_for_vit
+  if width % heads:
+    raise ConfigError(f"num_attention_heads_for_vit={heads} does not divide hidden_size_for_vit={width}.")
+  return width // heads
+
+
+def layer(config: MaxTextConfig, norm: LayerNormSpec, activation: str = "gelu", **attention_changes: Any) -> Block:
+  """Bidirectional attention and a plain feed-forward layer, with biases."""
+  heads = config.num_attention_heads_for_vit
+  values: dict[str, Any] = {"rope": None, "bias": True, "out_bias": True, "causal": False}
+  attention = GQA(heads, heads, head_dim(config), **(values | attention_changes))
+  return Block(attention, MLP(config.intermediate_size_for_vit, activation, gated=False, bias=True), norm)
+
+
+def linear_weights(names: Mapping[str, str]) -> dict[str, Weight]:
+  """Weights and biases of linear layers, {path of ours: name of theirs}."""
+  found = dict[str, Weight]()
+  for ours, theirs in names.items():
+    found[f"{ours}/weight"] = Weight(f"{theirs}.weight", transposed=True)
+    found[f"{ours}/bias"] = Weight(f"{theirs}.bias")
+  return found
+
+
+def norm_weights(names: Mapping[str, str]) -> dict[str, Weight]:
+  """Scales and biases of norms, {path of ours: name of theirs}."""
+  found = dict[str, Weight]()
+  for ours, theirs in names.items():
+    found[f"{ours}/scale"] = Weight(f"{theirs}.weight")
+    found[f"{ours}/bias"] = Weight(f"{theirs}.bias")
+  return found
+
+
+LAYER = "towers/vision/groups/*/layers/*"
+FIELDS: dict[str, Field] = {
+  "vision_config.hidden_size": "hidden_size_for_vit",
+  "vision_config.intermediate_size": "intermediate_size_for_vit",
+  "vision_config.patch_size": "patch_size_for_vit",
+}
+"""Entries of every encoder."""
+COUNTS: dict[str, Field] = {
+  "vision_config.num_hidden_layers": "num_hidden_layers_for_vit",
+  "vision_config.num_attention_heads": "num_attention_heads_for_vit",
+  "vision_config.num_channels": "num_channels_for_vit",
+}
+"""Entries of most encoders."""
