@@ -3,6 +3,7 @@
 `-k gemma3` runs one of them.
 """
 
+import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -11,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from maxtext import load_config
 from maxtext.layers.embedding import feature_indices
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import abstract_model, build_model, weight_table
-from maxtext.models.media import TowerInputs
-from maxtext.weights.config_json import config_json_entries, keys_of_folder
+from maxtext.models.media import TowerInputs, mrope_positions, patch_places
+from maxtext.weights.config_json import config_json_entries, hugging_face_class, keys_of_folder, our_name
 from maxtext.weights.from_hugging_face import load_from_hugging_face
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
 from maxtext.weights.tensor_layout import to_tensors
@@ -69,6 +71,45 @@ LLAMA4 = {
   },
 }  # fmt: skip
 
+QWEN_VISION = {
+  "depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48,
+  "num_position_embeddings": 25,
+}  # fmt: skip
+QWEN_TEXT = TEXT | {
+  "num_hidden_layers": 4, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2,
+  "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
+}  # fmt: skip
+QWEN_TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": 125}
+QWEN3_5 = {
+  "config": "Qwen3_5MoeConfig",
+  "model": "Qwen3_5MoeForConditionalGeneration",
+  "arguments": {
+    "text_config": {
+      **QWEN_TEXT, "shared_expert_intermediate_size": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+      "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+      "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5,
+      },
+    },
+    "vision_config": QWEN_VISION,
+    **QWEN_TOKENS,
+  },
+}  # fmt: skip
+QWEN3_OMNI = {
+  "config": "Qwen3OmniMoeThinkerConfig",
+  "model": "Qwen3OmniMoeThinkerForConditionalGeneration",
+  "arguments": {
+    "text_config": QWEN_TEXT,
+    "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0, 1]},
+    "audio_config": {
+      "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 40, "num_mel_bins": 16,
+      "downsample_hidden_size": 8, "output_dim": 48, "n_window": 8, "n_window_infer": 32,
+    },
+    **QWEN_TOKENS,
+  },
+  "left_out": "audio_tower.",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Example:
@@ -76,11 +117,13 @@ class Example:
 
   Attributes:
     inputs: what the reference takes beside the tokens.
+    rotary: the argument `rotary_positions` of `hidden`.
   """
 
   tokens: np.ndarray
   inputs: dict[str, np.ndarray]
   media: dict[str, TowerInputs]
+  rotary: np.ndarray | None = None
 
 
 def square_images():
@@ -101,7 +144,40 @@ def gemma3_example():
   return replace(example, inputs=example.inputs | {"token_type_ids": (example.tokens == IMAGE).astype(np.int64)})
 
 
-CASES = {"gemma3": (GEMMA3, gemma3_example), "llama4": (LLAMA4, square_images)}
+GRIDS = ([(1, 4, 6), (1, 4, 4)], [(1, 6, 4)])  # of the images in each row
+
+
+def images_of_any_size():
+  """Those of a row share an input of the tower."""
+  random = np.random.default_rng(0)
+  tokens = random.integers(3, 120, (2, LENGTH))
+  tokens[0, 3:9] = tokens[0, 13:17] = tokens[1, 9:15] = IMAGE
+  tokens[0, 2] = tokens[0, 12] = tokens[1, 8] = QWEN_TOKENS["vision_start_token_id"]
+  patches = random.normal(size=(64, 96)).astype(np.float32)
+  inputs = np.zeros((2, 1, 48, 96), np.float32)
+  inputs[0, 0, :40], inputs[1, 0, :24] = patches[:40], patches[40:]
+  places = (np.stack(arrays)[:, None] for arrays in zip(*(patch_places(own, 2, 48) for own in GRIDS), strict=True))
+  indices = feature_indices(tokens == IMAGE, np.array([10, 6]))
+  positions = np.broadcast_to(np.arange(LENGTH), tokens.shape)
+  return Example(
+    tokens,
+    {"pixel_values": patches, "image_grid_thw": np.array([*GRIDS[0], *GRIDS[1]])},
+    {"vision": TowerInputs(inputs, indices, *places)},
+    mrope_positions(positions, tokens == IMAGE, GRIDS, 2),
+  )
+
+
+def qwen3_5_example():
+  example = images_of_any_size()
+  return replace(example, inputs=example.inputs | {"mm_token_type_ids": (example.tokens == IMAGE).astype(np.int64)})
+
+
+CASES = {
+  "gemma3": (GEMMA3, gemma3_example),
+  "llama4": (LLAMA4, square_images),
+  "qwen3_5": (QWEN3_5, qwen3_5_example),
+  "qwen3_omni": (QWEN3_OMNI, images_of_any_size),
+}
 every_case = pytest.mark.parametrize("case", cases(CASES, tuple(CASES)))
 
 
@@ -112,6 +188,7 @@ class Reference:
     import transformers
 
     about, example = CASES[case]
+    self.left_out = about.get("left_out", "nothing")
     self.example, self.folder, self.kind = example(), folder, getattr(transformers, about["model"])
     config = getattr(transformers, about["config"])(**about["arguments"], attn_implementation="eager")
     torch.manual_seed(0)
@@ -125,6 +202,17 @@ class Reference:
     tokens = torch.from_numpy(self.example.tokens).long()
     inputs = {name: torch.from_numpy(value) for name, value in self.example.inputs.items()}
     return model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs).logits
+
+  def gradients(self, loss, folder):
+    """Of all weights, by the names of its files."""
+    self.model.zero_grad()
+    loss.backward()
+    model = copy.deepcopy(self.model)
+    with torch.no_grad():
+      for value, own in zip(model.parameters(), self.model.parameters(), strict=True):
+        value.copy_(torch.zeros_like(value) if own.grad is None else own.grad)
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
 
 
 @cache
@@ -147,11 +235,12 @@ def ours(reference, **changes):
 def logits_of(model, params, example):
   decoder = model.bind(params)
   positions = jnp.broadcast_to(jnp.arange(LENGTH), example.tokens.shape)
-  return decoder.logits(decoder.hidden(jnp.asarray(example.tokens), positions, media=example.media)[0])
+  inputs = {"media": example.media, "rotary_positions": example.rotary}
+  return decoder.logits(decoder.hidden(jnp.asarray(example.tokens), positions, **inputs)[0])
 
 
 @every_case
-def test_logits_and_gradients(case, reference):
+def test_logits_and_gradients(case, reference, tmp_path):
   config, model, params = ours(reference)
   theirs = reference.logits(reference.model)
   direction = np.random.default_rng(1).normal(size=theirs.shape).astype(np.float32)
@@ -162,23 +251,13 @@ def test_logits_and_gradients(case, reference):
 
   gradients, logits = jax.jit(jax.grad(loss, has_aux=True))(params)
   np.testing.assert_allclose(logits, theirs.detach().numpy(), atol=1e-4)
-  reference.model.zero_grad()
-  (theirs * torch.from_numpy(direction)).sum().backward()
-  wanted = {name: parameter.grad.numpy() for name, parameter in reference.model.named_parameters()}
+  tensors = reference.gradients((theirs * torch.from_numpy(direction)).sum(), tmp_path)
+  about = hugging_face_class(config)
+  wanted = {our_name(n, about): t for n, t in tensors.items() if not n.startswith(reference.left_out)}
   found = to_tensors(model, weight_table(config, model.spec), {n: np.asarray(g) for n, g in gradients.items()})
-  assert len(found) >= len(wanted)
-  for name, gradient in found.items():
-    theirs_of = wanted[_in_memory(name, wanted)]
-    np.testing.assert_allclose(gradient, theirs_of, atol=1e-4 * max(1.0, np.abs(theirs_of).max()), err_msg=name)
-
-
-def _in_memory(name, known):
-  """The parameter in the reference's modules that a tensor of its files is."""
-  if name in known:
-    return name
-  tail = name.replace("language_model.model.", "language_model.").replace("vision_tower.vision_model.", "vision_tower.")
-  (found,) = [other for other in known if other.endswith(tail)]
-  return found
+  assert wanted.keys() == found.keys()
+  for name, gradient in wanted.items():
+    np.testing.assert_allclose(found[name], gradient, atol=1e-4 * max(1.0, np.abs(gradient).max()), err_msg=name)
 
 
 @every_case
@@ -203,10 +282,15 @@ def test_the_reference_reads_what_is_written(case, reference, tmp_path):
   save_file({n: np.ascontiguousarray(t) for n, t in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"})
   (tmp_path / "config.json").write_text(json.dumps(config_json_entries(config)))
   again, about = reference.kind.from_pretrained(tmp_path, output_loading_info=True)
-  assert not about["missing_keys"]
+  assert not [name for name in about["missing_keys"] if reference.left_out not in name]
   assert not about["unexpected_keys"]
-  for (name, value), other in zip(again.named_parameters(), reference.model.parameters(), strict=True):
-    assert torch.equal(value, other), name
+  read, written = (
+    {name: value for name, value in model.named_parameters() if reference.left_out not in name}
+    for model in (again, reference.model)
+  )
+  assert read.keys() == written.keys()
+  for name, value in read.items():
+    assert torch.equal(value, written[name]), name
 
 
 @every_case
@@ -214,9 +298,24 @@ def test_encoders_are_frozen_unless_asked_for_and_projectors_are_not(case, refer
   _, model, _ = ours(reference, freeze_vision_encoder_params=True)
   towers = {name for name in model.params if name.startswith("towers/")}
   assert towers
-  assert all("/projector/" in name for name in towers)
+  assert all(name.split("/")[2] in ("projector", "deepstack") for name in towers)
   _, model, _ = ours(reference)
   assert not any(name.startswith("towers/") for name in model.buffers)
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_omni"])
+def test_rotary_positions_of_text_and_images(case, reference):
+  """A document of the second half of a row has those that it has alone."""
+  example, inputs = reference.example, {n: torch.from_numpy(a) for n, a in reference.example.inputs.items()}
+  tokens = torch.from_numpy(example.tokens).long()
+  inputs.pop("pixel_values")
+  theirs = reference.model.model.get_rope_index(tokens, attention_mask=torch.ones_like(tokens), **inputs)[0]
+  np.testing.assert_array_equal(example.rotary, theirs.permute(1, 2, 0).numpy())
+  positions, images = (np.tile(a, 2) for a in (np.arange(LENGTH)[None], example.tokens[:1] == IMAGE))
+  packed = mrope_positions(positions, images, [GRIDS[0] * 2], 2)
+  np.testing.assert_array_equal(packed, np.tile(example.rotary[:1], (1, 2, 1)))
+  with pytest.raises(ValueError, match="row 0 has 20 tokens of images, and its grids have 10"):
+    mrope_positions(positions, images, [GRIDS[0]], 2)
 
 
 GEMMA3_ROWS = {"vocab_size": 262208, "override_model_config": True}  # 64 more than the text models: the image token's
@@ -231,6 +330,8 @@ GEMMA3_ROWS = {"vocab_size": 262208, "override_model_config": True}  # 64 more t
     ("gemma3-27b", 27_432_406_640, GEMMA3_ROWS),
     ("llama4-17b-16e", 108_641_793_536, {}),
     ("llama4-17b-128e", 401_583_781_376, {}),
+    ("qwen3-omni-30b-a3b", 31_071_278_320, {}),
+    ("qwen3.5-397b-a17b", 396_802_360_816, {}),
   ],
 )
 def test_parameter_counts_with_encoders(name, count, changes):

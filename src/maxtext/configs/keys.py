@@ -388,8 +388,7 @@ class ConfigKeys(TypedDict, total=False):
   """Input of a layer (policy custom). Default: 'device'."""
 
   deepstack_visual_indexes_for_vit: list[int] | tuple[int, ...]
-  """Vision layers whose features also enter early decoder layers; [] is none. Not supported yet: models take text
-  and images only for now. Default: []."""
+  """Vision layers whose features also enter early decoder layers; [] is none. Default: []."""
 
   degenerate_group_masking: bool
   """True leaves groups whose rewards are all equal out of the loss. Default: True."""
@@ -1345,8 +1344,7 @@ class ConfigKeys(TypedDict, total=False):
   console, the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: True."""
 
   mrope_section: list[int] | tuple[int, ...]
-  """Rotary frequencies given to time, height and width (use_mrope). Not supported yet: models take text and images
-  only for now. Default: [24, 20, 20]."""
+  """Rotary frequencies given to time, height and width (use_mrope). Default: [24, 20, 20]."""
 
   mscale: float
   """Multiplier in the attention-score correction for longer context (YaRN). Default: 1.0."""
@@ -1454,8 +1452,7 @@ class ConfigKeys(TypedDict, total=False):
   """Passes of a microbatch around the stages; -1 derives it from layers and stages. Default: -1."""
 
   num_position_embeddings_for_vit: int
-  """Rows of the vision encoder's learned position table. Not supported yet: models take text and images only for
-  now. Default: 1024."""
+  """Rows of the vision encoder's learned position table. Default: 1024."""
 
   num_samplers_slices: int
   """Slices that generate rollouts; -1 splits by sampler_devices_fraction. Default: -1."""
@@ -1504,8 +1501,7 @@ class ConfigKeys(TypedDict, total=False):
   """Length the model was first trained on. Default: 4096."""
 
   out_hidden_size_for_vit: int
-  """Width of vision tokens after the patch merger. Not supported yet: models take text and images only for now.
-  Default: 512."""
+  """Width of vision tokens after the patch merger. Default: 512."""
 
   out_proj: RematLocation | Literal["remat", "device", "offload"]
   """Attention output projection (custom). Default: 'remat'."""
@@ -2016,8 +2012,7 @@ class ConfigKeys(TypedDict, total=False):
   """True multiplies only the routed tokens; false uses dense matmuls. Default: True."""
 
   spatial_merge_size_for_vit: int
-  """Patches per side that are merged into one vision token. Not supported yet: models take text and images only for
-  now. Default: 2."""
+  """Patches per side that are merged into one vision token. Default: 2."""
 
   stack_prefill_result_cache: bool
   """True stacks the layers' prompt caches in one array, for cheaper transfer. Not supported yet: caches have one
@@ -2067,7 +2062,7 @@ class ConfigKeys(TypedDict, total=False):
   """True scales queries by position in layers without rotary position. Default: False."""
 
   temporal_patch_size_for_vit: int
-  """Video frames in one patch. Not supported yet: models take text and images only for now. Default: 2."""
+  """Video frames in one patch. Default: 2."""
 
   test_batch_start_index: int
   """First test batch to evaluate, counted from 0. Default: 0."""
@@ -2188,8 +2183,7 @@ class ConfigKeys(TypedDict, total=False):
   attention and grouped matmuls, which take the place of Tokamax's at the same blocks. Default: -1."""
 
   use_mrope: bool
-  """True uses rotary positions in three axes: time, height and width. Not supported yet: models take text and images
-  only for now. Default: False."""
+  """True uses rotary positions in three axes: time, height and width. Default: False."""
 
   use_multimodal: bool
   """True adds the image (and video) encoder to the model and its inputs. Default: False."""

@@ -162,7 +162,9 @@ _VISION = (
   "image_size_for_vit",
   "hidden_size_for_vit", "intermediate_size_for_vit", "num_attention_heads_for_vit", "num_channels_for_vit",
   "num_hidden_layers_for_vit", "patch_size_for_vit", "vision_output_length", "tile_size_for_vit",
-  "rope_theta_for_vit", "vision_output_dim_for_vit", *_section(t.VisionProjector, but=("projector_dropout_for_vit",)),
+  "rope_theta_for_vit", "vision_output_dim_for_vit", "spatial_merge_size_for_vit", "temporal_patch_size_for_vit",
+  "num_position_embeddings_for_vit", "out_hidden_size_for_vit", "deepstack_visual_indexes_for_vit", "use_mrope",
+  "mrope_section", *_section(t.VisionProjector, but=("projector_dropout_for_vit",)),
 )  # fmt: skip
 _SHOWN = (
   "metrics_file", "prometheus_port", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",

@@ -76,6 +76,19 @@ class Positions(nnx.Module):
     table = self.execution.sharding.constrain(self.table[...].astype(self.execution.numerics.dtype), None, None)
     return _rows(self.execution, table, positions)
 
+  def resampled(self, places: jax.Array, side: int) -> jax.Array:
+    """Interpolates between the rows of the table, which is a square grid with this side, at places [B,S,2] (row and
+    column, fractions allowed) to [B,S,E]; bilinear."""
+    low = jnp.floor(places)
+    found = jnp.zeros((), jnp.float32)
+    for row in (0, 1):
+      for column in (0, 1):
+        corner = low + jnp.array([row, column], low.dtype)
+        share = jnp.maximum(1.0 - jnp.abs(places - corner), 0.0).prod(-1, keepdims=True)
+        index = jnp.clip(corner, 0, side - 1).astype(jnp.int32)
+        found = found + share * self(index[..., 0] * side + index[..., 1])
+    return found.astype(self.execution.numerics.dtype)
+
 
 def _rows(execution: ExecutionConfig, table: jax.Array, index: jax.Array) -> jax.Array:
   if not execution.sharding.explicit:

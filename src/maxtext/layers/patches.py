@@ -164,3 +164,44 @@ class ShuffledPatches(nnx.Module):
     grid = x.reshape(count, self.side, self.block, self.side, self.block, width).transpose(0, 1, 3, 2, 4, 5)
     blocks = grid.reshape(count, self.side**2, self.block**2 * width)
     return self.activation(self.down(self.activation(self.up(blocks))))
+
+
+@dataclass(frozen=True)
+class PatchMerger:
+  """Runs of patches become one token each, by a norm, a linear layer, an activation and another linear layer.
+
+  Attributes:
+    count: patches of a token, which are neighbours in the order of the inputs.
+    grouped_norm: the norm is of all patches of a token together, instead of each patch.
+  """
+
+  count: int
+  norm: NormSpec
+  activation: str
+  grouped_norm: bool = False
+
+  def build(self, factory: ParamFactory, width: int, out_width: int, execution: ExecutionConfig) -> "MergedPatches":
+    """[N,T,W] to [N,T',E]."""
+    return MergedPatches(factory, self, width, out_width, execution)
+
+
+class MergedPatches(nnx.Module):
+  """The layer of `PatchMerger`."""
+
+  def __init__(
+    self, factory: ParamFactory, spec: PatchMerger, width: int, out_width: int, execution: ExecutionConfig
+  ) -> None:
+    self.spec, self.activation, wide = spec, ACTIVATIONS[spec.activation], width * spec.count
+    self.norm = spec.norm.build(factory.scope("norm"), wide if spec.grouped_norm else width)
+    self.up = Linear(factory.scope("up"), {"embed": wide}, {"mlp": wide}, execution, "mlpwi", bias=True)
+    out = {"latent_out": out_width}
+    self.out = Linear(factory.scope("out"), {"mlp": wide}, out, execution, "projector_out", bias=True)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    if not self.spec.grouped_norm:
+      x = self.norm(x)
+    inputs, tokens, width = x.shape
+    x = x.reshape(inputs, tokens // self.spec.count, self.spec.count * width)
+    if self.spec.grouped_norm:
+      x = self.norm(x)
+    return self.out(self.activation(self.up(x)))

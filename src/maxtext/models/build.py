@@ -80,6 +80,7 @@ _DESCRIBES_A_MODEL = (
   t.PositionalEmbedding, t.Rope, t.YarnRope,
 )  # fmt: skip
 _DESCRIBES_A_TOWER = (t.VisionTower, t.VisionProjector)
+_DESCRIBES_POSITIONS = {"use_mrope", "mrope_section"}  # of a decoder with a tower
 _DESCRIBES_EXPERTS = {"moe_expert_input_dim", "base_moe_mlp_dim", "interleave_moe_layer_step", "norm_topk_prob"}
 
 
@@ -128,6 +129,7 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
     raise ConfigError(f"use_multimodal=true: decoder_block={config.decoder_block.value} takes text only: leave it out.")
   sections = (*_DESCRIBES_A_MODEL, *(_DESCRIBES_A_TOWER if config.use_multimodal else ()))
   keys = _DESCRIBES_EXPERTS.union(*(section.model_fields for section in sections))
+  keys |= _DESCRIBES_POSITIONS if config.use_multimodal else set()
   unread = keys - reader.read - _READ_ELSEWHERE
   for key in sorted(unread - keys_with_no_effect(config, unread).keys()):
     value = getattr(config, key)

@@ -116,7 +116,7 @@ class Decoder(nnx.Module):
     """
     execution = self.execution
     if media:
-      embeddings, spans = self._merge_media(tokens, positions, media, embeddings, spans)
+      embeddings, spans, layer_inputs = self._merge_media(tokens, positions, media, embeddings, spans, layer_inputs)
     if tokens is None and embeddings is None:
       raise ValueError("hidden() takes tokens, embeddings, or both; both are None.")
     if tokens is None and self.spec.needs_tokens:
@@ -158,19 +158,26 @@ class Decoder(nnx.Module):
     media: Media,
     embeddings: jax.Array | None,
     spans: jax.Array | None,
-  ) -> tuple[jax.Array, jax.Array | None]:
-    """Embeddings with the features of media in their places, and the spans of tokens that see each other."""
+    layer_inputs: Sequence[list[Any] | None] | None,
+  ) -> tuple[jax.Array, jax.Array | None, Sequence[list[Any] | None] | None]:
+    """Embeddings with the features of media in their places, the spans of tokens that see each other, and what joins
+    the residual in the first layers."""
     if embeddings is None:
       assert tokens is not None
       embeddings = self.embed(tokens, positions)
     for name, one in media.items():
-      rows, count, *shape = one.inputs.shape
-      features = self.towers[name](one.inputs.reshape(rows * count, *shape))
+      rows = one.inputs.shape[0]
+      features, *early = self.towers[name].features(**one.of_tower())
       if self.towers[name].spec.bidirectional_features:
         assert spans is None, "one tower or the caller numbers the spans"
         spans = one.spans(features.shape[1])
       embeddings = merge_features(embeddings, features.reshape(rows, -1, features.shape[-1]), one.indices)
-    return embeddings, spans
+      if early:
+        assert layer_inputs is None, "one tower or the caller has inputs of layers"
+        nothing = jnp.zeros_like(embeddings)
+        joined = [merge_features(nothing, f.reshape(rows, -1, f.shape[-1]), one.indices) for f in early]
+        layer_inputs = [[jnp.stack([nothing, *joined])], *[None] * (len(self.groups) - 1)]
+    return embeddings, spans, layer_inputs
 
   def mtp_hidden(
     self,

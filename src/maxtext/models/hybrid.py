@@ -26,8 +26,11 @@ from maxtext.models.spec import DecoderSpec, cycles
 from maxtext.models.weight_table import Table, Weight, fused, of_layers
 
 
-def decoder(config: MaxTextConfig, feed_forward: FeedForward) -> DecoderSpec:
-  """The decoder with this feed-forward layer. All norms except the delta net's own scale by 1 + weight."""
+def decoder(config: MaxTextConfig, feed_forward: FeedForward, **attention_changes: Any) -> DecoderSpec:
+  """The decoder with this feed-forward layer; `attention_changes` replace fields of attention.
+
+  All norms except the delta net's own scale by 1 + weight.
+  """
   c = config
   norm = standard.norm(c, offset=1.0)
   delta = DeltaNet(
@@ -40,7 +43,8 @@ def decoder(config: MaxTextConfig, feed_forward: FeedForward) -> DecoderSpec:
     norm=standard.norm(c),
     unit_keys=c.use_qk_norm_in_gdn,
   )
-  attention = standard.attention(c, gated=True, qk_norm=QueryKeyNorm(norm) if c.use_qk_norm else None)
+  qk_norm = QueryKeyNorm(norm) if c.use_qk_norm else None
+  attention = standard.attention(c, gated=True, qk_norm=qk_norm, **attention_changes)
   mixers = (delta,) * (c.inhomogeneous_layer_cycle_interval - 1) + (attention,)
   layers = tuple(standard.block(c, mixer, feed_forward, norm=norm) for mixer in mixers)
   return standard.decoder(c, cycles(layers, c.base_num_decoder_layers), final_norm=norm)
@@ -66,6 +70,11 @@ def weights(spec: DecoderSpec, delta: Table) -> Table:
   return own | standard.WEIGHTS | standard.EXPERTS | standard.shared_expert("mlp.shared_expert")
 
 
+def rope_of(config: MaxTextConfig) -> dict[str, Any]:
+  """`rope_parameters`."""
+  return rope(config) | {"partial_rotary_factor": config.partial_rotary_factor}
+
+
 FIELDS: dict[str, Field] = {
   **STANDARD,
   **EXPERTS,
@@ -76,7 +85,7 @@ FIELDS: dict[str, Field] = {
   "linear_value_head_dim": "gdn_value_head_dim",
   "linear_conv_kernel_dim": "gdn_conv_kernel_dim",
   "full_attention_interval": "inhomogeneous_layer_cycle_interval",
-  "rope_parameters": lambda c: rope(c) | {"partial_rotary_factor": c.partial_rotary_factor},
+  "rope_parameters": rope_of,
 }
 
 

@@ -7,7 +7,6 @@ from typing import Any
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.norm import LayerNormSpec
 from maxtext.layers.patches import LinearProjector, PatchProjection, PixelShuffle
-from maxtext.layers.rope import RotaryEmbedding
 from maxtext.models import vision
 from maxtext.models.hugging_face import Entries, Field
 from maxtext.models.spec import Group, TowerSpec
@@ -20,13 +19,7 @@ _EPSILON = 1e-5  # of the norms
 def tower(config: MaxTextConfig) -> TowerSpec:
   """The encoder of one tile, with the projector."""
   c, norm, side = config, LayerNormSpec(_EPSILON), vision.patches_per_side(config, "tile_size_for_vit")
-  width = vision.head_dim(c)
-  if width % 4:
-    raise ConfigError(
-      f"hidden_size_for_vit={c.hidden_size_for_vit}: heads of width {width} have no two halves of pairs to rotate by "
-      f"column and row; the width must be a multiple of 4."
-    )
-  rope = RotaryEmbedding(width, c.rope_theta_for_vit, interleaved=True, mrope_sections=(width // 4,) * 2, axial=True)
+  rope = vision.axial_rope(c, interleaved=True)
   return TowerSpec(
     "vision",
     c.hidden_size_for_vit,

@@ -3,11 +3,15 @@
 Shapes: B rows, S tokens of a row, M inputs of a tower in a row, T patches of an input, P values of a patch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+Grid = tuple[int, int, int]
+"""Frames, rows and columns of patches of an image (one frame) or video."""
 
 
 @jax.tree_util.register_dataclass
@@ -15,13 +19,26 @@ import jax.numpy as jnp
 class TowerInputs:
   """What one tower encodes.
 
+  Images of any size share an input where the tower allows it: `patch_places` makes the three optional arrays.
+
   Attributes:
     inputs: [B,M,T,P]; inputs that no token refers to are padding.
     indices: [B,S] the feature of each token, counted over all M inputs of its row; -1 for tokens of text.
+    positions: [B,M,T,2] row and column of a patch in its image; None where all images have one size.
+    grid: [B,M,T,2] rows and columns of that image.
+    segments: [B,M,T] number of the image from 1, and 0 for padding; patches attend within their image.
   """
 
   inputs: jax.Array
   indices: jax.Array
+  positions: jax.Array | None = None
+  grid: jax.Array | None = None
+  segments: jax.Array | None = None
+
+  def of_tower(self) -> dict[str, jax.Array]:
+    """The arguments of `Tower.features`, for the inputs of all rows together."""
+    given = {"inputs": self.inputs, "positions": self.positions, "grid": self.grid, "segments": self.segments}
+    return {name: a.reshape(-1, *a.shape[2:]) for name, a in given.items() if a is not None}
 
   def spans(self, features: int) -> jax.Array:
     """[B,S] the number from 1 of the input whose features a token has, of which one input has so many; 0 for text."""
@@ -30,3 +47,69 @@ class TowerInputs:
 
 Media = Mapping[str, TowerInputs]
 """The media of a batch, by the name of the tower."""
+
+
+def patch_places(grids: Sequence[Grid], merged: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """`positions` [T,2], `grid` [T,2] and `segments` [T] of one input of a tower that holds several images.
+
+  Patches are in the order in which they are merged: blocks from left to right and top to bottom, and so within a block.
+  Each frame of a video is a segment.
+
+  Args:
+    grids: of the images, in order.
+    merged: rows, and columns, of patches that become one token.
+    length: patches of the input; what images leave is padding.
+
+  Raises:
+    ValueError: images have more patches than the input.
+  """
+  positions, grid, segments = (
+    np.zeros((length, 2), np.int32),
+    np.ones((length, 2), np.int32),
+    np.zeros(length, np.int32),
+  )
+  first = frame = 0
+  for frames, rows, columns in grids:
+    places = np.indices((rows, columns), np.int32).reshape(2, rows // merged, merged, columns // merged, merged)
+    places = places.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
+    for _ in range(frames):
+      frame, last = frame + 1, first + len(places)
+      if last > length:
+        raise ValueError(f"images of {list(grids)} patches do not fit in an input of {length} patches.")
+      positions[first:last], grid[first:last], segments[first:last] = places, (rows, columns), frame
+      first = last
+  return positions, grid, segments
+
+
+def mrope_positions(
+  positions: np.ndarray, images: np.ndarray, grids: Sequence[Sequence[Grid]], merged: int, interval: int = 1
+) -> np.ndarray:
+  """`rotary_positions` [B,S,3] (time, row, column) of tokens in the order of the text.
+
+  Text has three equal components. Tokens of an image count from the position after the text before it: time by frame,
+  and the other two by row and column. The text behind it continues after the largest of them.
+
+  Args:
+    positions: [B,S] of tokens in their document.
+    images: [B,S] whether a token has a feature of an image.
+    grids: of the images of each row, in order.
+    merged: rows, and columns, of patches that become one token.
+    interval: between frames of a video.
+
+  Raises:
+    ValueError: a row has another number of tokens of images than its grids.
+  """
+  found = np.repeat(np.asarray(positions, np.int32)[..., None], 3, axis=-1)
+  for row, own in enumerate(grids):
+    marked = np.flatnonzero(images[row])
+    counts = [frames * rows * columns // merged**2 for frames, rows, columns in own]
+    if sum(counts) != len(marked):
+      raise ValueError(f"row {row} has {len(marked)} tokens of images, and its grids have {sum(counts)}.")
+    starts = np.flatnonzero(positions[row] == 0)
+    for places, (frames, rows, columns) in zip(np.split(marked, np.cumsum(counts))[:-1], own, strict=True):
+      axes = np.indices((frames, rows // merged, columns // merged)).reshape(3, -1).T * (interval, 1, 1)
+      behind = places[-1] + 1
+      end = next((start for start in starts if start >= behind), positions.shape[1])
+      found[row, places] = found[row, places[0]] + axes
+      found[row, behind:end] += axes.max() + 1 - len(places)
+  return found

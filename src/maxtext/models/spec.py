@@ -82,18 +82,22 @@ class TowerSpec:
   Attributes:
     name: its parameters are under `towers/<name>/`.
     width: hidden size of its layers.
-    length: maximum number of tokens of one input.
+    length: maximum number of tokens of one input; with `position_grid`, the usual number.
     front_end: maps inputs to tokens.
     projector: maps the tower's width to the decoder's.
     final_norm: the norm before the projector; None if there is none.
     learned_positions: whether a learned table of `length` positions is added to the tokens.
+    position_grid: side of a square table of learned positions, which is interpolated to the grid of each image; None if
+      there is none.
     class_token: a learned token is appended to those of an input, and is not passed on after the final norm.
     first_norm: the norm before the first layer; None if there is none.
     rotary_grid: side of the square grid of tokens, whose rotary positions are (column, row) from 1, and those of a
       class token (0, 0); None where `Tower` is given them, or needs none.
     adapter: converts the normed outputs to what the projector takes, and is part of the encoder; None if there is none.
     bidirectional_features: the decoder's tokens of one input attend to each other in both directions.
-    deepstack: indices of groups whose outputs are features too, each with its own projector (DeepStack).
+    deepstack: indices of groups whose outputs are features too, each with its own projector (DeepStack). They are added
+      to the outputs of the decoder's first layers, of which its first group has one more than there are features.
+    deepstack_projector: of those features; None is one like `projector`.
   """
 
   name: str
@@ -104,12 +108,14 @@ class TowerSpec:
   projector: Projector
   final_norm: NormSpec | None = None
   learned_positions: bool = False
+  position_grid: int | None = None
   class_token: bool = False
   first_norm: NormSpec | None = None
   rotary_grid: int | None = None
   adapter: Adapter | None = None
   bidirectional_features: bool = False
   deepstack: tuple[int, ...] = ()
+  deepstack_projector: Projector | None = None
 
   @property
   def ropes(self) -> tuple[RotaryEmbedding, ...]:

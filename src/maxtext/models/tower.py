@@ -25,7 +25,7 @@ class Tower(nnx.Module):
     execution = _execution(execution, spec)
     self.spec, self.execution = spec, execution
     self.front_end = spec.front_end.build(factory.scope("front_end"), spec.width, execution)
-    rows = spec.length if spec.learned_positions else None
+    rows = spec.length if spec.learned_positions else spec.position_grid and spec.position_grid**2
     self.positions = None if rows is None else Positions(factory.scope("positions"), rows, spec.width, execution)
     self.class_token = factory("class_token", (spec.width,), ("norm",), std=0.02) if spec.class_token else None
     self.first_norm = (
@@ -42,9 +42,9 @@ class Tower(nnx.Module):
     self.adapter = None if adapter is None else adapter.build(factory.scope("adapter"), spec.width, execution)
     width = spec.width if adapter is None else adapter.out_width
     self.projector = spec.projector.build(factory.scope("projector"), width, out_width, execution)
-    deepstack = factory.scope("deepstack")
+    deepstack, early = factory.scope("deepstack"), spec.deepstack_projector or spec.projector
     self.deepstack = nnx.List(
-      [spec.projector.build(deepstack.scope(i), spec.width, out_width, execution) for i, _ in enumerate(spec.deepstack)]
+      [early.build(deepstack.scope(i), spec.width, out_width, execution) for i, _ in enumerate(spec.deepstack)]
     )
 
   def __call__(
@@ -53,9 +53,10 @@ class Tower(nnx.Module):
     positions: jax.Array | None = None,
     segments: jax.Array | None = None,
     rotary_positions: jax.Array | None = None,
+    grid: jax.Array | None = None,
   ) -> jax.Array:
     """Encodes inputs [N,...] to features [N,T',E] of the last layer; see `features`."""
-    return self.features(inputs, positions, segments, rotary_positions)[0]
+    return self.features(inputs, positions, segments, rotary_positions, grid)[0]
 
   def features(
     self,
@@ -63,29 +64,36 @@ class Tower(nnx.Module):
     positions: jax.Array | None = None,
     segments: jax.Array | None = None,
     rotary_positions: jax.Array | None = None,
+    grid: jax.Array | None = None,
   ) -> list[jax.Array]:
     """Returns the features [N,T',E] of the last layer, then those of the groups in `TowerSpec.deepstack`.
 
     Args:
       inputs: [N,...], in the shape that the front end takes.
-      positions: [N,T] of tokens; None means 0, 1, 2, ...
+      positions: [N,T] of tokens, None means 0, 1, 2, ...; or [N,T,2] of patches, row and column in their image.
       segments: [N,T]; tokens attend only within their segment. Use it for padding or for several inputs in a row.
       rotary_positions: [N,T], or [N,T,C] with C components, if RoPE uses other positions than `positions`.
+      grid: [N,T,2] rows and columns of the image of each patch, for `TowerSpec.position_grid`.
     """
     execution, spec = self.execution, self.spec
     x = self.front_end(inputs.astype(execution.numerics.dtype))
     if self.class_token is not None:
       token = self.class_token[...].astype(x.dtype)
       x = jnp.concatenate([x, jnp.broadcast_to(token, (x.shape[0], 1, spec.width))], axis=1)
-    if x.shape[1] > spec.length:
+    if x.shape[1] > spec.length and spec.position_grid is None:
       raise ValueError(f"tower {spec.name}: an input has {x.shape[1]} tokens, and at most {spec.length} are expected.")
-    if positions is None:
+    places = positions
+    if positions is None or positions.ndim == 3:
       positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-    if rotary_positions is None and spec.rotary_grid is not None:
-      rotary_positions = _grid_positions(spec.rotary_grid, *x.shape[:2])
+    if rotary_positions is None and spec.ropes:
+      rotary_positions = places if spec.rotary_grid is None else _grid_positions(spec.rotary_grid, *x.shape[:2])
     context = Context.of(positions, segments, spec.ropes, execution.numerics.dtype, rotary_positions=rotary_positions)
     if self.positions is not None:
-      x = x + self.positions(positions)
+      x = x + (
+        self.positions(positions)
+        if spec.position_grid is None
+        else self.positions.resampled(_resampled_places(spec, places, grid), spec.position_grid)
+      )
     if self.first_norm is not None:
       x = self.first_norm(x)
     x, outputs = execution.sharding.constrain(x, *RESIDUAL), {}
@@ -102,6 +110,13 @@ class Tower(nnx.Module):
     return [execution.sharding.constrain(features, *RESIDUAL) for features in found]
 
 
+def _resampled_places(spec: TowerSpec, places: jax.Array | None, grid: jax.Array | None) -> jax.Array:
+  """Where patches [N,T,2] of their images are in the table of positions, whose corners are those of an image."""
+  if spec.position_grid is None or places is None or places.ndim != 3 or grid is None:
+    raise ValueError(f"tower {spec.name}: images of any size need `positions` [N,T,2] and `grid` [N,T,2].")
+  return places.astype(jnp.float32) * (spec.position_grid - 1) / jnp.maximum(grid - 1, 1)
+
+
 def _grid_positions(side: int, inputs: int, tokens: int) -> jax.Array:
   """Column and row from 1 of the tokens of a square grid, and zeros after it, [N,T,2]."""
   number = jnp.arange(tokens, dtype=jnp.int32)
@@ -116,7 +131,8 @@ def _execution(execution: ExecutionConfig, spec: TowerSpec) -> ExecutionConfig:
     replace(execution.kernels.attention, order=None),
     execution.sharding.rules.num_shards(execution.sharding.mesh, "activation_length"),
   )
-  if attention.kernel == "splash" and not attention.blocks.fit(spec.length // parts, spec.length):
+  fits = spec.position_grid is None and attention.blocks.fit(spec.length // parts, spec.length)
+  if attention.kernel == "splash" and not fits:
     attention = replace(attention, kernel="chunked")
   return execution.replace(
     attention=attention,

@@ -8,6 +8,7 @@ from maxtext.layers.attention import GQA
 from maxtext.layers.block import Block
 from maxtext.layers.mlp import MLP
 from maxtext.layers.norm import LayerNormSpec
+from maxtext.layers.rope import RotaryEmbedding
 from maxtext.models.hugging_face import Field
 from maxtext.models.weight_table import Weight
 
@@ -26,6 +27,17 @@ def head_dim(config: MaxTextConfig) -> int:
   if width % heads:
     raise ConfigError(f"num_attention_heads_for_vit={heads} does not divide hidden_size_for_vit={width}.")
   return width // heads
+
+
+def axial_rope(config: MaxTextConfig, **changes: Any) -> RotaryEmbedding:
+  """RoPE by the two axes of an image, each for half of a head."""
+  c, width = config, head_dim(config)
+  if width % 4:
+    raise ConfigError(
+      f"hidden_size_for_vit={c.hidden_size_for_vit} over num_attention_heads_for_vit={c.num_attention_heads_for_vit} is "
+      f"{width}: half of a head rotates by each axis of an image, so it must be a multiple of 4."
+    )
+  return RotaryEmbedding(width, c.rope_theta_for_vit, mrope_sections=(width // 4,) * 2, axial=True, **changes)
 
 
 def layer(config: MaxTextConfig, norm: LayerNormSpec, activation: str = "gelu", **attention_changes: Any) -> Block:

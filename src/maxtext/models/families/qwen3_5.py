@@ -1,16 +1,21 @@
-"""Qwen3.5 (text): as Qwen3-Next, with separate delta net projections and always normalised expert weights."""
+"""Qwen3.5: as Qwen3-Next, with separate delta net projections and always normalised expert weights. Images of any size
+are encoded."""
+
+from dataclasses import replace
 
 from maxtext.configs import MaxTextConfig
-from maxtext.models import hybrid
-from maxtext.models.hugging_face import HuggingFace
+from maxtext.models import hybrid, qwen_vision
+from maxtext.models.hugging_face import HuggingFace, Multimodal
 from maxtext.models.mixture import mixture
-from maxtext.models.spec import DecoderSpec
+from maxtext.models.spec import DecoderSpec, ModelSpec, towers_of
 from maxtext.models.weight_table import Table, Weight, fused
 
 
 def spec(config: MaxTextConfig) -> DecoderSpec:
   """The decoder that a configuration describes."""
-  return hybrid.decoder(config, mixture(config, {"normalize": True}, shared_gate=True))
+  c, rope = config, qwen_vision.rope(config)
+  decoder = hybrid.decoder(c, mixture(c, {"normalize": True}, shared_gate=True), rope=rope)
+  return ModelSpec.of(decoder, qwen_vision.tower(c)) if c.use_multimodal else decoder
 
 
 _DELTA = {
@@ -23,20 +28,39 @@ _DELTA = {
 
 
 def weights(spec: DecoderSpec) -> Table:
-  """The weight table, which depends on the kind of each layer."""
-  return hybrid.weights(spec, _DELTA)
+  """The weight table, which depends on the kind of each layer, of the text model or of the one with images."""
+  text = hybrid.weights(spec, _DELTA)
+  if not (towers := towers_of(spec)):
+    return text
+  named = {
+    path: replace(weight, name=weight.name.replace("model.", "model.language_model.", 1))
+    for path, weight in text.items()
+  }
+  return named | qwen_vision.weights(towers[0], _NAMES)
 
 
+def hugging_face(config: MaxTextConfig) -> HuggingFace:
+  """The class of the text model, or of the one with images."""
+  return _WITH_IMAGES if config.use_multimodal else HUGGING_FACE
+
+
+_NAMES = qwen_vision.Names("model.visual", "norm", "linear_fc1", "linear_fc2")
+_MTP = r"mtp\..*"
 HUGGING_FACE = HuggingFace(
   "Qwen3_5MoeForCausalLM",
   "qwen3_5_moe_text",
   hybrid.FIELDS,
-  hybrid.HYBRID_READS,
+  (*hybrid.HYBRID_READS, qwen_vision.read),
   absent=hybrid.ABSENT,
-  expects=hybrid.EXPECTS,
+  expects={**hybrid.EXPECTS, "vision_config.deepstack_visual_indexes": lambda c: []},
   prefixes={"model.language_model.": "model."},
-  ignored=(
-    r"mtp\..*",
-    r"model\.visual\..*",
-  ),
+  ignored=(_MTP, r"model\.visual\..*"),
+  towers={**qwen_vision.FIELDS, "vision_config.model_type": lambda c: "qwen3_5_moe_vision"},
+)
+_WITH_IMAGES = replace(
+  HUGGING_FACE,
+  fields={**hybrid.FIELDS, "rope_parameters": lambda c: hybrid.rope_of(c) | qwen_vision.mrope_entries(c)},
+  prefixes=None,
+  ignored=(_MTP,),
+  multimodal=Multimodal("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
 )

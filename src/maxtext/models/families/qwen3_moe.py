@@ -1,7 +1,9 @@
-"""Qwen 3 with experts in every layer, and the text part of Qwen3-Omni."""
+"""Qwen 3 with experts in every layer, and the thinker of Qwen3-Omni, which encodes images of any size."""
 
-from maxtext.configs import MaxTextConfig
-from maxtext.models import standard
+from dataclasses import replace
+
+from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.models import qwen_vision, standard
 from maxtext.models.hugging_face import (
   EXPERTS,
   EXPERTS_READS,
@@ -11,27 +13,66 @@ from maxtext.models.hugging_face import (
   STANDARD,
   TIED_HEAD,
   HuggingFace,
+  Multimodal,
   absent,
+  rope,
 )
 from maxtext.models.mixture import mixture
-from maxtext.models.spec import DecoderSpec, cycles
+from maxtext.models.spec import DecoderSpec, Group, ModelSpec, cycles, towers_of
+from maxtext.models.weight_table import Table
 
 
 def spec(config: MaxTextConfig) -> DecoderSpec:
   """The decoder that a configuration describes."""
-  layer = standard.block(config, standard.attention(config), mixture(config))
-  return standard.decoder(config, cycles((layer,), config.base_num_decoder_layers))
+  c = config
+  layer = standard.block(c, standard.attention(c, rope=qwen_vision.rope(c)), mixture(c))
+  if not c.use_multimodal:
+    return standard.decoder(c, cycles((layer,), c.base_num_decoder_layers))
+  tower = qwen_vision.tower(c, c.deepstack_visual_indexes_for_vit)
+  first = len(tower.deepstack) + 1 if tower.deepstack else 0
+  if first > c.base_num_decoder_layers:
+    raise ConfigError(
+      f"deepstack_visual_indexes_for_vit={c.deepstack_visual_indexes_for_vit}: its features enter {first - 1} layers "
+      f"behind the first, and base_num_decoder_layers={c.base_num_decoder_layers}."
+    )
+  groups = (Group((layer,), first), Group((layer,), c.base_num_decoder_layers - first))
+  return ModelSpec.of(standard.decoder(c, tuple(group for group in groups if group.repeats)), tower)
 
 
+def weights(spec: DecoderSpec) -> Table:
+  """The weights in files of the text model, or of the one with images."""
+  towers = towers_of(spec)
+  return WEIGHTS | qwen_vision.weights(towers[0], _NAMES) if towers else WEIGHTS
+
+
+def hugging_face(config: MaxTextConfig) -> HuggingFace:
+  """The class of the text model, or of the one with images."""
+  return _WITH_IMAGES if config.use_multimodal else HUGGING_FACE
+
+
+_NAMES = qwen_vision.Names("visual", "ln_q", "mlp.0", "mlp.2")
 WEIGHTS = standard.WEIGHTS | standard.EXPERTS
 HUGGING_FACE = HuggingFace(
   "Qwen3MoeForCausalLM",
   "qwen3_moe",
   {**STANDARD, **EXPERTS, "norm_topk_prob": "norm_topk_prob", "decoder_sparse_step": lambda c: 1},
-  (*READS, *EXPERTS_READS, {"use_qk_norm": True}),
+  (*READS, *EXPERTS_READS, {"use_qk_norm": True}, qwen_vision.read),
   absent=absent(norm_topk_prob=False, num_experts=lambda entries: entries["num_local_experts"]),
   expects={**NO_WINDOW, **NO_DENSE_LAYERS},
   also=("qwen3_omni_moe_text",),
   prefixes={"thinker.model.": "model.", "thinker.lm_head.": "lm_head."},
   ignored=(*TIED_HEAD, r"(thinker\.)?(visual|audio_tower)\..*", r"(talker|code2wav)\..*"),
+  towers={
+    **qwen_vision.FIELDS,
+    "vision_config.model_type": lambda c: "qwen3_omni_moe_vision_encoder",
+    "vision_config.deepstack_visual_indexes": "deepstack_visual_indexes_for_vit",
+  },
+)
+_WITH_IMAGES = replace(
+  HUGGING_FACE,
+  model_type="qwen3_omni_moe_text",
+  fields={**HUGGING_FACE.fields, "rope_parameters": lambda c: rope(c) | qwen_vision.mrope_entries(c)},
+  prefixes={"thinker.": ""},
+  ignored=(r"(thinker\.)?audio_tower\..*", r"(talker|code2wav)\..*"),
+  multimodal=Multimodal("Qwen3OmniMoeThinkerForConditionalGeneration", "qwen3_omni_moe_thinker"),
 )
