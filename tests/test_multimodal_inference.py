@@ -4,6 +4,8 @@ import asyncio
 import base64
 import io
 import json
+from pathlib import Path
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,51 +24,101 @@ TEMPLATE = (
   "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}"
   "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
-SPECIAL = (
-  "<s>", "</s>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<image_soft_token>", "<end_of_image>",
-)  # fmt: skip
 KEYS = {
-  "use_multimodal": True, "image_placeholder": "<start_of_image>", "max_target_length": 96,
-  "max_prefill_predict_length": 72, "per_device_batch_size": 2, "dtype": "float32", "attention": "dot_product",
-  "jax_cache_dir": "", "use_chat_template": True,
+  "use_multimodal": True, "max_target_length": 128, "max_prefill_predict_length": 112, "per_device_batch_size": 2,
+  "dtype": "float32", "attention": "dot_product", "jax_cache_dir": "", "use_chat_template": True,
 }  # fmt: skip
+TEXT = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+
+
+class Gemma3:
+  placeholder, token, config, model = (
+    "<start_of_image>", "<image_soft_token>", "Gemma3Config", "Gemma3ForConditionalGeneration",
+  )  # fmt: skip
+  special = (placeholder, token, "<end_of_image>")
+  arguments: ClassVar = {
+    "text_config": {
+      **TEXT, "intermediate_size": 80, "num_hidden_layers": 6, "query_pre_attn_scalar": 16, "sliding_window": 16,
+    },
+    "vision_config": {**VISION, "intermediate_size": 40, "vision_use_head": False},
+    "mm_tokens_per_image": 4,
+  }  # fmt: skip
+
+  @staticmethod
+  def media_arguments(tokens, image):
+    return {"token_type_ids": (tokens == image).long()}
+
+
+class Llama4:
+  placeholder, token, config, model = "<|image|>", "<|patch|>", "Llama4Config", "Llama4ForConditionalGeneration"
+  special = (
+    placeholder, token, "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>",
+  )  # fmt: skip
+  arguments: ClassVar = {
+    "text_config": {
+      **TEXT, "intermediate_size": 80, "intermediate_size_mlp": 80, "num_hidden_layers": 4, "num_local_experts": 4,
+      "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 64, "floor_scale": 64,
+      "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "vision_config": {
+      **VISION, "intermediate_size": 128, "projector_input_dim": 24, "projector_output_dim": 24,
+      "vision_output_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    },
+  }  # fmt: skip
+
+  @staticmethod
+  def media_arguments(tokens, image):
+    return {}
+
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-  """A tiny Gemma 3 with images, as published ones are: weights, config.json, tokenizer, chat template."""
+def make_folder(family, root):
+  """A tiny model with images, as published ones are: weights, config.json, tokenizer, chat template."""
   import transformers
   from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-  root = tmp_path_factory.mktemp("gemma3")
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   bpe = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
   bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-  bpe.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+  turns = ("<s>", "</s>", "<start_of_turn>", "<end_of_turn>")
+  bpe.add_special_tokens([AddedToken(name, special=True) for name in (*turns, *family.special)])
   bpe.save(str(root / "tokenizer.json"))
-  about = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+  template = TEMPLATE.replace("<start_of_image>", family.placeholder)
+  about = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
   (root / "tokenizer_config.json").write_text(json.dumps(about))
-  image = bpe.token_to_id("<image_soft_token>")
-  config = transformers.Gemma3Config(
-    text_config={
-      "vocab_size": bpe.get_vocab_size(), "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 6,
-      "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16,
-      "sliding_window": 16,
-    },
-    vision_config={
-      "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
-      "patch_size": 4, "vision_use_head": False,
-    },
-    mm_tokens_per_image=4, image_token_index=image, attn_implementation="eager",
-  )  # fmt: skip
+  image, vocab = bpe.token_to_id(family.token), bpe.get_vocab_size()
+  arguments = family.arguments | {"text_config": family.arguments["text_config"] | {"vocab_size": vocab}}
+  config = getattr(transformers, family.config)(**arguments, image_token_index=image, attn_implementation="eager")
   torch.manual_seed(0)
-  model = transformers.Gemma3ForConditionalGeneration(config).float().eval()
+  model = getattr(transformers, family.model)(config).float().eval()
   with torch.no_grad():
     for value in model.parameters():
       randomize(value)
   model.save_pretrained(root)
-  return root, model, image
+  return Folder(root, family, model, image)
+
+
+class Folder(NamedTuple):
+  root: Path
+  family: type
+  reference: object
+  image: int  # the token of a feature
+
+  def llm(self, **changes):
+    return LLM(self.root, **(KEYS | {"image_placeholder": self.family.placeholder} | changes))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  return make_folder(Gemma3, tmp_path_factory.mktemp("gemma3"))
+
+
+@pytest.fixture(scope="module")
+def tiled(tmp_path_factory):
+  return make_folder(Llama4, tmp_path_factory.mktemp("llama4"))
 
 
 def picture(seed, size=(20, 12)):
@@ -90,7 +142,6 @@ def reference_tokens(folder, llm, images, prompt, count):
   """Greedy tokens of the reference for the tokens of a prompt, and their log-probabilities."""
   from maxtext.models.build import media_processors
 
-  _, model, image_token = folder
   processor = media_processors(llm.config)["vision"]
   patches = np.concatenate([processor(image).inputs for image in images])
   pixels = patches.reshape(-1, 4, 4, 3, 4, 4).transpose(0, 3, 1, 4, 2, 5).reshape(-1, 3, 16, 16)
@@ -98,9 +149,9 @@ def reference_tokens(folder, llm, images, prompt, count):
   for _ in range(count):
     ids = torch.tensor([tokens])
     with torch.no_grad():
-      logits = model(
-        input_ids=ids, pixel_values=torch.from_numpy(pixels), token_type_ids=(ids == image_token).long(),
-        attention_mask=torch.ones_like(ids),
+      logits = folder.reference(
+        input_ids=ids, pixel_values=torch.from_numpy(pixels), attention_mask=torch.ones_like(ids),
+        **folder.family.media_arguments(ids, folder.image),
       ).logits  # fmt: skip
     tokens.append(int(logits[0, -1].argmax()))
     logprobs.append(float(logits[0, -1].log_softmax(-1).max()))
@@ -117,7 +168,7 @@ def are_same(outputs, others):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-  return LLM(folder[0], **KEYS)
+  return folder.llm()
 
 
 def test_answers_about_images_are_the_references(folder, llm):
@@ -125,12 +176,23 @@ def test_answers_about_images_are_the_references(folder, llm):
   conversations = [question(one), question(one, two, text="which?"), question(text="and without?")]
   outputs = llm.chat(conversations, GREEDY)
   for images, output in zip([[one], [one, two]], outputs[:2], strict=True):
-    assert output.prompt_token_ids.count(folder[2]) == 4 * len(images)
+    assert output.prompt_token_ids.count(folder.image) == 4 * len(images)
     tokens, logprobs = reference_tokens(folder, llm, images, output.prompt_token_ids, len(output.token_ids))
     assert list(output.token_ids) == tokens
     np.testing.assert_allclose(output.logprobs, logprobs, atol=1e-4)
-  assert folder[2] not in outputs[2].prompt_token_ids
+  assert folder.image not in outputs[2].prompt_token_ids
   assert not are_same(outputs[:1], llm.chat(question(two), GREEDY))
+
+
+def test_answers_about_tiles_are_the_references(tiled):
+  """Llama 4: an image of one tile, and one of three beside the whole."""
+  llm, one, wide = tiled.llm(), picture(0, (16, 16)), picture(1, (16, 48))
+  outputs = llm.chat([question(one), question(wide, one, text="which?")], GREEDY)
+  for images, tiles, output in zip([[one], [wide, one]], [1, 5], outputs, strict=True):
+    assert output.prompt_token_ids.count(tiled.image) == 4 * tiles
+    tokens, logprobs = reference_tokens(tiled, llm, images, output.prompt_token_ids, len(output.token_ids))
+    assert list(output.token_ids) == tokens
+    np.testing.assert_allclose(output.logprobs, logprobs, atol=1e-4)
 
 
 def test_a_path_bytes_and_a_data_url_are_the_same_image(llm, tmp_path):
@@ -152,7 +214,7 @@ def test_chunks_and_prefix_caching_change_nothing(folder, llm):
   wanted = llm.chat(conversations, GREEDY)
   assert not are_same(wanted[:1], wanted[2:])
   changes = {"use_chunked_prefill": True, "prefill_chunk_size": 16, "enable_prefix_caching": True}
-  chunked = LLM(folder[0], **(KEYS | changes))
+  chunked = folder.llm(**changes)
   for _ in range(2):
     assert are_same(chunked.chat(conversations, GREEDY), wanted)
 
@@ -178,9 +240,9 @@ def test_what_is_no_image_is_named(llm, messages, said):
 def test_the_names_of_image_tokens_in_text_are_text(folder, llm):
   """They cannot stand for an image that is not there."""
   (output,) = llm.chat(question(text="<start_of_image><image_soft_token>"), GREEDY)
-  assert folder[2] not in output.prompt_token_ids
+  assert folder.image not in output.prompt_token_ids
   (output,) = llm.chat(question(picture(0), text="<start_of_image><image_soft_token>"), GREEDY)
-  assert output.prompt_token_ids.count(folder[2]) == 4
+  assert output.prompt_token_ids.count(folder.image) == 4
 
 
 def test_decode_with_an_image_path(folder, tmp_path, capsys):
@@ -188,7 +250,8 @@ def test_decode_with_an_image_path(folder, tmp_path, capsys):
 
   picture(0).save(tmp_path / "a.png")
   keys = [f"{name}={json.dumps(value) if isinstance(value, bool) else value}" for name, value in KEYS.items()]
-  command = ["decode", str(folder[0]), "prompt=what is it?", f"image_path={tmp_path / 'a.png'}", *keys]
+  keys.append("image_placeholder=<start_of_image>")
+  command = ["decode", str(folder.root), "prompt=what is it?", f"image_path={tmp_path / 'a.png'}", *keys]
   assert main(command) in (0, None)
   shown = capsys.readouterr().out
   assert shown.startswith("what is it?")
@@ -196,7 +259,7 @@ def test_decode_with_an_image_path(folder, tmp_path, capsys):
 
 
 def test_a_model_of_text_names_the_key(folder):
-  llm = LLM(folder[0], **(KEYS | {"use_multimodal": False}))
+  llm = folder.llm(use_multimodal=False)
   with pytest.raises(ConfigError, match="use_multimodal=true"):
     llm.chat(question(picture(0)), GREEDY)
 

@@ -88,7 +88,9 @@ class PromptEncoder:
 
   def _process(self, sources: Sequence[Any]) -> list[Processed]:
     if self.processor is None:
-      raise ConfigError("This model reads text only here: write use_multimodal=true, if it has an image encoder.")
+      raise ConfigError(
+        "Images in prompts need use_multimodal=true, and a model for which they are supported: docs/multimodal.md."
+      )
     found = []
     for number, source in enumerate(sources):
       try:

@@ -7,6 +7,8 @@ from typing import Any
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.norm import LayerNormSpec
 from maxtext.layers.patches import LinearProjector, PatchProjection, PixelShuffle
+from maxtext.media.image_processors import TiledImages
+from maxtext.media.patches import Patches
 from maxtext.models import vision
 from maxtext.models.hugging_face import Entries, Field
 from maxtext.models.spec import Group, TowerSpec
@@ -33,6 +35,24 @@ def tower(config: MaxTextConfig) -> TowerSpec:
     first_norm=norm,
     rotary_grid=side,
     adapter=_adapter(c, side),
+  )
+
+
+def processor(config: MaxTextConfig) -> TiledImages:
+  """What makes inputs of the tower: up to 16 tiles of an image, and the whole image."""
+  c = config
+  side = vision.patches_per_side(c, "tile_size_for_vit")
+  return TiledImages(
+    Patches(c.patch_size_for_vit, bfloat16=True),
+    c.tile_size_for_vit,
+    max_tiles=16,
+    features_each=round(side * c.pixel_shuffle_ratio_for_vit) ** 2,
+    token="<|patch|>",
+    start="<|image_start|>",
+    end="<|image_end|>",
+    column_end="<|tile_x_separator|>",
+    row_end="<|tile_y_separator|>",
+    whole="<|image|>",
   )
 
 

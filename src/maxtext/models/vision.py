@@ -34,8 +34,8 @@ def axial_rope(config: MaxTextConfig, **changes: Any) -> RotaryEmbedding:
   c, width = config, head_dim(config)
   if width % 4:
     raise ConfigError(
-      f"hidden_size_for_vit={c.hidden_size_for_vit} gives heads of width {width}, half of which rotates by each axis of "
-      f"an image: it must be a multiple of 4."
+      f"hidden_size_for_vit={c.hidden_size_for_vit} gives heads of width {width}, half of which rotates by each axis "
+      f"of an image: it must be a multiple of 4."
     )
   return RotaryEmbedding(width, c.rope_theta_for_vit, mrope_sections=(width // 4,) * 2, axial=True, **changes)
 

@@ -12,6 +12,7 @@ from maxtext.configs import MaxTextConfig
 from maxtext.configs.types import RopeType
 from maxtext.layers.attention import GQA, QueryKeyNorm, QueryTemperature
 from maxtext.layers.rope import LongContextScaling
+from maxtext.media.image_processors import TiledImages
 from maxtext.models import llama4_vision, standard
 from maxtext.models.hugging_face import LEFT_OUT, READS, STANDARD, Entries, HuggingFace, Multimodal, absent, rope
 from maxtext.models.mixture import expert_width, mixture
@@ -40,6 +41,11 @@ def weights(spec: DecoderSpec) -> Table:
     return WEIGHTS
   text = {path: replace(weight, name=f"language_model.{weight.name}") for path, weight in WEIGHTS.items()}
   return text | llama4_vision.WEIGHTS
+
+
+def processors(config: MaxTextConfig) -> dict[str, TiledImages]:
+  """What makes inputs of the towers of images."""
+  return {"vision": llama4_vision.processor(config)}
 
 
 def hugging_face(config: MaxTextConfig) -> HuggingFace:
