@@ -5,7 +5,7 @@ Shapes: B batch, S sequence, T cached positions, E width, H query heads, K key h
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -77,6 +77,7 @@ class GQA:
     blocks: selects the blocks of keys that a query sees; None lets it see all.
     tracked: the layer records the largest logit of each head, for QK-clip (`clip_weights`).
     causal: False for bidirectional attention, as in an encoder, which has no cache.
+    sees_spans: False for a layer that is causal in spans of tokens too, which other layers see both ways.
   """
 
   heads: int
@@ -100,6 +101,7 @@ class GQA:
   blocks: MoBA | None = None
   tracked: bool = False
   causal: bool = True
+  sees_spans: bool = True
 
   @property
   def attention_width(self) -> int:
@@ -172,6 +174,8 @@ class GroupedQueryAttention(nnx.Module):
   ) -> tuple[jax.Array, Report, Cache | None]:
     spec, execution = self.spec, self.execution
     assert cache is None or spec.causal, "an encoder sees all of its input at once"
+    if not spec.sees_spans:
+      context = replace(context, spans=None)
     q, k, v = self._project(x)
     if self.value_norm is not None:
       v = self.value_norm(v)
@@ -240,7 +244,7 @@ class GroupedQueryAttention(nnx.Module):
       return norm(x) if norms.over == "head" else norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
 
     def apply_rope(x: jax.Array) -> jax.Array:
-      return x if rope is None else rotate(x, context.table(rope), rope.interleaved)
+      return x if rope is None else rotate(x, context.table(rope), rope.interleaved, rope.parts)
 
     x = apply_norm(apply_rope(x)) if norms is not None and norms.rotated else apply_rope(apply_norm(x))
     return self.execution.sharding.constrain(x, *axes)

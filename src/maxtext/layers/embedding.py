@@ -90,6 +90,19 @@ class Positions(nnx.Module):
     return found.astype(self.execution.numerics.dtype)
 
 
+class AxisPositions(nnx.Module):
+  """Learned embeddings of the columns and rows of an image, two tables [P,E]; their sum is added to the patches."""
+
+  def __init__(self, factory: ParamFactory, length: int, width: int, execution: ExecutionConfig) -> None:
+    self.execution = execution
+    self.table = factory("table", (2, length, width), (None, None, "embed"), std=0.02)
+
+  def __call__(self, places: jax.Array) -> jax.Array:
+    """Looks up places [B,S,2], column and row, to [B,S,E]."""
+    tables = self.execution.sharding.constrain(self.table[...].astype(self.execution.numerics.dtype), None, None, None)
+    return _rows(self.execution, tables[0], places[..., 0]) + _rows(self.execution, tables[1], places[..., 1])
+
+
 def _rows(execution: ExecutionConfig, table: jax.Array, index: jax.Array) -> jax.Array:
   if not execution.sharding.explicit:
     return table[index]

@@ -5,16 +5,17 @@ Shapes: N inputs (images), T patches or tokens, P values of a patch, W width of 
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.linear import Linear
 from maxtext.layers.mlp import ACTIVATIONS
 from maxtext.layers.norm import NormSpec
-from maxtext.layers.param_factory import ParamFactory
+from maxtext.layers.param_factory import Buffer, ParamFactory
 
 
 class TowerEnd(Protocol):
@@ -39,7 +40,7 @@ class Projector(Protocol):
     ...
 
 
-class Adapter(Protocol):
+class FeatureAdapter(Protocol):
   """The spec of an adapter, which converts the last layer's outputs to what the projector takes."""
 
   @property
@@ -58,14 +59,24 @@ class PatchProjection:
 
   Attributes:
     shape: of a patch, such as (channels, rows, columns), which is flat in this order.
+    centred: values of 0 to 1 are mapped to -1 to 1 here.
   """
 
   shape: tuple[int, ...]
   bias: bool = True
+  centred: bool = False
 
   def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> Linear:
     """[N,T,P] to [N,T,W]."""
-    return Linear(factory, {"narrow": math.prod(self.shape)}, {"embed": width}, execution, "patch_proj", bias=self.bias)
+    kind = CentredLinear if self.centred else Linear
+    return kind(factory, {"narrow": math.prod(self.shape)}, {"embed": width}, execution, "patch_proj", bias=self.bias)
+
+
+class CentredLinear(Linear):
+  """A linear layer of values from 0 to 1, which become those from -1 to 1."""
+
+  def __call__(self, x: jax.Array, *others: Any) -> jax.Array:
+    return super().__call__(2 * x - 1, *others)
 
 
 @dataclass(frozen=True)
@@ -205,3 +216,35 @@ class MergedPatches(nnx.Module):
     if self.spec.grouped_norm:
       x = self.norm(x)
     return self.out(self.activation(self.up(x)))
+
+
+@dataclass(frozen=True)
+class PatchPooling:
+  """Means of runs of patches times the square root of the width, standardized by constants of each dimension.
+
+  Attributes:
+    count: patches of a token, which are neighbours in the order of the inputs.
+    out_width: the tower's width.
+  """
+
+  count: int
+  out_width: int
+
+  def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> "PooledRuns":
+    """[N,T,W] to [N,T',W]."""
+    return PooledRuns(factory, self)
+
+
+class PooledRuns(nnx.Module):
+  """The layer of `PatchPooling`."""
+
+  def __init__(self, factory: ParamFactory, spec: PatchPooling) -> None:
+    self.count = spec.count
+    self.mean = factory("mean", (spec.out_width,), ("norm",), kind=Buffer)
+    self.scale = factory("scale", (spec.out_width,), ("norm",), fill=1.0, kind=Buffer)
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    inputs, tokens, width = x.shape
+    pooled = x.reshape(inputs, tokens // self.count, self.count, width).astype(jnp.float32).mean(2) * width**0.5
+    mean, scale = (a[...].astype(jnp.float32) for a in (self.mean, self.scale))
+    return ((pooled - mean) * scale).astype(x.dtype)

@@ -100,6 +100,7 @@ class RotaryEmbedding:
     mrope_interleaved: frequencies alternate between components (0, 1, 2, 0, 1, 2, ...; where the section of a later
       component is used up, 0 replaces it), instead of contiguous sections.
     axial: each section has the whole range of frequencies, as for the axes of images, instead of its part of one range.
+    apart: the dimensions of each section are contiguous, and pairs are within them.
   """
 
   head_dim: int
@@ -111,6 +112,7 @@ class RotaryEmbedding:
   mrope_sections: tuple[int, ...] | None = None
   mrope_interleaved: bool = False
   axial: bool = False
+  apart: bool = False
 
   def __post_init__(self) -> None:
     sections = self.mrope_sections
@@ -119,6 +121,11 @@ class RotaryEmbedding:
         f"mrope_sections={list(sections)} have {sum(sections)} frequencies together, and head_dim={self.head_dim} has "
         f"{self.head_dim // 2}."
       )
+
+  @property
+  def parts(self) -> int:
+    """The number of runs of dimensions that are rotated each by itself."""
+    return len(self.mrope_sections) if self.apart and self.mrope_sections else 1
 
   @property
   def components(self) -> np.ndarray:
@@ -142,8 +149,12 @@ def rotary_table(spec: RotaryEmbedding, positions: jax.Array, dtype: jax.typing.
   return (jnp.cos(angle) * multiplier).astype(dtype), (jnp.sin(angle) * multiplier).astype(dtype)
 
 
-def rotate(x: jax.Array, table: Table, interleaved: bool = False) -> jax.Array:
-  """Applies the rotation to heads [B,S,H,D], or to their first dimensions where the table is narrower."""
+def rotate(x: jax.Array, table: Table, interleaved: bool = False, parts: int = 1) -> jax.Array:
+  """Applies the rotation to heads [B,S,H,D], or to their first dimensions where the table is narrower; or to each of
+  several equal parts of a head."""
+  if parts > 1:
+    apart, *tables = (a.reshape(*a.shape[:-1], parts, -1) for a in (x, *table))
+    return rotate(apart, (tables[0], tables[1]), interleaved).reshape(x.shape)
   cos, sin = table
   rotated = 2 * cos.shape[-1]
   if rotated < x.shape[-1]:

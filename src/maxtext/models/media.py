@@ -41,8 +41,13 @@ class TowerInputs:
     return {name: a.reshape(-1, *a.shape[2:]) for name, a in given.items() if a is not None}
 
   def spans(self, features: int) -> jax.Array:
-    """[B,S] the number from 1 of the input whose features a token has, of which one input has so many; 0 for text."""
-    return jnp.where(self.indices >= 0, self.indices // features + 1, 0)
+    """[B,S] the number from 1 of the image whose features a token has, of which one input has so many; 0 for text."""
+    number = self.indices // features + 1
+    if self.segments is not None:
+      rows, inputs, patches = self.segments.shape
+      segments = self.segments[:, :, :: patches // features] + patches * jnp.arange(inputs)[:, None]
+      number = jnp.take_along_axis(segments.reshape(rows, -1), jnp.maximum(self.indices, 0), axis=1)
+    return jnp.where(self.indices >= 0, number, 0)
 
 
 Media = Mapping[str, TowerInputs]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from maxtext.layers.block import Layer
 from maxtext.layers.mtp import MultiTokenPrediction
 from maxtext.layers.norm import NormSpec
-from maxtext.layers.patches import Adapter, FrontEnd, Projector
+from maxtext.layers.patches import FeatureAdapter, FrontEnd, Projector
 from maxtext.layers.rope import RotaryEmbedding
 
 
@@ -82,13 +82,15 @@ class TowerSpec:
   Attributes:
     name: its parameters are under `towers/<name>/`.
     width: hidden size of its layers.
-    length: maximum number of tokens of one input; with `position_grid`, the usual number.
+    length: maximum number of tokens of one input; where images have any size, the usual number.
     front_end: maps inputs to tokens.
     projector: maps the tower's width to the decoder's.
     final_norm: the norm before the projector; None if there is none.
     learned_positions: whether a learned table of `length` positions is added to the tokens.
     position_grid: side of a square table of learned positions, which is interpolated to the grid of each image; None if
       there is none.
+    axis_positions: length of two learned tables, of the columns and of the rows of an image, whose sum is added to the
+      patches; rotary positions are then (column, row) too. None if there are none.
     class_token: a learned token is appended to those of an input, and is not passed on after the final norm.
     first_norm: the norm before the first layer; None if there is none.
     rotary_grid: side of the square grid of tokens, whose rotary positions are (column, row) from 1, and those of a
@@ -109,13 +111,19 @@ class TowerSpec:
   final_norm: NormSpec | None = None
   learned_positions: bool = False
   position_grid: int | None = None
+  axis_positions: int | None = None
   class_token: bool = False
   first_norm: NormSpec | None = None
   rotary_grid: int | None = None
-  adapter: Adapter | None = None
+  adapter: FeatureAdapter | None = None
   bidirectional_features: bool = False
   deepstack: tuple[int, ...] = ()
   deepstack_projector: Projector | None = None
+
+  @property
+  def any_size(self) -> bool:
+    """Whether images may have any size, and several share an input."""
+    return self.position_grid is not None or self.axis_positions is not None
 
   @property
   def ropes(self) -> tuple[RotaryEmbedding, ...]:

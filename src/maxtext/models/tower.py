@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxtext.layers.block import RESIDUAL
 from maxtext.layers.context import Context
-from maxtext.layers.embedding import Positions
+from maxtext.layers.embedding import AxisPositions, Positions
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.param_factory import ParamFactory
 from maxtext.layers.stack import Stack
@@ -27,6 +27,8 @@ class Tower(nnx.Module):
     self.front_end = spec.front_end.build(factory.scope("front_end"), spec.width, execution)
     rows = spec.length if spec.learned_positions else spec.position_grid and spec.position_grid**2
     self.positions = None if rows is None else Positions(factory.scope("positions"), rows, spec.width, execution)
+    axes = spec.axis_positions
+    self.axes = None if axes is None else AxisPositions(factory.scope("axes"), axes, spec.width, execution)
     self.class_token = factory("class_token", (spec.width,), ("norm",), std=0.02) if spec.class_token else None
     self.first_norm = (
       None if spec.first_norm is None else spec.first_norm.build(factory.scope("first_norm"), spec.width)
@@ -80,11 +82,16 @@ class Tower(nnx.Module):
     if self.class_token is not None:
       token = self.class_token[...].astype(x.dtype)
       x = jnp.concatenate([x, jnp.broadcast_to(token, (x.shape[0], 1, spec.width))], axis=1)
-    if x.shape[1] > spec.length and spec.position_grid is None:
+    if x.shape[1] > spec.length and not spec.any_size:
       raise ValueError(f"tower {spec.name}: an input has {x.shape[1]} tokens, and at most {spec.length} are expected.")
     places = positions
     if positions is None or positions.ndim == 3:
       positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    if self.axes is not None:
+      if places is None or places.ndim != 3:
+        raise ValueError(f"tower {spec.name}: images of any size need `positions` [N,T,2].")
+      places = places[..., ::-1]
+      x = x + self.axes(places)
     if rotary_positions is None and spec.ropes:
       rotary_positions = places if spec.rotary_grid is None else _grid_positions(spec.rotary_grid, *x.shape[:2])
     context = Context.of(positions, segments, spec.ropes, execution.numerics.dtype, rotary_positions=rotary_positions)
@@ -131,7 +138,7 @@ def _execution(execution: ExecutionConfig, spec: TowerSpec) -> ExecutionConfig:
     replace(execution.kernels.attention, order=None),
     execution.sharding.rules.num_shards(execution.sharding.mesh, "activation_length"),
   )
-  fits = spec.position_grid is None and attention.blocks.fit(spec.length // parts, spec.length)
+  fits = not spec.any_size and attention.blocks.fit(spec.length // parts, spec.length)
   if attention.kernel == "splash" and not fits:
     attention = replace(attention, kernel="chunked")
   return execution.replace(

@@ -48,12 +48,13 @@ def layer(config: MaxTextConfig, norm: LayerNormSpec, activation: str = "gelu", 
   return Block(attention, MLP(config.intermediate_size_for_vit, activation, gated=False, bias=True), norm)
 
 
-def linear_weights(names: Mapping[str, str]) -> dict[str, Weight]:
-  """Weights and biases of linear layers, {path of ours: name of theirs}."""
+def linear_weights(names: Mapping[str, str], bias: bool = True) -> dict[str, Weight]:
+  """Weights, and biases if they have them, of linear layers, {path of ours: name of theirs}."""
   found = dict[str, Weight]()
   for ours, theirs in names.items():
     found[f"{ours}/weight"] = Weight(f"{theirs}.weight", transposed=True)
-    found[f"{ours}/bias"] = Weight(f"{theirs}.bias")
+    if bias:
+      found[f"{ours}/bias"] = Weight(f"{theirs}.bias")
   return found
 
 

@@ -1,21 +1,24 @@
-"""Gemma 4 (text): five local layers per global layer. Global layers have wider and fewer heads, and use keys as values.
+"""Gemma 4: five local layers per global layer. Global layers have wider and fewer heads, and use keys as values.
 
 Norms scale by their weight in float32. Queries, keys and values are normed, attention logits are not scaled, and each
-layer has a learned scale on its output. In models with experts, a dense layer runs in parallel with them.
+layer has a learned scale on its output. In models with experts, a dense layer runs in parallel with them. Images of any
+size are encoded; their tokens see each other both ways in local layers.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from maxtext.configs import MaxTextConfig
 from maxtext.layers.attention import GQA, QueryKeyNorm
 from maxtext.layers.dense_and_experts import DenseAndExperts
 from maxtext.layers.experts import MoE
-from maxtext.models import standard
+from maxtext.models import gemma4_vision, standard
 from maxtext.models.hugging_face import (
   CAPPED,
   TIED_HEAD,
   Entries,
   HuggingFace,
+  Multimodal,
   absent,
   activation_keys,
   capped_keys,
@@ -24,8 +27,8 @@ from maxtext.models.hugging_face import (
   rope_entries,
 )
 from maxtext.models.mixture import expert_width, mixture
-from maxtext.models.spec import DecoderSpec, cycles
-from maxtext.models.weight_table import Weight, fused
+from maxtext.models.spec import DecoderSpec, ModelSpec, cycles, towers_of
+from maxtext.models.weight_table import Table, Weight, fused
 
 
 def spec(config: MaxTextConfig) -> DecoderSpec:
@@ -38,7 +41,24 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
     standard.block(c, mixer, feed_forward, **changes) for mixer in (*[_local_attention(c)] * 5, _global_attention(c))
   )
   groups = cycles(layers, c.base_num_decoder_layers)
-  return standard.decoder(c, groups, final_norm=norm, **standard.multiplied_embeddings(c))
+  decoder = standard.decoder(c, groups, final_norm=norm, **standard.multiplied_embeddings(c))
+  return ModelSpec.of(decoder, gemma4_vision.tower(c)) if c.use_multimodal else decoder
+
+
+def weights(spec: DecoderSpec) -> Table:
+  """The weights in files of the text model, or of the one with images."""
+  if not towers_of(spec):
+    return WEIGHTS
+  text = {
+    path: replace(weight, name=weight.name.replace("model.", "model.language_model.", 1))
+    for path, weight in WEIGHTS.items()
+  }
+  return text | gemma4_vision.WEIGHTS
+
+
+def hugging_face(config: MaxTextConfig) -> HuggingFace:
+  """The class of the text model, or of the one with images."""
+  return _WITH_IMAGES if config.use_multimodal else HUGGING_FACE
 
 
 def _experts(c: MaxTextConfig) -> MoE:
@@ -54,7 +74,7 @@ def _local_attention(c: MaxTextConfig) -> GQA:
 def _global_attention(c: MaxTextConfig) -> GQA:
   head_dim, kv_heads = c.global_head_dim or c.head_dim, c.global_num_kv_heads or c.base_num_kv_heads
   rotary = standard.rope(c, head_dim, theta=_global_theta(c), share=c.global_rope_proportion)
-  return standard.attention(c, head_dim=head_dim, kv_heads=kv_heads, rope=rotary, **_common(c))
+  return standard.attention(c, head_dim=head_dim, kv_heads=kv_heads, rope=rotary, sees_spans=False, **_common(c))
 
 
 def _local_theta(c: MaxTextConfig) -> float:
@@ -153,7 +173,7 @@ HUGGING_FACE = HuggingFace(
       | {"rope_type": "proportional", "partial_rotary_factor": c.global_rope_proportion},
     },
   },
-  (activation_keys, capped_keys, _read, _ALWAYS),
+  (activation_keys, capped_keys, _read, _ALWAYS, gemma4_vision.read),
   absent=absent(tie_word_embeddings=True, head_dim=256, sliding_window=512, attention_k_eq_v=False),
   expects={
     "layer_types": layer_types("sliding_attention", lambda c: 6),
@@ -162,4 +182,12 @@ HUGGING_FACE = HuggingFace(
   },
   prefixes={"model.language_model.": "model."},
   ignored=(*TIED_HEAD, r"model\.(vision_tower|embed_vision)\..*"),
+  towers=gemma4_vision.FIELDS,
+)
+_WITH_IMAGES = replace(
+  HUGGING_FACE,
+  fields={**HUGGING_FACE.fields, "use_bidirectional_attention": lambda c: "vision"},
+  prefixes=None,
+  ignored=TIED_HEAD,
+  multimodal=Multimodal("Gemma4ForConditionalGeneration", "gemma4"),
 )
