@@ -1,4 +1,4 @@
-"""Models with images equal their references: logits, gradients, and weights in both directions.
+"""Models with images and audio equal their references: logits, gradients, and weights in both directions.
 
 `-k gemma3` runs one of them.
 """
@@ -19,7 +19,7 @@ from maxtext import load_config
 from maxtext.layers.embedding import feature_indices
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import abstract_model, build_model, weight_table
-from maxtext.models.media import TowerInputs, mrope_positions, patch_places
+from maxtext.models.media import TowerInputs, audio_segments, mrope_positions, patch_places
 from maxtext.weights.config_json import config_json_entries, hugging_face_class, keys_of_folder, our_name
 from maxtext.weights.from_hugging_face import load_from_hugging_face
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
@@ -104,12 +104,15 @@ QWEN3_OMNI = {
     "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0, 1]},
     "audio_config": {
       "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 40, "num_mel_bins": 16,
-      "downsample_hidden_size": 8, "output_dim": 48, "n_window": 8, "n_window_infer": 32,
+      "downsample_hidden_size": 8, "output_dim": 48, "n_window_infer": 100,
     },
-    **QWEN_TOKENS,
+    **QWEN_TOKENS, "audio_token_id": 126, "audio_start_token_id": 124,
   },
   "left_out": "audio_tower.",
 }  # fmt: skip
+QWEN3_OMNI_AUDIO = {name: about for name, about in QWEN3_OMNI.items() if name != "left_out"} | {
+  "keys": {"use_audio": True, "freeze_audio_encoder_params": False}
+}
 
 GEMMA4 = {
   "config": "Gemma4Config",
@@ -191,6 +194,36 @@ def qwen3_5_example():
   return replace(example, inputs=example.inputs | {"mm_token_type_ids": (example.tokens == IMAGE).astype(np.int64)})
 
 
+def audio_and_images():
+  """Clips of 130, 20 and 9 mel frames, two in one input, of which 17, 3 and 2 tokens are made; and an image."""
+  random, example, clips = np.random.default_rng(1), images_of_any_size(), ((130,), (20, 9))
+  tokens = random.integers(3, 120, (2, LENGTH))
+  tokens[0, 0] = tokens[1, 0] = tokens[1, 6] = 124
+  tokens[0, 1:18] = tokens[1, 1:4] = tokens[1, 7:9] = 126
+  tokens[1, 11], tokens[1, 12:18] = QWEN_TOKENS["vision_start_token_id"], IMAGE
+  mels = [random.normal(size=(16, frames)).astype(np.float32) for frames in (130, 20, 9)]
+  inputs = np.zeros((2, 1, 2, 16, 100), np.float32)
+  inputs[0, 0, 0], inputs[0, 0, 1, :, :30] = mels[0][:, :100], mels[0][:, 100:]
+  inputs[1, 0, 0, :, :20], inputs[1, 0, 1, :, :9] = mels[1], mels[2]
+  segments = np.stack([audio_segments(own, 100, 100, 2) for own in clips])
+  indices = np.full(tokens.shape, -1, np.int32)
+  for row in range(2):
+    indices[row, tokens[row] == 126] = np.flatnonzero(segments[row])
+  images, marked = example.media["vision"], tokens == IMAGE
+  vision = replace(images, indices=feature_indices(marked, np.array([0, 6])))
+  padded = np.stack([np.pad(mel, ((0, 0), (0, 130 - mel.shape[1]))) for mel in mels])
+  mask = np.arange(130) < np.array([[130], [20], [9]])
+  return Example(
+    tokens,
+    {
+      "pixel_values": example.inputs["pixel_values"][40:], "image_grid_thw": np.array(GRIDS[1]),
+      "input_features": padded, "feature_attention_mask": mask.astype(np.int64),
+    },
+    {"vision": vision, "audio": TowerInputs(inputs, indices, segments=segments[:, None])},
+    mrope_positions(np.broadcast_to(np.arange(LENGTH), tokens.shape), marked, [[], GRIDS[1]], 2),
+  )  # fmt: skip
+
+
 def gemma4_example():
   """The reference takes an image at a time, whose patches are in another order, with columns before rows."""
   example = images_of_any_size(48)
@@ -212,6 +245,7 @@ CASES = {
   "llama4": (LLAMA4, square_images),
   "qwen3_5": (QWEN3_5, qwen3_5_example),
   "qwen3_omni": (QWEN3_OMNI, images_of_any_size),
+  "qwen3_omni_audio": (QWEN3_OMNI_AUDIO, audio_and_images),
 }
 every_case = pytest.mark.parametrize("case", cases(CASES, tuple(CASES)))
 
@@ -223,6 +257,7 @@ class Reference:
     import transformers
 
     about, example = CASES[case]
+    self.keys = about.get("keys", {})
     self.left_out = about.get("left_out", "nothing")
     self.example, self.folder, self.kind = example(), folder, getattr(transformers, about["model"])
     config = getattr(transformers, about["config"])(**about["arguments"], attn_implementation="eager")
@@ -267,7 +302,7 @@ def reference(case, tmp_path_factory):
 
 def ours(reference, **changes):
   keys = keys_of_folder(HuggingFaceFolder(reference.folder))
-  config = load_config(**(keys | RUN | changes))
+  config = load_config(**(keys | RUN | reference.keys | changes))
   model = build_model(config, make_mesh(config, jax.devices()[:1]))
   return config, model, load_from_hugging_face(config, model, str(reference.folder))
 
@@ -308,8 +343,9 @@ def test_an_image_matters_to_all_tokens_after_it_and_its_own_ones(case, referenc
   changed = {n: replace(t, inputs=t.inputs * 0.5) for n, t in reference.example.media.items()}
   other = replace(reference.example, media=changed)
   moved = np.abs(np.asarray(logits_of(model, params, other)) - plain).max(-1)
-  assert (moved[0, :3] == 0).all()
-  assert (moved[0, 3:] > 0).all()
+  first = int((reference.example.tokens[0] >= 126).argmax())
+  assert (moved[0, :first] == 0).all()
+  assert (moved[0, first:] > 0).all()
 
 
 @every_case
@@ -336,7 +372,7 @@ def test_the_reference_reads_what_is_written(case, reference, tmp_path):
 
 @every_case
 def test_encoders_are_frozen_unless_asked_for_and_projectors_are_not(case, reference):
-  _, model, _ = ours(reference, freeze_vision_encoder_params=True)
+  _, model, _ = ours(reference, **{key: True for key in RUN | reference.keys if key.startswith("freeze_")})
   towers = {name for name in model.params if name.startswith("towers/")}
   assert towers
   assert all(name.split("/")[2] in ("projector", "deepstack") for name in towers)
@@ -375,6 +411,7 @@ GEMMA3_ROWS = {"vocab_size": 262208, "override_model_config": True}  # 64 more t
     ("llama4-17b-16e", 108_641_793_536, {}),
     ("llama4-17b-128e", 401_583_781_376, {}),
     ("qwen3-omni-30b-a3b", 31_071_278_320, {}),
+    ("qwen3-omni-30b-a3b", 31_071_278_320 + 647_927_168, {"use_audio": True}),
     ("qwen3.5-397b-a17b", 396_802_360_816, {}),
   ],
 )

@@ -45,12 +45,11 @@ class ConfigKeys(TypedDict, total=False):
   """How the range of activations is found, such as absmax, fixed or delayed. Default: 'absmax'."""
 
   activation_dropout_for_audio: float
-  """Dropout rate inside the audio feed-forward; 0 is none. Not supported yet: models take text and images only for
-  now. Default: 0.0."""
+  """Dropout rate inside the audio feed-forward; 0 is none. Not supported yet: it is not implemented yet. Default:
+  0.0."""
 
   activation_function_for_audio: str
-  """Activation in the audio encoder's feed-forward. Not supported yet: models take text and images only for now.
-  Default: 'gelu'."""
+  """Activation in the audio encoder's feed-forward. Not supported yet: it is not implemented yet. Default: 'gelu'."""
 
   activations_in_float32: bool
   """Apply activation functions in float32. Default: False."""
@@ -102,8 +101,7 @@ class ConfigKeys(TypedDict, total=False):
   """True adds a bias to the attention projections. Default: False."""
 
   attention_dropout_for_audio: float
-  """Dropout rate of audio attention weights; 0 is none. Not supported yet: models take text and images only for now.
-  Default: 0.0."""
+  """Dropout rate of audio attention weights; 0 is none. Not supported yet: it is not implemented yet. Default: 0.0."""
 
   attention_out: RematLocation | Literal["remat", "device", "offload"]
   """Attention result before the output projection (custom). Not supported yet: no layer has this tensor yet.
@@ -123,12 +121,12 @@ class ConfigKeys(TypedDict, total=False):
   """Bound of the tanh cap on attention logits; None or 0 is no cap. Default: None."""
 
   audio_path: str
-  """Audio file for decoding, several separated by commas; '' is none. Not supported yet: models take text and images
-  only for now. Default: ''."""
+  """Audio file for decoding, several separated by commas; '' is none. Not supported yet: it is not implemented yet.
+  Default: ''."""
 
   audio_placeholder: str
-  """Text that marks an audio clip's place in the prompt. Not supported yet: models take text and images only for
-  now. Default: '<|audio|>'."""
+  """Text that marks an audio clip's place in the prompt. Not supported yet: it is not implemented yet. Default:
+  '<|audio|>'."""
 
   autoregressive_decode_assert: str
   """Text the decoded output must equal, for tests; '' is no check. Default: ''."""
@@ -273,12 +271,12 @@ class ConfigKeys(TypedDict, total=False):
   shardings; write that. Default: 'context'."""
 
   conv_chunksize_for_audio: int
-  """Audio chunks put through the convolutions at once, to bound memory. Not supported yet: models take text and
-  images only for now. Default: 500."""
+  """Audio chunks put through the convolutions at once, to bound memory. Not supported yet: it is not implemented
+  yet. Default: 500."""
 
   conv_stride_for_vit: int
-  """Pixels between patches; the patch size means no overlap. Not supported yet: models take text and images only for
-  now. Default: 14."""
+  """Pixels between patches; the patch size means no overlap. Not supported yet: it is not implemented yet. Default:
+  14."""
 
   cost_estimate_flops_bwd: int
   """Backward FLOPs reported to the compiler; -1 leaves it to the kernel. It has no effect on JAX's own splash
@@ -295,7 +293,7 @@ class ConfigKeys(TypedDict, total=False):
   """Mesh axes and rules in place of the base ones: fsdp, or a YAML file. Default: ''."""
 
   d_model_for_audio: int
-  """Model width of the audio encoder. Not supported yet: models take text and images only for now. Default: 256."""
+  """Model width of the audio encoder. Default: 256."""
 
   data_sharding: Any
   """Mesh axes that the input batch is split over. Not supported yet: a batch is sharded by logical_axis_rules, over
@@ -445,8 +443,7 @@ class ConfigKeys(TypedDict, total=False):
   """Paths of student weights, and the teacher's that they start with: PATH, or [PATH, [LAYER, ...]]. Default: {}."""
 
   downsample_hidden_size_for_audio: int
-  """Channels of the convolutions that shorten the audio. Not supported yet: models take text and images only for
-  now. Default: 256."""
+  """Channels of the convolutions that shorten the audio. Default: 256."""
 
   dpo_beta: float
   """Strength of the pull to the reference model in the DPO loss. Default: 0.1."""
@@ -635,15 +632,13 @@ class ConfigKeys(TypedDict, total=False):
   run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: False."""
 
   encoder_attention_heads_for_audio: int
-  """Attention heads per audio encoder layer. Not supported yet: models take text and images only for now. Default:
-  4."""
+  """Attention heads per audio encoder layer. Default: 4."""
 
   encoder_ffn_dim_for_audio: int
-  """Feed-forward width of the audio encoder. Not supported yet: models take text and images only for now. Default:
-  512."""
+  """Feed-forward width of the audio encoder. Default: 512."""
 
   encoder_layers_for_audio: int
-  """Layers of the audio encoder. Not supported yet: models take text and images only for now. Default: 2."""
+  """Layers of the audio encoder. Default: 2."""
 
   engram: RematLocation | Literal["remat", "device", "offload"]
   """Output of the n-gram memory module (custom). Default: 'remat'."""
@@ -750,8 +745,7 @@ class ConfigKeys(TypedDict, total=False):
   """Import path of a function from a row to messages, or to prompt and completion; '' is none. Default: ''."""
 
   freeze_audio_encoder_params: bool
-  """True leaves the audio encoder's weights untrained. Not supported yet: models take text and images only for now.
-  Default: True."""
+  """True leaves the audio encoder's weights untrained. Default: True."""
 
   freeze_vision_encoder_params: bool
   """True leaves the vision encoder's weights untrained. Default: True."""
@@ -1207,8 +1201,8 @@ class ConfigKeys(TypedDict, total=False):
   """Most recent checkpoints kept; None keeps all. Default: None."""
 
   max_num_images_per_example: int
-  """Most images in one example, padded up to it; -1 is no limit. Not supported yet: models take text and images only
-  for now. Default: -1."""
+  """Most images in one example, padded up to it; -1 is no limit. Not supported yet: it is not implemented yet.
+  Default: -1."""
 
   max_num_seqs: int | None
   """Most sequences generated at once; None is all of a batch. Default: None."""
@@ -1220,22 +1214,20 @@ class ConfigKeys(TypedDict, total=False):
   """Longest prompt, in tokens; the rest of the target length is generated. Default: 64."""
 
   max_sample_len_for_audio: int
-  """Most spectrogram frames in one audio sample. Not supported yet: models take text and images only for now.
-  Default: 10000."""
+  """Most spectrogram frames in one audio sample. Default: 10000."""
 
   max_segments_per_seq: int
   """Most documents packed in one sequence; -1 is no limit. Default: -1."""
 
   max_source_positions_for_audio: int
-  """Most positions in the audio encoder's sequence. Not supported yet: models take text and images only for now.
-  Default: 1500."""
+  """Most positions in the audio encoder's sequence. Not supported yet: it is not implemented yet. Default: 1500."""
 
   max_target_length: int
   """Length of a sequence, in tokens. Default: 2048."""
 
   max_timescale_for_audio: float
-  """Longest wavelength of the audio encoder's sinusoidal positions. Not supported yet: models take text and images
-  only for now. Default: 10000.0."""
+  """Longest wavelength of the audio encoder's sinusoidal positions. Not supported yet: it is not implemented yet.
+  Default: 10000.0."""
 
   max_turns: int
   """Most answers of the policy in a conversation with the environment. Default: 8."""
@@ -1385,12 +1377,10 @@ class ConfigKeys(TypedDict, total=False):
   """Groups the experts are divided into for routing; -1 is no groups. Default: -1."""
 
   n_window_for_audio: int
-  """Half the spectrogram frames in one audio chunk. Not supported yet: models take text and images only for now.
-  Default: 50."""
+  """Half the spectrogram frames in one audio chunk. Default: 50."""
 
   n_window_infer_for_audio: int
-  """Spectrogram frames in one audio attention window at inference. Not supported yet: models take text and images
-  only for now. Default: 800."""
+  """Spectrogram frames in one audio attention window at inference. Default: 800."""
 
   nope_layer_interval: int
   """Every n-th layer goes without rotary positions; -1 is none. Default: -1."""
@@ -1414,8 +1404,8 @@ class ConfigKeys(TypedDict, total=False):
   """Color channels of input images. Default: 3."""
 
   num_conv_layers_for_audio: int
-  """Convolutions that shorten the audio before the encoder layers. Not supported yet: models take text and images
-  only for now. Default: 3."""
+  """Convolutions that shorten the audio before the encoder layers. Not supported yet: it is not implemented yet.
+  Default: 3."""
 
   num_epoch: int
   """Passes over the training data before it ends. Default: 1."""
@@ -1442,8 +1432,7 @@ class ConfigKeys(TypedDict, total=False):
   """Consecutive layers each stage runs before passing activations on. Default: 1."""
 
   num_mel_bins_for_audio: int
-  """Mel frequency bands of the input spectrogram. Not supported yet: models take text and images only for now.
-  Default: 128."""
+  """Mel frequency bands of the input spectrogram. Default: 128."""
 
   num_pipeline_microbatches: int
   """Parts the batch is split into; -1 takes the smallest that fills the stages. Default: -1."""
@@ -1507,8 +1496,7 @@ class ConfigKeys(TypedDict, total=False):
   """Attention output projection (custom). Default: 'remat'."""
 
   output_dim_for_audio: int
-  """Width of audio tokens into the decoder. Not supported yet: models take text and images only for now. Default:
-  512."""
+  """Width of audio tokens into the decoder. Default: 512."""
 
   overlong_buffer: int
   """The last so many tokens of the longest answer are penalised, more and more (DAPO); 0 is none. Default: 0."""
@@ -1589,12 +1577,12 @@ class ConfigKeys(TypedDict, total=False):
   """Scale of the patch grid's sides before projection; 0.5 quarters the tokens. Default: 0.5."""
 
   posemb_type_for_vit: str
-  """Kind of position embedding in the vision encoder; 'learn' is trained. Not supported yet: models take text and
-  images only for now. Default: 'learn'."""
+  """Kind of position embedding in the vision encoder; 'learn' is trained. Not supported yet: it is not implemented
+  yet. Default: 'learn'."""
 
   position_id_per_seconds: int
-  """Time positions per second of video or audio (use_mrope). Not supported yet: models take text and images only for
-  now. Default: 25."""
+  """Time positions per second of video or audio (use_mrope). Not supported yet: it is not implemented yet. Default:
+  25."""
 
   precompute_ref_log_probs: bool
   """True computes the reference model's log-probabilities once, on disk; false keeps a copy in memory. Default:
@@ -1642,8 +1630,7 @@ class ConfigKeys(TypedDict, total=False):
   """Steps in one trace. Default: 5."""
 
   projector_dropout_for_vit: float
-  """Dropout rate in the vision projector; 0 is none. Not supported yet: models take text and images only for now.
-  Default: 0.0."""
+  """Dropout rate in the vision projector; 0 is none. Not supported yet: it is not implemented yet. Default: 0.0."""
 
   projector_input_dim_for_vit: int
   """Width of the features into the vision projector. Default: 4096."""
@@ -1921,8 +1908,8 @@ class ConfigKeys(TypedDict, total=False):
   """Where weights are written after quantization at load; '' is nowhere. Default: ''."""
 
   scale_embedding_for_audio: bool
-  """True multiplies audio embeddings by the square root of the width. Not supported yet: models take text and images
-  only for now. Default: True."""
+  """True multiplies audio embeddings by the square root of the width. Not supported yet: it is not implemented yet.
+  Default: True."""
 
   scan_layers: bool
   """Compile one layer and loop over it, instead of every layer. Default: True."""
@@ -2132,12 +2119,10 @@ class ConfigKeys(TypedDict, total=False):
   """True generates rollouts asynchronously, by the agent loop. Default: False."""
 
   use_audio: bool
-  """True adds the audio encoder to the model and its inputs. Not supported yet: models take text and images only for
-  now. Default: False."""
+  """True adds the audio encoder to the model and its inputs. Default: False."""
 
   use_audio_in_video: bool
-  """True also reads the sound track of input videos. Not supported yet: models take text and images only for now.
-  Default: False."""
+  """True also reads the sound track of input videos. Not supported yet: it is not implemented yet. Default: False."""
 
   use_batch_split_schedule: bool
   """True splits the batch to overlap communication with computation. Not supported yet: tokens and expert weights
@@ -2279,12 +2264,12 @@ class ConfigKeys(TypedDict, total=False):
   the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: ''."""
 
   video_path: str
-  """Video file for decoding, several separated by commas; '' is none. Not supported yet: models take text and images
-  only for now. Default: ''."""
+  """Video file for decoding, several separated by commas; '' is none. Not supported yet: it is not implemented yet.
+  Default: ''."""
 
   video_placeholder: str
-  """Text that marks a video's place in the prompt. Not supported yet: models take text and images only for now.
-  Default: '<|video|>'."""
+  """Text that marks a video's place in the prompt. Not supported yet: it is not implemented yet. Default:
+  '<|video|>'."""
 
   vision_output_dim_for_vit: int
   """Width of the vision encoder's output features. Default: 4096."""

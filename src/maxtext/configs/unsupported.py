@@ -166,6 +166,11 @@ _VISION = (
   "num_position_embeddings_for_vit", "out_hidden_size_for_vit", "deepstack_visual_indexes_for_vit", "use_mrope",
   "mrope_section", *_section(t.VisionProjector, but=("projector_dropout_for_vit",)),
 )  # fmt: skip
+_AUDIO = (
+  "freeze_audio_encoder_params", "d_model_for_audio", "encoder_attention_heads_for_audio", "encoder_ffn_dim_for_audio",
+  "encoder_layers_for_audio", "num_mel_bins_for_audio", "n_window_for_audio", "n_window_infer_for_audio",
+  "downsample_hidden_size_for_audio", "output_dim_for_audio", "max_sample_len_for_audio",
+)  # fmt: skip
 _SHOWN = (
   "metrics_file", "prometheus_port", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
   "collect_stack_trace", "stack_trace_interval_seconds", "profile_cleanly", "profile_periodically_period",
@@ -953,9 +958,11 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_set("collect_stack_trace"),
   ),
   UnsupportedOption(
-    _section(t.MultimodalGeneral, t.VisionTower, t.VisionProjector, t.AudioEncoder, but=("use_multimodal", *_VISION)),
-    "models take text and images only for now",
+    _section(t.MultimodalGeneral, t.VisionTower, t.VisionProjector, t.AudioEncoder,
+             but=("use_multimodal", "use_audio", *_VISION, *_AUDIO)),
+    "it is not implemented yet",
     allowed_values=(False,),
   ),
   NoEffectOption(_VISION, "it has no effect without use_multimodal=true", unless=is_set("use_multimodal")),
+  NoEffectOption(_AUDIO, "it has no effect without use_audio=true", unless=is_set("use_audio")),
 )  # fmt: skip

@@ -15,6 +15,7 @@ from maxtext.configs import types as t
 from maxtext.configs.derived import scaled_sizes
 from maxtext.configs.types import DecoderBlockType
 from maxtext.configs.types.enums import REGISTERED_FAMILIES
+from maxtext.configs.types.section import Section
 from maxtext.configs.unsupported import keys_with_no_effect
 from maxtext.configs.values import default_of, plain_value
 from maxtext.layers.execution import ExecutionConfig, Numerics, Sharding
@@ -79,7 +80,11 @@ _DESCRIBES_A_MODEL = (
   t.ModelArchitecture, t.Attention, t.MlaAttention, t.AttentionIndexer, t.Llama4Attention, t.DeepSeekMoE, t.Qwen3Next,
   t.PositionalEmbedding, t.Rope, t.YarnRope,
 )  # fmt: skip
-_DESCRIBES_A_TOWER = (t.VisionTower, t.VisionProjector)
+# By tower, with the key that adds it.
+_DESCRIBES_A_TOWER: dict[str, tuple[str, tuple[type[Section], ...]]] = {
+  "vision": ("use_multimodal", (t.VisionTower, t.VisionProjector)),
+  "audio": ("use_audio", (t.AudioEncoder,)),
+}
 _DESCRIBES_POSITIONS = {"use_mrope", "mrope_section"}  # of a decoder with a tower
 _DESCRIBES_EXPERTS = {"moe_expert_input_dim", "base_moe_mlp_dim", "interleave_moe_layer_step", "norm_topk_prob"}
 
@@ -125,9 +130,13 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
   reader = _Reader(config.model_copy(update=scaled_sizes(config) | fixed))
   read = cast(MaxTextConfig, reader)
   spec = with_features(read, FAMILIES[config.decoder_block].spec(read))
-  if config.use_multimodal and not towers_of(spec):
-    raise ConfigError(f"use_multimodal=true: decoder_block={config.decoder_block.value} takes text only: leave it out.")
-  sections = (*_DESCRIBES_A_MODEL, *(_DESCRIBES_A_TOWER if config.use_multimodal else ()))
+  sections: tuple[type[Section], ...] = _DESCRIBES_A_MODEL
+  for name, (key, of_tower) in _DESCRIBES_A_TOWER.items():
+    if not getattr(config, key):
+      continue
+    if name not in [tower.name for tower in towers_of(spec)]:
+      raise ConfigError(f"{key}=true: decoder_block={config.decoder_block.value} has no {name} encoder: leave it out.")
+    sections = (*sections, *of_tower)
   keys = _DESCRIBES_EXPERTS.union(*(section.model_fields for section in sections))
   keys |= _DESCRIBES_POSITIONS if config.use_multimodal else set()
   unread = keys - reader.read - _READ_ELSEWHERE

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext.layers.mel import halved
+
 Grid = tuple[int, int, int]
 """Frames, rows and columns of patches of an image (one frame) or video."""
 
@@ -22,7 +24,7 @@ class TowerInputs:
   Images of any size share an input where the tower allows it: `patch_places` makes the three optional arrays.
 
   Attributes:
-    inputs: [B,M,T,P]; inputs that no token refers to are padding.
+    inputs: [B,M,T,P], or what the front end takes of audio; inputs that no token refers to are padding.
     indices: [B,S] the feature of each token, counted over all M inputs of its row; -1 for tokens of text.
     positions: [B,M,T,2] row and column of a patch in its image; None where all images have one size.
     grid: [B,M,T,2] rows and columns of that image.
@@ -118,3 +120,25 @@ def mrope_positions(
       found[row, places] = found[row, places[0]] + axes
       found[row, behind:end] += axes.max() + 1 - len(places)
   return found
+
+
+def audio_segments(clips: Sequence[int], chunk: int, window: int, chunks: int) -> np.ndarray:
+  """`segments` [T] of one input of an audio tower that holds several clips, one after the other in whole chunks.
+
+  Tokens attend within their window; those of the frames that a clip's last chunk lacks are padding, 0. The n-th audio
+  token of a row has the n-th feature whose segment is not 0.
+
+  Args:
+    clips: number of frames of each clip.
+    chunk: frames of a chunk.
+    window: frames of an attention window, a multiple of `chunk`.
+    chunks: of the input.
+  """
+  tokens, number, first = halved(chunk, 3), 0, 0
+  segments = np.zeros(chunks * tokens, np.int32)
+  for frames in clips:
+    for start in range(0, frames, window):
+      inside, place, number = min(window, frames - start), first + start // chunk * tokens, number + 1
+      segments[place : place + inside // chunk * tokens + halved(inside % chunk, 3)] = number
+    first += -(-frames // chunk) * tokens
+  return segments

@@ -1,9 +1,10 @@
-"""Qwen 3 with experts in every layer, and the thinker of Qwen3-Omni, which encodes images of any size."""
+"""Qwen 3 with experts in every layer, and the thinker of Qwen3-Omni, which encodes images of any size
+and audio."""
 
 from dataclasses import replace
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.models import qwen_vision, standard
+from maxtext.models import qwen_audio, qwen_vision, standard
 from maxtext.models.hugging_face import (
   EXPERTS,
   EXPERTS_READS,
@@ -26,8 +27,10 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
   """The decoder that a configuration describes."""
   c = config
   layer = standard.block(c, standard.attention(c, rope=qwen_vision.rope(c)), mixture(c))
+  audio = (qwen_audio.tower(c),) if c.use_audio else ()
   if not c.use_multimodal:
-    return standard.decoder(c, cycles((layer,), c.base_num_decoder_layers))
+    decoder = standard.decoder(c, cycles((layer,), c.base_num_decoder_layers))
+    return ModelSpec.of(decoder, *audio) if audio else decoder
   tower = qwen_vision.tower(c, c.deepstack_visual_indexes_for_vit)
   first = len(tower.deepstack) + 1 if tower.deepstack else 0
   if first > c.base_num_decoder_layers:
@@ -36,22 +39,34 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
       f"behind the first, and base_num_decoder_layers={c.base_num_decoder_layers}."
     )
   groups = (Group((layer,), first), Group((layer,), c.base_num_decoder_layers - first))
-  return ModelSpec.of(standard.decoder(c, tuple(group for group in groups if group.repeats)), tower)
+  return ModelSpec.of(standard.decoder(c, tuple(group for group in groups if group.repeats)), tower, *audio)
 
 
 def weights(spec: DecoderSpec) -> Table:
-  """The weights in files of the text model, or of the one with images."""
-  towers = towers_of(spec)
-  return WEIGHTS | qwen_vision.weights(towers[0], _NAMES) if towers else WEIGHTS
+  """The weights in files of the text model, or of the one with towers."""
+  found = WEIGHTS
+  for tower in towers_of(spec):
+    found = found | (qwen_vision.weights(tower, _NAMES) if tower.name == "vision" else qwen_audio.WEIGHTS)
+  return found
 
 
 def hugging_face(config: MaxTextConfig) -> HuggingFace:
-  """The class of the text model, or of the one with images."""
-  return _WITH_IMAGES if config.use_multimodal else HUGGING_FACE
+  """The class of the text model, or of the one with towers."""
+  on = {"visual": config.use_multimodal, "audio_tower": config.use_audio}
+  if not any(on.values()):
+    return HUGGING_FACE
+  left_out = tuple(rf"(thinker\.)?{name}\..*" for name, built in on.items() if not built)
+  towers = (_VISION_FIELDS if config.use_multimodal else {}) | (qwen_audio.FIELDS if config.use_audio else {})
+  return replace(_WITH_TOWERS, ignored=(*left_out, r"(talker|code2wav)\..*"), towers=towers)
 
 
 _NAMES = qwen_vision.Names("visual", "ln_q", "mlp.0", "mlp.2")
 WEIGHTS = standard.WEIGHTS | standard.EXPERTS
+_VISION_FIELDS = {
+  **qwen_vision.FIELDS,
+  "vision_config.model_type": lambda c: "qwen3_omni_moe_vision_encoder",
+  "vision_config.deepstack_visual_indexes": "deepstack_visual_indexes_for_vit",
+}
 HUGGING_FACE = HuggingFace(
   "Qwen3MoeForCausalLM",
   "qwen3_moe",
@@ -62,17 +77,12 @@ HUGGING_FACE = HuggingFace(
   also=("qwen3_omni_moe_text",),
   prefixes={"thinker.model.": "model.", "thinker.lm_head.": "lm_head."},
   ignored=(*TIED_HEAD, r"(thinker\.)?(visual|audio_tower)\..*", r"(talker|code2wav)\..*"),
-  towers={
-    **qwen_vision.FIELDS,
-    "vision_config.model_type": lambda c: "qwen3_omni_moe_vision_encoder",
-    "vision_config.deepstack_visual_indexes": "deepstack_visual_indexes_for_vit",
-  },
+  towers={**_VISION_FIELDS, **qwen_audio.FIELDS},
 )
-_WITH_IMAGES = replace(
+_WITH_TOWERS = replace(
   HUGGING_FACE,
   model_type="qwen3_omni_moe_text",
   fields={**HUGGING_FACE.fields, "rope_parameters": lambda c: rope(c) | qwen_vision.mrope_entries(c)},
   prefixes={"thinker.": ""},
-  ignored=(r"(thinker\.)?audio_tower\..*", r"(talker|code2wav)\..*"),
   multimodal=Multimodal("Qwen3OmniMoeThinkerForConditionalGeneration", "qwen3_omni_moe_thinker"),
 )
