@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from maxtext import load_config
+from maxtext.configs import ConfigError
 from maxtext.layers.embedding import feature_indices
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import abstract_model, build_model, weight_table
@@ -418,3 +419,28 @@ GEMMA3_ROWS = {"vocab_size": 262208, "override_model_config": True}  # 64 more t
 def test_parameter_counts_with_encoders(name, count, changes):
   config = load_config(name, use_multimodal=True, dataset_type="synthetic", **changes)
   assert abstract_model(config).size == count
+
+
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    ({"model_name": "llama3.1-8b", "use_multimodal": True}, "use_multimodal=true: .* has no vision encoder"),
+    ({"model_name": "gemma3-4b", "use_audio": True}, "use_audio=true: .* has no audio encoder"),
+    ({"model_name": "llama4-17b-16e", "use_multimodal": True, "use_mrope": True}, "use_mrope=True has no effect here"),
+    (
+      {"model_name": "llama4-17b-16e", "use_multimodal": True, "pixel_shuffle_ratio_for_vit": 0.3},
+      "pixel_shuffle_ratio_for_vit=0.3 must be 1 over a number that divides the 24 patches",
+    ),
+    (
+      {"model_name": "qwen3-omni-30b-a3b", "use_multimodal": True, "mrope_section": [24, 20, 10]},
+      r"mrope_section=\[24, 20, 10\] must be three numbers whose sum is 64",
+    ),
+    (
+      {"model_name": "qwen3-omni-30b-a3b", "use_multimodal": True, "deepstack_visual_indexes_for_vit": [8, 30]},
+      r"deepstack_visual_indexes_for_vit=\[8, 30\] must be layers from 0 to 26",
+    ),
+  ],
+)
+def test_keys_that_no_encoder_can_have(keys, message):
+  with pytest.raises(ConfigError, match=message):
+    abstract_model(load_config(**keys, override_model_config=True, dataset_type="synthetic"))
