@@ -400,7 +400,8 @@ def test_rotary_positions_of_text_and_images(case, reference):
 GEMMA3_ROWS = {"vocab_size": 262208, "override_model_config": True}  # 64 more than the text models: the image token's
 
 
-# Parameters of the published files, with the encoders.
+# With the encoders: of Gemma 3 and Llama 4, the parameters of the published files; of the others, those of the text
+# model and of the reference's encoder with the sizes of the named model.
 @pytest.mark.parametrize(
   ("name", "count", "changes"),
   [
