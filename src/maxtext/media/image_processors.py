@@ -43,7 +43,7 @@ class PanAndScan:
 
 @dataclass(frozen=True)
 class SquareImages:
-  """Every image becomes a square of `side` pixels, whatever its proportions (Gemma 3)."""
+  """Every image becomes a square of `side` pixels, whatever its proportions."""
 
   patches: Patches
   side: int
@@ -123,7 +123,7 @@ class FeatureBudget:
 
 @dataclass(frozen=True)
 class FittedImages:
-  """An image in its proportions, within a budget: of pixels (Qwen VL and Omni), or of features (Gemma 4).
+  """An image in its proportions, within a budget: of pixels, or of features.
 
   A square of `budget.multiple` pixels becomes one feature.
   """
@@ -150,7 +150,7 @@ class FittedImages:
 
 @dataclass(frozen=True)
 class TiledImages:
-  """Tiles of `side` pixels on the canvas that fits an image best, then the whole image as one tile (Llama 4)."""
+  """Tiles of `side` pixels on the canvas that fits an image best, then the whole image as one tile."""
 
   patches: Patches
   side: int

@@ -185,7 +185,7 @@ class Videos:
 def interleaved(
   video: Processed, sound: Processed, video_token: str, sound_token: str, seconds: float, per_second: float
 ) -> str:
-  """The text of a video with its sound, in the order of time (Qwen Omni).
+  """The text of a video with its sound, in the order of time.
 
   A slot of the video lasts `seconds`, with `per_second` features of sound each. At the same time the video is first.
   """

@@ -12,7 +12,8 @@ from maxtext.layers.patches import PooledProjector
 from maxtext.media.image_processors import SquareImages
 from maxtext.media.patches import Patches
 from maxtext.media.processed import FeatureText
-from maxtext.models import siglip, standard, vision
+from maxtext.models import standard
+from maxtext.models.encoders import siglip, vision
 from maxtext.models.hugging_face import (
   CAPPED,
   CAPPED_READS,

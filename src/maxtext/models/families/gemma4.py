@@ -12,7 +12,8 @@ from maxtext.configs import MaxTextConfig
 from maxtext.layers.attention import GQA, QueryKeyNorm
 from maxtext.layers.dense_and_experts import DenseAndExperts
 from maxtext.layers.experts import MoE
-from maxtext.models import gemma4_vision, standard
+from maxtext.models import standard
+from maxtext.models.encoders import pooled_vision
 from maxtext.models.hugging_face import (
   CAPPED,
   TIED_HEAD,
@@ -42,7 +43,7 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
   )
   groups = cycles(layers, c.base_num_decoder_layers)
   decoder = standard.decoder(c, groups, final_norm=norm, **standard.multiplied_embeddings(c))
-  return ModelSpec.of(decoder, gemma4_vision.tower(c)) if c.use_multimodal else decoder
+  return ModelSpec.of(decoder, pooled_vision.tower(c)) if c.use_multimodal else decoder
 
 
 def weights(spec: DecoderSpec) -> Table:
@@ -53,7 +54,7 @@ def weights(spec: DecoderSpec) -> Table:
     path: replace(weight, name=weight.name.replace("model.", "model.language_model.", 1))
     for path, weight in WEIGHTS.items()
   }
-  return text | gemma4_vision.WEIGHTS
+  return text | pooled_vision.WEIGHTS
 
 
 def hugging_face(config: MaxTextConfig) -> HuggingFace:
@@ -173,7 +174,7 @@ HUGGING_FACE = HuggingFace(
       | {"rope_type": "proportional", "partial_rotary_factor": c.global_rope_proportion},
     },
   },
-  (activation_keys, capped_keys, _read, _ALWAYS, gemma4_vision.read),
+  (activation_keys, capped_keys, _read, _ALWAYS, pooled_vision.read),
   absent=absent(tie_word_embeddings=True, head_dim=256, sliding_window=512, attention_k_eq_v=False),
   expects={
     "layer_types": layer_types("sliding_attention", lambda c: 6),
@@ -182,7 +183,7 @@ HUGGING_FACE = HuggingFace(
   },
   prefixes={"model.language_model.": "model."},
   ignored=(*TIED_HEAD, r"model\.(vision_tower|embed_vision)\..*"),
-  towers=gemma4_vision.FIELDS,
+  towers=pooled_vision.FIELDS,
 )
 _WITH_IMAGES = replace(
   HUGGING_FACE,

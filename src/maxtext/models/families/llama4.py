@@ -13,7 +13,8 @@ from maxtext.configs.types import RopeType
 from maxtext.layers.attention import GQA, QueryKeyNorm, QueryTemperature
 from maxtext.layers.rope import LongContextScaling
 from maxtext.media.image_processors import TiledImages
-from maxtext.models import llama4_vision, standard
+from maxtext.models import standard
+from maxtext.models.encoders import tiled_vision
 from maxtext.models.hugging_face import LEFT_OUT, READS, STANDARD, Entries, HuggingFace, Multimodal, absent, rope
 from maxtext.models.mixture import expert_width, mixture
 from maxtext.models.spec import DecoderSpec, ModelSpec, cycles, towers_of
@@ -32,7 +33,7 @@ def spec(config: MaxTextConfig) -> DecoderSpec:
     for i in range(math.lcm(cycle, c.nope_layer_interval, step))
   )
   decoder = standard.decoder(c, cycles(layers, c.base_num_decoder_layers))
-  return ModelSpec.of(decoder, llama4_vision.tower(c)) if c.use_multimodal else decoder
+  return ModelSpec.of(decoder, tiled_vision.tower(c)) if c.use_multimodal else decoder
 
 
 def weights(spec: DecoderSpec) -> Table:
@@ -40,12 +41,12 @@ def weights(spec: DecoderSpec) -> Table:
   if not towers_of(spec):
     return WEIGHTS
   text = {path: replace(weight, name=f"language_model.{weight.name}") for path, weight in WEIGHTS.items()}
-  return text | llama4_vision.WEIGHTS
+  return text | tiled_vision.WEIGHTS
 
 
 def processors(config: MaxTextConfig) -> dict[str, TiledImages]:
   """What makes inputs of the towers of images."""
-  return {"vision": llama4_vision.processor(config)}
+  return {"vision": tiled_vision.processor(config)}
 
 
 def hugging_face(config: MaxTextConfig) -> HuggingFace:
@@ -122,12 +123,12 @@ HUGGING_FACE = HuggingFace(
     "no_rope_layers": lambda c: [int((i + 1) % c.nope_layer_interval > 0) for i in range(c.base_num_decoder_layers)],
     "rope_parameters": lambda c: rope(c, high=1.0),
   },
-  (*READS, _read, llama4_vision.read),
+  (*READS, _read, tiled_vision.read),
   absent=absent(no_rope_layer_interval=4, interleave_moe_layer_step=1, use_qk_norm=True, attn_temperature_tuning=True),
   expects={"attn_scale": lambda c: 0.1, "layer_types": _layer_types, "moe_layers": _moe_layers},
   prefixes={"language_model.": ""},
   ignored=(r"vision_model\..*", r"multi_modal_projector\..*"),
-  towers=llama4_vision.FIELDS,
+  towers=tiled_vision.FIELDS,
 )
 _WITH_IMAGES = replace(
   HUGGING_FACE, prefixes=None, ignored=(), multimodal=Multimodal("Llama4ForConditionalGeneration", "llama4")

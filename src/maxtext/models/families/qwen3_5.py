@@ -4,7 +4,8 @@ are encoded."""
 from dataclasses import replace
 
 from maxtext.configs import MaxTextConfig
-from maxtext.models import hybrid, qwen_vision
+from maxtext.models import hybrid
+from maxtext.models.encoders import merged_vision
 from maxtext.models.hugging_face import HuggingFace, Multimodal
 from maxtext.models.mixture import mixture
 from maxtext.models.spec import DecoderSpec, ModelSpec, towers_of
@@ -13,9 +14,9 @@ from maxtext.models.weight_table import Table, Weight, fused
 
 def spec(config: MaxTextConfig) -> DecoderSpec:
   """The decoder that a configuration describes."""
-  c, rope = config, qwen_vision.rope(config)
+  c, rope = config, merged_vision.rope(config)
   decoder = hybrid.decoder(c, mixture(c, {"normalize": True}, shared_gate=True), rope=rope)
-  return ModelSpec.of(decoder, qwen_vision.tower(c)) if c.use_multimodal else decoder
+  return ModelSpec.of(decoder, merged_vision.tower(c)) if c.use_multimodal else decoder
 
 
 _DELTA = {
@@ -36,7 +37,7 @@ def weights(spec: DecoderSpec) -> Table:
     path: replace(weight, name=weight.name.replace("model.", "model.language_model.", 1))
     for path, weight in text.items()
   }
-  return named | qwen_vision.weights(towers[0], _NAMES)
+  return named | merged_vision.weights(towers[0], _NAMES)
 
 
 def hugging_face(config: MaxTextConfig) -> HuggingFace:
@@ -44,22 +45,22 @@ def hugging_face(config: MaxTextConfig) -> HuggingFace:
   return _WITH_IMAGES if config.use_multimodal else HUGGING_FACE
 
 
-_NAMES = qwen_vision.Names("model.visual", "norm", "linear_fc1", "linear_fc2")
+_NAMES = merged_vision.Names("model.visual", "norm", "linear_fc1", "linear_fc2")
 _MTP = r"mtp\..*"
 HUGGING_FACE = HuggingFace(
   "Qwen3_5MoeForCausalLM",
   "qwen3_5_moe_text",
   hybrid.FIELDS,
-  (*hybrid.HYBRID_READS, qwen_vision.read),
+  (*hybrid.HYBRID_READS, merged_vision.read),
   absent=hybrid.ABSENT,
   expects={**hybrid.EXPECTS, "vision_config.deepstack_visual_indexes": lambda c: []},
   prefixes={"model.language_model.": "model."},
   ignored=(_MTP, r"model\.visual\..*"),
-  towers={**qwen_vision.FIELDS, "vision_config.model_type": lambda c: "qwen3_5_moe_vision"},
+  towers={**merged_vision.FIELDS, "vision_config.model_type": lambda c: "qwen3_5_moe_vision"},
 )
 _WITH_IMAGES = replace(
   HUGGING_FACE,
-  fields={**hybrid.FIELDS, "rope_parameters": lambda c: hybrid.rope_of(c) | qwen_vision.mrope_entries(c)},
+  fields={**hybrid.FIELDS, "rope_parameters": lambda c: hybrid.rope_of(c) | merged_vision.mrope_entries(c)},
   prefixes=None,
   ignored=(_MTP,),
   multimodal=Multimodal("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),

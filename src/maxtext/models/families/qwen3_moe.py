@@ -4,7 +4,8 @@ and audio."""
 from dataclasses import replace
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.models import qwen_audio, qwen_vision, standard
+from maxtext.models import standard
+from maxtext.models.encoders import mel_audio, merged_vision
 from maxtext.models.hugging_face import (
   EXPERTS,
   EXPERTS_READS,
@@ -26,12 +27,12 @@ from maxtext.models.weight_table import Table
 def spec(config: MaxTextConfig) -> DecoderSpec:
   """The decoder that a configuration describes."""
   c = config
-  layer = standard.block(c, standard.attention(c, rope=qwen_vision.rope(c)), mixture(c))
-  audio = (qwen_audio.tower(c),) if c.use_audio else ()
+  layer = standard.block(c, standard.attention(c, rope=merged_vision.rope(c)), mixture(c))
+  audio = (mel_audio.tower(c),) if c.use_audio else ()
   if not c.use_multimodal:
     decoder = standard.decoder(c, cycles((layer,), c.base_num_decoder_layers))
     return ModelSpec.of(decoder, *audio) if audio else decoder
-  tower = qwen_vision.tower(c, c.deepstack_visual_indexes_for_vit)
+  tower = merged_vision.tower(c, c.deepstack_visual_indexes_for_vit)
   first = len(tower.deepstack) + 1 if tower.deepstack else 0
   if first > c.base_num_decoder_layers:
     raise ConfigError(
@@ -46,7 +47,7 @@ def weights(spec: DecoderSpec) -> Table:
   """The weights in files of the text model, or of the one with towers."""
   found = WEIGHTS
   for tower in towers_of(spec):
-    found = found | (qwen_vision.weights(tower, _NAMES) if tower.name == "vision" else qwen_audio.WEIGHTS)
+    found = found | (merged_vision.weights(tower, _NAMES) if tower.name == "vision" else mel_audio.WEIGHTS)
   return found
 
 
@@ -56,14 +57,14 @@ def hugging_face(config: MaxTextConfig) -> HuggingFace:
   if not any(on.values()):
     return HUGGING_FACE
   left_out = tuple(rf"(thinker\.)?{name}\..*" for name, built in on.items() if not built)
-  towers = (_VISION_FIELDS if config.use_multimodal else {}) | (qwen_audio.FIELDS if config.use_audio else {})
+  towers = (_VISION_FIELDS if config.use_multimodal else {}) | (mel_audio.FIELDS if config.use_audio else {})
   return replace(_WITH_TOWERS, ignored=(*left_out, r"(talker|code2wav)\..*"), towers=towers)
 
 
-_NAMES = qwen_vision.Names("visual", "ln_q", "mlp.0", "mlp.2")
+_NAMES = merged_vision.Names("visual", "ln_q", "mlp.0", "mlp.2")
 WEIGHTS = standard.WEIGHTS | standard.EXPERTS
 _VISION_FIELDS = {
-  **qwen_vision.FIELDS,
+  **merged_vision.FIELDS,
   "vision_config.model_type": lambda c: "qwen3_omni_moe_vision_encoder",
   "vision_config.deepstack_visual_indexes": "deepstack_visual_indexes_for_vit",
 }
@@ -71,18 +72,18 @@ HUGGING_FACE = HuggingFace(
   "Qwen3MoeForCausalLM",
   "qwen3_moe",
   {**STANDARD, **EXPERTS, "norm_topk_prob": "norm_topk_prob", "decoder_sparse_step": lambda c: 1},
-  (*READS, *EXPERTS_READS, {"use_qk_norm": True}, qwen_vision.read),
+  (*READS, *EXPERTS_READS, {"use_qk_norm": True}, merged_vision.read),
   absent=absent(norm_topk_prob=False, num_experts=lambda entries: entries["num_local_experts"]),
   expects={**NO_WINDOW, **NO_DENSE_LAYERS},
   also=("qwen3_omni_moe_text",),
   prefixes={"thinker.model.": "model.", "thinker.lm_head.": "lm_head."},
   ignored=(*TIED_HEAD, r"(thinker\.)?(visual|audio_tower)\..*", r"(talker|code2wav)\..*"),
-  towers={**_VISION_FIELDS, **qwen_audio.FIELDS},
+  towers={**_VISION_FIELDS, **mel_audio.FIELDS},
 )
 _WITH_TOWERS = replace(
   HUGGING_FACE,
   model_type="qwen3_omni_moe_text",
-  fields={**HUGGING_FACE.fields, "rope_parameters": lambda c: rope(c) | qwen_vision.mrope_entries(c)},
+  fields={**HUGGING_FACE.fields, "rope_parameters": lambda c: rope(c) | merged_vision.mrope_entries(c)},
   prefixes={"thinker.": ""},
   multimodal=Multimodal("Qwen3OmniMoeThinkerForConditionalGeneration", "qwen3_omni_moe_thinker"),
 )

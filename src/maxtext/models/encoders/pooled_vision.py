@@ -1,4 +1,4 @@
-"""The vision encoder of Gemma 4, for images of any size: keys to a tower, names of its weights, entries of
+"""A vision encoder for images of any size, whose patches are pooled: keys to a tower, names of its weights, entries of
 `vision_config`."""
 
 from typing import Any
@@ -9,10 +9,10 @@ from maxtext.layers.block import Block
 from maxtext.layers.mlp import MLP
 from maxtext.layers.norm import RMSNormSpec
 from maxtext.layers.patches import LinearProjector, PatchPooling, PatchProjection
-from maxtext.models import vision
+from maxtext.models.encoders import vision
+from maxtext.models.encoders.vision import LAYER
 from maxtext.models.hugging_face import Entries, Field
 from maxtext.models.spec import Group, TowerSpec
-from maxtext.models.vision import LAYER
 from maxtext.models.weight_table import Weight
 
 _EPSILON = 1e-6  # of the norms

@@ -5,10 +5,10 @@ from typing import Any
 from maxtext.configs import MaxTextConfig
 from maxtext.layers.norm import LayerNormSpec
 from maxtext.layers.patches import PatchProjection, Projector
-from maxtext.models import vision
+from maxtext.models.encoders import vision
+from maxtext.models.encoders.vision import LAYER
 from maxtext.models.hugging_face import Field
 from maxtext.models.spec import Group, TowerSpec
-from maxtext.models.vision import LAYER
 from maxtext.models.weight_table import Weight
 
 EPSILON = 1e-6  # of the norms

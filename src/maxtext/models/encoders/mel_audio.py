@@ -1,4 +1,4 @@
-"""The audio encoder of Qwen3-Omni: keys to a tower, names of its weights, entries of `audio_config`."""
+"""An audio encoder over log-mel spectrograms: keys to a tower, names of its weights, entries of `audio_config`."""
 
 import math
 
@@ -9,7 +9,7 @@ from maxtext.layers.mel import MelConvolutions, halved
 from maxtext.layers.mlp import MLP
 from maxtext.layers.norm import LayerNormSpec
 from maxtext.layers.patches import PatchMerger
-from maxtext.models import vision
+from maxtext.models.encoders import vision
 from maxtext.models.hugging_face import Field
 from maxtext.models.spec import Group, TowerSpec
 from maxtext.models.weight_table import Weight

@@ -1,4 +1,4 @@
-"""The vision encoder of Llama 4, whose inputs are tiles of images: keys to a tower, names of its weights, entries of
+"""A vision encoder whose inputs are tiles of images: keys to a tower, names of its weights, entries of
 `vision_config`."""
 
 import math
@@ -9,10 +9,10 @@ from maxtext.layers.norm import LayerNormSpec
 from maxtext.layers.patches import LinearProjector, PatchProjection, PixelShuffle
 from maxtext.media.image_processors import TiledImages
 from maxtext.media.patches import Patches
-from maxtext.models import vision
+from maxtext.models.encoders import vision
+from maxtext.models.encoders.vision import LAYER
 from maxtext.models.hugging_face import Entries, Field
 from maxtext.models.spec import Group, TowerSpec
-from maxtext.models.vision import LAYER
 from maxtext.models.weight_table import Weight
 
 _EPSILON = 1e-5  # of the norms

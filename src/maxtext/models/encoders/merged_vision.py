@@ -1,5 +1,5 @@
-"""The vision encoder of Qwen3-Omni and Qwen 3.5, for images of any size: keys to a tower, rotary positions of three
-components, names of weights, entries of `config.json`."""
+"""A vision encoder for images of any size, whose blocks of patches are merged: keys to a tower, rotary positions of
+three components, names of weights, entries of `config.json`."""
 
 import math
 from dataclasses import dataclass
@@ -10,10 +10,11 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.norm import LayerNormSpec
 from maxtext.layers.patches import PatchMerger, PatchProjection
 from maxtext.layers.rope import RotaryEmbedding
-from maxtext.models import standard, vision
+from maxtext.models import standard
+from maxtext.models.encoders import vision
+from maxtext.models.encoders.vision import LAYER
 from maxtext.models.hugging_face import Entries, Field, rope_entries
 from maxtext.models.spec import Group, TowerSpec
-from maxtext.models.vision import LAYER
 from maxtext.models.weight_table import Weight, fused
 
 _EPSILON = 1e-6  # of the norms
