@@ -299,6 +299,8 @@ def test_the_server_answers_about_images_as_the_engine_does(llm):
         assert (status, said in body) == (400, True), (url[:60], body)
       status, body = await ask(app, "/v1/chat/completions", asked(*[as_url(picture(0, (1, 1)))] * 40))
       assert (status, "tokens" in body) == (400, True), body
+      reserved = asked(as_url(picture(0))) | {"chat_template_kwargs": {"expand": "x"}}
+      assert "cannot be set here" in (await ask(app, "/v1/chat/completions", reserved))[1]
       body = asked("") | {"messages": [{"role": "user", "content": [{"type": "image", "image": "/etc/passwd"}]}]}
       assert (await ask(app, "/v1/chat/completions", body))[0] == 400
       status, again = await ask(app, "/v1/chat/completions", asked(as_url(picture(0))))

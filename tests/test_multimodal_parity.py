@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from maxtext import load_config
-from maxtext.configs import ConfigError
+from maxtext import ConfigError, load_config
+from maxtext.kernels.attention import AttentionKernel
 from maxtext.layers.embedding import feature_indices
 from maxtext.mesh.devices import make_mesh
-from maxtext.models.build import abstract_model, build_model, weight_table
+from maxtext.models.build import abstract_model, build_model, model_spec, weight_table
+from maxtext.models.execution.attention_kernel import for_spans
 from maxtext.models.media import TowerInputs, audio_segments, mrope_positions, patch_places
 from maxtext.weights.config_json import config_json_entries, hugging_face_class, keys_of_folder, our_name
 from maxtext.weights.from_hugging_face import load_from_hugging_face
@@ -445,3 +446,14 @@ def test_parameter_counts_with_encoders(name, count, changes):
 def test_keys_that_no_encoder_can_have(keys, message):
   with pytest.raises(ConfigError, match=message):
     abstract_model(load_config(**keys, override_model_config=True, dataset_type="synthetic"))
+
+
+def test_kernels_that_cannot_see_both_ways_are_not_chosen():
+  keys = {"use_multimodal": True, "dataset_type": "synthetic"}
+  spec = {name: model_spec(load_config(name, **keys)) for name in ("gemma3-4b", "llama4-17b-16e")}
+  for kernel in ("splash", "cudnn"):
+    fast = AttentionKernel(kernel)
+    assert for_spans(load_config("gemma3-4b", **keys), spec["gemma3-4b"], fast).kernel == "chunked"
+    assert for_spans(load_config("llama4-17b-16e", **keys), spec["llama4-17b-16e"], fast) is fast
+    with pytest.raises(ConfigError, match="attention=chunked"):
+      for_spans(load_config("gemma3-4b", attention="flash", **keys), spec["gemma3-4b"], fast)

@@ -21,7 +21,6 @@ from maxtext.configs.types import (
   ProfilerType,
   QuantizationType,
   RematLocation,
-  RematPolicy,
   ReorderStrategy,
   RopeType,
   SamplingStrategy,
@@ -470,7 +469,7 @@ class ConfigKeys(TypedDict, total=False):
   dtype: DType | Literal["bfloat16", "float32", "float16"]
   """Activations and the inputs of matmuls. Default: 'bfloat16'."""
 
-  dtype_mm: DType | Literal["bfloat16", "float32", "float16"]
+  dtype_mm: str
   """Computation type of the multimodal encoders. Default: 'float32'."""
 
   dump_hlo: bool
@@ -1716,10 +1715,7 @@ class ConfigKeys(TypedDict, total=False):
   remat_policy: str
   """A policy's name; several, separated by commas, take turns over the layers. Default: 'full'."""
 
-  remat_policy_for_vit: RematPolicy | Literal[
-    "full", "minimal", "save_dot_with_context_except_mlp", "save_dot_except_mlpwi", "save_dot_except_mlp",
-    "save_qkv_proj", "qkv_proj_offloaded", "custom", "minimal_offloaded", "save_out_proj",
-  ]
+  remat_policy_for_vit: str
   """Remat policy of the vision encoder's layers. Default: 'minimal'."""
 
   remove_size_one_mesh_axis_from_type: bool

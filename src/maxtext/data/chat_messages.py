@@ -31,9 +31,18 @@ def template_messages(messages: Any, images: bool = False) -> list[dict[str, Any
 def image_sources(messages: Any) -> list[Any]:
   """The images of messages in their order: files, paths or URLs, from parts as OpenAI's API has them, or from
   {"type": "image", "image": ...}."""
-  contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
-  parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
-  return [_image(part) for part in parts if _is_image(part)]
+  return [_image(part) for part in _parts(messages) if _is_image(part)]
+
+
+def only_text(messages: Any) -> bool:
+  """Whether all parts of messages, if there are any, are texts."""
+  return all(isinstance(part, Mapping) and part.get("type") == "text" for part in _parts(messages))
+
+
+def _parts(messages: Any) -> list[Any]:
+  listed = messages if isinstance(messages, list | tuple) else ()
+  contents = [message.get("content") for message in listed if isinstance(message, Mapping)]
+  return [part for content in contents if isinstance(content, list | tuple) for part in content]
 
 
 def template_tools(tools: Any) -> list[dict[str, Any]] | None:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.data.chat_messages import only_text
 from maxtext.data.conversations import chat_prompt
 from maxtext.data.tokenizers import Message, TextTokenizer
 from maxtext.inference.adapter_options import AdapterOptions
@@ -219,8 +220,7 @@ class LLM:
     Names of special tokens in the content are encoded as plain text.
     """
     conversations = [messages] if _is_conversation(messages) else cast(Sequence[Sequence[Message]], messages)
-    prompts = [self._model.prompts.chat(conversation, {}) for conversation in conversations]
-    return self._generate(prompts, sampling_params, on_text, adapter)
+    return self._generate([self._chat(one) for one in conversations], sampling_params, on_text, adapter)
 
   def score(self, token_ids: Sequence[int], adapter: str | None = None) -> np.ndarray:
     """Log-probabilities of tokens, each given the tokens before it, by the forward pass of training.
@@ -279,6 +279,11 @@ class LLM:
     """
     model = self.engine.model
     self.engine.update_params(model.unstack_layers(validate_params(model.params | model.buffers, params)), version)
+
+  def _chat(self, conversation: Sequence[Message]) -> EncodedPrompt:
+    if only_text(conversation):
+      return self.tokenizer.chat(conversation, answer=True).tolist(), None
+    return self._model.prompts.chat(conversation, {})
 
   def _encode(self, prompt: Prompt) -> EncodedPrompt:
     if not isinstance(prompt, str):

@@ -4,7 +4,8 @@ import base64
 import binascii
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,14 @@ import numpy as np
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.data.chat_messages import image_sources, template_messages
 from maxtext.data.tokenizers import TextTokenizer
-from maxtext.media.images import load_image
+from maxtext.media.images import image_size, load_image
 from maxtext.media.processed import ImageProcessor, Processed
 from maxtext.media.sources import MediaError
 from maxtext.models.build import media_processors
 
 VISION = "vision"
+MOST_PIXELS = 1 << 25
+"""Of all images of a prompt: half a second of decoding."""
 _DATA_URL = re.compile(r"data:[\w/+.-]*;base64,", re.ASCII)
 
 
@@ -91,14 +94,21 @@ class PromptEncoder:
       raise ConfigError(
         "Images in prompts need use_multimodal=true, and a model for which they are supported: docs/multimodal.md."
       )
+    files, sizes = [], []
+    for number, source in enumerate(sources):  # their headers first, since decoding is what costs
+      with _naming(number):
+        files.append(_source(source))
+        sizes.append(image_size(files[-1]))
+    if (total := sum(self.processor.features(*size) for size in sizes)) >= self.longest:
+      raise ConfigError(
+        f"The images have {total} tokens, and a prompt has fewer than max_prefill_predict_length={self.longest}."
+      )
+    if (pixels := sum(height * width for height, width in sizes)) > MOST_PIXELS:
+      raise ConfigError(f"The images have {pixels:,} pixels, and those of a prompt may have {MOST_PIXELS:,}.")
     found = []
-    for number, source in enumerate(sources):
-      try:
-        found.append(self.processor(load_image(_source(source))))
-      except MediaError as error:
-        raise ConfigError(f"image {number}: {error}") from None
-      if (total := sum(image.features for image in found)) >= self.longest:
-        raise ConfigError(f"The images have {total} tokens or more; a prompt has at most {self.longest}.")
+    for number, file in enumerate(files):
+      with _naming(number):
+        found.append(self.processor(load_image(file)))
     return found
 
   def _expanded(self, text: str, images: Sequence[Processed]) -> str:
@@ -130,6 +140,15 @@ class PromptEncoder:
       keys[place] = -1 - int.from_bytes(hashlib.sha256(image.inputs.tobytes()).digest()[:7], "big")
     inputs = np.concatenate([image.inputs for image in images])
     return tokens.tolist(), PromptMedia({VISION: inputs}, {VISION: indices}, keys)
+
+
+@contextmanager
+def _naming(number: int) -> Iterator[None]:
+  """Tells which image an error is about."""
+  try:
+    yield
+  except MediaError as error:
+    raise ConfigError(f"image {number}: {error}") from None
 
 
 def _source(source: Any) -> Any:

@@ -44,5 +44,25 @@ def load_image(source: "bytes | str | os.PathLike[str] | Image", limits: ImageLi
     raise MediaError(f"The image cannot be decoded: {error}.") from error
 
 
+def image_size(source: "bytes | str | os.PathLike[str] | Image") -> tuple[int, int]:
+  """Height and width of what `load_image` would return, from the header of a file."""
+  pil = optional("PIL.Image", "multimodal")
+  limits = ImageLimits()
+  try:
+    image: Any = source
+    if isinstance(source, bytes | str | os.PathLike):
+      image = pil.open(io.BytesIO(read_bytes(source, limits.bytes)), formats=FORMATS)
+    width, height = image.size
+    turned = image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
+  except MediaError:
+    raise
+  except Exception as error:
+    raise MediaError(f"The image cannot be read: {error}.") from error
+  return (width, height) if turned else (height, width)
+
+
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
+
+
 def _too_large(what: str, limits: ImageLimits) -> MediaError:
   return MediaError(f"The image {what}; the limit is {limits.pixels:,} pixels.")

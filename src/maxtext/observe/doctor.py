@@ -22,6 +22,8 @@ EXTRAS = {
   "tfds": "tensorflow_datasets",
   "prepare": "apache_beam",
   "rl": "math_verify",
+  "multimodal": "soundfile",
+  "video": "av",
 }
 _MATMUL_SECONDS = 2.0
 _WIDTH = 1024

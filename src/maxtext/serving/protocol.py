@@ -381,7 +381,7 @@ class ChatMessage(BaseModel):
 # Variables of a template that come from other fields, or are not for clients.
 _OWN_VALUES = frozenset(
   {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", GUARDED, MARK_GENERATION}
-) | {"answer", "self", "template"}  # arguments of ours that variables of a template are beside
+) | {"answer", "expand", "self", "template"}  # arguments of ours that variables of a template are beside
 
 
 class ChatCompletionRequest(GenerationRequest):

@@ -18,7 +18,7 @@ class DataTypes(Section):
     MatmulPrecision.DEFAULT, description="Precision of matmuls outside attention kernels."
   )
   activations_in_float32: bool = Field(False, description="Apply activation functions in float32.")
-  dtype_mm: DType = Field(DType.FLOAT32, description="Computation type of the multimodal encoders.")
+  dtype_mm: str = Field("float32", description="Computation type of the multimodal encoders.")
 
 
 class Quantization(Section):

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from maxtext.configs.types.enums import CustomRule, RematLocation, RematPolicy, ReorderStrategy, ShardMode
+from maxtext.configs.types.enums import CustomRule, RematLocation, ReorderStrategy, ShardMode
 from maxtext.configs.types.section import Section
 
 
@@ -191,9 +191,7 @@ class RematAndOffload(Section):
   remat_policy: str = Field(
     "full", description="A policy's name; several, separated by commas, take turns over the layers."
   )
-  remat_policy_for_vit: RematPolicy = Field(
-    RematPolicy.MINIMAL, description="Remat policy of the vision encoder's layers."
-  )
+  remat_policy_for_vit: str = Field("minimal", description="Remat policy of the vision encoder's layers.")
   decoder_layer_input: RematLocation = Field(RematLocation.DEVICE, description="Input of a layer (policy custom).")
   context: RematLocation = Field(RematLocation.REMAT, description="Attention output before its projection (custom).")
   mlpwi: RematLocation = Field(RematLocation.REMAT, description="Feed-forward input matmul, ungated (custom).")

@@ -1,6 +1,7 @@
 """From keys to an attention kernel: the kernel for the platform, its block sizes, and the order of tokens."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from jax.sharding import Mesh
 
@@ -40,6 +41,22 @@ def attention(config: MaxTextConfig, mesh: Mesh, parts: int) -> AttentionKernel:
   )
   kernel, ring = _kernel(c, mesh, parts), c.context_parallel_strategy == "ring"
   return AttentionKernel(kernel, c.matmul_precision.value, blocks, ring, _order(c, mesh, parts))
+
+
+def for_spans(config: MaxTextConfig, spec: DecoderSpec, kernel: AttentionKernel) -> AttentionKernel:
+  """The kernel, or one that lets the tokens of an image see each other both ways, where the model needs that.
+
+  Raises:
+    ConfigError: another kernel was asked for.
+  """
+  if kernel.kernel not in ("splash", "cudnn") or not any(tower.bidirectional_features for tower in towers_of(spec)):
+    return kernel
+  if config.attention not in ("autoselected", "paged"):
+    raise ConfigError(
+      f"attention={config.attention}: tokens of an image see each other both ways, which {kernel.kernel} attention "
+      f"cannot do: write attention=chunked."
+    )
+  return replace(kernel, kernel="chunked")
 
 
 def check_attention(config: MaxTextConfig, spec: DecoderSpec, kernel: Kernel) -> None:

@@ -4,10 +4,11 @@ from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import compares_features
+from maxtext.configs.types import DType
 from maxtext.layers.execution import ExecutionConfig, Kernels, KVCacheConfig, Numerics, Sharding
 from maxtext.mesh.rules import Rules
 from maxtext.models.execution.adapters import adapters
-from maxtext.models.execution.attention_kernel import attention, check_attention
+from maxtext.models.execution.attention_kernel import attention, check_attention, for_spans
 from maxtext.models.execution.expert_dispatch import check_experts, dispatch
 from maxtext.models.execution.kv_cache import kv_cache_block, kv_cache_pages, kv_cache_quantization
 from maxtext.models.execution.pipeline_stages import pipelines
@@ -28,6 +29,7 @@ def execution_of_model(config: MaxTextConfig, mesh: Mesh, spec: DecoderSpec, ser
     ConfigError: the model does not support an option.
   """
   execution = execution_config(config, mesh, serving)
+  execution = execution.replace(attention=for_spans(config, spec, execution.kernels.attention))
   check_attention(config, spec, execution.kernels.attention.kernel)
   check_experts(config, spec)
   policies = len(execution.remat)
@@ -66,7 +68,7 @@ def execution_config(config: MaxTextConfig, mesh: Mesh, serving: bool = False) -
       decode_attention=mesh.devices.flat[0].platform == "tpu",
     ),
     remat=remat(c),
-    tower_dtype=c.dtype_mm.value if c.use_multimodal or c.use_audio else None,
+    tower_dtype=_tower_dtype(c) if c.use_multimodal or c.use_audio else None,
     tower_remat=tower_remat(c) if c.use_multimodal or c.use_audio else None,
     scan_layers=c.scan_layers,
     kv_cache=KVCacheConfig(kv_cache_quantization(c), kv_cache_pages(c, mesh), kv_cache_block(c, mesh)),
@@ -81,6 +83,13 @@ def execution_config(config: MaxTextConfig, mesh: Mesh, serving: bool = False) -
     dropout_rate=c.dropout_rate if c.enable_dropout else 0.0,
     keep_mixer_outputs=compares_features(c),
   )
+
+
+def _tower_dtype(config: MaxTextConfig) -> str:
+  names = [dtype.value for dtype in DType]
+  if config.dtype_mm not in names:
+    raise ConfigError(f"dtype_mm={config.dtype_mm} is not one of {', '.join(names)}.")
+  return config.dtype_mm
 
 
 def sharding_rules(config: MaxTextConfig, mesh: Mesh) -> Rules:

@@ -1,6 +1,6 @@
 """From keys to rematerialisation: which tensors of a layer are saved for the backward pass, and where."""
 
-from maxtext.configs import MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import tensors_at
 from maxtext.configs.types import RematLocation, RematPolicy
 from maxtext.configs.values import remat_policies
@@ -30,7 +30,10 @@ def remat(config: MaxTextConfig) -> tuple[RematSpec, ...]:
 
 def tower_remat(config: MaxTextConfig) -> RematSpec:
   """What the layers of towers save."""
-  return _remat_spec(config, config.remat_policy_for_vit)
+  names = [policy.value for policy in RematPolicy]
+  if config.remat_policy_for_vit not in names:
+    raise ConfigError(f"remat_policy_for_vit={config.remat_policy_for_vit} is not one of {', '.join(names)}.")
+  return _remat_spec(config, RematPolicy(config.remat_policy_for_vit))
 
 
 def _remat_spec(config: MaxTextConfig, policy: RematPolicy) -> RematSpec:
