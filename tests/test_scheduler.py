@@ -112,9 +112,9 @@ def test_cancelled_requests_leave_at_once(engine):
 class Counting(Engine):
   """Notes the lengths of what was prefilled."""
 
-  def prefill_chunk(self, chunk, row=None, adapter=0):
+  def prefill_chunk(self, chunk, *arguments):
     self.lengths.append(len(chunk.tokens))
-    return super().prefill_chunk(chunk, row, adapter)
+    return super().prefill_chunk(chunk, *arguments)
 
 
 @pytest.mark.parametrize("host_bytes", [0, 10**9])
