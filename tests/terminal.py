@@ -20,6 +20,9 @@ class Terminal:
   def __init__(self, command, columns, **kwargs):
     self._leader, follower = os.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    attributes = termios.tcgetattr(follower)
+    attributes[3] |= termios.NOFLSH  # else Ctrl-C discards what was written and not yet read here
+    termios.tcsetattr(follower, termios.TCSANOW, attributes)
     self.columns, self.output = columns, ""
     self.process = subprocess.Popen(
       command, stdin=follower, stdout=follower, stderr=follower, start_new_session=True,
