@@ -23,6 +23,7 @@ from maxtext.checkpoint.location import locate, steps_in
 from maxtext.checkpoint.metadata import CheckpointMetadata
 from maxtext.checkpoint.options import array_storage
 from maxtext.distributed.supervisor import supervise
+from maxtext.observe.goodput_journal import read_goodput
 from tests.chaos_worker import ROWS
 from tests.corpora import write_corpus
 from tests.flags import flags
@@ -165,6 +166,19 @@ def test_killed_again_and_again_the_history_is_the_same(whole, corpus, times):
   print(f"\n{kills} kills, {interrupted} saves interrupted, documents lost or repeated ({lost}, {repeated})")
   assert (lost, repeated) == (0, 0)
   assert interrupted >= times // 4
+  assert_time_adds_up(run.folder / "run", times)
+
+
+def assert_time_adds_up(folder: Path, kills: int) -> None:
+  """Of what the journal's first start began with, to its last line, every second is accounted for."""
+  files = sorted((folder / "journal").iterdir(), key=lambda file: int(file.stem))
+  began = json.loads(files[0].read_text())["began_wall"]
+  found = read_goodput(folder)
+  assert 1 < found.starts <= kills + 1
+  assert found.total == pytest.approx(files[-1].stat().st_mtime - began, abs=0.5)
+  assert min(found.seconds.values()) >= 0
+  assert found.seconds["lost_steps"] > 0
+  assert 0 < found.goodput < 1
 
 
 def compare_documents(run: Run, expected: Run) -> tuple[int, int]:

@@ -574,8 +574,7 @@ class ConfigKeys(TypedDict, total=False):
   the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: True."""
 
   enable_goodput_recording: bool
-  """True logs job and step times from which goodput is computed. Not supported yet: metrics go to the console, the
-  run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: False."""
+  """True copies the journal, from which goodput is computed, to a bucket too; disks always have it. Default: False."""
 
   enable_jax_profiler: bool
   """True opens a port where a live trace can be taken. Default: False."""
@@ -814,8 +813,7 @@ class ConfigKeys(TypedDict, total=False):
   """Share of the head width rotated in full-attention layers, 0 to 1. Default: 0.25."""
 
   goodput_upload_interval_seconds: int
-  """Seconds between goodput uploads. Not supported yet: metrics go to the console, the run's folder, metrics_file,
-  prometheus_port, TensorBoard and gcs_metrics. Default: 30."""
+  """Seconds between metrics of goodput. Default: 30."""
 
   grad_dtype: DType | Literal["bfloat16", "float32", "float16"]
   """Gradients as they are summed and as the optimizer sees them. Default: 'float32'."""
@@ -1327,12 +1325,10 @@ class ConfigKeys(TypedDict, total=False):
   """Experts' output matmul (custom). Default: 'remat'."""
 
   monitor_goodput: bool
-  """True computes goodput and uploads it during the run; needs recording. Not supported yet: metrics go to the
-  console, the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: False."""
+  """True computes goodput during the run, as metrics; needs enable_goodput_recording. Default: False."""
 
   monitor_step_time_deviation: bool
-  """True tracks how far step times stray from the ideal; needs monitoring. Not supported yet: metrics go to the
-  console, the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: True."""
+  """True tracks how far step times stray from their median; needs monitor_goodput. Default: True."""
 
   mrope_section: list[int] | tuple[int, ...]
   """Rotary frequencies given to time, height and width (use_mrope). Default: [24, 20, 20]."""
@@ -2009,8 +2005,7 @@ class ConfigKeys(TypedDict, total=False):
   the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: False."""
 
   step_deviation_interval_seconds: int
-  """Seconds between step-time deviation uploads. Not supported yet: metrics go to the console, the run's folder,
-  metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: 30."""
+  """Seconds between metrics of step-time deviation. Default: 30."""
 
   steps: int
   """Optimizer steps; -1 takes learning_rate_schedule_steps. Default: 150001."""

@@ -178,6 +178,10 @@ _SHOWN = (
 )  # fmt: skip
 
 _STORED = ("gcs_metrics", "save_config_to_gcs")
+_GOODPUT = (
+  "enable_goodput_recording", "monitor_goodput", "goodput_upload_interval_seconds", "monitor_step_time_deviation",
+  "step_deviation_interval_seconds",
+)  # fmt: skip
 _LOCAL = ("enable_emergency_checkpoint", "local_checkpoint_directory", "local_checkpoint_period")
 _DOCUMENTS = (
   "train_data_columns", "eval_data_columns", "packing", "grain_packing_type", "max_segments_per_seq", "num_epoch",
@@ -929,9 +933,22 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   UnsupportedOption(
     _section(t.Metrics, t.Tensorboard, t.Profiling, t.HloDump, t.StackTrace, t.Goodput, t.GcpMonitoring,
-             t.ManagedMLDiagnostics, but=(*_SHOWN, *_STORED, *_PATHWAYS)),
+             t.ManagedMLDiagnostics, but=(*_SHOWN, *_STORED, *_GOODPUT, *_PATHWAYS)),
     "metrics go to the console, the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics",
     allowed_values=(False,),
+  ),
+  UnsupportedOption(
+    ("monitor_goodput",), "it needs the journal: write enable_goodput_recording=true too",
+    unless=is_set("enable_goodput_recording"),
+  ),
+  NoEffectOption(
+    ("goodput_upload_interval_seconds", "monitor_step_time_deviation"),
+    "it has no effect without monitor_goodput=true",
+    unless=is_set("monitor_goodput"),
+  ),
+  NoEffectOption(
+    ("step_deviation_interval_seconds",), "it has no effect without monitor_goodput and monitor_step_time_deviation",
+    unless=all_of(is_set("monitor_goodput"), is_set("monitor_step_time_deviation")),
   ),
   NoEffectOption(
     _STORED,

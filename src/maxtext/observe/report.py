@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtext.observe.downsample import MAX_POINTS, downsample
+from maxtext.observe.goodput_html import goodput_html
 from maxtext.observe.page import as_json, page
 from maxtext.observe.report_parts import (
   differences_html,
@@ -101,7 +102,8 @@ class Report:
       for title, texts in (("Samples", run.samples), ("Rollouts", run.rollouts))
     )
     facts = "".join(facts_html(run, name, several) for run, name in named)
-    return {"notes": self._notes(), "samples": samples, "facts": facts}
+    goodput = "".join(goodput_html(run.goodput(), name if several else "") for run, name in named)
+    return {"notes": self._notes(), "goodput": goodput, "samples": samples, "facts": facts}
 
   def _notes(self) -> str:
     notes = []
@@ -129,7 +131,8 @@ class Report:
       {"title": "Loss", "lines": [_line("loss")] + [_line(name) for name in losses if name != "loss"]}
     ]
     plots += [{"title": title, "lines": [_line(name)]} for name, title in _FIXED_PLOTS.items() if name in names]
-    rest = [name for name in names if name not in {*losses, *_FIXED_PLOTS, *_NOT_PLOTTED}]
+    shown = {*losses, *_FIXED_PLOTS, *_NOT_PLOTTED}
+    rest = [name for name in names if name not in shown and not name.startswith("badput_")]  # a table has these
     plots += [{"title": name.replace("_", " "), "lines": [_line(name)]} for name in rest]
     plotted = {line["metric"] for plot in plots for line in plot["lines"]}
     return {

@@ -29,7 +29,8 @@ _LOG = logging.getLogger(__name__)
 
 # What a run writes before its first step has finished.
 _START_FILES = {
-  "checkpoints", "config.json", "lease.json", "metrics.jsonl", "rollouts.jsonl", "run.json", "tensorboard", "tokenizer",
+  "checkpoints", "config.json", "journal", "lease.json", "metrics.jsonl", "rollouts.jsonl", "run.json", "tensorboard",
+  "tokenizer",
 }  # fmt: skip
 _LIBRARIES = ("maxtext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "libtpu")
 

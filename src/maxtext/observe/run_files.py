@@ -15,6 +15,7 @@ from typing import Any
 from maxtext.configs import ConfigError
 from maxtext.configs.secrets import redact_arguments, redact_value
 from maxtext.configs.types import DerivedValues
+from maxtext.observe.goodput_journal import GoodputSummary, read_goodput
 from maxtext.observe.metric_lines import STARTED, parse_line
 
 NOT_COMPARED = {"run_name", "base_output_directory", "jax_cache_dir", "log_config", *DerivedValues.model_fields}
@@ -210,6 +211,10 @@ class RunFiles:
   def value(self, key: str) -> Any:
     """A key's value, or None if it is not known."""
     return self.config[key]["value"] if key in self.config else None
+
+  def goodput(self) -> GoodputSummary | None:
+    """Where the time went, by the journal; None if there is none."""
+    return read_goodput(self._folder)
 
   @property
   def steps_asked(self) -> int | None:

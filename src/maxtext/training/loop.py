@@ -1,12 +1,16 @@
 """The training loop: a step, a state and batches; everything else is a callback."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 import jax
 
 from maxtext.data.batch import BatchWithState
+from maxtext.observe.phases import PhaseClock
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.state import TrainState
 
@@ -21,14 +25,17 @@ def run_loop(
   callbacks: Sequence[Callback] = (),
   flops_per_token: float = 0.0,
   peak_flops: float = 0.0,
+  clock: PhaseClock | None = None,
 ) -> TrainState:
   """Runs the steps, until a callback or the data ends the run, and returns the last state.
 
   Metrics are read one step late, so that the devices never wait; only a callback that takes the state stops them.
   `flops_per_token` is one device's share, for the metrics of its speed; `peak_flops` is the most that it can do in a
-  second, 0 where that is not known.
+  second, 0 where that is not known. `clock` learns what the time goes into; it is `compile` until the first step is
+  dispatched.
   """
-  timer = _StepTimer(flops_per_token, peak_flops)
+  timer, clock = _StepTimer(flops_per_token, peak_flops), clock or PhaseClock()
+  finishes = _FinishTimes()
   pending: tuple[int, dict[str, Any], float] | None = None
 
   def report() -> None:
@@ -37,26 +44,69 @@ def run_loop(
       _on_step(callbacks, step, timer.measure(metrics, waited))
 
   step, position = steps.start, None
-  fed, waited = _timed(feed)
-  while fed is not None and step < steps.stop:
-    state, metrics = step_fn(state, fed.batch)
-    step, position, used = step + 1, fed.iterator_state, waited
-    if step < steps.stop:
-      fed, waited = _timed(feed)
+  with clock.within("data_wait"):
+    fed, waited = _timed(feed)
+  clock.enter("compile")
+  try:
+    while fed is not None and step < steps.stop:
+      state, metrics = step_fn(state, fed.batch)
+      clock.enter("step")
+      finishes.watch(metrics)
+      step, position, used = step + 1, fed.iterator_state, waited
+      if step < steps.stop:
+        fed, waited = _timed(feed)
+        clock.move(finishes.seconds_since(waited), "step", "data_wait")
+      report()
+      pending = step, metrics, used
+      if due := [callback for callback in callbacks if callback.due(step)]:
+        measured, pending = timer.measure(metrics, used), None
+        ended = []
+        for callback in due:
+          with clock.within(callback.phase):
+            ended.append(callback.on_update(step, state, position, measured))
+        _on_step(callbacks, step, measured)
+        timer.start()
+        if any(ended):
+          break
     report()
-    pending = step, metrics, used
-    if due := [callback for callback in callbacks if callback.due(step)]:
-      measured, pending = timer.measure(metrics, used), None
-      ended = [callback.on_update(step, state, position, measured) for callback in due]
-      _on_step(callbacks, step, measured)
-      timer.start()
-      if any(ended):
-        break
-  report()
-  if position is not None:
-    for callback in callbacks:
-      callback.on_end(step, state, position)
+    if position is not None:
+      for callback in callbacks:
+        with clock.within(callback.phase):
+          callback.on_end(step, state, position)
+  finally:
+    finishes.close()
   return state
+
+
+class _FinishTimes:
+  """When the last step that was dispatched has finished, which a thread waits for: a device whose next batch comes
+  later than that is idle."""
+
+  def __init__(self) -> None:
+    self._steps: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+    self._dispatched = self._finished = 0
+    self._finished_at = 0.0
+    threading.Thread(target=self._wait, name="finish times", daemon=True).start()
+
+  def watch(self, metrics: dict[str, Any]) -> None:
+    """A step has been dispatched, and these will be its metrics."""
+    self._dispatched += 1
+    self._steps.put(metrics)
+
+  def seconds_since(self, waited: float) -> float:
+    """How much of the last `waited` seconds no step was running."""
+    return min(waited, time.perf_counter() - self._finished_at) if self._finished == self._dispatched else 0.0
+
+  def close(self) -> None:
+    """Ends the thread, when the device is done."""
+    self._steps.put(None)
+
+  def _wait(self) -> None:
+    while (metrics := self._steps.get()) is not None:
+      with suppress(Exception):  # whoever reads the metrics reports it
+        jax.block_until_ready(metrics)
+      self._finished_at = time.perf_counter()
+      self._finished += 1
 
 
 class _StepTimer:

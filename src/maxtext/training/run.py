@@ -37,6 +37,7 @@ from maxtext.mesh.memory import memory_in_use
 from maxtext.models.flops import train_flops_per_token
 from maxtext.models.model import Params
 from maxtext.models.placement import table
+from maxtext.observe.goodput_journal import GoodputJournal
 from maxtext.observe.metric_writers import (
   ConsoleWriter,
   FaultTolerantWriter,
@@ -46,6 +47,7 @@ from maxtext.observe.metric_writers import (
   PrometheusWriter,
   TensorBoardWriter,
 )
+from maxtext.observe.phases import PhaseClock
 from maxtext.observe.run_directory import RunDirectory, config_changes, new_run_name
 from maxtext.observe.sample_writer import SampleWriter
 from maxtext.observe.stack_traces import StackTraces
@@ -55,6 +57,7 @@ from maxtext.training.arguments import check_arguments
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.callbacks.dump import Dump
 from maxtext.training.callbacks.evaluate import Evaluate
+from maxtext.training.callbacks.goodput import KeepJournal, MonitorGoodput, MonitorStepTime
 from maxtext.training.callbacks.guard import LossGuard
 from maxtext.training.callbacks.profile import Profile
 from maxtext.training.callbacks.samples import Sampler, Samples
@@ -116,7 +119,7 @@ def train(
   """
   setup_logging()
   check_arguments(config, objective, optimizer, data, callbacks)
-  started, config_name = time.monotonic(), config_name or config.model_name
+  started, clock, config_name = time.monotonic(), PhaseClock(), config_name or config.model_name
   with status_line() as status, ExitStack() as closing:
     status.phase("starting")
     closing.enter_context(compilation_cache(config))
@@ -151,6 +154,7 @@ def train(
       _LOG.info(describe(program, run, config_name))
     guard = LossGuard(config.abort_on_nan_loss, config.abort_on_inf_loss)
     status.phase("making the first state, or restoring it")
+    clock.enter("restore")
     state, feed = checkpoints.restore_or_init(program)
     frozen = program.init_frozen()
     if not int(state.step) and TEACHER in frozen:
@@ -174,6 +178,7 @@ def train(
       *(callback for callback in callbacks if callback.evaluates),
       *checkpoints.callbacks(guard, Criterion() if objective is None else objective.criterion),
       *_samples(config, sampler, run, steps),
+      *(_goodput(config, run, clock, steps.start) if first else []),
       WriteMetrics(_sinks(config, steps, run, status) if first else []),
       guard,
       *(_jaxpr(program, run) if first and config.dump_jaxpr else []),
@@ -192,7 +197,7 @@ def train(
       step = partial(_followed, step, data)
     status.phase("compiling the step")
     try:
-      state = run_loop(step, state, feed, steps, callbacks, flops, _peak_flops(mesh))
+      state = run_loop(step, state, feed, steps, callbacks, flops, _peak_flops(mesh), clock)
     except (KeyboardInterrupt, SystemExit):
       if first and checkpoints.has_saved():
         _LOG.info(f"maxtext: run_name={name} resumes it.")
@@ -310,6 +315,18 @@ def _samples(config: MaxTextConfig, sampler: Sampler | None, run: RunDirectory, 
   if sampler is None:
     return []
   return [Samples(sampler, SampleWriter(run.path, steps.start, config.enable_tensorboard), config.eval_interval)]
+
+
+def _goodput(config: MaxTextConfig, run: RunDirectory, clock: PhaseClock, step: int) -> list[Callback]:
+  """What keeps the journal, and what adds to the metrics before they are written."""
+  c = config
+  store = run.store if c.enable_goodput_recording else None
+  found: list[Callback] = [KeepJournal(GoodputJournal(run.path, store, clock, step, c.enable_checkpointing))]
+  if c.monitor_goodput:
+    found.append(MonitorGoodput(run.path, store, c.goodput_upload_interval_seconds))
+    if c.monitor_step_time_deviation:
+      found.append(MonitorStepTime(c.step_deviation_interval_seconds))
+  return found
 
 
 def _profilers(config: MaxTextConfig, run: RunDirectory) -> list[Callback]:

@@ -125,17 +125,17 @@ class Goodput(Section):
   """Share of time that was useful."""
 
   enable_goodput_recording: bool = Field(
-    False, description="True logs job and step times from which goodput is computed."
+    False, description="True copies the journal, from which goodput is computed, to a bucket too; disks always have it."
   )
   monitor_goodput: bool = Field(
-    False, description="True computes goodput and uploads it during the run; needs recording."
+    False, description="True computes goodput during the run, as metrics; needs enable_goodput_recording."
   )
-  goodput_upload_interval_seconds: int = Field(30, description="Seconds between goodput uploads.")
+  goodput_upload_interval_seconds: int = Field(30, description="Seconds between metrics of goodput.")
   enable_pathways_goodput: bool = Field(False, description="True measures goodput for jobs that run on Pathways.")
   monitor_step_time_deviation: bool = Field(
-    True, description="True tracks how far step times stray from the ideal; needs monitoring."
+    True, description="True tracks how far step times stray from their median; needs monitor_goodput."
   )
-  step_deviation_interval_seconds: int = Field(30, description="Seconds between step-time deviation uploads.")
+  step_deviation_interval_seconds: int = Field(30, description="Seconds between metrics of step-time deviation.")
   enable_gcp_goodput_metrics: bool = Field(True, description="True also sends goodput to Google Cloud Monitoring.")
   enable_gcp_step_deviation_metrics: bool = Field(
     True, description="True also sends step-time deviation to Google Cloud Monitoring."

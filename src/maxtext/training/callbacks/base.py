@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from maxtext.data.batch import IteratorState
+from maxtext.observe.phases import Phase
 from maxtext.training.state import TrainState
 
 
@@ -12,9 +13,11 @@ class Callback:
 
   Attributes:
     evaluates: called before what saves, so that what it adds to the metrics of a step is saved with that step.
+    phase: what the time counts as that it takes while the devices wait.
   """
 
   evaluates: ClassVar[bool] = False
+  phase: ClassVar[Phase] = "other"
 
   def due(self, step: int) -> bool:
     """Whether this callback takes the state of a step: the devices wait while it does. All processes answer alike."""

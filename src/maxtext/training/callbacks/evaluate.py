@@ -21,6 +21,8 @@ class Evaluate(Callback):
   signal, and the run ends with it.
   """
 
+  phase = "evaluation"
+
   def __init__(self, evaluate: Callable[[TrainState], dict[str, float] | None], interval: int, target: float) -> None:
     self._evaluate, self._interval, self._target = evaluate, interval, target
 

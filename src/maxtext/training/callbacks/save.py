@@ -23,6 +23,8 @@ _LOG = logging.getLogger(__name__)
 class SaveLocally(Callback):
   """Saves this process's shards of the state on its own disk, by period."""
 
+  phase = "checkpoint_save"
+
   def __init__(self, writer: LocalWriter, guard: LossGuard) -> None:
     self._writer, self._guard = writer, guard
 
@@ -46,6 +48,8 @@ class Save(Callback):
 
   A state whose loss ends the run is not saved.
   """
+
+  phase = "checkpoint_save"
 
   def __init__(
     self,
