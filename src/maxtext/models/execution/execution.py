@@ -31,7 +31,7 @@ def execution_of_model(config: MaxTextConfig, mesh: Mesh, spec: DecoderSpec, ser
   execution = execution_config(config, mesh, serving)
   execution = execution.replace(attention=for_spans(config, spec, execution.kernels.attention))
   check_attention(config, spec, execution.kernels.attention.kernel)
-  check_experts(config, spec)
+  check_experts(config, spec, execution)
   policies = len(execution.remat)
   if odd := [group.repeats for group in spec.groups if group.repeats % policies]:
     raise ConfigError(
