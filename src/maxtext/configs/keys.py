@@ -1606,7 +1606,7 @@ class ConfigKeys(TypedDict, total=False):
 
   prefuse_moe_weights: bool
   """True stores the experts' gate and up weights joined in advance. Not supported yet: the experts' gate and up
-  projections are stored as separate weights. Default: False."""
+  projections are stored as separate weights, which merge_gating_gmm=true joins at use. Default: False."""
 
   profile_cleanly: bool
   """True waits for the devices at both ends of the trace, so steps are whole. Default: True."""
@@ -2152,8 +2152,8 @@ class ConfigKeys(TypedDict, total=False):
   """True uses the plain JAX version of splash attention, with no kernel. Default: False."""
 
   use_manual_quantization: bool
-  """True quantizes by hand-written code in the batch-split layers. Not supported yet: it belongs to
-  use_batch_split_schedule. Default: False."""
+  """True quantizes by hand-written code in the batch-split layers. Not supported yet: quantization is the same with
+  and without use_batch_split_schedule: leave it out. Default: False."""
 
   use_max_logit_estimate: int
   """Fixed guess of the largest logit, in place of a running one; -1 is none. It has no effect on JAX's own splash

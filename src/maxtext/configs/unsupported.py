@@ -354,7 +354,10 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   FixedOption(
     ("use_qwix_quantization",), "one implementation serves both values; leave it out", allowed_values=(True,)
   ),
-  UnsupportedOption(("use_manual_quantization",), "it belongs to use_batch_split_schedule", allowed_values=(False,)),
+  UnsupportedOption(
+    ("use_manual_quantization",), "quantization is the same with and without use_batch_split_schedule: leave it out",
+    allowed_values=(False,),
+  ),
   NoEffectOption(
     ("replicate_quant_scale", "quantization_local_shard_count", "weight_quantization_calibration_method",
      "act_quantization_calibration_method", "bwd_quantization_calibration_method"),
@@ -465,7 +468,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   UnsupportedOption(
     ("prefuse_moe_weights",),
-    "the experts' gate and up projections are stored as separate weights",
+    "the experts' gate and up projections are stored as separate weights, which merge_gating_gmm=true joins at use",
     allowed_values=(False,),
   ),
   UnsupportedOption(

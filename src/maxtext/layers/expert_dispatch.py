@@ -74,6 +74,10 @@ class ExpertDispatch:
     """Whether tokens are sent by a ragged all-to-all, and not all-gathered."""
     return self.method == "dropless" and self.carrier is not None
 
+  def room(self, devices: int) -> float:
+    """Rows that a device has a buffer for, relative to an even load of so many devices."""
+    return min(devices, self.buffer or (_ROOM if self.sends else devices))
+
   def __call__(
     self,
     experts: Experts,
@@ -176,8 +180,8 @@ class ExpertDispatch:
   ) -> tuple[jax.Array, jax.Array]:
     """Outputs of rows [M,E], sorted by expert, `wanted` [D,X] for each device and expert, and how many were sent."""
     devices = wanted.shape[0]
-    bound = _ROOM if self.buffer is None else self.buffer
-    capacity = min(x.shape[0] * devices, math.ceil(x.shape[0] * bound))
+    least = _LEAST_ROOM if self.buffer is None else 0
+    capacity = min(x.shape[0] * devices, max(math.ceil(x.shape[0] * self.room(devices)), least))
     run = partial(self._round, parts, capacity, over)
     out = run(experts, x, wanted, 0)
     if self.buffer is not None or capacity == x.shape[0] * devices:
@@ -213,8 +217,9 @@ class ExpertDispatch:
     return out.astype(dtype) * weights.astype(dtype)
 
 
-# Rows that a device receives in one round relative to an even load, if it must receive all of them.
+# What a device that must receive all rows receives in one round: relative to an even load, and rows at least.
 _ROOM = 2.0
+_LEAST_ROOM = 1024
 
 
 def _with_weights(
