@@ -45,9 +45,11 @@ def test_rows_go_to_their_group_and_back(room):
     exchange = plan_exchange(counts[0], room, AXES)
     arrived, again = jax.vjp(lambda x: RaggedAllToAll().dispatch(x, exchange, room, AXES), x[0])
     returned = RaggedAllToAll().combine(arrived, exchange, M, AXES)
-    return arrived[None], returned[None], again(arrived)[0][None], exchange.sizes[None]
+    later = plan_exchange(counts[0], room, AXES, 1)
+    rest = RaggedAllToAll().combine(RaggedAllToAll().dispatch(x[0], later, room, AXES), later, M, AXES)
+    return arrived[None], returned[None], rest[None], again(arrived)[0][None], exchange.sizes[None]
 
-  arrived, returned, gradient, sizes = on_devices(local)(rows, counts)
+  arrived, returned, rest, gradient, sizes = on_devices(local)(rows, counts)
   for j in range(D):
     kept = min(len(there[j]), room)
     assert sizes[j].sum() == kept
@@ -57,4 +59,7 @@ def test_rows_go_to_their_group_and_back(room):
   for i in range(D):
     came = np.array([row.tobytes() in known for row in rows[i]]) & (np.arange(M) < len(names[i]))
     np.testing.assert_array_equal(returned[i], np.where(came[:, None], rows[i], 0))
+    own = np.arange(M) < len(names[i])
+    if max(map(len, there)) <= 2 * room:
+      np.testing.assert_array_equal((returned + rest)[i], np.where(own[:, None], rows[i], 0), "two rounds send all")
   np.testing.assert_array_equal(gradient, returned)

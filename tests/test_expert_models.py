@@ -173,6 +173,14 @@ def test_keys_become_a_mixture():
   assert mixture(grouped).router.groups == ExpertGroups(2, 1, 1)
 
 
+@pytest.mark.parametrize("keys", [{"quantization": "int8"}, {"lora_rank": 4}])
+def test_merged_projections_are_plain_weights(keys):
+  """An implementation of the matmul has to see each of the two."""
+  rope = {"rope_type": "default", "original_max_position_embeddings": 4096, "rope_factor": 40}
+  with pytest.raises(ConfigError, match="merge_gating_gmm=true multiplies plain weights: leave it out with"):
+    program(tiny(decoder_block="mixtral", num_experts=4, merge_gating_gmm=True, **rope, **keys))
+
+
 def test_keys_become_a_dispatch():
   mesh = program(tiny()).model.execution.sharding.mesh
 
@@ -192,6 +200,7 @@ def test_keys_become_a_dispatch():
   assert of(use_random_routing=True) == dataclasses.replace(of(), random=True)
   ring = {"ici_expert_parallelism": 2, "use_ring_of_experts": True}
   assert of(**ring) == dataclasses.replace(of(), carrier=None)
+  assert of(merge_gating_gmm=True) == dataclasses.replace(of(), merge_gate_up=True)
   assert of().carrier == RaggedAllToAll("reference")
   assert of(use_custom_sort_vjp=False) == dataclasses.replace(of(), gather_gradients=False)
   sizes = dict(zip(("batch_seq", "embed_dim", "mlp_dim"), (128, 256, 384), strict=True))

@@ -12,6 +12,7 @@ from flax import nnx
 
 from maxtext.kernels.grouped_matmul import GroupedMatmul, Tiles
 from maxtext.kernels.ragged_all_to_all import RaggedAllToAll
+from maxtext.layers import expert_dispatch
 from maxtext.layers.expert_dispatch import ExpertDispatch
 from maxtext.layers.experts import MoE
 from maxtext.layers.mlp import MLP
@@ -40,16 +41,19 @@ WAYS = {
   "dropless, ragged_dot": ExpertDispatch(wi=GroupedMatmul("ragged_dot"), wo=GroupedMatmul("ragged_dot")),
   "dropless, megablox": ExpertDispatch(wi=PALLAS, wo=PALLAS),
   "dropless, buffer": ExpertDispatch(buffer=float(X)),
+  "dropless, gate and up merged": ExpertDispatch(merge_gate_up=True),
   "capacity": ExpertDispatch("capacity", capacity=float(X)),
 }
 ON_MESHES = {
   "dense": ExpertDispatch("dense"),
   "sent": ExpertDispatch(carrier=RaggedAllToAll()),
+  "sent, gate and up merged": ExpertDispatch(carrier=RaggedAllToAll(), merge_gate_up=True),
   "sent, scattering gradients": ExpertDispatch(carrier=RaggedAllToAll(), gather_gradients=False),
   "sent, megablox, buffer": ExpertDispatch(carrier=RaggedAllToAll(), wi=PALLAS, wo=PALLAS, buffer=2.0),
 }
 QUICK = (
   ("biased, clamped", "dropless"), ("grouped, chosen by bias", "capacity"), ("biased, clamped", "sent"),
+  ("biased, clamped", "sent, gate and up merged"),
   ("weighted inputs, shared", "sent"),
 )  # fmt: skip
 MESH = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "ici_expert_parallelism": 2, "per_device_batch_size": 1}
@@ -77,9 +81,11 @@ def randomised(layer, seed=0):
   return layer
 
 
-def run(spec, execution, x, probe):
+def run(spec, execution, x, probe, change=lambda layer: None):
   """Output, report, and gradients of the input and of all parameters."""
-  graph, params, buffers = nnx.split(randomised(spec.build(ParamFactory(0, jnp.float32), E, execution)), nnx.Param, ...)
+  layer = randomised(spec.build(ParamFactory(0, jnp.float32), E, execution))
+  change(layer)
+  graph, params, buffers = nnx.split(layer, nnx.Param, ...)
 
   @jax.jit
   @partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
@@ -124,6 +130,7 @@ def test_dispatches_agree(execution, dense, name, way):
     pytest.param(name, way, marks=() if (name, way) in QUICK else pytest.mark.slow)
     for name in SPECS
     for way in ("dropless", "capacity", "dropless, megablox", "dropless, buffer", *ON_MESHES)
+    if "merged" not in way or name == "biased, clamped"
   ],
 )
 def test_a_mesh_is_one_device(execution_on_mesh, dense, name, way):
@@ -144,6 +151,27 @@ def test_experts_are_split_and_work_is_not_repeated(execution_on_mesh):
   assert len(products) == 3
   rows = B * S // 2  # of the two devices that hold other experts
   assert f"tensor<{X // 2}x{rows}x{F // 2}xf32>" in products[0]
+
+
+@pytest.mark.nightly
+@pytest.mark.mesh
+def test_weights_that_two_axes_split_are_gathered_along_one_at_a_time():
+  """What moe_fsdp_use_two_stage_all_gather asks for."""
+  keys = {"ici_fsdp_parallelism": 4, "ici_fsdp_transpose_parallelism": 2, "per_device_batch_size": 1}
+  execution = program(tiny(**keys), devices=8).model.execution
+  layer = SPECS["plain"].build(ParamFactory(0, jnp.float32), E, execution.replace(experts=ExpertDispatch("dense")))
+  graph, state = nnx.split(layer)
+  place = execution.sharding.rules.sharding
+  placed = jax.tree.map(
+    lambda v: v.replace(place(execution.sharding.mesh, v.axes, v[...].shape)),
+    state,
+    is_leaf=lambda v: isinstance(v, nnx.Variable),
+  )
+  run = jax.jit(lambda x, state: nnx.merge(graph, state)(x)[0], in_shardings=(None, placed))
+  text = run.lower(INPUT, state).compile().as_text()
+  gathers = re.findall(rf"= f32\[{X},\d+,\d+\]\S* all-gather\(.*?'axis_\d'=\d\] (?:.*?\)\) )?\{{(.*?)\}}", text)
+  assert len(gathers) == 6, "three weights, along two axes"
+  assert all("," not in axes for axes in gathers)
 
 
 @pytest.mark.mesh
@@ -198,6 +226,23 @@ def test_a_bounded_buffer_drops_what_does_not_fit(execution_on_mesh, carrier):
   y, report = jax.jit(lambda x: layer(x))(INPUT)
   assert report["dropped_tokens"] == pytest.approx(0.5), "both shards have room for half of an even share"
   assert jnp.isfinite(y).all()
+
+
+@pytest.mark.mesh
+def test_nothing_is_dropped_that_arrives_in_further_rounds(monkeypatch, execution, execution_on_mesh):
+  """All tokens want the experts of one device, which has room for a quarter of them in a round."""
+  spec = MoE(Router(X, 2, bias=True), F, bias=True)
+  monkeypatch.setattr(expert_dispatch, "_ROOM", 0.5)
+  monkeypatch.setattr(expert_dispatch, "_LEAST_ROOM", 0)
+
+  def one_sided(layer):
+    layer.router.bias.set_value(jnp.zeros(X).at[:2].set(100.0))
+
+  sent, dense = ExpertDispatch(carrier=RaggedAllToAll()), ExpertDispatch("dense")
+  found, _ = run(spec, execution_on_mesh.replace(experts=sent), INPUT, PROBE, one_sided)
+  expected, report = run(spec, execution.replace(experts=dense), INPUT, PROBE, one_sided)
+  assert report["expert_load"] == X / 2, "two experts have all"
+  check(found, expected)
 
 
 @pytest.mark.slow

@@ -126,6 +126,24 @@ def test_no_array_holds_the_weights_of_all_heads(sparse):
   assert B * S * S <= max(sizes) < B * 4 * S * S
 
 
+def test_queries_are_scored_in_chunks():
+  """They select the same keys, and no array holds the scores of all queries and heads."""
+  layer, (positions, segments) = layer_of(True), packed_row()
+  context = Context.of(jnp.asarray(positions), jnp.asarray(segments), layer.spec.ropes, jnp.float32)
+  latent, keys = layer.query_norm(layer.query_down(INPUT)), layer.indexer.keys(INPUT, context)
+
+  def select(rows):
+    return jax.jit(lambda: layer.indexer(INPUT, latent, context, keys, context.positions, rows=rows))
+
+  whole, chunks = select(S), select(100)
+  np.testing.assert_array_equal(chunks(), whole())
+  most = [
+    max(v.aval.size for e in equations(jax.make_jaxpr(one)().jaxpr) for v in e.outvars if v.aval.dtype == jnp.float32)
+    for one in (whole, chunks)
+  ]
+  assert most == [B * S * INDEXER.heads * S, B * 100 * INDEXER.heads * S]
+
+
 def equations(jaxpr):
   for equation in jaxpr.eqns:
     yield equation

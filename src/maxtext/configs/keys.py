@@ -155,8 +155,7 @@ class ConfigKeys(TypedDict, total=False):
   """Prompts per RL training batch. Default: 1."""
 
   batch_split_factor: int
-  """Parts of the batch in the split schedule; 1 is no split. Not supported yet: tokens and expert weights are
-  gathered whole, by XLA's own collectives. Default: 1."""
+  """Parts of the batch in the split schedule, 2 or more. Default: 1."""
 
   beta_fast: int
   """Rotations over the original context above which YaRN leaves a frequency as is. Default: 32."""
@@ -1233,8 +1232,7 @@ class ConfigKeys(TypedDict, total=False):
   """True runs grouped matmuls with Megablox, false with JAX's ragged_dot. Default: True."""
 
   merge_gating_gmm: bool
-  """True computes the experts' gate and up matmuls in one grouped call. Not supported yet: the experts' gate and up
-  projections are separate weights and separate matmuls. Default: False."""
+  """True computes the experts' gate and up matmuls in one grouped call. Default: False."""
 
   mesh_axes: list[str] | tuple[str, ...]
   """Names of the mesh axes, outermost first."""
@@ -1312,8 +1310,7 @@ class ConfigKeys(TypedDict, total=False):
   """Width of what enters the experts; -1 takes the embedding width. Default: -1."""
 
   moe_fsdp_use_two_stage_all_gather: bool
-  """True gathers expert weights over the two FSDP axes in two steps. Not supported yet: tokens and expert weights
-  are gathered whole, by XLA's own collectives. Default: False."""
+  """True gathers expert weights over the two FSDP axes in two steps. Default: False."""
 
   moe_mlpwi_0: RematLocation | Literal["remat", "device", "offload"]
   """Experts' first input matmul, the gate (custom). Default: 'remat'."""
@@ -1605,7 +1602,7 @@ class ConfigKeys(TypedDict, total=False):
 
   prefuse_moe_weights: bool
   """True stores the experts' gate and up weights joined in advance. Not supported yet: the experts' gate and up
-  projections are separate weights and separate matmuls. Default: False."""
+  projections are stored as separate weights, which merge_gating_gmm=true joins at use. Default: False."""
 
   profile_cleanly: bool
   """True waits for the devices at both ends of the trace, so steps are whole. Default: True."""
@@ -1689,7 +1686,7 @@ class ConfigKeys(TypedDict, total=False):
   """Most cache tokens per block in ragged attention. Default: 256."""
 
   ragged_buffer_factor: float
-  """Token buffer over an even share per device; -1 sizes it for the worst case. Default: -1.0."""
+  """Token buffer over an even share per device, extra tokens dropped; -1 drops none. Default: -1.0."""
 
   reasoning_end_token: str
   """Tag that closes the reasoning in a response. Default: '</reasoning>'."""
@@ -2116,8 +2113,7 @@ class ConfigKeys(TypedDict, total=False):
   """True also reads the sound track of input videos. Not supported yet: it is not implemented yet. Default: False."""
 
   use_batch_split_schedule: bool
-  """True splits the batch to overlap communication with computation. Not supported yet: tokens and expert weights
-  are gathered whole, by XLA's own collectives. Default: False."""
+  """True runs layers on parts of the batch, so that communication of one can overlap with another. Default: False."""
 
   use_chat_template: bool
   """True wraps the prompt in the tokenizer's chat format before decoding. Default: False."""
@@ -2135,8 +2131,8 @@ class ConfigKeys(TypedDict, total=False):
   """True trains on preference pairs with the DPO loss. Default: False."""
 
   use_gather_mosaic_kernel: bool
-  """True gathers tokens for the experts with a Mosaic kernel. Not supported yet: tokens and expert weights are
-  gathered whole, by XLA's own collectives. Default: False."""
+  """True gathers tokens for the experts with a Mosaic kernel. Not supported yet: tokens are gathered by XLA's own
+  operations. Default: False."""
 
   use_grpo: bool | None
   """True trains with GRPO from sampled, rewarded completions; None is unset. Default: None."""
@@ -2151,8 +2147,8 @@ class ConfigKeys(TypedDict, total=False):
   """True uses the plain JAX version of splash attention, with no kernel. Default: False."""
 
   use_manual_quantization: bool
-  """True quantizes by hand-written code in the batch-split layers. Not supported yet: it belongs to
-  use_batch_split_schedule. Default: False."""
+  """True quantizes by hand-written code in the batch-split layers. Not supported yet: quantization is the same with
+  and without use_batch_split_schedule: leave it out. Default: False."""
 
   use_max_logit_estimate: int
   """Fixed guess of the largest logit, in place of a running one; -1 is none. It has no effect on JAX's own splash

@@ -134,10 +134,10 @@ _OFFLOADED = ("optimizer_memory_host_offload", "parameter_memory_host_offload")
 _UNSUPPORTED_EXPERTS = (
   "moe_expert_input_dim", "padded_base_moe_mlp_dim", "use_gather_mosaic_kernel", "interleave_moe_layer_step",
   "moe_fsdp_use_two_stage_all_gather", "use_2d_fsdp_sharding", "prefuse_moe_weights",
-  "merge_gating_gmm", "use_batch_split_schedule", "batch_split_factor",
+  "use_batch_split_schedule", "batch_split_factor",
 )  # fmt: skip
 _QUANTIZED_CACHE = ("quantize_kvcache", "kv_quant_axis", "kv_quant_dtype")
-_SPARSE = ("ragged_buffer_factor", "use_custom_sort_vjp", "megablox", "use_ring_of_experts")
+_SPARSE = ("ragged_buffer_factor", "use_custom_sort_vjp", "megablox", "use_ring_of_experts", "merge_gating_gmm")
 _TILES = tuple(key for key in t.MoEKernels.model_fields if "_tile_" in key)
 
 _DPO = (
@@ -358,7 +358,10 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   FixedOption(
     ("use_qwix_quantization",), "one implementation serves both values; leave it out", allowed_values=(True,)
   ),
-  UnsupportedOption(("use_manual_quantization",), "it belongs to use_batch_split_schedule", allowed_values=(False,)),
+  UnsupportedOption(
+    ("use_manual_quantization",), "quantization is the same with and without use_batch_split_schedule: leave it out",
+    allowed_values=(False,),
+  ),
   NoEffectOption(
     ("replicate_quant_scale", "quantization_local_shard_count", "weight_quantization_calibration_method",
      "act_quantization_calibration_method", "bwd_quantization_calibration_method"),
@@ -468,17 +471,31 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=all_of(is_unset("shard_exp_on_fsdp"), is_unset("custom_mesh_and_rule")),
   ),
   UnsupportedOption(
-    ("prefuse_moe_weights", "merge_gating_gmm"),
-    "the experts' gate and up projections are separate weights and separate matmuls",
+    ("prefuse_moe_weights",),
+    "the experts' gate and up projections are stored as separate weights, which merge_gating_gmm=true joins at use",
     allowed_values=(False,),
   ),
   UnsupportedOption(
     ("padded_base_moe_mlp_dim",), "the kernels fit their tiles to the experts' width without padding",
   ),
   UnsupportedOption(
-    ("use_gather_mosaic_kernel", "moe_fsdp_use_two_stage_all_gather", "use_batch_split_schedule", "batch_split_factor"),
-    "tokens and expert weights are gathered whole, by XLA's own collectives",
+    ("use_gather_mosaic_kernel",), "tokens are gathered by XLA's own operations", allowed_values=(False,),
+  ),
+  FixedOption(
+    ("moe_fsdp_use_two_stage_all_gather",),
+    "expert weights that two mesh axes split are always gathered along one after the other; leave it out",
+    allowed_values=(True,),
+  ),
+  UnsupportedOption(
+    ("use_batch_split_schedule",),
+    "the micro-batches of a pipeline split the batch already, and with shard_mode=explicit types do not say where the "
+    "parts live: leave it out",
     allowed_values=(False,),
+    unless=all_of(is_none_of("shard_mode", t.ShardMode.EXPLICIT), negate(_PIPELINED)),
+  ),
+  NoEffectOption(
+    ("batch_split_factor",), "it has no effect without use_batch_split_schedule=true",
+    unless=is_set("use_batch_split_schedule"),
   ),
   NoEffectOption(
     ("capacity_factor",),

@@ -46,18 +46,22 @@ class ExchangePlan(NamedTuple):
   sizes: jax.Array
 
 
-def plan_exchange(counts: jax.Array, room: int, axes: tuple[str, ...]) -> ExchangePlan:
+def plan_exchange(
+  counts: jax.Array, room: int, axes: tuple[str, ...], number: jax.typing.ArrayLike = 0
+) -> ExchangePlan:
   """The plan for rows that are sorted by receiving device and group, `counts` [D,G] of each. Runs inside `shard_map`.
 
-  On arrival rows are sorted by group, and within a group by the device that sent them. Rows beyond the capacity `room`
-  are not sent. `axes` are the mesh axes of the devices that take part, in the order that numbers them.
+  On arrival rows are sorted by group, and within a group by the device that sent them. A round sends as many as the
+  receiving device has capacity for, `room`: round `number` skips those of the rounds before it. `axes` are the mesh
+  axes of the devices that take part, in the order that numbers them.
   """
   counts = jax.lax.all_gather(counts, axes)  # by sender, receiver and group
   senders, receivers, groups = counts.shape
   starts = _starts(counts.reshape(senders, -1)).reshape(counts.shape)
   places = _starts(counts.transpose(1, 2, 0).reshape(receivers, -1)).reshape(receivers, groups, senders)
-  places = places.transpose(2, 0, 1)
-  sent = jnp.clip(room - places, 0, counts)
+  places = places.transpose(2, 0, 1) - number * room
+  begins, ends = jnp.clip(-places, 0, counts), jnp.clip(room - places, 0, counts)
+  starts, places, sent = starts + begins, jnp.clip(places, 0, room), ends - begins
   own = jax.lax.axis_index(axes)
   there = Slices(starts[own], sent[own], places[own], sent[:, own])
   back = Slices(places[:, own], sent[:, own], starts[:, own], sent[own])

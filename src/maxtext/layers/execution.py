@@ -128,6 +128,7 @@ class ExecutionConfig:
   Attributes:
     remat: policies that alternate over the layers of a stack.
     scan_layers: loops over stacked layers by `jax.lax.scan`; otherwise the loop is unrolled.
+    batch_split: parts of the batch that each layer runs on (`batch_split.py`); 1 is no split.
     pipelines: of the first, second, ... group of layers; empty without pipeline parallelism.
     matmul: implementations that every matmul passes through, the outermost first.
     weight_format: which arrays are stored for a weight.
@@ -142,6 +143,7 @@ class ExecutionConfig:
   kernels: Kernels = field(default_factory=Kernels)
   remat: tuple[RematSpec, ...] = (RematSpec(),)
   scan_layers: bool = True
+  batch_split: int = 1
   pipelines: tuple[Pipeline | None, ...] = ()
   kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
   matmul: tuple[Matmul, ...] = ()
@@ -150,6 +152,11 @@ class ExecutionConfig:
   tower_remat: RematSpec | None = None
   dropout_rate: float = 0.0
   keep_mixer_outputs: bool = False
+
+  def splits_batch(self, rows: int) -> bool:
+    """Whether layers run on parts of a batch of so many rows: if every part has as many rows of each device."""
+    shards = self.sharding.rules.num_shards(self.sharding.mesh, "activation_batch")
+    return self.batch_split > 1 and rows % (self.batch_split * shards) == 0
 
   @property
   def fused_attention(self) -> str | None:

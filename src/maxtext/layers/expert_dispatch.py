@@ -9,13 +9,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from maxtext.kernels.grouped_matmul import GroupedMatmul
 from maxtext.kernels.ragged_all_to_all import RaggedAllToAll, plan_exchange
+from maxtext.layers.rounds import add_further_rounds
 
 
 class Routing(NamedTuple):
@@ -26,9 +28,10 @@ class Routing(NamedTuple):
 
 
 class Experts(Protocol):
-  """Experts of one device, applied to rows [M,E] sorted by expert with their sizes [X], or to [X,C,E] without."""
+  """The module of the experts of one device, applied to rows [M,E] sorted by expert with their sizes [X], or to [X,C,E]
+  without. Their hidden width is sharded over `parts` devices."""
 
-  def __call__(self, x: jax.Array, sizes: jax.Array | None) -> jax.Array: ...
+  def __call__(self, x: jax.Array, sizes: jax.Array | None, parts: int = 1) -> jax.Array: ...
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,9 @@ class ExpertDispatch:
     method: dense computes every expert on every token (the plain implementation); capacity gives each expert the same
       capacity in each sequence and drops tokens beyond it; dropless sorts tokens by expert for grouped matmuls.
     capacity: capacity factor, relative to an even load, for the method of that name.
-    buffer: rows of a device relative to an even load, for dropless; None has capacity for all tokens.
+    buffer: rows of a device relative to an even load, for dropless; None drops no token.
     wi, wo: grouped matmuls of the experts' input and output projections, for dropless.
+    merge_gate_up: gate and up are one grouped matmul, for dropless with plain weights.
     carrier: ragged all-to-all to the devices of the experts, for dropless; None all-gathers tokens.
     float32_sum: outputs are weighted and summed in float32.
     float32_logits: the router's logits are computed in float32.
@@ -53,6 +57,7 @@ class ExpertDispatch:
   buffer: float | None = None
   wi: GroupedMatmul = field(default_factory=GroupedMatmul)
   wo: GroupedMatmul = field(default_factory=GroupedMatmul)
+  merge_gate_up: bool = False
   carrier: RaggedAllToAll | None = None
   float32_sum: bool = True
   float32_logits: bool = False
@@ -69,6 +74,10 @@ class ExpertDispatch:
     """Whether tokens are sent by a ragged all-to-all, and not all-gathered."""
     return self.method == "dropless" and self.carrier is not None
 
+  def room(self, devices: int) -> float:
+    """Rows that a device has a buffer for, relative to an even load of so many devices."""
+    return min(devices, self.buffer or (_ROOM if self.sends else devices))
+
   def __call__(
     self,
     experts: Experts,
@@ -79,6 +88,7 @@ class ExpertDispatch:
     total: int,
     weigh_inputs: bool,
     over: tuple[str, ...] = (),
+    parts: int = 1,
   ) -> tuple[jax.Array, jax.Array]:
     """Output [B,S,E] of `count` of `total` experts, from number `first` on, and how many of their tokens were dropped.
 
@@ -86,7 +96,7 @@ class ExpertDispatch:
     between the devices along them: each has `count` experts and its own tokens, and the output is that of all experts.
     """
     if over:
-      return self._dropless(experts, x, routing, count, total, weigh_inputs, over)
+      return self._dropless(experts, x, routing, count, total, weigh_inputs, parts, over)
     local = routing.experts - first
     own = (local >= 0) & (local < count)
     part = Routing(jnp.where(own, local, count), jnp.where(own, routing.weights, 0))
@@ -95,10 +105,10 @@ class ExpertDispatch:
       "capacity": self._capacity,
       "dropless": self._dropless,
     }[self.method]
-    return method(experts, x, part, count, total, weigh_inputs)
+    return method(experts, x, part, count, total, weigh_inputs, parts)
 
   def _dense(
-    self, experts: Experts, x: jax.Array, part: Routing, count: int, total: int, weigh_inputs: bool
+    self, experts: Experts, x: jax.Array, part: Routing, count: int, total: int, weigh_inputs: bool, parts: int
   ) -> tuple[jax.Array, jax.Array]:
     B, S, E = x.shape
     selected = jax.nn.one_hot(part.experts, count, dtype=jnp.float32)
@@ -106,11 +116,11 @@ class ExpertDispatch:
     rows = jnp.broadcast_to(x.reshape(1, B * S, E), (count, B * S, E))
     if weigh_inputs:
       rows, weights = rows * weights.astype(x.dtype), selected.sum(2).reshape(B * S, count).T[..., None]
-    y = self._weighted(experts(rows, None), weights).sum(0)
+    y = self._weighted(experts(rows, None, parts), weights).sum(0)
     return y.reshape(B, S, E), jnp.zeros((), jnp.int32)
 
   def _capacity(
-    self, experts: Experts, x: jax.Array, part: Routing, count: int, total: int, weigh_inputs: bool
+    self, experts: Experts, x: jax.Array, part: Routing, count: int, total: int, weigh_inputs: bool, parts: int
   ) -> tuple[jax.Array, jax.Array]:
     B, S, E = x.shape
     K = part.experts.shape[2]
@@ -128,7 +138,7 @@ class ExpertDispatch:
     if weigh_inputs:
       scale = jnp.zeros((B, count, capacity)).at[where].set(weights, mode="drop")
       rows, weights = rows * scale[..., None].astype(x.dtype), fits.astype(jnp.float32)
-    out = experts(rows.swapaxes(0, 1).reshape(count, B * capacity, E), None).reshape(count, B, capacity, E)
+    out = experts(rows.swapaxes(0, 1).reshape(count, B * capacity, E), None, parts).reshape(count, B, capacity, E)
     back = out.at[jnp.where(fits, expert, count), row, slot].get(mode="fill", fill_value=0)
     y = self._weighted(back, weights[..., None]).reshape(B, S, K, E).sum(2)
     return y, ((expert < count) & ~fits).sum()
@@ -141,6 +151,7 @@ class ExpertDispatch:
     count: int,
     total: int,
     weigh_inputs: bool,
+    parts: int,
     over: tuple[str, ...] = (),
   ) -> tuple[jax.Array, jax.Array]:
     B, S, E = x.shape
@@ -157,23 +168,45 @@ class ExpertDispatch:
     if weigh_inputs:
       sorted_rows, weights = sorted_rows * weights[order].astype(x.dtype), (expert < known)[:, None]
     if over:
-      out, sent = self._send(experts, sorted_rows, wanted.reshape(-1, count), over)
+      out, sent = self._send(experts, sorted_rows, wanted.reshape(-1, count), parts, over)
     else:
       sizes = jnp.diff(jnp.minimum(jnp.cumsum(wanted), rows), prepend=0)
-      out, sent = experts(sorted_rows, sizes), sizes.sum()
+      out, sent = experts(sorted_rows, sizes, parts), sizes.sum()
     y = self._weighted(move(out, slot, order, 1), weights).reshape(B, S, K, E).sum(2)
     return y, wanted.sum() - sent
 
   def _send(
-    self, experts: Experts, x: jax.Array, wanted: jax.Array, over: tuple[str, ...]
+    self, experts: Experts, x: jax.Array, wanted: jax.Array, parts: int, over: tuple[str, ...]
   ) -> tuple[jax.Array, jax.Array]:
     """Outputs of rows [M,E], sorted by expert, `wanted` [D,X] for each device and expert, and how many were sent."""
-    assert self.carrier is not None
     devices = wanted.shape[0]
-    capacity = self._row_capacity(x.shape[0] * devices, 1 / devices)
-    exchange = plan_exchange(wanted, capacity, over)
-    out = experts(self.carrier.dispatch(x, exchange, capacity, over), exchange.sizes)
-    return self.carrier.combine(out, exchange, x.shape[0], over), exchange.there.sizes.sum()
+    least = _LEAST_ROOM if self.buffer is None else 0
+    capacity = min(x.shape[0] * devices, max(math.ceil(x.shape[0] * self.room(devices)), least))
+    run = partial(self._round, parts, capacity, over)
+    out = run(experts, x, wanted, 0)
+    if self.buffer is not None or capacity == x.shape[0] * devices:
+      return out, plan_exchange(wanted, capacity, over).there.sizes.sum()
+    graph, state, others = nnx.split(experts, _is_inexact, ...)
+    # The same number on all devices of the mesh, even those that do not take part in this exchange.
+    rounds = jax.lax.pmax(-(-jax.lax.psum(wanted.sum(1), over).max() // capacity), _mesh_axes())
+    again = partial(_with_weights, graph, run)
+    return add_further_rounds(again, out, (state, x), (others, wanted), rounds), wanted.sum()
+
+  def _round(
+    self,
+    parts: int,
+    capacity: int,
+    over: tuple[str, ...],
+    experts: Experts,
+    x: jax.Array,
+    wanted: jax.Array,
+    number: jax.typing.ArrayLike,
+  ) -> jax.Array:
+    """Outputs of the rows that one round sends; the others are zeros."""
+    assert self.carrier is not None
+    exchange = plan_exchange(wanted, capacity, over, number)
+    out = experts(self.carrier.dispatch(x, exchange, capacity, over), exchange.sizes, parts)
+    return self.carrier.combine(out, exchange, x.shape[0], over)
 
   def _row_capacity(self, rows: int, share: float) -> int:
     """Capacity of a device in rows: at most `rows`, of which it gets `share` under an even load."""
@@ -182,6 +215,27 @@ class ExpertDispatch:
   def _weighted(self, out: jax.Array, weights: jax.Array) -> jax.Array:
     dtype = jnp.float32 if self.float32_sum else out.dtype
     return out.astype(dtype) * weights.astype(dtype)
+
+
+# What a device that must receive all rows receives in one round: relative to an even load, and rows at least.
+_ROOM = 2.0
+_LEAST_ROOM = 1024
+
+
+def _with_weights(
+  graph: Any, run: Callable[..., jax.Array], operands: tuple[Any, jax.Array], others: tuple[Any, jax.Array], number: Any
+) -> jax.Array:
+  (state, x), (rest, wanted) = operands, others
+  return run(nnx.merge(graph, state, rest, copy=True), x, wanted, number)
+
+
+def _is_inexact(path: Any, variable: Any) -> bool:
+  return jnp.issubdtype(variable.get_value().dtype, jnp.inexact)
+
+
+def _mesh_axes() -> tuple[str, ...]:
+  """All axes of the mesh inside `shard_map`."""
+  return jax.sharding.get_abstract_mesh().axis_names
 
 
 def _gather(x: jax.Array, rows: jax.Array, back: jax.Array, copies: int) -> jax.Array:

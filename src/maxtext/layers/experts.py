@@ -4,7 +4,6 @@ Shapes: B batch, S sequence, E width, X experts (of this device), M rows, C rows
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -90,9 +89,7 @@ class MixtureOfExperts(nnx.Module):
     def local(
       experts: ExpertMLP, x: jax.Array, routing: Routing, first: jax.Array, count: int, parts: int, sent: tuple
     ) -> tuple[jax.Array, jax.Array]:
-      return execution.kernels.experts(
-        partial(experts, parts=parts), x, routing, first, count, total, spec.weigh_inputs, sent
-      )
+      return execution.kernels.experts(experts, x, routing, first, count, total, spec.weigh_inputs, sent, parts)
 
     return expert_parallel(execution, self.experts, x, routing, total, spec.width, local)
 
@@ -117,7 +114,14 @@ class ExpertMLP(nnx.Module):
 
   def _hidden(self, x: jax.Array, sizes: jax.Array | None) -> jax.Array:
     wi = self.execution.kernels.experts.wi
-    return self._activate(self.gate.grouped(x, sizes, wi), self.up.grouped(x, sizes, wi))
+    if sizes is None or not self.execution.kernels.experts.merge_gate_up:
+      return self._activate(self.gate.grouped(x, sizes, wi), self.up.grouped(x, sizes, wi))
+    assert self.gate.weight is not None
+    assert self.up.weight is not None
+    numerics = self.execution.numerics
+    merged = jnp.concatenate([a[...].astype(numerics.dtype) for a in (self.gate.weight, self.up.weight)], axis=-1)
+    gate, up = jnp.split(wi(x.astype(numerics.dtype), merged, sizes), 2, axis=-1)
+    return self._activate(self.gate.finish(gate, sizes), self.up.finish(up, sizes))
 
   def _activate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
     dtype = jnp.float32 if self.execution.numerics.activations_in_float32 else gate.dtype
@@ -137,8 +141,11 @@ class ExpertLinear(Linear):
     call = MatmulCall(
       self.site, contraction, dtype, self.execution.numerics.precision, kernel=kernel, group_sizes=sizes
     )
-    y = self._run(call, x, None)
+    return self.finish(self._run(call, x, None), sizes, parts)
+
+  def finish(self, y: jax.Array, sizes: jax.Array | None, parts: int = 1) -> jax.Array:
+    """The output of a matmul with the bias, and the name by which a remat policy may save it."""
     if self.bias is not None:
-      bias = self.bias[...].astype(dtype) / parts
-      y = y + (bias[:, None] if sizes is None else bias[group_of_each_row(sizes, x.shape[0])])
+      bias = self.bias[...].astype(self.execution.numerics.dtype) / parts
+      y = y + (bias[:, None] if sizes is None else bias[group_of_each_row(sizes, y.shape[0])])
     return checkpoint_name(y, self.name)

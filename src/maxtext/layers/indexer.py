@@ -85,15 +85,32 @@ class KeyIndexer(nnx.Module):
     return jnp.einsum("bsh,bsht->bst", weights, jax.nn.relu(products * self.spec.head_dim**-0.5))
 
   def __call__(
-    self, x: jax.Array, latent: jax.Array, context: Context, keys: jax.Array, positions: jax.Array
+    self, x: jax.Array, latent: jax.Array, context: Context, keys: jax.Array, positions: jax.Array, rows: int = 512
   ) -> jax.Array:
-    """Whether each key [B,T,D], at its position [B,T], is selected, [B,1,S,T]."""
-    scores = jax.lax.stop_gradient(self.scores(*self.queries(x, latent, context), keys))
-    visible = context.positions[:, :, None] >= positions[:, None, :]
-    if context.segments is not None:
-      visible &= context.segments[:, :, None] == context.segments[:, None, :]
-    best = among_best(jnp.where(visible, scores, -jnp.inf), min(self.spec.count, keys.shape[1]))
-    return (visible & best)[:, None]
+    """Whether each key [B,T,D], at its position [B,T], is selected, [B,1,S,T].
+
+    `rows` queries are scored at a time, if they divide S, so that no array holds the scores of all heads. They are
+    dealt in a round-robin, so that devices that split the queries have a part of each chunk.
+    """
+    keys = jax.lax.stop_gradient(keys)
+    S, T = x.shape[1], keys.shape[1]
+    chunks = S // rows if S % rows == 0 else 1
+
+    def deal(a: jax.Array) -> jax.Array:
+      return jnp.moveaxis(a.reshape(a.shape[0], S // chunks, chunks, *a.shape[2:]), 2, 0)
+
+    def select(own: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+      queries, weights, places, segments = own
+      visible = places[:, :, None] >= positions[:, None, :]
+      if segments is not None and context.segments is not None:
+        visible &= segments[:, :, None] == context.segments[:, None, :]
+      scores = jnp.where(visible, self.scores(queries, weights, keys), -jnp.inf)
+      return visible & among_best(scores, min(self.spec.count, T))
+
+    queries = jax.lax.stop_gradient(self.queries(x, latent, context))
+    own = (*queries, context.positions, context.segments)
+    found = jax.lax.map(select, jax.tree.map(deal, own)) if chunks > 1 else select(own)[None]
+    return jnp.moveaxis(found, 0, 2).reshape(-1, 1, S, T)
 
   def loss(
     self,

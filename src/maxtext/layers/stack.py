@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxtext.layers.batch_split import join_rows, over_parts, split_rows
 from maxtext.layers.context import Context
 from maxtext.layers.execution import ExecutionConfig, RematSpec, Sharding
 from maxtext.layers.kv_cache import Cache, CacheSpec
@@ -74,9 +75,11 @@ class Stack(nnx.Module):
   ) -> tuple[jax.Array, list[Report], list[Cache] | None]:
     graphs, weights = zip(*(nnx.split(layer) for layer in self.layers), strict=True)
     inputs = [None] * len(graphs) if layer_inputs is None else layer_inputs
+    split = cache is None and self.pipeline is None and self.execution.splits_batch(x.shape[0])
     if cache is None:
+      wrap = over_parts if split else lambda layer: layer
       passes = [
-        [_remat(_pass(graph), policy, self.execution.scan_layers) for graph in graphs]
+        [wrap(_remat(_pass(graph), policy, self.execution.scan_layers)) for graph in graphs]
         for policy in self.execution.remat
       ]
     else:  # there are no gradients through a cache, so no rematerialization
@@ -124,7 +127,13 @@ class Stack(nnx.Module):
     if self.pipeline is not None and cache is None:
       x, aux = self._through_stages(lambda x, c, layers: run(x, c, layers, empty)[:2], x, context, layers)
       return x, aux, None
-    x, results, caches = run(x, context, layers, empty if cache is None else list(cache))
+    if split:
+      parts = self.execution.batch_split
+      layers = weights, [split_rows(a, parts, dim=1) for a in inputs], numbers
+      x, results, caches = run(split_rows(x, parts), split_rows(context, parts), layers, empty)
+      x = join_rows(x)
+    else:
+      x, results, caches = run(x, context, layers, empty if cache is None else list(cache))
     for layer, result in zip(self.layers, results, strict=True):
       nnx.update(layer, result.buffers)
     return x, [result.aux for result in results], None if cache is None else caches

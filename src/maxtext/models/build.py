@@ -179,7 +179,8 @@ class _Reader:
 # Keys that are read for execution, or checked when a configuration is loaded.
 _READ_ELSEWHERE = {
   "decoder_block", "dense_init_scale", "attention", "use_ragged_attention", "ragged_block_size", "use_iota_embed",
-  "max_position_embeddings", "qk_clip_threshold", "global_parameter_scale",
+  "max_position_embeddings", "qk_clip_threshold", "global_parameter_scale", "use_batch_split_schedule",
+  "batch_split_factor",
 }  # fmt: skip
 
 

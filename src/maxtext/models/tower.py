@@ -145,6 +145,7 @@ def _execution(execution: ExecutionConfig, spec: TowerSpec) -> ExecutionConfig:
     attention=attention,
     dtype=execution.tower_dtype or execution.numerics.dtype,
     pipelines=(),
+    batch_split=1,
     remat=(execution.tower_remat or execution.remat[0],),
     keep_mixer_outputs=False,
   )

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxtext.layers.rounds import FURTHER_ROUNDS
+
 _RAGGED = "ragged-all-to-all"
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", _RAGGED)
 
@@ -235,8 +237,13 @@ class CompiledProgram:
           yield from self.walk(target, times)
 
   def trips(self, loop: Instruction) -> int:
-    """The number of iterations of a loop, from the bound in its condition and the increment in its body."""
+    """The number of iterations of a loop, from the bound in its condition and the increment in its body.
+
+    Further rounds of an exchange are as many as the data needs: none under an even load.
+    """
     condition, body = (self.computations[c] for c in _loop(loop))
+    if FURTHER_ROUNDS in (loop.op_name or ""):
+      return 0
     compare = condition.instructions[-1]
     counter, bound = (condition.by_name[o] for o in compare.operands)
     index = int(re.search(r"index=(\d+)", counter.rest)[1])  # type: ignore[index]

@@ -230,8 +230,7 @@ def _filled_rows(config: MaxTextConfig, execution: ExecutionConfig) -> float:
   owners = num_shards_of(
     execution.sharding.mesh, mesh_axes_of(execution.sharding.partition((config.num_experts,), "activation_expert")[0])
   )
-  capacity = min(execution.kernels.experts.buffer or owners, owners)  # relative to an even share
-  return 1 / max(capacity, 1)
+  return 1 / max(execution.kernels.experts.room(owners), 1)
 
 
 def _memory(program: Program, topology: Topology, peak: int, temporaries: int) -> Memory:

@@ -14,7 +14,7 @@ class MoEGeneral(Section):
     -1.0, description="Expert room over an even share, extra tokens dropped; -1 drops none."
   )
   ragged_buffer_factor: float = Field(
-    -1.0, description="Token buffer over an even share per device; -1 sizes it for the worst case."
+    -1.0, description="Token buffer over an even share per device, extra tokens dropped; -1 drops none."
   )
   moe_expert_input_dim: int = Field(-1, description="Width of what enters the experts; -1 takes the embedding width.")
   base_moe_mlp_dim: int = Field(-1, description="Hidden width of each expert before scaling; -1 takes the dense width.")
@@ -103,6 +103,6 @@ class DeepSeekMoE(Section):
   n_routing_groups: int = Field(-1, description="Groups the experts are divided into for routing; -1 is no groups.")
   topk_routing_group: int = Field(-1, description="Groups a token may choose experts from; -1 is no limit.")
   use_batch_split_schedule: bool = Field(
-    False, description="True splits the batch to overlap communication with computation."
+    False, description="True runs layers on parts of the batch, so that communication of one can overlap with another."
   )
-  batch_split_factor: int = Field(1, description="Parts of the batch in the split schedule; 1 is no split.")
+  batch_split_factor: int = Field(1, gt=0, description="Parts of the batch in the split schedule, 2 or more.")

@@ -9,6 +9,7 @@ from maxtext.layers.execution import ExecutionConfig, Kernels, KVCacheConfig, Nu
 from maxtext.mesh.rules import Rules
 from maxtext.models.execution.adapters import adapters
 from maxtext.models.execution.attention_kernel import attention, check_attention, for_spans
+from maxtext.models.execution.batch_split import batch_split
 from maxtext.models.execution.expert_dispatch import check_experts, dispatch
 from maxtext.models.execution.kv_cache import kv_cache_block, kv_cache_pages, kv_cache_quantization
 from maxtext.models.execution.pipeline_stages import pipelines
@@ -31,7 +32,7 @@ def execution_of_model(config: MaxTextConfig, mesh: Mesh, spec: DecoderSpec, ser
   execution = execution_config(config, mesh, serving)
   execution = execution.replace(attention=for_spans(config, spec, execution.kernels.attention))
   check_attention(config, spec, execution.kernels.attention.kernel)
-  check_experts(config, spec)
+  check_experts(config, spec, execution)
   policies = len(execution.remat)
   if odd := [group.repeats for group in spec.groups if group.repeats % policies]:
     raise ConfigError(
@@ -43,7 +44,10 @@ def execution_of_model(config: MaxTextConfig, mesh: Mesh, spec: DecoderSpec, ser
       "context_parallel_load_balance=true reorders the tokens of a row, and this model has layers that need them in "
       "order: write context_parallel_load_balance=false."
     )
-  return execution.replace(pipelines=pipelines(config, spec, execution))
+  return execution.replace(
+    pipelines=pipelines(config, spec, execution),
+    batch_split=1 if serving else batch_split(config, execution.sharding),
+  )
 
 
 def execution_config(config: MaxTextConfig, mesh: Mesh, serving: bool = False) -> ExecutionConfig:

@@ -8,8 +8,10 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.kernels.grouped_matmul import GroupedMatmul, Kernel, Tiles
 from maxtext.kernels.ragged_all_to_all import RaggedAllToAll
 from maxtext.layers.dense_and_experts import DenseAndExperts
+from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.expert_dispatch import ExpertDispatch
 from maxtext.layers.experts import MoE
+from maxtext.layers.weight_format import PlainFormat
 from maxtext.models.spec import DecoderSpec
 
 _KERNELS: dict[str, Kernel] = {"tpu": "megablox", "cpu": "tiled"}
@@ -39,6 +41,7 @@ def dispatch(config: MaxTextConfig, mesh: Mesh) -> ExpertDispatch:
     buffer=c.ragged_buffer_factor if c.sparse_matmul and c.ragged_buffer_factor > 0 else None,
     wi=wi,
     wo=wo,
+    merge_gate_up=c.merge_gating_gmm,
     carrier=None
     if c.use_ring_of_experts
     else RaggedAllToAll("reference" if platform == "cpu" else "ragged_all_to_all"),
@@ -49,11 +52,16 @@ def dispatch(config: MaxTextConfig, mesh: Mesh) -> ExpertDispatch:
   )
 
 
-def check_experts(config: MaxTextConfig, spec: DecoderSpec) -> None:
-  """Raises `ConfigError` if num_experts is set for a family without experts."""
+def check_experts(config: MaxTextConfig, spec: DecoderSpec, execution: ExecutionConfig) -> None:
+  """Raises `ConfigError` if num_experts is set for a family without experts, or their weights cannot be merged."""
   has = any(isinstance(block.feed_forward, MoE | DenseAndExperts) for group in spec.groups for block in group.cycle)
   if config.num_experts > 1 and not has:
     raise ConfigError(
       f"num_experts={config.num_experts} has no effect on decoder_block={config.decoder_block.value}, a family without "
       f"experts: leave it out."
+    )
+  if has and config.merge_gating_gmm and (execution.matmul or not isinstance(execution.weight_format, PlainFormat)):
+    raise ConfigError(
+      "merge_gating_gmm=true multiplies plain weights: leave it out with quantization, LoRA, sparsity and weights "
+      "that are stored in few bits."
     )
