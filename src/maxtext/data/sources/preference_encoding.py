@@ -38,6 +38,11 @@ class PreferenceEncoding:
     return self.conversations.columns
 
   @property
+  def image_columns(self) -> tuple[str, ...]:
+    """The names of columns of images."""
+    return self.conversations.image_columns
+
+  @property
   def identity(self) -> dict[str, Any]:
     """What determines the tokens."""
     return {**self.conversations.identity, "pairs": True} | ({"labelled": True} if self.labelled else {})
