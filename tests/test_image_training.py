@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,10 +20,11 @@ from maxtext.data.images import distinct
 from maxtext.data.mixture import SourceMixture
 from maxtext.data.options import data_options
 from maxtext.data.sources import open_sources
-from maxtext.data.streams import PackedStreams
+from maxtext.data.streams import PackedStreams, Rows
 from maxtext.data.tokenizers import load_tokenizer
 from maxtext.inference.multimodal import PromptEncoder
 from maxtext.mesh.devices import make_mesh
+from maxtext.training.objectives.preference import PreferenceOptimization
 from maxtext.training.program import Program
 
 Image = pytest.importorskip("PIL.Image")
@@ -123,7 +125,7 @@ def as_messages(parts_of_turns):
 @settings(max_examples=25, deadline=None)
 @given(
   talks=TALKS, length=st.integers(24, 96), packing=st.sampled_from(["first_fit", "best_fit", "concat_then_split", ""]),
-  slots=st.integers(-1, 4), tiled=st.booleans(), most=st.integers(-1, 3),
+  slots=st.sampled_from([-1, 1, 2, 4]), tiled=st.booleans(), most=st.sampled_from([-1, 1, 3]),
 )  # fmt: skip
 def test_placeholders_and_features_agree_and_no_example_is_split(folder, talks, length, packing, slots, tiled, most):
   """For random conversations: prompts are the server's, and each row has the very inputs of its images, in order."""
@@ -232,7 +234,8 @@ def opened(folder, rows, **changes):
       {"use_chat_template": False, "train_data_columns": ["prompt", "completion"]},
       "use_chat_template=true",
     ),
-    ({"messages": [USER, ANSWER], "image": "0.png"}, {"max_target_length": 3}, "longer than max_target_length"),
+    ({"messages": [USER, ANSWER], "image": "0.png"}, {"max_target_length": 3}, "max_target_length=3 leaves no room"),
+    ({"messages": [{**USER, "content": [BAD]}, ANSWER]}, {"image_slots_per_row": 0}, "only parts of type 'text'"),
   ],
 )
 def test_what_is_wrong_is_named(folder, row, changes, said):
@@ -299,6 +302,20 @@ def test_images_resume_with_the_next_batch_in_any_process(folder):
   loader.close(), again.close()
 
 
+def test_every_host_makes_its_rows_alone(folder):
+  options = data_options(load_config(**keys(folder, MIXED * 3)))
+  mixture = SourceMixture(open_sources(options, options.train), 4, 0, True, 1, options.vocab_size)
+
+  def made(streams):
+    rows = PackedStreams(mixture, make_packing(options, options.length), streams, images=options.images)
+    return [rows.rows(range(len(streams))) for _ in range(2)]
+
+  for whole, *parts in zip(made(range(4)), made([0, 1]), made([2, 3]), strict=True):
+    joined = Rows.join(parts)
+    assert all(map(np.array_equal, (*whole.images, whole.inputs), (*joined.images, joined.inputs)))
+    assert (whole.images.indices >= 0).any(axis=1).sum() > 1
+
+
 def coloured(folder, name, swapped):
   """Conversations about a red or a blue picture; with `swapped`, the picture is either, whatever the answer."""
   for colour, value in {"red": (255, 0, 0), "blue": (0, 0, 255)}.items():
@@ -344,9 +361,34 @@ def test_data_show_has_the_pictures_where_they_stand(folder, tmp_path, capsys):
   config.write_text(json.dumps(TINY | {"base_config": "sft.yml", "tokenizer_path": str(folder / "tokenizer")}))
   command = ["data", "show", str(config), f"grain_train_files={file}", "per_device_batch_size=1", "num_epoch=9"]
   assert main([*command, "--rows", "1"]) == 0
-  assert "⟦<start_of_image>⟧[image 16x16, 4 tokens]⟦<end_of_image>⟧" in capsys.readouterr().out
+  shown = capsys.readouterr().out
+  assert "⟦<start_of_image>⟧[image 16x16, 4 tokens]⟦<end_of_image>⟧" in shown
+  assert re.search(r"images in (\d) of 24 slots", shown)[1] == str(shown.count("[image"))
   assert main([*command, "--rows", "1", "--html", str(tmp_path / "rows.html")]) == 0
   (first, *_) = re.findall(r'<img src="data:image/png;base64,([^"]+)"', (tmp_path / "rows.html").read_text())
   shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(first))))
   wanted = Image.open(folder / "1.png").resize((16, 16), Image.Resampling.BILINEAR)
   assert np.array_equal(shown, np.asarray(wanted))
+
+
+def test_a_model_prefers_answers_by_what_is_in_the_pictures(folder):
+  """DPO: the answer that names the colour is chosen, so that only the picture tells which."""
+  file, rows = coloured(folder, "pairs.jsonl", swapped=False), []
+  for row in map(json.loads, Path(file).read_text().splitlines()):
+    question, answer = row["messages"]
+    other = {**answer, "content": "blue" if answer["content"] == "red" else "red"}
+    rows.append({"prompt": [question], "chosen": [answer], "rejected": [other], "image": row["image"]})
+  columns = {"train_data_columns": ["prompt", "chosen", "rejected"], "use_sft": False, "use_dpo": True}
+  changes = {"freeze_vision_encoder_params": False, "num_epoch": 100, "learning_rate": 3e-3, "per_device_batch_size": 4}
+  config = load_config(**keys(folder, rows, **columns, **changes, precompute_ref_log_probs=False, steps=30))
+  program = Program.of(config, make_mesh(config, jax.devices()[:1]))
+  state, frozen, loader = program.init(), program.init_frozen(), make_dataloader(data_options(config), program.batch)
+  for step in range(30):
+    batch = next(loader).batch
+    assert (np.asarray(batch.media["vision"].indices) >= 0).sum() == 2 * 4 * int(PreferenceOptimization().weight(batch))
+    state, metrics = program.step(state, batch, frozen)
+    assert step or float(metrics["loss"]) == pytest.approx(np.log(2), abs=1e-4)
+  loader.close()
+  assert metrics["reward_accuracy"] > 0.9
+  with pytest.raises(ConfigError, match=r"precompute_ref_log_probs=True: .* image_slots_per_row=0"):
+    data_options(load_config(**keys(folder, rows, **columns)))

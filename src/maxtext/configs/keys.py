@@ -978,7 +978,7 @@ class ConfigKeys(TypedDict, total=False):
   """Image side in pixels, or [height, width], into the vision encoder. Default: 896."""
 
   image_slots_per_row: int
-  """Inputs of the vision encoder (images, or tiles) that a training row has room for; -1: all that fit. Default: -1."""
+  """Images, or tiles, that a training row has room for; 0 trains on text alone, -1: all that fit. Default: -1."""
 
   importance_sampling_cap: float
   """Largest weight by which tokens of an older policy are corrected (truncated importance sampling); 0 corrects

@@ -211,15 +211,15 @@ class ChatContinuation:
     )
 
 
-def join_sequences(sequences: Sequence[TrainingSequence]) -> np.ndarray:
-  """The sequences as one document; empty where there are none."""
+def join_sequences(sequences: Sequence[TrainingSequence], kind: np.dtype = SEGMENTED) -> np.ndarray:
+  """The sequences as one document, whose last field numbers them; empty where there are none."""
   images = [(IMAGE, object)] if any(sequence.images for sequence in sequences) else []
-  document = np.zeros(sum(len(sequence.tokens) for sequence in sequences), [*SEGMENTED.descr, *images])
+  document = np.zeros(sum(len(sequence.tokens) for sequence in sequences), [*kind.descr, *images])
   end = 0
   for number, sequence in enumerate(sequences):
     here, end = slice(end, end + len(sequence.tokens)), end + len(sequence.tokens)
     document["token"][here], document["weight"][here] = sequence.tokens, sequence.weights
-    document["sequence"][here] = number
+    document[kind.descr[-1][0]][here] = number
     if sequence.images:
       document[IMAGE][here] = sequence.images
   return document

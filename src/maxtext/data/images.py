@@ -116,10 +116,11 @@ class ConversationImages:
       found[place] = owner
     return found
 
-  def fit(self, images: Sequence[PlannedImage | None]) -> bool:
-    """Whether a row has room for the images of a sequence, which are given for each of its tokens."""
-    features, most = sum(image is not None for image in images), self.options.most
-    return features <= self.options.features and (most < 0 or len(distinct(images)) <= most)
+  def fit(self, *sequences: Sequence[PlannedImage | None]) -> bool:
+    """Whether a row has room for the images of sequences, which are given for each of their tokens."""
+    features = sum(image is not None for images in sequences for image in images)
+    counts, most = [len(distinct(images)) for images in sequences], self.options.most
+    return features <= self.options.features and (most < 0 or max(counts, default=0) <= most)
 
   def _plan(self, source: Any) -> PlannedImage:
     file = self._file(source)

@@ -49,10 +49,12 @@ class TokenRun:
 
 @dataclass(frozen=True)
 class RowView:
-  """A row: the runs of its sequences, each of which attention sees alone, and positions without a token."""
+  """A row: the runs of its sequences, each of which attention sees alone, and positions without a token; inputs of the
+  encoder of images that tokens stand for, and those it has room for."""
 
   sequences: tuple[tuple[TokenRun, ...], ...]
   padding: int
+  slots: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class RowCounts:
   trained: int
   padding: int
   roles: Mapping[str, tuple[int, int]]
+  slots: tuple[int, int] = (0, 0)
 
   @staticmethod
   def of(rows: Sequence[RowView]) -> "RowCounts":
@@ -82,6 +85,7 @@ class RowCounts:
       trained.total(),
       sum(row.padding for row in rows),
       roles,
+      (sum(row.slots[0] for row in rows), sum(row.slots[1] for row in rows)),
     )
 
 
@@ -119,7 +123,8 @@ def _rows(batch: Batch, describer: "_Describer", count: int) -> list[RowView]:
       tokens = [*inputs[row][here][:1].tolist(), *targets[row][here].tolist()]
       own = describer.images(tokens, [*slots[row][here].tolist(), -1], None if media is None else media.inputs[row])
       sequences.append(tuple(describer.runs(tokens, [0.0, *weights[row][here].tolist()], own)))
-    rows.append(RowView(tuple(sequences), int((segments[row] == 0).sum())))
+    room = 0 if media is None else media.inputs.shape[1]
+    rows.append(RowView(tuple(sequences), int((segments[row] == 0).sum()), (int(slots[row].max()) + 1, room)))
   return rows
 
 

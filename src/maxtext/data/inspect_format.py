@@ -32,9 +32,11 @@ def as_text(rows: Sequence[RowView], colours: bool) -> Iterator[str]:
 def describe_counts(counts: RowCounts) -> Iterator[str]:
   """The counts, in lines."""
   positions = counts.tokens - counts.sequences + counts.padding
+  used, room = counts.slots
+  images = f", images in {used:,} of {plural(room, 'slot')} ({used / room:.1%})" if room else ""
   yield (
     f"{plural(counts.rows, 'row')}, {plural(counts.sequences, 'sequence')}, {_describe(counts)}, padding in "
-    f"{counts.padding:,} of {plural(positions, 'position')} ({counts.padding / max(positions, 1):.1%})"
+    f"{counts.padding:,} of {plural(positions, 'position')} ({counts.padding / max(positions, 1):.1%}){images}"
   )
   width = max(map(len, counts.roles), default=0)
   for role, (tokens, trained) in counts.roles.items():

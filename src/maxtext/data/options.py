@@ -226,24 +226,33 @@ def image_options(config: MaxTextConfig) -> ImageOptions | None:
     ConfigError: the model cannot be trained on images.
   """
   c = config
-  if not c.use_multimodal or not c.use_sft or c.dataset_type == DatasetType.SYNTHETIC:
+  talks = (c.use_sft or c.use_dpo) and c.dataset_type != DatasetType.SYNTHETIC
+  if not c.use_multimodal or not talks or not c.image_slots_per_row:
     return None
-  if c.offline_data_dir:
-    raise ConfigError(
-      f"offline_data_dir={c.offline_data_dir}: a teacher's saved outputs are of text: leave use_multimodal out."
-    )
+  for key, wrong in (("offline_data_dir", bool(c.offline_data_dir)), ("precompute_ref_log_probs", c.use_dpo)):
+    if wrong and getattr(c, key):
+      raise ConfigError(
+        f"{key}={getattr(c, key)}: what is saved of another model is for text: leave it out or set it to false, or "
+        f"write image_slots_per_row=0 to train on text alone."
+      )
   from maxtext.models.build import media_processors  # with JAX, which reader processes of data do without
 
   processor = media_processors(c).get(VISION)
   shape = None if processor is None else processor.slot
   if processor is None or shape is None:
     raise ConfigError(
-      f"use_sft=true with use_multimodal=true: decoder_block={c.decoder_block.value} cannot be trained on images yet, "
-      f"since they have sizes of their own; leave use_multimodal out to train on text."
+      f"use_multimodal=true: decoder_block={c.decoder_block.value} cannot be trained on images yet, "
+      f"since they have sizes of their own; write image_slots_per_row=0 to train on text alone."
     )
   fitting, most = c.max_target_length // shape.features, c.max_num_images_per_example
-  wanted = shape.most * most if most >= 0 and not c.packing else fitting
-  slots = c.image_slots_per_row if c.image_slots_per_row >= 0 else wanted
+  if not fitting or not most:
+    key, least = ("max_num_images_per_example", 1) if fitting else ("max_target_length", shape.features + 1)
+    raise ConfigError(
+      f"{key}={getattr(c, key)} leaves no room for an image: write at least {least}, or image_slots_per_row=0 to train "
+      f"on text alone."
+    )
+  wanted = shape.most * most if most > 0 and not c.packing else fitting
+  slots = wanted if c.image_slots_per_row < 0 else c.image_slots_per_row
   return ImageOptions(processor, shape, c.image_placeholder, min(slots, fitting), most)
 
 

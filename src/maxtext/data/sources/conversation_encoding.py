@@ -172,7 +172,7 @@ class ConversationEncoding:
     """Of all columns of images; one may hold several."""
     found = list[Any]()
     for value in (row.get(name) for name in self.image_columns):
-      several = isinstance(value, list | tuple | np.ndarray)
+      several = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object)
       found += [] if value is None else value if several else [value]
     return found
 

@@ -15,6 +15,7 @@ from maxtext.data.prepared_corpus import MANIFEST, PreparedCorpus, held_out_docu
 from maxtext.data.sources.conversation_encoding import ConversationEncoding
 from maxtext.data.sources.encoding import Encoding, make_encoding
 from maxtext.data.sources.files import FORMATS, open_files
+from maxtext.data.sources.preference_encoding import PreferenceEncoding
 from maxtext.data.splits import Split
 from maxtext.data.tokenizers import check_vocab_size
 
@@ -84,7 +85,7 @@ def _open(options: DataOptions, split: Split, encoding: Callable[[], Encoding], 
       f"`maxtext data prepare` makes such a folder."
     )
   making = encoding()
-  if isinstance(making, ConversationEncoding):
+  if isinstance(making, ConversationEncoding | PreferenceEncoding):
     folders = {os.path.dirname(os.path.abspath(path)) for path in paths}
     making = making.in_folder(folders.pop() if len(folders) == 1 else None)
   documents = open_files(paths, kind, making, options.shuffle_buffer, split.threads)
