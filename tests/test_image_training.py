@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import maxtext
 from examples.vision.shapes import SPECIAL, TEMPLATE, write_tokenizer
 from maxtext import ConfigError, load_config
 from maxtext.cli.main import main
@@ -246,6 +247,15 @@ def test_what_is_wrong_is_named(folder, row, changes, said):
     opened(folder, [row], **changes)
 
 
+def test_a_damaged_picture_is_named_with_its_row_when_it_is_read(folder):
+  picture(5, (64, 64)).save(folder / "whole.jpg")
+  whole = (folder / "whole.jpg").read_bytes()
+  (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+  rows = [{"messages": [USER, ANSWER], "image": name} for name in ("0.png", "cut.jpg")]
+  with pytest.raises(ConfigError, match=r"record 1: .*cut.jpg: The image cannot be decoded"):
+    rows_of(load_config(**keys(folder, rows)), 1, 1)
+
+
 def test_images_of_any_size_are_refused_by_name(folder):
   config = load_config(**keys(folder, decoder_block="gemma4", model_name="gemma4-31b", override_model_config=True))
   with pytest.raises(ConfigError, match="cannot be trained on images yet"):
@@ -392,3 +402,25 @@ def test_a_model_prefers_answers_by_what_is_in_the_pictures(folder):
   assert metrics["reward_accuracy"] > 0.9
   with pytest.raises(ConfigError, match=r"precompute_ref_log_probs=True: .* image_slots_per_row=0"):
     data_options(load_config(**keys(folder, rows, **columns)))
+
+
+@pytest.mark.nightly
+def test_a_run_on_images_resumes_bit_by_bit(folder, tmp_path):
+  """With the encoder and its projector trained, and micro-batches."""
+  changes = {
+    "freeze_vision_encoder_params": False,
+    "num_epoch": 60,
+    "learning_rate": 1e-2,
+    "enable_checkpointing": True,
+    "checkpoint_period": 3,
+  }
+  changes |= {"gradient_accumulation_steps": 2, "per_device_batch_size": 1, "base_output_directory": str(tmp_path)}
+  changes |= {"learning_rate_schedule_steps": 6}
+  for name, steps in (("whole", 6), ("parts", 3), ("parts", 6)):
+    maxtext.train(load_config(**keys(folder, **changes, run_name=name, steps=steps)))
+  whole, parts = (
+    {row["step"]: row["loss"] for row in map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())}
+    for name in ("whole", "parts")
+  )
+  assert whole == parts
+  assert whole[6] < whole[1]

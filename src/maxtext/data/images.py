@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,15 +62,17 @@ class PlannedImage:
     source: path, bytes or PIL image.
     text: stands for it in the prompt.
     features: tokens in this text that stand for one feature each.
+    where: its row in the data, for messages.
   """
 
   source: Any
   text: str
   features: int
+  where: str = ""
 
   def inputs(self, options: ImageOptions) -> np.ndarray:
     """The tower's inputs [N,T,P]."""
-    with naming_image(self.source if isinstance(self.source, str) else "an image in the data"):
+    with naming_image(f"{self.where or 'the data'}: {self.source if isinstance(self.source, str) else 'an image'}"):
       found = options.processor(load_image(self.source)).inputs
     assert len(found) * options.shape.features == self.features, "an image has another size than its header says"
     return found
@@ -177,6 +179,12 @@ def distinct(images: Sequence[PlannedImage | None] | np.ndarray) -> list[Planned
   """The images, from those of tokens; one that stands in several sequences in turn is there once for each."""
   groups = ((image, len(list(same))) for image, same in groupby(image for image in images if image))
   return [image for image, tokens in groups for _ in range(tokens // image.features)]
+
+
+def located(images: np.ndarray, where: str) -> np.ndarray:
+  """The images of tokens, see `IMAGE` in `documents`, which know their row."""
+  there = {image: replace(image, where=where) for image in set(images[images.astype(bool)])}
+  return np.array([there.get(image) for image in images], object)
 
 
 def with_column_images(messages: Sequence[Any], images: Sequence[Any]) -> list[Any]:
