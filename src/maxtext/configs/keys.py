@@ -681,8 +681,7 @@ class ConfigKeys(TypedDict, total=False):
   """TFDS evaluation dataset as name/config:version. Default: 'c4/en:3.0.1'."""
 
   eval_image_column: str | list[str] | tuple[str, ...]
-  """Data column or columns that hold the evaluation images. Not supported yet: data is text, and every process reads
-  the rows of its devices. Default: 'image'."""
+  """Data column or columns that hold the evaluation images. Default: 'image'."""
 
   eval_interval: int
   """Training steps between evaluations; -1 is no evaluation. Default: -1."""
@@ -707,8 +706,8 @@ class ConfigKeys(TypedDict, total=False):
   """Batches per evaluation; -1 takes the whole evaluation set. Default: -1."""
 
   expansion_factor_real_data: float
-  """Hosts per host that reads data, the others feed placeholders; -1: all hosts read. Not supported yet: data is
-  text, and every process reads the rows of its devices. Default: -1.0."""
+  """Hosts per host that reads data, the others feed placeholders; -1: all hosts read. Not supported yet: every
+  process reads the rows of its devices. Default: -1.0."""
 
   final_logits_soft_cap: float | None
   """Bound logits by cap*tanh(x/cap). Default: None."""
@@ -975,6 +974,9 @@ class ConfigKeys(TypedDict, total=False):
   image_size_for_vit: int | list[int] | tuple[int, ...]
   """Image side in pixels, or [height, width], into the vision encoder. Default: 896."""
 
+  image_slots_per_row: int
+  """Images, or tiles, that a training row has room for; 0 trains on text alone, -1: all that fit. Default: -1."""
+
   importance_sampling_cap: float
   """Largest weight by which tokens of an older policy are corrected (truncated importance sampling); 0 corrects
   none. Default: 2.0."""
@@ -1197,8 +1199,7 @@ class ConfigKeys(TypedDict, total=False):
   """Most recent checkpoints kept; None keeps all. Default: None."""
 
   max_num_images_per_example: int
-  """Most images in one example, padded up to it; -1 is no limit. Not supported yet: it is not implemented yet.
-  Default: -1."""
+  """Most images in one example, padded up to it; -1 is no limit. Default: -1."""
 
   max_num_seqs: int | None
   """Most sequences generated at once; None is all of a batch. Default: None."""
@@ -2079,8 +2080,7 @@ class ConfigKeys(TypedDict, total=False):
   """Share of the batches for training, the rest for validation; 1 is all. Default: 1.0."""
 
   train_image_column: str | list[str] | tuple[str, ...]
-  """Data column or columns that hold the training images. Not supported yet: data is text, and every process reads
-  the rows of its devices. Default: 'image'."""
+  """Data column or columns that hold the training images. Default: 'image'."""
 
   train_micro_batch_size: int
   """Examples per gradient computation; -1 is the whole batch. Default: -1."""

@@ -602,8 +602,8 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_none_of("dataset_type", t.DatasetType.SYNTHETIC),
   ),
   UnsupportedOption(
-    ("train_image_column", "eval_image_column", "expansion_factor_real_data"),
-    "data is text, and every process reads the rows of its devices",
+    ("expansion_factor_real_data",),
+    "every process reads the rows of its devices",
     allowed_values=(False,),
   ),
   NoEffectOption(
@@ -993,9 +993,14 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   UnsupportedOption(
     _section(t.MultimodalGeneral, t.VisionTower, t.VisionProjector, t.AudioEncoder,
-             but=("use_multimodal", "use_audio", *_VISION, *_AUDIO)),
+             but=("use_multimodal", "use_audio", "max_num_images_per_example", *_VISION, *_AUDIO)),
     "it is not implemented yet",
     allowed_values=(False,),
+  ),
+  NoEffectOption(
+    ("train_image_column", "eval_image_column", "max_num_images_per_example", "image_slots_per_row"),
+    "it has no effect without use_multimodal=true, and use_sft=true or use_dpo=true",
+    unless=all_of(is_set("use_multimodal"), any_of(is_set("use_sft"), is_set("use_dpo"))),
   ),
   NoEffectOption(_VISION, "it has no effect without use_multimodal=true", unless=is_set("use_multimodal")),
   NoEffectOption(_AUDIO, "it has no effect without use_audio=true", unless=is_set("use_audio")),

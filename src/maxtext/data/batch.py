@@ -20,6 +20,7 @@ class Batch:
     segments: [B,S] document number within the row from 1, 0 for padding; None where each row is one document.
     weights: [B,S] weight of each target in the loss: the loss mask.
     extra: [B,S,...] other values of targets by name, which an objective declares and its data brings.
+    media: what the model's towers encode, `Media`; {} where rows are text alone.
   """
 
   inputs: Any
@@ -28,6 +29,7 @@ class Batch:
   segments: Any
   weights: Any
   extra: Mapping[str, Any] = field(default_factory=dict)
+  media: Mapping[str, Any] = field(default_factory=dict)
 
 
 IteratorState = dict[str, jax.Array | np.ndarray]

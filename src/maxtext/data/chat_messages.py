@@ -30,8 +30,18 @@ def template_messages(messages: Any, images: bool = False) -> list[dict[str, Any
 
 def image_sources(messages: Any) -> list[Any]:
   """The images of messages in their order: files, paths or URLs, from parts as OpenAI's API has them, or from
-  {"type": "image", "image": ...}."""
-  return [_image(part) for part in _parts(messages) if _is_image(part)]
+  {"type": "image", "image": ...}; a mapping with "bytes" is one of the `datasets` library."""
+  return [_image(part) for part in _parts(messages) if is_image_part(part)]
+
+
+def message_images(message: Any) -> list[Any]:
+  """The images of one message."""
+  return image_sources([message])
+
+
+def is_image_part(part: Any) -> bool:
+  """Whether a part of a message is an image."""
+  return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
 def only_text(messages: Any) -> bool:
@@ -56,13 +66,9 @@ def template_tools(tools: Any) -> list[dict[str, Any]] | None:
   return [dict(tool) for tool in tools]
 
 
-def _is_image(part: Any) -> bool:
-  return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
-
-
 def _image(part: Mapping[str, Any]) -> Any:
   value = part.get(part["type"])
-  return value.get("url") if isinstance(value, Mapping) else value
+  return value.get("url") if isinstance(value, Mapping) and "bytes" not in value else value
 
 
 def _message(message: Any, number: int, images: bool) -> dict[str, Any]:
@@ -93,9 +99,9 @@ def _content(content: Any, where: str, images: bool) -> str | list[dict[str, Any
   if content is None:
     return ""
   if isinstance(content, Sequence) and not isinstance(content, str | bytes):
-    if images and any(map(_is_image, content)):
+    if images and any(map(is_image_part, content)):
       return [
-        {"type": "image"} if _is_image(part) else {"type": "text", "text": _text_part(part, f"{where}.{number}")}
+        {"type": "image"} if is_image_part(part) else {"type": "text", "text": _text_part(part, f"{where}.{number}")}
         for number, part in enumerate(content)
       ]
     return "\n".join(_text_part(part, f"{where}.{number}") for number, part in enumerate(content))

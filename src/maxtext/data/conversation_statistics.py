@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError, plural
 from maxtext.data.documents import DataSource
+from maxtext.data.images import distinct
 from maxtext.data.sources.columns import ColumnDocuments
 from maxtext.data.sources.conversation_encoding import ConversationEncoding
 from maxtext.data.sources.preference_encoding import PreferenceEncoding
@@ -26,6 +27,7 @@ class ConversationStatistics:
     too_long: of these, the ones that do not fit in a row with what comes before them, and are left out.
     tokens: of all sequences that fit.
     trained: of these, the ones with a weight in the loss.
+    images: of all sequences that fit; None where rows have none.
   """
 
   conversations: int = 0
@@ -34,14 +36,19 @@ class ConversationStatistics:
   too_long: int = 0
   tokens: int = 0
   trained: int = 0
+  images: int | None = None
 
   def describe(self, length: int, epochs: int, noun: str = "conversation") -> str:
     """One line for the console."""
     scope = "" if self.measured == self.conversations else f"of {self.measured:,} that were measured: "
-    left_out = f", {self.too_long:,} longer than max_target_length={length} and left out" if self.too_long else ""
+    too_long = f"longer than max_target_length={length}"
+    if self.images is not None:
+      too_long += " or with too many images"
+    left_out = f", {self.too_long:,} {too_long} and left out" if self.too_long else ""
+    shown = "" if self.images is None else f"{plural(self.images, 'image')}; "
     return (
       f"{plural(self.conversations, noun)}; {scope}{plural(self.answers, 'answer')}{left_out}; "
-      f"{plural(self.tokens, 'token')}, of which {self.trained:,} train; {plural(epochs, 'epoch')}"
+      f"{shown}{plural(self.tokens, 'token')}, of which {self.trained:,} train; {plural(epochs, 'epoch')}"
     )
 
 
@@ -56,10 +63,11 @@ def measure_conversations(sources: Sequence[DataSource], method: str) -> Convers
     assert isinstance(source.documents, ColumnDocuments)
     found = _measure(source.documents)
     for field in fields(total):
-      setattr(total, field.name, getattr(total, field.name) + getattr(found, field.name))
+      own = getattr(found, field.name)
+      setattr(total, field.name, own if own is None else (getattr(total, field.name) or 0) + own)
   if not total.trained:
     why = (
-      "all answers are longer than max_target_length"
+      "all answers are longer than max_target_length, or have more images than a row has room for"
       if total.too_long
       else "no conversation has an answer of the assistant with a weight"
     )
@@ -72,7 +80,8 @@ def _measure(documents: ColumnDocuments) -> ConversationStatistics:
   assert isinstance(encoding, ConversationEncoding | PreferenceEncoding)
   step = max(1, count / MOST_MEASURED)
   numbers = [int(i * step) for i in range(min(count, MOST_MEASURED))]
-  found = ConversationStatistics(count, len(numbers))
+  making = encoding.conversations if isinstance(encoding, PreferenceEncoding) else encoding
+  found = ConversationStatistics(count, len(numbers), images=None if making.images is None else 0)
   for begin in range(0, len(numbers), _READ_AT_ONCE):
     some = numbers[begin : begin + _READ_AT_ONCE]
     for number, record in zip(some, documents.read(some), strict=True):
@@ -84,5 +93,7 @@ def _measure(documents: ColumnDocuments) -> ConversationStatistics:
       found.answers += sum(len(one.answers) for one in sequences)
       found.too_long += sum(len(one.answers) for one in sequences) - sum(len(one.answers) for one in fitting)
       found.tokens += sum(len(one.tokens) for one in fitting)
+      if found.images is not None:
+        found.images += sum(len(distinct(one.images)) for one in fitting)
       found.trained += sum(weight > 0 for one in fitting for weight in one.weights[1:])
   return found

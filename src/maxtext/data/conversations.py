@@ -9,8 +9,9 @@ example because it leaves their reasoning out, or where the tokens of the joined
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ import numpy as np
 from maxtext.configs import ConfigError
 from maxtext.data.chat_messages import REASONING, template_messages
 from maxtext.data.chat_template import GENERATION_BEGIN, GENERATION_END, MARK_GENERATION, remove_marks
-from maxtext.data.documents import SEGMENTED
+from maxtext.data.documents import IMAGE, SEGMENTED
+from maxtext.data.images import ConversationImages, PlannedImage
 from maxtext.data.tokenizers import TextTokenizer
 
 
@@ -31,22 +33,27 @@ class TrainingSequence:
     weights: of each token in the loss.
     answers: [begin, end) of each answer that trains.
     roles: of each token, whose turn it is in; empty unless they were asked for.
+    images: that each token stands for a feature of, None for text; empty where there are none.
   """
 
   tokens: list[int]
   weights: list[float]
   answers: list[tuple[int, int]]
   roles: list[str] = field(default_factory=list)
+  images: list[PlannedImage | None] = field(default_factory=list)
 
-  def truncated(self, most: int) -> "TrainingSequence | None":
-    """The sequence up to the last answer that is whole within so many tokens; None if there is none."""
-    if len(self.tokens) <= most:
+  def truncated(
+    self, most: int, fit: Callable[[Sequence[PlannedImage | None]], bool] = lambda images: True
+  ) -> "TrainingSequence | None":
+    """The sequence up to the last answer that is whole within so many tokens and whose images `fit`; None if there is
+    none. So no image is cut."""
+    if len(self.tokens) <= most and fit(self.images):
       return self
-    answers = [span for span in self.answers if span[1] <= most]
+    answers = [span for span in self.answers if span[1] <= most and fit(self.images[: span[1]])]
     if not answers:
       return None
     end = answers[-1][1]
-    return TrainingSequence(self.tokens[:end], self.weights[:end], answers, self.roles[:end])
+    return TrainingSequence(self.tokens[:end], self.weights[:end], answers, self.roles[:end], self.images[:end])
 
 
 def conversation_sequences(
@@ -55,6 +62,7 @@ def conversation_sequences(
   values: Mapping[str, Any],
   completion_only: bool,
   with_roles: bool = False,
+  images: ConversationImages | None = None,
 ) -> list[TrainingSequence]:
   """The sequences that train all answers of the assistant.
 
@@ -66,15 +74,27 @@ def conversation_sequences(
     values: other variables of the template, such as `tools`.
     completion_only: weight 0 for all other tokens; otherwise 1.
     with_roles: finds the role of each token, which renders every beginning of the conversation.
+    images: finds those of the messages; None allows none. No token of an image trains.
   """
-  checked, found = template_messages(messages), list[TrainingSequence]()
+  checked, found = template_messages(messages, images=images is not None), list[TrainingSequence]()
+  planned = [] if images is None else images.planned(messages)
+
+  def chat(count: int, answer: bool) -> np.ndarray:
+    """The tokens of the first messages."""
+    there = [image for own in planned[:count] for image in own]
+    expand = partial(images.expanded, images=there) if images is not None and there else None
+    return tokenizer.chat(checked[:count], answer=answer, expand=expand, **values)
+
   for number, message in enumerate(messages):
     weight = _weight(message, number)
     if checked[number]["role"] != "assistant" or not weight:
       continue
     if not number:
       raise ConfigError("messages.0: a conversation cannot begin with an answer.")
-    prompt = tokenizer.chat(checked[:number], answer=True, **values).tolist()
+    if planned and planned[number]:
+      raise ConfigError(f"messages.{number}: an answer has an image, and models answer by text.")
+    tokens = chat(number, answer=True)
+    prompt = tokens.tolist()
     answer = answer_tokens(tokenizer, checked[: number + 1], values)
     if not _generates(tokenizer, checked[: number + 1], values, answer):
       continue
@@ -84,9 +104,13 @@ def conversation_sequences(
     new = prompt[len(current.tokens) :]
     current.tokens += new + answer
     current.weights += [0.0 if completion_only else 1.0] * len(new) + [weight] * len(answer)
+    if images is not None and any(planned[:number]):
+      there = images.of_tokens(tokens, [image for own in planned[:number] for image in own])
+      current.images = [*there, *[None] * len(answer)]
+      current.weights = [0.0 if image else w for image, w in zip(current.images, current.weights, strict=True)]
     current.answers.append((len(prompt), len(prompt) + len(answer)))
     if with_roles:
-      roles = _prompt_roles(tokenizer, checked[:number], values, prompt)
+      roles = _prompt_roles(chat, checked[:number], prompt)
       current.roles += roles[len(current.roles) :] + ["assistant"] * len(answer)
   return found
 
@@ -187,31 +211,34 @@ class ChatContinuation:
     )
 
 
-def join_sequences(sequences: Sequence[TrainingSequence]) -> np.ndarray:
-  """The sequences as one document; empty where there are none."""
-  document = np.zeros(sum(len(sequence.tokens) for sequence in sequences), SEGMENTED)
+def join_sequences(sequences: Sequence[TrainingSequence], kind: np.dtype = SEGMENTED) -> np.ndarray:
+  """The sequences as one document, whose last field numbers them; empty where there are none."""
+  images = [(IMAGE, object)] if any(sequence.images for sequence in sequences) else []
+  document = np.zeros(sum(len(sequence.tokens) for sequence in sequences), [*kind.descr, *images])
   end = 0
   for number, sequence in enumerate(sequences):
     here, end = slice(end, end + len(sequence.tokens)), end + len(sequence.tokens)
     document["token"][here], document["weight"][here] = sequence.tokens, sequence.weights
-    document["sequence"][here] = number
+    document[kind.descr[-1][0]][here] = number
+    if sequence.images:
+      document[IMAGE][here] = sequence.images
   return document
 
 
 def _prompt_roles(
-  tokenizer: TextTokenizer, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], prompt: list[int]
+  chat: Callable[[int, bool], np.ndarray], messages: Sequence[Mapping[str, Any]], prompt: list[int]
 ) -> list[str]:
   """The role of each token of a prompt: that of the message which adds it to the tokens of the messages before.
 
   Where a beginning of the conversation has other tokens than the prompt begins with, its messages cannot be told apart
   from the next, and their tokens have all their roles, as in 'system+user'. The opening of the answer is the
-  assistant's.
+  assistant's. `chat` has the tokens of so many messages, without an opening if the second argument is false.
   """
   found, open_roles = list[str](), list[str]()
   for count, message in enumerate(messages, 1):
     open_roles.append(message["role"])
     try:
-      tokens = tokenizer.chat(messages[:count], **values).tolist()
+      tokens = chat(count, False).tolist()
     except ConfigError:  # a template may reject what is no whole conversation, such as a system message alone
       continue
     if len(found) <= len(tokens) and prompt[: len(tokens)] == tokens:

@@ -22,6 +22,9 @@ PAIRED = np.dtype([*WEIGHTED.descr, ("side", np.int32)])
 """Of a preference pair: two sequences, chosen (side 0) and rejected (side 1), each with its prompt. One row has both,
 side by side."""
 
+IMAGE = "image"
+"""The field of the image that a token stands for a feature of: a `PlannedImage` for each of its tokens, else None."""
+
 LABEL = "label"
 """The extra value of targets of an answer that is labelled, in place of a pair: 1 at the last token of a desirable
 answer (side 0), -1 at that of another, 0 elsewhere. Side 1 is the answer of another row to the same prompt."""

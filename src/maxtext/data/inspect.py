@@ -1,5 +1,6 @@
 """Rows of a run's data for a person: taken from its dataloader, as the model sees them, with text for tokens."""
 
+import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,16 +9,21 @@ from typing import Any
 
 import numpy as np
 
+from maxtext.configs.errors import plural
 from maxtext.data.batch import Batch
 from maxtext.data.conversations import join_sequences
 from maxtext.data.dataloader import make_dataloader, open_data
 from maxtext.data.documents import DataSource
+from maxtext.data.images import VISION, ImageOptions
 from maxtext.data.options import DataOptions
 from maxtext.data.sources.columns import ColumnDocuments
 from maxtext.data.sources.conversation_encoding import ConversationEncoding
 from maxtext.data.tokenizers import TextTokenizer
 
 _ANCHOR = "\u263a"  # decoded before a text, since some vocabularies drop the first space of all that they decode
+
+_LARGEST = 128
+"""Pixels along a side of a picture in the page."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class TokenRun:
     weight: of each in the loss, as a target; 0 is context only.
     role: whose turn it is in; empty where the data has no roles.
     special: whether it is a special token.
+    image: what these tokens stand for, as a PNG file of what the encoder sees; empty for text.
   """
 
   text: str
@@ -37,14 +44,17 @@ class TokenRun:
   weight: float
   role: str = ""
   special: bool = False
+  image: bytes = b""
 
 
 @dataclass(frozen=True)
 class RowView:
-  """A row: the runs of its sequences, each of which attention sees alone, and positions without a token."""
+  """A row: the runs of its sequences, each of which attention sees alone, and positions without a token; inputs of the
+  encoder of images that tokens stand for, and those it has room for."""
 
   sequences: tuple[tuple[TokenRun, ...], ...]
   padding: int
+  slots: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,7 @@ class RowCounts:
   trained: int
   padding: int
   roles: Mapping[str, tuple[int, int]]
+  slots: tuple[int, int] = (0, 0)
 
   @staticmethod
   def of(rows: Sequence[RowView]) -> "RowCounts":
@@ -74,6 +85,7 @@ class RowCounts:
       trained.total(),
       sum(row.padding for row in rows),
       roles,
+      (sum(row.slots[0] for row in rows), sum(row.slots[1] for row in rows)),
     )
 
 
@@ -92,7 +104,7 @@ def read_rows(options: DataOptions, batch: Batch, tokenizer: TextTokenizer | Non
   sources = tuple(_with_roles(source, roles) for source in opened.sources)
   rows = list[RowView]()
   for fed in make_dataloader(options, batch, data=opened._replace(sources=sources)):
-    rows += _rows(fed.batch, _Describer(tokenizer, roles), count - len(rows))
+    rows += _rows(fed.batch, _Describer(tokenizer, roles, options.images), count - len(rows))
     if len(rows) >= count:
       break
   return rows
@@ -101,33 +113,71 @@ def read_rows(options: DataOptions, batch: Batch, tokenizer: TextTokenizer | Non
 def _rows(batch: Batch, describer: "_Describer", count: int) -> list[RowView]:
   inputs, targets, weights = (np.asarray(array) for array in (batch.inputs, batch.targets, batch.weights))
   segments = np.ones_like(inputs) if batch.segments is None else np.asarray(batch.segments)
+  media = batch.media.get(VISION)
+  slots = np.full_like(inputs, -1) if media is None else describer.slots(np.asarray(media.indices))
   rows = []
   for row in range(min(count, len(inputs))):
     numbers = [int(number) for number in np.unique(segments[row]) if number]
     sequences = []
     for here in (segments[row] == number for number in numbers):
       tokens = [*inputs[row][here][:1].tolist(), *targets[row][here].tolist()]
-      sequences.append(tuple(describer.runs(tokens, [0.0, *weights[row][here].tolist()])))
-    rows.append(RowView(tuple(sequences), int((segments[row] == 0).sum())))
+      own = describer.images(tokens, [*slots[row][here].tolist(), -1], None if media is None else media.inputs[row])
+      sequences.append(tuple(describer.runs(tokens, [0.0, *weights[row][here].tolist()], own)))
+    room = 0 if media is None else media.inputs.shape[1]
+    rows.append(RowView(tuple(sequences), int((segments[row] == 0).sum()), (int(slots[row].max()) + 1, room)))
   return rows
 
 
 class _Describer:
   """Makes runs of the tokens of a sequence. `roles` are those of the tokens of known sequences, by their bytes."""
 
-  def __init__(self, tokenizer: TextTokenizer | None, roles: Mapping[bytes, list[str]]) -> None:
-    self._tokenizer, self._roles = tokenizer, roles
+  def __init__(
+    self, tokenizer: TextTokenizer | None, roles: Mapping[bytes, list[str]], images: ImageOptions | None
+  ) -> None:
+    self._tokenizer, self._roles, self._images = tokenizer, roles, images
     self._anchor = [] if tokenizer is None else list(tokenizer.vocabulary.encode(_ANCHOR, special=False))
 
-  def runs(self, tokens: Sequence[int], weights: Sequence[float]) -> Iterator[TokenRun]:
-    """The runs of a sequence."""
+  def slots(self, indices: np.ndarray) -> np.ndarray:
+    """The encoder's input that each token stands for a feature of; -1 for text."""
+    assert self._images is not None, "media come from images"
+    return indices // self._images.shape.features
+
+  def images(self, tokens: Sequence[int], slots: Sequence[int], inputs: Any) -> list[TokenRun | None]:
+    """The run of the image that each token stands for a feature of; None for text."""
+    found: list[TokenRun | None] = [None] * len(tokens)
+    for slot in {slot for slot in slots if slot >= 0}:
+      places = [place for place, own in enumerate(slots) if own == slot]
+      run = self._image_run(np.asarray(inputs[slot]), len(places))
+      for place in places:
+        found[place] = run
+    return found
+
+  def _image_run(self, inputs: np.ndarray, tokens: int) -> TokenRun:
+    assert self._images is not None, "media come from images"
+    from PIL import Image
+
+    pixels, file = self._images.processor.patches.pixels(inputs), io.BytesIO()
+    image = Image.fromarray(pixels)
+    image.thumbnail((_LARGEST, _LARGEST))
+    image.save(file, "PNG")
+    text = f"[image {pixels.shape[1]}x{pixels.shape[0]}, {plural(tokens, 'token')}]"
+    return TokenRun(text, tokens, 0.0, image=file.getvalue())
+
+  def runs(
+    self, tokens: Sequence[int], weights: Sequence[float], images: Sequence[TokenRun | None]
+  ) -> Iterator[TokenRun]:
+    """The runs of a sequence, of which some tokens stand for `images`."""
     roles = self._roles.get(_key(tokens)) or [""] * len(tokens)
 
-    def kind(place: int) -> tuple[float, str, int | None]:
-      return weights[place], roles[place], place if self._is_special(tokens[place]) else None
+    def kind(place: int) -> tuple[float, str, int | None, TokenRun | None]:
+      special = self._is_special(tokens[place]) and images[place] is None
+      return weights[place], roles[place], place if special else None, images[place]
 
-    for (weight, role, special), places in groupby(range(len(tokens)), kind):
+    for (weight, role, special, image), places in groupby(range(len(tokens)), kind):
       some = [tokens[place] for place in places]
+      if image is not None:
+        yield replace(image, weight=weight, role=role)
+        continue
       text = self._text(some) if special is None else self._name(some[0])
       yield TokenRun(text, len(some), weight, role, special is not None)
 

@@ -1,5 +1,6 @@
 """Rows of data as text for a terminal or a file, and as a page. Text of the data is harmless in both."""
 
+import base64
 import html
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -31,9 +32,11 @@ def as_text(rows: Sequence[RowView], colours: bool) -> Iterator[str]:
 def describe_counts(counts: RowCounts) -> Iterator[str]:
   """The counts, in lines."""
   positions = counts.tokens - counts.sequences + counts.padding
+  used, room = counts.slots
+  images = f", images in {used:,} of {plural(room, 'slot')} ({used / room:.1%})" if room else ""
   yield (
     f"{plural(counts.rows, 'row')}, {plural(counts.sequences, 'sequence')}, {_describe(counts)}, padding in "
-    f"{counts.padding:,} of {plural(positions, 'position')} ({counts.padding / max(positions, 1):.1%})"
+    f"{counts.padding:,} of {plural(positions, 'position')} ({counts.padding / max(positions, 1):.1%}){images}"
   )
   width = max(map(len, counts.roles), default=0)
   for role, (tokens, trained) in counts.roles.items():
@@ -111,6 +114,10 @@ def _span(run: TokenRun, shown_weight: str) -> str:
   role = f"var(--series-{_STYLES[run.role][1]})" if run.role in _STYLES else "inherit"
   kinds = " ".join(name for name, so in (("trains", run.weight > 0), ("special", run.special)) if so)
   weight = f"<sub>{shown_weight}</sub>" if shown_weight else ""
+  if run.image:
+    return (
+      f'<img src="data:image/png;base64,{base64.b64encode(run.image).decode()}" alt="{run.text}" title="{run.text}">'
+    )
   about = html.escape(f"{run.role + ', ' if run.role else ''}{plural(run.tokens, 'token')}, weight {run.weight:g}")
   return f'<span class="{kinds}" style="color:{role}" title="{about}">{weight}{html.escape(_visible(run))}</span>'
 

@@ -9,7 +9,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from maxtext.data.batch import Batch, BatchWithState, IteratorState
+from maxtext.data.images import VISION, ImageRows
 from maxtext.data.streams import Rows
+from maxtext.models.media import TowerInputs
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,13 @@ def place_rows(
 
   batch = make_batch(rows, lambda array: local_rows.array(array, count))
   values = {name: local_rows.array(rows.extra_values(name, like), count, like.sharding) for name, like in extra.items()}
-  return BatchWithState(replace(batch, extra=values), position), np.any(real, axis=1)
+  media = {} if rows.images is None else {VISION: _tower_inputs(rows.images, local_rows, count)}
+  return BatchWithState(replace(batch, extra=values, media=media), position), np.any(real, axis=1)
+
+
+def _tower_inputs(images: ImageRows, local_rows: LocalRows, count: int) -> TowerInputs:
+  inputs = local_rows.array(images.inputs, count, local_rows.by_rows)
+  return TowerInputs(inputs, local_rows.array(images.indices, count))
 
 
 def make_batch(rows: Rows, place: Callable[[np.ndarray], jax.Array]) -> Batch:

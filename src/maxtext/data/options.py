@@ -1,11 +1,12 @@
 """What data and tokenizers need of a run's configuration. This module alone reads its keys for them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from maxtext.configs import MaxTextConfig
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import DatasetType, TokenizerType
+from maxtext.data.images import VISION, ImageOptions
 from maxtext.data.splits import Split, SplitName
 
 
@@ -70,6 +71,7 @@ class ConversationOptions:
     labelled: instead of pairs, a row has one answer and a label, whether it is desirable.
     reference_log_probs: the file of the reference model's log-probabilities and the digest of that model; None where
       the data does not bring them.
+    images: how images in them train; None where there are none.
   """
 
   completion_only: bool
@@ -80,6 +82,7 @@ class ConversationOptions:
   pairs: bool = False
   labelled: bool = False
   reference_log_probs: tuple[str, str] | None = None
+  images: ImageOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,11 @@ class DataOptions:
     """Whether the data is text, or was; synthetic data is random tokens."""
     return self.kind != DatasetType.SYNTHETIC
 
+  @property
+  def images(self) -> ImageOptions | None:
+    """How images train; None where rows have none."""
+    return None if self.conversations is None else self.conversations.images
+
   def split(self, name: SplitName) -> Split:
     """Of training or of evaluation."""
     return self.train if name == "train" else self.evaluation
@@ -183,6 +191,7 @@ def data_options(config: MaxTextConfig) -> DataOptions:
     method="use_dpo" if c.use_dpo else "use_sft",
     pairs=c.use_dpo,
     labelled=c.use_dpo and "kto" in c.dpo_loss_type,
+    images=image_options(c),
   )
   return DataOptions(
     kind=c.dataset_type,
@@ -210,10 +219,52 @@ def data_options(config: MaxTextConfig) -> DataOptions:
   )
 
 
+def image_options(config: MaxTextConfig) -> ImageOptions | None:
+  """How images of conversations train; None where they have none.
+
+  Raises:
+    ConfigError: the model cannot be trained on images.
+  """
+  c = config
+  talks = (c.use_sft or c.use_dpo) and c.dataset_type != DatasetType.SYNTHETIC
+  if not c.use_multimodal or not talks or not c.image_slots_per_row:
+    return None
+  for key, wrong in (("offline_data_dir", bool(c.offline_data_dir)), ("precompute_ref_log_probs", c.use_dpo)):
+    if wrong and getattr(c, key):
+      raise ConfigError(
+        f"{key}={getattr(c, key)}: what is saved of another model is for text: leave it out or set it to false, or "
+        f"write image_slots_per_row=0 to train on text alone."
+      )
+  from maxtext.models.build import media_processors  # with JAX, which reader processes of data do without
+
+  processor = media_processors(c).get(VISION)
+  shape = None if processor is None else processor.slot
+  if processor is None or shape is None:
+    raise ConfigError(
+      f"use_multimodal=true: decoder_block={c.decoder_block.value} cannot be trained on images yet, "
+      f"since they have sizes of their own; write image_slots_per_row=0 to train on text alone."
+    )
+  fitting, most = c.max_target_length // shape.features, c.max_num_images_per_example
+  if not fitting or not most:
+    key, least = ("max_num_images_per_example", 1) if fitting else ("max_target_length", shape.features + 1)
+    raise ConfigError(
+      f"{key}={getattr(c, key)} leaves no room for an image: write at least {least}, or image_slots_per_row=0 to train "
+      f"on text alone."
+    )
+  wanted = shape.most * most if most > 0 and not c.packing else fitting
+  slots = wanted if c.image_slots_per_row < 0 else c.image_slots_per_row
+  return ImageOptions(processor, shape, c.image_placeholder, min(slots, fitting), most)
+
+
+def _listed(columns: str | Sequence[str]) -> Sequence[str]:
+  return [columns] if isinstance(columns, str) else columns
+
+
 def _train(config: MaxTextConfig) -> Split:
   return Split(
     name="train",
     columns=config.train_data_columns,
+    image_columns=_listed(config.train_image_column),
     tokenize=config.tokenize_train_data,
     epochs=config.num_epoch,
     shuffle=config.enable_data_shuffling,
@@ -240,6 +291,7 @@ def _evaluation(config: MaxTextConfig) -> Split:
   return Split(
     name="eval",
     columns=config.eval_data_columns,
+    image_columns=_listed(config.eval_image_column),
     tokenize=config.tokenize_eval_data,
     epochs=1,
     shuffle=False,

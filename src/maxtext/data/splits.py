@@ -14,6 +14,7 @@ class Split:
   Attributes:
     name: which of the two.
     columns: of the data that hold text or tokens, in order.
+    image_columns: of the data that hold images, in order; it may lack them.
     tokenize: whether they hold text.
     epochs: passes over the data.
     shuffle: whether each pass has an order of its own.
@@ -34,6 +35,7 @@ class Split:
 
   name: SplitName
   columns: Sequence[str]
+  image_columns: Sequence[str]
   tokenize: bool
   epochs: int
   shuffle: bool

@@ -47,7 +47,7 @@ def streamed_rows(
     share: the number of its blocks of rows, and of all blocks.
   """
   documents = _Windows(options, split, group, state)
-  stream = PackedStreams(documents, packing, [0], state[None, :3])
+  stream = PackedStreams(documents, packing, [0], state[None, :3], images=options.images)
   for number in itertools.count(batch):
     rows = stream.rows([0] * (sizes.of(number) * share[0] // share[1]))
     after = np.concatenate([rows.after[0], documents.cursor(int(rows.after[0, 0]))])
@@ -126,5 +126,5 @@ class _Windows:
     while self._epoch < self._epochs:
       self._data.set_epoch(self._epoch)
       for row in self._data:
-        yield [row[column] for column in self._encoding.columns]
+        yield [*(row[column] for column in self._encoding.columns), *map(row.get, self._encoding.image_columns)]
       self._epoch += 1

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from maxtext.data.documents import tokens_of
+from maxtext.data.documents import IMAGE, tokens_of
+from maxtext.data.images import ImageOptions, ImageRows
 from maxtext.data.packing import Packing, TokenSpan
 
 
@@ -31,6 +32,7 @@ class Rows(NamedTuple):
 
   Segments are 0 in padding. Weights are those of the targets in the loss; None where no document of these rows brings
   any, and then all but padding counts alike. Extra values of targets are there by name if a document brings them.
+  Images are None where data has none by its options.
   """
 
   inputs: np.ndarray
@@ -40,6 +42,7 @@ class Rows(NamedTuple):
   after: np.ndarray
   weights: np.ndarray | None = None
   extra: Mapping[str, np.ndarray] = {}
+  images: ImageRows | None = None
 
   @property
   def loss_weights(self) -> np.ndarray:
@@ -56,7 +59,9 @@ class Rows(NamedTuple):
     extra = {
       name: np.concatenate([part.extra_values(name, values) for part in parts]) for name, values in examples.items()
     }
-    return Rows(inputs, targets, positions, segments, after, weights, extra)
+    images = [part.images for part in parts if part.images is not None]
+    joined = ImageRows(*map(np.concatenate, zip(*images, strict=True))) if images else None
+    return Rows(inputs, targets, positions, segments, after, weights, extra, joined)
 
   def extra_values(self, name: str, like: Any) -> np.ndarray:
     """Extra values of these rows' targets; zeros, shaped like those of other rows, where no document brings any."""
@@ -75,6 +80,7 @@ class PackedStreams:
     streams: Sequence[int],
     state: np.ndarray | None = None,
     read_ahead: int = 16,
+    images: ImageOptions | None = None,
   ) -> None:
     """Reads nothing yet.
 
@@ -82,11 +88,12 @@ class PackedStreams:
       streams: their numbers.
       state: int32[len(streams), 3]; None is the beginning.
       read_ahead: documents per stream read beyond those that packing looks at.
+      images: of rows that have room for them.
     """
     self._documents, self._packing, self._streams = documents, packing, [int(s) for s in streams]
     self._state = np.zeros((len(streams), 3), np.int32) if state is None else np.array(state, np.int32)
     assert self._state.shape == (len(streams), 3), self._state.shape
-    self._read_ahead = read_ahead
+    self._read_ahead, self._images = read_ahead, images
     self._counting = np.arange(packing.length, dtype=np.int32)
     self._held: list[dict[int, _Document]] = [{} for _ in streams]
     self._sizes = [_Sizes(partial(self._read, s)) for s in range(len(streams))]
@@ -98,10 +105,13 @@ class PackedStreams:
     inputs, targets, positions, segments = (np.zeros(shape, np.int32) for _ in range(4))
     weights: np.ndarray | None = None
     extra: dict[str, np.ndarray] = {}
+    images = None if self._images is None else ImageRows.empty(self._images, *shape)
     for row, stream in enumerate(chosen):
       end, number, held = 0, 0, self._held[stream]
       for k, start, n in self._advance(stream):
         document, whole = held[k], slice(end, end + n)
+        if images is not None and self._images is not None and document.images is not None:
+          images.add(self._images, row, end, document.images[start : start + n])
         inputs[row, whole] = document.inputs[start : start + n]
         targets[row, whole] = document.targets[start : start + n]
         for size in document.sequence_sizes(start, n):
@@ -117,13 +127,16 @@ class PackedStreams:
             extra[name] = np.zeros((*shape, *values.shape[1:]), values.dtype)
           extra[name][row, whole] = values[start : start + n]
       self._forget(stream)
-    return Rows(inputs, targets, positions, segments, self._state.copy(), weights, extra)
+    return Rows(inputs, targets, positions, segments, self._state.copy(), weights, extra, images)
 
   def _advance(self, stream: int) -> list[TokenSpan]:
     first, offset, taken = self._state[stream].tolist()
     held = self._held[stream]
     spans, self._state[stream] = self._packing.row(
-      (first, offset, taken), self._sizes[stream], lambda k, start, room: held[k].cut(start, room)
+      (first, offset, taken),
+      self._sizes[stream],
+      lambda k, start, room, features: held[k].cut(start, room, features),
+      lambda k, start, n: held[k].features(start, n),
     )
     return spans
 
@@ -156,12 +169,13 @@ class _Document(NamedTuple):
   ends: tuple[int, ...] | None = None  # of its sequences, in inputs; None is one sequence that may be cut anywhere
   cuts: tuple[int, ...] = ()  # where a document of several sequences may be cut, in inputs
   extra: Mapping[str, np.ndarray] = {}
+  images: np.ndarray | None = None  # of inputs, see `IMAGE`
 
   @staticmethod
   def of(tokens: np.ndarray) -> "_Document":
     names = tokens.dtype.names or ()
     numbering = next((name for name in ("sequence", "side") if name in names), None)
-    values, others = tokens_of(tokens), [name for name in names if name not in ("token", "weight", numbering)]
+    values, others = tokens_of(tokens), [name for name in names if name not in ("token", "weight", IMAGE, numbering)]
     if numbering is None:
       weights = tokens["weight"][1:] if names else None
       return _Document(values[:-1], values[1:], weights, extra={name: tokens[name][1:] for name in others})
@@ -170,14 +184,19 @@ class _Document(NamedTuple):
     ends = tuple(np.cumsum(np.diff(first, append=len(tokens)) - 1).tolist())
     cuts = ends if numbering == "sequence" else ends[-1:]
     extra = {name: tokens[name][targets] for name in others}
-    return _Document(values[targets - 1], values[targets], tokens["weight"][targets], ends, cuts, extra)
+    images = tokens[IMAGE][targets - 1] if IMAGE in names else None
+    return _Document(values[targets - 1], values[targets], tokens["weight"][targets], ends, cuts, extra, images)
 
-  def cut(self, start: int, room: int) -> int:
+  def features(self, start: int, n: int) -> int:
+    """How many of so many inputs stand for a feature of an image."""
+    return 0 if self.images is None else np.count_nonzero(self.images[start : start + n])
+
+  def cut(self, start: int, room: int, features: int) -> int:
     """How many inputs from `start` go into less room than all of them take: whole sequences, or any number."""
     if self.ends is None:
       return room
-    place = bisect_right(self.cuts, start + room) - 1
-    return max(self.cuts[place] - start, 0) if place >= 0 else 0
+    sizes = [end - start for end in self.cuts[: bisect_right(self.cuts, start + room)] if end > start]
+    return next((size for size in reversed(sizes) if self.features(start, size) <= features), 0)
 
   def sequence_sizes(self, start: int, n: int) -> Iterator[int]:
     """Sizes of the sequences, or parts of one, among so many inputs."""

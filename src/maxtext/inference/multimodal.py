@@ -1,11 +1,7 @@
 """Prompts with images: the tokens that stand for them, and the inputs of the model's towers."""
 
-import base64
-import binascii
 import hashlib
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +9,14 @@ import numpy as np
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.data.chat_messages import image_sources, template_messages
+from maxtext.data.images import VISION, expand_placeholders, feature_places, image_file, naming_image
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.media.images import image_size, load_image
 from maxtext.media.processed import ImageProcessor, Processed
-from maxtext.media.sources import MediaError
 from maxtext.models.build import media_processors
 
-VISION = "vision"
 MOST_PIXELS = 1 << 25
 """Of all images of a prompt: half a second of decoding."""
-_DATA_URL = re.compile(r"data:[\w/+.-]*;base64,", re.ASCII)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +90,8 @@ class PromptEncoder:
       )
     files, sizes = [], []
     for number, source in enumerate(sources):  # their headers first, since decoding is what costs
-      with _naming(number):
-        files.append(_source(source))
+      with naming_image(f"image {number}"):
+        files.append(image_file(source))
         sizes.append(image_size(files[-1]))
     if (total := sum(self.processor.features(*size) for size in sizes)) >= self.longest:
       raise ConfigError(
@@ -107,31 +101,18 @@ class PromptEncoder:
       raise ConfigError(f"The images have {pixels:,} pixels, and those of a prompt may have {MOST_PIXELS:,}.")
     found = []
     for number, file in enumerate(files):
-      with _naming(number):
+      with naming_image(f"image {number}"):
         found.append(self.processor(load_image(file)))
     return found
 
   def _expanded(self, text: str, images: Sequence[Processed]) -> str:
     """The text with what stands for each image in place of its placeholder."""
-    there = text.count(self.placeholder)
-    if there != len(images):
-      raise ConfigError(
-        f"The prompt has {there} placeholders {self.placeholder!r} for {len(images)} images: see image_placeholder, "
-        f"and whether the chat template takes images."
-      )
-    texts = iter(images)
-    return re.sub(re.escape(self.placeholder), lambda _: next(texts).text, text)
+    return expand_placeholders(text, self.placeholder, [image.text for image in images])
 
   def _placed(self, tokens: np.ndarray, images: Sequence[Processed]) -> tuple[list[int], PromptMedia]:
     assert self.processor is not None
-    name, total = self.processor.token, sum(image.features for image in images)
-    ids = self.tokenizer.vocabulary.encode(name, special=True)
-    places = np.flatnonzero(tokens == ids[0]) if len(ids) == 1 else np.zeros(0, int)
-    if len(ids) != 1 or len(places) != total:
-      raise ConfigError(
-        f"The prompt has {len(places)} tokens {name!r} for {total} features of its images: the tokenizer needs this "
-        f"token, and the text must not contain its name."
-      )
+    total = sum(image.features for image in images)
+    places = feature_places(self.tokenizer, self.processor.token, tokens, total)
     keys, indices = tokens.astype(np.int64), np.full(len(tokens), -1, np.int32)
     indices[places] = np.arange(total)
     for place, image in zip(
@@ -140,25 +121,3 @@ class PromptEncoder:
       keys[place] = -1 - int.from_bytes(hashlib.sha256(image.inputs.tobytes()).digest()[:7], "big")
     inputs = np.concatenate([image.inputs for image in images])
     return tokens.tolist(), PromptMedia({VISION: inputs}, {VISION: indices}, keys)
-
-
-@contextmanager
-def _naming(number: int) -> Iterator[None]:
-  """Tells which image an error is about."""
-  try:
-    yield
-  except MediaError as error:
-    raise ConfigError(f"image {number}: {error}") from None
-
-
-def _source(source: Any) -> Any:
-  """A file's bytes from a data URL; anything else as it is."""
-  if not isinstance(source, str) or not source.startswith("data:"):
-    return source
-  head = _DATA_URL.match(source)
-  if head is None:
-    raise MediaError("a data URL must be base64: data:image/png;base64,...")
-  try:
-    return base64.b64decode(source[head.end() :], validate=True)
-  except (binascii.Error, ValueError):
-    raise MediaError("the data URL has no valid base64.") from None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from maxtext.media.patches import Filter, Patches, resized
-from maxtext.media.processed import FeatureText, Processed
+from maxtext.media.processed import FeatureText, Processed, SlotShape
 from maxtext.media.sources import MediaError
 
 if TYPE_CHECKING:
@@ -56,16 +56,24 @@ class SquareImages:
   def token(self) -> str:
     return self.text.token
 
+  @property
+  def slot(self) -> SlotShape:
+    return _square_slot(self.patches, self.side, self.features_each, 1 + (self.crops.max_crops if self.crops else 0))
+
   def features(self, height: int, width: int) -> int:
     return self.features_each * (1 + len(self._boxes(height, width)))
+
+  def standing_for(self, height: int, width: int) -> str:
+    text, boxes = self.text(self.features_each), self._boxes(height, width)
+    if not self.crops or not boxes:
+      return text
+    return self.crops.before + text + self.crops.between + " ".join([text] * len(boxes))
 
   def __call__(self, image: "Image") -> Processed:
     boxes = self._boxes(image.height, image.width)
     images = [image, *(image.crop(box) for box in boxes)]
-    text = self.text(self.features_each)
-    if self.crops and boxes:
-      text = self.crops.before + text + self.crops.between + " ".join([text] * len(boxes))
     squares = [resized(one, self.side, self.side, self.how) for one in images]
+    text = self.standing_for(image.height, image.width)
     return _slots(self.patches, squares, text, self.features_each * len(images))
 
   def _boxes(self, height: int, width: int) -> list[tuple[int, int, int, int]]:
@@ -141,6 +149,13 @@ class FittedImages:
     height, width = self.budget.size(height, width)
     return height * width // self.budget.multiple**2
 
+  @property
+  def slot(self) -> None:
+    return None
+
+  def standing_for(self, height: int, width: int) -> str:
+    return self.text(self.features(height, width))
+
   def __call__(self, image: "Image") -> Processed:
     pixels = resized(image, *self.budget.size(image.height, image.width), self.how)
     features = self.features(image.height, image.width)
@@ -175,9 +190,16 @@ class TiledImages:
     rows, columns = fitting[fitting.prod(-1).argmin()]
     return int(rows), int(columns)
 
+  @property
+  def slot(self) -> SlotShape:
+    return _square_slot(self.patches, self.side, self.features_each, self.max_tiles + 1)
+
   def features(self, height: int, width: int) -> int:
     count = math.prod(self.tiles(height, width))
     return self.features_each * (count + (count > 1))
+
+  def standing_for(self, height: int, width: int) -> str:
+    return self._text(*self.tiles(height, width))
 
   def __call__(self, image: "Image") -> Processed:
     rows, columns = self.tiles(image.height, image.width)
@@ -201,6 +223,10 @@ class TiledImages:
     tile = self.token * self.features_each
     line = self.column_end.join([tile] * columns) + self.row_end
     return self.start + (line * rows if rows * columns > 1 else "") + self.whole + tile + self.end
+
+
+def _square_slot(patches: Patches, side: int, features: int, most: int) -> SlotShape:
+  return SlotShape((side // patches.size) ** 2, len(patches.mean) * patches.size**2, features, most)
 
 
 def _slots(patches: Patches, images: Sequence[np.ndarray], text: str, features: int) -> Processed:

@@ -53,6 +53,8 @@ def image_size(source: "bytes | str | os.PathLike[str] | Image") -> tuple[int, i
     if isinstance(source, bytes | str | os.PathLike):
       image = pil.open(io.BytesIO(read_bytes(source, limits.bytes)), formats=FORMATS)
     width, height = image.size
+    if width * height > limits.pixels:
+      raise _too_large(f"has {width} x {height} pixels", limits)
     turned = image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
   except MediaError:
     raise

@@ -1,5 +1,6 @@
 """Pixels as the rows of a tower's first weight."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -47,6 +48,14 @@ class Patches:
     grid = grid.reshape(rows // m, m, columns // m, m, 2).transpose(0, 2, 1, 3, 4).reshape(1, rows * columns, 2)
     time = np.broadcast_to(np.arange(G)[:, None, None], (G, rows * columns, 1))
     return inputs, np.concatenate([time, np.repeat(grid, G, 0)], -1).astype(np.int32)
+
+  def pixels(self, inputs: np.ndarray) -> np.ndarray:
+    """The square image [H,W,3] in uint8 whose patches [T,P] these are."""
+    assert self.merge == self.frames == 1, "the image may have any size"
+    assert not self.channels_last
+    side, size = math.isqrt(len(inputs)), self.size
+    values = inputs.reshape(side, side, 3, size, size).transpose(0, 3, 1, 4, 2).reshape(side * size, side * size, 3)
+    return np.clip(np.rint((values * self.std + self.mean) * 255), 0, 255).astype(np.uint8)
 
 
 def resized(image: "Image", height: int, width: int, how: Filter) -> np.ndarray:

@@ -8,6 +8,8 @@ import numpy as np
 if TYPE_CHECKING:
   from PIL.Image import Image
 
+  from maxtext.media.patches import Patches
+
 
 @dataclass(frozen=True)
 class Processed:
@@ -40,6 +42,17 @@ class FeatureText:
     return self.start + self.token * features + self.end
 
 
+@dataclass(frozen=True)
+class SlotShape:
+  """A slot of a tower whose slots are all alike: so many `patches` of so many `values` become so many `features`; an
+  image takes at most so many slots."""
+
+  patches: int
+  values: int
+  features: int
+  most: int
+
+
 class ImageProcessor(Protocol):
   """Makes inputs of a tower of images."""
 
@@ -48,8 +61,22 @@ class ImageProcessor(Protocol):
     """The name of the token that stands for a feature."""
     ...
 
+  @property
+  def patches(self) -> "Patches":
+    """How pixels become inputs."""
+    ...
+
+  @property
+  def slot(self) -> SlotShape | None:
+    """What all slots are like; None where images have sizes of their own."""
+    ...
+
   def features(self, height: int, width: int) -> int:
     """Features of an image."""
+    ...
+
+  def standing_for(self, height: int, width: int) -> str:
+    """The text of an image, `Processed.text`, from its size alone."""
     ...
 
   def __call__(self, image: "Image") -> Processed: ...

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext.configs import ConfigError, MaxTextConfig
@@ -11,12 +12,15 @@ from maxtext.configs.derived import eval_batch_size, global_batch_size
 from maxtext.configs.types import DatasetType
 from maxtext.data.batch import BatchSource
 from maxtext.data.documents import LABEL
+from maxtext.data.images import VISION
+from maxtext.data.options import image_options
 from maxtext.data.reference_log_probs import REFERENCE
 from maxtext.data.teacher_outputs import TEACHER_LOG_PROBS, TEACHER_TOKENS
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.mesh.rules import LOGICAL_AXES, mesh_axes_of, num_shards_of
+from maxtext.models.media import TowerInputs
 from maxtext.training import diloco
-from maxtext.training.objectives.base import BATCH, LENGTH, Field, Objective, token_batch
+from maxtext.training.objectives.base import BATCH, LENGTH, Field, Objective, token_batch, token_field
 
 _ROWS = {"per_device_batch_size": global_batch_size, "eval_per_device_batch_size": eval_batch_size}
 
@@ -48,6 +52,11 @@ def abstract_batch(
     sharding = NamedSharding(mesh, PartitionSpec((*replicas, *mesh_axes_of(first)), *rest))
     return jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=sharding)
 
+  return jax.tree_util.tree_map_with_path(array, declared_batch(config, objective, data, rows))
+
+
+def declared_batch(config: MaxTextConfig, objective: Objective, data: BatchSource | None, rows: int) -> Any:
+  """The tree of the objective's fields, with what the configured data brings beside them."""
   declared = objective.batch(rows, config.max_target_length)
   if data is None:
     extra = {name: field for name, field in getattr(declared, "extra", {}).items() if name in _brought(config)}
@@ -58,7 +67,18 @@ def abstract_batch(
       )
     if config.dataset_type == DatasetType.SYNTHETIC and not extra:  # its rows are one document each
       declared = replace(declared, segments=None)
-  return jax.tree_util.tree_map_with_path(array, declared)
+    declared = replace(declared, media=_media(config, rows))
+  return declared
+
+
+def _media(config: MaxTextConfig, rows: int) -> dict[str, TowerInputs]:
+  images = image_options(config)
+  if images is None:
+    return {}
+  shape = rows, images.slots, images.shape.patches, images.shape.values
+  inputs: Any = Field(shape, jnp.float32, (BATCH, None, None, None))
+  indices: Any = token_field(rows, config.max_target_length)
+  return {VISION: TowerInputs(inputs, indices)}
 
 
 def _brought(config: MaxTextConfig) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from maxtext.optim.optimizer import make_optimizer
 from maxtext.optim.options import optimizer_options, schedule_options
 from maxtext.optim.schedules import learning_rate
 from maxtext.training import diloco
-from maxtext.training.abstract_batch import abstract_batch, token_paths
+from maxtext.training.abstract_batch import abstract_batch, declared_batch, token_paths
 from maxtext.training.frozen import build_frozen, frozen_params
 from maxtext.training.learn_to_init import MappedModel, mapped_model
 from maxtext.training.objectives.base import EVALUATION, Metrics, Objective, StepContext
@@ -124,7 +124,7 @@ class Program:
 
     jit = partial(jax.jit, compiler_options=run_compiler_options(config, mesh))
 
-    ordered = token_paths(trained.batch(1, 1))
+    ordered = token_paths(declared_batch(config, trained, data, 1))
 
     def in_token_order(batch: Any) -> Any:
       """Rows in the order in which their parts have the same work."""

@@ -54,6 +54,11 @@ class DatasetGeneral(Section):
   train_image_column: str | list[str] = Field(
     "image", description="Data column or columns that hold the training images."
   )
+  image_slots_per_row: int = Field(
+    -1,
+    ge=-1,
+    description="Images, or tiles, that a training row has room for; 0 trains on text alone, -1: all that fit.",
+  )
   eval_data_columns: list[str] = Field(["text"], description="Data columns that hold the evaluation text, in order.")
   eval_image_column: str | list[str] = Field(
     "image", description="Data column or columns that hold the evaluation images."

@@ -5,7 +5,7 @@ import importlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from maxtext.data.conversations import (
   join_sequences,
 )
 from maxtext.data.documents import TokenCounts
+from maxtext.data.images import ConversationImages, with_column_images
 from maxtext.data.options import ConversationOptions
 from maxtext.data.tokenizers import TextTokenizer
 
@@ -41,6 +42,8 @@ class ConversationEncoding:
     options: which tokens train, and the formatting function.
     formatting_func: makes a conversation of a row.
     with_roles: finds the role of each token, for showing them.
+    images: finds those of a conversation; None where there are none.
+    image_columns: their columns, which a row may lack; their values follow the others.
   """
 
   columns: tuple[str, ...]
@@ -50,14 +53,24 @@ class ConversationEncoding:
   options: ConversationOptions
   formatting_func: Callable[..., Any] | None
   with_roles: bool = False
+  images: ConversationImages | None = None
+  image_columns: tuple[str, ...] = ()
 
   @staticmethod
   def of(
-    columns: tuple[str, ...], tokenizer: TextTokenizer, most: int, truncate: bool, options: ConversationOptions
+    columns: tuple[str, ...],
+    tokenizer: TextTokenizer,
+    most: int,
+    truncate: bool,
+    options: ConversationOptions,
+    image_columns: tuple[str, ...] = (),
   ) -> "ConversationEncoding":
     """With the formatting function that the options name."""
     function = _load_function(options.formatting_func) if options.formatting_func else None
-    return ConversationEncoding(columns, tokenizer, most, truncate, options, function)
+    images = None if options.images is None else ConversationImages(options.images, tokenizer)
+    return ConversationEncoding(
+      columns, tokenizer, most, truncate, options, function, images=images, image_columns=image_columns
+    )
 
   @property
   def identity(self) -> dict[str, Any]:
@@ -75,7 +88,13 @@ class ConversationEncoding:
     if self.formatting_func is not None:
       arguments = json.dumps(dict(self.options.formatting_kwargs), sort_keys=True, default=str)
       found["formatting_func"] = [self.options.formatting_func, _source(self.formatting_func), arguments]
+    if self.images is not None:
+      found["images"] = [repr(self.images.options), list(self.image_columns)]
     return found
+
+  def in_folder(self, folder: str | None) -> "ConversationEncoding":
+    """With paths of images relative to a folder; None where the data is in several."""
+    return self if self.images is None else replace(self, images=replace(self.images, folder=folder))
 
   def counts(self, shards: int) -> TokenCounts:
     """A conversation is never cut."""
@@ -91,21 +110,23 @@ class ConversationEncoding:
 
   def row(self, values: Sequence[Any]) -> dict[str, Any]:
     """The values of a record by name, from JSON text where they are lists of messages, and formatted."""
-    row = dict(zip(self.columns, values, strict=True))
+    row = dict(zip((*self.columns, *self.image_columns), values, strict=True))
     if self.formatting_func is not None:
       row = _as_row(self._formatted(row), self.options.formatting_func)
-    return {name: _parsed(value, name) for name, value in row.items()}
+    return {name: value if name in self.image_columns else _parsed(value, name) for name, value in row.items()}
 
   def row_sequences(self, row: Mapping[str, Any]) -> list[TrainingSequence]:
     """The sequences of a row."""
     if PROMPT in row and COMPLETION in row:
       return self._completion(row)
-    name = MESSAGES if MESSAGES in row else next((one for one in row if one != TOOLS), "")
+    others = (TOOLS, *self.image_columns)
+    name = MESSAGES if MESSAGES in row else next((one for one in row if one not in others), "")
     return self._conversation(row.get(name), row)
 
   def fitting(self, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
     """Those that fit in a row, or as much of them as does."""
-    cut = [sequence.truncated(self.most) for sequence in sequences]
+    fit = {} if self.images is None else {"fit": self.images.fit}
+    cut = [sequence.truncated(self.most, **fit) for sequence in sequences]
     return [
       found
       for sequence, found in zip(sequences, cut, strict=True)
@@ -125,6 +146,8 @@ class ConversationEncoding:
     prompt, completion = row[PROMPT], row[COMPLETION]
     if isinstance(prompt, str) and isinstance(completion, str):
       if not self.options.chat:
+        if self._column_images(row):
+          raise ConfigError("images need use_chat_template=true, whose template writes where they stand.")
         only = self.options.completion_only
         return [completion_sequence(self.tokenizer, prompt, completion, only, self.with_roles)]
       prompt, completion = [{"role": "user", "content": prompt}], [{"role": "assistant", "content": completion}]
@@ -140,8 +163,18 @@ class ConversationEncoding:
         f"*_data_columns keys."
       )
     tools = template_tools(row.get(TOOLS))
-    values = {} if tools is None else {TOOLS: tools}
-    return conversation_sequences(self.tokenizer, messages, values, self.options.completion_only, self.with_roles)
+    values, only = {} if tools is None else {TOOLS: tools}, self.options.completion_only
+    if self.images is not None:
+      messages = with_column_images(messages, self._column_images(row))
+    return conversation_sequences(self.tokenizer, messages, values, only, self.with_roles, self.images)
+
+  def _column_images(self, row: Mapping[str, Any]) -> list[Any]:
+    """Of all columns of images; one may hold several."""
+    found = list[Any]()
+    for value in (row.get(name) for name in self.image_columns):
+      several = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object)
+      found += [] if value is None else value if several else [value]
+    return found
 
 
 def _parsed(value: Any, column: str) -> Any:

@@ -27,6 +27,11 @@ class Encoding(Protocol):
     ...
 
   @property
+  def image_columns(self) -> tuple[str, ...]:
+    """The names of columns of images, which data may lack; a value that is not there is None."""
+    ...
+
+  @property
   def identity(self) -> dict[str, Any]:
     """What determines the tokens."""
     ...
@@ -47,13 +52,23 @@ def make_encoding(options: DataOptions, split: Split) -> Encoding:
   most = options.length + 1
   if options.conversations is not None:
     conversations = ConversationEncoding.of(
-      columns, load_tokenizer(options.tokenizer), most, options.truncate, options.conversations
+      columns,
+      load_tokenizer(options.tokenizer),
+      most,
+      options.truncate,
+      options.conversations,
+      _image_columns(options, split),
     )
     pairs, labelled = options.conversations.pairs, options.conversations.labelled
     return PreferenceEncoding(conversations, labelled) if pairs else conversations
   if not split.tokenize:
     return TextEncoding(columns, None, None)
   return TextEncoding(columns, load_tokenizer(options.tokenizer), most if options.truncate else None)
+
+
+def _image_columns(options: DataOptions, split: Split) -> tuple[str, ...]:
+  has_images = options.conversations is not None and options.conversations.images is not None
+  return tuple(split.image_columns) if has_images else ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +86,7 @@ class TextEncoding:
   columns: tuple[str, ...]
   tokenizer: TextTokenizer | None
   most: int | None
+  image_columns: tuple[str, ...] = ()
 
   @property
   def identity(self) -> dict[str, Any]:

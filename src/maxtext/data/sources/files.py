@@ -22,10 +22,10 @@ from maxtext.data.sources.tf_record import TFRecordReader, tf_record_shard
 
 def open_files(paths: Sequence[str], kind: str, encoding: Encoding, in_order: int, threads: int) -> ColumnDocuments:
   """Opens the documents of some files. With slow random access, `in_order` documents are shuffled together."""
-  format_, columns = FORMATS[kind], encoding.columns
+  format_, columns, images = FORMATS[kind], encoding.columns, encoding.image_columns
   shards = [shard for path in paths for shard in format_.shards(path, columns)]
   names = [[Path(shard.path).name, shard.part, shard.records, os.path.getsize(shard.path)] for shard in shards]
-  records = Records(shards, lambda shard: format_.open(shard, columns), threads)
+  records = Records(shards, lambda shard: format_.open(shard, (*columns, *images)), threads)
   return ColumnDocuments(
     records.read,
     encoding,
@@ -33,7 +33,7 @@ def open_files(paths: Sequence[str], kind: str, encoding: Encoding, in_order: in
     {"files": hashlib.sha256(repr(names).encode()).hexdigest()},
     records.where,
     FEW_SHARDS._replace(documents=in_order) if format_.in_order else FEW_SHARDS,
-    lambda record: format_.values(record, columns),
+    lambda record: format_.values(record, columns, images),
   )
 
 
@@ -43,13 +43,13 @@ class Format(NamedTuple):
   Attributes:
     shards: lists the shards of a file, each of which is opened as a whole.
     open: opens a shard, for some columns.
-    values: returns the values of a record's columns.
+    values: returns the values of a record's columns, and of those of images, which it may lack.
     in_order: whether random access is slow.
   """
 
   shards: Callable[[str, Sequence[str]], list[Shard]]
   open: Callable[[Shard, Sequence[str]], Reader]
-  values: Callable[[Any, Sequence[str]], Sequence[Any]]
+  values: Callable[[Any, Sequence[str], Sequence[str]], Sequence[Any]]
   in_order: bool
 
 
@@ -78,12 +78,14 @@ class _ParquetReader:
   """A row group, decoded."""
 
   def __init__(self, shard: Shard, columns: Sequence[str]) -> None:
-    self._table = _parquet(shard.path).read_row_group(shard.part, columns=list(columns)).select(list(columns))
+    file = _parquet(shard.path)
+    self._columns, known = columns, set(file.schema_arrow.names)
+    self._table = file.read_row_group(shard.part, columns=[column for column in columns if column in known])
 
   def read(self, places: list[int]) -> list[list[Any]]:
     """The values of these rows."""
-    columns = [column.to_pylist() for column in self._table.take(places).columns]
-    return [list(row) for row in zip(*columns, strict=True)]
+    rows = self._table.take(places).to_pylist()
+    return [[row.get(column) for column in self._columns] for row in rows]
 
 
 def _parquet(path: str) -> Any:
@@ -106,5 +108,5 @@ FORMATS = {
   "jsonl": Format(
     lambda path, _: [json_lines_shard(path)], lambda shard, _: JsonLinesReader(shard.path), json_values, False
   ),
-  "parquet": Format(_parquet_shards, _ParquetReader, lambda record, _: record, True),
+  "parquet": Format(_parquet_shards, _ParquetReader, lambda record, *_: record, True),
 }

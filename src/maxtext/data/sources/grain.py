@@ -2,6 +2,7 @@
 
 import glob
 import json
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -11,8 +12,10 @@ from maxtext.configs import ConfigError
 from maxtext.data.documents import DataSource, Documents
 from maxtext.data.options import DataOptions
 from maxtext.data.prepared_corpus import MANIFEST, PreparedCorpus, held_out_documents, read_manifest
+from maxtext.data.sources.conversation_encoding import ConversationEncoding
 from maxtext.data.sources.encoding import Encoding, make_encoding
 from maxtext.data.sources.files import FORMATS, open_files
+from maxtext.data.sources.preference_encoding import PreferenceEncoding
 from maxtext.data.splits import Split
 from maxtext.data.tokenizers import check_vocab_size
 
@@ -81,7 +84,11 @@ def _open(options: DataOptions, split: Split, encoding: Callable[[], Encoding], 
       f"{key}: {place} is neither the folder of a prepared corpus, with its {MANIFEST}, nor a glob of files. "
       f"`maxtext data prepare` makes such a folder."
     )
-  documents = open_files(paths, kind, encoding(), options.shuffle_buffer, split.threads)
+  making = encoding()
+  if isinstance(making, ConversationEncoding | PreferenceEncoding):
+    folders = {os.path.dirname(os.path.abspath(path)) for path in paths}
+    making = making.in_folder(folders.pop() if len(folders) == 1 else None)
+  documents = open_files(paths, kind, making, options.shuffle_buffer, split.threads)
   if not sum(documents.sizes):
     raise ConfigError(f"{key}: {place} holds no records.")
   return documents

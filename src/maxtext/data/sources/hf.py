@@ -20,11 +20,12 @@ def open_hf(options: DataOptions, split: Split) -> list[DataSource]:
     raise ConfigError(
       f"{_what(hub, split)} has no {', '.join(sorted(missing))}; it has {', '.join(data.column_names)}."
     )
-  table = data.select_columns(list(encoding.columns))
+  columns = (*encoding.columns, *encoding.image_columns)
+  table = data.select_columns([column for column in columns if column in data.column_names])
 
   def read(numbers: Any) -> list[list[Any]]:
     found = table[list(numbers)]
-    return [list(row) for row in zip(*(found[column] for column in encoding.columns), strict=True)]
+    return [list(row) for row in zip(*(found.get(column, [None] * len(numbers)) for column in columns), strict=True)]
 
   about = {"hf": [hub.path, hub.name, hub.data_dir, split.hf_split], "bytes": data.info.dataset_size}
   return [DataSource(ColumnDocuments(read, encoding, [len(data)], about, lambda n: f"{_what(hub, split)}, row {n}"))]

@@ -33,8 +33,8 @@ class JsonLinesReader:
       os.close(self._file)
 
 
-def json_values(line: bytes, columns: Sequence[str]) -> list[Any]:
-  """The values of some fields of the object in a line; a field that a line leaves out is None."""
+def json_values(line: bytes, columns: Sequence[str], images: Sequence[str] = ()) -> list[Any]:
+  """The values of some fields of the object in a line, the last of `images`; a field that a line leaves out is None."""
   try:
     row = json.loads(line)
   except (ValueError, RecursionError):
@@ -44,7 +44,7 @@ def json_values(line: bytes, columns: Sequence[str]) -> list[Any]:
   if not any(column in row for column in columns):
     has = ", ".join(map(str, row)) or "nothing"
     raise RunError(f"no {' or '.join(columns)}; it has {has}. Set the *_data_columns keys.")
-  return [row.get(column) for column in columns]
+  return [row.get(column) for column in (*columns, *images)]
 
 
 def _index(path: str) -> np.ndarray:

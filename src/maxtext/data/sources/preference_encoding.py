@@ -5,7 +5,7 @@ how far the model is from its reference.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -38,9 +38,18 @@ class PreferenceEncoding:
     return self.conversations.columns
 
   @property
+  def image_columns(self) -> tuple[str, ...]:
+    """The names of columns of images."""
+    return self.conversations.image_columns
+
+  @property
   def identity(self) -> dict[str, Any]:
     """What determines the tokens."""
     return {**self.conversations.identity, "pairs": True} | ({"labelled": True} if self.labelled else {})
+
+  def in_folder(self, folder: str | None) -> "PreferenceEncoding":
+    """With paths of images relative to a folder; None where the data is in several."""
+    return replace(self, conversations=self.conversations.in_folder(folder))
 
   def counts(self, shards: int) -> TokenCounts:
     """A pair is never cut."""
@@ -48,11 +57,11 @@ class PreferenceEncoding:
 
   def __call__(self, values: Sequence[Any]) -> np.ndarray:
     """The pair as one document; empty where it does not fit in a row."""
-    pair = join_sequences(self.fitting(self.sequences(values))).view(PAIRED)
+    pair = join_sequences(self.fitting(self.sequences(values)), PAIRED)
     if not self.labelled:
       return pair
-    document = np.zeros(len(pair), [*PAIRED.descr, (LABEL, np.float32)])
-    for name in PAIRED.names or ():
+    document = np.zeros(len(pair), [*pair.dtype.descr, (LABEL, np.float32)])
+    for name in pair.dtype.names or ():
       document[name] = pair[name]
     if len(pair):
       is_desirable = self.conversations.row(values[:-1])[LABEL]
@@ -86,8 +95,9 @@ class PreferenceEncoding:
 
   def fitting(self, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
     """Both, or none where one row does not hold them."""
-    inputs = sum(len(sequence.tokens) - 1 for sequence in sequences)
-    return list(sequences) if inputs < self.conversations.most else []
+    inputs, images = sum(len(sequence.tokens) - 1 for sequence in sequences), self.conversations.images
+    fit = images is None or images.fit(*(sequence.images for sequence in sequences))
+    return list(sequences) if inputs < self.conversations.most and fit else []
 
   def _side(self, row: Mapping[str, Any], side: str) -> TrainingSequence:
     if type(row[PROMPT]) is not type(row[side]) or not isinstance(row[side], str | list):

@@ -7,8 +7,8 @@ from typing import Any
 from maxtext.configs.errors import RunError
 
 
-def feature_values(record: bytes, columns: Sequence[str]) -> list[Any]:
-  """The values of some features: bytes for text, a list of integers for tokens."""
+def feature_values(record: bytes, columns: Sequence[str], images: Sequence[str] = ()) -> list[Any]:
+  """The values of some features: bytes for text, a list of integers for tokens; for `images` a list of bytes."""
   from google.protobuf.message import DecodeError
 
   message = _example()()
@@ -25,7 +25,7 @@ def feature_values(record: bytes, columns: Sequence[str]) -> list[Any]:
       raise RunError(f"no text or integers under '{column}'; it has {has}. Set the *_data_columns keys.")
     found = getattr(features[column], kind).value
     values.append(found[0] if kind == "bytes_list" else list(found))
-  return values
+  return [*values, *(list(features[name].bytes_list.value) if name in features else None for name in images)]
 
 
 @cache

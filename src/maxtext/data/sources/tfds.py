@@ -38,7 +38,10 @@ def open_tfds(options: DataOptions, split: Split) -> list[DataSource]:
   if missing := set(encoding.columns) - set(data[0]):
     raise ConfigError(f"{what} has no {', '.join(sorted(missing))}; it has {', '.join(sorted(data[0]))}.")
   documents = ColumnDocuments(
-    lambda numbers: [[row[column] for column in encoding.columns] for row in data.__getitems__(list(numbers))],
+    lambda numbers: [
+      [*(row[column] for column in encoding.columns), *map(row.get, encoding.image_columns)]
+      for row in data.__getitems__(list(numbers))
+    ],
     encoding,
     [len(data)],
     {"tfds": split.tfds_name, "split": split.tfds_split},

@@ -35,7 +35,7 @@ class LanguageModeling(Objective):
   def __call__(self, models: Models, batch: Batch, context: StepContext) -> tuple[jax.Array, Metrics]:
     """The sum of the losses of all targets, each times its weight; auxiliary losses count for every target."""
     decoder = models.decoder
-    hidden, auxiliary, _ = decoder.hidden(batch.inputs, batch.positions, batch.segments)
+    hidden, auxiliary, _ = decoder.hidden(batch.inputs, batch.positions, batch.segments, media=batch.media)
     losses = tiled_cross_entropy(hidden, decoder.logits, batch.targets, self.z_loss, self.tiles)
     if self.next_token_only:
       return (losses * batch.weights).sum(), self._mtp_acceptance(decoder, hidden, batch)
