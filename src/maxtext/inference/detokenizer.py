@@ -1,8 +1,8 @@
 """Incremental detokenization: the text of a request's output as its tokens arrive, up to the first stop string."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from maxtext.data.special_tokens import partial_match_length
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.scheduler import FinishReason, Request, TokenOutput
 
@@ -15,6 +15,7 @@ class IncrementalDetokenizer:
   """The output of one request so far.
 
   Attributes:
+    shown: special tokens whose names are part of the text.
     text: the text that can be shown. Characters that may still become part of a stop string, or of an incomplete
       character, are held back.
     token_ids: all generated tokens without a stop token. Tokens of a stop string are included.
@@ -24,6 +25,7 @@ class IncrementalDetokenizer:
 
   request: Request
   tokenizer: TextTokenizer
+  shown: frozenset[int] = frozenset()
   text: str = ""
   finish_reason: FinishReason | None = None
   token_ids: list[int] = field(default_factory=list)
@@ -44,29 +46,17 @@ class IncrementalDetokenizer:
       # The shown text contains no stop string, so only the part that was held back needs a search.
       if (end := text.find(stop, max(0, len(self.text) - len(stop) + 1))) >= 0:
         text, self.finish_reason = text[:end], "stop"
-    shown = text if self.finish_reason else text[: len(text) - _overlap(text, self.request.sampling_params.stop)]
+    held = 0 if self.finish_reason else partial_match_length(text, self.request.sampling_params.stop)
+    shown = text[: len(text) - held]
     new, self.text = shown[len(self.text) :], shown
     return new
 
   def _decode(self, final: bool) -> str:
     """The text of all tokens. Only the tokens after `_num_decoded`, and a few before them, are decoded again."""
     first = max(self._num_decoded - _CONTEXT, 0)
-    before = self.tokenizer.decode(self.token_ids[first : self._num_decoded])
-    tail = self.tokenizer.decode(self.token_ids[first:])[len(before) :]
+    before = self.tokenizer.decode(self.token_ids[first : self._num_decoded], self.shown)
+    tail = self.tokenizer.decode(self.token_ids[first:], self.shown)[len(before) :]
     if not final and tail.endswith(_INCOMPLETE):  # some bytes of the last character are missing
       return self._decoded + tail.rstrip(_INCOMPLETE)
     self._decoded, self._num_decoded = self._decoded + tail, len(self.token_ids)
     return self._decoded
-
-
-def _overlap(text: str, stops: Sequence[str]) -> int:
-  """The number of characters at the end of a text that may be the start of a stop string."""
-  return max((_prefix_length(text[-len(stop) + 1 :] if len(stop) > 1 else "", stop) for stop in stops), default=0)
-
-
-def _prefix_length(tail: str, stop: str) -> int:
-  """The length of the longest suffix of `tail` that is a prefix of `stop`. The tail is shorter than the stop string."""
-  start = tail.find(stop[0])
-  while start >= 0 and not stop.startswith(tail[start:]):
-    start = tail.find(stop[0], start + 1)
-  return len(tail) - start if start >= 0 else 0

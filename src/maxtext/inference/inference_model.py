@@ -17,7 +17,7 @@ from maxtext.checkpoint.tokenizer import open_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import global_batch_size
 from maxtext.configs.types import ShardMode
-from maxtext.data.conversations import end_of_turn
+from maxtext.data.chat_answers import ends_of_turns
 from maxtext.data.options import data_options, tokenizer_options
 from maxtext.data.tokenizers import TextTokenizer, load_tokenizer
 from maxtext.inference.adapter_options import AdapterOptions
@@ -264,8 +264,8 @@ def load_params(config: MaxTextConfig, model: Model) -> Params:
 
 
 def default_stop_token_ids(tokenizer: TextTokenizer) -> tuple[int, ...]:
-  """The tokens that end an output: that of a document, and that of a turn of the chat template."""
-  return tuple(dict.fromkeys(token for token in (tokenizer.eos, end_of_turn(tokenizer)) if token is not None))
+  """The tokens that end an output: that of a document, and those of turns of the chat template."""
+  return tuple(dict.fromkeys(token for token in (tokenizer.eos, *ends_of_turns(tokenizer)) if token is not None))
 
 
 def load_run_tokenizer(config: MaxTextConfig) -> TextTokenizer:

@@ -17,7 +17,7 @@ import numpy as np
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import SamplingStrategy
 
-MAX_STOP_TOKENS = 9  # stop tokens of a request: its own, and those of the tokenizer and its chat template
+MAX_STOP_TOKENS = 10  # stop tokens of a request: its own, and those of the tokenizer and its chat template
 MAX_LOGPROBS = 20  # most likely tokens that are reported with a token
 
 

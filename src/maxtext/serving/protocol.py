@@ -5,11 +5,12 @@ A field that is not supported is an error that names it, as is a value that woul
 
 import json
 import secrets
+import string
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import (
   BaseModel,
@@ -25,6 +26,16 @@ from pydantic import (
 from pydantic_core import from_json
 
 from maxtext.configs import ConfigError
+from maxtext.data.chat_answers import (
+  NAME,
+  AnswerFormat,
+  AnswerParser,
+  AnswerParts,
+  FunctionCall,
+  required_calls,
+  required_calls_schema,
+  shown_tokens,
+)
 from maxtext.data.chat_messages import template_tools
 from maxtext.data.chat_template import GUARDED, MARK_GENERATION, iterate_texts
 from maxtext.data.tokenizers import TextTokenizer
@@ -36,8 +47,11 @@ from maxtext.inference.scheduler import TokenOutput
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 128
 _MAX_PARTS = 256  # of one message
+_MAX_TOOLS, _MAX_REQUIRED_CALLS = 128, 16
 _MAX_PATH = 4096  # characters
 _MAX_FIELDS, _MAX_VALUES, _MAX_WHITESPACE, _MAX_TOTAL_LOGPROBS = 64, 2**16, 2**15, 2_000_000
+_ID_LETTERS = string.ascii_letters + string.digits
+_PROMPT_END = 8  # tokens of a prompt, which show whether it opens the model's reasoning
 
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
@@ -192,7 +206,7 @@ class GenerationRequest(BaseModel):
 
   model_config = ConfigDict(extra="forbid")
 
-  model: str
+  model: str | None = None
   max_tokens: int | None = Field(None, ge=1)
   temperature: float | None = Field(None, ge=0, le=10)
   top_p: float | None = Field(None, gt=0, le=1)
@@ -208,7 +222,7 @@ class GenerationRequest(BaseModel):
   top_k: int | None = Field(None, ge=0, lt=2**31)
   repetition_penalty: float = Field(1.0, gt=0, le=10)
   min_tokens: int = Field(0, ge=0, lt=2**30)
-  stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKENS - 2)
+  stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKENS - 3)
   structured_outputs: StructuredOutputs | None = None
 
   @property
@@ -220,6 +234,20 @@ class GenerationRequest(BaseModel):
   def num_logprobs(self) -> int:
     """Number of most likely tokens that are reported with each token."""
     return 0
+
+  @property
+  def offered_names(self) -> set[str]:
+    """The names of the tools that an output may call."""
+    return set()
+
+  @property
+  def max_calls(self) -> int | None:
+    """Most tool calls of an output that are reported; None is all."""
+    return None
+
+  def answer_format(self, tokenizer: TextTokenizer) -> AnswerFormat | None:
+    """The format of outputs of several parts; None if all of an output is its text."""
+    return None
 
   @property
   def grammar_spec(self) -> GrammarSpec | None:
@@ -321,7 +349,7 @@ class ImagePart(BaseModel):
   image_url: ImageURL
 
 
-class FunctionCall(BaseModel):
+class CalledFunction(BaseModel):
   """The function that a tool call names, and its arguments as JSON text, or as an object."""
 
   model_config = ConfigDict(extra="forbid")
@@ -336,8 +364,9 @@ class ToolCall(BaseModel):
   model_config = ConfigDict(extra="forbid")
 
   id: str | None = None
+  index: int | None = None  # of a stream
   type: Literal["function"] = "function"
-  function: FunctionCall
+  function: CalledFunction
 
 
 _Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
@@ -356,6 +385,11 @@ class ChatMessage(BaseModel):
   reasoning_content: str | None = None
   reasoning: str | None = None
   thinking: str | None = None
+  # OpenAI's client sends these back with an answer, without a value.
+  refusal: None = None
+  annotations: None = None
+  audio: None = None
+  function_call: None = None
 
   @property
   def text(self) -> dict[str, Any]:
@@ -378,6 +412,41 @@ class ChatMessage(BaseModel):
     return self
 
 
+class FunctionDefinition(BaseModel):
+  """A function that may be called. Other fields are the template's."""
+
+  model_config = ConfigDict(extra="allow")
+
+  name: str = Field(pattern=f"^{NAME}$", max_length=256)
+  parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+  """A tool that may be called."""
+
+  model_config = ConfigDict(extra="allow")
+
+  type: Literal["function"] = "function"
+  function: FunctionDefinition
+
+
+class FunctionName(BaseModel):
+  """The name of a function."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  name: str
+
+
+class NamedTool(BaseModel):
+  """The tool that must be called."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  type: Literal["function"] = "function"
+  function: FunctionName
+
+
 # Variables of a template that come from other fields, or are not for clients.
 _OWN_VALUES = frozenset(
   {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", GUARDED, MARK_GENERATION}
@@ -391,8 +460,9 @@ class ChatCompletionRequest(GenerationRequest):
   max_completion_tokens: int | None = Field(None, ge=1)
   logprobs: bool = False
   top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-  tools: list[dict[str, Any]] | None = None
-  tool_choice: Literal["auto", "none"] | None = None
+  tools: list[Tool] | None = Field(None, max_length=_MAX_TOOLS)
+  tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+  parallel_tool_calls: bool = True
   reasoning_effort: str | None = Field(None, max_length=64)
   chat_template_kwargs: dict[str, Any] | None = None
 
@@ -403,6 +473,46 @@ class ChatCompletionRequest(GenerationRequest):
   @property
   def num_logprobs(self) -> int:
     return self.top_logprobs or 0
+
+  @property
+  def grammar_spec(self) -> GrammarSpec | None:
+    spec, required = super().grammar_spec, self._required_tools
+    if not required:
+      return spec
+    if spec:
+      raise ConfigError(f"{spec.field} and tool_choice both say what the answer is: leave one out.")
+    if self.min_tokens:
+      raise ConfigError("min_tokens: tool_choice decides where the answer ends: leave min_tokens out.")
+    several = self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
+    return GrammarSpec("tools", "json", required_calls_schema(required, _MAX_REQUIRED_CALLS if several else 1))
+
+  def answer_format(self, tokenizer: TextTokenizer) -> AnswerFormat | None:
+    if self._required_tools:
+      return AnswerFormat(required_calls, ())
+    return None if super().grammar_spec else template_answer_format(tokenizer)
+
+  @property
+  def offered_names(self) -> set[str]:
+    return {tool.function.name for tool in self._offered_tools}
+
+  @property
+  def max_calls(self) -> int | None:
+    return None if self.parallel_tool_calls else 1
+
+  @property
+  def _offered_tools(self) -> list[Tool]:
+    return [] if self.tool_choice == "none" else self.tools or []
+
+  @property
+  def _required_tools(self) -> list[dict[str, Any]]:
+    """The tools of which the answer must call one; empty if it may be text."""
+    if self.tool_choice in (None, "auto", "none"):
+      return []
+    name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+    found = [tool.model_dump() for tool in self._offered_tools if name in (None, tool.function.name)]
+    if not found:
+      raise ConfigError(f"tool_choice: the request has no tool{f' {name[:100]!r}' if name else ''} to call.")
+    return found
 
   def check(self, limits: RequestLimits) -> None:
     """Raises `ConfigError` if the request exceeds a limit; a message has at least one token."""
@@ -432,7 +542,7 @@ class ChatCompletionRequest(GenerationRequest):
   @property
   def _values(self) -> dict[str, Any]:
     """The other variables of the template."""
-    tools = template_tools(self.tools) if self.tool_choice != "none" else None
+    tools = template_tools([tool.model_dump(exclude_unset=True) for tool in self._offered_tools])
     found = {"tools": tools, "reasoning_effort": self.reasoning_effort}
     return {name: value for name, value in found.items() if value is not None} | (self.chat_template_kwargs or {})
 
@@ -512,24 +622,47 @@ def count_values(raw: bytes) -> int:
 
 
 class ResponseBuilder:
-  """Builds the response of one request, as a whole or in chunks."""
+  """Builds the response of one request, as a whole or in chunks.
 
-  def __init__(self, request: CompletionRequest | ChatCompletionRequest, tokenizer: TextTokenizer) -> None:
+  Args:
+    request: the request.
+    model: the name that the response gives.
+    tokenizer: the model's tokenizer.
+    prompts: the tokens of the prompt of each output.
+  """
+
+  def __init__(
+    self,
+    request: CompletionRequest | ChatCompletionRequest,
+    model: str,
+    tokenizer: TextTokenizer,
+    prompts: Sequence[Sequence[int]],
+  ) -> None:
     self._request, self._tokenizer = request, tokenizer
     self._chat = isinstance(request, ChatCompletionRequest)
     kind = "chat.completion" if self._chat else "text_completion"
     self._object, self._chunk_object = kind, "chat.completion.chunk" if self._chat else kind
+    answer_format = request.answer_format(tokenizer)
+    self.shown = shown_tokens(tokenizer, answer_format.marks) if answer_format else frozenset[int]()
+    self._answers = [
+      _Answer(
+        answer_format
+        and answer_format.parser(tokenizer.decode(prompt[-_PROMPT_END:], self.shown), request.offered_names),
+        request.max_calls,
+      )
+      for prompt in prompts
+    ]
     self._head = {
       "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
       "created": int(time.time()),
-      "model": request.model,
+      "model": model,
     }
 
   def response(self, outputs: Sequence[IncrementalDetokenizer], prompt_tokens: int) -> dict[str, Any]:
     """The whole response."""
     choices = []
     for index, output in enumerate(outputs):
-      content = {"message": {"role": "assistant", "content": output.text}} if self._chat else {"text": output.text}
+      content = {"message": self._answers[index].message(output.text)} if self._chat else {"text": output.text}
       choices.append(self._choice(index, output, content, output.outputs))
     return {**self._head, "object": self._object, "choices": choices, "usage": usage(outputs, prompt_tokens)}
 
@@ -538,9 +671,15 @@ class ResponseBuilder:
     choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     return {**self._head, "object": self._chunk_object, "choices": [choice]}
 
-  def chunk(self, index: int, output: IncrementalDetokenizer, text: str, token_output: TokenOutput) -> dict[str, Any]:
-    """The chunk of one token output, with its new text."""
-    content: dict[str, Any] = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
+  def chunk(
+    self, index: int, output: IncrementalDetokenizer, text: str, token_output: TokenOutput
+  ) -> dict[str, Any] | None:
+    """The chunk of one token output, with its new text; None if there is nothing to tell yet."""
+    ended, content = output.finish_reason is not None, dict[str, Any](text=text)
+    if self._chat:
+      content = {"delta": self._answers[index].delta(text, ended)}
+    if not (any(content.values()) or ended or self._request.logprobs):
+      return None
     return {
       **self._head,
       "object": self._chunk_object,
@@ -558,8 +697,10 @@ class ResponseBuilder:
     content: Mapping[str, Any],
     token_outputs: Sequence[TokenOutput],
   ) -> dict[str, Any]:
-    logprobs = self._logprobs(token_outputs)
-    return {"index": index, **content, "logprobs": logprobs, "finish_reason": output.finish_reason}
+    logprobs, reason = self._logprobs(token_outputs), cast("str | None", output.finish_reason)
+    if reason == "stop" and self._answers[index].num_calls:
+      reason = "tool_calls"
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
   def _logprobs(self, token_outputs: Sequence[TokenOutput]) -> dict[str, Any] | None:
     if self._request.logprobs is None or self._request.logprobs is False:
@@ -575,12 +716,67 @@ class ResponseBuilder:
     return {
       "tokens": [self._tokenizer.decode([token]) for token, _ in known],
       "token_logprobs": [output.logprob for _, output in known],
-      "top_logprobs": [{self._tokenizer.decode([t]): p for t, p in output.top_logprobs} for _, output in known],
+      "top_logprobs": [self._by_text(output.top_logprobs) for _, output in known],
     }
+
+  def _by_text(self, top_logprobs: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Log-probabilities by the text of their tokens, most likely first; of tokens with the same text, the first."""
+    found: dict[str, float] = {}
+    for token, logprob in top_logprobs:
+      found.setdefault(self._tokenizer.decode([token]), logprob)
+    return found
 
   def _token(self, token: int, logprob: float) -> dict[str, Any]:
     text = self._tokenizer.decode([token])
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+class _Answer:
+  """The message of one answer, whole or in parts.
+
+  Args:
+    parser: takes the answer apart; None if all of it is its text.
+    max_calls: most tool calls that are reported; None is all.
+  """
+
+  def __init__(self, parser: AnswerParser | None, max_calls: int | None) -> None:
+    self._parser, self._max_calls, self.num_calls = parser, max_calls, 0
+
+  def message(self, text: str) -> dict[str, Any]:
+    """The message of a whole answer."""
+    found = self._fields([self._add(text), self._finish()])
+    return {"role": "assistant", "content": None if "tool_calls" in found else ""} | found
+
+  def delta(self, text: str, ended: bool) -> dict[str, Any]:
+    """The fields that new text adds."""
+    before = self.num_calls
+    found = self._fields([self._add(text), *([self._finish()] if ended else [])])
+    for index, call in enumerate(found.get("tool_calls", ()), before):
+      call["index"] = index
+    return found
+
+  def _add(self, text: str) -> AnswerParts:
+    return AnswerParts(content=text) if self._parser is None else self._parser.add(text)
+
+  def _finish(self) -> AnswerParts:
+    return AnswerParts() if self._parser is None else self._parser.finish()
+
+  def _fields(self, parts: Sequence[AnswerParts]) -> dict[str, Any]:
+    left = None if self._max_calls is None else self._max_calls - self.num_calls
+    calls = [call for part in parts for call in part.calls][:left]
+    self.num_calls += len(calls)
+    found = {
+      "content": "".join(part.content for part in parts),
+      "reasoning_content": "".join(part.reasoning for part in parts),
+      "tool_calls": [_tool_call(call) for call in calls],
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _tool_call(call: FunctionCall) -> dict[str, Any]:
+  """A call as the API has it. Templates of Mistral take only ids of nine letters and digits."""
+  number = "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
+  return {"id": number, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def usage(outputs: Sequence[IncrementalDetokenizer], prompt_tokens: int) -> dict[str, int]:
@@ -596,6 +792,12 @@ def _check_whitespace(text: str) -> None:
     for start in range(0, len(text) - _MAX_WHITESPACE + 1, _MAX_WHITESPACE)
   ):
     raise ConfigError(f"The prompt has {_MAX_WHITESPACE} or more characters of whitespace in a row.")
+
+
+@cache
+def template_answer_format(tokenizer: TextTokenizer) -> AnswerFormat | None:
+  """The format of answers by the tokenizer's chat template."""
+  return AnswerFormat.of(tokenizer)
 
 
 @cache

@@ -38,6 +38,7 @@ from maxtext.serving.protocol import (
   ResponseBuilder,
   UnloadAdapterRequest,
   parse,
+  template_answer_format,
 )
 from maxtext.serving.server_metrics import ServerMetrics
 
@@ -54,6 +55,7 @@ _Result = TypeVar("_Result")
 def prepare(model: InferenceModel, limits: ServerLimits) -> InferenceModel:
   """Warms up what the first requests would wait for."""
   _request_limits(model, limits)
+  template_answer_format(model.tokenizer)
   if model.config.enable_model_warmup:
     model.engine.warm_up()
   if model.tokenizer.eos is not None:
@@ -155,7 +157,8 @@ class _RequestHandler:
     request, spec, prompts = await self._with_timeout(parsing, http, start, "Reading the request")
     choices = [(*prompt, index) for prompt in prompts for index in range(request.n)]
     with ExitStack() as in_use:
-      adapter = in_use.enter_context(model.use_adapter(None if request.model == self._name else request.model))
+      served = request.model or self._name
+      adapter = in_use.enter_context(model.use_adapter(None if served == self._name else served))
       grammar: CompiledGrammar | None = None
       if spec:
         compiling = model.grammar_compiler.compile_async(spec)
@@ -167,7 +170,8 @@ class _RequestHandler:
         ]
       )
       requests = await self._with_timeout(creating, http, start, "Reading the request")
-      handle = _RequestHandle(model, requests, self._engine, self._metrics, start)
+      builder = ResponseBuilder(request, served, model.tokenizer, [item.prompt for item in requests])
+      handle = _RequestHandle(model, requests, builder.shown, self._engine, self._metrics, start)
       try:
         handle.submit(http.scope.get("state", {}).get("client", ""))
       except QueueFullError:
@@ -176,7 +180,7 @@ class _RequestHandler:
       except (EngineFailedError, EngineNotReadyError):
         raise _unavailable(self._engine) from None
       handle.in_use = in_use.pop_all()
-    builder, num_prompt_tokens = ResponseBuilder(request, model.tokenizer), sum(len(prompt) for prompt, _ in prompts)
+    num_prompt_tokens = sum(len(prompt) for prompt, _ in prompts)
     if request.stream:
       return _EventStream(self._events(request, builder, handle, num_prompt_tokens), handle)
     with handle:
@@ -194,7 +198,7 @@ class _RequestHandler:
   ) -> tuple[CompletionRequest | ChatCompletionRequest, GrammarSpec | None, list[EncodedPrompt]]:
     """The parsed request, its grammar if any, and the tokens and media of its prompts."""
     request: CompletionRequest | ChatCompletionRequest = parse(kind, raw, _request_limits(model, self._limits))  # type: ignore[type-var]
-    if request.model not in (self._name, *(model.adapters.names if model.adapters else ())):
+    if request.model not in (None, self._name, *(model.adapters.names if model.adapters else ())):
       others = " or one of its adapters (/v1/models)" if model.adapters else ""
       raise HTTPException(404, f"model: '{request.model[:100]}' is not served here; use '{self._name}'{others}.")
     try:
@@ -227,9 +231,8 @@ class _RequestHandler:
         yield _event(builder.first_chunk(index))
     try:
       async for index, text, token_output in handle.stream(self._limits.request_timeout):
-        output = handle.outputs[index]
-        if text or output.finish_reason or request.logprobs:
-          yield _event(builder.chunk(index, output, text, token_output))
+        if chunk := builder.chunk(index, handle.outputs[index], text, token_output):
+          yield _event(chunk)
     except HTTPException as error:
       yield _event(error_body(error.status_code, error.detail))
       return
@@ -249,11 +252,12 @@ class _RequestHandle:
     self,
     model: InferenceModel,
     requests: list[scheduler.Request],
+    shown: frozenset[int],
     engine: EngineThread,
     metrics: ServerMetrics,
     start: float,
   ) -> None:
-    self.outputs = [IncrementalDetokenizer(request, model.tokenizer) for request in requests]
+    self.outputs = [IncrementalDetokenizer(request, model.tokenizer, shown) for request in requests]
     self._requests, self._engine, self._metrics = requests, engine, metrics
     self._indices = {request: index for index, request in enumerate(requests)}
     self._queue: asyncio.Queue[scheduler.TokenOutput] = asyncio.Queue()
