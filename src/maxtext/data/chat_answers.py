@@ -129,7 +129,7 @@ def required_calls_schema(tools: Sequence[Mapping[str, Any]], most: int) -> str:
   """
   functions = [tool["function"] for tool in tools]
   definitions = {
-    str(n): _relocated(function.get("parameters") or {"type": "object"}, f"#/$defs/{n}")
+    str(n): _relocated(_of_object(function.get("parameters") or {}), f"#/$defs/{n}")
     for n, function in enumerate(functions)
   }
   calls = [
@@ -452,6 +452,11 @@ def _all(calls: list[FunctionCall | None]) -> _Calls:
   """The calls; None if one of them is malformed, or there are none."""
   found = [call for call in calls if call is not None]
   return found if found and len(found) == len(calls) else None
+
+
+def _of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+  """The schema of arguments, which are an object even if it does not say so."""
+  return schema if "$ref" in schema else {"type": "object"} | schema
 
 
 def _relocated(schema: Any, root: str) -> Any:

@@ -1,10 +1,11 @@
 """Incremental detokenization: the text of a request's output as its tokens arrive, up to the first stop string."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from maxtext.data.special_tokens import partial_match_length
 from maxtext.data.tokenizers import TextTokenizer
-from maxtext.inference.scheduler import FinishReason, Request, TokenOutput
+from maxtext.inference.scheduler import FinishReason, PromptLogprob, Request, TokenOutput
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 4  # tokens decoded again in front of new ones: the space in front of a word may depend on the word before
@@ -20,6 +21,7 @@ class IncrementalDetokenizer:
       character, are held back.
     token_ids: all generated tokens without a stop token. Tokens of a stop string are included.
     outputs: all token outputs in the order they arrived.
+    prompt_logprobs: of the tokens of the prompt but the first, if they were requested and have arrived.
     finish_reason: why generation ended; None while the request runs.
   """
 
@@ -30,6 +32,7 @@ class IncrementalDetokenizer:
   finish_reason: FinishReason | None = None
   token_ids: list[int] = field(default_factory=list)
   outputs: list[TokenOutput] = field(default_factory=list)
+  prompt_logprobs: Sequence[PromptLogprob] | None = None
   _decoded: str = ""  # the text of the first `_num_decoded` tokens
   _num_decoded: int = 0
 
@@ -38,6 +41,7 @@ class IncrementalDetokenizer:
     if self.finish_reason is not None:
       return ""
     self.outputs.append(output)
+    self.prompt_logprobs = output.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs
     if output.token is not None and output.token not in self.request.sampling_params.stop_token_ids:
       self.token_ids.append(output.token)
     self.finish_reason = output.finish_reason
