@@ -15,7 +15,8 @@ from maxtext.data.conversations import answer_tokens
 from maxtext.inference.detokenizer import IncrementalDetokenizer
 from maxtext.inference.sampling import SamplingParams
 from maxtext.inference.scheduler import Request, TokenOutput
-from maxtext.serving.protocol import ChatCompletionRequest, ResponseBuilder
+from maxtext.serving.protocol import ChatCompletionRequest
+from maxtext.serving.responses import ResponseBuilder
 from tests.chat_templates import make_tokenizer, open_tokenizer
 
 STYLES = ("llama3", "mistral", "mistral_named", "qwen3", "deepseek", "deepseek_bare", "harmony")

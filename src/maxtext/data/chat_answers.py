@@ -154,18 +154,12 @@ class _UnfinishedError(Exception):
   """A text in JSON has not ended, so that a mark within it is part of it."""
 
 
-class _TaggedParser:
-  """Reads answers in which marks stand around reasoning and calls. White space beside marks is dropped."""
+class _MarkParser:
+  """Handles one mark after the other of what has arrived."""
 
-  def __init__(
-    self, calls: CallFormat | None, thinking: tuple[str, str] | None, prompt: str, names: Collection[str]
-  ) -> None:
-    self._calls, self._thinking, self._names = calls if names else None, thinking, names
-    self._reasoning = thinking is not None and prompt.rstrip().endswith(thinking[0])
-    self._at_start, self._after_mark = True, self._reasoning
-    self._buffer = ""
-    self._begin: str | None = None  # what the calls that are being read began with
-    self._searched = 0  # of the buffer, for the end of calls
+  def __init__(self) -> None:
+    self._buffer = ""  # what has not been told yet
+    self._searched = 0  # of the buffer, for the mark that comes next
 
   def add(self, text: str) -> AnswerParts:
     self._buffer += text
@@ -173,6 +167,23 @@ class _TaggedParser:
     while self._advance(parts):
       pass
     return parts
+
+  def _advance(self, parts: AnswerParts) -> bool:
+    """Handles the next mark; False where more text is needed."""
+    raise NotImplementedError
+
+
+class _TaggedParser(_MarkParser):
+  """Reads answers in which marks stand around reasoning and calls. White space beside marks is dropped."""
+
+  def __init__(
+    self, calls: CallFormat | None, thinking: tuple[str, str] | None, prompt: str, names: Collection[str]
+  ) -> None:
+    super().__init__()
+    self._calls, self._thinking, self._names = calls if names else None, thinking, names
+    self._reasoning = thinking is not None and prompt.rstrip().endswith(thinking[0])
+    self._at_start, self._after_mark = True, self._reasoning
+    self._begin: str | None = None  # what the calls that are being read began with
 
   def finish(self) -> AnswerParts:
     parts = AnswerParts()
@@ -184,7 +195,6 @@ class _TaggedParser:
     return parts
 
   def _advance(self, parts: AnswerParts) -> bool:
-    """Handles the next mark; False where more text is needed."""
     if self._begin is not None:
       return self._advance_calls(parts, self._begin)
     if self._starts_bare():
@@ -268,19 +278,13 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(rf"\bto=functions\.({NAME})")
 
 
-class _HarmonyParser:
+class _HarmonyParser(_MarkParser):
   """Reads answers of several messages, each with a header that says its channel and recipient (GPT-OSS)."""
 
   def __init__(self, names: Collection[str]) -> None:
-    self._names, self._buffer, self._searched = names, "", 0
+    super().__init__()
+    self._names = names
     self._header: str | None = None  # of the message that is being read
-
-  def add(self, text: str) -> AnswerParts:
-    self._buffer += text
-    parts = AnswerParts()
-    while self._advance(parts):
-      pass
-    return parts
 
   def finish(self) -> AnswerParts:
     parts = AnswerParts()
