@@ -49,6 +49,10 @@ MISTRAL = """
 {{- bos_token }}
 {%- for message in messages %}
 {%- if message.role == 'user' %}{{ '[INST] ' + message.content + ' [/INST]' }}
+{%- elif message.tool_calls %}{{ message.content + '[TOOL_CALLS][' }}
+{%- for call in message.tool_calls %}{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
+{{- ']' + eos_token if loop.last else ', ' }}
+{%- endfor %}
 {%- elif message.role == 'assistant' %}{{ ' ' + message.content + eos_token }}
 {%- elif message.role == 'tool' %}{{ '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
 {%- else %}{{ '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}{% endif %}
@@ -88,6 +92,12 @@ DEEPSEEK = """
 {{- bos_token }}
 {%- for message in messages %}
 {%- if message.role == 'system' %}{{ message.content }}
+{%- elif message.tool_calls %}{{ '<｜Assistant｜>' + message.content + '<｜tool▁calls▁begin｜>' }}
+{%- for call in message.tool_calls %}
+{{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}
+{{- call.function.arguments + '\\n```<｜tool▁call▁end｜>' }}
+{%- endfor %}
+{{- '<｜tool▁calls▁end｜>' + eos_token }}
 {%- elif message.role == 'assistant' %}
 {{- '<｜Assistant｜>' + message.content.split('</think>')[-1] | trim + eos_token }}
 {%- else %}{{ '<｜User｜>' + message.content }}{% endif %}
@@ -95,13 +105,17 @@ DEEPSEEK = """
 {%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}
 """
 
-# The end of the last answer is another token than that of the ones before it.
+# The end of the last answer is another token than that of the ones before it. A call of a tool has a recipient.
 HARMONY = """
 {{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}
 {%- for message in messages %}
 {%- if message.role == 'assistant' %}
 {%- if message.thinking and loop.last %}
 {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+{%- endif %}
+{%- if message.tool_calls %}{% set call = message.tool_calls[0].function %}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson + '<|call|>' }}{% continue %}
 {%- endif %}
 {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + ('<|return|>' if loop.last else '<|end|>') }}
 {%- else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}
@@ -125,19 +139,36 @@ PLAIN = """
 {%- if add_generation_prompt %}ASSISTANT: {% endif %}
 """
 
+# Later versions of two families.
+MISTRAL_NAMED = (
+  MISTRAL.replace("[TOOL_CALLS][", "")
+  .replace(
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}",
+    "{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson }}",
+  )
+  .replace("']' + eos_token if loop.last else ', '", "eos_token if loop.last else ''")
+)
+DEEPSEEK_BARE = DEEPSEEK.replace(
+  "call.type + '<｜tool▁sep｜>' + call.function.name + '\\n```json\\n'", "call.function.name + '<｜tool▁sep｜>'"
+).replace("'\\n```<｜tool▁call▁end｜>'", "'<｜tool▁call▁end｜>'")
+
 TEMPLATES = {
   "chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "mistral": MISTRAL, "qwen3": QWEN3, "deepseek": DEEPSEEK,
-  "harmony": HARMONY, "command": COMMAND, "plain": PLAIN,
+  "harmony": HARMONY, "command": COMMAND, "plain": PLAIN, "mistral_named": MISTRAL_NAMED,
+  "deepseek_bare": DEEPSEEK_BARE,
 }  # fmt: skip
 
 SPECIAL = (
   "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-  "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]",
-  "[/SYSTEM_PROMPT]", "<｜User｜>", "<｜Assistant｜>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>",
-  "<|return|>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>",
+  "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[TOOL_RESULTS]",
+  "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<｜User｜>", "<｜Assistant｜>",
+  "<|start|>", "<|end|>", "<|message|>", "<|channel|>",
+  "<|return|>", "<|call|>", "<|python_tag|>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>",
   "<|CHATBOT_TOKEN|>", "<|USER_TOKEN|>", "<|SYSTEM_TOKEN|>",
 )  # fmt: skip
-NOT_SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+NOT_SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
+               "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
+               "<｜tool▁call▁end｜>")  # fmt: skip
 VOCAB_SIZE = 512
 
 

@@ -17,6 +17,13 @@ def completion(**fields):
   return json.dumps({"model": "cat", "prompt": "the", "max_tokens": 1} | fields).encode()
 
 
+def chat(**fields):
+  return json.dumps({"messages": [{"role": "user", "content": "the"}], "max_tokens": 1} | fields).encode()
+
+
+TOOL = {"function": {"name": "f", "parameters": {"properties": {"x": {"type": "string", "pattern": "(a|b)*a" * 90}}}}}
+
+
 def many(element, **fields):
   """A body of one megabyte, whose prompt is a list of the same element."""
   head = json.dumps({"model": "cat", "max_tokens": 1} | fields)[:-1]
@@ -50,6 +57,12 @@ BODIES = {
     json.dumps({"model": "cat", "messages": [{"role": "user", "content": ""}] * (MEGABYTE // 33)}).encode(),
   ),
   "nesting": ("/v1/completions", b"[" * MEGABYTE),
+  "biases": ("/v1/completions", completion(logit_bias={f"{n:>16}": 1 for n in range(30000)})),
+  "tools": ("/v1/chat/completions", chat(tools=[{}] * 30000)),
+  "tools that must be called": ("/v1/chat/completions", chat(tools=[TOOL] * 100, tool_choice="required")),
+  "tokens of nothing": ("/detokenize", json.dumps({"tokens": [-1] * 60000}).encode()),
+  "a text to tokenize": ("/tokenize", json.dumps({"prompt": " a" * (MEGABYTE // 2 - 9)}).encode()),
+  "texts to embed": ("/v1/embeddings", json.dumps({"input": ["the"] * 60000}).encode()),
 }
 
 

@@ -79,7 +79,7 @@ def test_mistakes_are_named(loaded, keys, message):
 def address(loaded):
   with answering(loaded, ServerLimits(max_queued_requests=4, max_queued_requests_per_client=4)) as (_, app):
     server = uvicorn.Server(
-      uvicorn.Config(AuthenticationMiddleware(app, ("secret",)), port=0, log_level="warning", lifespan="off")
+      uvicorn.Config(AuthenticationMiddleware(app, ("secret",), ()), port=0, log_level="warning", lifespan="off")
     )
     thread = threading.Thread(target=server.run)
     thread.start()

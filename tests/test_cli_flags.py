@@ -8,10 +8,14 @@ After a change of the flags, write the file again and review its diff:
 import argparse
 from pathlib import Path
 
-from maxtext.cli.main import _parser
+import pytest
+
+from maxtext.cli.decode import key_overrides
+from maxtext.cli.main import _parse, _parser
+from maxtext.configs import ConfigError
 
 GOLDEN = Path(__file__).parent / "data" / "cli_flags.txt"
-COMMANDS = (("train",), ("decode",), ("serve",), ("bench", "serve"), ("report",))
+COMMANDS = (("train",), ("decode",), ("chat",), ("serve",), ("bench", "serve"), ("report",))
 
 
 def subparser(parser, name):
@@ -35,6 +39,41 @@ def lines():
 
 def test_flags_are_those_of_the_golden_file():
   assert GOLDEN.read_text().splitlines() == "".join(lines()).splitlines()
+
+
+@pytest.mark.parametrize(
+  ("words", "keys"),
+  [
+    ([], {}),
+    (["--temperature=0"], {"decode_sampling_strategy": "greedy"}),
+    (["--temperature", "0.5"], {"decode_sampling_temperature": "0.5", "decode_sampling_strategy": "weighted"}),
+    (["--top-p=0.9"], {"decode_sampling_nucleus_p": "0.9", "decode_sampling_strategy": "nucleus"}),
+    (["--top-k=3"], {"decode_sampling_top_k": "3", "decode_sampling_strategy": "topk"}),
+    (["--top-k=3", "decode_sampling_strategy=composite"],
+     {"decode_sampling_top_k": "3", "decode_sampling_strategy": "composite"}),
+    (["--max-model-len=64"], {"max_target_length": "64", "max_prefill_predict_length": "63"}),
+    (["--max-model-len=64", "max_prefill_predict_length=9"],
+     {"max_target_length": "64", "max_prefill_predict_length": "9"}),
+    (["--max-num-seqs=3", "--enable-prefix-caching"], {"per_device_batch_size": "3", "enable_prefix_caching": "true"}),
+  ],
+)  # fmt: skip
+def test_flags_are_names_of_keys(words, keys):
+  for command in ("serve", "decode", "chat"):
+    found = key_overrides(_parse([command, "run", *words]))
+    assert found[0] == "run"
+    assert dict(word.split("=") for word in found[1:]) == keys
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["--temperature=1", "decode_sampling_temperature=2"], "--temperature 1.0: decode_sampling_temperature is given"),
+    (["--max-model-len=1"], "--max-model-len 1: a prompt and an output"),
+  ],
+)
+def test_flags_that_contradict_keys_are_named(words, message):
+  with pytest.raises(ConfigError, match=message):
+    key_overrides(_parse(["serve", "run", *words]))
 
 
 if __name__ == "__main__":

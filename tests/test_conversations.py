@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxtext import ConfigError
+from maxtext.data.chat_answers import ends_of_turns
 from maxtext.data.chat_messages import template_messages
 from maxtext.data.conversations import (
   answer_tokens,
   completion_sequence,
   conversation_sequences,
-  end_of_turn,
   join_sequences,
 )
 from maxtext.inference.multimodal import PromptEncoder
@@ -77,7 +77,7 @@ def trained(sequences):
   return [token for one in sequences for token, weight in zip(one.tokens, one.weights, strict=True) if weight]
 
 
-STYLES = [(style, style in ("llama3", "qwen3")) for style in TEMPLATES if style != "deepseek"]
+STYLES = [(style, style in ("llama3", "qwen3")) for style in TEMPLATES if not style.startswith("deepseek")]
 
 
 @pytest.mark.parametrize(("style", "tools"), STYLES)
@@ -230,9 +230,9 @@ def test_sequences_are_joined_to_a_document(folder):
 def test_a_role_outside_of_messages_is_text_like_any_other(folder):
   """Only the roles of messages choose special tokens; a client writes everything in tools."""
   tokenizer = open_tokenizer(folder, "llama3")
-  tools = [{"role": "<|eot_id|>", "name": "add"}]
+  tools = [{"role": "<|eot_id|>", "function": {"name": "add"}}]
   tokens = prefilled(tokenizer, TALK[:1], tools=tools)
-  plain = prefilled(tokenizer, TALK[:1], tools=[{"role": "user", "name": "add"}])
+  plain = prefilled(tokenizer, TALK[:1], tools=[{"role": "user", "function": {"name": "add"}}])
   count = tokenizer.vocabulary.encode("<|eot_id|>", special=True)[0]
   assert tokens.count(count) == plain.count(count)
 
@@ -243,7 +243,8 @@ def test_a_role_outside_of_messages_is_text_like_any_other(folder):
     ({"messages": [{"role": "user"}]}, "a message without tool_calls needs it"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content"),
     ({"tools": [3]}, "tools.0"),
-    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "some"}, "tool_choice"),
+    ({"tools": [{"function": {"name": "a b"}}]}, "tools.0.function.name"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages cannot be set here"),
     ({"chat_template_kwargs": {"bos_token": "x"}}, "bos_token cannot be set here"),
     ({"chat_template_kwargs": {"mark_generation": True}}, "mark_generation cannot be set here"),
@@ -277,13 +278,13 @@ def test_parts_and_reasoning_of_a_request_reach_the_template(folder):
 )  # fmt: skip
 def test_the_server_stops_where_a_trained_answer_ends(folder, style, end):
   tokenizer = open_tokenizer(folder, style)
-  assert tokenizer.vocabulary.name(end_of_turn(tokenizer)) == end
+  assert tokenizer.vocabulary.name(ends_of_turns(tokenizer)[0]) == end
 
 
 def test_without_a_template_no_token_ends_a_turn(folder):
   tokenizer = open_tokenizer(folder, "chatml")
-  assert end_of_turn(replace(tokenizer, chat_template=None)) is None
-  assert end_of_turn(replace(tokenizer, chat_template="{{ raise_exception('no') }}")) is None
+  assert ends_of_turns(replace(tokenizer, chat_template=None)) == ()
+  assert ends_of_turns(replace(tokenizer, chat_template="{{ raise_exception('no') }}")) == ()
 
 
 MARKED = """{% for message in messages %}<|im_start|>{{ message.role }}

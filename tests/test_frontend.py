@@ -207,7 +207,7 @@ def test_a_client_has_so_many_requests_in_the_engine(monkeypatch):
         pass
     assert taken == 3 + 2 + 64  # slots, its share, and some
     assert not engine.is_full(1)
-    await frontend.Frontend(engine, limits)(asked(0), AsyncMock(), AsyncMock(side_effect=parts.append))
+    await frontend.Frontend(engine, limits, chat_page=False)(asked(0), AsyncMock(), AsyncMock(side_effect=parts.append))
     assert parts[0]["status"] == 429
     replies.put_nowait(("reply", 0, None))
     await asyncio.sleep(0.01)

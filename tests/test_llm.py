@@ -1,6 +1,8 @@
 """A trained model as a Python object, and an engine whose parameters are swapped while it writes."""
 
 import gc
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from maxtext import LLM, ConfigError, SamplingParams
 from maxtext.inference import inference_model
+from maxtext.inference.decode import chat
 from maxtext.inference.engine import validate_params
 from maxtext.inference.inference_model import InferenceModel, make_engine
 from maxtext.inference.scheduler import Request
@@ -100,12 +103,53 @@ def test_chat(llm):
   assert llm.chat([turns, turns[:1]], GREEDY)[0] == answer
 
 
+def test_an_interrupt_ends_an_answer_and_then_the_chat(llm, monkeypatch):
+  """A real signal in the midst of an answer; what was shown of it is part of the conversation."""
+  shown, conversations = [], []
+  whole, own, letter = SamplingParams(temperature=0.0, max_tokens=40), llm.chat, int(llm.tokenizer.encode("x")[0])
+  monkeypatch.setattr(llm, "chat", lambda messages, *rest: conversations.append([*messages]) or own(messages, *rest))
+
+  def show(text):
+    shown.append(text)
+    if len(shown) == 3:
+      os.kill(os.getpid(), signal.SIGINT)
+
+  def lines():
+    yield "a\n"
+    assert 3 <= len(shown) < 8, "the answer ended soon after the signal"
+    yield "b\n"
+    raise KeyboardInterrupt  # at the prompt, as Python raises it
+
+  with pytest.raises(KeyboardInterrupt):
+    chat(llm, lines(), replace(whole, logit_bias={letter: 100.0}), show)
+  cut = conversations[1][1]
+  assert (cut["role"], cut["content"]) == ("assistant", "".join(shown[: shown.index("\n", 2)]))
+  assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_log_probabilities_of_prompts_are_scores(tmp_path):
+  """Of a prompt in several chunks, also where a prefix of it is cached."""
+  llm = LLM.of(random_model(tmp_path, **CHUNKED))
+  params = SamplingParams(max_tokens=0, prompt_logprobs=2)
+  for prompt in (LONG, LONG, LONG[:1]):
+    llm.generate(prompt, GREEDY)
+    (output,) = llm.generate(prompt, params)
+    assert (output.token_ids, output.finish_reason) == ((), "length")
+    found = [one.logprob for one in output.prompt_logprobs]
+    np.testing.assert_allclose(found, llm.score(prompt), atol=2e-5)
+    assert all(len(one.top) == 2 and one.top[0][1] >= one.logprob for one in output.prompt_logprobs)
+  assert llm.generate(LONG, GREEDY)[0].prompt_logprobs is None
+
+
 @pytest.mark.parametrize(
   ("wrong", "message"),
   [
     ({"temperature": -1}, "temperature=-1: it must be at least 0"),
     ({"top_p": 0}, "top_p=0"),
-    ({"max_tokens": 0}, "max_tokens=0"),
+    ({"max_tokens": -1}, "max_tokens=-1"),
+    ({"min_p": 2.0}, "min_p=2.0: it must be 0 to 1"),
+    ({"logit_bias": dict.fromkeys(range(301), 1.0)}, "301 tokens have a bias, and 300 may"),
+    ({"logit_bias": {3: float("nan")}}, "logit_bias: token 3 has nan"),
     ({"logprobs": 21}, "logprobs=21: it must be 0 to 20, or None"),
     ({"stop": ["a", ""]}, "stop: an empty string"),
   ],

@@ -7,7 +7,14 @@ import pytest
 
 from maxtext import ConfigError
 from maxtext.inference import sampling
-from maxtext.inference.sampling import SamplingParams, SamplingState, TokenHistory, apply_penalties, apply_top_k_top_p
+from maxtext.inference.sampling import (
+  SamplingParams,
+  SamplingState,
+  TokenHistory,
+  apply_logit_bias,
+  apply_penalties,
+  apply_top_k_top_p,
+)
 from tests.support import tiny
 
 V = 32
@@ -21,6 +28,9 @@ ROWS = [
   SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25, seed=7),
   SamplingParams(temperature=0.0, min_tokens=4, stop_token_ids=(3, 9), logprobs=2),
   SamplingParams(temperature=1.0, top_p=1e-9, seed=8),
+  SamplingParams(temperature=0.0, logit_bias={0: 100.0, V - 1: -3.5, 7: 0.25}),
+  SamplingParams(temperature=1.2, min_p=0.2, seed=9),
+  SamplingParams(temperature=0.8, min_p=0.1, top_k=6, top_p=0.7, logit_bias={4: 2.0}, seed=10),
 ]
 PROMPT = [1, 2, 2, 5]
 GENERATED = [5, 7, 7]
@@ -59,11 +69,14 @@ def plain_logits(logits, s):
     logits[token] -= s.presence_penalty + s.frequency_penalty * GENERATED.count(token)
   if len(GENERATED) < s.min_tokens:
     logits[list(s.stop_token_ids)] = -np.inf
+  for token, bias in s.logit_bias:
+    logits[token] += bias
   return logits
 
 
 def plain_probabilities(logits, s):
   logits = plain_logits(logits, s) / s.temperature
+  logits[np.exp(logits - logits.max()) < s.min_p] = -np.inf
   order = np.argsort(-logits)
   if s.top_k:
     logits[order[s.top_k :]] = -np.inf
@@ -79,7 +92,7 @@ def plain_probabilities(logits, s):
 
 def test_every_setting_against_the_reference(logits, state, history):
   positions = jnp.full(len(ROWS), POSITION)
-  adjusted = apply_penalties(logits, state, history, positions)
+  adjusted = apply_logit_bias(apply_penalties(logits, state, history, positions), state)
   probabilities = jax.nn.softmax(apply_top_k_top_p(adjusted, state), axis=-1)
   output = sample(logits, state, history, positions)
   for row, params in enumerate(ROWS):

@@ -86,7 +86,7 @@ def test_stop_texts_are_searched_where_they_may_begin():
   """Over the border of tokens, and once each: what was shown is not searched again."""
 
   class Letters:
-    def decode(self, tokens):
+    def decode(self, tokens, shown=()):
       return "".join(map(chr, tokens))
 
   request = SimpleNamespace(sampling_params=SamplingParams(stop=("bcd", "e")))

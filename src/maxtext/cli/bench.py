@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from maxtext.bench.workload import Workload
-from maxtext.cli.decode import add_model_arguments, load_model, resolve_model_config
+from maxtext.cli.decode import add_model_arguments, key_overrides, load_model, resolve_model_config
 from maxtext.cli.serve import API_KEYS
 from maxtext.configs import ConfigError
 
@@ -46,7 +46,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _bench_throughput(arguments: argparse.Namespace, workload: Workload) -> None:
   if given := [flag for flag in ("request_rate", "model") if getattr(arguments, flag)]:
     raise ConfigError(f"--{given[0].replace('_', '-')} is for a running server: add --base-url.")
-  config = resolve_model_config(arguments.overrides, arguments.strict)
+  config = resolve_model_config(key_overrides(arguments), arguments.strict)
   from maxtext.bench.throughput import bench_throughput
 
   timings = bench_throughput(load_model(arguments, config), workload)

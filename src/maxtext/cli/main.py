@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         "--sampler", action="store_true", help="generate rollouts for the run of another process, at sampler_address"
       )
     command.set_defaults(run=_train, sampler=False, method=method, needed=_TEACHERS if name == "distill" else ())
-  decode.add_command(commands)
+  decode.add_commands(commands)
   serve.add_command(commands)
   bench.add_commands(commands)
   launch.add_command(commands)

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from maxtext.cli.decode import add_model_arguments, folder_name, load_model, resolve_model_config
+from maxtext.cli.decode import add_model_arguments, folder_name, key_overrides, load_model, resolve_model_config
 from maxtext.configs import ConfigError
 from maxtext.inference.adapter_options import AdapterOptions
 from maxtext.serving.api_keys import API_KEYS, is_loopback, read_api_keys
@@ -18,7 +18,8 @@ def add_command(commands: Any) -> None:
   parser = commands.add_parser(
     "serve",
     help="serve a trained model over HTTP",
-    description="Serve a trained model: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics. "
+    description="Serve a trained model: /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/models, /tokenize, "
+    "/health, /metrics, and a page to chat at /. "
     f"API keys come from {API_KEYS}, separated by commas, or --api-key-file; without any, all clients are accepted.",
   )
   add_model_arguments(parser)
@@ -62,6 +63,8 @@ def add_command(commands: Any) -> None:
   parser.add_argument(
     "--write-timeout", type=float, default=30, metavar="S", help="seconds to read some of a response (default 30)"
   )
+  parser.add_argument("--access-log", action="store_true", help="log every response in one line, on stderr")
+  parser.add_argument("--no-chat-page", action="store_true", help="have no page to chat at /")
   parser.add_argument("--api-key-file", metavar="FILE", help=f"an API key on each line, instead of {API_KEYS}")
   parser.add_argument(
     "--lora",
@@ -92,7 +95,7 @@ def add_command(commands: Any) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-  config = resolve_model_config(arguments.overrides, arguments.strict)
+  config = resolve_model_config(key_overrides(arguments), arguments.strict)
   api_keys = read_api_keys(os.environ, arguments.api_key_file)
   for flag in (
     "max_queued_requests",
@@ -140,7 +143,8 @@ def _serve(arguments: argparse.Namespace) -> int:
   name = a.served_model_name or config.run_name or folder_name(config) or config.model_name
   if adapter_options and name in adapter_options.folders:
     raise ConfigError(f"--lora {name}: the base model has that name: choose another, or set --served-model-name.")
-  serve(partial(load_model, a, config, adapter_options), name, a.host, a.port, limits)
+  load = partial(load_model, a, config, adapter_options)
+  serve(load, name, a.host, a.port, limits, a.access_log, not a.no_chat_page)
   return 0
 
 

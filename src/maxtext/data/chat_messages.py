@@ -28,6 +28,16 @@ def template_messages(messages: Any, images: bool = False) -> list[dict[str, Any
   return [_message(message, number, images) for number, message in enumerate(messages)]
 
 
+class Arguments(dict[str, Any]):
+  """The arguments of a tool call: an object, which a template that adds it to a text sees as its JSON."""
+
+  def __add__(self, other: str) -> str:
+    return json.dumps(self, ensure_ascii=False) + other
+
+  def __radd__(self, other: str) -> str:
+    return other + json.dumps(self, ensure_ascii=False)
+
+
 def image_sources(messages: Any) -> list[Any]:
   """The images of messages in their order: files, paths or URLs, from parts as OpenAI's API has them, or from
   {"type": "image", "image": ...}; a mapping with "bytes" is one of the `datasets` library."""
@@ -141,7 +151,10 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     arguments = _json(arguments, f"{where}.function.arguments")
   if not isinstance(arguments, Mapping):
     raise ConfigError(f"{where}.function.arguments: it must be an object, or its JSON text.")
-  found: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
+  found: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": function["name"], "arguments": Arguments(arguments)},
+  }
   return found | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
 
 

@@ -65,7 +65,8 @@ class Guard:
     if isinstance(value, str):
       return self._broken(value)
     if isinstance(value, Mapping):
-      return {self.guarded(k): one if _is_role(k, one) else self.guarded(one) for k, one in value.items()}
+      kind = type(value) if isinstance(value, dict) else dict
+      return kind({self.guarded(k): one if _is_role(k, one) else self.guarded(one) for k, one in value.items()})
     return [self.guarded(one) for one in value] if isinstance(value, list | tuple) else value
 
   def _guards(self, text: str) -> bool:

@@ -150,19 +150,6 @@ def answer_tokens(
   return tokens + ([tokenizer.eos] if tokenizer.add_eos and tokenizer.eos is not None else [])
 
 
-def end_of_turn(tokenizer: TextTokenizer) -> int | None:
-  """The token that the chat template ends an answer with; None if there is no template, or no such token."""
-  if tokenizer.chat_template is None:
-    return None
-  messages = template_messages([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-  messages[-1] |= dict.fromkeys((REASONING[0], REASONING[-1]), "c")
-  try:
-    last = answer_tokens(tokenizer, messages, {})[-1:]
-  except ConfigError:  # the template takes other conversations only
-    return None
-  return next((token for token in last if token in tokenizer.special_ids), None)
-
-
 class ChatContinuation:
   """The tokens between two answers of a conversation: the chat template's for a message, and the next opening.
 

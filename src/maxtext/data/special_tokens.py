@@ -1,4 +1,4 @@
-"""Finds the names of special tokens in a text, in time linear in the text."""
+"""Finds the names of special tokens in a text, in time linear in the text, and what may become one at its end."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -29,6 +29,19 @@ class SpecialTokenFinder:
         place = found.end()
       else:
         place = stop
+
+
+def partial_match_length(text: str, names: Collection[str]) -> int:
+  """The number of characters at the end of a text that may be the beginning of a name."""
+  return max((_prefix_length(text[-len(name) + 1 :] if len(name) > 1 else "", name) for name in names), default=0)
+
+
+def _prefix_length(tail: str, name: str) -> int:
+  """The length of the longest suffix of `tail` that is a prefix of `name`. The tail is shorter than the name."""
+  start = tail.find(name[0])
+  while start >= 0 and not name.startswith(tail[start:]):
+    start = tail.find(name[0], start + 1)
+  return len(tail) - start if start >= 0 else 0
 
 
 def _pattern(names: Collection[str], ignore_case: bool) -> re.Pattern[str]:

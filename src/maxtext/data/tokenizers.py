@@ -172,9 +172,13 @@ class TextTokenizer:
     after = [self.eos] if self.add_eos else []
     return np.array([*before, *self.vocabulary.encode(text, special), *after], np.int32)
 
-  def decode(self, tokens: Iterable[int]) -> str:
-    """Decodes tokens to text, without special tokens."""
-    return self.vocabulary.decode([int(token) for token in tokens])
+  def decode(self, tokens: Iterable[int], shown: Collection[int] = ()) -> str:
+    """Decodes tokens to text, without special tokens other than those in `shown`."""
+    found, text = [int(token) for token in tokens], ""
+    while shown and (place := next((n for n, token in enumerate(found) if token in shown), None)) is not None:
+      text += self.vocabulary.decode(found[:place]) + self.vocabulary.name(found[place])
+      found = found[place + 1 :]
+    return text + self.vocabulary.decode(found)
 
   def for_grammars(self) -> tuple[str, tuple[Any, ...]]:
     """What grammar worker processes (structured outputs) need to know about the tokens, in picklable values."""

@@ -1,6 +1,8 @@
-"""`maxtext decode`: one prompt, a file of prompts, or a chat in the terminal."""
+"""`maxtext decode` and `maxtext chat`: one prompt, a file of prompts, or a chat in the terminal."""
 
 import json
+import signal
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,20 +45,52 @@ def decode_file(llm: LLM, file: str, sampling_params: SamplingParams, show: Show
 
 
 def chat(llm: LLM, lines: Iterable[str], sampling_params: SamplingParams, show: Show) -> None:
-  """Replies to each line by the chat template. The conversation is kept until it no longer fits."""
+  """Replies to each line by the chat template. The conversation is kept until it no longer fits.
+
+  Ctrl-C ends an answer, of which what was shown is kept; while no answer is shown it ends the chat.
+  """
   messages: list[Message] = []
   for line in lines:
     messages.append({"role": "user", "content": line.rstrip("\n")})
     try:
-      (output,) = llm.chat(messages, sampling_params, show)
+      text = _answer(llm, messages, sampling_params, show)
     except ConfigError as error:
       if len(messages) == 1:
         raise
       show(f"({error} A new conversation starts.)\n")
       messages.clear()
       continue
-    messages.append({"role": "assistant", "content": output.text})
+    messages.append({"role": "assistant", "content": text})
     show("\n")
+
+
+class _InterruptedError(Exception):
+  """Ctrl-C was pressed during an answer."""
+
+
+def _answer(llm: LLM, messages: list[Message], sampling_params: SamplingParams, show: Show) -> str:
+  """The text of an answer, as far as it was shown."""
+  shown, interrupted = list[str](), threading.Event()
+
+  def on_text(text: str) -> None:
+    show(text)
+    shown.append(text)
+    if interrupted.is_set():  # here, since the engine must not be interrupted within a step
+      raise _InterruptedError
+
+  def on_interrupt(*_: object) -> None:
+    signal.signal(signal.SIGINT, before)  # a second one ends the program at once
+    interrupted.set()
+
+  before = signal.getsignal(signal.SIGINT)
+  signal.signal(signal.SIGINT, on_interrupt)
+  try:
+    llm.chat(messages, sampling_params, on_text)
+  except _InterruptedError:
+    pass
+  finally:
+    signal.signal(signal.SIGINT, before)
+  return "".join(shown)
 
 
 def _with_logprobs(llm: LLM, sampling_params: SamplingParams) -> SamplingParams:

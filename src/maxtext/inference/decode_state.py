@@ -104,8 +104,9 @@ def prefill(
   fresh: bool = False,
   adapters: jax.Array | None = None,
   media: MediaChunk | None = None,
-) -> Caches:
-  """The cache of a row after the first `count` [1] tokens of [1,S], which begin at position `start`.
+) -> tuple[jax.Array, Caches]:
+  """The hidden states [1,S,E] of a chunk [1,S], which begins at position `start`, and the cache of its row after the
+  first `count` [1] tokens.
 
   `adapters` [1] is the slot of the row's adapter; None is the base. `media` are features of the tokens, if any.
   """
@@ -115,11 +116,11 @@ def prefill(
     features, indices = jnp.asarray(media.features), jnp.asarray(media.indices)
     embeddings = merge_features(decoder.embed(tokens, positions), features, indices)
     spans = None if media.spans is None else jnp.asarray(media.spans)
-  _, _, updated = decoder.hidden(
+  hidden, _, updated = decoder.hidden(
     tokens, positions, cache=row, count=count, fresh=fresh, embeddings=embeddings, spans=spans
   )
   assert updated is not None
-  return updated
+  return hidden, updated
 
 
 def insert(

@@ -49,7 +49,7 @@ class DraftModel:
     self, params: Params, row: Caches, tokens: jax.Array, start: jax.Array, count: jax.Array, fresh: bool
   ) -> Caches:
     """The cache of a row after a chunk of a prompt."""
-    return prefill(self.model, _draft_params(params), row, tokens, start, count, fresh)
+    return prefill(self.model, _draft_params(params), row, tokens, start, count, fresh)[1]
 
   def update_cache(self, params: Params, cache: Caches, state: DecodeState, active: jax.Array) -> Caches:
     """The cache after the tokens that the slots feed, where nothing is proposed."""

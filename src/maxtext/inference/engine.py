@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,13 @@ from maxtext.inference.decode_state import Caches, MediaChunk, insert
 from maxtext.inference.draft_model import DraftModel
 from maxtext.inference.multimodal import PromptMedia
 from maxtext.inference.programs import Programs
-from maxtext.inference.sampling import SamplerOutput, SamplingParams, SamplingState, full_token_bitmask
+from maxtext.inference.sampling import (
+  PromptLogprobs,
+  SamplerOutput,
+  SamplingParams,
+  SamplingState,
+  full_token_bitmask,
+)
 from maxtext.layers.multi_lora import MultiLoraMatmul, is_rows, is_table
 from maxtext.layers.parameter_paths import is_one_layer, one_layer
 from maxtext.models.model import Model, Params
@@ -144,11 +150,12 @@ class Engine:
     self._full_bitmask = jax.device_put(full_token_bitmask(slots, self.vocab), self._replicated)
     self._encode = jax.jit(programs.encode, static_argnames="tower")
     self._prefill = jax.jit(programs.prefill)
+    self._prefill_with_logprobs = jax.jit(programs.prefill_with_logprobs)
     self._prefill_chunk = jax.jit(programs.prefill_chunk, donate_argnums=() if reuse_rows else 1)
     self._insert = jax.jit(partial(insert, programs.cache_specs()), donate_argnums=0, out_shardings=shardings)
     out_shardings = (shardings, self._replicated)
     self._decode_step = jax.jit(programs.decode_step, donate_argnums=1, out_shardings=out_shardings)
-    self._score = jax.jit(programs.score)
+    self._score, self._embed = jax.jit(programs.score), jax.jit(programs.embed)
     self._speculative_step = jax.jit(programs.speculative_step, donate_argnums=1, out_shardings=out_shardings)
     table_shardings = {path: table.sharding for path, table in self._tables.items()}
     self._write_tables = jax.jit(_write_tables, donate_argnums=0, out_shardings=table_shardings)
@@ -250,10 +257,19 @@ class Engine:
     This is the forward pass of training: all tokens at once, without a cache (experts drop no token). One program is
     compiled for each power of two of tokens. `adapter` is a slot of the tables, 0 for the base.
     """
+    return self._forward(self._score, tokens, adapter)[: len(tokens) - 1]
+
+  def embed(self, tokens: Sequence[int], adapter: int = 0) -> np.ndarray:
+    """The mean of the last hidden states of tokens, as a float32 vector of length 1; by the same pass as `score`."""
+    return self._forward(self._embed, tokens, np.full(1, len(tokens), np.int32), adapter)
+
+  def _forward(self, program: Callable[..., jax.Array], tokens: Sequence[int], *arguments: Any) -> np.ndarray:
+    """The result of a program over whole tokens, without a cache."""
     size = next(size for size in _doubling_sizes(self.chunk_sizes[0]) if size >= len(tokens))
+    *others, adapter = arguments
     with self._params_lock if self._tables else nullcontext():  # another thread may write an adapter, in place
-      scores = self._score(self._params, _pad(tokens, size, 0)[None], np.full(1, adapter, np.int32))
-    return np.asarray(scores)[0, : len(tokens) - 1]
+      found = program(self._params, _pad(tokens, size, 0)[None], *others, np.full(1, adapter, np.int32))
+    return np.asarray(found)[0]
 
   def encode_media(self, media: PromptMedia) -> EncodedMedia:
     """The features of a prompt's media, by the towers. An input is encoded by itself."""
@@ -296,14 +312,37 @@ class Engine:
 
     `adapter` is a slot of the tables, 0 for the base. `media` is that of the whole prompt.
     """
-    size = next(size for size in self.chunk_sizes if size >= len(chunk.tokens))
-    tokens, count = _pad(chunk.tokens, size, 0)[None], np.full(1, len(chunk.tokens), np.int32)
-    adapters = np.full(1, adapter, np.int32)
-    features = None if media is None else media.of_chunk(chunk, size)
+    tokens, *rest = self._chunk_arguments(chunk, adapter, media)
     if row is None:
       assert chunk.start == 0
-      return self._prefill(self._params, tokens, count, adapters, features)
-    return self._prefill_chunk(self._params, row, tokens, np.int32(chunk.start), count, adapters, features)
+      return self._prefill(self._params, tokens, *rest)
+    return self._prefill_chunk(self._params, row, tokens, np.int32(chunk.start), *rest)
+
+  def prefill_with_logprobs(
+    self,
+    chunk: PrefillChunk,
+    next_tokens: Sequence[int],
+    row: Caches | None = None,
+    adapter: int = 0,
+    media: EncodedMedia | None = None,
+  ) -> tuple[Caches, PromptLogprobs]:
+    """`prefill_chunk` with the log-probabilities of the token after each of the chunk, on the host.
+
+    Its programs are compiled with their first use.
+    """
+    tokens, *rest = self._chunk_arguments(chunk, adapter, media)
+    after = _pad(next_tokens, tokens.shape[1], 0)[None]
+    row, found = self._prefill_with_logprobs(self._params, row, tokens, after, np.int32(chunk.start), *rest)
+    return row, jax.device_get(found)
+
+  def _chunk_arguments(
+    self, chunk: PrefillChunk, adapter: int, media: EncodedMedia | None
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray, MediaChunk | None]:
+    """The padded tokens of a chunk, their number, the slot of the adapter and the features of media."""
+    size = next(size for size in self.chunk_sizes if size >= len(chunk.tokens))
+    tokens, count = _pad(chunk.tokens, size, 0)[None], np.full(1, len(chunk.tokens), np.int32)
+    features = None if media is None else media.of_chunk(chunk, size)
+    return tokens, count, np.full(1, adapter, np.int32), features
 
   def prefill(self, prompt: Sequence[int], adapter: int = 0, media: EncodedMedia | None = None) -> Caches:
     """The cache of a whole prompt, ready for `insert`."""

@@ -17,7 +17,7 @@ from maxtext.checkpoint.tokenizer import open_tokenizer
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import global_batch_size
 from maxtext.configs.types import ShardMode
-from maxtext.data.conversations import end_of_turn
+from maxtext.data.chat_answers import ends_of_turns
 from maxtext.data.options import data_options, tokenizer_options
 from maxtext.data.tokenizers import TextTokenizer, load_tokenizer
 from maxtext.inference.adapter_options import AdapterOptions
@@ -142,13 +142,9 @@ class InferenceModel:
 
     The adapter must stay in use (`use_adapter`) until the request has ended or was cancelled.
     """
-    longest = self.engine.max_prompt_len
-    if not 0 < len(prompt) <= longest:
-      problem = f"has {len(prompt)} tokens, more than max_prefill_predict_length={longest}" if prompt else "is empty"
-      raise ConfigError(f"The prompt {problem}.")
+    biased = (token for token, _ in sampling_params.logit_bias)
     text = prompt if media is None else [key for key in media.keys.tolist() if key >= 0]
-    if invalid := [token for token in (*text, *sampling_params.stop_token_ids) if not 0 <= token < self.engine.vocab]:
-      raise ConfigError(f"{invalid[0]} is not a token id: token ids are 0 to {self.engine.vocab - 1}.")
+    self.check_prompt(prompt, (*text, *sampling_params.stop_token_ids, *biased))
     if len(sampling_params.stop_token_ids) > MAX_STOP_TOKENS:
       raise ConfigError(f"{len(sampling_params.stop_token_ids)} stop_token_ids are more than {MAX_STOP_TOKENS}.")
     if media is not None:
@@ -157,6 +153,15 @@ class InferenceModel:
     if self.disk_prefill_cache:
       self.disk_prefill_cache.check(prompt, request.adapter_checksum)
     return request
+
+  def check_prompt(self, prompt: Sequence[int], token_ids: Sequence[int]) -> None:
+    """Raises `ConfigError` if a prompt is empty or too long, or the model does not have one of the token ids."""
+    longest = self.engine.max_prompt_len
+    if not 0 < len(prompt) <= longest:
+      problem = f"has {len(prompt)} tokens, more than max_prefill_predict_length={longest}" if prompt else "is empty"
+      raise ConfigError(f"The prompt {problem}.")
+    if invalid := [token for token in token_ids if not 0 <= token < self.engine.vocab]:
+      raise ConfigError(f"{invalid[0]} is not a token id: token ids are 0 to {self.engine.vocab - 1}.")
 
   def _check_media(self, media: PromptMedia) -> None:
     if self.disk_prefill_cache:
@@ -264,8 +269,8 @@ def load_params(config: MaxTextConfig, model: Model) -> Params:
 
 
 def default_stop_token_ids(tokenizer: TextTokenizer) -> tuple[int, ...]:
-  """The tokens that end an output: that of a document, and that of a turn of the chat template."""
-  return tuple(dict.fromkeys(token for token in (tokenizer.eos, end_of_turn(tokenizer)) if token is not None))
+  """The tokens that end an output: that of a document, and those of turns of the chat template."""
+  return tuple(dict.fromkeys(token for token in (tokenizer.eos, *ends_of_turns(tokenizer)) if token is not None))
 
 
 def load_run_tokenizer(config: MaxTextConfig) -> TextTokenizer:

@@ -26,7 +26,7 @@ from maxtext.inference.inference_model import InferenceModel
 from maxtext.inference.multimodal import EncodedPrompt
 from maxtext.inference.resolve import resolve_draft_model, resolve_model
 from maxtext.inference.sampling import SamplingParams
-from maxtext.inference.scheduler import FinishReason, Request
+from maxtext.inference.scheduler import FinishReason, PromptLogprob, Request
 
 if TYPE_CHECKING:
   from maxtext.configs.keys import ConfigKeys
@@ -50,6 +50,8 @@ class RequestOutput:
     logprobs: for each token, the model's log-probability before temperature, penalties and masks; None unless
       `SamplingParams.logprobs` is a number.
     top_logprobs: for each token, the `SamplingParams.logprobs` most likely tokens at its position; None likewise.
+    prompt_logprobs: log-probability, rank and most likely tokens of each token of the prompt but the first; None unless
+      `SamplingParams.prompt_logprobs` is a number.
   """
 
   prompt_token_ids: tuple[int, ...]
@@ -59,6 +61,7 @@ class RequestOutput:
   versions: tuple[int, ...]
   logprobs: tuple[float, ...] | None = None
   top_logprobs: tuple[dict[int, float], ...] | None = None
+  prompt_logprobs: tuple[PromptLogprob, ...] | None = None
 
   @staticmethod
   def of(detokenizer: IncrementalDetokenizer) -> "RequestOutput":
@@ -74,6 +77,7 @@ class RequestOutput:
       tuple(output.version for _, output in generated),
       tuple(output.logprob for _, output in generated) if with_logprobs else None,
       tuple(dict(output.top_logprobs) for _, output in generated) if with_logprobs else None,
+      None if detokenizer.prompt_logprobs is None else tuple(detokenizer.prompt_logprobs),
     )
 
 
@@ -318,9 +322,11 @@ class LLM:
           raise
 
   def _with_eos(self, params: SamplingParams) -> SamplingParams:
-    """The sampling parameters with the tokenizer's end-of-sequence token among the stop tokens."""
-    stops = dict.fromkeys((*self.sampling_params.stop_token_ids, *params.stop_token_ids))
-    return replace(params, stop_token_ids=tuple(stops))
+    """The sampling parameters with the tokens that end documents and turns among the stop tokens."""
+    ends = self.sampling_params.stop_token_ids
+    if params.ignore_eos:
+      return replace(params, stop_token_ids=[token for token in params.stop_token_ids if token not in ends])
+    return replace(params, stop_token_ids=tuple(dict.fromkeys((*ends, *params.stop_token_ids))))
 
   def _run(self, requests: list[Request], on_text: OnText | None) -> list[IncrementalDetokenizer]:
     detokenizers = {request: IncrementalDetokenizer(request, self.tokenizer) for request in requests}

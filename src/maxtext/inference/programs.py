@@ -22,7 +22,7 @@ from maxtext.inference.decode_state import (
 )
 from maxtext.inference.draft_model import DraftModel
 from maxtext.inference.ngram_proposer import propose
-from maxtext.inference.sampling import SamplerOutput, sample
+from maxtext.inference.sampling import PromptLogprobs, SamplerOutput, prompt_logprobs, sample
 from maxtext.layers.kv_cache import CacheSpec
 from maxtext.layers.paged_kv_cache import PagedKVCache
 from maxtext.models.model import Model, Params
@@ -104,10 +104,7 @@ class Programs:
     media: MediaChunk | None = None,
   ) -> Caches:
     """A new row after the first `count` [1] tokens of [1,S], by the adapter [1] in a slot of the tables."""
-    row = self.row_model.bind(params).init_cache(1, self.max_model_len)
-    if self.draft_model is not None:
-      row = row + self.draft_model.init_cache(params, 1, self.max_model_len)
-    return self._prefill(params, row, tokens, jnp.zeros((), jnp.int32), count, adapter, fresh=True, media=media)
+    return self._prefill(params, None, tokens, jnp.zeros((), jnp.int32), count, adapter, media)[1]
 
   def prefill_chunk(
     self,
@@ -120,7 +117,22 @@ class Programs:
     media: MediaChunk | None = None,
   ) -> Caches:
     """A row after `count` [1] more tokens of [1,S], which begin at position `start`."""
-    return self._prefill(params, row, tokens, start, count, adapter, fresh=False, media=media)
+    return self._prefill(params, row, tokens, start, count, adapter, media)[1]
+
+  def prefill_with_logprobs(
+    self,
+    params: Params,
+    row: Caches | None,
+    tokens: jax.Array,
+    next_tokens: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    adapter: jax.Array,
+    media: MediaChunk | None = None,
+  ) -> tuple[Caches, PromptLogprobs]:
+    """`prefill_chunk`, or `prefill` without a row, with the log-probabilities of the token [1,S] after each."""
+    hidden, cache = self._prefill(params, row, tokens, start, count, adapter, media)
+    return cache, prompt_logprobs(bind(self.row_model, params, adapter).logits, hidden, next_tokens)
 
   def score(self, params: Params, tokens: jax.Array, adapters: jax.Array) -> jax.Array:
     """Float32 log-probabilities [B,S-1] of all tokens [B,S] but the first, by the forward pass of training."""
@@ -129,6 +141,14 @@ class Programs:
     hidden, _, _ = decoder.hidden(tokens, positions)
     logprobs = jax.nn.log_softmax(decoder.logits(hidden).astype(jnp.float32), axis=-1)
     return jnp.take_along_axis(logprobs[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+
+  def embed(self, params: Params, tokens: jax.Array, count: jax.Array, adapters: jax.Array) -> jax.Array:
+    """The mean of the last hidden states of the first `count` [B] tokens [B,S], as float32 unit vectors [B,E]."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    hidden, _, _ = bind(self.row_model, params, adapters).hidden(tokens, positions)
+    counted = (positions < count[:, None])[..., None]
+    pooled = jnp.sum(jnp.where(counted, hidden.astype(jnp.float32), 0), axis=1) / count[:, None]
+    return pooled / jnp.maximum(jnp.linalg.norm(pooled, axis=-1, keepdims=True), 1e-12)
 
   def decode_step(
     self, params: Params, state: DecodeState, active: jax.Array, block_table: jax.Array | None, token_bitmask: jax.Array
@@ -171,19 +191,24 @@ class Programs:
   def _prefill(
     self,
     params: Params,
-    row: Caches,
+    row: Caches | None,
     tokens: jax.Array,
     start: jax.Array,
     count: jax.Array,
     adapter: jax.Array,
-    fresh: bool,
     media: MediaChunk | None,
-  ) -> Caches:
+  ) -> tuple[jax.Array, Caches]:
+    """The hidden states of a chunk, and its row, which is new if none is given."""
+    fresh = row is None
+    if row is None:
+      row = self.row_model.bind(params).init_cache(1, self.max_model_len)
+      if self.draft_model is not None:
+        row = row + self.draft_model.init_cache(params, 1, self.max_model_len)
     own, draft = self._split(row)
-    cache = prefill(self.row_model, params, own, tokens, start, count, fresh, adapter, media)
+    hidden, cache = prefill(self.row_model, params, own, tokens, start, count, fresh, adapter, media)
     if self.draft_model is None:
-      return cache
-    return cache + self.draft_model.prefill(params, draft, tokens, start, count, fresh)
+      return hidden, cache
+    return hidden, cache + self.draft_model.prefill(params, draft, tokens, start, count, fresh)
 
   def _split(self, cache: Caches) -> tuple[Caches, Caches]:
     """The groups of the model, and those of the draft model."""

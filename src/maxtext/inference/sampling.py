@@ -1,12 +1,14 @@
 """Sampling of the next token: each row of a batch by its own `SamplingParams`, independent of the other rows.
 
-The order is: penalties, token bitmask (early stop tokens and what a grammar forbids), temperature, top-k, top-p, and a
-random choice that is a function of the request's seed and the position only.
+The order is: penalties, logit bias, token bitmask (early stop tokens and what a grammar forbids), temperature, min-p,
+top-k, top-p, and a random choice that is a function of the request's seed and the position only.
 
-Shapes: B rows, V vocabulary, W words of 32 bits for it, K stop tokens, L log-probabilities per token.
+Shapes: B rows, S tokens of a chunk, V vocabulary, W words of 32 bits for it, K stop tokens, N biases, L
+log-probabilities per token.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,8 +19,10 @@ import numpy as np
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import SamplingStrategy
 
-MAX_STOP_TOKENS = 9  # stop tokens of a request: its own, and those of the tokenizer and its chat template
+MAX_STOP_TOKENS = 10  # stop tokens of a request: its own, and those of the tokenizer and its chat template
 MAX_LOGPROBS = 20  # most likely tokens that are reported with a token
+MAX_LOGIT_BIAS = 300  # tokens of a request that have a bias
+_LOGITS_BLOCK = 64  # tokens of a prompt whose logits exist at once
 
 
 @dataclass(frozen=True)
@@ -29,17 +33,21 @@ class SamplingParams:
     temperature: divides the logits; 0 is greedy sampling.
     top_k: samples from the k most likely tokens; 0 is all.
     top_p: samples from the smallest set of most likely tokens whose probabilities sum to at least this.
+    min_p: samples from tokens that are at least this likely beside the most likely one.
+    logit_bias: added to the logits of tokens, by token; converted to pairs.
     seed: seed of the random choice, which is a function of the seed and the position: the same prompt with the same
       seed gets the same output. Several outputs for one prompt need different seeds.
     repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the prompt or the output.
     presence_penalty: subtracted from the logits of tokens in the output.
     frequency_penalty: subtracted from the logits of tokens in the output, once per occurrence.
     min_tokens: stop tokens are not sampled before this many tokens.
-    max_tokens: most tokens of the output; None is as many as fit.
+    max_tokens: most tokens of the output; None is as many as fit, and 0 only reads the prompt.
     stop_token_ids: tokens that end the output and are not part of its text.
+    ignore_eos: whether the output goes on after the tokens that end documents and turns.
     stop: strings that end the output and are not part of it. A single string is converted to a tuple.
     logprobs: number of most likely tokens reported with each token; 0 reports the log-probabilities of the sampled
       tokens only, None reports none in a `RequestOutput`.
+    prompt_logprobs: the same for the tokens of the prompt; such a prompt is always prefilled as a whole.
 
   Raises:
     ConfigError: (a ValueError) a value is out of range.
@@ -48,6 +56,8 @@ class SamplingParams:
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
+  min_p: float = 0.0
+  logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
   seed: int = 0
   repetition_penalty: float = 1.0
   presence_penalty: float = 0.0
@@ -55,23 +65,33 @@ class SamplingParams:
   min_tokens: int = 0
   max_tokens: int | None = None
   stop_token_ids: Sequence[int] = ()
+  ignore_eos: bool = False
   stop: Sequence[str] = ()
   logprobs: int | None = None
+  prompt_logprobs: int | None = None
 
   def __post_init__(self) -> None:
     object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
     object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+    object.__setattr__(self, "logit_bias", tuple(dict(self.logit_bias).items()))
+    reported = f"0 to {MAX_LOGPROBS}, or None"
     for name, allowed, valid_range in (
       ("temperature", self.temperature >= 0, "at least 0"),
       ("top_k", self.top_k >= 0, "at least 0, which is all tokens"),
       ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
+      ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
       ("repetition_penalty", self.repetition_penalty > 0, "more than 0"),
       ("min_tokens", self.min_tokens >= 0, "at least 0"),
-      ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
-      ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or None"),
+      ("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "at least 0, or None"),
+      ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, reported),
+      ("prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS, reported),
     ):
       if not allowed:
         raise ConfigError(f"{name}={getattr(self, name)}: it must be {valid_range}.")
+    if len(self.logit_bias) > MAX_LOGIT_BIAS:
+      raise ConfigError(f"logit_bias: {len(self.logit_bias)} tokens have a bias, and {MAX_LOGIT_BIAS} may.")
+    if wrong := [(token, bias) for token, bias in self.logit_bias if not math.isfinite(bias)]:
+      raise ConfigError(f"logit_bias: token {wrong[0][0]} has {wrong[0][1]}: it must be finite.")
     if "" in self.stop:
       raise ConfigError("stop: an empty string would end every output at once.")
 
@@ -91,11 +111,15 @@ class SamplingParams:
 
 
 class SamplingState(NamedTuple):
-  """The sampling parameters of every row as arrays [B]; `stop_token_ids` is [B,K], padded with the vocabulary size."""
+  """The sampling parameters of every row as arrays [B]; `stop_token_ids` [B,K] and `bias_token_ids` [B,N] are padded
+  with the vocabulary size."""
 
   temperature: jax.Array
   top_k: jax.Array
   top_p: jax.Array
+  min_p: jax.Array
+  bias_token_ids: jax.Array
+  biases: jax.Array
   seed: jax.Array
   repetition_penalty: jax.Array
   presence_penalty: jax.Array
@@ -110,10 +134,16 @@ class SamplingState(NamedTuple):
     s = params
     stop_token_ids = np.full(MAX_STOP_TOKENS, vocab, np.int32)
     stop_token_ids[: len(s.stop_token_ids)] = s.stop_token_ids
+    bias_token_ids, biases = np.full(MAX_LOGIT_BIAS, vocab, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
+    for place, (token, bias) in enumerate(s.logit_bias):
+      bias_token_ids[place], biases[place] = token, bias
     return SamplingState(
       jnp.float32(s.temperature),
       jnp.int32(s.top_k),
       jnp.float32(s.top_p),
+      jnp.float32(s.min_p),
+      jnp.asarray(bias_token_ids),
+      jnp.asarray(biases),
       jnp.uint32(s.seed & 0xFFFFFFFF),
       jnp.float32(s.repetition_penalty),
       jnp.float32(s.presence_penalty),
@@ -145,6 +175,35 @@ class SamplerOutput(NamedTuple):
   top_logprobs: jax.Array
 
 
+class PromptLogprobs(NamedTuple):
+  """Log-probabilities [1,S] of the tokens that follow those of a chunk, the numbers of tokens that are at least as
+  likely, and the most likely tokens [1,S,L] with theirs."""
+
+  logprobs: jax.Array
+  ranks: jax.Array
+  top_token_ids: jax.Array
+  top_logprobs: jax.Array
+
+
+def prompt_logprobs(
+  logits: Callable[[jax.Array], jax.Array], hidden: jax.Array, next_tokens: jax.Array
+) -> PromptLogprobs:
+  """The log-probabilities of tokens [1,S] by the hidden states [1,S,E] in front of them, a block of them at a time."""
+  length = hidden.shape[1]
+  size = min(_LOGITS_BLOCK, length)
+  assert length % size == 0, "chunks are padded to powers of two"
+
+  def one_block(block: tuple[jax.Array, jax.Array]) -> PromptLogprobs:
+    states, tokens = block
+    logprobs = jax.nn.log_softmax(logits(states[None])[0].astype(jnp.float32), axis=-1)
+    own = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)
+    top, top_ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logprobs.shape[-1]))
+    return PromptLogprobs(own[:, 0], jnp.sum(logprobs >= own, axis=-1), top_ids, top)
+
+  blocks = hidden.reshape(-1, size, hidden.shape[-1]), next_tokens.reshape(-1, size)
+  return jax.tree.map(lambda x: x.reshape(1, length, *x.shape[2:]), jax.lax.map(one_block, blocks))
+
+
 def sample(
   logits: jax.Array,
   state: SamplingState,
@@ -156,7 +215,7 @@ def sample(
 
   `token_bitmask` [B,W] restricts the choice to tokens whose bit is set; None allows all.
   """
-  adjusted = apply_penalties(logits, state, history, positions)
+  adjusted = apply_logit_bias(apply_penalties(logits, state, history, positions), state)
   if token_bitmask is not None:
     adjusted = apply_token_bitmask(adjusted, token_bitmask)
   greedy = _argmax(adjusted)
@@ -183,6 +242,16 @@ def apply_penalties(logits: jax.Array, state: SamplingState, history: TokenHisto
   return logits.at[rows, early].set(-jnp.inf, mode="drop")
 
 
+def apply_logit_bias(logits: jax.Array, state: SamplingState) -> jax.Array:
+  """Logits plus the biases of each row; nothing is computed where no row has any."""
+  rows = jnp.arange(logits.shape[0])[:, None]
+  return jax.lax.cond(
+    jnp.any(state.biases != 0),
+    lambda: logits.at[rows, state.bias_token_ids].add(state.biases, mode="drop"),
+    lambda: logits,
+  )
+
+
 def full_token_bitmask(rows: int, vocab: int) -> np.ndarray:
   """A token bitmask [B,W] that allows all tokens."""
   return np.full((rows, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
@@ -195,9 +264,11 @@ def apply_token_bitmask(logits: jax.Array, token_bitmask: jax.Array) -> jax.Arra
 
 
 def apply_top_k_top_p(logits: jax.Array, state: SamplingState) -> jax.Array:
-  """Logits over temperature, with minus infinity outside of top-k and top-p. Equal logits are kept or cut together."""
+  """Logits over temperature, with minus infinity outside of min-p, top-k and top-p. Equal logits are kept or cut
+  together."""
   scaled = logits / jnp.maximum(state.temperature, 1e-6)[:, None]
   ranked = jnp.sort(scaled, axis=-1, descending=True)
+  ranked = jnp.where(ranked >= ranked[:, :1] + jnp.log(state.min_p)[:, None], ranked, -jnp.inf)
   vocab = logits.shape[1]
   count = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, vocab), vocab)[:, None]
   ranked = jnp.where(jnp.arange(vocab) < count, ranked, -jnp.inf)

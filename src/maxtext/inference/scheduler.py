@@ -62,9 +62,17 @@ class Request:
     return "" if self.adapter is None else self.adapter.checksum
 
 
+class PromptLogprob(NamedTuple):
+  """The log-probability of a token of a prompt, its rank, and the most likely tokens at its position with theirs."""
+
+  logprob: float
+  rank: int
+  top: tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True)
 class TokenOutput:
-  """One generated token of a request, the end of the request, or both.
+  """One generated token of a request, the end of the request, or both; or the log-probabilities of its prompt.
 
   Attributes:
     token: the token; None if the request ends without one.
@@ -73,6 +81,7 @@ class TokenOutput:
     finish_reason: why the request ends here; None if it continues. "grammar_error": its grammar allows no next token,
       or its grammar process ended.
     version: the version of the parameters that generated the token (`Engine.update_params`).
+    prompt_logprobs: those of all tokens of the prompt but the first, once, if they were requested.
   """
 
   request: Request
@@ -81,6 +90,7 @@ class TokenOutput:
   top_logprobs: tuple[tuple[int, float], ...] = ()
   finish_reason: FinishReason | None = None
   version: int = 0
+  prompt_logprobs: tuple[PromptLogprob, ...] | None = None
 
 
 @dataclass
@@ -90,6 +100,7 @@ class _RunningRequest:
   request: Request
   remaining: int  # tokens that it may still generate
   output: list[int] = field(default_factory=list)
+  prompt_reported: bool = False  # its log-probabilities, which a preempted request does not report again
   matcher: "GrammarMatcher | None" = None
 
   @property
@@ -99,6 +110,11 @@ class _RunningRequest:
   @property
   def keys(self) -> list[int]:
     return [*self.request.keys, *self.output]
+
+  @property
+  def reports_prompt(self) -> bool:
+    """Whether its prompt is prefilled for its log-probabilities, too, and so as a whole and for this request alone."""
+    return self.request.sampling_params.prompt_logprobs is not None and not self.prompt_reported
 
 
 @dataclass
@@ -111,6 +127,7 @@ class _PrefillingRequest:
   num_updates: int  # of the engine's parameters, when prefill began
   row: Caches | None = None
   media: EncodedMedia | None = None
+  prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
 
 
 class _LastPrefill(NamedTuple):
@@ -191,7 +208,7 @@ class Scheduler:
     with self._engine.hold_params():
       outputs = self._end_cancelled()
       self._drop_stale_rows()
-      self._prefill()
+      outputs += self._prefill()
       return [*outputs, *self._decode()] if self.num_running else outputs
 
   def run(self) -> Iterator[TokenOutput]:
@@ -217,42 +234,65 @@ class Scheduler:
     if self._prefix_cache:
       self._prefix_cache.clear()
 
-  def _prefill(self) -> None:
+  def _prefill(self) -> list[TokenOutput]:
+    """Prefills a chunk. Returns what there is to report when the prompt is complete."""
     if self._prefilling is None:
       free = [slot for slot, running in enumerate(self._slots) if running is None]
       with self._lock:
         if not self._waiting or not free or not self._allocate(free[0], self._waiting[0]):
-          return
+          return []
         running = self._waiting.popleft()
       keys, adapter = running.keys, running.request.adapter_checksum
-      if self._share_last_prefill and self._last_prefill[:2] == (keys, adapter):
+      shares = not running.reports_prompt
+      if shares and self._share_last_prefill and self._last_prefill[:2] == (keys, adapter):
         self._prefilling = _PrefillingRequest(running, free[0], deque(), self._num_updates, self._last_prefill.row)
       else:
-        start, row = self._prefix_cache.lookup(keys, adapter) if self._prefix_cache else (0, None)
+        start, row = self._prefix_cache.lookup(keys, adapter) if self._prefix_cache and shares else (0, None)
         media = self._encode_media(running, start)
         spans = None if media is None else media.spans
         chunks = deque(self._engine.prefill_chunks(running.tokens, start, spans))
         self._prefilling = _PrefillingRequest(running, free[0], chunks, self._num_updates, row, media)
     prefilling = self._prefilling
     running, slot, current = prefilling.running, prefilling.slot, prefilling.num_updates == self._num_updates
-    request = running.request
+    request, shares = running.request, not running.reports_prompt
     if prefilling.chunks:
       chunk = prefilling.chunks.popleft()
-      prefilling.row = self._engine.prefill_chunk(chunk, prefilling.row, request.adapter_slot, prefilling.media)
-      if self._prefix_cache and current and chunk.tokens and not running.output:
+      if shares:
+        prefilling.row = self._engine.prefill_chunk(chunk, prefilling.row, request.adapter_slot, prefilling.media)
+      else:
+        self._prefill_with_logprobs(prefilling, chunk)
+      if self._prefix_cache and current and shares and chunk.tokens and not running.output:
         end = chunk.start + len(chunk.tokens)
         self._prefix_cache.store(request.keys, end, prefilling.row, request.adapter_checksum)
     if prefilling.chunks:
-      return
+      return []
     assert prefilling.row is not None
+    outputs = []
+    if running.reports_prompt:
+      outputs.append(TokenOutput(request, prompt_logprobs=tuple(prefilling.prompt_logprobs)))
+      running.prompt_reported = True
+    if running.remaining == 0:
+      self._release(slot)
+      return [*outputs, TokenOutput(request, finish_reason="length")]
     self._engine.insert(
       prefilling.row, slot, request.prompt, request.sampling_params, running.output, request.adapter_slot
     )
-    if self._share_last_prefill and current:
+    if self._share_last_prefill and current and shares:
       self._last_prefill = _LastPrefill(running.keys, request.adapter_checksum, prefilling.row)
     if request.grammar and not running.output:
       running.matcher = request.grammar.start_matcher()
     self._slots[slot], self._prefilling = running, None
+    return outputs
+
+  def _prefill_with_logprobs(self, prefilling: _PrefillingRequest, chunk: PrefillChunk) -> None:
+    request = prefilling.running.request
+    most, end = request.sampling_params.prompt_logprobs, chunk.start + len(chunk.tokens)
+    prefilling.row, found = self._engine.prefill_with_logprobs(
+      chunk, request.prompt[chunk.start + 1 : end + 1], prefilling.row, request.adapter_slot, prefilling.media
+    )
+    columns = (column[0, : len(chunk.tokens)].tolist() for column in found)
+    for logprob, rank, top_ids, top in zip(*columns, strict=True):
+      prefilling.prompt_logprobs.append(PromptLogprob(logprob, rank, tuple(zip(top_ids, top, strict=True))[:most]))
 
   def _encode_media(self, running: _RunningRequest, start: int) -> EncodedMedia | None:
     """The features of a prompt's media; None if it has none from `start` on."""

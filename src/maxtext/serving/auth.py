@@ -10,25 +10,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from maxtext.serving.connections import client_network
 from maxtext.serving.errors import error_response
 
-OPEN_PATHS = ("/health",)
 _INVALID_KEY = "The API key is missing or wrong: send it as 'Authorization: Bearer KEY'."
 
 
 class AuthenticationMiddleware:
-  """ASGI middleware that requires an API key on every path except `OPEN_PATHS`.
+  """ASGI middleware that requires an API key on every path except the open ones.
 
   It sets `scope["state"]["client"]` to the index of the key, or to the client's network without keys.
   """
 
-  def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
-    self._app, self._keys = app, [key.encode() for key in keys]
+  def __init__(self, app: ASGIApp, keys: tuple[str, ...], open_paths: tuple[str, ...]) -> None:
+    self._app, self._keys, self._open_paths = app, [key.encode() for key in keys], open_paths
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] != "http":
       return await self._app(scope, receive, send)
     address = client_network((scope.get("client") or ("",))[0])
     client = self._key(scope) if self._keys else address
-    if client is None and scope["path"] not in OPEN_PATHS:
+    if client is None and scope["path"] not in self._open_paths:
       return await error_response(401, _INVALID_KEY, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
     scope.setdefault("state", {})["client"] = client
     await self._app(scope, receive, send)

@@ -23,16 +23,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.logs import ON_STDERR
 from maxtext.serving.auth import AuthenticationMiddleware
 from maxtext.serving.channel import Channel
+from maxtext.serving.chat_page import chat_page_response
 from maxtext.serving.connections import Connections, LimitedProtocol, Listener, reserve_file_descriptors
 from maxtext.serving.errors import error_response
 from maxtext.serving.limits import ServerLimits
+from maxtext.serving.request_log import RequestLogMiddleware
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,7 +66,15 @@ _FORWARDED_SCOPE = (
 )
 
 
-def serve(load: "Callable[[], InferenceModel]", name: str, host: str, port: int, limits: ServerLimits) -> None:
+def serve(
+  load: "Callable[[], InferenceModel]",
+  name: str,
+  host: str,
+  port: int,
+  limits: ServerLimits,
+  access_log: bool = False,
+  chat_page: bool = True,
+) -> None:
   """Serves until SIGTERM or SIGINT; returns when the last request has finished, or after the shutdown timeout.
 
   Args:
@@ -73,6 +83,8 @@ def serve(load: "Callable[[], InferenceModel]", name: str, host: str, port: int,
     host: address to listen on.
     port: port to listen on; 0 chooses a free one.
     limits: limits of the server.
+    access_log: whether every response is logged.
+    chat_page: whether there is a page to chat at `/`.
 
   Raises:
     ConfigError: raised by `load`, or the address cannot be used.
@@ -87,17 +99,21 @@ def serve(load: "Callable[[], InferenceModel]", name: str, host: str, port: int,
   _LOG.info(f"maxtext: listening on {address}; loading {name}", extra=ON_STDERR)
   engine = EngineClient(load, name, limits)
   try:
-    asyncio.run(_run(engine, listening, f"serving {name} on {address}", limits))
+    frontend = Frontend(engine, limits, chat_page)
+    app = RequestLogMiddleware(AuthenticationMiddleware(frontend, limits.api_keys, frontend.open_paths), access_log)
+    asyncio.run(_run(app, engine, listening, f"serving {name} on {address}", limits))
   finally:
     engine.stop()
   if engine.failure is not None:
     raise engine.failure
 
 
-async def _run(engine: "EngineClient", listening: socket.socket, ready: str, limits: ServerLimits) -> None:
+async def _run(
+  app: ASGIApp, engine: "EngineClient", listening: socket.socket, ready: str, limits: ServerLimits
+) -> None:
   connections = Connections(replace(limits.connections, total=reserve_file_descriptors(limits.connections.total)))
   config = uvicorn.Config(
-    AuthenticationMiddleware(Frontend(engine, limits), limits.api_keys),
+    app,
     ws="none",
     proxy_headers=False,  # a local client could forge its address
     server_header=False,
@@ -251,18 +267,26 @@ def _length(message: Message | None) -> int:
 
 
 class Frontend:
-  """The ASGI application of the frontend process."""
+  """The ASGI application of the frontend process.
 
-  def __init__(self, engine: EngineClient, limits: ServerLimits) -> None:
+  Attributes:
+    open_paths: paths that need no API key.
+  """
+
+  def __init__(self, engine: EngineClient, limits: ServerLimits, chat_page: bool) -> None:
     self._engine, self._max_body = engine, limits.max_body_bytes
+    self._chat_page = chat_page_response(bool(limits.api_keys)) if chat_page else None
+    self.open_paths = ("/health", "/") if chat_page else ("/health",)
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     client = scope.get("state", {}).get("client")
-    if scope["path"] == "/health" and scope["method"] not in ("GET", "HEAD"):
-      response: Response = error_response(405, "/health takes GET and HEAD.", {"Allow": "GET, HEAD"})
+    if scope["path"] in self.open_paths and scope["method"] not in ("GET", "HEAD"):
+      response: Response = error_response(405, f"{scope['path']} takes GET and HEAD.", {"Allow": "GET, HEAD"})
     elif scope["path"] == "/health":
       ok = self._engine.status == "ok"
       response = JSONResponse(self._engine.health(), 200 if ok else 503, None if ok else _RETRY)
+    elif scope["path"] == "/" and self._chat_page:
+      response = self._chat_page
     elif unavailable := _UNAVAILABLE.get(self._engine.status):
       response = error_response(503, unavailable, _RETRY)
     elif self._engine.is_full(client):

@@ -1,16 +1,18 @@
-"""The bodies of requests and responses of the OpenAI API.
+"""The bodies of requests of the OpenAI API.
 
 A field that is not supported is an error that names it, as is a value that would have no effect.
 """
 
+import base64
 import json
+import re
 import secrets
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import numpy as np
 from pydantic import (
   BaseModel,
   BeforeValidator,
@@ -25,17 +27,23 @@ from pydantic import (
 from pydantic_core import from_json
 
 from maxtext.configs import ConfigError
+from maxtext.data.chat_answers import (
+  NAME,
+  AnswerFormat,
+  required_calls,
+  required_calls_schema,
+)
 from maxtext.data.chat_messages import template_tools
 from maxtext.data.chat_template import GUARDED, MARK_GENERATION, iterate_texts
 from maxtext.data.tokenizers import TextTokenizer
-from maxtext.inference.detokenizer import IncrementalDetokenizer
 from maxtext.inference.grammar import GrammarSpec
 from maxtext.inference.multimodal import EncodedPrompt, PromptEncoder
-from maxtext.inference.sampling import MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
-from maxtext.inference.scheduler import TokenOutput
+from maxtext.inference.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
 
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 128
 _MAX_PARTS = 256  # of one message
+_MAX_BIAS = 100
+MAX_TOOLS, _MAX_REQUIRED_CALLS = 128, 16
 _MAX_PATH = 4096  # characters
 _MAX_FIELDS, _MAX_VALUES, _MAX_WHITESPACE, _MAX_TOTAL_LOGPROBS = 64, 2**16, 2**15, 2_000_000
 
@@ -51,6 +59,27 @@ _Stops = Annotated[
   Field(max_length=MAX_STOPS),
   BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
 ]
+
+
+def _read_biases(biases: Any) -> Any:
+  """Biases by token, checked here: pydantic would report each wrong one of thousands."""
+  if biases is None:
+    return {}
+  if not isinstance(biases, dict):
+    raise ValueError("must be an object of token ids and numbers")
+  if len(biases) > MAX_LOGIT_BIAS:
+    raise ValueError(f"{len(biases)} tokens have a bias, and {MAX_LOGIT_BIAS} may")
+  found = {}
+  for token, bias in biases.items():
+    if not re.fullmatch(r"[0-9]{1,9}", str(token)):
+      raise ValueError(f"{str(token)[:20]!r} is not a token id")
+    if isinstance(bias, bool) or not isinstance(bias, int | float) or not -_MAX_BIAS <= bias <= _MAX_BIAS:
+      raise ValueError(f"the bias of token {token} must be a number from -{_MAX_BIAS} to {_MAX_BIAS}")
+    found[int(token)] = float(bias)
+  return found
+
+
+_LogitBias = Annotated[dict[int, float], BeforeValidator(_read_biases, json_schema_input_type=dict[str, float] | None)]
 
 
 def _prompt_kind(prompt: Any) -> str:
@@ -107,13 +136,20 @@ class RequestLimits:
     if prompts * n > self.outputs:
       raise ConfigError(f"{prompts} prompts with n={n} are more than the {self.outputs} outputs of a request.")
 
-  def check_logprobs(self, outputs: int, request: "GenerationRequest") -> None:
-    """Raises if the log-probabilities would take long to encode."""
-    tokens = min(request.max_output_tokens or self.output_tokens, self.output_tokens)
+  def check_logprobs(self, outputs: int, prompt_lengths: Sequence[int], request: "GenerationRequest") -> None:
+    """Raises if the log-probabilities would take long to encode; a prompt may have fewer tokens than its length."""
+    most, in_prompt = request.max_output_tokens, request.num_prompt_logprobs
+    tokens = self.output_tokens if most is None else min(most, self.output_tokens)
     if request.num_logprobs and outputs * tokens * (1 + request.num_logprobs) > _MAX_TOTAL_LOGPROBS:
       raise ConfigError(
         f"{outputs} outputs of {tokens} tokens with {request.num_logprobs} top logprobs each are more than "
         f"{_MAX_TOTAL_LOGPROBS} logprobs: lower n, max_tokens or the number of logprobs."
+      )
+    tokens = request.n * sum(min(length, self.prompt_tokens) for length in prompt_lengths)
+    if in_prompt is not None and tokens * (1 + in_prompt) > _MAX_TOTAL_LOGPROBS:
+      raise ConfigError(
+        f"Prompts of {tokens} tokens with {in_prompt} top logprobs each are more than {_MAX_TOTAL_LOGPROBS} logprobs: "
+        "send fewer prompts, or lower n or the number of logprobs."
       )
 
   def check_length(self, length: int, unit: Literal["characters", "tokens"]) -> None:
@@ -187,13 +223,20 @@ class StructuredOutputs(BaseModel):
     return GrammarSpec("structured_outputs.regex", "regex", self.regex)
 
 
-class GenerationRequest(BaseModel):
-  """The common fields of completions and chats. The last five are not OpenAI's; they have vLLM's names."""
+class RequestBody(BaseModel):
+  """The body of a request."""
 
   model_config = ConfigDict(extra="forbid")
 
-  model: str
-  max_tokens: int | None = Field(None, ge=1)
+  def check(self, limits: RequestLimits) -> None:
+    """Raises `ConfigError` if the request exceeds a limit that its fields do not have themselves."""
+
+
+class GenerationRequest(RequestBody):
+  """The common fields of completions and chats. Those from `top_k` on are not OpenAI's; they have vLLM's names."""
+
+  model: str | None = None
+  max_tokens: int | None = Field(None, ge=0)
   temperature: float | None = Field(None, ge=0, le=10)
   top_p: float | None = Field(None, gt=0, le=1)
   n: int = Field(1, ge=1, le=16)
@@ -204,12 +247,22 @@ class GenerationRequest(BaseModel):
   stream: bool = False
   stream_options: StreamOptions | None = None
   user: str | None = None
+  logit_bias: _LogitBias = Field(default_factory=dict)
   response_format: ResponseFormat | None = None
-  top_k: int | None = Field(None, ge=0, lt=2**31)
+  top_k: int | None = Field(None, ge=-1, lt=2**31)
+  min_p: float = Field(0.0, ge=0, le=1)
   repetition_penalty: float = Field(1.0, gt=0, le=10)
   min_tokens: int = Field(0, ge=0, lt=2**30)
-  stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKENS - 2)
+  stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKENS - 3)
+  ignore_eos: bool = False
+  prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
   structured_outputs: StructuredOutputs | None = None
+
+  @model_validator(mode="after")
+  def _streams(self) -> "GenerationRequest":
+    if self.stream_options and not self.stream:
+      raise ValueError("stream_options: only with stream=true")
+    return self
 
   @property
   def max_output_tokens(self) -> int | None:
@@ -222,14 +275,34 @@ class GenerationRequest(BaseModel):
     return 0
 
   @property
+  def num_prompt_logprobs(self) -> int | None:
+    """The same for the tokens of the prompt; None if they are not reported."""
+    return self.prompt_logprobs
+
+  @property
+  def offered_names(self) -> set[str]:
+    """The names of the tools that an output may call."""
+    return set()
+
+  @property
+  def max_calls(self) -> int | None:
+    """Most tool calls of an output that are reported; None is all."""
+    return None
+
+  def answer_format(self, tokenizer: TextTokenizer) -> AnswerFormat | None:
+    """The format of outputs of several parts; None if all of an output is its text."""
+    return None
+
+  @property
   def grammar_spec(self) -> GrammarSpec | None:
     """The grammar of every output; None is any text."""
     schema = self.response_format.grammar_spec if self.response_format else None
     if schema and self.structured_outputs:
       raise ConfigError("response_format and structured_outputs both set a grammar: leave one out.")
     spec = self.structured_outputs.grammar_spec if self.structured_outputs else schema
-    if spec and self.min_tokens:
-      raise ConfigError(f"min_tokens: {spec.field} decides where the output ends: leave min_tokens out.")
+    for name in ("min_tokens", "ignore_eos"):
+      if spec and getattr(self, name):
+        raise ConfigError(f"{name}: {spec.field} decides where the output ends: leave {name} out.")
     return spec
 
   def sampling_params(self, default: SamplingParams, index: int) -> SamplingParams:
@@ -242,16 +315,20 @@ class GenerationRequest(BaseModel):
       default,
       temperature=value_or(self.temperature, default.temperature),
       top_p=value_or(self.top_p, default.top_p),
-      top_k=value_or(self.top_k, default.top_k),
+      top_k=max(value_or(self.top_k, default.top_k), 0),
+      min_p=self.min_p,
+      logit_bias=self.logit_bias,
       seed=secrets.randbits(32) if self.seed is None else self.seed + index,
       repetition_penalty=self.repetition_penalty,
       presence_penalty=self.presence_penalty,
       frequency_penalty=self.frequency_penalty,
       min_tokens=self.min_tokens,
       max_tokens=self.max_output_tokens,
-      stop_token_ids=(*default.stop_token_ids, *self.stop_token_ids),
+      stop_token_ids=(*(() if self.ignore_eos else default.stop_token_ids), *self.stop_token_ids),
+      ignore_eos=self.ignore_eos,
       stop=tuple(self.stop),
       logprobs=self.num_logprobs,
+      prompt_logprobs=self.num_prompt_logprobs,
     )
 
 
@@ -260,6 +337,7 @@ class CompletionRequest(GenerationRequest):
 
   prompt: _Prompt
   logprobs: int | None = Field(None, ge=0, le=5)
+  echo: bool = False
 
   @property
   def max_output_tokens(self) -> int | None:
@@ -269,29 +347,72 @@ class CompletionRequest(GenerationRequest):
   def num_logprobs(self) -> int:
     return self.logprobs or 0
 
+  @property
+  def num_prompt_logprobs(self) -> int | None:
+    echoed = self.logprobs if self.echo else None
+    return max((count for count in (echoed, self.prompt_logprobs) if count is not None), default=None)
+
   def check(self, limits: RequestLimits) -> None:
-    """Raises `ConfigError` if the request exceeds a limit."""
-    limits.check_outputs(len(self._prompts), self.n)
-    limits.check_logprobs(len(self._prompts) * self.n, self)
-    for prompt in self._prompts:
-      limits.check_length(len(prompt), "characters" if isinstance(prompt, str) else "tokens")
-      if isinstance(prompt, str):
-        _check_whitespace(prompt)
+    prompts = _separate(self.prompt)
+    limits.check_outputs(len(prompts), self.n)
+    limits.check_logprobs(len(prompts) * self.n, [len(prompt) for prompt in prompts], self)
+    for prompt in prompts:
+      check_prompt(limits, prompt)
 
   def encoded(self, prompts: PromptEncoder) -> list[EncodedPrompt]:
     """The tokens of every prompt."""
-    return [(self._tokens(one, prompts.tokenizer), None) for one in self._prompts]
+    return [(tokens, None) for tokens in _encode(self.prompt, prompts.tokenizer)]
 
-  @property
-  def _prompts(self) -> list[Any]:
-    several = isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
-    return self.prompt if several else [self.prompt]  # type: ignore[return-value]
 
-  @staticmethod
-  def _tokens(prompt: str | list[int], tokenizer: TextTokenizer) -> list[int]:
-    if isinstance(prompt, str):
-      return tokenizer.encode(prompt).tolist()
-    return prompt
+class EmbeddingRequest(RequestBody):
+  """`/v1/embeddings`."""
+
+  model: str | None = None
+  input: _Prompt
+  encoding_format: Literal["float", "base64"] = "float"
+  user: str | None = None
+
+  def check(self, limits: RequestLimits) -> None:
+    prompts = _separate(self.input)
+    limits.check_outputs(len(prompts), 1)
+    for prompt in prompts:
+      check_prompt(limits, prompt)
+
+  def encoded(self, tokenizer: TextTokenizer) -> list[list[int]]:
+    """The tokens of every input."""
+    return _encode(self.input, tokenizer)
+
+  def response(self, model: str, embeddings: Sequence[np.ndarray], num_tokens: int) -> dict[str, Any]:
+    """The response."""
+    used = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    data = [
+      {"object": "embedding", "index": index, "embedding": self._value(embedding)}
+      for index, embedding in enumerate(embeddings)
+    ]
+    return {"object": "list", "data": data, "model": model, "usage": used}
+
+  def _value(self, embedding: np.ndarray) -> list[float] | str:
+    if self.encoding_format == "float":
+      return embedding.tolist()
+    return base64.b64encode(embedding.astype("<f4").tobytes()).decode()
+
+
+def check_prompt(limits: RequestLimits, prompt: str | list[int]) -> None:
+  """Raises `ConfigError` if a prompt cannot fit, or would take long to tokenize."""
+  limits.check_length(len(prompt), "characters" if isinstance(prompt, str) else "tokens")
+  if isinstance(prompt, str):
+    _check_whitespace(prompt)
+
+
+def _separate(prompt: Any) -> list[Any]:
+  """The prompts of a field that has one or several."""
+  several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+  return prompt if several else [prompt]
+
+
+def _encode(prompt: Any, tokenizer: TextTokenizer) -> list[list[int]]:
+  """The tokens of the prompts of a field."""
+  return [tokenizer.encode(one).tolist() if isinstance(one, str) else one for one in _separate(prompt)]
 
 
 class TextPart(BaseModel):
@@ -321,7 +442,7 @@ class ImagePart(BaseModel):
   image_url: ImageURL
 
 
-class FunctionCall(BaseModel):
+class CalledFunction(BaseModel):
   """The function that a tool call names, and its arguments as JSON text, or as an object."""
 
   model_config = ConfigDict(extra="forbid")
@@ -336,8 +457,9 @@ class ToolCall(BaseModel):
   model_config = ConfigDict(extra="forbid")
 
   id: str | None = None
+  index: int | None = None  # of a stream
   type: Literal["function"] = "function"
-  function: FunctionCall
+  function: CalledFunction
 
 
 _Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
@@ -356,6 +478,11 @@ class ChatMessage(BaseModel):
   reasoning_content: str | None = None
   reasoning: str | None = None
   thinking: str | None = None
+  # OpenAI's client sends these back with an answer, without a value.
+  refusal: None = None
+  annotations: None = None
+  audio: None = None
+  function_call: None = None
 
   @property
   def text(self) -> dict[str, Any]:
@@ -378,6 +505,41 @@ class ChatMessage(BaseModel):
     return self
 
 
+class FunctionDefinition(BaseModel):
+  """A function that may be called. Other fields are the template's."""
+
+  model_config = ConfigDict(extra="allow")
+
+  name: str = Field(pattern=f"^{NAME}$", max_length=256)
+  parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+  """A tool that may be called."""
+
+  model_config = ConfigDict(extra="allow")
+
+  type: Literal["function"] = "function"
+  function: FunctionDefinition
+
+
+class FunctionName(BaseModel):
+  """The name of a function."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  name: str
+
+
+class NamedTool(BaseModel):
+  """The tool that must be called."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  type: Literal["function"] = "function"
+  function: FunctionName
+
+
 # Variables of a template that come from other fields, or are not for clients.
 _OWN_VALUES = frozenset(
   {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", GUARDED, MARK_GENERATION}
@@ -391,8 +553,9 @@ class ChatCompletionRequest(GenerationRequest):
   max_completion_tokens: int | None = Field(None, ge=1)
   logprobs: bool = False
   top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-  tools: list[dict[str, Any]] | None = None
-  tool_choice: Literal["auto", "none"] | None = None
+  tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+  tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+  parallel_tool_calls: bool = True
   reasoning_effort: str | None = Field(None, max_length=64)
   chat_template_kwargs: dict[str, Any] | None = None
 
@@ -404,11 +567,49 @@ class ChatCompletionRequest(GenerationRequest):
   def num_logprobs(self) -> int:
     return self.top_logprobs or 0
 
+  @property
+  def grammar_spec(self) -> GrammarSpec | None:
+    spec, required = super().grammar_spec, self._required_tools
+    if not required:
+      return spec
+    for name, given in ((spec and spec.field, spec), ("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
+      if given:
+        raise ConfigError(f"{name}: tool_choice decides what the answer is: leave {name} out.")
+    several = self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
+    return GrammarSpec("tools", "json", required_calls_schema(required, _MAX_REQUIRED_CALLS if several else 1))
+
+  def answer_format(self, tokenizer: TextTokenizer) -> AnswerFormat | None:
+    if self._required_tools:
+      return AnswerFormat(required_calls, ())
+    return None if super().grammar_spec else template_answer_format(tokenizer)
+
+  @property
+  def offered_names(self) -> set[str]:
+    return {tool.function.name for tool in self._offered_tools}
+
+  @property
+  def max_calls(self) -> int | None:
+    return None if self.parallel_tool_calls else 1
+
+  @property
+  def _offered_tools(self) -> list[Tool]:
+    return [] if self.tool_choice == "none" else self.tools or []
+
+  @property
+  def _required_tools(self) -> list[dict[str, Any]]:
+    """The tools of which the answer must call one; empty if it may be text."""
+    if self.tool_choice in (None, "auto", "none"):
+      return []
+    name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+    found = [tool.model_dump() for tool in self._offered_tools if name in (None, tool.function.name)]
+    if not found:
+      raise ConfigError(f"tool_choice: the request has no tool{f' {name[:100]!r}' if name else ''} to call.")
+    return found
+
   def check(self, limits: RequestLimits) -> None:
-    """Raises `ConfigError` if the request exceeds a limit; a message has at least one token."""
     limits.check_outputs(1, self.n)
-    limits.check_logprobs(self.n, self)
-    limits.check_length(len(self.messages), "tokens")
+    limits.check_logprobs(self.n, [limits.prompt_tokens], self)
+    limits.check_length(len(self.messages), "tokens")  # a message has at least one
     texts = list(iterate_texts([[message.text for message in self.messages], self._values]))
     limits.check_length(sum(map(len, texts)), "characters")
     for text in texts:
@@ -432,35 +633,25 @@ class ChatCompletionRequest(GenerationRequest):
   @property
   def _values(self) -> dict[str, Any]:
     """The other variables of the template."""
-    tools = template_tools(self.tools) if self.tool_choice != "none" else None
+    tools = template_tools([tool.model_dump(exclude_unset=True) for tool in self._offered_tools])
     found = {"tools": tools, "reasoning_effort": self.reasoning_effort}
     return {name: value for name, value in found.items() if value is not None} | (self.chat_template_kwargs or {})
 
 
-class LoadAdapterRequest(BaseModel):
+class LoadAdapterRequest(RequestBody):
   """`/v1/load_lora_adapter`, with vLLM's fields."""
-
-  model_config = ConfigDict(extra="forbid")
 
   lora_name: str
   lora_path: str = Field(min_length=1, max_length=_MAX_PATH)
 
-  def check(self, limits: RequestLimits) -> None:
-    """Does nothing: the fields have limits of their own."""
 
-
-class UnloadAdapterRequest(BaseModel):
+class UnloadAdapterRequest(RequestBody):
   """`/v1/unload_lora_adapter`, with vLLM's fields."""
-
-  model_config = ConfigDict(extra="forbid")
 
   lora_name: str
 
-  def check(self, limits: RequestLimits) -> None:
-    """Does nothing: the field has a limit of its own."""
 
-
-RequestT = TypeVar("RequestT", CompletionRequest, ChatCompletionRequest, LoadAdapterRequest, UnloadAdapterRequest)
+RequestT = TypeVar("RequestT", bound=RequestBody)
 
 
 def parse(kind: type[RequestT], raw: bytes, limits: RequestLimits) -> RequestT:
@@ -486,7 +677,7 @@ def parse(kind: type[RequestT], raw: bytes, limits: RequestLimits) -> RequestT:
   return request
 
 
-_SCHEMAS = ("schema", "tools")  # objects of the client's own
+_SCHEMAS = ("schema", "tools", "logit_bias")  # objects of the client's own, or with a limit of their own
 
 
 def _check_fields(fields: Any) -> None:
@@ -511,84 +702,6 @@ def count_values(raw: bytes) -> int:
   return 1 + sum(between.count(mark) for mark in (b",", b"[", b"{"))
 
 
-class ResponseBuilder:
-  """Builds the response of one request, as a whole or in chunks."""
-
-  def __init__(self, request: CompletionRequest | ChatCompletionRequest, tokenizer: TextTokenizer) -> None:
-    self._request, self._tokenizer = request, tokenizer
-    self._chat = isinstance(request, ChatCompletionRequest)
-    kind = "chat.completion" if self._chat else "text_completion"
-    self._object, self._chunk_object = kind, "chat.completion.chunk" if self._chat else kind
-    self._head = {
-      "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
-      "created": int(time.time()),
-      "model": request.model,
-    }
-
-  def response(self, outputs: Sequence[IncrementalDetokenizer], prompt_tokens: int) -> dict[str, Any]:
-    """The whole response."""
-    choices = []
-    for index, output in enumerate(outputs):
-      content = {"message": {"role": "assistant", "content": output.text}} if self._chat else {"text": output.text}
-      choices.append(self._choice(index, output, content, output.outputs))
-    return {**self._head, "object": self._object, "choices": choices, "usage": usage(outputs, prompt_tokens)}
-
-  def first_chunk(self, index: int) -> dict[str, Any]:
-    """The first chunk of a chat, with the role."""
-    choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-    return {**self._head, "object": self._chunk_object, "choices": [choice]}
-
-  def chunk(self, index: int, output: IncrementalDetokenizer, text: str, token_output: TokenOutput) -> dict[str, Any]:
-    """The chunk of one token output, with its new text."""
-    content: dict[str, Any] = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
-    return {
-      **self._head,
-      "object": self._chunk_object,
-      "choices": [self._choice(index, output, content, [token_output])],
-    }
-
-  def usage_chunk(self, outputs: Sequence[IncrementalDetokenizer], prompt_tokens: int) -> dict[str, Any]:
-    """The last chunk, with the usage."""
-    return {**self._head, "object": self._chunk_object, "choices": [], "usage": usage(outputs, prompt_tokens)}
-
-  def _choice(
-    self,
-    index: int,
-    output: IncrementalDetokenizer,
-    content: Mapping[str, Any],
-    token_outputs: Sequence[TokenOutput],
-  ) -> dict[str, Any]:
-    logprobs = self._logprobs(token_outputs)
-    return {"index": index, **content, "logprobs": logprobs, "finish_reason": output.finish_reason}
-
-  def _logprobs(self, token_outputs: Sequence[TokenOutput]) -> dict[str, Any] | None:
-    if self._request.logprobs is None or self._request.logprobs is False:
-      return None
-    known = [(output.token, output) for output in token_outputs if output.token is not None]
-    if self._chat:
-      return {
-        "content": [
-          {**self._token(token, output.logprob), "top_logprobs": [self._token(*top) for top in output.top_logprobs]}
-          for token, output in known
-        ]
-      }
-    return {
-      "tokens": [self._tokenizer.decode([token]) for token, _ in known],
-      "token_logprobs": [output.logprob for _, output in known],
-      "top_logprobs": [{self._tokenizer.decode([t]): p for t, p in output.top_logprobs} for _, output in known],
-    }
-
-  def _token(self, token: int, logprob: float) -> dict[str, Any]:
-    text = self._tokenizer.decode([token])
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def usage(outputs: Sequence[IncrementalDetokenizer], prompt_tokens: int) -> dict[str, int]:
-  """The number of prompt and completion tokens."""
-  generated = sum(token.token is not None for output in outputs for token in output.outputs)
-  return {"prompt_tokens": prompt_tokens, "completion_tokens": generated, "total_tokens": prompt_tokens + generated}
-
-
 def _check_whitespace(text: str) -> None:
   """Raises on long runs of whitespace: the time of a tokenizer's regex grows with the square of their length."""
   if any(
@@ -596,6 +709,12 @@ def _check_whitespace(text: str) -> None:
     for start in range(0, len(text) - _MAX_WHITESPACE + 1, _MAX_WHITESPACE)
   ):
     raise ConfigError(f"The prompt has {_MAX_WHITESPACE} or more characters of whitespace in a row.")
+
+
+@cache
+def template_answer_format(tokenizer: TextTokenizer) -> AnswerFormat | None:
+  """The format of answers by the tokenizer's chat template."""
+  return AnswerFormat.of(tokenizer)
 
 
 @cache

@@ -10,8 +10,10 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
@@ -33,13 +35,16 @@ from maxtext.serving.limits import ServerLimits
 from maxtext.serving.protocol import (
   ChatCompletionRequest,
   CompletionRequest,
+  EmbeddingRequest,
   LoadAdapterRequest,
   RequestLimits,
-  ResponseBuilder,
   UnloadAdapterRequest,
   parse,
+  template_answer_format,
 )
+from maxtext.serving.responses import ResponseBuilder
 from maxtext.serving.server_metrics import ServerMetrics
+from maxtext.serving.token_requests import DetokenizeRequest, TokenizeRequest, tokenizer_info
 
 _FAILED = "The engine has failed: restart the server."
 _STARTING = "The model is loading: try again later."
@@ -54,6 +59,7 @@ _Result = TypeVar("_Result")
 def prepare(model: InferenceModel, limits: ServerLimits) -> InferenceModel:
   """Warms up what the first requests would wait for."""
   _request_limits(model, limits)
+  template_answer_format(model.tokenizer)
   if model.config.enable_model_warmup:
     model.engine.warm_up()
   if model.tokenizer.eos is not None:
@@ -98,9 +104,21 @@ def make_app(name: str, engine: EngineThread, limits: ServerLimits) -> FastAPI:
     model = _ready_model(engine)
     return await adapter_handler.unload(await _read_json(http), model, _request_limits(model, limits))
 
-  @app.post("/v1/embeddings")
-  async def embeddings() -> Response:
-    raise HTTPException(400, f"{name} generates text and has no embeddings: use the server of an embedding model.")
+  @app.post("/v1/embeddings", openapi_extra=_openapi_body(EmbeddingRequest))
+  async def embeddings(http: Request) -> Response:
+    return await handler.embed(http)
+
+  @app.post("/tokenize", openapi_extra=_openapi_body(TokenizeRequest))
+  async def tokenize(http: Request) -> Response:
+    return await handler.answer(TokenizeRequest, http)
+
+  @app.post("/detokenize", openapi_extra=_openapi_body(DetokenizeRequest))
+  async def detokenize(http: Request) -> Response:
+    return await handler.answer(DetokenizeRequest, http)
+
+  @app.get("/tokenizer_info")
+  async def tokenizer() -> dict[str, Any]:
+    return tokenizer_info(_ready_model(engine))
 
   @app.get("/metrics")
   async def metrics() -> Response:
@@ -126,7 +144,15 @@ def make_app(name: str, engine: EngineThread, limits: ServerLimits) -> FastAPI:
   return app
 
 
-_BODIES = (CompletionRequest, ChatCompletionRequest, LoadAdapterRequest, UnloadAdapterRequest)
+_BODIES = (
+  CompletionRequest,
+  ChatCompletionRequest,
+  EmbeddingRequest,
+  TokenizeRequest,
+  DetokenizeRequest,
+  LoadAdapterRequest,
+  UnloadAdapterRequest,
+)
 _SCHEMAS = "#/components/schemas/{model}"
 
 
@@ -146,6 +172,7 @@ class _RequestHandler:
   def __init__(self, name: str, engine: EngineThread, limits: ServerLimits, metrics: ServerMetrics) -> None:
     self._name, self._engine, self._limits, self._metrics = name, engine, limits, metrics
     self._threads = ThreadPoolExecutor(_THREADS, "requests")
+    self._embedding, self._num_embedding = ThreadPoolExecutor(1, "embeddings"), 0
 
   async def handle(self, kind: type[CompletionRequest] | type[ChatCompletionRequest], http: Request) -> Response:
     """The response of a request: the whole output, or a stream."""
@@ -155,7 +182,8 @@ class _RequestHandler:
     request, spec, prompts = await self._with_timeout(parsing, http, start, "Reading the request")
     choices = [(*prompt, index) for prompt in prompts for index in range(request.n)]
     with ExitStack() as in_use:
-      adapter = in_use.enter_context(model.use_adapter(None if request.model == self._name else request.model))
+      served = request.model or self._name
+      adapter = in_use.enter_context(model.use_adapter(None if served == self._name else served))
       grammar: CompiledGrammar | None = None
       if spec:
         compiling = model.grammar_compiler.compile_async(spec)
@@ -167,7 +195,8 @@ class _RequestHandler:
         ]
       )
       requests = await self._with_timeout(creating, http, start, "Reading the request")
-      handle = _RequestHandle(model, requests, self._engine, self._metrics, start)
+      builder = ResponseBuilder(request, served, model.tokenizer, [item.prompt for item in requests])
+      handle = _RequestHandle(model, requests, builder.shown, self._engine, self._metrics, start)
       try:
         handle.submit(http.scope.get("state", {}).get("client", ""))
       except QueueFullError:
@@ -176,7 +205,7 @@ class _RequestHandler:
       except (EngineFailedError, EngineNotReadyError):
         raise _unavailable(self._engine) from None
       handle.in_use = in_use.pop_all()
-    builder, num_prompt_tokens = ResponseBuilder(request, model.tokenizer), sum(len(prompt) for prompt, _ in prompts)
+    num_prompt_tokens = sum(len(prompt) for prompt, _ in prompts)
     if request.stream:
       return _EventStream(self._events(request, builder, handle, num_prompt_tokens), handle)
     with handle:
@@ -186,6 +215,48 @@ class _RequestHandler:
     )
     return Response(text, media_type="application/json")
 
+  async def answer(self, kind: type[TokenizeRequest] | type[DetokenizeRequest], http: Request) -> Response:
+    """The response of a request that needs no engine."""
+    start = asyncio.get_running_loop().time()
+    model, raw = _ready_model(self._engine), await _read_json(http)
+
+    def work() -> str:
+      request: TokenizeRequest | DetokenizeRequest = parse(kind, raw, _request_limits(model, self._limits))
+      self._check_model(request.model, model)
+      return json.dumps(_tokenizing(lambda: request.answer(model)), ensure_ascii=False)
+
+    text = await self._with_timeout(self._in_thread(work), http, start, "Reading the request")
+    return Response(text, media_type="application/json")
+
+  async def embed(self, http: Request) -> Response:
+    """The embeddings of a request, one after the other between the engine's steps."""
+    start = asyncio.get_running_loop().time()
+    model, raw = _ready_model(self._engine), await _read_json(http)
+
+    def read() -> tuple[EmbeddingRequest, list[list[int]]]:
+      request = parse(EmbeddingRequest, raw, _request_limits(model, self._limits))
+      self._check_model(request.model, model)
+      inputs = _tokenizing(lambda: request.encoded(model.tokenizer))
+      for tokens in inputs:
+        model.check_prompt(tokens, tokens)
+      return request, inputs
+
+    request, inputs = await self._with_timeout(self._in_thread(read), http, start, "Reading the request")
+    if self._num_embedding + len(inputs) > self._limits.max_queued_requests:
+      raise HTTPException(429, "The queue of embeddings is full: try again later.", {"Retry-After": "1"})
+    served, found = request.model or self._name, list[np.ndarray]()
+    self._num_embedding += len(inputs)
+    try:
+      with model.use_adapter(None if served == self._name else served) as adapter:
+        for tokens in inputs:
+          work = partial(model.engine.embed, tokens, 0 if adapter is None else adapter.slot)
+          running = asyncio.get_running_loop().run_in_executor(self._embedding, work)
+          found.append(await self._with_timeout(_awaited(running), http, start, "Embedding"))
+    finally:
+      self._num_embedding -= len(inputs)
+    body = request.response(served, found, sum(map(len, inputs)))
+    return Response(await self._in_thread(lambda: json.dumps(body)), media_type="application/json")
+
   async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
     return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
@@ -193,18 +264,15 @@ class _RequestHandler:
     self, kind: type[CompletionRequest] | type[ChatCompletionRequest], raw: bytes, model: InferenceModel
   ) -> tuple[CompletionRequest | ChatCompletionRequest, GrammarSpec | None, list[EncodedPrompt]]:
     """The parsed request, its grammar if any, and the tokens and media of its prompts."""
-    request: CompletionRequest | ChatCompletionRequest = parse(kind, raw, _request_limits(model, self._limits))  # type: ignore[type-var]
-    if request.model not in (self._name, *(model.adapters.names if model.adapters else ())):
+    request: CompletionRequest | ChatCompletionRequest = parse(kind, raw, _request_limits(model, self._limits))
+    self._check_model(request.model, model)
+    return request, *_tokenizing(lambda: (request.grammar_spec, request.encoded(model.prompts)))
+
+  def _check_model(self, name: str | None, model: InferenceModel) -> None:
+    """Raises a 404 if a request asks for another model than the base, which it need not name, and its adapters."""
+    if name not in (None, self._name, *(model.adapters.names if model.adapters else ())):
       others = " or one of its adapters (/v1/models)" if model.adapters else ""
-      raise HTTPException(404, f"model: '{request.model[:100]}' is not served here; use '{self._name}'{others}.")
-    try:
-      return request, request.grammar_spec, request.encoded(model.prompts)
-    except (ConfigError, MemoryError):
-      raise
-    except RecursionError:
-      raise ConfigError("The request is nested too deeply.") from None
-    except BaseException as error:  # a regex limit, or a panic of the library, which is not an Exception
-      raise ConfigError(f"The tokenizer cannot encode this text: {error}.") from None
+      raise HTTPException(404, f"model: '{name[:100]}' is not served here; use '{self._name}'{others}.")
 
   async def _with_timeout(self, work: Coroutine[Any, Any, _Result], http: Request, start: float, what: str) -> _Result:
     """Awaits work within the request timeout, before generation starts; ends if the client disconnects."""
@@ -227,9 +295,8 @@ class _RequestHandler:
         yield _event(builder.first_chunk(index))
     try:
       async for index, text, token_output in handle.stream(self._limits.request_timeout):
-        output = handle.outputs[index]
-        if text or output.finish_reason or request.logprobs:
-          yield _event(builder.chunk(index, output, text, token_output))
+        if chunk := builder.chunk(index, handle.outputs[index], text, token_output):
+          yield _event(chunk)
     except HTTPException as error:
       yield _event(error_body(error.status_code, error.detail))
       return
@@ -249,11 +316,12 @@ class _RequestHandle:
     self,
     model: InferenceModel,
     requests: list[scheduler.Request],
+    shown: frozenset[int],
     engine: EngineThread,
     metrics: ServerMetrics,
     start: float,
   ) -> None:
-    self.outputs = [IncrementalDetokenizer(request, model.tokenizer) for request in requests]
+    self.outputs = [IncrementalDetokenizer(request, model.tokenizer, shown) for request in requests]
     self._requests, self._engine, self._metrics = requests, engine, metrics
     self._indices = {request: index for index, request in enumerate(requests)}
     self._queue: asyncio.Queue[scheduler.TokenOutput] = asyncio.Queue()
@@ -294,7 +362,8 @@ class _RequestHandle:
       text = output.add(token_output)
       if token_output.finish_reason in _ERRORS:
         raise HTTPException(*_ERRORS[token_output.finish_reason])
-      self._timer.token()
+      if token_output.token is not None:
+        self._timer.token()
       if output.finish_reason and not token_output.finish_reason:
         self._engine.cancel([output.request])
       yield index, text, token_output
@@ -317,6 +386,22 @@ class _EventStream(StreamingResponse):
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     with self._handle:
       await super().__call__(scope, receive, send)
+
+
+def _tokenizing(work: Callable[[], _Result]) -> _Result:
+  """The result of work with a tokenizer, whose failures are about the text."""
+  try:
+    return work()
+  except (ConfigError, MemoryError):
+    raise
+  except RecursionError:
+    raise ConfigError("The request is nested too deeply.") from None
+  except BaseException as error:  # a regex limit, or a panic of the library, which is not an Exception
+    raise ConfigError(f"The tokenizer cannot encode this text: {error}.") from None
+
+
+async def _awaited(future: "asyncio.Future[_Result]") -> _Result:
+  return await future
 
 
 async def _unless_disconnected(work: Coroutine[Any, Any, _Result], http: Request) -> _Result:
