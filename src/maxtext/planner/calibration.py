@@ -27,7 +27,7 @@ class PredictedRun:
   Attributes:
     seconds: of a step, as published.
     planned: with the constants of the chip.
-    held_out: with constants fitted to the runs of other models; 0 if there are none.
+    held_out: with constants that no run of its model had a part in; 0 if there are none.
     memory: GiB of a device.
     layers: of the models that were compiled, if they had fewer.
   """
@@ -45,8 +45,8 @@ class PredictedRun:
 
   @property
   def error(self) -> float:
-    """Of the plan that does not know the run, relative to what was measured."""
-    return (self.held_out or self.planned) / self.seconds - 1
+    """Of the plan with constants that do not know its model, relative to what was measured."""
+    return self.held_out / self.seconds - 1
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def run_kind(config: MaxTextConfig) -> RunKind:
 
 def accuracy(chip: str, kind: RunKind) -> Accuracy:
   """That of plans of this chip and kind."""
-  return Accuracy(chip, kind, [run.error for run in predicted_runs() if (run.chip, run.kind) == (chip, kind)])
+  runs = [run for run in predicted_runs() if (run.chip, run.kind) == (chip, kind) and run.held_out]
+  return Accuracy(chip, kind, [run.error for run in runs])
 
 
 @cache
