@@ -36,7 +36,13 @@ FORMER: Mapping[str, Calibration] = {
 }
 SEEN_BY_FORMER = {"v5p": ("llama2-70b", "mixtral-8x7b"), "v6e": ("llama3.1-8b",)}
 FEWEST_MODELS = 3
-SPREAD = {"compute": 0.15, "kernel": 0.2, "grouped": 0.2, "link": 0.1}  # of their logarithms, before any run is seen
+SPREAD = {
+  "compute": 0.15,
+  "kernel": 0.2,
+  "grouped": 0.2,
+  "link": 0.1,
+  "host": 0.5,
+}  # of their logarithms, before any run is seen
 NOISE = 0.05  # of a run's logarithm
 HEAD = """\
 # Constants of each chip (`estimate.Calibration`), and published runs as they were planned. Written by
@@ -145,7 +151,7 @@ def _row(run: PredictedRun, published: PublishedRun) -> str:
 
 
 def _rounded(calibration: Calibration) -> Calibration:
-  return replace(calibration, **{field: round(getattr(calibration, field), 3) for field in SPREAD})
+  return replace(calibration, **{field: float(f"{getattr(calibration, field):.3g}") for field in SPREAD})
 
 
 def _calibration(logs: np.ndarray) -> Calibration:

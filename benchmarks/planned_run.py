@@ -1,10 +1,11 @@
 """Compiles one published run and keeps what fitting needs; `benchmarks.published_runs` starts a process for each.
 
   python -m benchmarks.planned_run RUN --cache plans
-  python -m benchmarks.planned_run RUN --cache plans --depths 4 8   # two models of fewer layers
+  python -m benchmarks.planned_run RUN --cache plans --depths 4 6   # two models of fewer layers
 
 Layers that are alike run in one loop, so time and memory of a step are a + b x layers, and two depths give a and b.
-That serves runs that the compiler does not fit into memory here, since it has no schedule of what does not fit.
+That serves runs that the compiler does not fit into memory here, since it has no schedule of what does not fit. Loops
+of fewer than four iterations may be unrolled, and then they are another program.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from maxtext.configs import ConfigError
 from maxtext.configs.loader import resolve
 from maxtext.mesh.topology import Topology
 from maxtext.planner.compile import program_for
@@ -29,6 +31,7 @@ from maxtext.planner.published_runs import PublishedRun, published_run
 from maxtext.planner.schedule import Schedule, schedule
 
 LAYERS = "base_num_decoder_layers"
+FEWEST_LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,8 @@ def compiled_parts(keys: Mapping[str, Any], cache: Path, depths: Sequence[int] =
   """A run of these keys, or models of two depths that stand for it; what is compiled is kept in `cache`."""
   layers = getattr(resolve(values=dict(keys)).config, LAYERS)
   low, high = sorted(depths) if depths else (layers, layers)
+  if depths and not FEWEST_LAYERS <= low < high:
+    raise ConfigError(f"--depths {low} {high}: two numbers of layers, each {FEWEST_LAYERS} or more.")
   share = (layers - low) / (high - low) if depths else 1.0
   weights = {low: 1 - share, high: share}  # a whole run: both are its own depth
   return [_compiled(keys, cache, depth, weight) for depth, weight in weights.items()]

@@ -2,7 +2,7 @@
 
   python -m benchmarks.published_runs --cache plans                       # current runs of named models
   python -m benchmarks.published_runs --cache plans v6e-8 llama3.1-8b     # only ids with all of these words
-  python -m benchmarks.published_runs --cache plans gpt3 --depths 2 4     # from models of 2 and of 4 layers
+  python -m benchmarks.published_runs --cache plans gpt3 --depths 4 6     # from models of 4 and of 6 layers
 
 Each run is compiled in a process of its own with a time limit and kept in `--cache`: what is there already is not
 compiled again, so a campaign that was stopped goes on. `python -m benchmarks.fit_planner` fits the planner to it.

@@ -180,3 +180,32 @@ def test_a_sum_of_which_each_keeps_its_part_passes_once(schedule):
   (waited,) = found.operations
   assert (waited.name, waited.axes) == ("reduce-scatter", ("fsdp",))
   assert waited.seconds == pytest.approx(7 / 8 * 4096 * 1024 * 2 / (3 * topology.chip.link_bandwidth))
+
+
+# As the TPU compiler writes an activation that is kept on the host: a part of an array there is written, and read.
+OFFLOADED = """
+ENTRY %main (x: bf16[1,512,256], kept: bf16[8,512,256]) -> bf16[1,512,256] {
+  %x = bf16[1,512,256]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %kept = bf16[8,512,256]{2,1,0:T(8,128)(2,1)S(5)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  %near = (bf16[1,512,256]{2,1,0:S(1)}, bf16[1,512,256]{2,1,0}, u32[]{:S(2)}) copy-start(%x)
+  %near-done = bf16[1,512,256]{2,1,0:S(1)} copy-done(%near)
+  %write = ((bf16[8,512,256]{2,1,0:S(5)}, bf16[1,512,256]{2,1,0}, s32[]{:T(128)}), bf16[8,512,256]{2,1,0:S(5)}, \
+u32[]{:S(2)}) dynamic-update-slice-start(%kept, %x, %zero, %zero, %zero)
+  %product = bf16[1,512,256]{2,1,0} fusion(%x), kind=kOutput, backend_config={"estimated_cycles":"1750"}
+  %write-done = bf16[8,512,256]{2,1,0:S(5)} dynamic-update-slice-done(%write)
+  %read = ((bf16[8,512,256]{2,1,0:S(5)}, s32[]), bf16[1,512,256]{2,1,0}, u32[]{:S(2)}) \
+dynamic-slice-start(%write-done, %zero, %zero, %zero), dynamic_slice_sizes={1,512,256}
+  ROOT %read-done = bf16[1,512,256]{2,1,0} dynamic-slice-done(%read)
+}
+"""
+
+
+def test_what_the_host_keeps_goes_there_beside_products():
+  topology = Topology.named("v6e-4")
+  mesh = Mesh(mesh_utils.create_device_mesh((4,), topology.devices()), ("fsdp",))
+  schedule = schedule_of(CompiledProgram.parse(OFFLOADED), topology, mesh)
+  found = estimate(schedule, Calibration(host=1e10)).seconds_by_kind()
+  one_way, product = 512 * 256 * 2 / 1e10, 1750 / topology.chip.clock
+  assert found["compute"] == pytest.approx(product)
+  assert found["host"] == pytest.approx(one_way - product + one_way)

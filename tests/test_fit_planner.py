@@ -9,7 +9,7 @@ import pytest
 from benchmarks.accuracy_picture import picture
 from benchmarks.fit_planner import START, constants_table, fit, predictions, table
 from benchmarks.planned_run import LAYERS, CompiledPart, PlannedRun, compiled_parts
-from maxtext import load_config
+from maxtext import ConfigError, load_config
 from maxtext.mesh.topology import Topology
 from maxtext.planner.calibration import CALIBRATION, Accuracy, predicted_runs, run_kind
 from maxtext.planner.estimate import Calibration, estimate
@@ -113,7 +113,7 @@ def test_kinds_of_runs(keys, kind):
 @pytest.mark.nightly
 @pytest.mark.aot
 def test_models_of_fewer_layers_stand_for_the_whole_one(tmp_path):
-  """Time and memory of 12 layers from 3 and 6, within 2 %."""
+  """Time and memory of 12 layers from 4 and 6, within 2 %."""
   pytest.importorskip("libtpu")
   keys = TINY | {"compile_topology": "v6e-4", "attention": "dot_product", "max_target_length": 512, LAYERS: 12}
   topology, calibration = Topology.named("v6e-4"), CALIBRATION["v6e"]
@@ -122,6 +122,8 @@ def test_models_of_fewer_layers_stand_for_the_whole_one(tmp_path):
     times = [part.weight * estimate(part.schedule(topology), calibration).seconds for part in parts]
     return sum(times), sum(part.weight * part.peak for part in parts)
 
-  whole, scaled = (compiled_parts(keys, tmp_path, depths) for depths in ((), (3, 6)))
-  assert [(part.layers, part.weight) for part in scaled] == [(3, -1.0), (6, 2.0)]
+  with pytest.raises(ConfigError, match="--depths 2 6: two numbers of layers"):
+    compiled_parts(keys, tmp_path, (6, 2))
+  whole, scaled = (compiled_parts(keys, tmp_path, depths) for depths in ((), (4, 6)))
+  assert [(part.layers, part.weight) for part in scaled] == [(4, -3.0), (6, 4.0)]
   assert total(scaled) == pytest.approx(total(whole), rel=0.02)

@@ -22,6 +22,7 @@ class Calibration:
     grouped: the same for grouped matmuls, which are those of experts.
     link: share of a link's speed that a collective reaches.
     between_slices: bytes per second and chip over the data-centre network.
+    host: bytes per second and chip between its memory and the host's.
   """
 
   compute: float = 1.0
@@ -29,6 +30,7 @@ class Calibration:
   grouped: float = 0.6
   link: float = 0.9
   between_slices: float = 6.25e9
+  host: float = 32e9
 
   def seconds(self, work: Work) -> float:
     """What an operation or a transfer takes."""
@@ -38,6 +40,7 @@ class Calibration:
       "grouped": self.grouped,
       "link": self.link,
       "between_slices": self.between_slices * self.link,
+      "host": self.host,
     }
     return max(work.seconds / speeds[work.resource], work.least)
 
@@ -100,13 +103,13 @@ class Estimate:
     ]
 
   def seconds_by_kind(self) -> dict[str, float]:
-    """Compute, kernels, waiting for collectives."""
+    """Compute, kernels, waiting for collectives and for the host."""
     return {kind: sum(o.seconds for o in self.operations if o.kind == kind) for kind in get_args(Kind)}
 
   @property
   def recomputed_share(self) -> float:
     """Share of the chip's own time spent on what the forward pass had computed already."""
-    own = [o for o in self.operations if o.kind != "collective"]
+    own = [o for o in self.operations if o.kind in ("compute", "kernel")]
     return sum(o.seconds for o in own if o.recomputed) / max(sum(o.seconds for o in own), 1e-30)
 
 

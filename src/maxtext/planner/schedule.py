@@ -20,8 +20,8 @@ from maxtext.mesh.topology import Topology
 from maxtext.planner.hlo import CompiledProgram, Instruction, Transfer, called_computations, loop_body
 from maxtext.planner.operation_names import RECOMPUTED, operation_name, source_lines
 
-Kind = Literal["compute", "kernel", "collective"]
-Resource = Literal["compute", "kernel", "grouped", "link", "between_slices"]
+Kind = Literal["compute", "kernel", "collective", "host"]
+Resource = Literal["compute", "kernel", "grouped", "link", "between_slices", "host"]
 _GROUPED = "gmm"  # in the names of grouped matmul kernels
 _ATTENTION = "splash_mha_"  # prefix of attention kernels
 
@@ -34,7 +34,8 @@ class Work:
     name: of the instruction, kernel or kind of collective.
     label: what it does, such as "attention output, backward".
     resource: what it keeps busy.
-    seconds: at the resource's peak, between slices at a byte per second; of a transfer that only ends here, 0.
+    seconds: at the resource's peak; between slices and to the host at a byte per second. Of a transfer that only ends
+      here, 0.
     least: seconds that it takes at any speed of the resource.
     transfer: shared by the start and the end of one transfer; empty for what runs on the chip.
     bytes: that it transfers.
@@ -99,6 +100,7 @@ class _Reader:
     """The operations of a computation."""
     parts: list[Work | Schedule] = []
     in_flight: dict[str, Instruction] = {}
+    with_host: set[str] = set()
     for i in self._program.computations[name].instructions:
       if i.opcode == "while":
         parts.append(Schedule(self._program.trips(i), self.read(loop_body(i))))
@@ -110,6 +112,11 @@ class _Reader:
           in_flight[transfer.key] = transfer.collective
         if transfer.key in in_flight:
           parts.append(self._collective(in_flight[transfer.key], i, transfer))
+      elif i.host_bytes:
+        with_host.add(i.name)
+        parts.append(self._with_host(i, i.name, i.host_bytes))
+      elif with_host.intersection(i.operands) and i.opcode.endswith("-done"):
+        parts.append(self._with_host(i, i.operands[0], 0))
       elif work := self._on_chip(i):
         parts.append(work)
     return parts
@@ -129,6 +136,16 @@ class _Reader:
       ends=transfer.ends,
       bytes=i.bytes,
       axes=axes,
+    )
+
+  def _with_host(self, i: Instruction, transfer: str, moved: int) -> Work:
+    """Where a transfer between chip and host starts, with its bytes, or where it ends."""
+    op_name, stack = self._program.origin(i)
+    label, source = operation_name(op_name, stack), source_lines(stack)
+    seconds = float(moved * self._chip.devices)  # each device has its part of the chip's way to the host
+    starts = moved > 0
+    return Work(
+      "host transfer", label, "host", source, "host", seconds, transfer=transfer, starts=starts, ends=not starts
     )
 
   def _on_chip(self, i: Instruction) -> Work | None:
