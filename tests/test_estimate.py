@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 from maxtext.mesh.topology import Topology
 from maxtext.planner.estimate import Calibration, estimate
 from maxtext.planner.hlo import CompiledProgram
+from maxtext.planner.schedule import schedule as schedule_of
 
 pytest.importorskip("libtpu")
 
@@ -78,7 +79,7 @@ def test_a_gather_costs_what_its_products_do_not_hide(schedule, cycles, name, ch
   ((gather, times),) = program.collectives()
   assert (gather.asynchronous, times) == (schedule is not WAITED_FOR, 1)
   assert gather.collective.op_name == "jit(train_step)/dot_general"
-  found = estimate(program, topology, mesh, Calibration(compute=0.5, link=1.0)).seconds_by_kind()
+  found = estimate(schedule_of(program, topology, mesh), Calibration(compute=0.5, link=1.0)).seconds_by_kind()
   product = 0.5 * cycles / topology.chip.clock
   travel = (chips - 1) / chips * 4096 * 1024 * 2 / (links * topology.chip.link_bandwidth)
   assert found["compute"] == pytest.approx(product)
@@ -114,7 +115,7 @@ def test_grouped_products_cost_what_their_rows_do(name, dtype, faster):
   devices, chip = topology.devices(), topology.chip
   mesh = Mesh(mesh_utils.create_device_mesh((len(devices),), devices), ("fsdp",))
   program = CompiledProgram.parse(GROUPED.replace("bf16[", f"{dtype}["))
-  found = estimate(program, topology, mesh, Calibration(grouped=0.5), filled_rows=0.75)
+  found = estimate(schedule_of(program, topology, mesh, filled_rows=0.75), Calibration(grouped=0.5))
   operations = 2 * 2 * 8192 * 4096 * 2048 / faster
   assert found.seconds_by_kind()["kernel"] == pytest.approx(
     0.75 * operations / (0.5 * chip.flops / chip.devices), rel=1e-3
@@ -139,7 +140,9 @@ frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xl
 def test_a_sum_between_slices_goes_over_their_network_beside_products():
   topology = Topology.named("v5e-4", 2)
   mesh = Mesh(mesh_utils.create_hybrid_device_mesh((1, 4), (2, 1), topology.devices()), ("data", "fsdp"))
-  found = estimate(CompiledProgram.parse(BETWEEN_SLICES), topology, mesh, Calibration(link=1.0, between_slices=1e9))
+  found = estimate(
+    schedule_of(CompiledProgram.parse(BETWEEN_SLICES), topology, mesh), Calibration(link=1.0, between_slices=1e9)
+  )
   (waited,) = [o for o in found.operations if o.kind == "collective"]
   assert (waited.name, waited.axes) == ("all-reduce", ("data",))
   assert waited.bytes == pytest.approx(4096 * 1024 * 2, rel=1e-5)
@@ -173,7 +176,36 @@ dimensions={0}, to_apply=%add
 def test_a_sum_of_which_each_keeps_its_part_passes_once(schedule):
   topology = Topology.named("v5p-16")
   mesh = Mesh(mesh_utils.create_device_mesh((8,), topology.devices()), ("fsdp",))
-  found = estimate(CompiledProgram.parse(schedule), topology, mesh, Calibration(link=1.0))
+  found = estimate(schedule_of(CompiledProgram.parse(schedule), topology, mesh), Calibration(link=1.0))
   (waited,) = found.operations
   assert (waited.name, waited.axes) == ("reduce-scatter", ("fsdp",))
   assert waited.seconds == pytest.approx(7 / 8 * 4096 * 1024 * 2 / (3 * topology.chip.link_bandwidth))
+
+
+# As the TPU compiler writes an activation that is kept on the host: a part of an array there is written, and read.
+OFFLOADED = """
+ENTRY %main (x: bf16[1,512,256], kept: bf16[8,512,256]) -> bf16[1,512,256] {
+  %x = bf16[1,512,256]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %kept = bf16[8,512,256]{2,1,0:T(8,128)(2,1)S(5)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  %near = (bf16[1,512,256]{2,1,0:S(1)}, bf16[1,512,256]{2,1,0}, u32[]{:S(2)}) copy-start(%x)
+  %near-done = bf16[1,512,256]{2,1,0:S(1)} copy-done(%near)
+  %write = ((bf16[8,512,256]{2,1,0:S(5)}, bf16[1,512,256]{2,1,0}, s32[]{:T(128)}), bf16[8,512,256]{2,1,0:S(5)}, \
+u32[]{:S(2)}) dynamic-update-slice-start(%kept, %x, %zero, %zero, %zero)
+  %product = bf16[1,512,256]{2,1,0} fusion(%x), kind=kOutput, backend_config={"estimated_cycles":"1750"}
+  %write-done = bf16[8,512,256]{2,1,0:S(5)} dynamic-update-slice-done(%write)
+  %read = ((bf16[8,512,256]{2,1,0:S(5)}, s32[]), bf16[1,512,256]{2,1,0}, u32[]{:S(2)}) \
+dynamic-slice-start(%write-done, %zero, %zero, %zero), dynamic_slice_sizes={1,512,256}
+  ROOT %read-done = bf16[1,512,256]{2,1,0} dynamic-slice-done(%read)
+}
+"""
+
+
+def test_what_the_host_keeps_goes_there_beside_products():
+  topology = Topology.named("v6e-4")
+  mesh = Mesh(mesh_utils.create_device_mesh((4,), topology.devices()), ("fsdp",))
+  schedule = schedule_of(CompiledProgram.parse(OFFLOADED), topology, mesh)
+  found = estimate(schedule, Calibration(host=1e10)).seconds_by_kind()
+  one_way, product = 512 * 256 * 2 / 1e10, 1750 / topology.chip.clock
+  assert found["compute"] == pytest.approx(product)
+  assert found["host"] == pytest.approx(one_way - product + one_way)

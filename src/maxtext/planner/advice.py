@@ -55,7 +55,7 @@ def _recomputation(plan: "Plan") -> Iterator[tuple[float, str]]:
 def _optimizer(plan: "Plan") -> Iterator[tuple[float, str]]:
   if plan.estimate:
     seconds = sum(
-      o.seconds for o in plan.estimate.operations if o.label == "optimizer update" and o.kind != "collective"
+      o.seconds for o in plan.estimate.operations if o.label == "optimizer update" and o.kind in ("compute", "kernel")
     )
     yield (
       seconds / plan.estimate.seconds,

@@ -1,16 +1,103 @@
-"""Calibration for each chip: what the compiler and the data sheets leave out; see `docs/planner.md`."""
+"""What each chip was seen to reach, and how far plans of published runs were off: `calibration.yml`, for programs.
 
-from collections.abc import Mapping
+`benchmarks.fit_planner` writes that file from runs that were compiled; `docs/planner.md` tells how.
+"""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from statistics import median
+from typing import Any, Literal
+
+import yaml
+
+from maxtext.configs import MaxTextConfig
+from maxtext.models.execution.remat_policy import remat
 from maxtext.planner.estimate import Calibration
 
+FILE = files("maxtext.planner") / "calibration.yml"
+RunKind = Literal["dense", "offloading", "experts", "8-bit"]
+
+
+@dataclass(frozen=True)
+class PredictedRun:
+  """A published run that was compiled.
+
+  Attributes:
+    seconds: of a step, as published.
+    planned: with the constants of the chip.
+    held_out: with constants that no run of its model had a part in; 0 if there are none.
+    memory: GiB of a device.
+    layers: of the models that were compiled, if they had fewer.
+  """
+
+  id: str
+  chip: str
+  kind: RunKind
+  model: str
+  seconds: float
+  planned: float
+  held_out: float
+  memory: float
+  fits: bool
+  layers: Sequence[int] = ()
+
+  @property
+  def error(self) -> float:
+    """Of the plan with constants that do not know its model, relative to what was measured."""
+    return self.held_out / self.seconds - 1
+
+
+@dataclass(frozen=True)
+class Accuracy:
+  """How far plans of one chip and kind were off."""
+
+  chip: str
+  kind: RunKind
+  errors: Sequence[float]  # of runs whose models had no part in the fit
+
+  def as_text(self) -> str:
+    """A sentence for readers of a plan."""
+    if not self.errors:
+      return f"no published run of this kind ({self.kind}) was planned for {self.chip}: use the time to compare, only"
+    off = sorted(map(abs, self.errors))
+    runs = f"{len(off)} published runs" if len(off) > 1 else "one published run"
+    return f"{runs} of this kind ({self.kind}) on {self.chip}: {median(off):.0%} off, at most {off[-1]:.0%}"
+
+  def as_json(self) -> dict[str, Any]:
+    """As JSON values."""
+    off = sorted(map(abs, self.errors))
+    found = {"median": median(off), "largest": off[-1]} if off else {}
+    return {"kind": self.kind, "runs": len(off), **found}
+
+
+def run_kind(config: MaxTextConfig) -> RunKind:
+  """What sets a run apart as far as its time is concerned."""
+  if config.quantization:
+    return "8-bit"
+  if config.num_experts > 1:
+    return "experts"
+  return "offloading" if any(turn.offloaded for turn in remat(config)) else "dense"
+
+
+def accuracy(chip: str, kind: RunKind) -> Accuracy:
+  """That of plans of this chip and kind."""
+  runs = [run for run in predicted_runs() if (run.chip, run.kind) == (chip, kind) and run.held_out]
+  return Accuracy(chip, kind, [run.error for run in runs])
+
+
+@cache
+def predicted_runs() -> tuple[PredictedRun, ...]:
+  """Published runs that were compiled."""
+  return tuple(PredictedRun(**run) for run in _data()["runs"])
+
+
+@cache
+def _data() -> dict[str, Any]:
+  return yaml.load(FILE.read_text(), yaml.CSafeLoader)
+
+
 CALIBRATION: Mapping[str, Calibration] = {
-  "v4": Calibration(),
-  "v5e": Calibration(),
-  # compute: the compiler counts more cycles than a published run of 65 % of peak on 64 chips can have taken.
-  # grouped: a published run of experts at 2,909 tokens/s/chip, if it kept what the recipe for it keeps.
-  "v5p": Calibration(compute=0.88, grouped=0.82),
-  # compute: a published run of 7,207 tokens/s/chip on 256 chips, if it computed all layers again.
-  "v6e": Calibration(compute=0.83),
-  "tpu7x": Calibration(),
+  chip: Calibration(**constants) for chip, constants in _data()["constants"].items()
 }

@@ -32,6 +32,8 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _REDUCE_SCATTER_NAME = "all-reduce-scatter"  # prefix of the names of computations that reduce and keep one shard
 _ASYNC_STARTS = ("async-start", "call-start")  # the latter runs on a core of the chip that moves data
+_MOVES = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
+_HOST = "S(5)"  # the host's memory, in layouts
 _FUSED_COLLECTIVES = ("AsyncCollectiveStart", "AsyncCollectiveDone")
 _TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
 _GROUPS_BY_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?: \{([^}]*)\})?")
@@ -96,6 +98,13 @@ class Instruction:
     if self.sent:
       return min(*sizes, *(array.bytes for array in array_types(self.sent)))
     return max(sizes, default=0) if self.opcode.endswith("-start") else sum(sizes)
+
+  @property
+  def host_bytes(self) -> int:
+    """What is moved to or from the host's memory, if that starts here: of a part of an array, the part."""
+    if self.opcode not in _MOVES or _HOST not in self.type:
+      return 0
+    return min((array.bytes for array in self.arrays if array.shape), default=0)
 
   @property
   def frame(self) -> int | None:

@@ -3,13 +3,15 @@
 import html
 from collections.abc import Mapping, Sequence
 from itertools import groupby, product
+from typing import get_args
 
 from maxtext.observe.page import COLOURS, figure, page
-from maxtext.planner.estimate import Kind, Loop, Operation
+from maxtext.planner.estimate import Loop, Operation
 from maxtext.planner.plan import Plan
+from maxtext.planner.schedule import Kind
 from maxtext.planner.text import as_text
 
-_KINDS = ("compute", "kernel", "collective")
+_KINDS = get_args(Kind)
 
 
 def as_html(plan: Plan) -> str:

@@ -15,12 +15,13 @@ from maxtext.mesh.rules import mesh_axes_of, num_shards_of
 from maxtext.mesh.topology import Topology
 from maxtext.models.flops import train_flops_per_token
 from maxtext.planner.advice import WORTH_MENTIONING, advice
-from maxtext.planner.calibration import CALIBRATION
+from maxtext.planner.calibration import CALIBRATION, Accuracy, accuracy, run_kind
 from maxtext.planner.compile import program_for
 from maxtext.planner.compiled_step import CompiledStep, compiled_step
 from maxtext.planner.cost_model import forward_costs, policy_that_fits, saved_bytes
 from maxtext.planner.estimate import Estimate, Operation, estimate
 from maxtext.planner.hlo import CompiledProgram
+from maxtext.planner.schedule import schedule
 from maxtext.planner.torus import TorusSide, torus_sides
 from maxtext.training.program import Program
 from maxtext.training.state import bytes_per_device
@@ -64,6 +65,7 @@ class Plan:
   torus: Sequence[TorusSide] = ()
   policy: tuple[str, int] | None = None  # a remat_policy that saves more and fits, and the bytes it saves beside
   rollouts: "RolloutPlan | None" = None  # of policy optimization
+  accuracy: Accuracy | None = None  # of estimates for such runs on such chips
 
   @property
   def fits(self) -> bool:
@@ -130,6 +132,7 @@ class Plan:
       "estimated_seconds": e.seconds_by_kind() if e else None,
       "estimated_tokens_per_second_per_chip": self.tokens_per_second_per_chip,
       "estimated_mfu": self.mfu,
+      "expected_error": self.accuracy.as_json() if self.accuracy else None,
       "collectives": [
         {"kind": kind, "axes": list(axes), "bytes": moved} for (kind, axes), moved in self.collectives().items()
       ],
@@ -177,7 +180,16 @@ def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = N
     if found and found.recomputed_share >= WORTH_MENTIONING
     else None,
     _rollouts(config, topology, program, found, memory.peak),
+    accuracy(topology.name, run_kind(config)) if found else None,
   )
+
+
+def filled_rows(config: MaxTextConfig, execution: ExecutionConfig) -> float:
+  """The fraction of a device's expert rows that hold a token if tokens are spread evenly over experts."""
+  owners = num_shards_of(
+    execution.sharding.mesh, mesh_axes_of(execution.sharding.partition((config.num_experts,), "activation_expert")[0])
+  )
+  return 1 / max(execution.kernels.experts.room(owners), 1)
 
 
 def _rollouts(
@@ -195,14 +207,14 @@ def _estimate(program: Program, topology: Topology, step: CompiledStep) -> Estim
   if step.text is None:
     return None
   execution = program.model.execution
-  return estimate(
+  work = schedule(
     CompiledProgram.parse(step.text),
     topology,
     execution.sharding.mesh,
-    CALIBRATION[topology.name],
-    _filled_rows(program.config, execution),
+    filled_rows(program.config, execution),
     step.kernel_efficiency,
   )
+  return estimate(work, CALIBRATION[topology.name])
 
 
 def _memory_lower_bound(program: Program, topology: Topology) -> Memory:
@@ -223,14 +235,6 @@ def _memory_lower_bound(program: Program, topology: Topology) -> Memory:
   )
   temporaries = max(saved, gradients)
   return _memory(program, topology, bytes_per_device((state, program.batch)) + temporaries, temporaries)
-
-
-def _filled_rows(config: MaxTextConfig, execution: ExecutionConfig) -> float:
-  """The fraction of a device's expert rows that hold a token if tokens are spread evenly over experts."""
-  owners = num_shards_of(
-    execution.sharding.mesh, mesh_axes_of(execution.sharding.partition((config.num_experts,), "activation_expert")[0])
-  )
-  return 1 / max(execution.kernels.experts.room(owners), 1)
 
 
 def _memory(program: Program, topology: Topology, peak: int, temporaries: int) -> Memory:

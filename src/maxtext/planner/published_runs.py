@@ -54,6 +54,11 @@ class PublishedRun:
   other_keys: Mapping[str, Any] | None = None
 
   @property
+  def chip(self) -> str:
+    """The name of the chip."""
+    return Topology.named(self.topology).name
+
+  @property
   def chips(self) -> int:
     """Whole chips, in all slices."""
     return Topology.named(self.topology, self.slices).chips

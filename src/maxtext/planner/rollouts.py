@@ -15,6 +15,7 @@ from maxtext.models.flops import train_flops_per_token
 from maxtext.planner.calibration import CALIBRATION
 from maxtext.planner.decode_step import compiled_decode_step
 from maxtext.planner.estimate import estimate
+from maxtext.planner.schedule import schedule
 from maxtext.rl.devices import sampler_model, split_devices
 from maxtext.rl.engines import copies_on_sampler, engine_slots, generates_ahead
 from maxtext.training.live_engine import engine_problem, slots_on
@@ -112,7 +113,7 @@ def plan_rollouts(
   model = dropless(sampler_model(c, sampler) if apart else program.model)
   slots = slots_on(len(sampler), engine_slots(c))
   step = compiled_decode_step(model, slots, c.max_target_length)
-  scheduled = estimate(step.program, topology, model.execution.sharding.mesh, calibration).seconds
+  scheduled = estimate(schedule(step.program, topology, model.execution.sharding.mesh), calibration).seconds
   decode_step = max(scheduled, step.moved / (chip.hbm_bandwidth / chip.devices))
   answers, tokens = c.batch_size * c.num_generations, c.max_target_length - c.max_prefill_predict_length
   flops = train_flops_per_token(model, c.max_prefill_predict_length) * _FORWARD * c.batch_size

@@ -69,11 +69,13 @@ def _time(plan: Plan) -> list[str]:
     return []
   unit, scale = _unit(e.seconds)
   kinds = {kind: seconds * scale for kind, seconds in e.seconds_by_kind().items()}
+  host = f", for the host {kinds['host']:.2f}" if kinds["host"] else ""
   lines = [
     f"time a step  {e.seconds * scale:.2f} {unit}: compute {kinds['compute']:.2f}, kernels {kinds['kernel']:.2f}, "
-    f"waiting for collectives {kinds['collective']:.2f}; {e.recomputed_share:.1%} is recomputation",
+    f"waiting for collectives {kinds['collective']:.2f}{host}; {e.recomputed_share:.1%} is recomputation",
     f"speed        {plan.tokens_per_second_per_chip:,.0f} tokens/s/chip, {plan.mfu:.1%} of "
     f"{plan.peak_flops / 1e12:,.0f} TFLOP/s (bfloat16), the model's {plan.model_flops:.3g} operations a step and chip",
+    *([f"accuracy     {plan.accuracy.as_text()}"] if plan.accuracy else []),
     "collectives  bytes a step and chip",
   ]
   for (kind, axes), moved in plan.collectives().items():
