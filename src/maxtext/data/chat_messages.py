@@ -15,23 +15,29 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the text that a model writes before its answer. Templates read the first or the last of them."""
 
 
-def template_messages(messages: Any, images: bool = False) -> list[dict[str, Any]]:
+MEDIA = {
+  "image": "image", "image_url": "image", "audio": "audio", "input_audio": "audio", "video": "video",
+}  # fmt: skip
+"""Types of parts, and the kind of media in them."""
+
+
+def template_messages(messages: Any, media: bool = False) -> list[dict[str, Any]]:
   """The messages as templates expect them; fields that no template knows are left out.
 
-  With `images`, parts of images are allowed: their messages have a list of parts, in which an image is only its type.
+  With `media`, parts of media are allowed: their messages have a list of parts, in which a medium is only its kind.
 
   Raises:
     ConfigError: they are no list of messages; the error names the message by its number from 0.
   """
   if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
     raise ConfigError("messages: it must be a list of at least one message.")
-  return [_message(message, number, images) for number, message in enumerate(messages)]
+  return [_message(message, number, media) for number, message in enumerate(messages)]
 
 
-def image_sources(messages: Any) -> list[Any]:
-  """The images of messages in their order: files, paths or URLs, from parts as OpenAI's API has them, or from
-  {"type": "image", "image": ...}."""
-  return [_image(part) for part in _parts(messages) if _is_image(part)]
+def media_sources(messages: Any) -> list[tuple[str, Any]]:
+  """The media of messages in their order, each with its kind: files, paths or URLs, from parts as OpenAI's API has
+  them, or from {"type": "image", "image": ...}, and so of audio and video."""
+  return [(MEDIA[part["type"]], _source(part)) for part in _parts(messages) if _is_medium(part)]
 
 
 def only_text(messages: Any) -> bool:
@@ -56,16 +62,18 @@ def template_tools(tools: Any) -> list[dict[str, Any]] | None:
   return [dict(tool) for tool in tools]
 
 
-def _is_image(part: Any) -> bool:
-  return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+def _is_medium(part: Any) -> bool:
+  return isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in MEDIA
 
 
-def _image(part: Mapping[str, Any]) -> Any:
+def _source(part: Mapping[str, Any]) -> Any:
   value = part.get(part["type"])
-  return value.get("url") if isinstance(value, Mapping) else value
+  if not isinstance(value, Mapping):
+    return value
+  return f"data:audio/{value.get('format')};base64,{value['data']}" if "data" in value else value.get("url")
 
 
-def _message(message: Any, number: int, images: bool) -> dict[str, Any]:
+def _message(message: Any, number: int, media: bool) -> dict[str, Any]:
   where = f"messages.{number}"
   if not isinstance(message, Mapping) or "role" not in message:
     hint = " This one has 'from' and 'value': rename them by formatting_func_path." if _is_share_gpt(message) else ""
@@ -73,7 +81,7 @@ def _message(message: Any, number: int, images: bool) -> dict[str, Any]:
   role = message["role"]
   if role not in ROLES:
     raise ConfigError(f"{where}.role: {role!r} is not one of {', '.join(ROLES)}.")
-  found = {"role": role, "content": _content(message.get("content"), f"{where}.content", images)}
+  found = {"role": role, "content": _content(message.get("content"), f"{where}.content", media)}
   for name in ("name", "tool_call_id"):
     if message.get(name) is not None:
       found[name] = _text(message[name], f"{where}.{name}")
@@ -88,14 +96,16 @@ def _is_share_gpt(message: Any) -> bool:
   return isinstance(message, Mapping) and {"from", "value"} <= message.keys()
 
 
-def _content(content: Any, where: str, images: bool) -> str | list[dict[str, Any]]:
-  """The text of a message; parts of text are joined by line breaks, and stay parts where images are among them."""
+def _content(content: Any, where: str, media: bool) -> str | list[dict[str, Any]]:
+  """The text of a message; parts of text are joined by line breaks, and stay parts where media are among them."""
   if content is None:
     return ""
   if isinstance(content, Sequence) and not isinstance(content, str | bytes):
-    if images and any(map(_is_image, content)):
+    if media and any(map(_is_medium, content)):
       return [
-        {"type": "image"} if _is_image(part) else {"type": "text", "text": _text_part(part, f"{where}.{number}")}
+        {"type": MEDIA[part["type"]]}
+        if _is_medium(part)
+        else {"type": "text", "text": _text_part(part, f"{where}.{number}")}
         for number, part in enumerate(content)
       ]
     return "\n".join(_text_part(part, f"{where}.{number}") for number, part in enumerate(content))

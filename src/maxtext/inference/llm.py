@@ -32,7 +32,7 @@ if TYPE_CHECKING:
   from maxtext.configs.keys import ConfigKeys
 
 Prompt = str | Sequence[int]
-Image = Any  # a path, a file's bytes, a data URL or a PIL image
+Medium = Any  # a path, a file's bytes, a data URL, or of images a PIL image
 OnText = Callable[[str], None]
 AdapterName = str | Sequence[str | None] | None
 
@@ -189,20 +189,25 @@ class LLM:
   def complete(
     self,
     prompt: str,
-    images: Sequence[Image],
+    images: Sequence[Medium] = (),
     sampling_params: SamplingParams | None = None,
     on_text: OnText | None = None,
+    *,
+    videos: Sequence[Medium] = (),
+    sounds: Sequence[Medium] = (),
   ) -> RequestOutput:
-    """Generates text for a prompt with images, which come first unless the text has `image_placeholder` for each.
+    """Generates text for a prompt with media, which come first unless the text has `image_placeholder` for each image,
+    `video_placeholder` for each video, and `audio_placeholder` for each sound.
 
     With `use_chat_template`, they are the first message of a chat.
     """
     prompts = self._model.prompts
+    media = [(kind, one) for kind, all_ in (("image", images), ("video", videos), ("audio", sounds)) for one in all_]
     if self.config.use_chat_template:
-      content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": prompt}]
+      content = [*({"type": kind, kind: one} for kind, one in media), {"type": "text", "text": prompt}]
       encoded = prompts.chat([{"role": "user", "content": content}], {})
     else:
-      encoded = prompts.plain(prompt, images)
+      encoded = prompts.plain(prompt, media)
     (output,) = self._generate([encoded], sampling_params, on_text, None)
     return output
 
@@ -216,8 +221,9 @@ class LLM:
     """Generates the next assistant message of one conversation, or of each of several, by the chat template.
 
     A message is a dict with `role` and `content`, a text or a list of parts: {"type": "text", "text": ...}, and
-    {"type": "image", "image": ...} with a path, a file's bytes or a PIL image, or OpenAI's `image_url` with a data URL.
-    Names of special tokens in the content are encoded as plain text.
+    {"type": "image", "image": ...} with a path, a file's bytes or a PIL image, or OpenAI's `image_url` with a data URL;
+    likewise "audio" and "video", and OpenAI's `input_audio`. Names of special tokens in the content are encoded as
+    plain text.
     """
     conversations = [messages] if _is_conversation(messages) else cast(Sequence[Sequence[Message]], messages)
     return self._generate([self._chat(one) for one in conversations], sampling_params, on_text, adapter)

@@ -6,6 +6,7 @@ A field that is not supported is an error that names it, as is a value that woul
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -278,6 +279,10 @@ class CompletionRequest(GenerationRequest):
       if isinstance(prompt, str):
         _check_whitespace(prompt)
 
+  @property
+  def has_media(self) -> bool:
+    return False
+
   def encoded(self, prompts: PromptEncoder) -> list[EncodedPrompt]:
     """The tokens of every prompt."""
     return [(self._tokens(one, prompts.tokenizer), None) for one in self._prompts]
@@ -321,6 +326,24 @@ class ImagePart(BaseModel):
   image_url: ImageURL
 
 
+class InputAudio(BaseModel):
+  """A sound in base64."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  data: str
+  format: Literal["wav", "mp3"]
+
+
+class AudioPart(BaseModel):
+  """A sound of a message."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  type: Literal["input_audio"]
+  input_audio: InputAudio
+
+
 class FunctionCall(BaseModel):
   """The function that a tool call names, and its arguments as JSON text, or as an object."""
 
@@ -340,7 +363,7 @@ class ToolCall(BaseModel):
   function: FunctionCall
 
 
-_Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+_Part = Annotated[TextPart | ImagePart | AudioPart, Field(discriminator="type")]
 
 
 class ChatMessage(BaseModel):
@@ -359,7 +382,7 @@ class ChatMessage(BaseModel):
 
   @property
   def text(self) -> dict[str, Any]:
-    """The message without its images."""
+    """The message without its media."""
     found = self.model_dump(exclude_none=True)
     if isinstance(self.content, list):
       found["content"] = [part.text for part in self.content if isinstance(part, TextPart)]
@@ -370,6 +393,11 @@ class ChatMessage(BaseModel):
     """The URLs of its images."""
     parts = self.content if isinstance(self.content, list) else []
     return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+
+  @property
+  def has_media(self) -> bool:
+    """Whether it has parts other than text."""
+    return isinstance(self.content, list) and not all(isinstance(part, TextPart) for part in self.content)
 
   @model_validator(mode="after")
   def _has_content(self) -> "ChatMessage":
@@ -421,8 +449,12 @@ class ChatCompletionRequest(GenerationRequest):
     if reserved := sorted(_OWN_VALUES & (self.chat_template_kwargs or {}).keys()):
       raise ConfigError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set here.")
 
+  @property
+  def has_media(self) -> bool:
+    return any(message.has_media for message in self.messages)
+
   def encoded(self, prompts: PromptEncoder) -> list[EncodedPrompt]:
-    """The tokens of the conversation with the start of the assistant's message, and its images."""
+    """The tokens of the conversation with the start of the assistant's message, and its media."""
     return [prompts.chat(self._messages, self._values)]
 
   @property
@@ -525,13 +557,13 @@ class ResponseBuilder:
       "model": request.model,
     }
 
-  def response(self, outputs: Sequence[IncrementalDetokenizer], prompt_tokens: int) -> dict[str, Any]:
+  def response(self, outputs: Sequence[IncrementalDetokenizer], prompts: Sequence[EncodedPrompt]) -> dict[str, Any]:
     """The whole response."""
     choices = []
     for index, output in enumerate(outputs):
       content = {"message": {"role": "assistant", "content": output.text}} if self._chat else {"text": output.text}
       choices.append(self._choice(index, output, content, output.outputs))
-    return {**self._head, "object": self._object, "choices": choices, "usage": usage(outputs, prompt_tokens)}
+    return {**self._head, "object": self._object, "choices": choices, "usage": usage(outputs, prompts)}
 
   def first_chunk(self, index: int) -> dict[str, Any]:
     """The first chunk of a chat, with the role."""
@@ -547,9 +579,9 @@ class ResponseBuilder:
       "choices": [self._choice(index, output, content, [token_output])],
     }
 
-  def usage_chunk(self, outputs: Sequence[IncrementalDetokenizer], prompt_tokens: int) -> dict[str, Any]:
+  def usage_chunk(self, outputs: Sequence[IncrementalDetokenizer], prompts: Sequence[EncodedPrompt]) -> dict[str, Any]:
     """The last chunk, with the usage."""
-    return {**self._head, "object": self._chunk_object, "choices": [], "usage": usage(outputs, prompt_tokens)}
+    return {**self._head, "object": self._chunk_object, "choices": [], "usage": usage(outputs, prompts)}
 
   def _choice(
     self,
@@ -583,10 +615,14 @@ class ResponseBuilder:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def usage(outputs: Sequence[IncrementalDetokenizer], prompt_tokens: int) -> dict[str, int]:
-  """The number of prompt and completion tokens."""
+def usage(outputs: Sequence[IncrementalDetokenizer], prompts: Sequence[EncodedPrompt]) -> dict[str, Any]:
+  """The number of prompt and completion tokens, and how many of the prompt stand for media."""
   generated = sum(token.token is not None for output in outputs for token in output.outputs)
-  return {"prompt_tokens": prompt_tokens, "completion_tokens": generated, "total_tokens": prompt_tokens + generated}
+  asked = sum(len(tokens) for tokens, _ in prompts)
+  found = {"prompt_tokens": asked, "completion_tokens": generated, "total_tokens": asked + generated}
+  media = sum((media.tokens for _, media in prompts if media is not None), Counter[str]())
+  details = {f"{name}_tokens": media[tower] for name, tower in (("image", "vision"), ("audio", "audio"))}
+  return found | {"prompt_tokens_details": details} if media else found
 
 
 def _check_whitespace(text: str) -> None:
