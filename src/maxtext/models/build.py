@@ -22,7 +22,7 @@ from maxtext.layers.execution import ExecutionConfig, Numerics, Sharding
 from maxtext.layers.lora import is_adapter
 from maxtext.layers.matmul import UnfitWeightError
 from maxtext.layers.weight_format import PlainFormat
-from maxtext.media.processed import ImageProcessor
+from maxtext.media.processed import MediaProcessor
 from maxtext.models import families
 from maxtext.models.execution.adapters import adapters, check_adapters
 from maxtext.models.execution.execution import execution_of_model, sharding_rules
@@ -149,10 +149,10 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
   return spec
 
 
-def media_processors(config: MaxTextConfig) -> dict[str, ImageProcessor]:
-  """What makes inputs of each tower, by its name; {} for a model of text alone."""
-  family = FAMILIES[config.decoder_block]
-  return family.processors(config) if config.use_multimodal and hasattr(family, "processors") else {}
+def media_processors(config: MaxTextConfig) -> dict[str, MediaProcessor]:
+  """What makes inputs of the towers of each kind of media: "image", "video", "audio"; {} for a model of text alone."""
+  family, towers = FAMILIES[config.decoder_block], config.use_multimodal or config.use_audio
+  return family.processors(config) if towers and hasattr(family, "processors") else {}
 
 
 def weight_table(config: MaxTextConfig, spec: DecoderSpec) -> Table:
