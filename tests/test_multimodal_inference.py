@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import sys
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -11,6 +12,9 @@ import numpy as np
 import pytest
 
 from maxtext import LLM, ConfigError, SamplingParams
+from maxtext.configs import load_config
+from maxtext.inference.multimodal import PromptEncoder
+from maxtext.models.build import model_spec
 from tests.inference_support import answering, ask
 from tests.test_parity import randomize
 
@@ -267,6 +271,38 @@ def test_a_model_of_text_names_the_key(folder):
   llm = folder.llm(use_multimodal=False)
   with pytest.raises(ConfigError, match="use_multimodal=true"):
     llm.chat(question(picture(0)), GREEDY)
+
+
+def test_a_missing_package_is_told_before_the_first_request(llm, monkeypatch):
+  monkeypatch.setitem(sys.modules, "PIL.Image", None)
+  with pytest.raises(ConfigError, match=r"pip install 'maxtext\[multimodal\]'"):
+    PromptEncoder.of(llm.config, llm.tokenizer, 100)
+
+
+def test_parts_of_text_are_joined_by_lines(llm):
+  parts = [{"type": "text", "text": text} for text in ("what", "is it?")]
+  both = [llm.chat([{"role": "user", "content": one}], GREEDY)[0] for one in (parts, "what\nis it?")]
+  assert both[0].prompt_token_ids == both[1].prompt_token_ids
+
+
+@pytest.mark.parametrize(
+  ("key", "value"),
+  [
+    ("num_channels_for_vit", 1), ("patch_size_for_vit", 0), ("vision_output_length", 0), ("image_size_for_vit", 0),
+    ("mrope_section", [0, 2, 2]), ("n_window_for_audio", -1),
+  ],
+)  # fmt: skip
+def test_sizes_that_no_encoder_has_are_named(key, value):
+  keys = {"model_name": "gemma3-4b", "use_multimodal": True, "override_model_config": True, key: value}
+  with pytest.raises(ConfigError, match=key):
+    model_spec(load_config(**keys))
+
+
+@pytest.mark.parametrize("name", ["gemma4-26b", "llama4-17b-16e"])
+def test_a_size_of_images_that_changes_nothing_is_named(name):
+  keys = {"model_name": name, "use_multimodal": True, "image_size_for_vit": 448}
+  with pytest.raises(ConfigError, match="image_size_for_vit=448 has no effect"):
+    model_spec(load_config(**keys))
 
 
 def asked(*urls, text="what is it?"):

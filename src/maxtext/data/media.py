@@ -82,5 +82,5 @@ def naming_medium(name: str) -> Iterator[None]:
   """Tells which medium an error is about."""
   try:
     yield
-  except MediaError as error:
+  except (MediaError, ImportError) as error:  # the latter of a package that is not installed
     raise ConfigError(f"{name}: {error}") from None

@@ -15,6 +15,7 @@ from maxtext.data.tokenizers import TextTokenizer
 from maxtext.media.audio import load_sound
 from maxtext.media.images import image_size, load_image
 from maxtext.media.processed import MediaProcessor, Processed
+from maxtext.media.sources import optional
 from maxtext.media.video import Videos, VideosWithSound, load_video
 from maxtext.models.build import media_processors
 from maxtext.models.media import prompt_rotary_positions
@@ -92,6 +93,9 @@ class PromptEncoder:
   def of(config: MaxTextConfig, tokenizer: TextTokenizer, longest: int) -> "PromptEncoder":
     """The encoder of a model."""
     c, processors = config, media_processors(config)
+    with naming_medium("Prompts with media"):  # now, rather than when the first of them comes
+      for module in (_DECODERS[kind] for kind in _DECODERS if kind in processors):
+        optional(module, "multimodal")
     placeholders = {"image": c.image_placeholder, "video": c.video_placeholder, "audio": c.audio_placeholder}
     merged = c.spatial_merge_size_for_vit if c.use_multimodal and c.use_mrope else None
     videos = processors.get("video")
@@ -244,5 +248,6 @@ def _open_video(source: Any, processor: Any) -> _Opened:
   return _Opened(processor.features(video.total, video.rate, video.height, video.width), 0, lambda: processor(video))
 
 
+_DECODERS = {"image": "PIL.Image", "audio": "soundfile"}
 _OPEN = {"image": _open_image, "audio": _open_sound, "video": _open_video}
 _KEYS = {"image": "use_multimodal=true", "video": "use_multimodal=true", "audio": "use_audio=true"}

@@ -12,7 +12,8 @@ from maxtext.media.processed import FeatureText, Processed
 from maxtext.media.sources import MediaError, optional, read_bytes
 
 FORMATS = ("FLAC", "MP3", "OGG", "WAV", "WAVEX")
-RATES = range(1_000, 192_001)  # resampling from any other would take long, and nobody records so
+RATES = range(1_000, 192_001)
+MOST_PHASES = 1_000  # 640 are those of 11,025 to 16,000 samples per second
 FINE = 4096
 
 
@@ -37,7 +38,7 @@ def load_sound(
     with soundfile.SoundFile(io.BytesIO(data)) as file:
       if file.format not in FORMATS:
         raise MediaError(f"The sound is {file.format}; it can be {', '.join(FORMATS)}.")
-      own_rate = check_rate(file.samplerate)
+      own_rate = check_rate(file.samplerate, rate)
       while len(block := file.read((1 << 20) // file.channels, dtype="float32", always_2d=True)):
         blocks.append(block.mean(1))
         samples += len(block)
@@ -47,10 +48,13 @@ def load_sound(
   return joined(blocks, own_rate, rate)
 
 
-def check_rate(rate: int) -> int:
-  if rate not in RATES:
-    raise MediaError(f"The sound has {rate} samples per second; it can have {RATES[0]} to {RATES[-1]}.")
-  return rate
+def check_rate(own_rate: int, rate: int) -> int:
+  """The rate of a sound, if resampling from it does not take long: nobody records at others."""
+  if own_rate not in RATES:
+    raise MediaError(f"The sound has {own_rate} samples per second; it can have {RATES[0]} to {RATES[-1]}.")
+  if rate // math.gcd(own_rate, rate) > MOST_PHASES:
+    raise MediaError(f"The sound has {own_rate} samples per second, which is no usual rate: give it {rate}, or 44100.")
+  return own_rate
 
 
 def check_samples(samples: int, rate: int, limits: SoundLimits) -> None:

@@ -68,7 +68,7 @@ class Video:
       if not container.streams.audio:
         return None
       stream = _decodable(container.streams.audio[0])
-      own_rate = check_rate(stream.rate)
+      own_rate = check_rate(stream.rate, rate)
       planar = optional("av", "video").AudioResampler(format="fltp", rate=own_rate)
       for frame in (part for whole in (*container.decode(stream), None) for part in planar.resample(whole)):
         blocks.append(frame.to_ndarray().mean(0))

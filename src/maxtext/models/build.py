@@ -85,7 +85,7 @@ _DESCRIBES_A_TOWER: dict[str, tuple[str, tuple[type[Section], ...]]] = {
   "vision": ("use_multimodal", (t.VisionTower, t.VisionProjector)),
   "audio": ("use_audio", (t.AudioEncoder,)),
 }
-_DESCRIBES_POSITIONS = {"use_mrope", "mrope_section"}  # of a decoder with a tower
+_DESCRIBES_IMAGES = {"image_size_for_vit", "use_mrope", "mrope_section"}
 _DESCRIBES_EXPERTS = {"moe_expert_input_dim", "base_moe_mlp_dim", "interleave_moe_layer_step", "norm_topk_prob"}
 
 
@@ -138,7 +138,7 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
       raise ConfigError(f"{key}=true: decoder_block={config.decoder_block.value} has no {name} encoder: leave it out.")
     sections = (*sections, *of_tower)
   keys = _DESCRIBES_EXPERTS.union(*(section.model_fields for section in sections))
-  keys |= _DESCRIBES_POSITIONS if config.use_multimodal else set()
+  keys |= _DESCRIBES_IMAGES if config.use_multimodal else set()
   unread = keys - reader.read - _READ_ELSEWHERE
   for key in sorted(unread - keys_with_no_effect(config, unread).keys()):
     value = getattr(config, key)
