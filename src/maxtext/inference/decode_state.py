@@ -77,6 +77,9 @@ class MediaChunk(NamedTuple):
   rotary_positions: jax.typing.ArrayLike | None
 
 
+_NONE = (None,) * 4
+
+
 def decode_step(
   model: Model,
   params: Params,
@@ -122,9 +125,11 @@ def prefill(
   """
   positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
   decoder, embeddings, layer_inputs = bind(model, params, adapters), None, None
-  _, indices, spans, rotary_positions = media or (None,) * 4
-  if media is not None and media.features is not None:
-    embeddings, layer_inputs = decoder.with_features(decoder.embed(tokens, positions), media.features, indices)
+  features, indices, spans, rotary_positions = (
+    None if array is None else jnp.asarray(array) for array in media or _NONE
+  )
+  if features is not None and indices is not None:
+    embeddings, layer_inputs = decoder.with_features(decoder.embed(tokens, positions), list(features), indices)
   hidden, _, updated = decoder.hidden(
     tokens,
     positions,
@@ -217,8 +222,9 @@ def forward_step(
   decoder = bind(model, params, adapters)
   token_positions = positions[:, None] + jnp.arange(tokens.shape[1])
   end = jnp.max(jnp.where(active, positions, 0)) + tokens.shape[1]
-  moved = rotary_offsets is not None and model.spec.has_mrope
-  rotary = token_positions + rotary_offsets[:, None] if moved else None
+  rotary = None
+  if rotary_offsets is not None and model.spec.has_mrope:
+    rotary = token_positions + rotary_offsets[:, None]
   hidden, _, updated = decoder.hidden(
     tokens, token_positions, cache=cache, pages=pages, end=end, rotary_positions=rotary
   )

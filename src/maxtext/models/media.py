@@ -185,7 +185,7 @@ def prompt_rotary_positions(length: int, media: Sequence[tuple[np.ndarray, np.nd
   return found
 
 
-def audio_segments(clips: Sequence[int], chunk: int, window: int, chunks: int) -> np.ndarray:
+def audio_segments(clips: Sequence[int], chunk: int, window: int, chunks: int, halvings: int = 3) -> np.ndarray:
   """`segments` [T] of one input of an audio tower that holds several clips, one after the other in whole chunks.
 
   Tokens attend within their window; those of the frames that a clip's last chunk lacks are padding, 0. The n-th audio
@@ -196,12 +196,13 @@ def audio_segments(clips: Sequence[int], chunk: int, window: int, chunks: int) -
     chunk: frames of a chunk.
     window: frames of an attention window, a multiple of `chunk`.
     chunks: of the input.
+    halvings: by the tower's convolutions.
   """
-  tokens, number, first = halved(chunk, 3), 0, 0
+  tokens, number, first = halved(chunk, halvings), 0, 0
   segments = np.zeros(chunks * tokens, np.int32)
   for frames in clips:
     for start in range(0, frames, window):
       inside, place, number = min(window, frames - start), first + start // chunk * tokens, number + 1
-      segments[place : place + inside // chunk * tokens + halved(inside % chunk, 3)] = number
+      segments[place : place + inside // chunk * tokens + halved(inside % chunk, halvings)] = number
     first += -(-frames // chunk) * tokens
   return segments

@@ -14,7 +14,7 @@ from maxtext.media.processed import FeatureText
 from maxtext.models.encoders import vision
 from maxtext.models.hugging_face import Field
 from maxtext.models.spec import Group, TowerSpec
-from maxtext.models.weight_table import Table, Weight
+from maxtext.models.weight_table import Weight
 
 _ACTIVATIONS = {"gelu": "exact gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu", "silu": "silu"}
 
@@ -93,7 +93,7 @@ _LINEAR = {
 _NORMS = {"mixer_norm": "self_attn_layer_norm", "feed_forward_norm": "final_layer_norm"}
 
 
-def weights(tower: TowerSpec) -> Table:
+def weights(tower: TowerSpec) -> dict[str, Weight]:
   """The names of all weights of the tower."""
   assert isinstance(tower.front_end, MelConvolutions)
   return _WEIGHTS | {
