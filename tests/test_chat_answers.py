@@ -197,7 +197,7 @@ def test_a_response_has_reasoning_text_and_calls(styles, stream):
     reason, index = chunks[-1]["finish_reason"], calls[0].pop("index")
     assert (index, len(chunks) > 4) == (0, True)
   else:
-    (choice,) = builder.response([output], 1)["choices"]
+    (choice,) = builder.response([output], [([1], None)])["choices"]
     message, reason, calls = choice["message"], choice["finish_reason"], choice["message"]["tool_calls"]
   assert (message["content"], message["reasoning_content"], reason) == ("I add.", "well", "tool_calls")
   assert [call["function"] for call in calls] == [{"name": "add", "arguments": '{"x": "é"}'}]

@@ -69,7 +69,7 @@ def folder(tmp_path_factory):
 def prefilled(tokenizer, messages, **fields):
   """What the server prefills for this request, by its own parser."""
   body = json.dumps({"model": "m", "messages": messages, **fields}).encode()
-  return parse(ChatCompletionRequest, body, LIMITS).encoded(PromptEncoder(tokenizer, None, "<image>", 1000))[0][0]
+  return parse(ChatCompletionRequest, body, LIMITS).encoded(PromptEncoder(tokenizer, {}, {}, 1000))[0][0]
 
 
 def trained(sequences):

@@ -171,6 +171,7 @@ HOSTILE = {
   "no header": (WAV[:30], "no sound of a known format"),
   "no numbers": (encoded(np.array([0.0, np.nan]), subtype="FLOAT"), "not finite numbers"),
   "slow": (encoded(voice(1_000), 900), "900 samples per second"),
+  "odd": (encoded(voice(1_000), 16_001), "16001 samples per second, which is no usual rate"),
   "fast": (encoded(voice(1_000), 200_000), "200000 samples per second"),
 }
 

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import types
 import zlib
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
 from maxtext.media.audio import load_sound
 from maxtext.media.image_processors import (
@@ -23,7 +25,7 @@ from maxtext.media.image_processors import (
   SquareImages,
   TiledImages,
 )
-from maxtext.media.images import ImageLimits, load_image
+from maxtext.media.images import ImageLimits, image_size, load_image
 from maxtext.media.patches import Patches
 from maxtext.media.processed import FeatureText
 from maxtext.media.sources import MediaError
@@ -256,6 +258,8 @@ HOSTILE = {
   "no rows": (png(100, 100), "cannot be decoded"),
   "a bomb": (png(60_000, 60_000), "limit is 67,108,864 pixels"),
   "somewhat too large": (png(9_000, 9_000), "has 9000 x 9000 pixels"),
+  "many scans": (WHOLE[:-2] + b"\xff\xda" * 64 + WHOLE[-2:], "JPEG of more than 64 scans"),
+  "no file": ({}, "A dict is no file"),
 }
 
 
@@ -264,6 +268,15 @@ def test_what_is_no_image_is_an_error_in_words(kind):
   data, words = HOSTILE[kind]
   with pytest.raises(MediaError, match=words):
     load_image(data)
+  with suppress(MediaError) if "decoded" in words else pytest.raises(MediaError, match=words):
+    image_size(data)  # whose header may be whole
+
+
+@pytest.mark.parametrize("side", [8_000, 13_000])
+def test_the_size_of_an_image_decodes_nothing(monkeypatch, side):
+  monkeypatch.setattr(PngImageFile, "load", lambda self: pytest.fail("it was decoded"))
+  with pytest.raises(MediaError, match="limit is") if side > 8_192 else nullcontext():
+    assert image_size(png(side, side)) == (side, side)
 
 
 def test_limits_and_missing_files():

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import sys
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -11,6 +12,9 @@ import numpy as np
 import pytest
 
 from maxtext import LLM, ConfigError, SamplingParams
+from maxtext.configs import load_config
+from maxtext.inference.multimodal import PromptEncoder
+from maxtext.models.build import model_spec
 from tests.inference_support import answering, ask
 from tests.test_parity import randomize
 
@@ -20,7 +24,7 @@ pytest.importorskip("PIL")
 TEMPLATE = (
   "{{ bos_token }}{% for message in messages %}<start_of_turn>{{ message.role }}\n"
   "{% if message.content is string %}{{ message.content }}"
-  "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<start_of_image>"
+  "{% else %}{% for part in message.content %}{% if part.type in marks %}{{ marks[part.type] }}"
   "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<end_of_turn>\n{% endfor %}"
   "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
@@ -33,10 +37,11 @@ VISION = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "
 
 
 class Gemma3:
-  placeholder, token, config, model = (
-    "<start_of_image>", "<image_soft_token>", "Gemma3Config", "Gemma3ForConditionalGeneration",
-  )  # fmt: skip
-  special = (placeholder, token, "<end_of_image>")
+  config, model = "Gemma3Config", "Gemma3ForConditionalGeneration"
+  marks: ClassVar = {"image": "<start_of_image>"}
+  ids: ClassVar = {"image_token_index": "<image_soft_token>"}
+  special = ("<start_of_image>", "<image_soft_token>", "<end_of_image>")
+  keys: ClassVar = {}
   arguments: ClassVar = {
     "text_config": {
       **TEXT, "intermediate_size": 80, "num_hidden_layers": 6, "query_pre_attn_scalar": 16, "sliding_window": 16,
@@ -51,9 +56,12 @@ class Gemma3:
 
 
 class Llama4:
-  placeholder, token, config, model = "<|image|>", "<|patch|>", "Llama4Config", "Llama4ForConditionalGeneration"
+  config, model = "Llama4Config", "Llama4ForConditionalGeneration"
+  marks: ClassVar = {"image": "<|image|>"}
+  ids: ClassVar = {"image_token_index": "<|patch|>"}
+  keys: ClassVar = {}
   special = (
-    placeholder, token, "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>",
+    "<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>",
   )  # fmt: skip
   arguments: ClassVar = {
     "text_config": {
@@ -86,19 +94,21 @@ def make_folder(family, root):
   turns = ("<s>", "</s>", "<start_of_turn>", "<end_of_turn>")
   bpe.add_special_tokens([AddedToken(name, special=True) for name in (*turns, *family.special)])
   bpe.save(str(root / "tokenizer.json"))
-  template = TEMPLATE.replace("<start_of_image>", family.placeholder)
+  template = f"{{% set marks = {family.marks!r} %}}{TEMPLATE}"
   about = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
   (root / "tokenizer_config.json").write_text(json.dumps(about))
-  image, vocab = bpe.token_to_id(family.token), bpe.get_vocab_size()
-  arguments = family.arguments | {"text_config": family.arguments["text_config"] | {"vocab_size": vocab}}
-  config = getattr(transformers, family.config)(**arguments, image_token_index=image, attn_implementation="eager")
+  ids, vocab = {name: bpe.token_to_id(token) for name, token in family.ids.items()}, bpe.get_vocab_size()
+  arguments = family.arguments | {"text_config": family.arguments["text_config"] | {"vocab_size": vocab}} | ids
+  config = getattr(transformers, family.config)(**arguments, attn_implementation="eager")
   torch.manual_seed(0)
   model = getattr(transformers, family.model)(config).float().eval()
   with torch.no_grad():
     for value in model.parameters():
       randomize(value)
+    if hasattr(family, "change"):
+      family.change(model, list(ids.values()))
   model.save_pretrained(root)
-  return Folder(root, family, model, image)
+  return Folder(root, family, model, next(iter(ids.values())))
 
 
 class Folder(NamedTuple):
@@ -108,7 +118,7 @@ class Folder(NamedTuple):
   image: int  # the token of a feature
 
   def llm(self, **changes):
-    return LLM(self.root, **(KEYS | {"image_placeholder": self.family.placeholder} | changes))
+    return LLM(self.root, **(KEYS | self.family.keys | changes))
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +152,7 @@ def reference_tokens(folder, llm, images, prompt, count):
   """Greedy tokens of the reference for the tokens of a prompt, and their log-probabilities."""
   from maxtext.models.build import media_processors
 
-  processor = media_processors(llm.config)["vision"]
+  processor = media_processors(llm.config)["image"]
   patches = np.concatenate([processor(image).inputs for image in images])
   pixels = patches.reshape(-1, 4, 4, 3, 4, 4).transpose(0, 3, 1, 4, 2, 5).reshape(-1, 3, 16, 16)
   tokens, logprobs = list(prompt), []
@@ -229,7 +239,7 @@ def test_chunks_and_prefix_caching_change_nothing(folder, llm):
     ),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/nowhere.png"}}]}], "image 0"),
     ([{"role": "user", "content": [{"type": "image", "image": None}]}], "image 0"),
-    ([{"role": "user", "content": [{"type": "video", "video": "a"}]}], "only parts of type"),
+    ([{"role": "user", "content": [{"type": "video", "video": "a"}]}], "video parts need"),
   ],
 )
 def test_what_is_no_image_is_named(llm, messages, said):
@@ -250,7 +260,6 @@ def test_decode_with_an_image_path(folder, tmp_path, capsys):
 
   picture(0).save(tmp_path / "a.png")
   keys = [f"{name}={json.dumps(value) if isinstance(value, bool) else value}" for name, value in KEYS.items()]
-  keys.append("image_placeholder=<start_of_image>")
   command = ["decode", str(folder.root), "prompt=what is it?", f"image_path={tmp_path / 'a.png'}", *keys]
   assert main(command) in (0, None)
   shown = capsys.readouterr().out
@@ -262,6 +271,38 @@ def test_a_model_of_text_names_the_key(folder):
   llm = folder.llm(use_multimodal=False)
   with pytest.raises(ConfigError, match="use_multimodal=true"):
     llm.chat(question(picture(0)), GREEDY)
+
+
+def test_a_missing_package_is_told_before_the_first_request(llm, monkeypatch):
+  monkeypatch.setitem(sys.modules, "PIL.Image", None)
+  with pytest.raises(ConfigError, match=r"pip install 'maxtext\[multimodal\]'"):
+    PromptEncoder.of(llm.config, llm.tokenizer, 100)
+
+
+def test_parts_of_text_are_joined_by_lines(llm):
+  parts = [{"type": "text", "text": text} for text in ("what", "is it?")]
+  both = [llm.chat([{"role": "user", "content": one}], GREEDY)[0] for one in (parts, "what\nis it?")]
+  assert both[0].prompt_token_ids == both[1].prompt_token_ids
+
+
+@pytest.mark.parametrize(
+  ("key", "value"),
+  [
+    ("num_channels_for_vit", 1), ("patch_size_for_vit", 0), ("vision_output_length", 0), ("image_size_for_vit", 0),
+    ("mrope_section", [0, 2, 2]), ("n_window_for_audio", -1),
+  ],
+)  # fmt: skip
+def test_sizes_that_no_encoder_has_are_named(key, value):
+  keys = {"model_name": "gemma3-4b", "use_multimodal": True, "override_model_config": True, key: value}
+  with pytest.raises(ConfigError, match=key):
+    model_spec(load_config(**keys))
+
+
+@pytest.mark.parametrize("name", ["gemma4-26b", "llama4-17b-16e"])
+def test_a_size_of_images_that_changes_nothing_is_named(name):
+  keys = {"model_name": name, "use_multimodal": True, "image_size_for_vit": 448}
+  with pytest.raises(ConfigError, match="image_size_for_vit=448 has no effect"):
+    model_spec(load_config(**keys))
 
 
 def asked(*urls, text="what is it?"):

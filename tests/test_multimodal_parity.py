@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 
 from maxtext import ConfigError, load_config
 from maxtext.kernels.attention import AttentionKernel
-from maxtext.layers.embedding import feature_indices
+from maxtext.layers.embedding import feature_indices, sinusoids
 from maxtext.mesh.devices import make_mesh
-from maxtext.models.build import abstract_model, build_model, model_spec, weight_table
+from maxtext.models.build import abstract_model, build_model, media_processors, model_spec, weight_table
 from maxtext.models.execution.attention_kernel import for_spans
 from maxtext.models.media import TowerInputs, audio_segments, mrope_positions, patch_places
 from maxtext.weights.config_json import config_json_entries, hugging_face_class, keys_of_folder, our_name
@@ -113,8 +113,13 @@ QWEN3_OMNI = {
   "left_out": "audio_tower.",
 }  # fmt: skip
 QWEN3_OMNI_AUDIO = {name: about for name, about in QWEN3_OMNI.items() if name != "left_out"} | {
-  "keys": {"use_audio": True, "freeze_audio_encoder_params": False}
-}
+  "keys": {"use_audio": True, "freeze_audio_encoder_params": False},
+  "arguments": QWEN3_OMNI["arguments"] | {
+    "audio_config": QWEN3_OMNI["arguments"]["audio_config"] | {
+      "activation_function": "relu", "max_source_positions": 13, "conv_chunksize": 3,
+    },
+  },
+}  # fmt: skip
 
 GEMMA4 = {
   "config": "Gemma4Config",
@@ -441,11 +446,39 @@ def test_parameter_counts_with_encoders(name, count, changes):
       {"model_name": "qwen3-omni-30b-a3b", "use_multimodal": True, "deepstack_visual_indexes_for_vit": [8, 30]},
       r"deepstack_visual_indexes_for_vit=\[8, 30\] must be layers from 0 to 26",
     ),
+    (
+      {"model_name": "qwen3-omni-30b-a3b", "use_audio": True, "activation_function_for_audio": "swish"},
+      "activation_function_for_audio=swish must be one of gelu, ",
+    ),
+    (
+      {"model_name": "qwen3-omni-30b-a3b", "use_audio": True, "max_source_positions_for_audio": 12},
+      "max_source_positions_for_audio=12 must be at least 13",
+    ),
+    (
+      {"model_name": "qwen3-omni-30b-a3b", "use_audio": True, "num_conv_layers_for_audio": 0},
+      "num_conv_layers_for_audio=0 and conv_chunksize_for_audio=500 must be at least 1",
+    ),
   ],
 )
 def test_keys_that_no_encoder_can_have(keys, message):
   with pytest.raises(ConfigError, match=message):
     abstract_model(load_config(**keys, override_model_config=True, dataset_type="synthetic"))
+
+
+def test_convolutions_and_their_positions_are_as_many_and_as_long_as_the_keys_say():
+  keys = {"num_conv_layers_for_audio": 2, "max_timescale_for_audio": 500.0}
+  config = load_config("qwen3-omni-30b-a3b", use_audio=True, dataset_type="synthetic", **keys)
+  model = abstract_model(config)
+  (tower,) = model.spec.towers
+  assert (tower.front_end.count, tower.front_end.longest, tower.length) == (2, 500.0, 100 * 25)
+  convolved = {path for path in model.params if "/convolutions/" in path}
+  assert convolved == {path for path in weight_table(config, model.spec) if "/convolutions/" in path}
+  assert len(convolved) == 4
+  sounds = media_processors(config)["audio"](np.zeros(16_000 + 5 * 160, np.float32))
+  assert sounds.features == 25 + 2
+  wide, narrow = (sinusoids(jnp.arange(4)[None], 8, jnp.float32, longest) for longest in (1e4, 500.0))
+  np.testing.assert_allclose(narrow[0, 1, 3], np.sin(1 / 500), rtol=1e-5)
+  assert not np.allclose(wide, narrow)
 
 
 def test_kernels_that_cannot_see_both_ways_are_not_chosen():

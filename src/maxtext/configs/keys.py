@@ -48,7 +48,7 @@ class ConfigKeys(TypedDict, total=False):
   0.0."""
 
   activation_function_for_audio: str
-  """Activation in the audio encoder's feed-forward. Not supported yet: it is not implemented yet. Default: 'gelu'."""
+  """Activation in the audio encoder's feed-forward. Default: 'gelu'."""
 
   activations_in_float32: bool
   """Apply activation functions in float32. Default: False."""
@@ -120,12 +120,10 @@ class ConfigKeys(TypedDict, total=False):
   """Bound of the tanh cap on attention logits; None or 0 is no cap. Default: None."""
 
   audio_path: str
-  """Audio file for decoding, several separated by commas; '' is none. Not supported yet: it is not implemented yet.
-  Default: ''."""
+  """Audio file for decoding, several separated by commas; '' is none. Default: ''."""
 
   audio_placeholder: str
-  """Text that marks an audio clip's place in the prompt. Not supported yet: it is not implemented yet. Default:
-  '<|audio|>'."""
+  """Text that marks an audio clip's place in the prompt. Default: '<|audio|>'."""
 
   autoregressive_decode_assert: str
   """Text the decoded output must equal, for tests; '' is no check. Default: ''."""
@@ -269,8 +267,7 @@ class ConfigKeys(TypedDict, total=False):
   shardings; write that. Default: 'context'."""
 
   conv_chunksize_for_audio: int
-  """Audio chunks put through the convolutions at once, to bound memory. Not supported yet: it is not implemented
-  yet. Default: 500."""
+  """Audio chunks put through the convolutions at once, to bound memory. Default: 500."""
 
   conv_stride_for_vit: int
   """Pixels between patches; the patch size means no overlap. Not supported yet: it is not implemented yet. Default:
@@ -1217,14 +1214,13 @@ class ConfigKeys(TypedDict, total=False):
   """Most documents packed in one sequence; -1 is no limit. Default: -1."""
 
   max_source_positions_for_audio: int
-  """Most positions in the audio encoder's sequence. Not supported yet: it is not implemented yet. Default: 1500."""
+  """Most positions in the audio encoder's sequence. Default: 1500."""
 
   max_target_length: int
   """Length of a sequence, in tokens. Default: 2048."""
 
   max_timescale_for_audio: float
-  """Longest wavelength of the audio encoder's sinusoidal positions. Not supported yet: it is not implemented yet.
-  Default: 10000.0."""
+  """Longest wavelength of the audio encoder's sinusoidal positions. Default: 10000.0."""
 
   max_turns: int
   """Most answers of the policy in a conversation with the environment. Default: 8."""
@@ -1393,12 +1389,11 @@ class ConfigKeys(TypedDict, total=False):
   num_batches: int
   """RL training batches taken from the dataset. Default: 4."""
 
-  num_channels_for_vit: int
+  num_channels_for_vit: Literal[3]
   """Color channels of input images. Default: 3."""
 
   num_conv_layers_for_audio: int
-  """Convolutions that shorten the audio before the encoder layers. Not supported yet: it is not implemented yet.
-  Default: 3."""
+  """Convolutions that shorten the audio before the encoder layers. Default: 3."""
 
   num_epoch: int
   """Passes over the training data before it ends. Default: 1."""
@@ -1574,8 +1569,7 @@ class ConfigKeys(TypedDict, total=False):
   yet. Default: 'learn'."""
 
   position_id_per_seconds: int
-  """Time positions per second of video or audio (use_mrope). Not supported yet: it is not implemented yet. Default:
-  25."""
+  """Time positions per second of video or audio (use_mrope). Default: 25."""
 
   precompute_ref_log_probs: bool
   """True computes the reference model's log-probabilities once, on disk; false keeps a copy in memory. Default:
@@ -2110,7 +2104,7 @@ class ConfigKeys(TypedDict, total=False):
   """True adds the audio encoder to the model and its inputs. Default: False."""
 
   use_audio_in_video: bool
-  """True also reads the sound track of input videos. Not supported yet: it is not implemented yet. Default: False."""
+  """True also reads the sound track of input videos. Default: False."""
 
   use_batch_split_schedule: bool
   """True runs layers on parts of the batch, so that communication of one can overlap with another. Default: False."""
@@ -2251,17 +2245,15 @@ class ConfigKeys(TypedDict, total=False):
   the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: ''."""
 
   video_path: str
-  """Video file for decoding, several separated by commas; '' is none. Not supported yet: it is not implemented yet.
-  Default: ''."""
+  """Video file for decoding, several separated by commas; '' is none. Default: ''."""
 
   video_placeholder: str
-  """Text that marks a video's place in the prompt. Not supported yet: it is not implemented yet. Default:
-  '<|video|>'."""
+  """Text that marks a video's place in the prompt. Default: '<|video|>'."""
 
   vision_output_dim_for_vit: int
   """Width of the vision encoder's output features. Default: 4096."""
 
-  vision_output_length: int
+  vision_output_length: Literal[-1] | int
   """Vision tokens per image; -1 leaves it to the model. Default: -1."""
 
   vllm_additional_config: dict[str, Any]

@@ -159,7 +159,7 @@ _HLO = (
 _JAXPR = ("dump_jaxpr", "dump_jaxpr_local_dir", "dump_jaxpr_delete_local_after", "dump_jaxpr_gcs_dir")
 _VISION = (
   "dtype_mm", "remat_policy_for_vit", "freeze_vision_encoder_params", "image_path", "image_placeholder",
-  "image_size_for_vit",
+  "video_path", "video_placeholder", "position_id_per_seconds", "image_size_for_vit",
   "hidden_size_for_vit", "intermediate_size_for_vit", "num_attention_heads_for_vit", "num_channels_for_vit",
   "num_hidden_layers_for_vit", "patch_size_for_vit", "vision_output_length", "tile_size_for_vit",
   "rope_theta_for_vit", "vision_output_dim_for_vit", "spatial_merge_size_for_vit", "temporal_patch_size_for_vit",
@@ -167,9 +167,12 @@ _VISION = (
   "mrope_section", *_section(t.VisionProjector, but=("projector_dropout_for_vit",)),
 )  # fmt: skip
 _AUDIO = (
-  "freeze_audio_encoder_params", "d_model_for_audio", "encoder_attention_heads_for_audio", "encoder_ffn_dim_for_audio",
+  "audio_path", "audio_placeholder", "use_audio_in_video", "freeze_audio_encoder_params", "d_model_for_audio",
+  "encoder_attention_heads_for_audio", "encoder_ffn_dim_for_audio",
   "encoder_layers_for_audio", "num_mel_bins_for_audio", "n_window_for_audio", "n_window_infer_for_audio",
   "downsample_hidden_size_for_audio", "output_dim_for_audio", "max_sample_len_for_audio",
+  "activation_function_for_audio", "num_conv_layers_for_audio", "max_source_positions_for_audio",
+  "max_timescale_for_audio", "conv_chunksize_for_audio",
 )  # fmt: skip
 _SHOWN = (
   "metrics_file", "prometheus_port", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",

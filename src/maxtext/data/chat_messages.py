@@ -15,17 +15,23 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the text that a model writes before its answer. Templates read the first or the last of them."""
 
 
-def template_messages(messages: Any, images: bool = False) -> list[dict[str, Any]]:
+MEDIA = {
+  "image": "image", "image_url": "image", "audio": "audio", "input_audio": "audio", "video": "video",
+}  # fmt: skip
+"""Types of parts, and the kind of media in them."""
+
+
+def template_messages(messages: Any, media: bool = False) -> list[dict[str, Any]]:
   """The messages as templates expect them; fields that no template knows are left out.
 
-  With `images`, parts of images are allowed: their messages have a list of parts, in which an image is only its type.
+  With `media`, parts of media are allowed: their messages have a list of parts, in which a medium is only its kind.
 
   Raises:
     ConfigError: they are no list of messages; the error names the message by its number from 0.
   """
   if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
     raise ConfigError("messages: it must be a list of at least one message.")
-  return [_message(message, number, images) for number, message in enumerate(messages)]
+  return [_message(message, number, media) for number, message in enumerate(messages)]
 
 
 class Arguments(dict[str, Any]):
@@ -38,25 +44,17 @@ class Arguments(dict[str, Any]):
     return other + json.dumps(self, ensure_ascii=False)
 
 
-def image_sources(messages: Any) -> list[Any]:
-  """The images of messages in their order: files, paths or URLs, from parts as OpenAI's API has them, or from
-  {"type": "image", "image": ...}; a mapping with "bytes" is one of the `datasets` library."""
-  return [_image(part) for part in _parts(messages) if is_image_part(part)]
+def media_sources(messages: Any) -> list[tuple[str, Any]]:
+  """The media of messages in their order, each with its kind: files, paths or URLs, from parts as OpenAI's API has
+  them, or from {"type": "image", "image": ...}, and so of audio and video; a file may be a mapping with "bytes" and
+  "path", as the `datasets` library has it."""
+  return [(kind, _source(part)) for part in _parts(messages) if (kind := media_kind(part))]
 
 
-def message_images(message: Any) -> list[Any]:
-  """The images of one message."""
-  return image_sources([message])
-
-
-def is_image_part(part: Any) -> bool:
-  """Whether a part of a message is an image."""
-  return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
-
-
-def only_text(messages: Any) -> bool:
-  """Whether all parts of messages, if there are any, are texts."""
-  return all(isinstance(part, Mapping) and part.get("type") == "text" for part in _parts(messages))
+def media_kind(part: Any) -> str | None:
+  """The kind of media in a part of a message; None for text."""
+  kind = part.get("type") if isinstance(part, Mapping) else None
+  return MEDIA.get(kind) if isinstance(kind, str) else None
 
 
 def _parts(messages: Any) -> list[Any]:
@@ -76,12 +74,16 @@ def template_tools(tools: Any) -> list[dict[str, Any]] | None:
   return [dict(tool) for tool in tools]
 
 
-def _image(part: Mapping[str, Any]) -> Any:
+def _source(part: Mapping[str, Any]) -> Any:
   value = part.get(part["type"])
-  return value.get("url") if isinstance(value, Mapping) and "bytes" not in value else value
+  if not isinstance(value, Mapping):
+    return value
+  if "data" in value:
+    return f"data:audio/{value.get('format')};base64,{value['data']}"
+  return next((value[name] for name in ("bytes", "path", "url") if value.get(name) is not None), None)
 
 
-def _message(message: Any, number: int, images: bool) -> dict[str, Any]:
+def _message(message: Any, number: int, media: bool) -> dict[str, Any]:
   where = f"messages.{number}"
   if not isinstance(message, Mapping) or "role" not in message:
     hint = " This one has 'from' and 'value': rename them by formatting_func_path." if _is_share_gpt(message) else ""
@@ -89,7 +91,7 @@ def _message(message: Any, number: int, images: bool) -> dict[str, Any]:
   role = message["role"]
   if role not in ROLES:
     raise ConfigError(f"{where}.role: {role!r} is not one of {', '.join(ROLES)}.")
-  found = {"role": role, "content": _content(message.get("content"), f"{where}.content", images)}
+  found = {"role": role, "content": _content(message.get("content"), f"{where}.content", media)}
   for name in ("name", "tool_call_id"):
     if message.get(name) is not None:
       found[name] = _text(message[name], f"{where}.{name}")
@@ -104,14 +106,16 @@ def _is_share_gpt(message: Any) -> bool:
   return isinstance(message, Mapping) and {"from", "value"} <= message.keys()
 
 
-def _content(content: Any, where: str, images: bool) -> str | list[dict[str, Any]]:
-  """The text of a message; parts of text are joined by line breaks, and stay parts where images are among them."""
+def _content(content: Any, where: str, media: bool) -> str | list[dict[str, Any]]:
+  """The text of a message; parts of text are joined by line breaks, and stay parts where media are among them."""
   if content is None:
     return ""
   if isinstance(content, Sequence) and not isinstance(content, str | bytes):
-    if images and any(map(is_image_part, content)):
+    if media and any(map(media_kind, content)):
       return [
-        {"type": "image"} if is_image_part(part) else {"type": "text", "text": _text_part(part, f"{where}.{number}")}
+        {"type": kind}
+        if (kind := media_kind(part))
+        else {"type": "text", "text": _text_part(part, f"{where}.{number}")}
         for number, part in enumerate(content)
       ]
     return "\n".join(_text_part(part, f"{where}.{number}") for number, part in enumerate(content))

@@ -76,7 +76,7 @@ def conversation_sequences(
     with_roles: finds the role of each token, which renders every beginning of the conversation.
     images: finds those of the messages; None allows none. No token of an image trains.
   """
-  checked, found = template_messages(messages, images=images is not None), list[TrainingSequence]()
+  checked, found = template_messages(messages, media=images is not None), list[TrainingSequence]()
   planned = [] if images is None else images.planned(messages)
 
   def chat(count: int, answer: bool) -> np.ndarray:

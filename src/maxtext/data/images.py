@@ -1,15 +1,7 @@
-"""Images of conversations that train: counted by their headers, decoded when a row is made.
+"""Images of conversations that train: counted by their headers, decoded when a row is made."""
 
-A prompt with images takes the same way: placeholders become the tokens of images in `expand_placeholders`, and
-`feature_places` finds them and compares their number with that of the features.
-"""
-
-import base64
-import binascii
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from maxtext.configs import ConfigError
-from maxtext.data.chat_messages import is_image_part, message_images
+from maxtext.data.chat_messages import media_kind, media_sources
+from maxtext.data.media import expand_placeholders, feature_places, media_file, naming_medium
 from maxtext.media.images import image_size, load_image
 from maxtext.media.processed import ImageProcessor, SlotShape
 from maxtext.media.sources import MediaError
@@ -25,9 +18,7 @@ from maxtext.media.sources import MediaError
 if TYPE_CHECKING:
   from maxtext.data.tokenizers import TextTokenizer
 
-VISION = "vision"
-"""The name of the tower of images."""
-_DATA_URL = re.compile(r"data:[\w/+.-]*;base64,", re.ASCII)
+_KIND = "image"
 
 
 @dataclass(frozen=True)
@@ -72,7 +63,7 @@ class PlannedImage:
 
   def inputs(self, options: ImageOptions) -> np.ndarray:
     """The tower's inputs [N,T,P]."""
-    with naming_image(f"{self.where or 'the data'}: {self.source if isinstance(self.source, str) else 'an image'}"):
+    with naming_medium(f"{self.where or 'the data'}: {self.source if isinstance(self.source, str) else 'an image'}"):
       found = options.processor(load_image(self.source)).inputs
     assert len(found) * options.shape.features == self.features, "an image has another size than its header says"
     return found
@@ -97,22 +88,21 @@ class ConversationImages:
     found, number = list[list[PlannedImage]](), 0
     for message in messages:
       found.append([])
-      for source in message_images(message):
-        with naming_image(f"image {number}"):
-          found[-1].append(self._plan(source))
+      for kind, source in media_sources([message]):
+        with naming_medium(f"{kind} {number}"):
+          found[-1].append(self._plan(kind, source))
         number += 1
     return found
 
   def expanded(self, text: str, images: Sequence[PlannedImage]) -> str:
     """A rendered text with the tokens of images in place of their placeholders."""
-    return expand_placeholders(text, self.options.placeholder, [image.text for image in images])
+    return expand_placeholders(text, {_KIND: self.options.placeholder}, [(_KIND, image.text) for image in images])[0]
 
   def of_tokens(self, tokens: np.ndarray, images: Sequence[PlannedImage]) -> list[PlannedImage | None]:
     """The image of each token that stands for a feature."""
     found: list[PlannedImage | None] = [None] * len(tokens)
-    places = feature_places(
-      self.tokenizer, self.options.processor.token, tokens, sum(image.features for image in images)
-    )
+    features = sum(image.features for image in images)
+    places = feature_places(self.tokenizer, _KIND, self.options.processor.token, tokens, features)
     owners = [image for image in images for _ in range(image.features)]
     for place, owner in zip(places, owners, strict=True):
       found[place] = owner
@@ -124,16 +114,16 @@ class ConversationImages:
     counts, most = [len(distinct(images)) for images in sequences], self.options.most
     return features <= self.options.features and (most < 0 or max(counts, default=0) <= most)
 
-  def _plan(self, source: Any) -> PlannedImage:
+  def _plan(self, kind: str, source: Any) -> PlannedImage:
+    if kind != _KIND:
+      raise MediaError("models are trained on images and text: leave the part out.")
     file = self._file(source)
     size = image_size(file)
     return PlannedImage(file, self.options.processor.standing_for(*size), self.options.processor.features(*size))
 
   def _file(self, source: Any) -> Any:
     """Path, bytes or PIL image, from what data sets hold."""
-    if isinstance(source, Mapping):  # as the `datasets` library stores images
-      source = source.get("path") if source.get("bytes") is None else source["bytes"]
-    source = image_file(source)
+    source = media_file(source)
     if isinstance(source, str):
       if "://" in source:
         raise MediaError("nothing is fetched from the network: write paths, bytes or data URLs.")
@@ -193,7 +183,7 @@ def with_column_images(messages: Sequence[Any], images: Sequence[Any]) -> list[A
   left = list(images)
 
   def filled(part: Any) -> Any:
-    if not is_image_part(part) or part.get(part["type"]) is not None:
+    if media_kind(part) != _KIND or part.get(part["type"]) is not None:
       return part
     if not left:
       raise ConfigError(f"messages have more parts of images than the {len(images)} images in the columns.")
@@ -213,49 +203,3 @@ def with_column_images(messages: Sequence[Any], images: Sequence[Any]) -> list[A
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     found[first] = {**found[first], "content": [*({"type": "image", "image": image} for image in left), *parts]}
   return found
-
-
-def expand_placeholders(text: str, placeholder: str, texts: Sequence[str]) -> str:
-  """The text with what stands for each image in place of its placeholder."""
-  there = text.count(placeholder)
-  if there != len(texts):
-    raise ConfigError(
-      f"The prompt has {there} placeholders {placeholder!r} for {len(texts)} images: see image_placeholder, and "
-      f"whether the chat template takes images."
-    )
-  left = iter(texts)
-  return re.sub(re.escape(placeholder), lambda _: next(left), text)
-
-
-def feature_places(tokenizer: "TextTokenizer", name: str, tokens: np.ndarray, features: int) -> np.ndarray:
-  """The places of the tokens that stand for the features of images."""
-  ids = tokenizer.vocabulary.encode(name, special=True)
-  places = np.flatnonzero(tokens == ids[0]) if len(ids) == 1 else np.zeros(0, int)
-  if len(ids) != 1 or len(places) != features:
-    raise ConfigError(
-      f"The prompt has {len(places)} tokens {name!r} for {features} features of its images: the tokenizer needs this "
-      f"token, and the text must not contain its name."
-    )
-  return places
-
-
-def image_file(source: Any) -> Any:
-  """A file's bytes from a data URL; anything else as it is."""
-  if not isinstance(source, str) or not source.startswith("data:"):
-    return source
-  head = _DATA_URL.match(source)
-  if head is None:
-    raise MediaError("a data URL must be base64: data:image/png;base64,...")
-  try:
-    return base64.b64decode(source[head.end() :], validate=True)
-  except (binascii.Error, ValueError):
-    raise MediaError("the data URL has no valid base64.") from None
-
-
-@contextmanager
-def naming_image(name: str) -> Iterator[None]:
-  """Tells which image an error is about."""
-  try:
-    yield
-  except MediaError as error:
-    raise ConfigError(f"{name}: {error}") from None

@@ -14,7 +14,8 @@ from maxtext.data.batch import Batch
 from maxtext.data.conversations import join_sequences
 from maxtext.data.dataloader import make_dataloader, open_data
 from maxtext.data.documents import DataSource
-from maxtext.data.images import VISION, ImageOptions
+from maxtext.data.images import ImageOptions
+from maxtext.data.media import VISION
 from maxtext.data.options import DataOptions
 from maxtext.data.sources.columns import ColumnDocuments
 from maxtext.data.sources.conversation_encoding import ConversationEncoding

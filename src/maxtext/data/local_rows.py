@@ -9,7 +9,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from maxtext.data.batch import Batch, BatchWithState, IteratorState
-from maxtext.data.images import VISION, ImageRows
+from maxtext.data.images import ImageRows
+from maxtext.data.media import VISION
 from maxtext.data.streams import Rows
 from maxtext.models.media import TowerInputs
 

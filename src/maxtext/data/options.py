@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import DatasetType, TokenizerType
-from maxtext.data.images import VISION, ImageOptions
+from maxtext.data.images import ImageOptions
 from maxtext.data.splits import Split, SplitName
+
+if TYPE_CHECKING:
+  from maxtext.media.processed import ImageProcessor
 
 
 @dataclass(frozen=True)
@@ -237,7 +240,7 @@ def image_options(config: MaxTextConfig) -> ImageOptions | None:
       )
   from maxtext.models.build import media_processors  # with JAX, which reader processes of data do without
 
-  processor = media_processors(c).get(VISION)
+  processor = cast("ImageProcessor | None", media_processors(c).get("image"))
   shape = None if processor is None else processor.slot
   if processor is None or shape is None:
     raise ConfigError(

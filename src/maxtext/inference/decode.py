@@ -20,15 +20,22 @@ def decode(llm: LLM, sampling_params: SamplingParams, show: Show) -> None:
   """Completes the prompt of the configuration; shows the prompt and the output as it is generated."""
   c = llm.config
   show(c.prompt)
-  images = [path.strip() for path in c.image_path.split(",") if path.strip()]
   params = _with_logprobs(llm, sampling_params)
-  output = llm.complete(c.prompt, images, params, show) if images else llm.generate([c.prompt], params, show)[0]
+  images, videos, sounds = map(_paths, (c.image_path, c.video_path, c.audio_path))
+  if images or videos or sounds:
+    output = llm.complete(c.prompt, images, params, show, videos=videos, sounds=sounds)
+  else:
+    (output,) = llm.generate([c.prompt], params, show)
   show("\n")
   for logprob, token in zip(output.logprobs or (), output.token_ids, strict=c.return_log_prob):
     show(f"{logprob:9.4f}  {token}\n")
   text = c.prompt + output.text
   if c.autoregressive_decode_assert and text != c.autoregressive_decode_assert:
     raise RunError(f"decoding gave {text!r}, and autoregressive_decode_assert={c.autoregressive_decode_assert!r}.")
+
+
+def _paths(value: str) -> list[str]:
+  return [path.strip() for path in value.split(",") if path.strip()]
 
 
 def decode_file(llm: LLM, file: str, sampling_params: SamplingParams, show: Show) -> None:

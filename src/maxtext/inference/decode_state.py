@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.inference.sampling import SamplerOutput, SamplingState, TokenHistory, sample
-from maxtext.layers.embedding import merge_features
 from maxtext.layers.kv_cache import Cache, CacheSpec
 from maxtext.layers.multi_lora import with_rows
 from maxtext.layers.paged_kv_cache import insert_row
@@ -30,6 +29,7 @@ class DecodeState(NamedTuple):
     sampling: the sampling parameters of each slot.
     history: which tokens occurred, for the penalties.
     adapters: [B] the slot of each row's adapter in the tables of adapters; 0 is none.
+    rotary_offsets: [B] what is added to the positions of tokens behind media for RoPE; 0 without mRoPE.
   """
 
   cache: Caches
@@ -39,6 +39,7 @@ class DecodeState(NamedTuple):
   sampling: SamplingState
   history: TokenHistory
   adapters: jax.Array
+  rotary_offsets: jax.Array
 
 
 def init_decode_state(
@@ -57,21 +58,26 @@ def init_decode_state(
   history = TokenHistory(jnp.zeros((slots, vocab), bool), jnp.zeros((slots, vocab), jnp.int32))
   cache = model.bind(params).init_cache(slots, max_model_len)
   sequences = jnp.zeros((slots, sequence_len), jnp.int32)
-  return DecodeState(cache, sequences, zeros, zeros, SamplingState.empty(slots, vocab), history, zeros)
+  return DecodeState(cache, sequences, zeros, zeros, SamplingState.empty(slots, vocab), history, zeros, zeros)
 
 
 class MediaChunk(NamedTuple):
-  """Features of the tokens of a chunk that stand for media.
+  """What a chunk of a prompt with media has beside its tokens.
 
   Attributes:
-    features: [1,S,E], each at its token.
+    features: [D,1,S,E] of the embeddings and of D - 1 layers, each at its token; None if the chunk has none.
     indices: [1,S] the number of the feature of each token; -1 for tokens of text.
     spans: [1,S] tokens with the same number other than 0 attend to each other in both directions; None if none do.
+    rotary_positions: [1,S,3]; None without mRoPE.
   """
 
-  features: jax.typing.ArrayLike
+  features: jax.typing.ArrayLike | None
   indices: jax.typing.ArrayLike
   spans: jax.typing.ArrayLike | None
+  rotary_positions: jax.typing.ArrayLike | None
+
+
+_NONE = (None,) * 4
 
 
 def decode_step(
@@ -86,9 +92,16 @@ def decode_step(
 
   `pages` [B,M] is the block table of a paged KV cache.
   """
-  tokens = state.tokens[:, None]
   logits, cache = forward_step(
-    model, params, state.cache, tokens, state.positions, active=active, pages=pages, adapters=state.adapters
+    model,
+    params,
+    state.cache,
+    state.tokens[:, None],
+    state.positions,
+    active=active,
+    pages=pages,
+    adapters=state.adapters,
+    rotary_offsets=state.rotary_offsets,
   )
   output = sample(logits[:, 0], state.sampling, state.history, state.positions + 1, token_bitmask)
   return commit(state._replace(cache=cache), output.token_ids, active), output
@@ -111,13 +124,22 @@ def prefill(
   `adapters` [1] is the slot of the row's adapter; None is the base. `media` are features of the tokens, if any.
   """
   positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-  decoder, embeddings, spans = bind(model, params, adapters), None, None
-  if media is not None:
-    features, indices = jnp.asarray(media.features), jnp.asarray(media.indices)
-    embeddings = merge_features(decoder.embed(tokens, positions), features, indices)
-    spans = None if media.spans is None else jnp.asarray(media.spans)
+  decoder, embeddings, layer_inputs = bind(model, params, adapters), None, None
+  features, indices, spans, rotary_positions = (
+    None if array is None else jnp.asarray(array) for array in media or _NONE
+  )
+  if features is not None and indices is not None:
+    embeddings, layer_inputs = decoder.with_features(decoder.embed(tokens, positions), list(features), indices)
   hidden, _, updated = decoder.hidden(
-    tokens, positions, cache=row, count=count, fresh=fresh, embeddings=embeddings, spans=spans
+    tokens,
+    positions,
+    layer_inputs=layer_inputs,
+    cache=row,
+    count=count,
+    fresh=fresh,
+    embeddings=embeddings,
+    rotary_positions=rotary_positions,
+    spans=spans,
   )
   assert updated is not None
   return hidden, updated
@@ -133,6 +155,7 @@ def insert(
   counts: jax.Array,
   sampling: SamplingState,
   adapter: jax.Array,
+  rotary_offset: jax.Array,
 ) -> DecodeState:
   """Puts a prefilled row into a slot.
 
@@ -146,6 +169,7 @@ def insert(
     counts: [2] the number of prompt tokens, and of prompt and output tokens together.
     sampling: the sampling parameters of the request.
     adapter: the slot of its adapter in the tables of adapters; 0 is none.
+    rotary_offset: of its `DecodeState.rotary_offsets`.
   """
   indices, count = jnp.arange(sequence.shape[0]), counts[1]
 
@@ -170,6 +194,7 @@ def insert(
     jax.tree.map(lambda all_rows, one: all_rows.at[slot].set(one), state.sampling, sampling),
     history,
     state.adapters.at[slot].set(adapter),
+    state.rotary_offsets.at[slot].set(rotary_offset),
   )
 
 
@@ -188,6 +213,7 @@ def forward_step(
   active: jax.Array | bool = True,
   pages: jax.Array | None = None,
   adapters: jax.Array | None = None,
+  rotary_offsets: jax.Array | None = None,
 ) -> tuple[jax.Array, Caches]:
   """Feeds tokens [B,S] that begin at `positions` [B]; returns float32 logits [B,S,V] and the updated cache.
 
@@ -196,7 +222,12 @@ def forward_step(
   decoder = bind(model, params, adapters)
   token_positions = positions[:, None] + jnp.arange(tokens.shape[1])
   end = jnp.max(jnp.where(active, positions, 0)) + tokens.shape[1]
-  hidden, _, updated = decoder.hidden(tokens, token_positions, cache=cache, pages=pages, end=end)
+  rotary = None
+  if rotary_offsets is not None and model.spec.has_mrope:
+    rotary = token_positions + rotary_offsets[:, None]
+  hidden, _, updated = decoder.hidden(
+    tokens, token_positions, cache=cache, pages=pages, end=end, rotary_positions=rotary
+  )
   assert updated is not None
   return decoder.logits(hidden).astype(jnp.float32), updated
 
@@ -212,4 +243,5 @@ def commit(state: DecodeState, tokens: jax.Array, active: jax.Array) -> DecodeSt
     state.sampling,
     state.history._replace(output=state.history.output.at[rows, tokens].add(active)),
     state.adapters,
+    state.rotary_offsets,
   )

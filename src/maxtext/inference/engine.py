@@ -49,6 +49,7 @@ from maxtext.inference.sampling import (
 )
 from maxtext.layers.multi_lora import MultiLoraMatmul, is_rows, is_table
 from maxtext.layers.parameter_paths import is_one_layer, one_layer
+from maxtext.models.media import tower_inputs
 from maxtext.models.model import Model, Params
 from maxtext.models.spec import towers_of
 
@@ -67,26 +68,44 @@ class EncodedMedia(NamedTuple):
   """The features of a prompt's media, on the host.
 
   Attributes:
-    features: [F,E].
+    features: [D,F,E] of the embeddings and of D - 1 layers; None if no token that is prefilled needs them.
     indices: [S] the feature of each token; -1 for tokens of text.
     spans: [S] tokens with the same number other than 0 attend to each other in both directions; None if none do.
+    rotary_positions: [S,3]; None without mRoPE.
   """
 
-  features: np.ndarray
+  features: np.ndarray | None
   indices: np.ndarray
   spans: np.ndarray | None
+  rotary_positions: np.ndarray | None
+
+  def with_output(self, count: int) -> "EncodedMedia":
+    """The same where the prompt is followed by so many tokens of output."""
+    behind, rotary = (0, count), self.rotary_positions
+    return EncodedMedia(
+      self.features,
+      np.pad(self.indices, behind, constant_values=-1),
+      None if self.spans is None else np.pad(self.spans, behind),
+      None if rotary is None else np.concatenate([rotary, rotary[-1] + 1 + np.arange(count)[:, None]]),
+    )
 
   def of_chunk(self, chunk: PrefillChunk, size: int) -> MediaChunk | None:
-    """The features of a chunk that is padded to `size` tokens; None where it has none."""
+    """What a chunk that is padded to `size` tokens has; None where it is as in a prompt of text."""
     here = slice(chunk.start, chunk.start + len(chunk.tokens))
-    indices = _pad(self.indices[here], size, -1)
-    if (indices < 0).all():
+    rotary = None
+    if self.rotary_positions is not None:
+      rotary = np.zeros((1, size, 3), np.int32)
+      rotary[0, : len(chunk.tokens)] = self.rotary_positions[here]
+    indices, features, spans = _pad(self.indices[here], size, -1), None, None
+    there = indices >= 0
+    if there.any():
+      assert self.features is not None, "media that are not in the cache were encoded"
+      features = np.zeros((len(self.features), 1, size, self.features.shape[2]), self.features.dtype)
+      features[:, 0, there] = self.features[:, indices[there]]
+      spans = None if self.spans is None else _pad(self.spans[here], size, 0)[None]
+    elif rotary is None:
       return None
-    features = np.zeros((size, self.features.shape[1]), self.features.dtype)
-    features[indices >= 0] = self.features[indices[indices >= 0]]
-    at = np.where(indices >= 0, np.arange(size), -1).astype(np.int32)
-    spans = None if self.spans is None else _pad(self.spans[here], size, 0)[None]
-    return MediaChunk(features[None], at[None], spans)
+    return MediaChunk(features, np.where(there, np.arange(size), -1).astype(np.int32)[None], spans, rotary)
 
 
 class Engine:
@@ -271,22 +290,26 @@ class Engine:
       found = program(self._params, _pad(tokens, size, 0)[None], *others, np.full(1, adapter, np.int32))
     return np.asarray(found)[0]
 
-  def encode_media(self, media: PromptMedia) -> EncodedMedia:
-    """The features of a prompt's media, by the towers. An input is encoded by itself."""
-    found: list[np.ndarray] = []
-    indices, spans = np.full(len(media.keys), -1, np.int32), None
-    for tower in towers_of(self._spec):
-      if tower.name not in media.inputs:
-        continue
-      own, places = media.indices[tower.name], media.indices[tower.name] >= 0
-      each = [np.asarray(self._encode(self._params, one, tower=tower.name)) for one in media.inputs[tower.name]]
-      indices[places] = own[places] + sum(map(len, found))
-      if tower.bidirectional_features:
-        spans = np.where(places, own // len(each[0]) + 1, 0).astype(np.int32)
-      found += each
-    features = np.concatenate(found)
-    assert indices.max() == len(features) - 1, "every feature has a token"
-    return EncodedMedia(features, indices, spans)
+  @property
+  def has_spans(self) -> bool:
+    """Whether the tokens of an image attend to each other in both directions."""
+    return any(tower.bidirectional_features for tower in towers_of(self._spec))
+
+  def encode_media(self, media: PromptMedia, start: int = 0) -> Iterator[EncodedMedia | None]:
+    """The features of a prompt's media, by the towers, if any token from `start` on needs them.
+
+    Each `next` encodes one image, frame or sound, and is None; the last is the result.
+    """
+    features, towers = None, {tower.name: tower for tower in towers_of(self._spec)}
+    if (media.indices[start:] >= 0).any():
+      found = list[np.ndarray]()
+      for name, medium in media.media:
+        for arrays, real in tower_inputs(towers[name], medium):
+          found.append(np.asarray(self._encode(self._params, arrays, tower=name))[:, real])
+          yield None
+      features = np.concatenate(found, axis=1)
+      assert media.indices.max() == features.shape[1] - 1, "every feature has a token"
+    yield EncodedMedia(features, media.indices, media.spans if self.has_spans else None, media.rotary_positions)
 
   def prefill_chunks(
     self, prompt: Sequence[int], start: int = 0, spans: np.ndarray | None = None
@@ -360,13 +383,15 @@ class Engine:
     sampling_params: SamplingParams,
     output: Sequence[int] = (),
     adapter: int = 0,
+    rotary_offset: int = 0,
   ) -> None:
     """Puts a prefilled prompt, and its output so far, into a slot. The row stays valid."""
     sampling = SamplingState.of(sampling_params, len(prompt), self.vocab)
     sequence, pages = [*prompt, *output], self.block_table.entries[slot].copy()
     counts = np.array([len(prompt), len(sequence)], np.int32)
     tokens = _pad(sequence, self.max_model_len, self.vocab)
-    self.state = self._insert(self.state, row, np.int32(slot), pages, tokens, counts, sampling, np.int32(adapter))
+    numbers = np.int32(adapter), np.int32(rotary_offset)
+    self.state = self._insert(self.state, row, np.int32(slot), pages, tokens, counts, sampling, *numbers)
 
   def decode_step(self, active: Sequence[bool], token_bitmask: np.ndarray | None = None) -> SamplerOutput:
     """One step of all slots. Inactive slots do not change, and their output is undefined.

@@ -165,10 +165,10 @@ class InferenceModel:
 
   def _check_media(self, media: PromptMedia) -> None:
     if self.disk_prefill_cache:
-      raise ConfigError("prefill_cache_dir does not take prompts with images: leave it out.")
+      raise ConfigError("prefill_cache_dir does not take prompts with media: leave it out.")
     if media.keys[-1] < 0:
-      raise ConfigError("The prompt ends with an image: text must follow it.")
-    longest = max((np.diff(np.flatnonzero(np.diff(media.keys < 0, prepend=False, append=False)))[::2]), default=0)
+      raise ConfigError("The prompt ends with an image, sound or video: text must follow it.")
+    longest = np.bincount(media.spans)[1:].max(initial=0) if self.engine.has_spans else 0
     if longest > (most := self.engine.chunk_sizes[-1]):
       raise ConfigError(
         f"An image has {longest} tokens, and at most {most} are prefilled at once: raise prefill_chunk_size or "

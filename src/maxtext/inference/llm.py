@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.data.chat_messages import only_text
 from maxtext.data.conversations import chat_prompt
 from maxtext.data.tokenizers import Message, TextTokenizer
 from maxtext.inference.adapter_options import AdapterOptions
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
   from maxtext.configs.keys import ConfigKeys
 
 Prompt = str | Sequence[int]
-Image = Any  # a path, a file's bytes, a data URL or a PIL image
+Medium = Any  # a path, a file's bytes, a data URL, or of images a PIL image
 OnText = Callable[[str], None]
 AdapterName = str | Sequence[str | None] | None
 
@@ -193,20 +192,25 @@ class LLM:
   def complete(
     self,
     prompt: str,
-    images: Sequence[Image],
+    images: Sequence[Medium] = (),
     sampling_params: SamplingParams | None = None,
     on_text: OnText | None = None,
+    *,
+    videos: Sequence[Medium] = (),
+    sounds: Sequence[Medium] = (),
   ) -> RequestOutput:
-    """Generates text for a prompt with images, which come first unless the text has `image_placeholder` for each.
+    """Generates text for a prompt with media, which come first unless the text has `image_placeholder` for each image,
+    `video_placeholder` for each video, and `audio_placeholder` for each sound.
 
     With `use_chat_template`, they are the first message of a chat.
     """
     prompts = self._model.prompts
+    media = [(kind, one) for kind, all_ in (("image", images), ("video", videos), ("audio", sounds)) for one in all_]
     if self.config.use_chat_template:
-      content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": prompt}]
+      content = [*({"type": kind, kind: one} for kind, one in media), {"type": "text", "text": prompt}]
       encoded = prompts.chat([{"role": "user", "content": content}], {})
     else:
-      encoded = prompts.plain(prompt, images)
+      encoded = prompts.plain(prompt, media)
     (output,) = self._generate([encoded], sampling_params, on_text, None)
     return output
 
@@ -220,11 +224,14 @@ class LLM:
     """Generates the next assistant message of one conversation, or of each of several, by the chat template.
 
     A message is a dict with `role` and `content`, a text or a list of parts: {"type": "text", "text": ...}, and
-    {"type": "image", "image": ...} with a path, a file's bytes or a PIL image, or OpenAI's `image_url` with a data URL.
-    Names of special tokens in the content are encoded as plain text.
+    {"type": "image", "image": ...} with a path, a file's bytes or a PIL image, or OpenAI's `image_url` with a data URL;
+    likewise "audio" and "video", and OpenAI's `input_audio`. Names of special tokens in the content are encoded as
+    plain text.
     """
     conversations = [messages] if _is_conversation(messages) else cast(Sequence[Sequence[Message]], messages)
-    return self._generate([self._chat(one) for one in conversations], sampling_params, on_text, adapter)
+    return self._generate(
+      [self._model.prompts.chat(one, {}) for one in conversations], sampling_params, on_text, adapter
+    )
 
   def score(self, token_ids: Sequence[int], adapter: str | None = None) -> np.ndarray:
     """Log-probabilities of tokens, each given the tokens before it, by the forward pass of training.
@@ -283,11 +290,6 @@ class LLM:
     """
     model = self.engine.model
     self.engine.update_params(model.unstack_layers(validate_params(model.params | model.buffers, params)), version)
-
-  def _chat(self, conversation: Sequence[Message]) -> EncodedPrompt:
-    if only_text(conversation):
-      return self.tokenizer.chat(conversation, answer=True).tolist(), None
-    return self._model.prompts.chat(conversation, {})
 
   def _encode(self, prompt: Prompt) -> EncodedPrompt:
     if not isinstance(prompt, str):

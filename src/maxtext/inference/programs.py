@@ -26,6 +26,7 @@ from maxtext.inference.sampling import PromptLogprobs, SamplerOutput, prompt_log
 from maxtext.layers.kv_cache import CacheSpec
 from maxtext.layers.paged_kv_cache import PagedKVCache
 from maxtext.models.model import Model, Params
+from maxtext.models.spec import towers_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +92,11 @@ class Programs:
       return state
     return state._replace(cache=state.cache + self.draft_model.init_cache(params, self.slots, self.max_model_len))
 
-  def encode(self, params: Params, inputs: jax.Array, tower: str) -> jax.Array:
-    """The features [T,E] that a tower makes of one input [T,P]."""
-    return self.row_model.bind(params).towers[tower](inputs[None])[0]
+  def encode(self, params: Params, arrays: dict[str, jax.Array], tower: str) -> jax.Array:
+    """The features [D,T,E] that a tower makes of one input (`tower_inputs`), of the embeddings and of D - 1 layers."""
+    found = jnp.concatenate(self.row_model.bind(params).towers[tower].features(**arrays))
+    most = 1 + max(len(one.deepstack) for one in towers_of(self.row_model.spec))
+    return jnp.pad(found, ((0, most - len(found)), (0, 0), (0, 0)))
 
   def prefill(
     self,
@@ -181,7 +184,15 @@ class Programs:
     draft_tokens = jnp.minimum(draft_tokens, self.slot_model.spec.vocab - 1)
     tokens = jnp.concatenate([state.tokens[:, None], draft_tokens], axis=1)
     logits, cache = forward_step(
-      self.slot_model, params, own, tokens, state.positions, active=active, pages=pages, adapters=state.adapters
+      self.slot_model,
+      params,
+      own,
+      tokens,
+      state.positions,
+      active=active,
+      pages=pages,
+      adapters=state.adapters,
+      rotary_offsets=state.rotary_offsets,
     )
     expected = jnp.pad(draft_tokens, ((0, 0), (0, 1)))  # nothing is accepted after the last position
     positions = logits.swapaxes(0, 1), expected.swapaxes(0, 1)

@@ -1,8 +1,8 @@
 """Continuous batching: requests join and leave the batch between steps, each in a slot of its own.
 
 Requests are served first come, first served. Between two steps at most one chunk of a prompt is prefilled (chunked
-prefill), so running requests never wait longer than for one chunk. One thread drives the scheduler; other threads may
-call `submit` and `cancel`.
+prefill), or one of its images, frames or sounds encoded, so running requests never wait longer than for one of them.
+One thread drives the scheduler; other threads may call `submit` and `cancel`.
 
 Paged KV cache: a request is admitted when there are pages for its tokens, and gets more pages as it grows. When pages
 run out, the request that was admitted last is preempted: its pages are freed, it becomes the first of the queue, and
@@ -123,9 +123,11 @@ class _PrefillingRequest:
 
   running: _RunningRequest
   slot: int
-  chunks: deque[PrefillChunk]
+  chunks: deque[PrefillChunk] | None  # None until the media are encoded
   num_updates: int  # of the engine's parameters, when prefill began
   row: Caches | None = None
+  start: int = 0
+  encoding: Iterator[EncodedMedia | None] | None = None
   media: EncodedMedia | None = None
   prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
 
@@ -248,11 +250,11 @@ class Scheduler:
         self._prefilling = _PrefillingRequest(running, free[0], deque(), self._num_updates, self._last_prefill.row)
       else:
         start, row = self._prefix_cache.lookup(keys, adapter) if self._prefix_cache and shares else (0, None)
-        media = self._encode_media(running, start)
-        spans = None if media is None else media.spans
-        chunks = deque(self._engine.prefill_chunks(running.tokens, start, spans))
-        self._prefilling = _PrefillingRequest(running, free[0], chunks, self._num_updates, row, media)
+        self._prefilling = _PrefillingRequest(running, free[0], None, self._num_updates, row, start)
     prefilling = self._prefilling
+    if prefilling.chunks is None and not self._encode_media(prefilling):
+      return []
+    assert prefilling.chunks is not None
     running, slot, current = prefilling.running, prefilling.slot, prefilling.num_updates == self._num_updates
     request, shares = running.request, not running.reports_prompt
     if prefilling.chunks:
@@ -275,7 +277,13 @@ class Scheduler:
       self._release(slot)
       return [*outputs, TokenOutput(request, finish_reason="length")]
     self._engine.insert(
-      prefilling.row, slot, request.prompt, request.sampling_params, running.output, request.adapter_slot
+      prefilling.row,
+      slot,
+      request.prompt,
+      request.sampling_params,
+      running.output,
+      request.adapter_slot,
+      0 if request.media is None else request.media.rotary_offset,
     )
     if self._share_last_prefill and current and shares:
       self._last_prefill = _LastPrefill(running.keys, request.adapter_checksum, prefilling.row)
@@ -294,14 +302,17 @@ class Scheduler:
     for logprob, rank, top_ids, top in zip(*columns, strict=True):
       prefilling.prompt_logprobs.append(PromptLogprob(logprob, rank, tuple(zip(top_ids, top, strict=True))[:most]))
 
-  def _encode_media(self, running: _RunningRequest, start: int) -> EncodedMedia | None:
-    """The features of a prompt's media; None if it has none from `start` on."""
-    media = running.request.media
-    if media is None or (media.keys[start:] >= 0).all():
-      return None
-    found, more = self._engine.encode_media(media), len(running.output)
-    spans = None if found.spans is None else np.pad(found.spans, (0, more))
-    return found._replace(indices=np.pad(found.indices, (0, more), constant_values=-1), spans=spans)
+  def _encode_media(self, prefilling: _PrefillingRequest) -> bool:
+    """Encodes one image, frame or sound of the prompt; True once all were, and the chunks are known."""
+    running, media = prefilling.running, prefilling.running.request.media
+    if media is not None:
+      prefilling.encoding = prefilling.encoding or self._engine.encode_media(media, prefilling.start)
+      if (encoded := next(prefilling.encoding)) is None:
+        return False
+      prefilling.media = encoded.with_output(len(running.output))
+    spans = None if prefilling.media is None else prefilling.media.spans
+    prefilling.chunks = deque(self._engine.prefill_chunks(running.tokens, prefilling.start, spans))
+    return True
 
   def _allocate(self, slot: int, running: _RunningRequest) -> bool:
     """Allocates the pages that the next step writes to: for all tokens of the request and its draft tokens."""

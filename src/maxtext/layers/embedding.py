@@ -112,10 +112,10 @@ def _rows(execution: ExecutionConfig, table: jax.Array, index: jax.Array) -> jax
   )
 
 
-def sinusoids(positions: jax.Array, width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-  """Sinusoidal position embeddings, [B,S] to [B,S,E]: sines, then cosines; the longest wavelength is 2 pi 10000."""
+def sinusoids(positions: jax.Array, width: int, dtype: jax.typing.DTypeLike, longest: float = 1e4) -> jax.Array:
+  """Sinusoidal position embeddings, [B,S] to [B,S,E]: sines, then cosines; the longest wavelength is 2 pi `longest`."""
   half = width // 2
-  frequency = 1e4 ** (-jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1))
+  frequency = longest ** (-jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1))
   angle = positions[..., None].astype(jnp.float32) * frequency
   return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1).astype(dtype)
 

@@ -32,11 +32,15 @@ class MelConvolutions:
     bins: of the mel spectrogram.
     channels: of the convolutions.
     count: of convolutions.
+    longest: wavelength of the positions, divided by 2 pi.
+    at_once: chunks that are convolved together, which bounds memory.
   """
 
   bins: int
   channels: int
   count: int
+  longest: float = 1e4
+  at_once: int = 500
 
   def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> "MelTokens":
     """[N,C,bins,frames] to [N,C*T,W]."""
@@ -47,7 +51,7 @@ class MelTokens(nnx.Module):
   """The layer of `MelConvolutions`."""
 
   def __init__(self, factory: ParamFactory, spec: MelConvolutions, width: int, execution: ExecutionConfig) -> None:
-    self.execution = execution
+    self.spec, self.execution = spec, execution
     convolutions = factory.scope("convolutions")
     sizes = (1, *[spec.channels] * (spec.count - 1))
     self.convolutions = nnx.List(
@@ -59,12 +63,19 @@ class MelTokens(nnx.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     inputs, chunks, bins, frames = x.shape
     x = x.reshape(inputs * chunks, 1, bins, frames)
-    for convolution in self.convolutions:
-      x = ACTIVATIONS["exact gelu"](convolution(x))
+    if len(x) <= self.spec.at_once:
+      x = self._convolved(x)
+    else:
+      x = jax.lax.map(lambda chunk: self._convolved(chunk[None])[0], x, batch_size=self.spec.at_once)
     x = self.out(x.transpose(0, 3, 1, 2).reshape(x.shape[0], x.shape[3], -1))
     places = jnp.arange(x.shape[1])[None]
-    x = x + sinusoids(places, x.shape[2], x.dtype)
+    x = x + sinusoids(places, x.shape[2], x.dtype, self.spec.longest)
     return x.reshape(inputs, -1, x.shape[2])
+
+  def _convolved(self, x: jax.Array) -> jax.Array:
+    for convolution in self.convolutions:
+      x = ACTIVATIONS["exact gelu"](convolution(x))
+    return x
 
 
 class Convolution(nnx.Module):

@@ -12,16 +12,18 @@ from maxtext.media.processed import FeatureText, Processed
 from maxtext.media.sources import MediaError, optional, read_bytes
 
 FORMATS = ("FLAC", "MP3", "OGG", "WAV", "WAVEX")
-RATES = range(1_000, 192_001)  # resampling from any other would take long, and nobody records so
+RATES = range(1_000, 192_001)
+MOST_PHASES = 1_000  # 640 are those of 11,025 to 16,000 samples per second
 FINE = 4096
 
 
 @dataclass(frozen=True)
 class SoundLimits:
-  """`bytes` of the file, and `samples` of one channel before resampling."""
+  """`bytes` of the file, and of one channel before resampling `samples` and `seconds`."""
 
   bytes: int = 64 << 20
   samples: int = 1 << 26
+  seconds: float = math.inf
 
 
 def load_sound(
@@ -36,25 +38,30 @@ def load_sound(
     with soundfile.SoundFile(io.BytesIO(data)) as file:
       if file.format not in FORMATS:
         raise MediaError(f"The sound is {file.format}; it can be {', '.join(FORMATS)}.")
-      own_rate = check_rate(file.samplerate)
+      own_rate = check_rate(file.samplerate, rate)
       while len(block := file.read((1 << 20) // file.channels, dtype="float32", always_2d=True)):
         blocks.append(block.mean(1))
         samples += len(block)
-        check_samples(samples, limits)
+        check_samples(samples, own_rate, limits)
   except soundfile.LibsndfileError as error:
     raise MediaError(f"The file is no sound of a known format ({', '.join(FORMATS)}): {error.error_string}") from error
   return joined(blocks, own_rate, rate)
 
 
-def check_rate(rate: int) -> int:
-  if rate not in RATES:
-    raise MediaError(f"The sound has {rate} samples per second; it can have {RATES[0]} to {RATES[-1]}.")
-  return rate
+def check_rate(own_rate: int, rate: int) -> int:
+  """The rate of a sound, if resampling from it does not take long: nobody records at others."""
+  if own_rate not in RATES:
+    raise MediaError(f"The sound has {own_rate} samples per second; it can have {RATES[0]} to {RATES[-1]}.")
+  if rate // math.gcd(own_rate, rate) > MOST_PHASES:
+    raise MediaError(f"The sound has {own_rate} samples per second, which is no usual rate: give it {rate}, or 44100.")
+  return own_rate
 
 
-def check_samples(samples: int, limits: SoundLimits) -> None:
+def check_samples(samples: int, rate: int, limits: SoundLimits) -> None:
   if samples > limits.samples:
     raise MediaError(f"The sound is longer than the limit of {limits.samples:,} samples.")
+  if samples > limits.seconds * rate:
+    raise MediaError(f"The sound is longer than the limit of {limits.seconds:.6g} seconds.")
 
 
 def joined(blocks: list[np.ndarray], own_rate: int, rate: int) -> np.ndarray:
@@ -99,10 +106,11 @@ def _windowed_sinc() -> np.ndarray:
 
 @dataclass(frozen=True)
 class MelSounds:
-  """Whisper's logarithms of power in `bins` mel bands, in chunks of `chunk` frames that the tower halves three times.
+  """Whisper's logarithms of power in `bins` mel bands, in chunks of `chunk` frames that the tower halves a few times.
 
   The last chunk is padded with zeros to the length of the others. A sound of less than a chunk is not, as in the
-  reference, whose convolutions would see the padding.
+  reference, whose convolutions would see the padding. `attended` frames attend to each other; a sound has `longest` at
+  most.
   """
 
   text: FeatureText
@@ -111,21 +119,36 @@ class MelSounds:
   hop: int = 160
   bins: int = 128
   chunk: int = 100
+  attended: int = 800
+  longest: int = 30_000
+  halvings: int = 3
+
+  @property
+  def token(self) -> str:
+    return self.text.token
+
+  @property
+  def limits(self) -> SoundLimits:
+    return SoundLimits(seconds=(self.longest + 1) * self.hop / self.rate)
 
   def features(self, samples: int) -> int:
     chunks, rest = divmod(samples // self.hop, self.chunk)
-    return chunks * math.ceil(self.chunk / 8) + math.ceil(rest / 8)
+    halved = 2**self.halvings
+    return chunks * math.ceil(self.chunk / halved) + math.ceil(rest / halved)
 
   def __call__(self, sound: np.ndarray) -> Processed:
     """`sound` is [S] at `rate`."""
     frames = len(sound) // self.hop
     if not frames:
       raise MediaError(f"The sound has {len(sound)} samples; it must have {self.hop} at least.")
+    if frames > self.longest:
+      raise MediaError(f"The sound has {frames} frames of {self.hop} samples; the limit is {self.longest}.")
     count, length = math.ceil(frames / self.chunk), min(frames, self.chunk)
     inputs = np.zeros((count * length, self.bins), np.float32)
     inputs[:frames] = self._spectrogram(sound)
     grid = np.zeros((count * length, 3), np.int32)
     grid[:, 0] = np.arange(count * length) % length
+    grid[:, 1] = np.arange(count * length) // self.attended
     grid[frames:] = -1
     features = self.features(len(sound))
     shape = (count, length, -1)

@@ -2,6 +2,8 @@
 
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +18,46 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 
 @dataclass(frozen=True)
 class ImageLimits:
-  """`bytes` of the file, and `pixels` that its header promises; they are read before any pixel is decoded."""
+  """`bytes` of the file, and `pixels` that its header promises; they are read before any pixel is decoded.
+
+  `scans` of a progressive JPEG: each decodes the whole image once more. Encoders write about ten.
+  """
 
   bytes: int = 32 << 20
   pixels: int = 1 << 26
+  scans: int = 64
 
 
 def load_image(source: "bytes | str | os.PathLike[str] | Image", limits: ImageLimits | None = None) -> "Image":
   """An image in RGB, turned as its EXIF says; grey, palettes and 16 bits as Pillow converts them, alpha is dropped."""
-  pil, turn = optional("PIL.Image", "multimodal"), optional("PIL.ImageOps", "multimodal")
-  limits = limits or ImageLimits()
+  with _opened(source, limits or ImageLimits()) as image:
+    turn = _TURNS.get(_orientation(image))
+    method = None if turn is None else optional("PIL.Image", "multimodal").Transpose[turn]
+    return (image if method is None else image.transpose(method)).convert("RGB")
+
+
+def image_size(source: "bytes | str | os.PathLike[str] | Image") -> tuple[int, int]:
+  """Height and width of what `load_image` would return, from the header of a file."""
+  with _opened(source, ImageLimits()) as image:
+    width, height = image.size
+    return (width, height) if _orientation(image) in _ON_ITS_SIDE else (height, width)
+
+
+@contextmanager
+def _opened(source: Any, limits: ImageLimits) -> Iterator[Any]:
+  """The image with its header read, if it is within the limits; whatever is wrong with it is a MediaError."""
+  pil = optional("PIL.Image", "multimodal")
   try:
-    image: Any = source
-    if isinstance(source, bytes | str | os.PathLike):
-      image = pil.open(io.BytesIO(read_bytes(source, limits.bytes)), formats=FORMATS)
+    image = source
+    if not isinstance(source, pil.Image):
+      data = read_bytes(source, limits.bytes)
+      if data.startswith(_JPEG) and data.count(_SCAN) > limits.scans:
+        raise MediaError(f"The image is a JPEG of more than {limits.scans} scans, the limit.")
+      image = pil.open(io.BytesIO(data), formats=FORMATS)
     width, height = image.size
     if width * height > limits.pixels:
       raise _too_large(f"has {width} x {height} pixels", limits)
-    return turn.exif_transpose(image).convert("RGB")
+    yield image
   except MediaError:
     raise
   except pil.UnidentifiedImageError as error:
@@ -44,26 +68,17 @@ def load_image(source: "bytes | str | os.PathLike[str] | Image", limits: ImageLi
     raise MediaError(f"The image cannot be decoded: {error}.") from error
 
 
-def image_size(source: "bytes | str | os.PathLike[str] | Image") -> tuple[int, int]:
-  """Height and width of what `load_image` would return, from the header of a file."""
-  pil = optional("PIL.Image", "multimodal")
-  limits = ImageLimits()
-  try:
-    image: Any = source
-    if isinstance(source, bytes | str | os.PathLike):
-      image = pil.open(io.BytesIO(read_bytes(source, limits.bytes)), formats=FORMATS)
-    width, height = image.size
-    if width * height > limits.pixels:
-      raise _too_large(f"has {width} x {height} pixels", limits)
-    turned = image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
-  except MediaError:
-    raise
-  except Exception as error:
-    raise MediaError(f"The image cannot be read: {error}.") from error
-  return (width, height) if turned else (height, width)
+def _orientation(image: Any) -> int:
+  """That of EXIF, from the header: what PNG's own `getexif` returns comes after the pixels, which it decodes."""
+  return optional("PIL.Image", "multimodal").Image.getexif(image).get(0x0112, 1)
 
 
-_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
+_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"  # markers, which its compressed bytes never contain
+_TURNS = {
+  2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
+  8: "ROTATE_90",
+}  # fmt: skip
+_ON_ITS_SIDE = (5, 6, 7, 8)
 
 
 def _too_large(what: str, limits: ImageLimits) -> MediaError:

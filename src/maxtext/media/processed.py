@@ -1,13 +1,12 @@
 """What a tower and the prompt get for one image, video or sound."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
-  from PIL.Image import Image
-
   from maxtext.media.patches import Patches
 
 
@@ -19,15 +18,18 @@ class Processed:
     images), T patches (or frames of a spectrogram) each, P values. The P values of a patch are in the order of the
     reference's weights (a convolution [W,C,(t),p,p] flattens to C,(t),p,p).
   grid: [N,T,3] int32 (time, row, column) of each patch, counted as the reference counts positions: rows and columns
-    within the slot, time by the slot of a video and by the frame within a chunk of sound. -1 at padding.
+    within the slot, time by the slot of a video and by the frame within a chunk of sound, where the row is the number
+    of the window. -1 at padding.
   text: what replaces the placeholder in the prompt: special tokens with one feature token per feature.
   features: the number of features (feature tokens in `text`).
+  sound: of a video, whose feature tokens are in `text` too; None if there is none.
   """
 
   inputs: np.ndarray
   grid: np.ndarray
   text: str
   features: int
+  sound: "Processed | None" = None
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,24 @@ class SlotShape:
   most: int
 
 
-class ImageProcessor(Protocol):
-  """Makes inputs of a tower of images."""
+class MediaProcessor(Protocol):
+  """Makes inputs of a tower: of images, sounds or videos."""
 
   @property
   def token(self) -> str:
     """The name of the token that stands for a feature."""
     ...
+
+  @property
+  def features(self) -> Callable[..., int]:
+    """The number of features of an image of (height, width), of a sound of so many samples, or of a video."""
+    ...
+
+  def __call__(self, medium: Any, /) -> Processed: ...
+
+
+class ImageProcessor(MediaProcessor, Protocol):
+  """Makes inputs of a tower of images."""
 
   @property
   def patches(self) -> "Patches":
@@ -71,12 +84,6 @@ class ImageProcessor(Protocol):
     """What all slots are like; None where images have sizes of their own."""
     ...
 
-  def features(self, height: int, width: int) -> int:
-    """Features of an image."""
-    ...
-
   def standing_for(self, height: int, width: int) -> str:
     """The text of an image, `Processed.text`, from its size alone."""
     ...
-
-  def __call__(self, image: "Image") -> Processed: ...

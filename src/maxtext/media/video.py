@@ -5,12 +5,12 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxtext.media.audio import SoundLimits, check_rate, check_samples, joined
+from maxtext.media.audio import MelSounds, SoundLimits, check_rate, check_samples, joined
 from maxtext.media.image_processors import FeatureBudget, PixelBudget
 from maxtext.media.patches import Filter, Patches, resized
 from maxtext.media.processed import FeatureText, Processed
@@ -68,12 +68,12 @@ class Video:
       if not container.streams.audio:
         return None
       stream = _decodable(container.streams.audio[0])
-      own_rate = check_rate(stream.rate)
+      own_rate = check_rate(stream.rate, rate)
       planar = optional("av", "video").AudioResampler(format="fltp", rate=own_rate)
       for frame in (part for whole in (*container.decode(stream), None) for part in planar.resample(whole)):
         blocks.append(frame.to_ndarray().mean(0))
         samples += frame.samples
-        check_samples(samples, limits)
+        check_samples(samples, own_rate, limits)
     return joined(blocks, own_rate, rate)
 
 
@@ -158,6 +158,15 @@ class Videos:
   between: str = ""
   how: Filter = "bicubic"
 
+  @property
+  def token(self) -> str:
+    return self.text.token
+
+  @property
+  def seconds(self) -> float:
+    """What a slot lasts."""
+    return self.patches.frames / self.sampling.fps
+
   def features(self, total: int, rate: float, height: int, width: int) -> int:
     frames = len(self.sampling(total, rate))
     return math.ceil(frames / self.patches.frames) * self._each(*self.budget.size(height, width, frames))
@@ -180,6 +189,36 @@ class Videos:
     step = self.patches.frames
     middles = [(a / rate + b / rate) / 2 for a, b in zip(indices[::step], indices[step - 1 :: step], strict=True)]
     return self.between.join(self.stamp(at) + self.text(features // len(middles)) for at in middles)
+
+
+@dataclass(frozen=True)
+class VideosWithSound:
+  """Videos whose text has the features of their sound, if they have any, between those of the frames.
+
+  around: the token of sound, between what introduces sound and what ends it.
+  per_second: features of sound in a second.
+  """
+
+  videos: Videos
+  sounds: MelSounds
+  around: FeatureText
+  per_second: float
+
+  @property
+  def token(self) -> str:
+    return self.videos.token
+
+  def features(self, total: int, rate: float, height: int, width: int) -> int:
+    return self.videos.features(total, rate, height, width)
+
+  def __call__(self, video: Video) -> Processed:
+    track = video.sound(self.sounds.rate, self.sounds.limits)
+    found = self.videos(video)
+    if track is None:
+      return found
+    sound = self.sounds(track)
+    text = interleaved(found, sound, self.token, self.sounds.token, self.videos.seconds, self.per_second)
+    return replace(found, text=self.around.start + text + self.around.end, sound=sound)
 
 
 def interleaved(

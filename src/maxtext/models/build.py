@@ -22,7 +22,7 @@ from maxtext.layers.execution import ExecutionConfig, Numerics, Sharding
 from maxtext.layers.lora import is_adapter
 from maxtext.layers.matmul import UnfitWeightError
 from maxtext.layers.weight_format import PlainFormat
-from maxtext.media.processed import ImageProcessor
+from maxtext.media.processed import MediaProcessor
 from maxtext.models import families
 from maxtext.models.execution.adapters import adapters, check_adapters
 from maxtext.models.execution.execution import execution_of_model, sharding_rules
@@ -85,7 +85,7 @@ _DESCRIBES_A_TOWER: dict[str, tuple[str, tuple[type[Section], ...]]] = {
   "vision": ("use_multimodal", (t.VisionTower, t.VisionProjector)),
   "audio": ("use_audio", (t.AudioEncoder,)),
 }
-_DESCRIBES_POSITIONS = {"use_mrope", "mrope_section"}  # of a decoder with a tower
+_DESCRIBES_IMAGES = {"image_size_for_vit", "use_mrope", "mrope_section"}
 _DESCRIBES_EXPERTS = {"moe_expert_input_dim", "base_moe_mlp_dim", "interleave_moe_layer_step", "norm_topk_prob"}
 
 
@@ -138,7 +138,7 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
       raise ConfigError(f"{key}=true: decoder_block={config.decoder_block.value} has no {name} encoder: leave it out.")
     sections = (*sections, *of_tower)
   keys = _DESCRIBES_EXPERTS.union(*(section.model_fields for section in sections))
-  keys |= _DESCRIBES_POSITIONS if config.use_multimodal else set()
+  keys |= _DESCRIBES_IMAGES if config.use_multimodal else set()
   unread = keys - reader.read - _READ_ELSEWHERE
   for key in sorted(unread - keys_with_no_effect(config, unread).keys()):
     value = getattr(config, key)
@@ -149,10 +149,10 @@ def model_spec(config: MaxTextConfig) -> DecoderSpec:
   return spec
 
 
-def media_processors(config: MaxTextConfig) -> dict[str, ImageProcessor]:
-  """What makes inputs of each tower, by its name; {} for a model of text alone."""
-  family = FAMILIES[config.decoder_block]
-  return family.processors(config) if config.use_multimodal and hasattr(family, "processors") else {}
+def media_processors(config: MaxTextConfig) -> dict[str, MediaProcessor]:
+  """What makes inputs of the towers of each kind of media: "image", "video", "audio"; {} for a model of text alone."""
+  family, towers = FAMILIES[config.decoder_block], config.use_multimodal or config.use_audio
+  return family.processors(config) if towers and hasattr(family, "processors") else {}
 
 
 def weight_table(config: MaxTextConfig, spec: DecoderSpec) -> Table:

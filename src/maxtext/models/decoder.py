@@ -167,17 +167,29 @@ class Decoder(nnx.Module):
       embeddings = self.embed(tokens, positions)
     for name, one in media.items():
       rows = one.inputs.shape[0]
-      features, *early = self.towers[name].features(**one.of_tower())
+      features = self.towers[name].features(**one.of_tower())
       if self.towers[name].spec.bidirectional_features:
         assert spans is None, "one tower or the caller numbers the spans"
-        spans = one.spans(features.shape[1])
-      embeddings = merge_features(embeddings, features.reshape(rows, -1, features.shape[-1]), one.indices)
+        spans = one.spans(features[0].shape[1])
+      of_rows = [f.reshape(rows, -1, f.shape[-1]) for f in features]
+      embeddings, early = self.with_features(embeddings, of_rows, one.indices)
       if early:
         assert layer_inputs is None, "one tower or the caller has inputs of layers"
-        nothing = jnp.zeros_like(embeddings)
-        joined = [merge_features(nothing, f.reshape(rows, -1, f.shape[-1]), one.indices) for f in early]
-        layer_inputs = [[jnp.stack([nothing, *joined])], *[None] * (len(self.groups) - 1)]
+        layer_inputs = early
     return embeddings, spans, layer_inputs
+
+  def with_features(
+    self, embeddings: jax.Array, features: Sequence[jax.Array], indices: jax.Array
+  ) -> tuple[jax.Array, list[list[Any] | None] | None]:
+    """Embeddings with the first of the features [B,N,E] in their places, and what `hidden` takes as `layer_inputs` of
+    the others, which join the residual in the first layers (DeepStack)."""
+    first, *early = features
+    embeddings = merge_features(embeddings, first, indices)
+    if not early:
+      return embeddings, None
+    nothing = jnp.zeros_like(embeddings)
+    joined = [merge_features(nothing, one, indices) for one in early]
+    return embeddings, [[jnp.stack([nothing, *joined])], *[None] * (len(self.groups) - 1)]
 
   def mtp_hidden(
     self,

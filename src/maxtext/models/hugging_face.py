@@ -96,6 +96,11 @@ class HuggingFace:
     return found
 
 
+def placeholders(**keys: str) -> Callable[[Entries], dict[str, Any]]:
+  """Reads what the chat template of a model writes for media, if the model has an image encoder."""
+  return lambda entries: keys if any(name.startswith("vision_config.") for name in entries) else {}
+
+
 @dataclass(frozen=True)
 class Multimodal:
   """A class of the Transformers library with towers around a text model."""

@@ -3,15 +3,19 @@
 Shapes: B rows, S tokens of a row, M inputs of a tower in a row, T patches of an input, P values of a patch.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext.layers.mel import halved
+from maxtext.layers.mel import MelConvolutions, halved
+from maxtext.media.processed import Processed
+from maxtext.models.spec import TowerSpec
 
+_LEAST = 16  # features that an input has room for
 Grid = tuple[int, int, int]
 """Frames, rows and columns of patches of an image (one frame) or video."""
 
@@ -54,6 +58,45 @@ class TowerInputs:
 
 Media = Mapping[str, TowerInputs]
 """The media of a batch, by the name of the tower."""
+
+
+def tower_inputs(tower: TowerSpec, medium: Processed) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray]]:
+  """The arguments of `Tower.features` for each input of a medium, alone in its batch, and which features are real.
+
+  A sound is one input; each image, tile or frame is one. What has any size is padded to one of few, since a program is
+  compiled for each.
+  """
+  front = tower.front_end
+  if isinstance(front, MelConvolutions):
+    chunks, length = medium.inputs.shape[:2]
+    tokens = halved(length, front.count)
+    size = max(chunks, min(_doubled(chunks, 1), tower.length // tokens))
+    grid = medium.grid[:, :: 2**front.count]
+    segments = _padded(np.where(grid[..., 0] >= 0, grid[..., 1] + 1, 0), size, 0).reshape(1, -1)
+    yield {"inputs": _padded(medium.inputs, size, 0).swapaxes(1, 2)[None], "segments": segments}, segments[0] > 0
+    return
+  each = medium.features // len(medium.inputs)
+  merged = medium.inputs.shape[1] // each
+  for inputs, places in zip(medium.inputs, medium.grid[..., 1:], strict=True):
+    if not tower.any_size:
+      yield {"inputs": inputs[None]}, np.ones(each, bool)
+      continue
+    size = merged * _doubled(each, _LEAST)
+    grid = np.broadcast_to(places.max(0) + 1, places.shape)
+    arrays = {"inputs": (inputs, 0), "positions": (places, 0), "grid": (grid, 1), "segments": (np.ones(len(places)), 0)}
+    found = {name: _padded(array, size, value)[None] for name, (array, value) in arrays.items()}
+    yield found | {"segments": found["segments"].astype(np.int32)}, np.arange(size // merged) < each
+
+
+def _doubled(count: int, first: int) -> int:
+  """`first`, doubled until it is `count` at least."""
+  return first << max(0, math.ceil(math.log2(count / first)))
+
+
+def _padded(array: np.ndarray, size: int, value: int) -> np.ndarray:
+  """The array with `value` behind it, up to `size` along the first axis."""
+  widths = ((0, size - len(array)), *((0, 0),) * (array.ndim - 1))
+  return np.pad(array, widths, constant_values=value)
 
 
 def patch_places(grids: Sequence[Grid], merged: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -122,7 +165,27 @@ def mrope_positions(
   return found
 
 
-def audio_segments(clips: Sequence[int], chunk: int, window: int, chunks: int) -> np.ndarray:
+def prompt_rotary_positions(length: int, media: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> np.ndarray:
+  """`rotary_positions` [S,3] of a prompt, as of `mrope_positions`, for media with text or sound between their tokens.
+
+  A run of tokens without text in it begins at time 0. The text behind it continues after the largest position of the
+  run's last tower.
+
+  Args:
+    length: tokens of the prompt.
+    media: of each medium, in order, its tokens, their (time, row, column) [L,3], and a number for the tower of each.
+  """
+  found = np.repeat(np.arange(length, dtype=np.int32)[:, None], 3, axis=1)
+  for places, axes, towers in media:
+    for run in np.split(np.arange(len(places)), np.flatnonzero(np.diff(places) > 1) + 1):
+      own, first, behind = axes[run] - (axes[run[0], 0], 0, 0), places[run[0]], places[run[-1]] + 1
+      last = own[np.flatnonzero(towers[run] != towers[run[-1]]).max(initial=-1) + 1 :]
+      found[behind:] += last.max() + 1 - len(run)
+      found[places[run]] = found[first] + own
+  return found
+
+
+def audio_segments(clips: Sequence[int], chunk: int, window: int, chunks: int, halvings: int = 3) -> np.ndarray:
   """`segments` [T] of one input of an audio tower that holds several clips, one after the other in whole chunks.
 
   Tokens attend within their window; those of the frames that a clip's last chunk lacks are padding, 0. The n-th audio
@@ -133,12 +196,13 @@ def audio_segments(clips: Sequence[int], chunk: int, window: int, chunks: int) -
     chunk: frames of a chunk.
     window: frames of an attention window, a multiple of `chunk`.
     chunks: of the input.
+    halvings: by the tower's convolutions.
   """
-  tokens, number, first = halved(chunk, 3), 0, 0
+  tokens, number, first = halved(chunk, halvings), 0, 0
   segments = np.zeros(chunks * tokens, np.int32)
   for frames in clips:
     for start in range(0, frames, window):
       inside, place, number = min(window, frames - start), first + start // chunk * tokens, number + 1
-      segments[place : place + inside // chunk * tokens + halved(inside % chunk, 3)] = number
+      segments[place : place + inside // chunk * tokens + halved(inside % chunk, halvings)] = number
     first += -(-frames // chunk) * tokens
   return segments

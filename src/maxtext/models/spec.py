@@ -62,6 +62,11 @@ class DecoderSpec:
     return any(getattr(m, name, None) is not None for m in mixers for name in ("blocks", "indexer"))
 
   @property
+  def has_mrope(self) -> bool:
+    """Whether rotary positions have several components (time, row, column), which differ in media."""
+    return any(rope.mrope_sections is not None for rope in self.ropes)
+
+  @property
   def order_invariant(self) -> bool:
     """Whether the tokens of a row may be in any order, because every layer takes their order from positions."""
     mixers = [layer.mixer for group in self.groups for layer in group.cycle]

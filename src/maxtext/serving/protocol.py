@@ -359,6 +359,10 @@ class CompletionRequest(GenerationRequest):
     for prompt in prompts:
       check_prompt(limits, prompt)
 
+  @property
+  def has_media(self) -> bool:
+    return False
+
   def encoded(self, prompts: PromptEncoder) -> list[EncodedPrompt]:
     """The tokens of every prompt."""
     return [(tokens, None) for tokens in _encode(self.prompt, prompts.tokenizer)]
@@ -442,6 +446,24 @@ class ImagePart(BaseModel):
   image_url: ImageURL
 
 
+class InputAudio(BaseModel):
+  """A sound in base64."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  data: str
+  format: Literal["wav", "mp3"]
+
+
+class AudioPart(BaseModel):
+  """A sound of a message."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  type: Literal["input_audio"]
+  input_audio: InputAudio
+
+
 class CalledFunction(BaseModel):
   """The function that a tool call names, and its arguments as JSON text, or as an object."""
 
@@ -462,7 +484,7 @@ class ToolCall(BaseModel):
   function: CalledFunction
 
 
-_Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+_Part = Annotated[TextPart | ImagePart | AudioPart, Field(discriminator="type")]
 
 
 class ChatMessage(BaseModel):
@@ -486,7 +508,7 @@ class ChatMessage(BaseModel):
 
   @property
   def text(self) -> dict[str, Any]:
-    """The message without its images."""
+    """The message without its media."""
     found = self.model_dump(exclude_none=True)
     if isinstance(self.content, list):
       found["content"] = [part.text for part in self.content if isinstance(part, TextPart)]
@@ -497,6 +519,11 @@ class ChatMessage(BaseModel):
     """The URLs of its images."""
     parts = self.content if isinstance(self.content, list) else []
     return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+
+  @property
+  def has_media(self) -> bool:
+    """Whether it has parts other than text."""
+    return isinstance(self.content, list) and not all(isinstance(part, TextPart) for part in self.content)
 
   @model_validator(mode="after")
   def _has_content(self) -> "ChatMessage":
@@ -622,8 +649,12 @@ class ChatCompletionRequest(GenerationRequest):
     if reserved := sorted(_OWN_VALUES & (self.chat_template_kwargs or {}).keys()):
       raise ConfigError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set here.")
 
+  @property
+  def has_media(self) -> bool:
+    return any(message.has_media for message in self.messages)
+
   def encoded(self, prompts: PromptEncoder) -> list[EncodedPrompt]:
-    """The tokens of the conversation with the start of the assistant's message, and its images."""
+    """The tokens of the conversation with the start of the assistant's message, and its media."""
     return [prompts.chat(self._messages, self._values)]
 
   @property

@@ -3,12 +3,15 @@
 import secrets
 import string
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from maxtext.data.chat_answers import AnswerParser, AnswerParts, FunctionCall, shown_tokens
+from maxtext.data.media import AUDIO, VISION
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.detokenizer import IncrementalDetokenizer
+from maxtext.inference.multimodal import EncodedPrompt
 from maxtext.inference.scheduler import PromptLogprob, TokenOutput
 from maxtext.serving.protocol import ChatCompletionRequest, CompletionRequest
 
@@ -50,7 +53,7 @@ class ResponseBuilder:
       "model": model,
     }
 
-  def response(self, outputs: Sequence[IncrementalDetokenizer], prompt_tokens: int) -> dict[str, Any]:
+  def response(self, outputs: Sequence[IncrementalDetokenizer], prompts: Sequence[EncodedPrompt]) -> dict[str, Any]:
     """The whole response."""
     choices = []
     for index, output in enumerate(outputs):
@@ -60,7 +63,7 @@ class ResponseBuilder:
       else:
         content = {"text": self._echo(output) + output.text}
       choices.append(self._choice(index, output, content, output.outputs))
-    return {**self._head, "object": self._object, "choices": choices, "usage": usage(outputs, prompt_tokens)}
+    return {**self._head, "object": self._object, "choices": choices, "usage": usage(outputs, prompts)}
 
   def first_chunk(self, index: int) -> dict[str, Any]:
     """The first chunk of a chat, with the role."""
@@ -85,9 +88,9 @@ class ResponseBuilder:
       "choices": [self._choice(index, output, content, [token_output])],
     }
 
-  def usage_chunk(self, outputs: Sequence[IncrementalDetokenizer], prompt_tokens: int) -> dict[str, Any]:
+  def usage_chunk(self, outputs: Sequence[IncrementalDetokenizer], prompts: Sequence[EncodedPrompt]) -> dict[str, Any]:
     """The last chunk, with the usage."""
-    return {**self._head, "object": self._chunk_object, "choices": [], "usage": usage(outputs, prompt_tokens)}
+    return {**self._head, "object": self._chunk_object, "choices": [], "usage": usage(outputs, prompts)}
 
   def _choice(
     self,
@@ -220,7 +223,11 @@ def _tool_call(call: FunctionCall) -> dict[str, Any]:
   return {"id": number, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def usage(outputs: Sequence[IncrementalDetokenizer], prompt_tokens: int) -> dict[str, int]:
-  """The number of prompt and completion tokens."""
+def usage(outputs: Sequence[IncrementalDetokenizer], prompts: Sequence[EncodedPrompt]) -> dict[str, Any]:
+  """The number of prompt and completion tokens, and how many of the prompt stand for media."""
   generated = sum(token.token is not None for output in outputs for token in output.outputs)
-  return {"prompt_tokens": prompt_tokens, "completion_tokens": generated, "total_tokens": prompt_tokens + generated}
+  asked = sum(len(tokens) for tokens, _ in prompts)
+  found = {"prompt_tokens": asked, "completion_tokens": generated, "total_tokens": asked + generated}
+  media = sum((media.tokens for _, media in prompts if media is not None), Counter[str]())
+  details = {f"{name}_tokens": media[tower] for name, tower in (("image", VISION), ("audio", AUDIO))}
+  return found | {"prompt_tokens_details": details} if media else found

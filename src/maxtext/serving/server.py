@@ -7,9 +7,9 @@ loop. What would hold Python's global lock for long is rejected first.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -53,7 +53,9 @@ _ERRORS = {
   "grammar_error": (400, "The grammar of the request cannot be matched: no finite text fits, or it exceeds a limit."),
 }
 _THREADS = 2  # that parse and tokenize
+_MOST_MEDIA_BYTES = 1 << 30
 _Result = TypeVar("_Result")
+_Prompts = list[EncodedPrompt]
 
 
 def prepare(model: InferenceModel, limits: ServerLimits) -> InferenceModel:
@@ -171,8 +173,9 @@ class _RequestHandler:
 
   def __init__(self, name: str, engine: EngineThread, limits: ServerLimits, metrics: ServerMetrics) -> None:
     self._name, self._engine, self._limits, self._metrics = name, engine, limits, metrics
-    self._threads = ThreadPoolExecutor(_THREADS, "requests")
+    self._threads, self._media_thread = ThreadPoolExecutor(_THREADS, "requests"), ThreadPoolExecutor(1, "media")
     self._embedding, self._num_embedding = ThreadPoolExecutor(1, "embeddings"), 0
+    self._media_bytes = 0
 
   async def handle(self, kind: type[CompletionRequest] | type[ChatCompletionRequest], http: Request) -> Response:
     """The response of a request: the whole output, or a stream."""
@@ -180,8 +183,12 @@ class _RequestHandler:
     model, raw = _ready_model(self._engine), await _read_json(http)
     parsing = self._in_thread(lambda: self._parse(kind, raw, model))
     request, spec, prompts = await self._with_timeout(parsing, http, start, "Reading the request")
+    if prompts is None:  # one after the other, so that memory is bounded, and apart from requests of text
+      encoding = self._in_thread(lambda: _tokenizing(lambda: request.encoded(model.prompts)), self._media_thread)
+      prompts = await self._with_timeout(encoding, http, start, "Reading the media")
     choices = [(*prompt, index) for prompt in prompts for index in range(request.n)]
     with ExitStack() as in_use:
+      in_use.enter_context(self._with_media(prompts))
       served = request.model or self._name
       adapter = in_use.enter_context(model.use_adapter(None if served == self._name else served))
       grammar: CompiledGrammar | None = None
@@ -205,14 +212,11 @@ class _RequestHandler:
       except (EngineFailedError, EngineNotReadyError):
         raise _unavailable(self._engine) from None
       handle.in_use = in_use.pop_all()
-    num_prompt_tokens = sum(len(prompt) for prompt, _ in prompts)
     if request.stream:
-      return _EventStream(self._events(request, builder, handle, num_prompt_tokens), handle)
+      return _EventStream(self._events(request, builder, handle, prompts), handle)
     with handle:
       await _unless_disconnected(handle.wait(self._limits.request_timeout), http)
-    text = await self._in_thread(
-      lambda: "".join(_ENCODER.iterencode(builder.response(handle.outputs, num_prompt_tokens)))
-    )
+    text = await self._in_thread(lambda: "".join(_ENCODER.iterencode(builder.response(handle.outputs, prompts))))
     return Response(text, media_type="application/json")
 
   async def answer(self, kind: type[TokenizeRequest] | type[DetokenizeRequest], http: Request) -> Response:
@@ -257,16 +261,30 @@ class _RequestHandler:
     body = request.response(served, found, sum(map(len, inputs)))
     return Response(await self._in_thread(lambda: json.dumps(body)), media_type="application/json")
 
-  async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
-    return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+  async def _in_thread(self, work: Callable[[], _Result], threads: ThreadPoolExecutor | None = None) -> _Result:
+    return await asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
+
+  @contextmanager
+  def _with_media(self, prompts: _Prompts) -> Iterator[None]:
+    """Counts the bytes of media that wait for the engine or are with it; they are many times those of the bodies."""
+    size = sum(media.nbytes for _, media in prompts if media is not None)
+    if size and self._media_bytes + size > _MOST_MEDIA_BYTES:
+      self._metrics.count_queue_full()
+      raise HTTPException(429, "The queue of media is full: try again later.", {"Retry-After": "1"})
+    self._media_bytes += size
+    try:
+      yield
+    finally:
+      self._media_bytes -= size
 
   def _parse(
     self, kind: type[CompletionRequest] | type[ChatCompletionRequest], raw: bytes, model: InferenceModel
-  ) -> tuple[CompletionRequest | ChatCompletionRequest, GrammarSpec | None, list[EncodedPrompt]]:
-    """The parsed request, its grammar if any, and the tokens and media of its prompts."""
+  ) -> tuple[CompletionRequest | ChatCompletionRequest, GrammarSpec | None, _Prompts | None]:
+    """The parsed request, its grammar if any, and the tokens of its prompts; None where media must be decoded first."""
     request: CompletionRequest | ChatCompletionRequest = parse(kind, raw, _request_limits(model, self._limits))
     self._check_model(request.model, model)
-    return request, *_tokenizing(lambda: (request.grammar_spec, request.encoded(model.prompts)))
+    prompts = None if request.has_media else _tokenizing(lambda: request.encoded(model.prompts))
+    return request, _tokenizing(lambda: request.grammar_spec), prompts
 
   def _check_model(self, name: str | None, model: InferenceModel) -> None:
     """Raises a 404 if a request asks for another model than the base, which it need not name, and its adapters."""
@@ -287,7 +305,7 @@ class _RequestHandler:
     request: CompletionRequest | ChatCompletionRequest,
     builder: ResponseBuilder,
     handle: "_RequestHandle",
-    num_prompt_tokens: int,
+    prompts: _Prompts,
   ) -> AsyncIterator[str]:
     """Server-sent events."""
     if isinstance(request, ChatCompletionRequest):
@@ -301,7 +319,7 @@ class _RequestHandler:
       yield _event(error_body(error.status_code, error.detail))
       return
     if request.stream_options and request.stream_options.include_usage:
-      yield _event(builder.usage_chunk(handle.outputs, num_prompt_tokens))
+      yield _event(builder.usage_chunk(handle.outputs, prompts))
     yield "data: [DONE]\n\n"
 
 

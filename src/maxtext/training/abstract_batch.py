@@ -12,7 +12,7 @@ from maxtext.configs.derived import eval_batch_size, global_batch_size
 from maxtext.configs.types import DatasetType
 from maxtext.data.batch import BatchSource
 from maxtext.data.documents import LABEL
-from maxtext.data.images import VISION
+from maxtext.data.media import VISION
 from maxtext.data.options import image_options
 from maxtext.data.reference_log_probs import REFERENCE
 from maxtext.data.teacher_outputs import TEACHER_LOG_PROBS, TEACHER_TOKENS

@@ -10,10 +10,14 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.norm import LayerNormSpec
 from maxtext.layers.patches import PatchMerger, PatchProjection
 from maxtext.layers.rope import RotaryEmbedding
+from maxtext.media.image_processors import FittedImages, PixelBudget
+from maxtext.media.patches import Patches
+from maxtext.media.processed import FeatureText
+from maxtext.media.video import Sampling, Videos
 from maxtext.models import standard
 from maxtext.models.encoders import vision
 from maxtext.models.encoders.vision import LAYER
-from maxtext.models.hugging_face import Entries, Field, rope_entries
+from maxtext.models.hugging_face import Entries, Field, placeholders, rope_entries
 from maxtext.models.spec import Group, TowerSpec
 from maxtext.models.weight_table import Weight, fused
 
@@ -85,10 +89,41 @@ def read(entries: Entries) -> dict[str, Any]:
   )
 
 
+read_placeholders = placeholders(
+  image_placeholder="<|image_pad|>", video_placeholder="<|video_pad|>", audio_placeholder="<|audio_pad|>"
+)
+
+
 def mrope_entries(config: MaxTextConfig) -> dict[str, Any]:
   """What `rope_parameters` have beside those of text."""
   on = config.use_multimodal and config.use_mrope
   return {"mrope_section": config.mrope_section, "mrope_interleaved": True} if on else {}
+
+
+def image_processor(config: MaxTextConfig, least: float, most: int) -> FittedImages:
+  """What makes inputs of images, of `least` to `most` tokens."""
+  patches = _patches(config)
+  return FittedImages(patches, _budget(patches, least, most), FeatureText("<|image_pad|>"))
+
+
+def video_processor(config: MaxTextConfig, stamped: bool) -> Videos:
+  """What makes inputs of two frames a second: with stamps of time between frames, or without."""
+  patches = _patches(config)
+  if not stamped:
+    sampling = Sampling(multiple=patches.frames)
+    return Videos(patches, _budget(patches, 128, 768), sampling, FeatureText("<|video_pad|>"))
+  text = FeatureText("<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+  budget = _budget(patches, 4, 24_576, frames=patches.frames)
+  return Videos(patches, budget, Sampling(to_end=True), text, lambda seconds: f"<{seconds:.1f} seconds>")
+
+
+def _patches(c: MaxTextConfig) -> Patches:
+  return Patches(c.patch_size_for_vit, merge=c.spatial_merge_size_for_vit, frames=c.temporal_patch_size_for_vit)
+
+
+def _budget(patches: Patches, least: float, most: int, frames: int = 0) -> PixelBudget:
+  side = patches.size * patches.merge
+  return PixelBudget(side, round(least * side**2), most * side**2, frames)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,10 @@ from maxtext.layers.block import Block
 from maxtext.layers.mlp import MLP
 from maxtext.layers.norm import RMSNormSpec
 from maxtext.layers.patches import LinearProjector, PatchPooling, PatchProjection
+from maxtext.media.image_processors import FeatureBudget, FittedImages
+from maxtext.media.patches import Patches
+from maxtext.media.processed import FeatureText, MediaProcessor
+from maxtext.media.video import Sampling, Videos
 from maxtext.models.encoders import vision
 from maxtext.models.encoders.vision import LAYER
 from maxtext.models.hugging_face import Entries, Field
@@ -16,7 +20,9 @@ from maxtext.models.spec import Group, TowerSpec
 from maxtext.models.weight_table import Weight
 
 _EPSILON = 1e-6  # of the norms
-_TOKENS = 280  # of an image, as a rule
+_BLACK, _WHITE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+_TOKENS, _FRAME_TOKENS = 280, 70  # of an image, and of a frame of a video
+_FRAMES = 32  # of a video
 
 
 def tower(config: MaxTextConfig) -> TowerSpec:
@@ -37,7 +43,7 @@ def tower(config: MaxTextConfig) -> TowerSpec:
   return TowerSpec(
     "vision",
     c.hidden_size_for_vit,
-    _TOKENS * pooled,
+    _tokens_per_image(c) * pooled,
     PatchProjection((c.patch_size_for_vit, c.patch_size_for_vit, c.num_channels_for_vit), bias=False, centred=True),
     (Group((layer,), c.num_hidden_layers_for_vit),),
     LinearProjector(plain),
@@ -45,6 +51,25 @@ def tower(config: MaxTextConfig) -> TowerSpec:
     adapter=PatchPooling(pooled, c.hidden_size_for_vit),
     bidirectional_features=True,
   )
+
+
+def processors(config: MaxTextConfig) -> dict[str, MediaProcessor]:
+  """What makes inputs of the tower: images as large as their tokens allow, and frames with stamps of time."""
+  c, side = config, config.patch_size_for_vit * config.spatial_merge_size_for_vit
+  patches = Patches(c.patch_size_for_vit, _BLACK, _WHITE, merge=c.spatial_merge_size_for_vit, channels_last=True)
+  start, end = "<|image>", "<image|>"
+  images = FittedImages(patches, FeatureBudget(side, _tokens_per_image(c)), FeatureText("<|image|>", start, end))
+  frames = FeatureBudget(side, min(_FRAME_TOKENS, _tokens_per_image(c)))
+  text = FeatureText("<|video|>", start, end)
+  return {"image": images, "video": Videos(patches, frames, Sampling(_FRAMES), text, _stamp, between=" ")}
+
+
+def _stamp(seconds: float) -> str:
+  return f"{int(seconds // 60):02d}:{int(seconds % 60):02d} "
+
+
+def _tokens_per_image(c: MaxTextConfig) -> int:
+  return _TOKENS if c.vision_output_length < 0 else c.vision_output_length
 
 
 def read(entries: Entries) -> dict[str, Any]:

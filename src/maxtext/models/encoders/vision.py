@@ -16,7 +16,7 @@ from maxtext.models.weight_table import Weight
 def patches_per_side(config: MaxTextConfig, key: str = "image_size_for_vit") -> int:
   """Patches along a side of a square image, whose side in pixels is the key's value."""
   size, patch = getattr(config, key), config.patch_size_for_vit
-  if not isinstance(size, int) or size % patch:
+  if not isinstance(size, int) or size < 1 or size % patch:
     raise ConfigError(f"{key}={size} must be the side of a square image and a multiple of patch_size_for_vit={patch}.")
   return size // patch
 

@@ -23,6 +23,7 @@ from maxtext.models.hugging_face import (
   Multimodal,
   absent,
   layer_types,
+  placeholders,
   rope,
   rope_entries,
 )
@@ -66,7 +67,7 @@ def processors(config: MaxTextConfig) -> dict[str, SquareImages]:
   """What makes inputs of the towers of images."""
   text = FeatureText("<image_soft_token>", "\n\n<start_of_image>", "<end_of_image>\n\n")
   c, side = config, vision.patches_per_side(config) * config.patch_size_for_vit
-  return {"vision": SquareImages(Patches(c.patch_size_for_vit), side, _tokens_per_image(c), text)}
+  return {"image": SquareImages(Patches(c.patch_size_for_vit), side, _tokens_per_image(c), text)}
 
 
 def _vision(c: MaxTextConfig) -> TowerSpec:
@@ -126,7 +127,7 @@ HUGGING_FACE = HuggingFace(
       "full_attention": rope(c),
     },
   },
-  (*CAPPED_READS, _read, _read_tokens_per_image),
+  (*CAPPED_READS, _read, _read_tokens_per_image, placeholders(image_placeholder="<start_of_image>")),
   absent=absent(
     tie_word_embeddings=True, head_dim=256, sliding_window=4096, query_pre_attn_scalar=256, rope_theta=1000000
   ),

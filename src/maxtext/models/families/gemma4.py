@@ -12,6 +12,7 @@ from maxtext.configs import MaxTextConfig
 from maxtext.layers.attention import GQA, QueryKeyNorm
 from maxtext.layers.dense_and_experts import DenseAndExperts
 from maxtext.layers.experts import MoE
+from maxtext.media.processed import MediaProcessor
 from maxtext.models import standard
 from maxtext.models.encoders import pooled_vision
 from maxtext.models.hugging_face import (
@@ -55,6 +56,11 @@ def weights(spec: DecoderSpec) -> Table:
     for path, weight in WEIGHTS.items()
   }
   return text | pooled_vision.WEIGHTS
+
+
+def processors(config: MaxTextConfig) -> dict[str, MediaProcessor]:
+  """What makes inputs of the tower."""
+  return pooled_vision.processors(config)
 
 
 def hugging_face(config: MaxTextConfig) -> HuggingFace:

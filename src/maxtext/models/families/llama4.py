@@ -46,7 +46,7 @@ def weights(spec: DecoderSpec) -> Table:
 
 def processors(config: MaxTextConfig) -> dict[str, TiledImages]:
   """What makes inputs of the towers of images."""
-  return {"vision": tiled_vision.processor(config)}
+  return {"image": tiled_vision.processor(config)}
 
 
 def hugging_face(config: MaxTextConfig) -> HuggingFace:

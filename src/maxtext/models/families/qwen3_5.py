@@ -4,6 +4,7 @@ are encoded."""
 from dataclasses import replace
 
 from maxtext.configs import MaxTextConfig
+from maxtext.media.processed import MediaProcessor
 from maxtext.models import hybrid
 from maxtext.models.encoders import merged_vision
 from maxtext.models.hugging_face import HuggingFace, Multimodal
@@ -40,6 +41,12 @@ def weights(spec: DecoderSpec) -> Table:
   return named | merged_vision.weights(towers[0], _NAMES)
 
 
+def processors(config: MaxTextConfig) -> dict[str, MediaProcessor]:
+  """What makes inputs of the tower."""
+  images = merged_vision.image_processor(config, least=64, most=16_384)
+  return {"image": images, "video": merged_vision.video_processor(config, stamped=True)}
+
+
 def hugging_face(config: MaxTextConfig) -> HuggingFace:
   """The class of the text model, or of the one with images."""
   return _WITH_IMAGES if config.use_multimodal else HUGGING_FACE
@@ -51,7 +58,7 @@ HUGGING_FACE = HuggingFace(
   "Qwen3_5MoeForCausalLM",
   "qwen3_5_moe_text",
   hybrid.FIELDS,
-  (*hybrid.HYBRID_READS, merged_vision.read),
+  (*hybrid.HYBRID_READS, merged_vision.read, merged_vision.read_placeholders),
   absent=hybrid.ABSENT,
   expects={**hybrid.EXPECTS, "vision_config.deepstack_visual_indexes": lambda c: []},
   prefixes={"model.language_model.": "model."},

@@ -4,6 +4,8 @@ and audio."""
 from dataclasses import replace
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.media.processed import FeatureText, MediaProcessor
+from maxtext.media.video import VideosWithSound
 from maxtext.models import standard
 from maxtext.models.encoders import mel_audio, merged_vision
 from maxtext.models.hugging_face import (
@@ -47,7 +49,21 @@ def weights(spec: DecoderSpec) -> Table:
   """The weights in files of the text model, or of the one with towers."""
   found = WEIGHTS
   for tower in towers_of(spec):
-    found = found | (merged_vision.weights(tower, _NAMES) if tower.name == "vision" else mel_audio.WEIGHTS)
+    found = found | (merged_vision.weights(tower, _NAMES) if tower.name == "vision" else mel_audio.weights(tower))
+  return found
+
+
+def processors(config: MaxTextConfig) -> dict[str, MediaProcessor]:
+  """What makes inputs of the towers that the model has."""
+  found: dict[str, MediaProcessor] = {}
+  if config.use_audio:
+    found["audio"] = sounds = mel_audio.processor(config)
+  if config.use_multimodal:
+    found["image"] = merged_vision.image_processor(config, least=3136 / 1024, most=12_544)
+    found["video"] = videos = merged_vision.video_processor(config, stamped=False)
+  if config.use_audio and config.use_multimodal and config.use_audio_in_video:
+    around = FeatureText(sounds.token, "<|audio_start|>", "<|audio_end|>")
+    found["video"] = VideosWithSound(videos, sounds, around, config.position_id_per_seconds)
   return found
 
 
@@ -67,12 +83,13 @@ _VISION_FIELDS = {
   **merged_vision.FIELDS,
   "vision_config.model_type": lambda c: "qwen3_omni_moe_vision_encoder",
   "vision_config.deepstack_visual_indexes": "deepstack_visual_indexes_for_vit",
+  "position_id_per_seconds": "position_id_per_seconds",
 }
 HUGGING_FACE = HuggingFace(
   "Qwen3MoeForCausalLM",
   "qwen3_moe",
   {**STANDARD, **EXPERTS, "norm_topk_prob": "norm_topk_prob", "decoder_sparse_step": lambda c: 1},
-  (*READS, *EXPERTS_READS, {"use_qk_norm": True}, merged_vision.read),
+  (*READS, *EXPERTS_READS, {"use_qk_norm": True}, merged_vision.read, merged_vision.read_placeholders),
   absent=absent(norm_topk_prob=False, num_experts=lambda entries: entries["num_local_experts"]),
   expects={**NO_WINDOW, **NO_DENSE_LAYERS},
   also=("qwen3_omni_moe_text",),
