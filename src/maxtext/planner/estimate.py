@@ -1,5 +1,7 @@
 """Estimate of the time of a compiled step: the compiler's cycles, FLOPs of kernels, bytes of collectives.
 
+The GPU compiler has no estimate of cycles: there the FLOPs and bytes of every operation take its place.
+
 The schedule is simulated with one clock for the chip and one for its links: an asynchronous collective costs only what
 is left of it when its result is needed.
 """
@@ -18,7 +20,8 @@ from jax.sharding import Mesh
 from maxtext.kernels.attention_mask import ScoreSpec
 from maxtext.kernels.splash_attention import seen_blocks
 from maxtext.mesh.topology import Topology
-from maxtext.planner.hlo import CompiledProgram, Instruction, called_computations, loop_body
+from maxtext.planner.gpu_cost import gpu_cost
+from maxtext.planner.hlo import CompiledProgram, Computation, Instruction, called_computations, loop_body
 from maxtext.planner.operation_names import RECOMPUTED, operation_name, source_lines
 
 
@@ -32,6 +35,9 @@ class Calibration:
     grouped: the same for grouped matmuls, which are those of experts.
     link: share of a link's speed that a collective reaches.
     between_slices: bytes per second and chip over the data-centre network.
+    matmul: share of a GPU's peak that a matmul reaches.
+    memory: share of its memory's speed that other operations reach.
+    measured: whether a published run was compared.
   """
 
   compute: float = 1.0
@@ -39,6 +45,9 @@ class Calibration:
   grouped: float = 0.6
   link: float = 0.9
   between_slices: float = 6.25e9
+  matmul: float = 0.7
+  memory: float = 0.9
+  measured: bool = False
 
 
 Kind = Literal["compute", "kernel", "collective"]
@@ -156,7 +165,8 @@ class _ScheduleSimulator:
     """Simulates a computation that runs `times` times; returns the seconds of one run."""
     now, links_free = 0.0, {False: 0.0, True: 0.0}  # within a slice, and between slices
     in_flight: dict[str, tuple[Instruction, float]] = {}
-    for i in self._program.computations[name].instructions:
+    computation = self._program.computations[name]
+    for i in computation.instructions:
       if i.opcode == "while":
         trips, first = self._program.trips(i), len(self.operations)
         now += trips * self.simulate(loop_body(i), times * trips)
@@ -173,43 +183,51 @@ class _ScheduleSimulator:
           self._wait(collective, i, times, max(done - now, 0.0))
           now = max(now, done)
       else:
-        now += self._run_on_chip(i, times)
+        now += self._run_on_chip(computation, i, times)
     return now
 
   def _wait(self, i: Instruction, end: Instruction, times: int, seconds: float) -> None:
-    axes, _, _ = self._span(i)
     op_name, stack = max((self._program.origin(j) for j in (i, end)), key=lambda origin: bool(origin[1]))
     label, source = operation_name(op_name, stack), source_lines(stack)
-    kind = i.collective or i.opcode
+    kind, axes = i.collective or i.opcode, self._axes(i)
     self.operations.append(Operation(kind, label, "collective", source, times, seconds * times, i.bytes * times, axes))
 
-  def _run_on_chip(self, i: Instruction, times: int) -> float:
-    if kernel := _kernel_name(i):
-      kind: Kind = "kernel"
-      flops, moved = _kernel_cost(kernel, i)
-      faster = (times for part, times in self._kernel_efficiency.items() if f"{_ATTENTION}{part}" in kernel)
-      efficiency = self._calibration.kernel * next(faster, 1.0)
-      peak = self._chip.flops
-      if _GROUPED in kernel:
-        flops, efficiency = flops * self._filled_rows, self._calibration.grouped
-        peak = self._chip.peak(a.dtype for a in i.operand_arrays if len(a.shape) > 1)
-      seconds = max(flops / (peak * efficiency), moved / self._chip.hbm_bandwidth)
-      seconds *= self._chip.devices  # each device has its part of the chip
-    else:
-      kind, seconds = "compute", self._calibration.compute * i.cycles / self._chip.clock
+  def _run_on_chip(self, computation: Computation, i: Instruction, times: int) -> float:
+    kernel, seconds = self._on_gpu(computation, i) if self._topology.gpu else self._on_tpu(i)
     if seconds:
+      kind: Kind = "kernel" if kernel else "compute"
       op_name, stack = self._program.origin(i)
       label, source, again = operation_name(op_name, stack), source_lines(stack), RECOMPUTED in op_name
       self.operations.append(Operation(kernel or i.name, label, kind, source, times, seconds * times, recomputed=again))
     return seconds
 
+  def _on_tpu(self, i: Instruction) -> tuple[str | None, float]:
+    """The name of the Pallas kernel, if it is one, and its seconds."""
+    if not (kernel := _kernel_name(i)):
+      return None, self._calibration.compute * i.cycles / self._chip.clock
+    flops, moved = _kernel_cost(kernel, i)
+    faster = (times for part, times in self._kernel_efficiency.items() if f"{_ATTENTION}{part}" in kernel)
+    efficiency = self._calibration.kernel * next(faster, 1.0)
+    peak = self._chip.flops
+    if _GROUPED in kernel:
+      flops, efficiency = flops * self._filled_rows, self._calibration.grouped
+      peak = self._chip.peak(a.dtype for a in i.operand_arrays if len(a.shape) > 1)
+    seconds = max(flops / (peak * efficiency), moved / self._chip.hbm_bandwidth)
+    return kernel, seconds * self._chip.devices  # each device has its part of the chip
+
+  def _on_gpu(self, computation: Computation, i: Instruction) -> tuple[str | None, float]:
+    """The name of the library's kernel, if it is one, and its seconds."""
+    cost, c = gpu_cost(self._program, computation, i), self._calibration
+    speed = self._chip.peak(cost.dtypes) * (c.kernel if cost.kernel else c.matmul)
+    return cost.kernel, max(cost.flops / speed, cost.bytes / (self._chip.hbm_bandwidth * c.memory))
+
   def _transfer_seconds(self, i: Instruction) -> float:
     """Seconds of a collective: all links to a chip of the group are used; a permute uses one."""
-    _, links, slices = self._span(i)
-    group = len(self._places(i))
+    places = self._places(i)
+    group = len(places)
     if group == 1:
       return 0.0
-    speed = self._calibration.between_slices if slices else links * self._chip.link_bandwidth
+    links, speed = self._links(places)
     share = (group - 1) / group
     passes = {"all-reduce": 2 * share, "reduce-scatter": group - 1, "collective-permute": links}
     return i.bytes * passes.get(i.collective or "", share) / (speed * self._calibration.link)
@@ -222,23 +240,31 @@ class _ScheduleSimulator:
   def _one_of_each_slice(self) -> np.ndarray:
     return np.unique([getattr(d, "slice_index", 0) for d in self._mesh.devices.flat], return_index=True)[1]
 
-  def _span(self, i: Instruction) -> tuple[tuple[str, ...], int, bool]:
-    """The mesh axes of a group, the links to each of its chips, and whether the group spans slices.
+  def _axes(self, i: Instruction) -> tuple[str, ...]:
+    """The mesh axes of a group."""
+    index = np.stack(np.unravel_index(self._places(i), self._mesh.devices.shape))
+    return tuple(a for a, row in zip(self._mesh.axis_names, index, strict=True) if len(set(row)) > 1)
+
+  def _links(self, places: np.ndarray) -> tuple[int, float]:
+    """The links to each chip of a group, and the bytes per second over all of them.
 
     Each torus dimension that the group spans gives two links, one for each direction of the ring. If it is no ring, or
-    the group is only a part of it, the chip at the end has one.
+    the group is only a part of it, the chip at the end has one. GPUs of several nodes share the network cards of those
+    of the group that are in their node.
     """
-    places = self._places(i)
-    index = np.stack(np.unravel_index(places, self._mesh.devices.shape))
-    axes = tuple(a for a, row in zip(self._mesh.axis_names, index, strict=True) if len(set(row)) > 1)
-    devices = self._mesh.devices.ravel()[places]
+    devices, between = self._mesh.devices.ravel()[places], self._calibration.between_slices
+    if self._topology.gpu:
+      nodes = len({d.process_index for d in devices})
+      return 1, min(self._chip.link_bandwidth, between * len(devices) / nodes if nodes > 1 else np.inf)
+    if len({getattr(d, "slice_index", 0) for d in devices}) > 1:
+      return 1, between
     extents = np.ptp([d.coords for d in devices], axis=0) + 1
     rings = [
       wraps and extent == size
       for extent, size, wraps in zip(extents, self._topology.shape, self._topology.wrap, strict=False)
     ]
-    links = sum(1 + int(ring) for extent, ring in zip(extents, rings, strict=False) if extent > 1)
-    return axes, max(links, 1), len({getattr(d, "slice_index", 0) for d in devices}) > 1
+    links = max(sum(1 + int(ring) for extent, ring in zip(extents, rings, strict=False) if extent > 1), 1)
+    return links, links * self._chip.link_bandwidth
 
 
 def _kernel_name(i: Instruction) -> str | None:

@@ -61,6 +61,7 @@ class Plan:
   compile_seconds: float
   estimate: Estimate | None
   compiled: bool = True
+  calibrated: bool = False  # by a published run on this chip
   torus: Sequence[TorusSide] = ()
   policy: tuple[str, int] | None = None  # a remat_policy that saves more and fits, and the bytes it saves beside
   rollouts: "RolloutPlan | None" = None  # of policy optimization
@@ -124,6 +125,7 @@ class Plan:
       "memory": asdict(self.memory),
       "model_flops_per_chip": self.model_flops,
       "compiled": self.compiled,
+      "calibrated": self.calibrated,
       "least_step_seconds": self.least_seconds,
       "recomputed_share": e.recomputed_share if e else None,
       "estimated_step_seconds": e.seconds if e else None,
@@ -142,7 +144,7 @@ class Plan:
 def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = None) -> Plan:
   """Compiles the train step for `compile_topology` and estimates its memory and time: `maxtext.plan`.
 
-  No device of that topology is needed. Without a compiler for it (GPUs), memory and time are lower bounds.
+  No device of that topology is needed. Without JAX's CUDA plugin, memory and time of GPUs are lower bounds.
 
   Args:
     config: a run with `compile_topology`, such as "v5p-128".
@@ -172,7 +174,8 @@ def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = N
     step.seconds if step else 0.0,
     found,
     topology.compiles,
-    torus_sides(mesh, topology) if topology.compiles else (),
+    CALIBRATION[topology.name].measured,
+    () if topology.gpu else torus_sides(mesh, topology),
     policy_that_fits(program, memory.there - memory.peak)
     if found and found.recomputed_share >= WORTH_MENTIONING
     else None,

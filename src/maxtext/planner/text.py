@@ -12,9 +12,9 @@ def as_text(plan: Plan) -> str:
   """The plan as a few lines of text."""
   if not plan.compiled:
     return "\n".join([*_head(plan), *_memory(plan), *_lower_bound(plan)])
-  return "\n".join(
-    [*_head(plan), *_memory(plan), *_time(plan), *_rollouts(plan), f"compiled here in {plan.compile_seconds:.0f} s"]
-  )
+  trust = "" if plan.calibrated else "; not calibrated: no run on this chip was compared, so rank configurations by it"
+  compiled = f"compiled here in {plan.compile_seconds:.0f} s{trust}"
+  return "\n".join([*_head(plan), *_memory(plan), *_time(plan), *_rollouts(plan), compiled])
 
 
 def compared_with(plan: Plan, run: PublishedRun, changed: Sequence[str] = ()) -> list[str]:
@@ -58,8 +58,8 @@ def _lower_bound(plan: Plan) -> list[str]:
   return [
     f"time a step  at least {plan.least_seconds * scale:.2f} {unit}, at most {speed:,.0f} tokens/s/chip: the model's "
     f"{plan.model_flops:.3g} operations a step and chip at {plan.peak_flops / 1e12:,.0f} TFLOP/s (bfloat16)",
-    f"not compiled: there is no compiler for {plan.topology} here; memory is what shapes say of state, gradients and "
-    "tensors that layers keep, and recomputation and collectives take time besides",
+    f"not compiled: there is no compiler for {plan.topology} here (pip install 'maxtext[cuda-plan]'); memory is what "
+    "shapes say of state, gradients and tensors that layers keep, and recomputation and collectives take time besides",
   ]
 
 
