@@ -23,8 +23,8 @@ _OVERLAPPED: Options = {
   "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
 }
 
-# What NVIDIA's published runs of JAX set. XLA's own matmul kernels need blocks that were tried on a GPU, which compiling
-# without one cannot do: it would take the smallest.
+# What NVIDIA's published runs of JAX set. XLA's own matmul kernels need blocks that were tried on a GPU; the compiler
+# takes small ones where it has none.
 _NVIDIA: Options = {
   "xla_gpu_enable_latency_hiding_scheduler": True,
   "xla_gpu_enable_triton_gemm": False,

@@ -179,6 +179,7 @@ class Topology:
 
 
 def _has_cuda_plugin() -> bool:
-  return importlib.util.find_spec("jax_plugins") is not None and any(
-    importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
-  )
+  try:
+    return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
+  except ModuleNotFoundError:  # of all plugins
+    return False

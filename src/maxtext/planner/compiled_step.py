@@ -7,6 +7,7 @@ import json
 import os
 import re
 import time
+import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -103,7 +104,9 @@ def _compile(
   show_phase(f"compiling for {program.config.compile_topology} ({long})")
   start = time.perf_counter()
   try:
-    compiled = lowered.compile()
+    with warnings.catch_warnings():  # JAX's own cache cannot read back what it keeps of programs for absent GPUs
+      warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
+      compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
     if unknown := re.search("No such compile option: '(.*?)'", str(error)):
       raise ConfigError(f"compile_xla_flags: the compiler has no option '{unknown[1]}'; leave it out.") from error
