@@ -1,4 +1,4 @@
-"""Steps compiled by JAX's CUDA plugin for GPUs that are not here. The plugin and cuDNN take 1.6 GB, so the gate is without."""
+"""Steps compiled by JAX's CUDA plugin for GPUs that are not here. The gate is without it: with cuDNN it takes 1.6 GB."""
 
 import importlib.util
 
