@@ -1,4 +1,4 @@
-"""Steps compiled by JAX's CUDA plugin for GPUs that are not here. The gate is without it: with cuDNN it takes 1.6 GB."""
+"""Steps compiled by JAX's CUDA plugin for GPUs that are not here. With cuDNN it takes 1.6 GB: not in the gate."""
 
 import importlib.util
 
@@ -10,7 +10,7 @@ from maxtext.planner.text import as_text
 from tests.support import tiny
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow]
-pytest.importorskip("jax_plugins.xla_cuda13", reason="extra cuda-plan")
+pytest.importorskip("jax_plugins.xla_cuda13", reason="extra cuda")
 
 GPUS = {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "per_device_batch_size": 8, "dtype": "bfloat16"}
 CUDNN = {"attention": "autoselected", "head_dim": 64}
@@ -57,7 +57,7 @@ def test_eight_bits_are_multiplied_as_such():
   assert times[1] < 0.7 * times[0]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nvidia.cudnn") is None, reason="extra cuda-plan")
+@pytest.mark.skipif(importlib.util.find_spec("nvidia.cudnn") is None, reason="extra cuda")
 def test_attention_of_cudnn():
   found = plan(**CUDNN)
   kernels = {o.name for o in found.estimate.operations if o.kind == "kernel"}

@@ -15,8 +15,7 @@ from maxtext.observe.run_directory import library_versions, nearest_folder
 # What each extra brings, by a module that only it needs.
 EXTRAS = {
   "tpu": "libtpu",
-  "cuda": "nvidia.nccl",
-  "cuda-plan": "jax_cuda13_plugin",
+  "cuda": "jax_cuda13_plugin",
   "serve": "uvicorn",
   "hf": "transformers",
   "gcs": "gcsfs",
@@ -45,19 +44,11 @@ def examine(folder: Path) -> Iterator[Finding]:
   yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
   yield Finding("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
   for extra, module in EXTRAS.items():
-    yield Finding(
-      f"extra {extra}", "installed" if _is_there(module) else f"not installed: pip install 'maxtext[{extra}]'"
-    )
+    there = importlib.util.find_spec(module) is not None
+    yield Finding(f"extra {extra}", "installed" if there else f"not installed: pip install 'maxtext[{extra}]'")
   yield Finding("host memory", f"{host_memory() / 1e9:.1f} GB")
   yield _disk(folder)
   yield from _devices()
-
-
-def _is_there(module: str) -> bool:
-  try:
-    return importlib.util.find_spec(module) is not None
-  except ModuleNotFoundError:  # of the package it would be in
-    return False
 
 
 def _disk(folder: Path) -> Finding:

@@ -79,7 +79,7 @@ def _lower(program: Program) -> jax.stages.Lowered:
       raise
     raise ConfigError(
       f"attention={program.config.attention} is cuDNN's on GPUs, and cuDNN is not installed here: pip install "
-      "'maxtext[cuda-plan]', or write attention=chunked."
+      "'maxtext[cuda]', or write attention=chunked."
     ) from error
 
 
