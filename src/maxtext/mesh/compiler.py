@@ -56,7 +56,7 @@ def compiler_options(device: jax.Device, flags: str = "") -> dict[str, str | boo
   chip = find_chip(device.device_kind)
   options = next((options for name, options in _OPTIONS.items() if CHIPS[name] is chip), {})
   elsewhere = {name for variable in FLAG_VARIABLES for name in _flags(os.environ.get(variable, ""))}
-  own: Mapping[str, str | bool] = _flags(flags)
+  own: dict[str, str | bool] = {**_flags(flags)}
   if device.platform == "gpu":  # its compiler takes booleans as such alone
     own = {name: {"true": True, "false": False}.get(value.lower(), value) for name, value in _flags(flags).items()}
   return {name: value for name, value in options.items() if name not in elsewhere} | own
