@@ -61,10 +61,10 @@ class Plan:
   compile_seconds: float
   estimate: Estimate | None
   compiled: bool = True
-  calibrated: bool = False  # by a published run on this chip
   torus: Sequence[TorusSide] = ()
   policy: tuple[str, int] | None = None  # a remat_policy that saves more and fits, and the bytes it saves beside
   rollouts: "RolloutPlan | None" = None  # of policy optimization
+  calibrated: bool = False  # by a published run on this chip
 
   @property
   def fits(self) -> bool:
@@ -174,12 +174,12 @@ def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = N
     step.seconds if step else 0.0,
     found,
     topology.compiles,
-    CALIBRATION[topology.name].measured,
     () if topology.gpu else torus_sides(mesh, topology),
     policy_that_fits(program, memory.there - memory.peak)
     if found and found.recomputed_share >= WORTH_MENTIONING
     else None,
     _rollouts(config, topology, program, found, memory.peak),
+    CALIBRATION[topology.name].measured,
   )
 
 
