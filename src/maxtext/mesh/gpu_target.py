@@ -12,7 +12,7 @@ from maxtext.mesh.chips import CHIPS
 
 
 @dataclass(frozen=True)
-class _Target:
+class _GpuTarget:
   """What the compiler asks of a GPU beside `Chip`.
 
   Attributes:
@@ -34,11 +34,11 @@ class _Target:
   links: int
 
 
-_TARGETS: Mapping[str, _Target] = {
-  "a100": _Target("NVIDIA A100-SXM4-80GB", 8, 108, 64, 164 * 1024, 40 * 2**20, 12),
-  "h100": _Target("NVIDIA H100 80GB HBM3", 9, 132, 128, 228 * 1024, 50 * 2**20, 18),
-  "h200": _Target("NVIDIA H200", 9, 132, 128, 228 * 1024, 50 * 2**20, 18),
-  "b200": _Target("NVIDIA B200", 10, 148, 128, 228 * 1024, 132_644_864, 18),
+_GPU_TARGETS: Mapping[str, _GpuTarget] = {
+  "a100": _GpuTarget("NVIDIA A100-SXM4-80GB", 8, 108, 64, 164 * 1024, 40 * 2**20, 12),
+  "h100": _GpuTarget("NVIDIA H100 80GB HBM3", 9, 132, 128, 228 * 1024, 50 * 2**20, 18),
+  "h200": _GpuTarget("NVIDIA H200", 9, 132, 128, 228 * 1024, 50 * 2**20, 18),
+  "b200": _GpuTarget("NVIDIA B200", 10, 148, 128, 228 * 1024, 132_644_864, 18),
 }
 _SPECIAL_INSTRUCTIONS = 9  # capabilities from here on have instructions of their own ("sm_90a"), which matmuls use
 _TOOLKIT = "13.0.0"  # without a version the compiler takes no float8 matmuls of cuBLAS
@@ -47,7 +47,7 @@ _CUDNN = (9, 10)
 
 def target_config(name: str) -> str:
   """The description of a GPU of `CHIPS`, as the compiler's option `target_config` takes it."""
-  chip, target = CHIPS[name], _TARGETS[name]
+  chip, target = CHIPS[name], _GPU_TARGETS[name]
   special = "ACCELERATED_FEATURES" if target.capability >= _SPECIAL_INSTRUCTIONS else "NONE"
   major, minor = _CUDNN
   return f"""
