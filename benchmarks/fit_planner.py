@@ -71,7 +71,8 @@ def main() -> None:
     fields = {chip: {field: getattr(one, field) for field in SPREAD} for chip, one in constants.items()}
     values = {"constants": fields, "runs": [asdict(run) for run in runs]}
     Path(str(FILE)).write_text(HEAD + yaml.safe_dump(values, sort_keys=False, width=200))
-    PICTURE.write_text(picture([run for run in timed_runs if run.held_out]))
+    if held_out := [run for run in timed_runs if run.held_out]:
+      PICTURE.write_text(picture(held_out))
 
 
 def calibration_of(chip: str, runs: Sequence[PlannedRun]) -> Calibration:

@@ -29,6 +29,7 @@ from maxtext.planner.hlo import CompiledProgram
 from maxtext.planner.plan import filled_rows
 from maxtext.planner.published_runs import PublishedRun, published_run
 from maxtext.planner.schedule import Schedule, schedule
+from maxtext.storage.atomic import atomic_file
 
 LAYERS = "base_num_decoder_layers"
 FEWEST_LAYERS = 4
@@ -106,7 +107,8 @@ def main() -> None:
   parts = compiled_parts(arguments.run.planned_keys, arguments.cache, arguments.depths)
   file = _file(arguments.cache, arguments.run)
   file.parent.mkdir(parents=True, exist_ok=True)
-  file.write_bytes(gzip.compress(json.dumps([asdict(part) for part in parts]).encode()))
+  with atomic_file(file) as target:
+    target.write(gzip.compress(json.dumps([asdict(part) for part in parts]).encode()))
 
 
 def compiled_parts(keys: Mapping[str, Any], cache: Path, depths: Sequence[int] = ()) -> list[CompiledPart]:

@@ -153,27 +153,6 @@ def test_experts_are_split_and_work_is_not_repeated(execution_on_mesh):
   assert f"tensor<{X // 2}x{rows}x{F // 2}xf32>" in products[0]
 
 
-@pytest.mark.nightly
-@pytest.mark.mesh
-def test_weights_that_two_axes_split_are_gathered_along_one_at_a_time():
-  """What moe_fsdp_use_two_stage_all_gather asks for."""
-  keys = {"ici_fsdp_parallelism": 4, "ici_fsdp_transpose_parallelism": 2, "per_device_batch_size": 1}
-  execution = program(tiny(**keys), devices=8).model.execution
-  layer = SPECS["plain"].build(ParamFactory(0, jnp.float32), E, execution.replace(experts=ExpertDispatch("dense")))
-  graph, state = nnx.split(layer)
-  place = execution.sharding.rules.sharding
-  placed = jax.tree.map(
-    lambda v: v.replace(place(execution.sharding.mesh, v.axes, v[...].shape)),
-    state,
-    is_leaf=lambda v: isinstance(v, nnx.Variable),
-  )
-  run = jax.jit(lambda x, state: nnx.merge(graph, state)(x)[0], in_shardings=(None, placed))
-  text = run.lower(INPUT, state).compile().as_text()
-  gathers = re.findall(rf"= f32\[{X},\d+,\d+\]\S* all-gather\(.*?'axis_\d'=\d\] (?:.*?\)\) )?\{{(.*?)\}}", text)
-  assert len(gathers) == 6, "three weights, along two axes"
-  assert all("," not in axes for axes in gathers)
-
-
 @pytest.mark.mesh
 def test_gradients_of_experts_are_summed_in_the_runs_number_format(execution_on_mesh):
   """Twice the bytes would go over the links otherwise."""

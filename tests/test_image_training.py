@@ -381,6 +381,7 @@ def test_data_show_has_the_pictures_where_they_stand(folder, tmp_path, capsys):
   assert np.array_equal(shown, np.asarray(wanted))
 
 
+@pytest.mark.nightly
 def test_a_model_prefers_answers_by_what_is_in_the_pictures(folder):
   """DPO: the answer that names the colour is chosen, so that only the picture tells which."""
   file, rows = coloured(folder, "pairs.jsonl", swapped=False), []

@@ -1,4 +1,4 @@
-"""Pictures of shapes and digits with questions whose answers are known, for `docs/vision-walk.md`.
+"""Pictures of shapes and digits with questions whose answers are known, to train a model on (`docs/multimodal.md`).
 
   python examples/vision/shapes.py FOLDER [PICTURES]
 

@@ -460,7 +460,7 @@ def _all(calls: list[FunctionCall | None]) -> _Calls:
 
 def _of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
   """The schema of arguments, which are an object even if it does not say so."""
-  return schema if "$ref" in schema else {"type": "object"} | schema
+  return schema if "$ref" in schema else {"type": "object", **schema}
 
 
 def _relocated(schema: Any, root: str) -> Any:

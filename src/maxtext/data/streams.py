@@ -189,7 +189,7 @@ class _Document(NamedTuple):
 
   def features(self, start: int, n: int) -> int:
     """How many of so many inputs stand for a feature of an image."""
-    return 0 if self.images is None else np.count_nonzero(self.images[start : start + n])
+    return 0 if self.images is None else int(np.count_nonzero(self.images[start : start + n]))
 
   def cut(self, start: int, room: int, features: int) -> int:
     """How many inputs from `start` go into less room than all of them take: whole sequences, or any number."""

@@ -150,8 +150,9 @@ class TeacherOutputs:
       def place(name: str, like: Any, rows: np.ndarray = rows) -> jax.Array:
         return local.array(rows[name].astype(like.dtype), total, like.sharding)
 
+      fields: dict[str, Any] = {name: place(name, getattr(batch, name)) for name in (*_TOKEN_FIELDS, "weights")}
       made = Batch(
-        **{name: place(name, getattr(batch, name)) for name in (*_TOKEN_FIELDS, "weights")},
+        **fields,
         extra={name: place(name, like) for name, like in batch.extra.items()},
       )
       used += total

@@ -142,7 +142,7 @@ class InferenceModel:
 
     The adapter must stay in use (`use_adapter`) until the request has ended or was cancelled.
     """
-    biased = (token for token, _ in sampling_params.logit_bias)
+    biased = (token for token, _ in sampling_params.biases)
     text = prompt if media is None else [key for key in media.keys.tolist() if key >= 0]
     self.check_prompt(prompt, (*text, *sampling_params.stop_token_ids, *biased))
     if len(sampling_params.stop_token_ids) > MAX_STOP_TOKENS:

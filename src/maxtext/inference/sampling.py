@@ -73,7 +73,7 @@ class SamplingParams:
   def __post_init__(self) -> None:
     object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
     object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-    object.__setattr__(self, "logit_bias", tuple(dict(self.logit_bias).items()))
+    object.__setattr__(self, "logit_bias", self.biases)
     reported = f"0 to {MAX_LOGPROBS}, or None"
     for name, allowed, valid_range in (
       ("temperature", self.temperature >= 0, "at least 0"),
@@ -90,10 +90,15 @@ class SamplingParams:
         raise ConfigError(f"{name}={getattr(self, name)}: it must be {valid_range}.")
     if len(self.logit_bias) > MAX_LOGIT_BIAS:
       raise ConfigError(f"logit_bias: {len(self.logit_bias)} tokens have a bias, and {MAX_LOGIT_BIAS} may.")
-    if wrong := [(token, bias) for token, bias in self.logit_bias if not math.isfinite(bias)]:
+    if wrong := [(token, bias) for token, bias in self.biases if not math.isfinite(bias)]:
       raise ConfigError(f"logit_bias: token {wrong[0][0]} has {wrong[0][1]}: it must be finite.")
     if "" in self.stop:
       raise ConfigError("stop: an empty string would end every output at once.")
+
+  @property
+  def biases(self) -> tuple[tuple[int, float], ...]:
+    """`logit_bias` as pairs."""
+    return tuple(dict(self.logit_bias).items())
 
   @staticmethod
   def of(config: MaxTextConfig) -> "SamplingParams":
@@ -135,7 +140,7 @@ class SamplingState(NamedTuple):
     stop_token_ids = np.full(MAX_STOP_TOKENS, vocab, np.int32)
     stop_token_ids[: len(s.stop_token_ids)] = s.stop_token_ids
     bias_token_ids, biases = np.full(MAX_LOGIT_BIAS, vocab, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
-    for place, (token, bias) in enumerate(s.logit_bias):
+    for place, (token, bias) in enumerate(s.biases):
       bias_token_ids[place], biases[place] = token, bias
     return SamplingState(
       jnp.float32(s.temperature),

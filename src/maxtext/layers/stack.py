@@ -107,10 +107,8 @@ class Stack(nnx.Module):
           results[t].append(result)
       return (x, caches), jax.tree.map(lambda *k: jnp.stack(k), *results)
 
-    def run(
-      x: jax.Array, context: Context, layers: Any, caches: list[Any]
-    ) -> tuple[jax.Array, list[_LayerResults], list[Any]]:
-      """Runs consecutive layers, whose weights, inputs and numbers are stacked."""
+    def run(x: Any, context: Any, layers: Any, caches: list[Any]) -> tuple[Any, list[_LayerResults], list[Any]]:
+      """Runs consecutive layers, whose weights, inputs and numbers are stacked; `x` and `context` may be in parts."""
       count = jax.tree.leaves(layers)[0].shape[0]
       # On a CPU this reshape is a copy, even with one policy.
       folded = (
@@ -130,8 +128,8 @@ class Stack(nnx.Module):
     if split:
       parts = self.execution.batch_split
       layers = weights, [split_rows(a, parts, dim=1) for a in inputs], numbers
-      x, results, caches = run(split_rows(x, parts), split_rows(context, parts), layers, empty)
-      x = join_rows(x)
+      split_x, results, caches = run(split_rows(x, parts), split_rows(context, parts), layers, empty)
+      x = join_rows(split_x)
     else:
       x, results, caches = run(x, context, layers, empty if cache is None else list(cache))
     for layer, result in zip(self.layers, results, strict=True):

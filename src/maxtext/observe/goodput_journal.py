@@ -51,8 +51,8 @@ class GoodputJournal:
     self._marks: list[tuple[int, float]] = [(step, 0.0)]
     self._targets: list[_Copy] = []
     age = sum(clock.seconds().values())
-    self._facts = {"host": socket.gethostname(), "boot": _boot()}
-    self._facts |= {"began": _system_clock() - age, "began_wall": time.time() - age}
+    began: dict[str, float] = {"began": _system_clock() - age, "began_wall": time.time() - age}
+    self._facts = {"host": socket.gethostname(), "boot": _boot(), **began}
     folders = _folders(folder, store)
     try:
       if not resumes:

@@ -4,6 +4,7 @@ Tokens that the policy did not write have no weight.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,7 @@ def policy_advantages(config: MaxTextConfig, groups: Sequence[AnswerGroup]) -> n
 
 def as_batch(arrays: Arrays) -> Batch:
   """Arrays by name as a batch of the objective."""
-  tokens = {name: arrays[name] for name in _TOKENS}
+  tokens: dict[str, Any] = {name: arrays[name] for name in _TOKENS}
   return Batch(**tokens, extra={name: a for name, a in arrays.items() if name not in tokens})
 
 

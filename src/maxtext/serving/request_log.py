@@ -38,7 +38,7 @@ class RequestLogMiddleware:
       nonlocal status, sent
       if message["type"] == "http.response.start":
         status = message["status"]
-        message = message | {"headers": [*message.get("headers", ()), (_HEADER, request_id)]}
+        message = {**message, "headers": [*message.get("headers", ()), (_HEADER, request_id)]}
       sent += len(message.get("body", b""))
       await send(message)
 

@@ -39,14 +39,11 @@ class ResponseBuilder:
     self._object, self._chunk_object = kind, "chat.completion.chunk" if self._chat else kind
     answer_format = request.answer_format(tokenizer)
     self.shown = shown_tokens(tokenizer, answer_format.marks) if answer_format else frozenset[int]()
-    self._answers = [
-      _Answer(
-        answer_format
-        and answer_format.parser(tokenizer.decode(prompt[-_PROMPT_END:], self.shown), request.offered_names),
-        request.max_calls,
-      )
-      for prompt in prompts
-    ]
+    self._answers = list[_Answer]()
+    for prompt in prompts:
+      end = tokenizer.decode(prompt[-_PROMPT_END:], self.shown)
+      parser = answer_format.parser(end, request.offered_names) if answer_format else None
+      self._answers.append(_Answer(parser, request.max_calls))
     self._head = {
       "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
       "created": int(time.time()),
@@ -57,6 +54,7 @@ class ResponseBuilder:
     """The whole response."""
     choices = []
     for index, output in enumerate(outputs):
+      content: dict[str, Any]
       if self._chat:
         content = {"message": self._answers[index].message(output.text)}
       else:

@@ -270,7 +270,7 @@ class _RequestHandler:
 
   def _check_model(self, name: str | None, model: InferenceModel) -> None:
     """Raises a 404 if a request asks for another model than the base, which it need not name, and its adapters."""
-    if name not in (None, self._name, *(model.adapters.names if model.adapters else ())):
+    if name is not None and name not in (self._name, *(model.adapters.names if model.adapters else ())):
       others = " or one of its adapters (/v1/models)" if model.adapters else ""
       raise HTTPException(404, f"model: '{name[:100]}' is not served here; use '{self._name}'{others}.")
 
