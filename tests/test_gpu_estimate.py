@@ -121,8 +121,9 @@ def test_the_plugin_changes_nothing_where_there_is_no_gpu(tmp_path, monkeypatch)
   plugin.mkdir(parents=True)
   (plugin / "__init__.py").write_text("raise RuntimeError('loaded')")
   monkeypatch.syspath_prepend(plugin.parents[1])
-  for name in [name for name in sys.modules if name.split(".")[0] == "jax_plugins"]:
-    monkeypatch.delitem(sys.modules, name)
+  for name in {"jax_plugins", *(name for name in sys.modules if name.startswith("jax_plugins."))}:
+    monkeypatch.setitem(sys.modules, name, None)  # so that what is imported here is not there after the test
+    del sys.modules[name]
 
   def chosen():
     environment: dict[str, str] = {}
