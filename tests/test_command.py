@@ -18,7 +18,7 @@ import pytest
 
 import maxtext
 from maxtext.cli.main import main
-from maxtext.cli.platform import leave_out_absent_tpu
+from maxtext.cli.platform import leave_out_absent_accelerators
 from maxtext.observe.metric_writers import PrometheusWriter
 from tests.flags import flags
 from tests.support import History, tiny
@@ -272,7 +272,7 @@ def test_libtpu_is_not_asked_where_there_is_no_tpu(tmp_path):
   """It would look for one at length, and print lines of errors."""
   pytest.importorskip("libtpu", reason="extra tpu")
   found: dict[str, str] = {}
-  leave_out_absent_tpu(found, tmp_path)
+  leave_out_absent_accelerators(found, tmp_path)
   assert found == {"JAX_PLATFORMS": "cpu"}
   device = tmp_path / "sys/bus/pci/devices/0000:00:05.0"
   device.mkdir(parents=True)
@@ -280,11 +280,11 @@ def test_libtpu_is_not_asked_where_there_is_no_tpu(tmp_path):
     (device / "vendor").write_text(f"{vendor}\n")
     (device / "device").write_text(f"{kind}\n")
     found = {}
-    leave_out_absent_tpu(found, tmp_path)
+    leave_out_absent_accelerators(found, tmp_path)
     assert bool(found) == chosen, (vendor, kind)
   for told in ({"TPU_WORKER_HOSTNAMES": "a,b"}, {"JAX_PLATFORMS": "tpu"}):
     found = dict(told)
-    leave_out_absent_tpu(found, tmp_path / "nothing")
+    leave_out_absent_accelerators(found, tmp_path / "nothing")
     assert found == told
   env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_"))}
   env |= flags() | {"TPU_SKIP_MDS_QUERY": "1"}

@@ -14,7 +14,7 @@ import pytest
 
 import maxtext
 from maxtext.cli.main import main
-from maxtext.cli.platform import FATAL, leave_out_absent_tpu, quiet_libraries
+from maxtext.cli.platform import FATAL, leave_out_absent_accelerators, quiet_libraries
 from maxtext.configs import ConfigError
 from maxtext.configs.loader import resolve
 from maxtext.logs import readable_duration
@@ -187,5 +187,5 @@ def test_libraries_are_quiet_unless_asked(monkeypatch):
   quiet_libraries(compiling, FATAL)
   assert (compiling["TPU_MIN_LOG_LEVEL"], compiling["TPU_STDERR_LOG_LEVEL"]) == ("0", "3")
   assert not logger.isEnabledFor(logging.ERROR)
-  leave_out_absent_tpu(environment, Path("/nowhere"))
+  leave_out_absent_accelerators(environment, Path("/nowhere"))
   assert ("JAX_PLATFORMS" in environment) == (importlib.util.find_spec("libtpu") is not None), "no sign of a TPU"

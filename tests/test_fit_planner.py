@@ -11,7 +11,7 @@ from benchmarks.fit_planner import START, constants_table, fit, predictions, tab
 from benchmarks.planned_run import LAYERS, CompiledPart, PlannedRun, compiled_parts
 from maxtext import ConfigError, load_config
 from maxtext.mesh.topology import Topology
-from maxtext.planner.calibration import CALIBRATION, Accuracy, predicted_runs, run_kind
+from maxtext.planner.calibration import CALIBRATION, FITTED, Accuracy, predicted_runs, run_kind
 from maxtext.planner.estimate import Calibration, estimate
 from maxtext.planner.published_runs import published_run, published_runs
 from maxtext.planner.schedule import Schedule, Work
@@ -79,7 +79,7 @@ def test_the_picture_has_a_mark_for_every_run():
 def test_the_page_has_the_runs_and_constants_that_plans_use():
   page = Path("docs/planner-accuracy.md").read_text()
   assert table(predicted_runs()) in page
-  assert constants_table(CALIBRATION) in page
+  assert constants_table(FITTED) in page
   assert all(run.seconds == published_runs()[run.id].step_seconds for run in predicted_runs())
 
 

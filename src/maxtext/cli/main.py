@@ -27,7 +27,7 @@ from maxtext.cli import (
   serve,
 )
 from maxtext.cli.interrupt import interrupt_exits, prompt_interrupt, restore_termination
-from maxtext.cli.platform import ERRORS, leave_out_absent_tpu, quiet_libraries
+from maxtext.cli.platform import ERRORS, leave_out_absent_accelerators, quiet_libraries
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 from maxtext.configs.secrets import redact, redact_arguments
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs a command and returns its exit code: 2 for a user's mistake, 1 for a run that ended itself, 130 for Ctrl-C."""
   arguments = _parse(argv)
   setup_logging()
-  leave_out_absent_tpu(os.environ)
+  leave_out_absent_accelerators(os.environ)
   quiet_libraries(os.environ, getattr(arguments, "library_log_level", ERRORS))
   try:
     return arguments.run(arguments)

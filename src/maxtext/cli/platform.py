@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import pkgutil
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
@@ -10,24 +11,26 @@ _NOT_TPU_DEVICES = {"0x001f", "0x0042"}  # Google's disks and network cards
 _TPU_VARIABLES = ("JAX_FORCE_TPU_INIT", "MEGASCALE_", "TPU_")
 # Set where there is no TPU too, by JAX and by `quiet_libraries`, and inherited by processes.
 _NO_TPU_VARIABLES = ("TPU_SKIP_MDS_QUERY", "TPU_MIN_LOG_LEVEL", "TPU_STDERR_LOG_LEVEL")
+_GPU_DEVICES = ("dev/nvidia*", "dev/nvhost*", "dev/dxg")  # of servers, of Jetson, of Windows
 _LOG_LEVELS = ("TF_CPP_MIN_LOG_LEVEL", "TPU_MIN_LOG_LEVEL", "TPU_STDERR_LOG_LEVEL")
 ERRORS, FATAL = "2", "3"
 """Levels of the C++ libraries below JAX, of which less is not shown."""
 
 
-def leave_out_absent_tpu(environment: MutableMapping[str, str], root: Path = Path("/")) -> None:
+def leave_out_absent_accelerators(environment: MutableMapping[str, str], root: Path = Path("/")) -> None:
   """Makes JAX use the CPU at once where there can be no accelerator.
 
-  With libtpu installed for the planner, JAX would search for TPUs for a long time and log warnings. Where anything
-  hints at a TPU, or another accelerator's plugin is installed, JAX chooses.
+  With libtpu installed for the planner, JAX would search for TPUs for a long time and log warnings; with the CUDA
+  plugin, it would log a traceback. Where anything hints at a TPU or a GPU, or another plugin is installed, JAX chooses.
   """
-  if "JAX_PLATFORMS" in environment or importlib.util.find_spec("libtpu") is None:
+  plugins = _plugins()
+  if "JAX_PLATFORMS" in environment or not (plugins or importlib.util.find_spec("libtpu")):
     return
-  if importlib.util.find_spec("jax_plugins") is not None or any(
+  if any(not name.startswith("xla_cuda") for name in plugins) or any(
     name.startswith(_TPU_VARIABLES) and name not in _NO_TPU_VARIABLES for name in environment
   ):
     return
-  if not any(_tpu_hints(root)):
+  if not any(_tpu_hints(root)) and not any(place for glob in _GPU_DEVICES for place in root.glob(glob)):
     environment["JAX_PLATFORMS"] = "cpu"
 
 
@@ -47,6 +50,13 @@ def quiet_libraries(environment: MutableMapping[str, str], level: str = ERRORS) 
   logger = logging.getLogger("gcsfs")
   if logger.level == logging.NOTSET and "GCSFS_DEBUG" not in environment:
     logger.setLevel(logging.CRITICAL)
+
+
+def _plugins() -> list[str]:
+  """The installed plugins of JAX, but for libtpu."""
+  found = importlib.util.find_spec("jax_plugins")
+  places = found.submodule_search_locations if found else None
+  return [module.name for module in pkgutil.iter_modules(places or [])]
 
 
 def _tpu_hints(root: Path) -> Iterator[bool]:

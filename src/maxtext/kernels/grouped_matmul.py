@@ -31,7 +31,7 @@ class GroupedMatmul:
 
   Attributes:
     kernel: megablox is JAX's Pallas kernel, for TPU; ragged_dot is XLA's, which multiplies every row by every group's
-      weight on a CPU; tiled loops over tiles of rows, which is faster there.
+      weight on a CPU and on a GPU; tiled loops over tiles of rows, which is faster on a CPU.
     forward, by_rows, by_weights: tiles of megablox in the forward matmul, and in the gradients of rows and of weights.
   """
 

@@ -82,7 +82,7 @@ def _torus_factors(line: list[jax.Device]) -> list[int]:
   """How the devices along a mesh axis split into slices and torus axes, outermost first. Devices of which the torus is
   not known are split into two."""
   count = len(line)
-  if not hasattr(line[0], "coords"):
+  if line[0].platform != "tpu":
     inner = next(size for size in range(isqrt(count), 0, -1) if count % size == 0)
     return [size for size in (count // inner, inner) if size > 1]
   places = np.array([(getattr(d, "slice_index", 0), *d.coords, d.core_on_chip) for d in line])

@@ -1,5 +1,6 @@
 """Named topologies, to compile for hardware that is not here, and to estimate where there is no compiler."""
 
+import importlib.util
 import os
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from jax.experimental import topologies
 
 from maxtext.configs.errors import ConfigError
 from maxtext.mesh.chips import CHIPS, Chip
+from maxtext.mesh.gpu_target import target_config
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,11 @@ class DeviceDescription:
 
   id: int
   device_kind: str
-  slice_index: int
+  process_index: int
   platform: str = "gpu"
-  process_index: int = 0
 
 
+_NODE = 8  # GPUs that NVLink connects
 _GPUS = tuple(name for name, chip in CHIPS.items() if chip.kind.startswith("NVIDIA"))
 _GENERATIONS = {
   "v4": _Generation(2, 3, "megacore"),
@@ -75,7 +77,7 @@ class Topology:
   """One or more slices of the same shape and chip."""
 
   name: str  # of the generation
-  shape: tuple[int, ...]
+  shape: tuple[int, ...]  # of the torus; the number of GPUs
   slices: int = 1
 
   @staticmethod
@@ -86,6 +88,8 @@ class Topology:
     if kind in _GPUS:
       if not count.isdigit() or int(count) < 1:
         raise ConfigError(f"compile_topology={name}: write the number of GPUs, as in {kind}-8.")
+      if int(count) > _NODE and int(count) % _NODE:
+        raise ConfigError(f"compile_topology={name}: a node has {_NODE} GPUs, so write a multiple of {_NODE}.")
       return Topology(kind, (int(count),), slices)
     generation = _GENERATIONS.get(kind)
     if generation is None:
@@ -115,9 +119,19 @@ class Topology:
     return prod(self.shape) * self.slices
 
   @property
+  def gpu(self) -> bool:
+    """Whether its chips are GPUs: nodes of eight at most, with a network between them, instead of a torus."""
+    return self.name in _GPUS
+
+  @property
   def compiles(self) -> bool:
-    """Whether programs can be compiled for it without its hardware."""
-    return self.name in _GENERATIONS
+    """Whether programs can be compiled for it without its hardware: for GPUs with JAX's CUDA plugin."""
+    return not self.gpu or _has_cuda_plugin()
+
+  @property
+  def links(self) -> int:
+    """Links of a chip: two for each dimension of the torus."""
+    return 1 if self.gpu else 2 * len(self.shape)
 
   @property
   def wrap(self) -> tuple[bool, bool, bool]:
@@ -129,10 +143,8 @@ class Topology:
 
   def devices(self) -> Sequence[jax.Device]:
     """Descriptions of the devices, for TPUs from their compiler; no device is used."""
-    if not self.compiles:
-      size = self.shape[0]
-      absent = [DeviceDescription(i, self.chip.kind, i // size) for i in range(size * self.slices)]
-      return cast(list[jax.Device], absent)
+    if self.gpu:
+      return self._gpus()
     for name, value in _COMPILER_ENVIRONMENT.items():
       os.environ.setdefault(name, value)
     try:
@@ -147,3 +159,27 @@ class Topology:
     except (ImportError, RuntimeError) as error:
       raise ConfigError(f"The TPU compiler cannot be loaded ({error}); pip install 'maxtext[tpu]'.") from error
     return description.devices
+
+  def _gpus(self) -> Sequence[jax.Device]:
+    node = min(self.shape[0], _NODE)
+    if not self.compiles:
+      absent = [DeviceDescription(i, self.chip.kind, i // node) for i in range(self.chips)]
+      return cast(list[jax.Device], absent)
+    try:
+      return topologies.get_topology_desc(
+        platform="cuda",
+        target_config=target_config(self.name),
+        topology=f"{self.slices}x{self.shape[0] // node}x{node}",
+      ).devices
+    except (NotImplementedError, ImportError, RuntimeError) as error:
+      raise ConfigError(
+        f"JAX's CUDA plugin cannot be loaded ({error}); where there is no GPU, set JAX_PLATFORMS=cpu before JAX is "
+        "imported."
+      ) from error
+
+
+def _has_cuda_plugin() -> bool:
+  try:
+    return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
+  except ModuleNotFoundError:  # of all plugins
+    return False

@@ -1,6 +1,7 @@
 """What each chip was seen to reach, and how far plans of published runs were off: `calibration.yml`, for programs.
 
-`benchmarks.fit_planner` writes that file from runs that were compiled; `docs/planner.md` tells how.
+`benchmarks.fit_planner` writes that file from runs that were compiled; `docs/planner.md` tells how. What GPUs reach is
+assumed here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -98,6 +99,10 @@ def _data() -> dict[str, Any]:
   return yaml.load(FILE.read_text(), yaml.CSafeLoader)
 
 
-CALIBRATION: Mapping[str, Calibration] = {
-  chip: Calibration(**constants) for chip, constants in _data()["constants"].items()
+FITTED: Mapping[str, Calibration] = {chip: Calibration(**constants) for chip, constants in _data()["constants"].items()}
+# For GPUs, of which no published run was planned. The network is a card for each, of 200 or 400 Gbit/s.
+_ASSUMED: Mapping[str, Calibration] = {
+  chip: Calibration(link=0.8, between_slices=card, matmul=0.7, memory=0.9)
+  for chip, card in {"a100": 25e9, "h100": 50e9, "h200": 50e9, "b200": 50e9}.items()
 }
+CALIBRATION: Mapping[str, Calibration] = {**FITTED, **_ASSUMED}

@@ -11,6 +11,8 @@ def program_for(config: MaxTextConfig) -> tuple[Program, Topology]:
   if not config.compile_topology:
     raise ConfigError("compile_topology is empty: name the hardware to compile for, such as compile_topology=v5p-128.")
   topology = Topology.named(config.compile_topology, max(config.compile_topology_num_slices, 1))
+  if topology.gpu and config.num_slices == -1:  # a description of a GPU does not know it
+    config = config.model_copy(update={"num_slices": topology.slices})
   if not topology.compiles:
     config = _traceable_config(config)
   if not config.use_grpo:
@@ -27,5 +29,5 @@ def _traceable_config(config: MaxTextConfig) -> MaxTextConfig:
   for key in ("optimizer_memory_host_offload", "parameter_memory_host_offload"):
     if getattr(config, key):
       raise ConfigError(f"{key}=true is not supported for compile_topology={config.compile_topology}: leave it out.")
-  # cuDNN attention can be traced only on a GPU; other attention has the same tensors.
+  # cuDNN attention can be traced only with cuDNN; other attention has the same tensors.
   return config.model_copy(update={"attention": "chunked"})

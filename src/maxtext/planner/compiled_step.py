@@ -7,10 +7,11 @@ import json
 import os
 import re
 import time
+import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import jax
@@ -25,6 +26,7 @@ from maxtext.training.compiled import save
 from maxtext.training.program import Program, run_compiler_options
 
 _FORMAT = 2  # of files in a cache; another number is another file
+_COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 _EFFORTS = ("jax_exec_time_optimization_effort", "jax_memory_fitting_effort")
 
 
@@ -53,7 +55,7 @@ def compiled_step(program: Program, topology: Topology, cache: Path | None = Non
   A folder knows programs by their operations: the source lines of one that it keeps may be those of another release.
   """
   show_phase("tracing the step")
-  lowered = program.lower()
+  lowered = _lower(program)
   if cache is None:
     return _compile(program, topology, lowered)
   config, digest = program.config, _digest(program, topology, lowered)
@@ -67,6 +69,18 @@ def compiled_step(program: Program, topology: Topology, cache: Path | None = Non
   with atomic_file(file, unfinished=file.with_suffix(f".{os.getpid()}")) as target:
     target.write(gzip.compress(json.dumps(asdict(found)).encode()))
   return found
+
+
+def _lower(program: Program) -> jax.stages.Lowered:
+  try:
+    return program.lower()
+  except RuntimeError as error:
+    if "cuDNN" not in str(error):
+      raise
+    raise ConfigError(
+      f"attention={program.config.attention} is cuDNN's on GPUs, and cuDNN is not installed here: pip install "
+      "'maxtext[cuda]', or write attention=chunked."
+    ) from error
 
 
 def _leaves_files(config: MaxTextConfig) -> bool:
@@ -90,7 +104,9 @@ def _compile(
   show_phase(f"compiling for {program.config.compile_topology} ({long})")
   start = time.perf_counter()
   try:
-    compiled = lowered.compile()
+    with warnings.catch_warnings():  # JAX's own cache cannot read back what it keeps of programs for absent GPUs
+      warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
+      compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
     if unknown := re.search("No such compile option: '(.*?)'", str(error)):
       raise ConfigError(f"compile_xla_flags: the compiler has no option '{unknown[1]}'; leave it out.") from error
@@ -99,7 +115,7 @@ def _compile(
   if program.config.compiled_trainstep_file:
     save(program, lowered, compiled, Path(program.config.compiled_trainstep_file))
   stats, text = compiled.memory_analysis(), compiled.as_text()
-  assert stats is not None, "the TPU compiler returns both"
+  assert stats is not None, "the compilers for TPUs and GPUs return both"
   assert text is not None
   show_phase("compiling the kernels of attention at their blocks")
   efficiency = kernel_efficiency(program, topology)
@@ -118,9 +134,16 @@ def _digest(program: Program, topology: Topology, lowered: jax.stages.Lowered) -
     "options": run_compiler_options(program.config, mesh),
     "environment": {name: os.environ.get(name, "") for name in FLAG_VARIABLES},
     "efforts": [jax.config.values[name] for name in _EFFORTS],
-    "versions": [version(name) for name in ("jax", "jaxlib", "libtpu")],
+    "versions": [found for name in _COMPILERS if (found := _version(name))],
   }
   return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _version(package: str) -> str | None:
+  try:
+    return version(package)
+  except PackageNotFoundError:
+    return None
 
 
 def _needed_bytes(message: str) -> int:

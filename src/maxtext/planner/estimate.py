@@ -18,11 +18,13 @@ class Calibration:
 
   Attributes:
     compute: measured seconds for one second of the compiler's estimate.
-    kernel: share of the chip's peak that a Pallas kernel reaches; attention's with default blocks.
+    kernel: share of the chip's peak that a Pallas kernel with default blocks reaches, or cuDNN's attention.
     grouped: the same for grouped matmuls, which are those of experts.
     link: share of a link's speed that a collective reaches.
-    between_slices: bytes per second and chip over the data-centre network.
+    between_slices: bytes per second and chip over the data-centre network; of GPUs, between nodes.
     host: bytes per second and chip between its memory and the host's.
+    matmul: share of a GPU's peak that a matmul reaches.
+    memory: share of its memory's speed that kernels and operations of a GPU reach.
   """
 
   compute: float = 1.0
@@ -31,6 +33,8 @@ class Calibration:
   link: float = 0.9
   between_slices: float = 6.25e9
   host: float = 32e9
+  matmul: float = 1.0
+  memory: float = 1.0
 
   def seconds(self, work: Work) -> float:
     """What an operation or a transfer takes."""
@@ -38,11 +42,12 @@ class Calibration:
       "compute": 1 / self.compute,
       "kernel": self.kernel,
       "grouped": self.grouped,
+      "matmul": self.matmul,
       "link": self.link,
       "between_slices": self.between_slices * self.link,
       "host": self.host,
     }
-    return max(work.seconds / speeds[work.resource], work.least)
+    return max(work.seconds / speeds[work.resource], work.memory_seconds / self.memory)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ _BYTES = {
   "pred": 1, "s4": 0.5, "u4": 0.5, "f4e2m1fn": 0.5, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "f8e8m0fnu": 1,
   "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8,
 }  # fmt: skip
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
@@ -90,14 +91,17 @@ class Instruction:
 
   @property
   def bytes(self) -> int:
-    """Size of a collective's result: the sum of its arrays. A `-start` lists its operands too, so the largest counts.
+    """Size of a collective's result: the sum of its arrays. A `-start` has them as the second part of its type, after
+    its operands; that of an all-reduce has them alone.
 
     For a ragged all-to-all, whose buffers may be larger than the data, it is the smaller of input and output.
     """
-    sizes = [array.bytes for array in self.arrays]
+    arrays = self.arrays
     if self.sent:
-      return min(*sizes, *(array.bytes for array in array_types(self.sent)))
-    return max(sizes, default=0) if self.opcode.endswith("-start") else sum(sizes)
+      return min(array.bytes for array in (*arrays, *array_types(self.sent)))
+    if self.opcode.endswith("-start") and self.opcode != "all-reduce-start":
+      arrays = array_types(_tuple_parts(self.type)[1])
+    return sum(array.bytes for array in arrays)
 
   @property
   def host_bytes(self) -> int:
@@ -246,13 +250,15 @@ class CompiledProgram:
           yield from self.walk(target, times)
 
   def trips(self, loop: Instruction) -> int:
-    """The number of iterations of a loop, from the bound in its condition and the increment in its body.
+    """The number of iterations of a loop: as the compiler writes it, or from its condition and its body.
 
     Further rounds of an exchange are as many as the data needs: none under an even load.
     """
-    condition, body = (self.computations[c] for c in _loop(loop))
     if FURTHER_ROUNDS in (loop.op_name or ""):
       return 0
+    if found := _TRIPS.search(loop.rest):
+      return int(found[1])
+    condition, body = (self.computations[c] for c in _loop(loop))
     compare = condition.instructions[-1]
     counter, bound = (condition.by_name[o] for o in compare.operands)
     index = int(re.search(r"index=(\d+)", counter.rest)[1])  # type: ignore[index]
@@ -355,6 +361,18 @@ def _split_parentheses(text: str) -> tuple[str, str]:
     if depth == 0:
       return text[: i + 1], text[i + 1 :]
   raise ValueError(f"unbalanced: {text[:80]}")
+
+
+def _tuple_parts(text: str) -> list[str]:
+  """The types in a tuple's type, each of which may be a tuple."""
+  parts, depth = [""], 0
+  for character in text[1:-1]:
+    depth += (character in "({[") - (character in ")}]")
+    if character == "," and not depth:
+      parts.append("")
+    else:
+      parts[-1] += character
+  return parts
 
 
 def _loop(instruction: Instruction) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Bytes that a compiled TPU program moves from and to a chip's memory, read from its schedule.
+"""Bytes that a compiled program moves from and to a chip's memory, read from its schedule.
 
 Operands and results of an instruction count once each, unless they are in on-chip memory. A fusion that slices an
 operand reads the slice; one that updates a part writes that part. A Pallas call has its own cost estimate.
@@ -23,13 +23,14 @@ def memory_traffic(program: CompiledProgram) -> Iterator[tuple[Instruction, int]
   """Instructions with the bytes that each moves in one run, without branches of conditionals."""
   owner = {id(i): c for c in program.computations.values() for i in c.instructions}
   for instruction, times in program.walk():
-    if instruction.opcode in _NO_TRAFFIC or instruction.opcode.endswith("-done"):
-      continue
-    if moved := _bytes_moved(program, owner[id(instruction)], instruction) * times:
+    if moved := bytes_moved(program, owner[id(instruction)], instruction) * times:
       yield instruction, moved
 
 
-def _bytes_moved(program: CompiledProgram, computation: Computation, i: Instruction) -> int:
+def bytes_moved(program: CompiledProgram, computation: Computation, i: Instruction) -> int:
+  """Bytes that one run of an instruction of a computation moves."""
+  if i.opcode in _NO_TRAFFIC or i.opcode.endswith("-done"):
+    return 0
   if i.opcode == "custom-call":
     found = _ESTIMATE.search(i.rest)
     return int(found[1]) if found else 0

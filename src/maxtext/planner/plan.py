@@ -145,7 +145,7 @@ class Plan:
 def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = None) -> Plan:
   """Compiles the train step for `compile_topology` and estimates its memory and time: `maxtext.plan`.
 
-  No device of that topology is needed. Without a compiler for it (GPUs), memory and time are lower bounds.
+  No device of that topology is needed. Without JAX's CUDA plugin, memory and time of GPUs are lower bounds.
 
   Args:
     config: a run with `compile_topology`, such as "v5p-128".
@@ -175,7 +175,7 @@ def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = N
     step.seconds if step else 0.0,
     found,
     topology.compiles,
-    torus_sides(mesh, topology) if topology.compiles else (),
+    () if topology.gpu else torus_sides(mesh, topology),
     policy_that_fits(program, memory.there - memory.peak)
     if found and found.recomputed_share >= WORTH_MENTIONING
     else None,

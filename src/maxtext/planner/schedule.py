@@ -1,6 +1,8 @@
 """What a compiled step asks of a chip: its schedule, each operation with its time at the peak of what it uses.
 
 A schedule depends on the compiled program and the data sheet alone; what a chip reaches of a peak is in `estimate.py`.
+The TPU compiler writes an estimate of its cycles beside an operation. The one for GPUs writes none: there an operation
+has its FLOPs and bytes (`gpu_cost.py`).
 """
 
 import re
@@ -17,11 +19,12 @@ from jax.sharding import Mesh
 from maxtext.kernels.attention_mask import ScoreSpec
 from maxtext.kernels.splash_attention import seen_blocks
 from maxtext.mesh.topology import Topology
-from maxtext.planner.hlo import CompiledProgram, Instruction, Transfer, called_computations, loop_body
+from maxtext.planner.gpu_cost import gpu_cost
+from maxtext.planner.hlo import CompiledProgram, Computation, Instruction, Transfer, called_computations, loop_body
 from maxtext.planner.operation_names import RECOMPUTED, operation_name, source_lines
 
 Kind = Literal["compute", "kernel", "collective", "host"]
-Resource = Literal["compute", "kernel", "grouped", "link", "between_slices", "host"]
+Resource = Literal["compute", "kernel", "grouped", "matmul", "link", "between_slices", "host"]
 _GROUPED = "gmm"  # in the names of grouped matmul kernels
 _ATTENTION = "splash_mha_"  # prefix of attention kernels
 
@@ -36,7 +39,7 @@ class Work:
     resource: what it keeps busy.
     seconds: at the resource's peak; between slices and to the host at a byte per second. Of a transfer that only ends
       here, 0.
-    least: seconds that it takes at any speed of the resource.
+    memory_seconds: of its bytes from and to the chip's memory at that memory's peak, which pass at the same time.
     transfer: shared by the start and the end of one transfer; empty for what runs on the chip.
     bytes: that it transfers.
   """
@@ -47,7 +50,7 @@ class Work:
   source: str
   resource: Resource
   seconds: float
-  least: float = 0.0
+  memory_seconds: float = 0.0
   transfer: str = ""
   starts: bool = False
   ends: bool = False
@@ -80,11 +83,11 @@ def schedule(
     filled_rows: share of the rows of grouped matmuls that hold a token; a kernel skips the others.
     kernel_efficiency: speed of each attention kernel relative to default blocks.
   """
-  reader = _Reader(program, topology, mesh, filled_rows, kernel_efficiency)
+  reader = _ScheduleReader(program, topology, mesh, filled_rows, kernel_efficiency)
   return Schedule(1, reader.read(program.entry))
 
 
-class _Reader:
+class _ScheduleReader:
   def __init__(
     self,
     program: CompiledProgram,
@@ -101,7 +104,8 @@ class _Reader:
     parts: list[Work | Schedule] = []
     in_flight: dict[str, Instruction] = {}
     with_host: set[str] = set()
-    for i in self._program.computations[name].instructions:
+    computation = self._program.computations[name]
+    for i in computation.instructions:
       if i.opcode == "while":
         parts.append(Schedule(self._program.trips(i), self.read(loop_body(i))))
       elif i.opcode in ("call", "conditional"):
@@ -117,25 +121,25 @@ class _Reader:
         parts.append(self._with_host(i, i.name, i.host_bytes))
       elif with_host.intersection(i.operands) and i.opcode.endswith("-done"):
         parts.append(self._with_host(i, i.operands[0], 0))
-      elif work := self._on_chip(i):
+      elif work := self._on_chip(computation, i):
         parts.append(work)
     return parts
 
   def _collective(self, i: Instruction, here: Instruction, transfer: Transfer) -> Work:
-    axes, _, slices = self._span(i)
+    resource, _ = self._links(i)
     op_name, stack = max((self._program.origin(j) for j in (i, here)), key=lambda origin: bool(origin[1]))
     return Work(
       i.collective or i.opcode,
       operation_name(op_name, stack),
       "collective",
       source_lines(stack),
-      "between_slices" if slices else "link",
+      resource,
       self._transfer_seconds(i) if transfer.starts else 0.0,
       transfer=transfer.key,
       starts=transfer.starts,
       ends=transfer.ends,
       bytes=i.bytes,
-      axes=axes,
+      axes=self._axes(i),
     )
 
   def _with_host(self, i: Instruction, transfer: str, moved: int) -> Work:
@@ -148,33 +152,42 @@ class _Reader:
       "host transfer", label, "host", source, "host", seconds, transfer=transfer, starts=starts, ends=not starts
     )
 
-  def _on_chip(self, i: Instruction) -> Work | None:
-    least, resource = 0.0, "compute"
-    if kernel := _kernel_name(i):
-      flops, moved = _kernel_cost(kernel, i)
-      faster = (times for part, times in self._kernel_efficiency.items() if f"{_ATTENTION}{part}" in kernel)
-      resource, peak = "kernel", self._chip.flops * next(faster, 1.0)
-      if _GROUPED in kernel:
-        resource, flops = "grouped", flops * self._filled_rows
-        peak = self._chip.peak(a.dtype for a in i.operand_arrays if len(a.shape) > 1)
-      devices = self._chip.devices  # each has its part of the chip
-      seconds, least = flops / peak * devices, moved / self._chip.hbm_bandwidth * devices
-    else:
-      seconds = i.cycles / self._chip.clock
-    if not seconds and not least:
+  def _on_chip(self, computation: Computation, i: Instruction) -> Work | None:
+    kernel, resource, seconds, memory_seconds = self._on_gpu(computation, i) if self._topology.gpu else self._on_tpu(i)
+    if not seconds and not memory_seconds:
       return None
     op_name, stack = self._program.origin(i)
     label, source, again = operation_name(op_name, stack), source_lines(stack), RECOMPUTED in op_name
     kind: Kind = "kernel" if kernel else "compute"
-    return Work(kernel or i.name, label, kind, source, resource, seconds, least, recomputed=again)
+    return Work(kernel or i.name, label, kind, source, resource, seconds, memory_seconds, recomputed=again)
+
+  def _on_tpu(self, i: Instruction) -> tuple[str | None, Resource, float, float]:
+    """The name of the Pallas kernel, if it is one, what it keeps busy, and seconds of that and of the memory."""
+    if not (kernel := _kernel_name(i)):
+      return None, "compute", i.cycles / self._chip.clock, 0.0
+    flops, moved = _kernel_cost(kernel, i)
+    faster = (times for part, times in self._kernel_efficiency.items() if f"{_ATTENTION}{part}" in kernel)
+    resource: Resource = "kernel"
+    peak = self._chip.flops * next(faster, 1.0)
+    if _GROUPED in kernel:
+      resource, flops = "grouped", flops * self._filled_rows
+      peak = self._chip.peak(a.dtype for a in i.operand_arrays if len(a.shape) > 1)
+    devices = self._chip.devices  # each has its part of the chip
+    return kernel, resource, flops / peak * devices, moved / self._chip.hbm_bandwidth * devices
+
+  def _on_gpu(self, computation: Computation, i: Instruction) -> tuple[str | None, Resource, float, float]:
+    """The same of the library's kernel; what is no matmul keeps the memory busy alone."""
+    cost = gpu_cost(self._program, computation, i)
+    seconds, memory_seconds = cost.flops / self._chip.peak(cost.dtypes), cost.bytes / self._chip.hbm_bandwidth
+    return cost.kernel, "kernel" if cost.kernel else "matmul", seconds, memory_seconds
 
   def _transfer_seconds(self, i: Instruction) -> float:
     """Seconds of a collective: all links to a chip of the group are used; a permute uses one."""
-    _, links, slices = self._span(i)
     group = len(self._places(i))
     if group == 1:
       return 0.0
-    speed = 1.0 if slices else links * self._chip.link_bandwidth
+    resource, links = self._links(i)
+    speed = links * (self._chip.link_bandwidth if resource == "link" else 1.0)
     share = (group - 1) / group
     passes = {"all-reduce": 2 * share, "reduce-scatter": group - 1, "collective-permute": links}
     return i.bytes * passes.get(i.collective or "", share) / speed
@@ -187,23 +200,30 @@ class _Reader:
   def _one_of_each_slice(self) -> np.ndarray:
     return np.unique([getattr(d, "slice_index", 0) for d in self._mesh.devices.flat], return_index=True)[1]
 
-  def _span(self, i: Instruction) -> tuple[tuple[str, ...], int, bool]:
-    """The mesh axes of a group, the links to each of its chips, and whether the group spans slices.
+  def _axes(self, i: Instruction) -> tuple[str, ...]:
+    """The mesh axes of a group."""
+    index = np.stack(np.unravel_index(self._places(i), self._mesh.devices.shape))
+    return tuple(a for a, row in zip(self._mesh.axis_names, index, strict=True) if len(set(row)) > 1)
+
+  def _links(self, i: Instruction) -> tuple[Resource, float]:
+    """The network that a collective goes over, and the links to each chip of its group.
 
     Each torus dimension that the group spans gives two links, one for each direction of the ring. If it is no ring, or
-    the group is only a part of it, the chip at the end has one.
+    the group is only a part of it, the chip at the end has one. GPUs of several nodes share the network cards of those
+    of the group that are in their node.
     """
-    places = self._places(i)
-    index = np.stack(np.unravel_index(places, self._mesh.devices.shape))
-    axes = tuple(a for a, row in zip(self._mesh.axis_names, index, strict=True) if len(set(row)) > 1)
-    devices = self._mesh.devices.ravel()[places]
+    devices = self._mesh.devices.ravel()[self._places(i)]
+    if self._topology.gpu:
+      nodes = len({d.process_index for d in devices})
+      return ("between_slices", len(devices) / nodes) if nodes > 1 else ("link", 1)
+    if len({getattr(d, "slice_index", 0) for d in devices}) > 1:
+      return "between_slices", 1
     extents = np.ptp([d.coords for d in devices], axis=0) + 1
     rings = [
       wraps and extent == size
       for extent, size, wraps in zip(extents, self._topology.shape, self._topology.wrap, strict=False)
     ]
-    links = sum(1 + int(ring) for extent, ring in zip(extents, rings, strict=False) if extent > 1)
-    return axes, max(links, 1), len({getattr(d, "slice_index", 0) for d in devices}) > 1
+    return "link", max(sum(1 + int(ring) for extent, ring in zip(extents, rings, strict=False) if extent > 1), 1)
 
 
 def _kernel_name(i: Instruction) -> str | None:

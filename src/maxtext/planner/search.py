@@ -132,7 +132,7 @@ def candidates(config: MaxTextConfig, program: Program, topology: Topology) -> l
   model, mesh, chip = program.model, program.model.execution.sharding.mesh, topology.chip
   costs, inputs = forward_costs(program)
   weights = sum(a.size for a in model.params.values()) * jnp.dtype(model.execution.numerics.dtype).itemsize
-  links = 2 * len(topology.shape) * chip.link_bandwidth
+  links = topology.links * chip.link_bandwidth
   layers = sum(group.repeats * len(group.cycle) for group in model.spec.groups)
   length, total = config.max_target_length, program.batch.inputs.size
   state, flops = program.state_bytes, train_flops_per_token(model, length)
@@ -153,7 +153,7 @@ def candidates(config: MaxTextConfig, program: Program, topology: Topology) -> l
       tensor = axes["ici_tensor_parallelism"]
       travel = 3 * weights / tensor / links / (batch * length)
       # Tensor parallelism reduces a layer's activations twice in each pass, and the next operation waits.
-      sums = 4 * layers * 2 * (tensor - 1) * model.spec.width * 2 / (2 * chip.link_bandwidth)
+      sums = 4 * layers * 2 * (tensor - 1) * model.spec.width * 2 / (min(topology.links, 2) * chip.link_bandwidth)
       if kept <= chip.hbm_bytes // chip.devices:
         keys = axes | policy | {"per_device_batch_size": batch}
         found.append(Candidate(keys, max(compute, travel) + sums, travel, kept))

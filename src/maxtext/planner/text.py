@@ -58,8 +58,8 @@ def _lower_bound(plan: Plan) -> list[str]:
   return [
     f"time a step  at least {plan.least_seconds * scale:.2f} {unit}, at most {speed:,.0f} tokens/s/chip: the model's "
     f"{plan.model_flops:.3g} operations a step and chip at {plan.peak_flops / 1e12:,.0f} TFLOP/s (bfloat16)",
-    f"not compiled: there is no compiler for {plan.topology} here; memory is what shapes say of state, gradients and "
-    "tensors that layers keep, and recomputation and collectives take time besides",
+    f"not compiled: there is no compiler for {plan.topology} here (pip install 'maxtext[cuda]'); memory is what "
+    "shapes say of state, gradients and tensors that layers keep, and recomputation and collectives take time besides",
   ]
 
 
