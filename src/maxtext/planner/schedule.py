@@ -149,7 +149,8 @@ class _Reader:
     )
 
   def _on_chip(self, i: Instruction) -> Work | None:
-    least, resource = 0.0, "compute"
+    least = 0.0
+    resource: Resource = "compute"
     if kernel := _kernel_name(i):
       flops, moved = _kernel_cost(kernel, i)
       faster = (times for part, times in self._kernel_efficiency.items() if f"{_ATTENTION}{part}" in kernel)
