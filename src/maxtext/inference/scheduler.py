@@ -265,6 +265,7 @@ class Scheduler:
         self._prefill_with_logprobs(prefilling, chunk)
       if self._prefix_cache and current and shares and chunk.tokens and not running.output:
         end = chunk.start + len(chunk.tokens)
+        assert prefilling.row is not None
         self._prefix_cache.store(request.keys, end, prefilling.row, request.adapter_checksum)
     if prefilling.chunks:
       return []
