@@ -38,6 +38,16 @@ def _heads(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _encoders(c: MaxTextConfig) -> str | None:
+  if c.num_channels_for_vit != 3:
+    return f"num_channels_for_vit={c.num_channels_for_vit} must be 3: images are read as RGB."
+  if c.vision_output_length != -1 and c.vision_output_length < 1:
+    return f"vision_output_length={c.vision_output_length} must be at least 1, or -1, which leaves it to the model."
+  if min(c.mrope_section, default=1) < 1:
+    return f"mrope_section={c.mrope_section} must have numbers of at least 1."
+  return None
+
+
 def _preference(c: MaxTextConfig) -> str | None:
   if not c.use_dpo:
     return None
@@ -535,6 +545,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _mesh_axes,
   _scale,
   _heads,
+  _encoders,
   _preference,
   _reinforcement,
   _rollout_devices,

@@ -1389,7 +1389,7 @@ class ConfigKeys(TypedDict, total=False):
   num_batches: int
   """RL training batches taken from the dataset. Default: 4."""
 
-  num_channels_for_vit: Literal[3]
+  num_channels_for_vit: int
   """Color channels of input images. Default: 3."""
 
   num_conv_layers_for_audio: int
@@ -2253,7 +2253,7 @@ class ConfigKeys(TypedDict, total=False):
   vision_output_dim_for_vit: int
   """Width of the vision encoder's output features. Default: 4096."""
 
-  vision_output_length: Literal[-1] | int
+  vision_output_length: int
   """Vision tokens per image; -1 leaves it to the model. Default: -1."""
 
   vllm_additional_config: dict[str, Any]

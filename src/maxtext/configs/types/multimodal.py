@@ -1,8 +1,5 @@
 """Images, video and sound."""
 
-from typing import Annotated, Literal
-
-from annotated_types import Ge
 from pydantic import Field
 
 from maxtext.configs.types.section import Section
@@ -34,7 +31,7 @@ class MultimodalGeneral(Section):
   audio_placeholder: str = Field("<|audio|>", description="Text that marks an audio clip's place in the prompt.")
   use_audio_in_video: bool = Field(False, description="True also reads the sound track of input videos.")
   use_mrope: bool = Field(False, description="True uses rotary positions in three axes: time, height and width.")
-  mrope_section: list[Annotated[int, Ge(1)]] = Field(
+  mrope_section: list[int] = Field(
     [24, 20, 20], description="Rotary frequencies given to time, height and width (use_mrope)."
   )
   position_id_per_seconds: int = Field(25, ge=1, description="Time positions per second of video or audio (use_mrope).")
@@ -46,7 +43,7 @@ class VisionTower(Section):
   hidden_size_for_vit: int = Field(1408, ge=1, description="Model width of the vision encoder.")
   intermediate_size_for_vit: int = Field(5632, ge=1, description="Feed-forward width of the vision encoder.")
   num_attention_heads_for_vit: int = Field(16, ge=1, description="Attention heads per vision encoder layer.")
-  num_channels_for_vit: Literal[3] = Field(3, description="Color channels of input images.")
+  num_channels_for_vit: int = Field(3, description="Color channels of input images.")
   tile_size_for_vit: int = Field(336, ge=1, description="Side in pixels of the tiles that a large image is cut into.")
   patch_size_for_vit: int = Field(14, ge=1, description="Side in pixels of one image patch.")
   conv_stride_for_vit: int = Field(14, ge=1, description="Pixels between patches; the patch size means no overlap.")
@@ -64,9 +61,7 @@ class VisionTower(Section):
   deepstack_visual_indexes_for_vit: list[int] = Field(
     [], description="Vision layers whose features also enter early decoder layers; [] is none."
   )
-  vision_output_length: Literal[-1] | Annotated[int, Ge(1)] = Field(
-    -1, description="Vision tokens per image; -1 leaves it to the model."
-  )
+  vision_output_length: int = Field(-1, description="Vision tokens per image; -1 leaves it to the model.")
 
 
 class VisionProjector(Section):
