@@ -153,7 +153,8 @@ def test_placeholders_and_features_agree_and_no_example_is_split(folder, talks, 
       assert one.tokens[:begin] == tokens
       inputs = [image.inputs(images) for image in distinct(one.images[:begin])]
       prompted = [] if media is None else [processed.inputs for _, processed in media.media]
-      assert len(inputs) == len(prompted) and all(map(np.array_equal, inputs, prompted))
+      assert len(inputs) == len(prompted)
+      assert all(map(np.array_equal, inputs, prompted))
     for one in documents.encoding.fitting(found):
       assert len(one.tokens) <= length + 1
       assert most < 0 or len(distinct(one.images)) <= most
