@@ -152,7 +152,9 @@ def test_placeholders_and_features_agree_and_no_example_is_split(folder, talks, 
       tokens, media = prompts.chat(absolute[: 2 * turn + 1], {})
       assert one.tokens[:begin] == tokens
       inputs = [image.inputs(images) for image in distinct(one.images[:begin])]
-      assert media is None if not inputs else np.array_equal(np.concatenate(inputs), media.inputs["vision"])
+      prompted = [] if media is None else [processed.inputs for _, processed in media.media]
+      assert len(inputs) == len(prompted)
+      assert all(map(np.array_equal, inputs, prompted))
     for one in documents.encoding.fitting(found):
       assert len(one.tokens) <= length + 1
       assert most < 0 or len(distinct(one.images)) <= most
