@@ -385,7 +385,7 @@ _NAMED = re.compile(rf"\s*(?:\[TOOL_CALLS\])?\s*({NAME})(?:\[CALL_ID\]\w+)?(?:\[
 
 
 def _named_calls(text: str) -> _Calls:
-  """Calls as a name in front of a JSON object (Mistral), or as JSON."""
+  """Calls as a name in front of a JSON object (`[TOOL_CALLS]`), or as JSON."""
   if text.lstrip()[:1] in ("[", "{"):
     return _json_calls(text)
   found, place = list[FunctionCall | None](), 0
@@ -421,7 +421,7 @@ def _deepseek_calls(text: str) -> _Calls:
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 CALL_FORMATS = (
   CallFormat("<tool_call>", _json_calls, "</tool_call>"),  # Hermes, Qwen
-  CallFormat("[TOOL_CALLS]", _named_calls, inner=("[ARGS]", "[CALL_ID]")),  # Mistral
+  CallFormat("[TOOL_CALLS]", _named_calls, inner=("[ARGS]", "[CALL_ID]")),
   CallFormat("<｜tool▁calls▁begin｜>", _deepseek_calls, "<｜tool▁calls▁end｜>", _DEEPSEEK_MARKS),  # noqa: RUF001
   CallFormat("<|python_tag|>", _json_calls, bare="{"),  # Llama 3
 )

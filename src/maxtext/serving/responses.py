@@ -218,7 +218,7 @@ class _Answer:
 
 
 def _tool_call(call: FunctionCall) -> dict[str, Any]:
-  """A call as the API has it. Templates of Mistral take only ids of nine letters and digits."""
+  """A call as the API has it. Some templates take only ids of nine letters and digits."""
   number = "".join(secrets.choice(_ID_LETTERS) for _ in range(9))
   return {"id": number, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
