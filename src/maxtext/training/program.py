@@ -124,7 +124,8 @@ class Program:
 
     jit = partial(jax.jit, compiler_options=run_compiler_options(config, mesh))
 
-    ordered = token_paths(declared_batch(config, trained, data, 1))
+    # What an objective declares, and media; synthetic data leaves segments out, other batches may bring them.
+    ordered = token_paths(trained.batch(1, 1)) | token_paths(declared_batch(config, trained, data, 1))
 
     def in_token_order(batch: Any) -> Any:
       """Rows in the order in which their parts have the same work."""
