@@ -38,11 +38,6 @@ def tower(config: MaxTextConfig) -> TowerSpec:
     raise ConfigError(
       f"activation_function_for_audio={c.activation_function_for_audio} must be one of {', '.join(_ACTIVATIONS)}."
     )
-  if c.num_conv_layers_for_audio < 1 or c.conv_chunksize_for_audio < 1:
-    raise ConfigError(
-      f"num_conv_layers_for_audio={c.num_conv_layers_for_audio} and "
-      f"conv_chunksize_for_audio={c.conv_chunksize_for_audio} must be at least 1."
-    )
   tokens = halved(chunk, c.num_conv_layers_for_audio)
   if tokens > c.max_source_positions_for_audio:
     raise ConfigError(
