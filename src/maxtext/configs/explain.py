@@ -25,29 +25,31 @@ def explain(key: str) -> str:
   known = MaxTextConfig.model_fields
   if key not in known:
     raise ConfigError(f"'{key}' is not a key.{renamed_hint(key, known)}")
-  lines = [
-    f"{key}: {known[key].description}",
-    f"  type     {type_of(key)}",
-    f"  default  {plain_value(default_of(key))!r}",
+  width = len("default") + 2
+  lines = [f"  {label:<{width}}{text}" for label, text in facts_of(key, readers_of(key))]
+  return "\n".join([f"{key}: {known[key].description}", *lines])
+
+
+def facts_of(key: str, readers: Sequence[str]) -> list[tuple[str, str]]:
+  """What there is to say of a key beside its description: labels, each with a text; what is empty is left out."""
+  together, effects = keys_checked_with(key), keys_affected_by(key)
+  facts = [
+    ("type", type_of(key)),
+    ("default", repr(plain_value(default_of(key)))),
+    ("values", ", ".join(values_of(key))),
+    *map(_describe, unsupported_options_of(key)),
+    ("checked", f"together with {', '.join(together)}" if together else ""),
+    ("decides", f"whether these have an effect: {', '.join(effects)}" if effects else ""),
+    ("read by", ", ".join(readers)),
   ]
-  if values := values_of(key):
-    lines.append(f"  values   {', '.join(values)}")
-  for option in unsupported_options_of(key):
-    lines.append(f"  {_describe(option)}")
-  if together := keys_checked_with(key):
-    lines.append(f"  checked  together with {', '.join(together)}")
-  if effects := keys_affected_by(key):
-    lines.append(f"  decides  whether these have an effect: {', '.join(effects)}")
-  if readers := readers_of(key):
-    lines.append(f"  read by  {', '.join(readers)}")
-  return "\n".join(lines)
+  return [(label, text) for label, text in facts if text]
 
 
-def _describe(row: UnsupportedOption) -> str:
+def _describe(row: UnsupportedOption) -> tuple[str, str]:
   if isinstance(row, FixedOption):
-    return f"fixed    {row.reason}"
+    return "fixed", row.reason
   when = "set away from its default" if row.unless is None else "in some combinations"
-  return f"{'warns' if isinstance(row, NoEffectOption) else 'error'}    {when}, because {row.reason}"
+  return "warns" if isinstance(row, NoEffectOption) else "error", f"{when}, because {row.reason}"
 
 
 def keys_checked_with(key: str) -> list[str]:
