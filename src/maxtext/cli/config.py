@@ -8,6 +8,7 @@ from typing import Any
 from maxtext.configs import ConfigError
 from maxtext.configs.explain import explain, search_keys
 from maxtext.configs.loader import Resolved, parse_assignments, values_and_origins
+from maxtext.configs.secrets import SECRET_KEYS
 from maxtext.configs.types import DerivedValues, MaxTextConfig
 from maxtext.configs.unsupported import unsupported_keys
 from maxtext.configs.values import default_of
@@ -58,6 +59,13 @@ def resolve_overrides(overrides: Sequence[str], strict: bool = False) -> Resolve
   """The configuration of a source, overrides and the environment."""
   source = overrides[0] if overrides and "=" not in overrides[0] else None
   return resolve_source(source, parse_assignments(overrides[1:] if source else overrides), strict)
+
+
+def given_values(resolved: Resolved) -> dict[str, Any]:
+  """What the user said of the run, but for where it is compiled."""
+  values = resolved.config.model_dump(mode="json")
+  own = [key for key, origin in resolved.origins.items() if origin != "base.yml" and not origin.startswith("model ")]
+  return {key: values[key] for key in own if not key.startswith("compile_topology") and key not in SECRET_KEYS}
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
   decode.add_commands(commands)
   serve.add_command(commands)
   bench.add_commands(commands)
-  launch.add_command(commands)
+  launch.add_command(commands, {name: method for name, (*_, method) in _TRAINING.items()})
   report.add_command(commands)
   runs.add_command(commands)
   plan.add_command(commands)

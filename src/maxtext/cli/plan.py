@@ -15,7 +15,7 @@ from maxtext.cli.interrupt import prompt_interrupt
 from maxtext.cli.platform import FATAL
 from maxtext.configs import ConfigError
 from maxtext.configs.loader import Resolved, parse_assignments
-from maxtext.configs.secrets import SECRET_KEYS, redact_arguments
+from maxtext.configs.secrets import redact_arguments
 from maxtext.status_line import status_line
 from maxtext.weights.resolve import resolve_keys
 
@@ -158,19 +158,12 @@ def _tell_best(
   """Prints what a search has found, and writes it as a recipe."""
   if arguments.recipe:
     head = f"# Found by: maxtext plan {' '.join(redact_arguments(arguments.overrides))} --search\n"
-    values = _given(resolved) | dict(keys)
+    values = config.given_values(resolved) | dict(keys)
     arguments.recipe.write_text(head + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
   if arguments.json:
     print(json.dumps({**plan, "keys": dict(keys)}, indent=1))
   else:
     print("best:", " ".join(f"{key}={value}" for key, value in keys.items()))
-
-
-def _given(resolved: Resolved) -> dict[str, Any]:
-  """What the user said of the run, but for where it is compiled."""
-  values = resolved.config.model_dump(mode="json")
-  own = [key for key, origin in resolved.origins.items() if origin != "base.yml" and not origin.startswith("model ")]
-  return {key: values[key] for key in own if not key.startswith("compile_topology") and key not in SECRET_KEYS}
 
 
 _RUN_FLAGS = {

@@ -84,9 +84,10 @@ def backoff_seconds(attempt: int) -> float:
 
 _POLL_SECONDS = 0.05
 _FIRST_SECONDS, _MOST_SECONDS = 1.0, 120.0  # between two starts
-# Exit codes that a restart does not change: a user's mistake, a command that is missing or not executable, a program
-# for another processor; and requested stops: Ctrl-C and SIGTERM.
-_NOT_RETRIED = (2, 126, 127, -signal.SIGILL, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+# Exit codes that a restart does not change: a user's mistake, a command that is missing or not executable.
+FINAL_CODES = (2, 126, 127)
+# Here also a program for another processor, and requested stops: Ctrl-C and SIGTERM.
+_NOT_RETRIED = (*FINAL_CODES, -signal.SIGILL, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 class _Terminated(KeyboardInterrupt):

@@ -36,6 +36,7 @@ class DeviceDescription:
 
 
 _NODE = 8  # GPUs that NVLink connects
+_TPUS_OF_HOST = 4
 _GPUS = tuple(name for name, chip in CHIPS.items() if chip.kind.startswith("NVIDIA"))
 _GENERATIONS = {
   "v4": _Generation(2, 3, "megacore"),
@@ -117,6 +118,12 @@ class Topology:
   def chips(self) -> int:
     """Whole chips, in all slices."""
     return prod(self.shape) * self.slices
+
+  @property
+  def hosts(self) -> int:
+    """Machines, in all slices: of four TPUs, or of eight GPUs."""
+    here = prod(self.shape)
+    return self.slices * max(1, here // min(here, _NODE if self.gpu else _TPUS_OF_HOST))
 
   @property
   def gpu(self) -> bool:
