@@ -28,7 +28,7 @@ def checkout(folder):
 def build(folder, *flags):
   docs = folder / "docs"
   command = [sys.executable, *BUILD, *flags, str(docs), str(folder / "site")]
-  return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+  return subprocess.run(command, capture_output=True, text=True, timeout=850, check=False)
 
 
 @pytest.fixture(scope="module")
