@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-DAEMONS = ("munged", "slurmctld", "slurmd")
+DAEMONS = ("munged", "slurmctld", "slurmd", "setpriv")  # the last ends the others with this process
 _PATH = f"{os.environ['PATH']}:/usr/sbin"
 
 
@@ -62,7 +62,9 @@ PartitionName=all Nodes=ALL Default=YES State=UP
   try:
     for command in commands:
       with (folder / f"{command[0]}.out").open("wb") as out:
-        daemons.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
+        daemons.append(
+          subprocess.Popen(["setpriv", "--pdeathsig", "TERM", *command], env=environment, stdout=out, stderr=out)
+        )
       time.sleep(1)  # the next one asks this one as it starts
     _wait_until_idle(environment)
     yield environment
