@@ -21,6 +21,8 @@ from maxtext.mesh.topology import Topology
 IMAGE = "maxtext:latest"
 _GRACE_SECONDS = 60  # for the last save after SIGTERM
 _PORT = 8476
+# Tasks end by themselves, since srun reports the highest code, and that of a killed task is above a mistake's.
+_SRUN = "srun --kill-on-bad-exit=0 --wait=300 --label"
 
 
 @dataclass(frozen=True)
@@ -163,14 +165,14 @@ def slurm(job: Job) -> str:
   if job.topology and job.topology.gpu:
     chips.append(f"--gpus-per-node={job.topology.chips // job.hosts}")
   options = [f"--job-name={job.name}", *chips, f"--output={job.name}-%j.log", "--open-mode=append", "--requeue"]
-  command, setting = f"srun --kill-on-bad-exit=1 --label {job.command}", ""
+  command, setting = f"{_SRUN} {job.command}", ""
   if not job.detects:
     setting = (
       'JAX_COORDINATOR_ADDRESS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
       f":{_PORT} JAX_NUM_PROCESSES=$SLURM_NTASKS\nexport JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES\n"
     )
     each = shlex.quote(f"JAX_PROCESS_ID=$SLURM_PROCID exec {job.command}")
-    command = f"srun --kill-on-bad-exit=1 --label bash -c {each}"
+    command = f"{_SRUN} bash -c {each}"
   return "".join(
     [
       "#!/bin/bash\n",
