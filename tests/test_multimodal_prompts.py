@@ -18,6 +18,8 @@ from maxtext import ConfigError
 from maxtext.inference.multimodal import PromptEncoder
 from maxtext.models.media import tower_inputs
 from maxtext.models.spec import towers_of
+from maxtext.serving.fetch import FetchLimits
+from maxtext.serving.limits import ServerLimits
 from tests.inference_support import answering, ask
 from tests.test_media_video import encoded, film
 from tests.test_multimodal_inference import GREEDY, KEYS, are_same, asked, make_folder, picture
@@ -370,3 +372,52 @@ def test_media_beyond_what_a_server_holds_are_too_many(llm_of, monkeypatch):
 
   (status, body), (text, _) = asyncio.run(one())
   assert (status, "queue of media is full" in body, text) == (429, True, 200)
+
+
+def shown(url, kind="video_url"):
+  body = asked()
+  body["messages"][0]["content"].insert(0, {"type": kind, kind: {"url": url}})
+  return body
+
+
+def in_data_url(data, kind="video/x-matroska"):
+  return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def test_the_server_answers_about_videos_and_refuses_hostile_ones(llm_of, monkeypatch):
+  """Also where they are fetched, with sound between their frames."""
+  llm = llm_of("qwen3_omni")
+  monkeypatch.setattr("maxtext.serving.server._MOST_VIDEO_PIXELS", 100_000)
+  page, sent = encoded(film(4, 32, 32), 2, sound=np.zeros((4, 2), np.int16)), []
+
+  async def answer(reader, writer):
+    sent.append(await reader.readuntil(b"\r\n\r\n"))
+    writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + page)
+    writer.close()
+
+  async def all_of_them():
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+      host = f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+      limits = ServerLimits(max_queued_requests=8, fetch=FetchLimits((host,)))
+      with answering(llm._model, limits) as (_, app):
+        found = [await ask(app, "/v1/chat/completions", shown(url)) for url in (in_data_url(page), f"http://{host}/a")]
+        (wanted,) = llm.chat(turn(("video", page), "what is it?"), GREEDY)
+        for status, body in found:
+          assert status == 200, body
+          assert json.loads(body)["choices"][0]["message"]["content"] == wanted.text
+          assert json.loads(body)["usage"]["prompt_tokens"] == len(wanted.prompt_token_ids)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        hostile = [
+          (in_data_url(page[: len(page) // 8]), "video 0"), (in_data_url(b"#EXTM3U\n/etc/passwd"), "no video"),
+          (in_data_url(tone(0.5)), "video 0"), (in_data_url(b""), "video 0"), ("data:,x", "base64"),
+          (in_data_url(encoded(np.zeros((200, 32, 32, 3), np.uint8), 100)), "204,800 pixels"),
+          ("http://169.254.169.254/", "not allowed"), ("/etc/passwd", "http or https"), (f"http://{host[:-1]}/", "not"),
+        ]  # fmt: skip
+        for url, said in hostile:
+          status, body = await ask(app, "/v1/chat/completions", shown(url))
+          assert (status, said in body) == (400, True), (url[:60], body)
+        assert (await ask(app, "/v1/chat/completions", shown(f"http://{host}/b", "image_url")))[0] == 400
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+        assert len(sent) == 2
+
+  asyncio.run(all_of_them())

@@ -129,6 +129,29 @@ def test_a_row_does_not_depend_on_the_others(logits, state, history):
     assert alone.logprobs[0] == together.logprobs[row]
 
 
+@pytest.mark.parametrize(("top_k", "kept"), [(0, 6), (1, 2), (2, 2), (3, 5), (5, 5), (99, 6)])
+def test_equal_logits_are_kept_or_cut_together(top_k, kept):
+  """Zeros of both signs are equal; a token that a grammar forbids stays forbidden."""
+  logits = jnp.array([[2.0, 0.0, -0.0, 2.0, 0.0, -1e30, -jnp.inf]])
+  state = jax.tree.map(lambda x: jnp.asarray(x)[None], SamplingState.of(SamplingParams(top_k=top_k), 0, 7))
+  assert int((apply_top_k_top_p(logits, state) > -jnp.inf).sum()) == kept
+
+
+def test_limits_of_a_whole_vocabulary_are_those_of_a_sort():
+  """Where bounds are close to each other."""
+  logits = jnp.asarray(np.random.default_rng(1).normal(0, 1, (4, 20_000)), jnp.float32)
+  params = [SamplingParams(top_k=50), SamplingParams(top_p=0.9), SamplingParams(), SamplingParams(0.5, 700, 0.3, 0.01)]
+  state = jax.tree.map(lambda *rows: jnp.stack(rows), *(SamplingState.of(one, 0, 20_000) for one in params))
+  found = jax.nn.softmax(jax.jit(apply_top_k_top_p)(logits, state), axis=-1)
+  for row, one in enumerate(params):
+    scaled = np.asarray(logits[row], np.float64) / one.temperature
+    ranked = np.sort(scaled)[::-1]
+    ranked = ranked[ranked >= ranked[0] + np.log(one.min_p or 1e-300)][: one.top_k or None]
+    share = np.exp(ranked - ranked[0]) / np.exp(ranked - ranked[0]).sum()
+    count = int((np.cumsum(share) - share < one.top_p).sum())
+    assert abs(int((found[row] > 0).sum()) - count) <= (0 if one.top_p == 1 else 1)
+
+
 @pytest.mark.parametrize(
   ("keys", "params"),
   [

@@ -63,7 +63,9 @@ def locate(path: str) -> epath.Path:
   for folder in (given / FOLDER, given):
     if steps := steps_in(folder):
       return folder / str(steps[-1])
-  raise ConfigError(f"{path} is no checkpoint, and no run's folder with one in it.")
+  other = " Its config.json is no JSON object with a model_type, as that of a Hugging Face folder is."
+  described = (given / "config.json").exists()
+  raise ConfigError(f"{path} is no checkpoint, and no run's folder with one in it.{other if described else ''}")
 
 
 def _is_step(path: epath.Path) -> bool:

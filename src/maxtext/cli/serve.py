@@ -91,6 +91,14 @@ def add_command(commands: Any) -> None:
     metavar="R",
     help="largest rank of an adapter (default: the largest of --lora; with --lora-root, at least 16)",
   )
+  parser.add_argument(
+    "--allowed-media-host",
+    action="append",
+    default=[],
+    metavar="HOST[:PORT]",
+    help="fetch media of requests from this host; may be repeated. A host of a private network is named by its address "
+    "(default: nothing is fetched)",
+  )
   parser.set_defaults(run=_serve)
 
 
@@ -118,6 +126,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     import uvicorn  # noqa: F401
   except ImportError as missing:
     raise ConfigError(f"serve needs {missing.name}: pip install 'maxtext[serve]'.") from None
+  from maxtext.serving.fetch import FetchLimits
   from maxtext.serving.frontend import serve
   from maxtext.serving.limits import ConnectionLimits, ServerLimits
 
@@ -134,6 +143,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     api_keys,
     a.lora_root and os.path.abspath(os.path.expanduser(a.lora_root)),
     connections,
+    FetchLimits(tuple(a.allowed_media_host)),
   )
   if not api_keys and not is_loopback(a.host):
     print(

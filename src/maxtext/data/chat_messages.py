@@ -17,6 +17,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 MEDIA = {
   "image": "image", "image_url": "image", "audio": "audio", "input_audio": "audio", "video": "video",
+  "video_url": "video",
 }  # fmt: skip
 """Types of parts, and the kind of media in them."""
 
@@ -48,19 +49,20 @@ def media_sources(messages: Any) -> list[tuple[str, Any]]:
   """The media of messages in their order, each with its kind: files, paths or URLs, from parts as OpenAI's API has
   them, or from {"type": "image", "image": ...}, and so of audio and video; a file may be a mapping with "bytes" and
   "path", as the `datasets` library has it."""
-  return [(kind, _source(part)) for part in _parts(messages) if (kind := media_kind(part))]
+  return [(MEDIA[part["type"]], _source(part)) for part in media_parts(messages)]
+
+
+def media_parts(messages: Any) -> list[Any]:
+  """The parts of messages that are media, in their order."""
+  listed = messages if isinstance(messages, list | tuple) else ()
+  contents = [message.get("content") for message in listed if isinstance(message, Mapping)]
+  return [part for content in contents if isinstance(content, list | tuple) for part in content if media_kind(part)]
 
 
 def media_kind(part: Any) -> str | None:
   """The kind of media in a part of a message; None for text."""
   kind = part.get("type") if isinstance(part, Mapping) else None
   return MEDIA.get(kind) if isinstance(kind, str) else None
-
-
-def _parts(messages: Any) -> list[Any]:
-  listed = messages if isinstance(messages, list | tuple) else ()
-  contents = [message.get("content") for message in listed if isinstance(message, Mapping)]
-  return [part for content in contents if isinstance(content, list | tuple) for part in content]
 
 
 def template_tools(tools: Any) -> list[dict[str, Any]] | None:

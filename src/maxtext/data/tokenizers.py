@@ -52,6 +52,19 @@ def load_tokenizer(options: TokenizerOptions) -> "TextTokenizer":
   )
 
 
+def adds_bos(folder: Path) -> bool | None:
+  """Whether a folder's tokenizer puts a token before each document; None if its files do not say."""
+  settings = read_json_inside(folder, "tokenizer_config.json")
+  if isinstance(said := settings.get("add_bos_token"), bool):
+    return said and settings.get("bos_token") is not None
+  if not (content := read_json_inside(folder, "tokenizer.json")):
+    return None
+  processor = content.get("post_processor") or {}
+  steps = processor.get("processors", [processor]) if isinstance(processor, Mapping) else []
+  firsts = [step["single"][:1] for step in steps if isinstance(step, Mapping) and isinstance(step.get("single"), list)]
+  return any(isinstance(part, Mapping) and "SpecialToken" in part for first in firsts for part in first)
+
+
 def check_vocab_size(vocab_size: int, size: int, whose: str) -> None:
   """Raises `ConfigError` if a token would have no embedding. Embeddings without a token are allowed."""
   if size > vocab_size:

@@ -103,7 +103,8 @@ def decode_step(
     adapters=state.adapters,
     rotary_offsets=state.rotary_offsets,
   )
-  output = sample(logits[:, 0], state.sampling, state.history, state.positions + 1, token_bitmask)
+  sampling = state.sampling.where(active)
+  output = sample(logits[:, 0], sampling, state.history, state.positions + 1, token_bitmask)
   return commit(state._replace(cache=cache), output.token_ids, active), output
 
 

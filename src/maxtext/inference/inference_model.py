@@ -33,6 +33,7 @@ from maxtext.layers.lora import is_adapter
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import build_model
 from maxtext.models.model import Model, Params
+from maxtext.weights.generation_config import end_token_ids
 from maxtext.weights.load import load_weights
 from maxtext.weights.quantize import save_quantized_params
 
@@ -82,7 +83,8 @@ class InferenceModel:
     mesh = make_mesh(config.model_copy(update={"shard_mode": ShardMode.AUTO}))
     model = dropless(build_model(config, mesh, serving=True))
     draft_model = None if draft_config is None else load_draft_model(draft_config, mesh)
-    sampling_params = replace(SamplingParams.of(config), stop_token_ids=default_stop_token_ids(tokenizer))
+    ends = default_stop_token_ids(tokenizer, end_token_ids(config.load_parameters_path))
+    sampling_params = replace(SamplingParams.of(config), stop_token_ids=ends)
     engine = make_engine(config, model, load_params(config, model), num_speculative_tokens, draft_model, adapters)
     return InferenceModel(config, engine, tokenizer, sampling_params, adapters)
 
@@ -268,9 +270,10 @@ def load_params(config: MaxTextConfig, model: Model) -> Params:
   return model.unstack_layers(found)
 
 
-def default_stop_token_ids(tokenizer: TextTokenizer) -> tuple[int, ...]:
-  """The tokens that end an output: that of a document, and those of turns of the chat template."""
-  return tuple(dict.fromkeys(token for token in (tokenizer.eos, *ends_of_turns(tokenizer)) if token is not None))
+def default_stop_token_ids(tokenizer: TextTokenizer, others: Sequence[int] = ()) -> tuple[int, ...]:
+  """The tokens that end an output: that of a document, those of turns of the chat template, and `others`."""
+  ends = (tokenizer.eos, *ends_of_turns(tokenizer), *others)
+  return tuple(dict.fromkeys(token for token in ends if token is not None))
 
 
 def load_run_tokenizer(config: MaxTextConfig) -> TextTokenizer:

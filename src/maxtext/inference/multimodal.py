@@ -80,6 +80,8 @@ class PromptEncoder:
     longest: most tokens of a prompt; media are not read further where theirs alone are more.
     merged: rows, and columns, of patches that become one feature; None without mRoPE.
     interval: time positions between the slots of a video.
+    video_pixels: most pixels of all frames of a prompt's videos, which are decoded up to the last that is looked at;
+      None for videos of one's own.
   """
 
   tokenizer: TextTokenizer
@@ -88,6 +90,7 @@ class PromptEncoder:
   longest: int
   merged: int | None = None
   interval: int = 1
+  video_pixels: int | None = None
 
   @staticmethod
   def of(config: MaxTextConfig, tokenizer: TextTokenizer, longest: int) -> "PromptEncoder":
@@ -131,7 +134,7 @@ class PromptEncoder:
   def _process(self, sources: Sources) -> "list[_Medium]":
     """What the towers take, in the order of the sources."""
     numbers, opened = Counter[str](), list[tuple[str, _Opened]]()
-    total = pixels = 0
+    total, pixels = 0, Counter[str]()
     for kind, source in sources:  # headers first, since decoding is what costs
       if kind not in self.processors:
         raise ConfigError(
@@ -141,14 +144,16 @@ class PromptEncoder:
       numbers[kind] += 1
       with naming_medium(name):
         opened.append((name, _OPEN[kind](media_file(source), self.processors[kind])))
-      total, pixels = total + opened[-1][1].features, pixels + opened[-1][1].pixels
+      total += opened[-1][1].features
+      pixels[kind] += opened[-1][1].pixels
       if total >= self.longest:
         raise ConfigError(
           f"The media have {total} tokens or more, and a prompt has fewer than "
           f"max_prefill_predict_length={self.longest}."
         )
-      if pixels > MOST_PIXELS:
-        raise ConfigError(f"The images have {pixels:,} pixels, and those of a prompt may have {MOST_PIXELS:,}.")
+      for counted, most in (("image", MOST_PIXELS), ("video", self.video_pixels)):
+        if most is not None and pixels[counted] > most:
+          raise ConfigError(f"The {counted}s have {pixels[counted]:,} pixels, and those of a prompt may have {most:,}.")
     found = []
     for (kind, _), (name, one) in zip(sources, opened, strict=True):
       with naming_medium(name):
@@ -245,7 +250,8 @@ def _open_sound(source: Any, processor: Any) -> _Opened:
 
 def _open_video(source: Any, processor: Any) -> _Opened:
   video = load_video(source)
-  return _Opened(processor.features(video.total, video.rate, video.height, video.width), 0, lambda: processor(video))
+  features = processor.features(video.total, video.rate, video.height, video.width)
+  return _Opened(features, video.total * video.height * video.width, lambda: processor(video))
 
 
 _DECODERS = {"image": "PIL.Image", "audio": "soundfile"}

@@ -239,5 +239,5 @@ def _verify(
 ) -> tuple[tuple[DecodeState, jax.Array], tuple[SamplerOutput, jax.Array]]:
   """Samples from the logits [B,V] of one position; a slot stays active while its draft token [B] is the sampled one."""
   (state, active), (logits, draft_tokens) = carry, position
-  output = sample(logits, state.sampling, state.history, state.positions + 1)
+  output = sample(logits, state.sampling.where(active), state.history, state.positions + 1)
   return (commit(state, output.token_ids, active), active & (output.token_ids == draft_tokens)), (output, active)

@@ -10,7 +10,7 @@ log-probabilities per token.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -142,21 +142,27 @@ class SamplingState(NamedTuple):
     bias_token_ids, biases = np.full(MAX_LOGIT_BIAS, vocab, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
     for place, (token, bias) in enumerate(s.biases):
       bias_token_ids[place], biases[place] = token, bias
-    return SamplingState(
-      jnp.float32(s.temperature),
-      jnp.int32(s.top_k),
-      jnp.float32(s.top_p),
-      jnp.float32(s.min_p),
-      jnp.asarray(bias_token_ids),
-      jnp.asarray(biases),
-      jnp.uint32(s.seed & 0xFFFFFFFF),
-      jnp.float32(s.repetition_penalty),
-      jnp.float32(s.presence_penalty),
-      jnp.float32(s.frequency_penalty),
-      jnp.asarray(stop_token_ids),
-      jnp.int32(prompt_length + s.min_tokens),
-      jnp.int32(s.logprobs or 0),
+    row: Any = (
+      np.float32(s.temperature),
+      np.int32(s.top_k),
+      np.float32(s.top_p),
+      np.float32(s.min_p),
+      bias_token_ids,
+      biases,
+      np.uint32(s.seed & 0xFFFFFFFF),
+      np.float32(s.repetition_penalty),
+      np.float32(s.presence_penalty),
+      np.float32(s.frequency_penalty),
+      stop_token_ids,
+      np.int32(prompt_length + s.min_tokens),
+      np.int32(s.logprobs or 0),
     )
+    return SamplingState(*row)  # NumPy: one transfer, with the program that takes it
+
+  def where(self, active: jax.Array) -> "SamplingState":
+    """The same with inactive rows [B] as the cheapest: greedy, without a report."""
+    temperature, num_logprobs = (jnp.where(active, x, 0) for x in (self.temperature, self.num_logprobs))
+    return self._replace(temperature=temperature, num_logprobs=num_logprobs)
 
   @staticmethod
   def empty(rows: int, vocab: int) -> "SamplingState":
@@ -270,17 +276,47 @@ def apply_token_bitmask(logits: jax.Array, token_bitmask: jax.Array) -> jax.Arra
 
 def apply_top_k_top_p(logits: jax.Array, state: SamplingState) -> jax.Array:
   """Logits over temperature, with minus infinity outside of min-p, top-k and top-p. Equal logits are kept or cut
-  together."""
+  together.
+
+  Each limit is a least logit, found by bisection instead of a sort of the vocabulary. A row's result does not depend on
+  whether other rows have limits; where none has, nothing is computed.
+  """
   scaled = logits / jnp.maximum(state.temperature, 1e-6)[:, None]
-  ranked = jnp.sort(scaled, axis=-1, descending=True)
-  ranked = jnp.where(ranked >= ranked[:, :1] + jnp.log(state.min_p)[:, None], ranked, -jnp.inf)
-  vocab = logits.shape[1]
-  count = jnp.where(state.top_k > 0, jnp.minimum(state.top_k, vocab), vocab)[:, None]
-  ranked = jnp.where(jnp.arange(vocab) < count, ranked, -jnp.inf)
-  before = jnp.cumsum(jax.nn.softmax(ranked, axis=-1), axis=-1) - jax.nn.softmax(ranked, axis=-1)
-  inside = (before < state.top_p[:, None]) & (ranked > -jnp.inf)
-  least = jnp.min(jnp.where(inside, ranked, jnp.inf), axis=-1, keepdims=True)
-  return jnp.where(scaled >= least, scaled, -jnp.inf)
+  kept = scaled >= scaled.max(axis=-1, keepdims=True) + jnp.log(state.min_p)[:, None]
+  order, random = _order(scaled), state.temperature > 0
+
+  def top_k() -> jax.Array:
+    return kept & (
+      order >= _largest_with(order, jnp.ones_like(scaled), jnp.where(state.top_k > 0, state.top_k, jnp.inf))
+    )
+
+  def top_p(kept: jax.Array) -> jax.Array:
+    share = jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), axis=-1)
+    return kept & (order >= _largest_with(order, share, jnp.where(state.top_p < 1, state.top_p, jnp.inf)))
+
+  kept = jax.lax.cond(jnp.any(random & (state.top_k > 0)), top_k, lambda: kept)
+  kept = jax.lax.cond(jnp.any(random & (state.top_p < 1)), top_p, lambda kept: kept, kept)
+  return jnp.where(kept, scaled, -jnp.inf)
+
+
+def _order(x: jax.Array) -> jax.Array:
+  """Unsigned integers that are ordered as these floats are."""
+  bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # zeros of both signs are equal
+  return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest_with(order: jax.Array, weights: jax.Array, total: jax.Array) -> jax.Array:
+  """The largest bound [B,1] for which entries of at least it have weights [B,V] of this total [B]; 0 if there is none.
+
+  The sum of weights that are not negative cannot shrink as the bound sinks, rounding included.
+  """
+
+  def one_bit(i: jax.Array, bound: jax.Array) -> jax.Array:
+    higher = bound | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+    enough = jnp.where(order >= higher, weights, 0).sum(axis=-1, keepdims=True) >= total[:, None]
+    return jnp.where(enough, higher, bound)
+
+  return jax.lax.fori_loop(0, 32, one_bit, jnp.zeros((len(order), 1), jnp.uint32))
 
 
 def _top_logprobs(logprobs: jax.Array, state: SamplingState) -> tuple[jax.Array, jax.Array]:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from maxtext.serving.fetch import FetchLimits
+
 
 @dataclass(frozen=True)
 class ConnectionLimits:
@@ -36,6 +38,7 @@ class ServerLimits:
     api_keys: valid API keys; without any, every client is accepted.
     lora_root: folder below which clients may load LoRA adapters; None lets them load and unload none.
     connections: limits of connections.
+    fetch: limits of media that requests name by URL.
   """
 
   max_queued_requests: int = 256
@@ -46,6 +49,7 @@ class ServerLimits:
   api_keys: tuple[str, ...] = ()
   lora_root: str | None = None
   connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+  fetch: FetchLimits = field(default_factory=FetchLimits)
 
   @property
   def queue_share(self) -> int:

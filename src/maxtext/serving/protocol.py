@@ -7,9 +7,10 @@ import base64
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -33,7 +34,7 @@ from maxtext.data.chat_answers import (
   required_calls,
   required_calls_schema,
 )
-from maxtext.data.chat_messages import template_tools
+from maxtext.data.chat_messages import media_parts, template_tools
 from maxtext.data.chat_template import GUARDED, MARK_GENERATION, iterate_texts
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.grammar import GrammarSpec
@@ -359,11 +360,10 @@ class CompletionRequest(GenerationRequest):
     for prompt in prompts:
       check_prompt(limits, prompt)
 
-  @property
-  def has_media(self) -> bool:
-    return False
+  has_media: ClassVar[bool] = False
+  remote_media: ClassVar[tuple[str, ...]] = ()
 
-  def encoded(self, prompts: PromptEncoder) -> list[EncodedPrompt]:
+  def encoded(self, prompts: PromptEncoder, fetched: Mapping[str, bytes] = MappingProxyType({})) -> list[EncodedPrompt]:
     """The tokens of every prompt."""
     return [(tokens, None) for tokens in _encode(self.prompt, prompts.tokenizer)]
 
@@ -428,12 +428,17 @@ class TextPart(BaseModel):
   text: str
 
 
-class ImageURL(BaseModel):
-  """An image within the request itself. `detail` is accepted, and images are always read in full."""
+class MediaURL(BaseModel):
+  """A medium within the request itself, or behind a URL of a host that is allowed."""
 
   model_config = ConfigDict(extra="forbid")
 
   url: str
+
+
+class ImageURL(MediaURL):
+  """An image. `detail` is accepted, and images are always read in full."""
+
   detail: Literal["auto", "low", "high"] | None = None
 
 
@@ -444,6 +449,15 @@ class ImagePart(BaseModel):
 
   type: Literal["image_url"]
   image_url: ImageURL
+
+
+class VideoPart(BaseModel):
+  """A video of a message, as in vLLM."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  type: Literal["video_url"]
+  video_url: MediaURL
 
 
 class InputAudio(BaseModel):
@@ -484,7 +498,7 @@ class ToolCall(BaseModel):
   function: CalledFunction
 
 
-_Part = Annotated[TextPart | ImagePart | AudioPart, Field(discriminator="type")]
+_Part = Annotated[TextPart | ImagePart | VideoPart | AudioPart, Field(discriminator="type")]
 
 
 class ChatMessage(BaseModel):
@@ -515,10 +529,12 @@ class ChatMessage(BaseModel):
     return found
 
   @property
-  def image_urls(self) -> list[str]:
-    """The URLs of its images."""
+  def remote_media(self) -> list[str]:
+    """The URLs of media that are not within the request."""
     parts = self.content if isinstance(self.content, list) else []
-    return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+    urls = [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+    urls += [part.video_url.url for part in parts if isinstance(part, VideoPart)]
+    return [url for url in urls if not url.startswith("data:")]
 
   @property
   def has_media(self) -> bool:
@@ -641,11 +657,6 @@ class ChatCompletionRequest(GenerationRequest):
     limits.check_length(sum(map(len, texts)), "characters")
     for text in texts:
       _check_whitespace(text)
-    for number, message in enumerate(self.messages):
-      if not all(url.startswith("data:") for url in message.image_urls):
-        raise ConfigError(
-          f"messages.{number}.image_url: only data URLs (data:image/png;base64,...) are read, nothing is fetched."
-        )
     if reserved := sorted(_OWN_VALUES & (self.chat_template_kwargs or {}).keys()):
       raise ConfigError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set here.")
 
@@ -653,13 +664,18 @@ class ChatCompletionRequest(GenerationRequest):
   def has_media(self) -> bool:
     return any(message.has_media for message in self.messages)
 
-  def encoded(self, prompts: PromptEncoder) -> list[EncodedPrompt]:
-    """The tokens of the conversation with the start of the assistant's message, and its media."""
-    return [prompts.chat(self._messages, self._values)]
-
   @property
-  def _messages(self) -> list[dict[str, Any]]:
-    return [message.model_dump(exclude_none=True) for message in self.messages]
+  def remote_media(self) -> list[str]:
+    return [url for message in self.messages for url in message.remote_media]
+
+  def encoded(self, prompts: PromptEncoder, fetched: Mapping[str, bytes] = MappingProxyType({})) -> list[EncodedPrompt]:
+    """The tokens of the conversation with the start of the assistant's message, and its media."""
+    messages = [message.model_dump(exclude_none=True) for message in self.messages]
+    for part in media_parts(messages):
+      medium = part[part["type"]]
+      if medium.get("url") in fetched:
+        medium["bytes"] = fetched[medium["url"]]
+    return [prompts.chat(messages, self._values)]
 
   @property
   def _values(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from maxtext.inference.multimodal import EncodedPrompt
 from maxtext.serving.adapter_handler import AdapterHandler
 from maxtext.serving.engine_thread import Client, EngineFailedError, EngineNotReadyError, EngineThread, QueueFullError
 from maxtext.serving.errors import error_body, error_response
+from maxtext.serving.fetch import MediaFetcher
 from maxtext.serving.limits import ServerLimits
 from maxtext.serving.protocol import (
   ChatCompletionRequest,
@@ -54,6 +56,7 @@ _ERRORS = {
 }
 _THREADS = 2  # that parse and tokenize
 _MOST_MEDIA_BYTES = 1 << 30
+_MOST_VIDEO_PIXELS = 1 << 32  # of a prompt: a minute in full HD, which takes some ten seconds to decode
 _Result = TypeVar("_Result")
 _Prompts = list[EncodedPrompt]
 
@@ -175,7 +178,7 @@ class _RequestHandler:
     self._name, self._engine, self._limits, self._metrics = name, engine, limits, metrics
     self._threads, self._media_thread = ThreadPoolExecutor(_THREADS, "requests"), ThreadPoolExecutor(1, "media")
     self._embedding, self._num_embedding = ThreadPoolExecutor(1, "embeddings"), 0
-    self._media_bytes = 0
+    self._media_bytes, self._fetcher = 0, MediaFetcher(limits.fetch)
 
   async def handle(self, kind: type[CompletionRequest] | type[ChatCompletionRequest], http: Request) -> Response:
     """The response of a request: the whole output, or a stream."""
@@ -183,9 +186,8 @@ class _RequestHandler:
     model, raw = _ready_model(self._engine), await _read_json(http)
     parsing = self._in_thread(lambda: self._parse(kind, raw, model))
     request, spec, prompts = await self._with_timeout(parsing, http, start, "Reading the request")
-    if prompts is None:  # one after the other, so that memory is bounded, and apart from requests of text
-      encoding = self._in_thread(lambda: _tokenizing(lambda: request.encoded(model.prompts)), self._media_thread)
-      prompts = await self._with_timeout(encoding, http, start, "Reading the media")
+    if prompts is None:
+      prompts = await self._with_timeout(self._encode_media(request, model), http, start, "Reading the media")
     choices = [(*prompt, index) for prompt in prompts for index in range(request.n)]
     with ExitStack() as in_use:
       in_use.enter_context(self._with_media(prompts))
@@ -261,6 +263,13 @@ class _RequestHandler:
     body = request.response(served, found, sum(map(len, inputs)))
     return Response(await self._in_thread(lambda: json.dumps(body)), media_type="application/json")
 
+  async def _encode_media(self, request: CompletionRequest | ChatCompletionRequest, model: InferenceModel) -> _Prompts:
+    """The prompts of a request with media: one request after the other, so that memory is bounded, and apart from those
+    of text."""
+    encoder = replace(model.prompts, video_pixels=_MOST_VIDEO_PIXELS)
+    async with self._fetcher.fetched(request.remote_media) as fetched:
+      return await self._in_thread(lambda: _tokenizing(lambda: request.encoded(encoder, fetched)), self._media_thread)
+
   async def _in_thread(self, work: Callable[[], _Result], threads: ThreadPoolExecutor | None = None) -> _Result:
     return await asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
 
@@ -283,6 +292,7 @@ class _RequestHandler:
     """The parsed request, its grammar if any, and the tokens of its prompts; None where media must be decoded first."""
     request: CompletionRequest | ChatCompletionRequest = parse(kind, raw, _request_limits(model, self._limits))
     self._check_model(request.model, model)
+    self._fetcher.check(request.remote_media)
     prompts = None if request.has_media else _tokenizing(lambda: request.encoded(model.prompts))
     return request, _tokenizing(lambda: request.grammar_spec), prompts
 

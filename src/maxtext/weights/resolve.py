@@ -101,19 +101,28 @@ def _folder_values(path: str, resolved: Resolved) -> dict[str, Any]:
   ours = ("base.yml", "model ", "custom_mesh_and_rule=")
   given = {key for key, origin in resolved.origins.items() if not origin.startswith(ours)}
   own: dict[str, Any] = {"source_checkpoint_layout": "safetensors"}
-  if not given & {"model_name", "decoder_block"}:
-    from maxtext.weights.config_json import keys_of_folder
-    from maxtext.weights.hugging_face_folder import HuggingFaceFolder
+  from maxtext.weights.config_json import keys_of_folder
+  from maxtext.weights.generation_config import sampling_keys
+  from maxtext.weights.hugging_face_folder import HuggingFaceFolder
 
-    own |= keys_of_folder(HuggingFaceFolder(path))
+  folder = HuggingFaceFolder(path)
+  if not given & {"model_name", "decoder_block"}:
+    own |= keys_of_folder(folder)
+  if not any(key.startswith("decode_sampling_") for key in given):
+    own |= sampling_keys(folder)
   if not given & {"tokenizer_path", "tokenizer_type"}:
     own |= _tokenizer_keys(path)
   return {key: value for key, value in own.items() if key not in given}
 
 
 def _tokenizer_keys(path: str) -> dict[str, Any]:
-  """The tokenizer beside the weights, if there is one."""
+  """The tokenizer beside the weights, if there is one, and whether its documents begin with a token for that."""
   from maxtext.checkpoint.tokenizer import kind_of
+  from maxtext.data.tokenizers import adds_bos
 
-  kind = kind_of(Path(path).expanduser())
-  return {} if kind is None else {"tokenizer_path": path, "tokenizer_type": kind.value}
+  folder = Path(path).expanduser()
+  kind = kind_of(folder)
+  if kind is None:
+    return {}
+  begins = adds_bos(folder)
+  return {"tokenizer_path": path, "tokenizer_type": kind.value} | ({} if begins is None else {"add_bos": begins})
