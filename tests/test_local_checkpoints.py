@@ -179,7 +179,7 @@ def test_a_state_that_is_not_finite_or_leads_nowhere_is_not_taken(kept, tmp_path
   assert int(resume_locally(folder, p.state, at_least=0, blamed=4).state.step) == 2
 
 
-def test_what_is_damaged_or_of_another_mesh_is_not_taken(kept, tmp_path):
+def test_what_is_damaged_is_not_taken_and_another_mesh_is_put_together(kept, tmp_path):
   p, _, folder = kept
   folder = copied(folder, tmp_path)
   file = folder / "4" / "parts.npz"
@@ -190,7 +190,32 @@ def test_what_is_damaged_or_of_another_mesh_is_not_taken(kept, tmp_path):
   assert (int(found.state.step), sorted(path.name for path in folder.iterdir())) == (2, ["2", "4.unused"])
   mesh = {"ici_fsdp_parallelism": 8, "per_device_batch_size": 1, "base_num_decoder_layers": 1}
   other = program(tiny(**mesh), devices=8)
-  assert resume_locally(folder, other.state, at_least=0) is None
+  moved = resume_locally(folder, other.state, at_least=0).state
+  assert int(moved.step) == 2
+  for name, array in moved.params.items():
+    np.testing.assert_array_equal(array, found.state.params[name], err_msg=name)
+    assert array.sharding == other.state.params[name].sharding
+
+
+def test_parts_of_two_starts_are_not_mixed(kept, tmp_path):
+  """A lost host left its parts of step 4, and the step was saved anew without it: both fit, and are not mixed."""
+  p, state, folder = kept
+  disk = shutil.copytree(folder.parent, tmp_path / "disk")
+  own = epath.Path(disk / "process-0")
+  (disk / "process-1").mkdir()
+  shutil.move(own / "4", disk / "process-1" / "4")
+  writer = LocalWriter(local_checkpoint_options(p.config), own)
+  doubled = dataclasses.replace(state, params={name: 2 * array for name, array in state.params.items()})
+  writer.save(4, dataclasses.replace(doubled, step=jnp.asarray(4, jnp.int32)), {})
+  writer.close()
+
+  file = own / "4" / "parts.npz"
+  with np.load(file) as parts:  # of every array that is split, the first part alone is left
+    first = {key.rpartition(" ")[0]: key for key in reversed(parts.files)}
+    np.savez(file, **{key: parts[key] for key in first.values()})
+  found = resume_locally(own, p.state, at_least=0)
+  for name, array in state.params.items():
+    np.testing.assert_array_equal(found.state.params[name], array, err_msg=name)
 
 
 def test_a_disk_that_does_not_answer_ends_the_run_and_nothing_is_renamed(kept, tmp_path, monkeypatch):

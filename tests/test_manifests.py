@@ -136,6 +136,11 @@ WRONG = {
   "variable": ("jobset", ["--env", "M_HF_ACCESS_TOKEN=abc123", *RUN, "compile_topology=v5p-8"], "is secret"),
   "pair": ("jobset", ["--env", "abc", *RUN, "compile_topology=v5p-8"], "--env abc: write NAME=VALUE"),
   "flag": ("jobset", [*RUN, "--restarts", "3"], "--restarts: flags of launch stand before"),
+  "elastic": (
+    "jobset",
+    [*RUN, "compile_topology=v5p-8", "elastic_enabled=true", "enable_checkpointing=true"],
+    "maxtext launch --host",
+  ),
   "key": ("slurm", ["small-llama", "stepps=3"], "Did you mean 'steps'"),
 }
 

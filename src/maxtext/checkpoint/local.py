@@ -1,15 +1,20 @@
 """The local tier: every process keeps its own parts of the state on a disk of its machine, often, and on its own.
 
 A part that several processes hold, such as a replica's, is on each of their disks: what a machine lost, a peer sends.
-Parts fit only the same mesh on the same processes; the run's own checkpoints (`restore.py`) fit any.
+Any mesh on any number of processes is put together from the parts, as long as each of them is somewhere.
 """
 
 import io
+import json
 import logging
+import time
+import uuid
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 import jax
@@ -24,7 +29,8 @@ from maxtext.checkpoint.restore import Restored, quarantine
 from maxtext.checkpoint.storage import StorageError, retried
 from maxtext.checkpoint.tree import like, named
 from maxtext.configs import ConfigError
-from maxtext.distributed.multihost import any_process, broadcast_from
+from maxtext.distributed.hosts import host_index
+from maxtext.distributed.multihost import any_process, broadcast_from, broadcast_from_first
 from maxtext.distributed.transfer import receive_from
 from maxtext.storage.atomic import UNFINISHED, atomic_folder
 
@@ -32,12 +38,16 @@ _LOG = logging.getLogger(__name__)
 
 _PARTS, _POSITION = "parts.npz", "position.npz"
 _UNUSED = "unused"  # behind the name of a step that a start did not resume from
+_START = "start"  # among the data-iterator state: which start of the run saved it
 _KEPT = 2  # a process may have finished a step that another has not
+
+
+_Box = tuple[tuple[int, int], ...]  # of each dimension, where a part begins and ends
 
 
 def local_folder(directory: str, name: str) -> epath.Path:
   """Where this process keeps its parts of a run."""
-  folder = epath.Path(directory).absolute() / name / f"process-{jax.process_index()}"
+  folder = epath.Path(directory).absolute() / name / f"process-{host_index(jax.process_index())}"
   try:
     folder.mkdir(parents=True, exist_ok=True)
   except OSError as error:
@@ -50,6 +60,7 @@ class LocalWriter:
 
   def __init__(self, options: LocalCheckpointOptions, folder: epath.Path) -> None:
     self._options, self._folder = options, folder
+    self._start = np.array(broadcast_from_first(f"{time.time():.6f} {uuid.uuid4().hex}"))
     self._thread = ThreadPoolExecutor(1, "local-checkpoint")
     self._saving: tuple[int, Future] | None = None
 
@@ -67,7 +78,10 @@ class LocalWriter:
       _print(f"step {step} is not kept on local disks: its state is not finite.")
       return
     parts = {key: part for name, array in named(state).items() for key, part in _local_shards(name, array)}
-    files = {_PARTS: parts, _POSITION: {name: _gather(array) for name, array in position.items()}}
+    files = {
+      _PARTS: parts,
+      _POSITION: {_START: self._start} | {name: _gather(array) for name, array in position.items()},
+    }
     self._saving = step, self._thread.submit(_write, self._folder, step, files)
     if not self._options.asynchronous:
       self.wait()
@@ -127,70 +141,162 @@ def resume_locally(folder: epath.Path, abstract: Any, at_least: int, blamed: int
 
 
 def _assemble(folder: epath.Path, abstract: Any) -> Restored | None:
-  wanted = named(abstract)
-  holders = {name: _holders(name, struct) for name, struct in wanted.items()}
-  own = jax.process_index()
-  keys = [key for keys in holders.values() for key, held_by in keys.items() if own in held_by]
-  parts, problem = _open_files(folder, keys)
-  answers = _from_all(np.array([parts is not None, problem is not None]))
-  whole, silent = ({process for process, found in enumerate(answers[:, i]) if found} for i in range(2))
-  lost = sorted({p for keys in holders.values() for held_by in keys.values() if not held_by & whole for p in held_by})
-  if missed := sorted(silent & set(lost)):  # what a disk cannot be asked for may be there when it can
-    raise problem or StorageError(
-      f"{folder} cannot be read by process {_listed(missed)}. Nothing was changed; start again when it can."
+  """The state of a step, from the parts that all disks together hold; None where some are on none of them."""
+  wanted, own = named(abstract), jax.process_index()
+  opened, problem = _open_all(folder)
+  offers = [json.loads(text) for text in _texts_of_all(json.dumps([{s: sorted(o.keys) for s, o in opened.items()},
+                                                                   problem is not None]))]  # fmt: skip
+  found: _Held | None = None
+  short: set[int] = set(range(jax.process_count()))
+  for start in sorted({start for starts, _ in offers for start in starts}, reverse=True):
+    holders: dict[str, set[int]] = {}
+    for process, (starts, _) in enumerate(offers):
+      for key in starts.get(start, ()):
+        holders.setdefault(key, set()).add(process)
+    held = _Held.of(dict(sorted(holders.items())), opened.get(start))
+    if not (lacking := held.lacking(wanted)):
+      found = held
+      break
+    short = min(short, lacking, key=len)
+  if found is None:
+    if silent := [process for process, (_, failed) in enumerate(offers) if failed]:
+      # What a disk cannot be asked for may be there when it can.
+      raise problem or StorageError(
+        f"{folder} cannot be read by process {_listed(silent)}. Nothing was changed; start again when it can."
+      )
+    _print(
+      f"step {folder.name} is not whole on local disks: no other holds what process {_listed(sorted(short))} held."
     )
-  if lost:
-    _print(f"step {folder.name} is not whole on local disks: no other holds what process {_listed(lost)} held.")
     return None
-  if lacking := sorted(set(range(jax.process_count())) - whole):
-    _print(f"process {_listed(lacking)} gets its parts of step {folder.name} from its peers.")
-  arrays = {name: _array(struct, name, holders[name], parts, whole) for name, struct in wanted.items()}
-  first = min(whole)
+  receivers = {process for keys in found.needs(wanted).values() for process in keys}
+  if receivers:
+    _print(f"process {_listed(sorted(receivers))} gets its parts of step {folder.name} from its peers.")
+  arrays = {name: found.array(name, struct) for name, struct in wanted.items()}
   if not _all_finite(arrays):
     _print(f"step {folder.name} on local disks is not finite.")
     return None
-  position = broadcast_from(first, (folder / _POSITION).read_bytes() if own == first else b"")
-  return Restored(like(abstract, arrays), dict(np.load(io.BytesIO(position))), folder)
+  first = min(process for held_by in found.holders.values() for process in held_by)
+  position = broadcast_from(first, found.opened.position if own == first and found.opened else b"")
+  values = dict(np.load(io.BytesIO(position)))
+  values.pop(_START, None)
+  return Restored(like(abstract, arrays), values, folder)
 
 
-def _array(
-  struct: jax.ShapeDtypeStruct,
-  name: str,
-  holders: Mapping[str, set[int]],
-  parts: Mapping[str, np.ndarray] | None,
-  whole: set[int],
-) -> jax.Array:
-  """One array from this process's parts, and from those that it lacks and others send."""
-  own, pieces = jax.process_index(), dict[str, np.ndarray]()
-  shape = struct.sharding.shard_shape(struct.shape)
-  size = int(np.prod(shape, dtype=np.int64)) * struct.dtype.itemsize
-  for key, held_by in holders.items():
-    sender, lacking = min(held_by & whole), held_by - whole
-    data = _bytes(parts[key]) if parts is not None and own in held_by else None
-    if lacking and (own == sender or own in lacking):
-      data = receive_from(sender, lacking, size, data)
-    if data is not None:
-      pieces[key] = data.view(struct.dtype).reshape(shape)
-  return jax.make_array_from_callback(
-    struct.shape, struct.sharding, lambda index: pieces[_key(name, struct.shape, struct.dtype, index)]
-  )
+@dataclass
+class _Opened:
+  """The parts of one start of a run that this process can read, by key, and the data-iterator state beside them."""
+
+  files: dict[str, Any]  # of each key, the archive
+  position: bytes
+
+  @property
+  def keys(self) -> Collection[str]:
+    return self.files.keys()
 
 
-def _open_files(folder: epath.Path, keys: Sequence[str]) -> tuple[Mapping[str, np.ndarray] | None, StorageError | None]:
-  """This process's parts, read when they are taken; None where one is missing or damaged, or the disk fails."""
+@dataclass
+class _Held:
+  """The parts of a step that one start of the run has left: they fit each other and do not overlap.
 
-  def load() -> tuple[Any, bool]:
-    parts, position = np.load(folder / _PARTS), np.load(folder / _POSITION)
-    return parts, all(file.zip.testzip() is None for file in (parts, position))
+  Attributes:
+    holders: of each part, the processes that can read it, in the same order everywhere.
+    by_array: the parts of each array, with where they are in it.
+    opened: those that this process can read.
+  """
+
+  holders: Mapping[str, set[int]]
+  by_array: Mapping[str, list[tuple[str, _Box]]]
+  opened: _Opened | None
+
+  @staticmethod
+  def of(holders: Mapping[str, set[int]], opened: _Opened | None) -> "_Held":
+    by_array: dict[str, list[tuple[str, _Box]]] = {}
+    for key in holders:
+      array, _, where = key.rpartition(" ")
+      by_array.setdefault(array, []).append((key, _parse_box(where)))
+    return _Held(holders, by_array, opened)
+
+  def lacking(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> set[int]:
+    """The processes of which some shards are not wholly held by anyone."""
+    found: set[int] = set()
+    for name, struct in wanted.items():
+      for box, processes in _shards(struct).items():
+        if sum(_volume(_overlap(box, part)) for _, part in self._parts(name, struct)) != _volume(box):
+          found |= processes
+    return found
+
+  def needs(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, set[int]]:
+    """The parts that are sent, each with the processes that receive it."""
+    found: dict[str, set[int]] = {}
+    for name, struct in wanted.items():
+      for key, part in self._parts(name, struct):
+        users = {p for box, ps in _shards(struct).items() if _volume(_overlap(box, part)) for p in ps}
+        if receivers := users - self.holders[key]:
+          found[key] = receivers
+    return found
+
+  def array(self, name: str, struct: jax.ShapeDtypeStruct) -> jax.Array:
+    """One array, of the parts that this process can read, and of those that others send."""
+    own, sent, pieces = jax.process_index(), self.needs({name: struct}), list[tuple[_Box, np.ndarray]]()
+    boxes = [box for box, processes in _shards(struct).items() if own in processes]
+    for key, part in self._parts(name, struct):
+      here = self.opened is not None and key in self.opened.keys
+      used = any(_volume(_overlap(box, part)) for box in boxes)
+      sender, receivers = min(self.holders[key]), sent.get(key, set())
+      data = _bytes(self.opened.files[key][key]) if self.opened and here and (used or own == sender) else None
+      if receivers and (own == sender or own in receivers):
+        data = receive_from(sender, receivers, _volume(part) * struct.dtype.itemsize, data)
+      if data is not None and used:
+        pieces.append((part, data.view(struct.dtype).reshape([stop - start for start, stop in part])))
+
+    def shard(index: Any) -> np.ndarray:
+      box = _box(index, struct.shape)
+      if len(pieces) == 1 and pieces[0][0] == box:
+        return pieces[0][1]
+      found = np.empty([stop - start for start, stop in box], struct.dtype)
+      for part, data in pieces:
+        if _volume(common := _overlap(box, part)):
+          found[_within(common, box)] = data[_within(common, part)]
+      return found
+
+    return jax.make_array_from_callback(struct.shape, struct.sharding, shard)
+
+  def _parts(self, name: str, struct: jax.ShapeDtypeStruct) -> list[tuple[str, _Box]]:
+    return self.by_array.get(f"{name} {struct.dtype}{list(struct.shape)}", [])
+
+
+def _open_all(folder: epath.Path) -> tuple[dict[str, _Opened], StorageError | None]:
+  """What this process can read of a step, by the start of the run that saved it: its own parts, and those that hosts
+  left on the same disk which are not there now."""
+  live = {f"process-{host}" for host in _from_all(np.array(host_index(jax.process_index()))).tolist()}
+  left = [path / folder.name for path in folder.parent.parent.glob("process-*") if path.name not in live]
+  found: dict[str, _Opened] = {}
+  problem = None
+  for one in (folder, *sorted(left)):
+    parts, position, failed = _open_files(one)
+    problem = problem or failed
+    if parts is not None:
+      start = str(np.load(io.BytesIO(position)).get(_START, ""))
+      opened = found.setdefault(start, _Opened({}, position))
+      opened.files |= dict.fromkeys(parts.files, parts)
+  return found, problem
+
+
+def _open_files(folder: epath.Path) -> tuple[Any, bytes, StorageError | None]:
+  """The parts in a folder, read when they are taken; None where one is missing or damaged, or the disk fails."""
+
+  def load() -> tuple[Any, bytes, bool]:
+    parts, position = np.load(folder / _PARTS), (folder / _POSITION).read_bytes()
+    return parts, position, all(file.zip.testzip() is None for file in (parts, np.load(io.BytesIO(position))))
 
   try:
-    parts, good = retried(folder, load)
+    parts, position, good = retried(folder, load)
   except StorageError as error:
     _LOG.warning(f"maxtext: process {jax.process_index()}: {error}")
-    return None, error
+    return None, b"", error
   except (OSError, ValueError, zipfile.BadZipFile):
-    return None, None
-  return (parts if good and set(keys) <= set(parts.files) else None), None
+    return None, b"", None
+  return (parts if good else None), position, None
 
 
 def _bytes(part: np.ndarray) -> np.ndarray:
@@ -222,18 +328,39 @@ def _local_shards(name: str, array: jax.Array) -> Iterator[tuple[str, np.ndarray
     yield key, np.array(data)
 
 
-def _holders(name: str, struct: jax.ShapeDtypeStruct) -> dict[str, set[int]]:
-  """Which processes hold each part of an array, in the same order everywhere."""
-  found: dict[str, set[int]] = {}
+def _shards(struct: jax.ShapeDtypeStruct) -> dict[_Box, set[int]]:
+  """Where the shards of an array are in it, each with the processes that hold it."""
+  found: dict[_Box, set[int]] = {}
   for device, index in struct.sharding.devices_indices_map(struct.shape).items():
-    found.setdefault(_key(name, struct.shape, struct.dtype, index), set()).add(device.process_index)
-  return dict(sorted(found.items()))
+    found.setdefault(_box(index, struct.shape), set()).add(device.process_index)
+  return found
+
+
+def _box(index: Sequence[slice] | None, shape: Sequence[int]) -> _Box:
+  assert index is not None
+  return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def _parse_box(where: str) -> _Box:
+  pairs = (part.split("-") for part in where.split(",") if part)
+  return tuple((int(start), int(stop)) for start, stop in pairs)
+
+
+def _overlap(one: _Box, other: _Box) -> _Box:
+  return tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def _volume(box: _Box) -> int:
+  return prod(stop - start for start, stop in box)
+
+
+def _within(part: _Box, whole: _Box) -> tuple[slice, ...]:
+  return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, whole, strict=True))
 
 
 def _key(name: str, shape: Sequence[int], dtype: Any, index: Sequence[slice] | None) -> str:
   """A part by all that tells it from any other, so that what does not fit is not found."""
-  assert index is not None
-  where = ",".join("{}-{}".format(*part.indices(size)) for part, size in zip(index, shape, strict=True))
+  where = ",".join(f"{start}-{stop}" for start, stop in _box(index, shape))
   return f"{name} {dtype}{list(shape)} {where}"
 
 
@@ -265,6 +392,15 @@ def _steps_of_all(folder: epath.Path) -> list[int]:
 def _from_all(value: np.ndarray) -> np.ndarray:
   """What every process has, in their order."""
   return multihost_utils.process_allgather(value) if jax.process_count() > 1 else value[None]
+
+
+def _texts_of_all(text: str) -> list[str]:
+  """The text of every process, in their order."""
+  data = np.frombuffer(text.encode(), np.uint8)
+  sizes = _from_all(np.array(len(data)))
+  padded = np.zeros(int(sizes.max()), np.uint8)
+  padded[: len(data)] = data
+  return [row[:size].tobytes().decode() for row, size in zip(_from_all(padded), sizes, strict=True)]
 
 
 def _listed(processes: Sequence[int]) -> str:

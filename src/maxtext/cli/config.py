@@ -14,6 +14,15 @@ from maxtext.configs.unsupported import unsupported_keys
 from maxtext.configs.values import default_of
 from maxtext.weights.resolve import resolve_source
 
+METHODS: dict[str, tuple[str, ...]] = {
+  "train": (),
+  "sft": ("use_sft=true",),
+  "dpo": ("use_dpo=true",),
+  "rl": ("use_grpo=true",),
+  "distill": (),
+}
+"""The commands that train, each with the key that chooses its method."""
+
 
 def add_commands(commands: Any) -> None:
   """Adds the actions of `maxtext config` to the parser."""

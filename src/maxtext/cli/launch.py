@@ -1,22 +1,20 @@
-"""`maxtext launch`: one run of several processes, on this machine, or as text for a cluster."""
+"""`maxtext launch`: one run of several processes, on this machine, or as text for a cluster (`cluster.py`)."""
 
 import argparse
-import json
 import math
-import re
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from maxtext.cli import config
-from maxtext.configs import ConfigError
-from maxtext.configs.loader import Resolved, is_bundled
-
-_CLUSTERS = ("jobset", "slurm", "skypilot", "tpu-vm")
+from maxtext.cli import cluster
+from maxtext.cli.config import METHODS, resolve_overrides
+from maxtext.configs import ConfigError, MaxTextConfig
 
 
-def add_command(commands: Any, methods: Mapping[str, Sequence[str]]) -> None:
-  """Adds the command to the parser; `methods` are the commands that train, with the keys that each sets."""
+def add_command(commands: Any) -> None:
+  """Adds the command to the parser."""
   parser = commands.add_parser(
     "launch",
     help="run a command as several processes here, or write what starts it on a cluster",
@@ -39,17 +37,18 @@ def add_command(commands: Any, methods: Mapping[str, Sequence[str]]) -> None:
     help="restart all, with stack traces, when none has written anything for so long: more than compiling, an "
     "evaluation or log_period steps take (default never)",
   )
+  parser.add_argument(
+    "--host",
+    type=int,
+    metavar="I",
+    help="this is host I of --processes hosts of an elastic run, each with this command; needs --membership",
+  )
+  parser.add_argument("--membership", metavar="FOLDER", help="where the hosts of an elastic run meet; all see it")
+  parser.add_argument("--address", default="127.0.0.1", help="of this host, as the others reach it (default 127.0.0.1)")
   parser.add_argument("--devices", type=int, metavar="D", help="CPU devices per process")
-  cluster = parser.add_argument_group("on a cluster")
-  cluster.add_argument(
-    "--to", choices=_CLUSTERS, help="print a manifest or a script instead, for the chips of compile_topology"
-  )
-  cluster.add_argument("--image", metavar="IMAGE", help="of the containers of a JobSet (default maxtext:latest)")
-  cluster.add_argument(
-    "--env", action="append", default=[], metavar="NAME=VALUE", help="for each process; may be repeated"
-  )
+  cluster.add_flags(parser.add_argument_group("on a cluster"))
   parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="such as: -- train my.yml")
-  parser.set_defaults(run=_launch, methods=methods)
+  parser.set_defaults(run=_launch)
 
 
 def _launch(arguments: argparse.Namespace) -> int:
@@ -58,58 +57,66 @@ def _launch(arguments: argparse.Namespace) -> int:
   command = arguments.rest[1:] if arguments.rest[:1] == ["--"] else arguments.rest
   if not command:
     raise ConfigError("launch needs a command after --, such as: maxtext launch --processes 2 -- train my.yml")
-  processes = 1 if arguments.processes is None else arguments.processes
-  if processes < 1 or arguments.restarts < 0:
-    raise ConfigError(f"--processes {processes} --restarts {arguments.restarts}: at least 1 and 0.")
+  given, arguments.processes = arguments.processes, 1 if arguments.processes is None else arguments.processes
+  if arguments.processes < 1 or arguments.restarts < 0:
+    raise ConfigError(f"--processes {arguments.processes} --restarts {arguments.restarts}: at least 1 and 0.")
   if not arguments.stall_timeout > 0:
     raise ConfigError(
       f"--stall-timeout {arguments.stall_timeout:g}: more seconds than compiling or log_period steps take."
     )
   if arguments.to:
-    print(_text_for(arguments, command), end="")
+    print(cluster.text_for(arguments, command, given), end="")
     return 0
-  if arguments.image or arguments.env:
-    raise ConfigError("--image and --env describe a cluster: add --to, or leave them out.")
-  flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={arguments.devices}"} if arguments.devices else {}
+  cluster.refuse_flags(arguments)
+  if arguments.devices:
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={arguments.devices}"
+  if (config := _elastic_config(command)) is not None:
+    return _launch_elastic(arguments, command, config)
+  if arguments.host is not None:
+    raise ConfigError(f"--host {arguments.host} is of an elastic run: write elastic_enabled=true.")
   return supervise(
     [sys.executable, "-m", "maxtext.cli", *command],
-    processes,
+    arguments.processes,
     arguments.restarts,
     arguments.stall_timeout,
-    flags,
   )
 
 
-def _text_for(arguments: argparse.Namespace, command: Sequence[str]) -> str:
-  if arguments.devices or math.isfinite(arguments.stall_timeout):
-    raise ConfigError("--devices and --stall-timeout are of this machine: leave them out with --to.")
-  for pair in arguments.env:
-    if not re.match(r"[A-Za-z_]\w*=", pair):
-      raise ConfigError(f"--env {pair}: write NAME=VALUE.")
-  name, *words = command if command[0] in arguments.methods else ["train", *command]
-  if flags := [word for word in words if word.startswith("-")]:
-    raise ConfigError(f"{flags[0]}: flags of launch stand before the recipe, and the run has keys alone.")
-  resolved = config.resolve_overrides([*words, *arguments.methods[name]])
-
-  from maxtext.distributed.manifests import IMAGE, WRITERS, make_job
-
-  job = make_job(
-    [name, *(_own_words(resolved) if arguments.to == "jobset" and _is_file(words) else words)],
-    resolved.config,
-    processes=arguments.processes,
-    restarts=arguments.restarts,
-    image=arguments.image or IMAGE,
-    environment=dict(pair.split("=", 1) for pair in arguments.env),
-  )
-  return WRITERS[arguments.to](job)
+def _elastic_config(command: Sequence[str]) -> MaxTextConfig | None:
+  """The configuration of a command that trains elastically; the processes of others report their mistakes."""
+  overrides = [word for word in command[1:] if not word.startswith("-")]
+  try:
+    config = resolve_overrides([*overrides, *METHODS[command[0]]]).config if command[0] in METHODS else None
+  except ConfigError:
+    if any(word.startswith("elastic_enabled=") for word in overrides):
+      raise
+    return None
+  return config if config is not None and config.elastic_enabled else None
 
 
-def _is_file(words: Sequence[str]) -> bool:
-  """Whether the run starts from a file or folder of this machine, which an image does not have."""
-  return bool(words) and "=" not in words[0] and not is_bundled(words[0])
+def _launch_elastic(arguments: argparse.Namespace, command: Sequence[str], config: MaxTextConfig) -> int:
+  hosts, least = arguments.processes, config.elastic_min_slice_count
+  if least > hosts:
+    raise ConfigError(f"elastic_min_slice_count={least} is more than the --processes {hosts} of the run.")
+  if not config.run_name:
+    raise ConfigError("elastic_enabled=true needs run_name: processes that are started again resume the run of a name.")
+  if arguments.host is None:
+    return _launch_local_hosts(arguments, hosts)
+  if not 0 <= arguments.host < hosts or not arguments.membership:
+    raise ConfigError(f"--host {arguments.host} is one of 0 to {hosts - 1}, and needs --membership FOLDER.")
+  from maxtext.distributed.agent import Agent
+  from maxtext.distributed.leader import ElasticPolicy
+
+  least = hosts if least == -1 else max(least, 1)
+  policy = ElasticPolicy(hosts, least, config.elastic_timeout_seconds, config.elastic_max_retries)
+  standby, folder = [sys.executable, "-m", "maxtext.cli.standby"], Path(arguments.membership)
+  agent = Agent(standby, command, arguments.host, policy, folder, arguments.address, arguments.stall_timeout)
+  return agent.run()
 
 
-def _own_words(resolved: Resolved) -> list[str]:
-  """All that the user said of a run, as keys."""
-  values = config.given_values(resolved)
-  return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()]
+def _launch_local_hosts(arguments: argparse.Namespace, hosts: int) -> int:
+  from maxtext.distributed.local_hosts import run_hosts
+
+  options = ["--processes", str(hosts), "--stall-timeout", str(arguments.stall_timeout)]
+  launch = [sys.executable, "-m", "maxtext.cli", "launch", *options]
+  return run_hosts(lambda host, folder: [*launch, "--host", str(host), "--membership", folder, *arguments.rest], hosts)

@@ -37,28 +37,24 @@ from maxtext.status_line import at_line_start, status_line
 
 _GRACE_SECONDS = 3.0  # for a start to end after Ctrl-C; a compiler may need minutes
 _TEACHERS = ("teacher_overrides", "offline_data_dir")
-_TRAINING: dict[str, tuple[str, str, tuple[str, ...]]] = {  # help, description, and the key that chooses the method
-  "train": ("train a model", "Train a model.", ()),
+_TRAINING: dict[str, tuple[str, str]] = {  # help, description
+  "train": ("train a model", "Train a model."),
   "sft": (
     "fine-tune a model on conversations",
     "Fine-tune a model on conversations: `maxtext train` with use_sft=true, which starts from sft.yml.",
-    ("use_sft=true",),
   ),
   "dpo": (
     "align a model with preference pairs",
     "Align a model with preference pairs: `maxtext train` with use_dpo=true, which starts from dpo.yml.",
-    ("use_dpo=true",),
   ),
   "rl": (
     "improve a model by the rewards of its own answers",
     "Improve a model by the rewards of its own answers (GRPO): `maxtext train` with use_grpo=true, which starts from "
     "rl.yml.",
-    ("use_grpo=true",),
   ),
   "distill": (
     "teach a small model by a large one",
     f"Teach a small model by a large one: `maxtext train` with {_TEACHERS[0]} or {_TEACHERS[1]}; see distill.yml.",
-    (),
   ),
 }
 
@@ -117,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(prog="maxtext", description="Train and serve large language models with JAX.")
   parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
   commands = parser.add_subparsers(required=True, metavar="COMMAND")
-  for name, (help_text, description, method) in _TRAINING.items():
+  for name, (help_text, description) in _TRAINING.items():
     command = commands.add_parser(name, help=help_text, description=description)
     config.add_overrides(command)
     command.add_argument(
@@ -127,11 +123,13 @@ def _parser() -> argparse.ArgumentParser:
       command.add_argument(
         "--sampler", action="store_true", help="generate rollouts for the run of another process, at sampler_address"
       )
-    command.set_defaults(run=_train, sampler=False, method=method, needed=_TEACHERS if name == "distill" else ())
+    command.set_defaults(
+      run=_train, sampler=False, method=config.METHODS[name], needed=_TEACHERS if name == "distill" else ()
+    )
   decode.add_commands(commands)
   serve.add_command(commands)
   bench.add_commands(commands)
-  launch.add_command(commands, {name: method for name, (*_, method) in _TRAINING.items()})
+  launch.add_command(commands)
   report.add_command(commands)
   runs.add_command(commands)
   plan.add_command(commands)

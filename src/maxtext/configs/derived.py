@@ -135,7 +135,7 @@ def parallelism(config: MaxTextConfig, network: Literal["ici", "dcn"], count: in
 
 def global_batch_size(config: MaxTextConfig, devices: int) -> int:
   """Sequences per update: per_device_batch_size x devices x gradient_accumulation_steps."""
-  rows = config.per_device_batch_size * devices * config.gradient_accumulation_steps
+  rows = _whole(config.per_device_batch_size * devices * config.gradient_accumulation_steps)
   if rows != int(rows) or rows < 1:
     raise ConfigError(
       f"per_device_batch_size={config.per_device_batch_size} x {devices} devices x gradient_accumulation_steps="
@@ -146,13 +146,18 @@ def global_batch_size(config: MaxTextConfig, devices: int) -> int:
 
 def eval_batch_size(config: MaxTextConfig, devices: int) -> int:
   """Sequences per evaluation batch; those of a training micro-batch if eval_per_device_batch_size is not set."""
-  rows = (config.eval_per_device_batch_size or config.per_device_batch_size) * devices
+  rows = _whole((config.eval_per_device_batch_size or config.per_device_batch_size) * devices)
   if rows != int(rows) or rows < 1:
     raise ConfigError(
       f"eval_per_device_batch_size={config.eval_per_device_batch_size} x {devices} devices = {rows:g} sequences, which "
       f"is not a whole number above 0."
     )
   return int(rows)
+
+
+def _whole(rows: float) -> float:
+  """Without what a fraction such as 8/3 lacks to be a whole number of rows."""
+  return round(rows) if abs(rows - round(rows)) < 1e-6 else rows
 
 
 def compares_features(config: MaxTextConfig) -> bool:

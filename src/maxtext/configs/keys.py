@@ -512,20 +512,16 @@ class ConfigKeys(TypedDict, total=False):
   0."""
 
   elastic_enabled: bool
-  """True lets training go on after slices are lost (Pathways). Not supported yet: elastic training needs Pathways;
-  here a run that lost processes is started again as a whole: maxtext launch --restarts. Default: False."""
+  """True lets training go on after hosts are lost, and come back. Default: False."""
 
   elastic_max_retries: int
-  """Most restarts after slice failures before the run fails. Not supported yet: elastic training needs Pathways;
-  here a run that lost processes is started again as a whole: maxtext launch --restarts. Default: 10."""
+  """Most restarts in a row, without a later saved step between them, before the run fails. Default: 10."""
 
   elastic_min_slice_count: int
-  """Fewest live slices to train on; -1 needs all of them. Not supported yet: elastic training needs Pathways; here a
-  run that lost processes is started again as a whole: maxtext launch --restarts. Default: -1."""
+  """Fewest live hosts to train on; -1 needs all of them. Default: -1."""
 
   elastic_timeout_seconds: int
-  """Seconds to wait for enough slices before giving up. Not supported yet: elastic training needs Pathways; here a
-  run that lost processes is started again as a whole: maxtext launch --restarts. Default: 300."""
+  """Seconds to wait for enough hosts before giving up. Default: 300."""
 
   enable_autocheckpoint: bool
   """True saves a checkpoint on a preemption or maintenance notice. Default: False."""

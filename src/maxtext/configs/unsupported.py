@@ -345,10 +345,21 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_set("enable_emergency_checkpoint"),
   ),
   UnsupportedOption(
-    _section(t.ElasticTraining),
-    "elastic training needs Pathways; here a run that lost processes is started again as a whole: maxtext launch "
-    "--restarts",
-    allowed_values=(False,),
+    ("elastic_enabled",),
+    "hosts that are lost change the mesh, and use_grpo, enable_diloco, enable_rampup_batch_size and "
+    "shard_mode=explicit need the one that the run began with; leave one of them out",
+    unless=all_of(
+      is_unset("use_grpo"), is_unset("enable_diloco"), is_unset("enable_rampup_batch_size"),
+      is_one_of("shard_mode", t.ShardMode.AUTO),
+    ),
+  ),
+  UnsupportedOption(
+    ("elastic_enabled",), "hosts that are left go on from a checkpoint: write enable_checkpointing=true",
+    unless=is_set("enable_checkpointing"),
+  ),
+  NoEffectOption(
+    _section(t.ElasticTraining, but=("elastic_enabled",)), "it has no effect without elastic_enabled=true",
+    unless=is_set("elastic_enabled"),
   ),
   UnsupportedOption(
     ("quantization",),

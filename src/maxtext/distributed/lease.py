@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -23,6 +22,7 @@ from etils import epath
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
+from maxtext.distributed.local_process import machine, start_time
 from maxtext.distributed.multihost import gather_problems, unique_name
 from maxtext.logs import ON_STDERR
 from maxtext.storage.atomic import create_atomically, write_atomically
@@ -129,7 +129,7 @@ class Lease:
         self._wait_for_holder(found)
       own = _Claim(
         (found.term if found else 0) + 1, uuid.uuid4().hex, socket.gethostname(), os.getpid(),
-        _start_time(os.getpid()) or "", _machine(), time.strftime("%Y-%m-%d %H:%M:%S %z"), time=time.time(),
+        start_time(os.getpid()) or "", machine(), time.strftime("%Y-%m-%d %H:%M:%S %z"), time=time.time(),
       )  # fmt: skip
       if self._write(own, exclusive=not there):
         break
@@ -140,8 +140,8 @@ class Lease:
   def _wait_for_holder(self, found: _Claim) -> None:
     """Returns when the holder is gone: on this machine its process has ended, elsewhere its heartbeat has stopped."""
     start = time.monotonic()
-    if found.machine == _machine():
-      while _start_time(found.pid) == found.pid_started:
+    if found.machine == machine():
+      while start_time(found.pid) == found.pid_started:
         if time.monotonic() - start > _ENDING_SECONDS:
           raise RunError(self._describe(found))
         time.sleep(0.1)
@@ -208,27 +208,3 @@ class Lease:
       return create_atomically(Path(self._file), content, unfinished)
     write_atomically(self._file, content, durable=False, unfinished=unfinished)
     return True
-
-
-def _start_time(pid: int) -> str | None:
-  """When a process of this machine started; None if it does not exist or is a zombie."""
-  if not sys.platform.startswith("linux"):
-    try:
-      os.kill(pid, 0)
-    except ProcessLookupError:
-      return None
-    except PermissionError:
-      pass
-    return "running"
-  try:
-    state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-  except OSError:
-    return None
-  return None if state in "ZX" else rest[18]
-
-
-def _machine() -> str:
-  if not sys.platform.startswith("linux"):
-    return f"{socket.gethostname()}-{uuid.getnode()}"
-  boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-  return f"{boot} {os.readlink('/proc/self/ns/pid')}"

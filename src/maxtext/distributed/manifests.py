@@ -79,6 +79,8 @@ def make_job(
   environment = dict(environment or {})
   if not config.run_name:
     raise ConfigError("run_name is empty: a restarted run finds its checkpoints by its name, so write run_name=NAME.")
+  if config.elastic_enabled:
+    raise ConfigError("elastic_enabled=true: an elastic run is started on each host by maxtext launch --host.")
   for key in SECRET_KEYS:
     if getattr(config, key) or f"M_{key.upper()}" in environment:
       raise ConfigError(

@@ -33,8 +33,12 @@ class ProcessFailure:
   code: int
 
   def __str__(self) -> str:
-    how = f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with code {self.code}"
-    return f"process {self.process} {how}"
+    return f"process {self.process} {describe_end(self.code)}"
+
+
+def describe_end(code: int) -> str:
+  """What a process did that ended with this code."""
+  return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,13 @@ def backoff_seconds(attempt: int) -> float:
 
 _POLL_SECONDS = 0.05
 _FIRST_SECONDS, _MOST_SECONDS = 1.0, 120.0  # between two starts
-# Exit codes that a restart does not change: a user's mistake, a command that is missing or not executable.
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of requested stops: Ctrl-C and SIGTERM."""
 FINAL_CODES = (2, 126, 127)
-# Here also a program for another processor, and requested stops: Ctrl-C and SIGTERM.
-_NOT_RETRIED = (*FINAL_CODES, -signal.SIGILL, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes that a restart does not change, on any machine: a user's mistake, a command that is missing or not
+executable."""
+NOT_RETRIED = (*FINAL_CODES, -signal.SIGILL)
+"""Those, and here a program for another processor."""
 
 
 class _Terminated(KeyboardInterrupt):
@@ -119,15 +126,15 @@ def _run_with_restarts(
       failure = _run_once(command, processes, own, stall_timeout, grace_seconds, out)
       if failure is None:
         return 0
-      _write(out, f"maxtext: {failure}.\n")
-      if failure.code in _NOT_RETRIED:
+      write(out, f"maxtext: {failure}.\n")
+      if failure.code in (*NOT_RETRIED, *STOPPED):
         return max(failure.code, 1)
       before, furthest = furthest, max(furthest, read_progress(progress))
       failed_starts = 1 if furthest > before else failed_starts + 1
       if failed_starts > restarts:
         return 1
       seconds = backoff_seconds(failed_starts)
-      _write(out, f"maxtext: starting all {processes} again in {seconds:.1f} s ({failed_starts} of {restarts}).\n")
+      write(out, f"maxtext: starting all {processes} again in {seconds:.1f} s ({failed_starts} of {restarts}).\n")
       time.sleep(seconds)
 
 
@@ -139,10 +146,12 @@ def _run_once(
   grace_seconds: float,
   out: TextIO,
 ) -> ProcessFailure | Stall | None:
-  address = f"127.0.0.1:{_free_port()}"
+  address = f"127.0.0.1:{free_port()}"
   held, ours = os.pipe()  # the processes see its end when the supervisor ends
   try:
-    workers = [_start(command, i, processes, address, environment, held) for i in range(processes)]
+    workers = [
+      start_process(command, {**environment, **joining(address, processes, i)}, held) for i in range(processes)
+    ]
     return _watch(workers, stall_timeout, grace_seconds, out)
   finally:
     os.close(held)
@@ -152,59 +161,73 @@ def _run_once(
 def _watch(
   workers: Sequence[subprocess.Popen[str]], stall_timeout: float, grace_seconds: float, out: TextIO
 ) -> ProcessFailure | Stall | None:
-  forwarders = [_LogForwarder(i, worker, out) for i, worker in enumerate(workers)]
+  forwarders = [LogForwarder(i, worker, out) for i, worker in enumerate(workers)]
   failure: ProcessFailure | Stall | None
   try:
     failure = _wait_for_failure(workers, forwarders, stall_timeout)
   except KeyboardInterrupt as asked:
     failure = _wait_for_end(workers, _exit_code(asked))
   if isinstance(failure, Stall):
-    # Python's fault handler writes the stacks on SIGABRT, even while the program is blocked. No core dump, which would
-    # write the memory of the whole run.
-    if sys.platform == "linux":
-      for worker in workers:
-        with suppress(ProcessLookupError):
-          resource.prlimit(worker.pid, resource.RLIMIT_CORE, (0, 0))
-    _end(workers, signal.SIGABRT, grace_seconds)
+    kill_with_stacks(workers, grace_seconds)
   elif failure is not None:
-    _end(workers, signal.SIGTERM, grace_seconds)
+    end_processes(workers, signal.SIGTERM, grace_seconds)
   for forwarder in forwarders:
     forwarder.join(timeout=5)
   return failure
 
 
-def _start(
-  command: Sequence[str], index: int, processes: int, address: str, environment: Mapping[str, str], pipe: int
+def start_process(
+  command: Sequence[str], environment: Mapping[str, str], pipe: int, keep: Sequence[int] = (), **options: Any
 ) -> subprocess.Popen[str]:
-  own = {
-    "JAX_COORDINATOR_ADDRESS": address,
-    "JAX_COORDINATOR_BIND_ADDRESS": address,  # by default JAX listens on all interfaces
-    "JAX_NUM_PROCESSES": str(processes),
-    "JAX_PROCESS_ID": str(index),
-    "PYTHONUNBUFFERED": "1",
-    "PYTHONFAULTHANDLER": "1",
-  }
+  """Starts a process that is killed when this one ends, and whose output can be read.
+
+  Args:
+    command: what it runs.
+    environment: variables beside those of this process.
+    pipe: the end of a pipe whose other end this process alone holds; elsewhere than on Linux it tells of the end.
+    keep: descriptors that it inherits.
+    options: of `subprocess.Popen`.
+  """
   by_signal = sys.platform == "linux"
   wrapper = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), "-" if by_signal else str(pipe)]
   return subprocess.Popen(
     [*wrapper, *command],
-    pass_fds=() if by_signal else (pipe,),
-    env=os.environ | environment | own,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
+    pass_fds=(*keep, *(() if by_signal else (pipe,))),
+    env=os.environ | dict(environment) | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"},
     text=True,
     errors="replace",
+    **({"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} | options),
   )
 
 
-def _write(out: TextIO, text: str) -> None:
+def joining(address: str, processes: int, index: int) -> dict[str, str]:
+  """The variables by which a process finds the others of its run."""
+  return {
+    "JAX_COORDINATOR_ADDRESS": address,
+    "JAX_COORDINATOR_BIND_ADDRESS": address,  # by default JAX listens on all interfaces
+    "JAX_NUM_PROCESSES": str(processes),
+    "JAX_PROCESS_ID": str(index),
+  }
+
+
+def kill_with_stacks(workers: Sequence[subprocess.Popen[str]], grace_seconds: float) -> None:
+  """Ends processes that stall. Python's fault handler writes their stacks on SIGABRT, even while the program is
+  blocked; no core dump, which would write the memory of the whole run."""
+  if sys.platform == "linux":
+    for worker in workers:
+      with suppress(ProcessLookupError):
+        resource.prlimit(worker.pid, resource.RLIMIT_CORE, (0, 0))
+  end_processes(workers, signal.SIGABRT, grace_seconds)
+
+
+def write(out: TextIO, text: str) -> None:
   """Writes and flushes. A closed output, or one that cannot encode these characters, does not end the run."""
   with suppress(OSError, ValueError):
     out.write(text)
     out.flush()
 
 
-class _LogForwarder(threading.Thread):
+class LogForwarder(threading.Thread):
   """Forwards the output of a process, tagged with its index, and counts lines. `forwarding` is true during a write."""
 
   def __init__(self, index: int, worker: subprocess.Popen[str], out: TextIO) -> None:
@@ -217,12 +240,12 @@ class _LogForwarder(threading.Thread):
     assert self._worker.stdout is not None
     for line in self._worker.stdout:
       self.forwarding = True
-      _write(self._out, f"[{self._index}] {line}")  # unread output would block the process
+      write(self._out, f"[{self._index}] {line}")  # unread output would block the process
       self.lines, self.forwarding = self.lines + 1, False
 
 
 def _wait_for_failure(
-  workers: Sequence[subprocess.Popen[str]], forwarders: Sequence[_LogForwarder], stall_timeout: float
+  workers: Sequence[subprocess.Popen[str]], forwarders: Sequence[LogForwarder], stall_timeout: float
 ) -> ProcessFailure | Stall | None:
   """Waits until all processes have succeeded, one has failed, or all have stalled."""
   lines, silent = 0, 0.0
@@ -254,7 +277,7 @@ def _wait_for_end(workers: Sequence[subprocess.Popen[str]], code: int) -> Proces
   return ProcessFailure(0, code)
 
 
-def _end(workers: Sequence[subprocess.Popen[str]], by: signal.Signals, grace_seconds: float) -> None:
+def end_processes(workers: Sequence[subprocess.Popen[str]], by: signal.Signals, grace_seconds: float) -> None:
   deadline = time.monotonic() + grace_seconds
   for worker in workers:
     if worker.poll() is None:
@@ -267,7 +290,7 @@ def _end(workers: Sequence[subprocess.Popen[str]], by: signal.Signals, grace_sec
       worker.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     return probe.getsockname()[1]

@@ -42,7 +42,10 @@ def abstract_batch(
       f"[activation_embed_and_logits_batch, activation_norm_length]."
     )
   replicas = (diloco.AXIS,) if diloco.AXIS in mesh.shape else ()
-  _check_rows(config, execution, key, rows // accumulation, (*replicas, *dict(execution.sharding.rules.pairs)[own[0]]))
+  if not config.elastic_enabled:  # rows that cannot be split are on every device until the step deals them
+    _check_rows(
+      config, execution, key, rows // accumulation, (*replicas, *dict(execution.sharding.rules.pairs)[own[0]])
+    )
   names = dict(zip((BATCH, LENGTH), own, strict=True))
 
   def array(path: Any, field: Field) -> jax.ShapeDtypeStruct:

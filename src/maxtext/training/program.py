@@ -31,6 +31,7 @@ from maxtext.optim.options import optimizer_options, schedule_options
 from maxtext.optim.schedules import learning_rate
 from maxtext.training import diloco
 from maxtext.training.abstract_batch import abstract_batch, declared_batch, token_paths
+from maxtext.training.elastic import deal_rows
 from maxtext.training.frozen import build_frozen, frozen_params
 from maxtext.training.learn_to_init import MappedModel, mapped_model
 from maxtext.training.objectives.base import EVALUATION, Metrics, Objective, StepContext
@@ -141,7 +142,8 @@ class Program:
     def train_step(
       state: TrainState, batch: Any, frozen: Mapping[str, Params] | None = None
     ) -> tuple[TrainState, Metrics]:
-      return update(on_devices(state, shardings), in_token_order(batch), frozen)
+      batch = deal_rows(config, model.execution.sharding, in_token_order(batch))
+      return update(on_devices(state, shardings), batch, frozen)
 
     def init(seed: jax.Array) -> TrainState:
       state = initial_state(stateful, optimizer, seed)

@@ -64,6 +64,7 @@ from maxtext.training.callbacks.samples import Sampler, Samples
 from maxtext.training.callbacks.write_metrics import WriteMetrics
 from maxtext.training.compilation_cache import compilation_cache
 from maxtext.training.consistency import agree_on_start, agree_on_step
+from maxtext.training.elastic import for_live_hosts
 from maxtext.training.loop import run_loop
 from maxtext.training.objectives.base import Objective
 from maxtext.training.preflight import check_hardware, check_host, check_sharding, describe, dry_run_lines
@@ -129,7 +130,8 @@ def train(
     status.phase("building the model")
     if config.collect_stack_trace:
       closing.callback(StackTraces(config.stack_trace_interval_seconds).close)
-    program = Program.of(config, make_mesh(config, devices), objective, optimizer, data)
+    live = for_live_hosts(config)
+    program = Program.of(live, make_mesh(live, devices), objective, optimizer, data)
     if config.debug_sharding and not jax.process_index():
       _LOG.info(table(program.model))
     check_sharding(program)

@@ -106,9 +106,11 @@ class EmergencyCheckpointing(Section):
 
 
 class ElasticTraining(Section):
-  """Going on with fewer slices."""
+  """Going on with fewer hosts, under `maxtext launch`. A host counts as a slice."""
 
-  elastic_enabled: bool = Field(False, description="True lets training go on after slices are lost (Pathways).")
-  elastic_timeout_seconds: int = Field(300, description="Seconds to wait for enough slices before giving up.")
-  elastic_max_retries: int = Field(10, description="Most restarts after slice failures before the run fails.")
-  elastic_min_slice_count: int = Field(-1, description="Fewest live slices to train on; -1 needs all of them.")
+  elastic_enabled: bool = Field(False, description="True lets training go on after hosts are lost, and come back.")
+  elastic_timeout_seconds: int = Field(300, ge=1, description="Seconds to wait for enough hosts before giving up.")
+  elastic_max_retries: int = Field(
+    10, ge=0, description="Most restarts in a row, without a later saved step between them, before the run fails."
+  )
+  elastic_min_slice_count: int = Field(-1, ge=-1, description="Fewest live hosts to train on; -1 needs all of them.")

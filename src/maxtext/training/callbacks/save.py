@@ -11,6 +11,7 @@ from maxtext.checkpoint.metadata import Criterion, Score
 from maxtext.checkpoint.writer import Writer
 from maxtext.configs.errors import RunError
 from maxtext.data.batch import IteratorState
+from maxtext.distributed.heartbeat import finished_step
 from maxtext.distributed.interrupt import NOTICE_SECONDS, Interrupt
 from maxtext.distributed.progress import report_progress
 from maxtext.training.callbacks.base import Callback
@@ -68,6 +69,7 @@ class Save(Callback):
 
   def due(self, step: int) -> bool:
     self._step = step
+    finished_step(step)
     self._interrupt.listen(signal.SIGINT, signal.SIGTERM)
     self._writer.poll()
     self._tell()

@@ -1,0 +1,171 @@
+"""The agent of one host of an elastic run: it follows the plans that the hosts agree on, and makes them while it leads.
+
+It starts the host's process for a plan, and keeps a second one warm, so that a restart costs no imports. It ends its
+process when the plan changes: JAX cannot change the processes of a runtime that has begun.
+"""
+
+import math
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from maxtext.distributed.hosts import ALL_HOSTS, THIS_HOST
+from maxtext.distributed.leader import ElasticPolicy, Leader
+from maxtext.distributed.membership import Membership, Plan
+from maxtext.distributed.progress import VARIABLE, read_progress
+from maxtext.distributed.supervisor import STOPPED, describe_end, free_port, joining, write
+from maxtext.distributed.warm_process import SILENT_SECONDS, WarmProcess
+
+_POLL_SECONDS = 0.05
+_WARM_AFTER_SECONDS = 20.0  # of a run whose steps have not begun: until then the processor has other work
+_GRACE_SECONDS = 10.0
+_LISTEN_SECONDS = 2.0  # before a host leads
+
+
+class Agent:
+  """One host.
+
+  Args:
+    standby: the command of a process that waits to be told what to run.
+    command: the arguments that it is told.
+    host: the index of this host.
+    policy: of the run.
+    folder: on storage that all hosts see.
+    address: of this host, as the others reach it.
+    stall_timeout: seconds without a step or a line of output, after which the process has stalled.
+    out: where its output goes.
+  """
+
+  def __init__(
+    self,
+    standby: Sequence[str],
+    command: Sequence[str],
+    host: int,
+    policy: ElasticPolicy,
+    folder: Path,
+    address: str = "127.0.0.1",
+    stall_timeout: float = math.inf,
+    out: TextIO = sys.stdout,
+  ) -> None:
+    self._standby, self._command, self._host, self._policy, self._out = standby, command, host, policy, out
+    self._address, self._stall_timeout = address, stall_timeout
+    self._membership, self._leader = Membership(folder, host), Leader(policy)
+    self._process: WarmProcess | None = None
+    self._warm: WarmProcess | None = None
+    self._began = self._moved = 0.0
+    self._sign: tuple[int, int] = (-1, 0)
+    self._started, self._leaving = time.monotonic(), False
+
+  def run(self) -> int:
+    """Takes part until the run ends, and returns its exit code. SIGTERM makes this host leave after a saved step."""
+    signal.signal(signal.SIGTERM, self._leave)
+    self._warm = self._start_warm()
+    self._membership.publish(address=self._new_address())
+    with tempfile.TemporaryDirectory(prefix="maxtext-agent-") as own:
+      self._progress = Path(own) / "step"
+      try:
+        while (code := self._turn()) is None:
+          time.sleep(_POLL_SECONDS)
+      finally:
+        for process in (self._process, self._warm):
+          if process is not None:
+            process.kill()
+    return code
+
+  def _turn(self) -> int | None:
+    """One look at everything; the exit code of a run that has ended."""
+    membership = self._membership
+    plan = membership.latest_plan()
+    if plan.number > membership.own.plan:
+      self._follow(plan)
+      if plan.action == "stop":
+        return plan.code
+    if self._leaving and not membership.own.leaving:
+      membership.publish(leaving=True)
+      if self._process is not None:
+        self._process.terminate()
+    self._watch()
+    membership.publish()
+    live = membership.live()
+    if self._leaving and self._process is None and (plan.number == 0 or self._host not in plan.members):
+      return 128 + signal.SIGTERM
+    first = time.monotonic() - self._started < _LISTEN_SECONDS  # it may not have heard of the others yet
+    if not first and self._host == min(live) and (following := self._leader.next_plan(plan, live, time.monotonic())):
+      membership.propose(following)
+    return None
+
+  def _follow(self, plan: Plan) -> None:
+    own = self._membership.own
+    if plan.why and own.plan and self._host == min(self._membership.live()):
+      write(self._out, f"maxtext: {plan.why}.{self._describe(plan)}\n")
+    if plan.action == "drain" and self._process is not None:
+      self._process.terminate()
+      self._membership.publish(plan=plan.number)
+    elif plan.action == "run" and plan.members.get(self._host) == own.nonce:
+      self._end_process()
+      self._begin(plan)
+      self._membership.publish(plan=plan.number, state="running", step=-1, code=0, why="", address=self._new_address())
+    else:
+      if self._process is not None and plan.action == "stop":
+        self._process.end(_GRACE_SECONDS)
+      self._end_process()
+      self._membership.publish(plan=plan.number, state="ready", step=-1)
+
+  def _describe(self, plan: Plan) -> str:
+    if plan.action != "run":
+      return ""
+    return f" Going on with {len(plan.members)} of {self._policy.hosts} hosts: {', '.join(map(str, plan.members))}"
+
+  def _begin(self, plan: Plan) -> None:
+    members = sorted(plan.members)
+    environment = joining(plan.address, len(members), members.index(self._host)) | {
+      ALL_HOSTS: str(self._policy.hosts), THIS_HOST: str(self._host), VARIABLE: str(self._progress),
+    }  # fmt: skip
+    self._process, self._warm = self._warm or self._start_warm(), None
+    self._process.begin(self._command, environment)
+    self._began = self._moved = time.monotonic()
+
+  def _watch(self) -> None:
+    """The process: whether it has ended, hangs or stalls. One that steps gets another one to take its place."""
+    if self._warm is not None and self._warm.poll() is not None:
+      self._warm = None
+    if (process := self._process) is None:
+      return
+    code, now = process.poll(), time.monotonic()
+    step, saved = process.step, max(self._membership.own.saved, read_progress(self._progress))
+    if (step, process.output.lines) != self._sign or process.output.forwarding:
+      self._sign, self._moved = (step, process.output.lines), now
+    if code is None and process.is_silent:
+      code, why = 1, f"has given no sign of life for {SILENT_SECONDS:g} s"
+    elif code is None and now - self._moved > self._stall_timeout:
+      code, why = 1, f"has neither finished a step nor written anything for {self._stall_timeout:g} s"
+      process.kill_with_stacks()
+    elif code is not None:
+      why = describe_end(code)
+    else:
+      if self._warm is None and (step >= 0 or now - self._began > _WARM_AFTER_SECONDS):
+        self._warm = self._start_warm()
+      if (step, saved) != (self._membership.own.step, self._membership.own.saved):
+        self._membership.publish(step=step, saved=saved)
+      return
+    self._end_process()
+    state = "done" if code == 0 else "stopped" if code in STOPPED else "failed"
+    self._membership.publish(state=state, code=code, why=why, step=step, saved=saved)
+
+  def _end_process(self) -> None:
+    if self._process is not None:
+      self._process.kill()
+      self._process = None
+
+  def _start_warm(self) -> WarmProcess:
+    return WarmProcess(self._standby, self._host, self._out)
+
+  def _new_address(self) -> str:
+    return f"{self._address}:{free_port()}"
+
+  def _leave(self, number: int, frame: Any) -> None:
+    self._leaving = True

@@ -1,0 +1,226 @@
+"""Hosts of an elastic run that are killed, stopped and mistaken: what they agree on, with real agents and processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import pytest
+
+from maxtext.distributed.leader import ElasticPolicy, Leader
+from maxtext.distributed.membership import HostRecord, Membership, Plan
+
+# A process that trains nothing: it notes its start, beats, and ends as files in the folder say.
+WORKER = """if True:
+  import json, os, signal, sys, time
+  from pathlib import Path
+  from maxtext.distributed.heartbeat import finished_step, start_heartbeat
+  start_heartbeat()
+  signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+  line = sys.stdin.readline()
+  if not line:
+    sys.exit()
+  request = json.loads(line)
+  os.environ |= request["environment"]
+  folder, host = Path(request["arguments"][0]), os.environ["MAXTEXT_HOST"]
+  start = [int(host), int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"]), os.getpid()]
+  with open(folder / "starts", "a") as file:
+    file.write(json.dumps(start) + "\\n")
+  for step in range(6000):
+    finished_step(step)
+    if (folder / "end").exists():
+      sys.exit()
+    if (code := folder / f"code-{host}").exists():
+      sys.exit(int(code.read_text()))
+    time.sleep(0.02)
+"""
+
+AGENT = """if True:
+  import sys
+  from pathlib import Path
+  from maxtext.distributed import agent, heartbeat, leader, membership, warm_process
+  folder, host, hosts, least, timeout = sys.argv[1], *map(int, sys.argv[2:6])
+  heartbeat.BEAT_SECONDS, warm_process.SILENT_SECONDS, agent.SILENT_SECONDS = 0.1, 5.0, 5.0
+  membership._BEAT_SECONDS, leader._SETTLE_SECONDS, leader._ANSWER_SECONDS = 0.1, 0.5, 3.0
+  agent._LISTEN_SECONDS = 0.5
+  policy = leader.ElasticPolicy(hosts, least, timeout, 3)
+  standby = [sys.executable, "-c", sys.argv[6]]
+  sys.exit(agent.Agent(standby, [folder], host, policy, Path(folder) / "members").run())
+"""
+
+
+class Hosts:
+  """Agents as processes of their own."""
+
+  def __init__(self, folder, hosts, least, timeout=200):
+    self.folder, self.hosts, self.least, self.timeout = folder, hosts, least, timeout
+    self.agents = {host: self.start(host) for host in range(hosts)}
+
+  def start(self, host):
+    words = [str(self.folder), *map(str, (host, self.hosts, self.least, self.timeout))]
+    command = [sys.executable, "-c", AGENT, *words, WORKER]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+  def starts(self):
+    """Host, processes, index and process id of every process that was started."""
+    with suppress(OSError):
+      return [json.loads(line) for line in (self.folder / "starts").read_text().splitlines()]
+    return []
+
+  def wait_for(self, *wanted):
+    """Until the last starts are those of these hosts; returns their process ids by host."""
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+      last = self.starts()[-len(wanted) :]
+      if sorted(last)[: len(wanted)] and {tuple(start[:3]) for start in last} == {
+        (host, len(wanted), index) for index, host in enumerate(wanted)
+      }:
+        return {start[0]: start[3] for start in last}
+      time.sleep(0.05)
+    raise AssertionError(f"{wanted} never ran together: {self.starts()}")
+
+  def finish(self, *hosts):
+    (self.folder / "end").touch()
+    return [self.agents[host].wait(timeout=240) for host in hosts]
+
+  def lose(self, *hosts, by=signal.SIGKILL):
+    for host in hosts:
+      self.agents[host].send_signal(by)
+
+
+@contextmanager
+def agents(folder, hosts, least, **options):
+  found = Hosts(folder, hosts, least, **options)
+  try:
+    yield found
+  finally:
+    for agent in found.agents.values():
+      agent.kill()
+      agent.wait()
+      agent.stdout.close()
+
+
+def test_a_lost_leader_is_left_out_and_the_run_grows_when_it_is_back(tmp_path):
+  with agents(tmp_path, 3, 1) as hosts:
+    hosts.wait_for(0, 1, 2)
+    hosts.lose(0)
+    hosts.wait_for(1, 2)
+    hosts.agents[0] = hosts.start(0)
+    hosts.wait_for(0, 1, 2)
+    assert hosts.finish(0, 1, 2) == [0, 0, 0]
+
+
+def test_two_that_are_lost_at_once(tmp_path):
+  with agents(tmp_path, 3, 1) as hosts:
+    hosts.wait_for(0, 1, 2)
+    hosts.lose(0, 2)
+    hosts.wait_for(1)
+    assert hosts.finish(1) == [0]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_dies_or_hangs_is_replaced_on_its_host(tmp_path, how):
+  with agents(tmp_path, 2, 1) as hosts:
+    before = hosts.wait_for(0, 1)
+    os.kill(before[1], how)
+    deadline = time.monotonic() + 240
+    while len(hosts.starts()) < 4:
+      assert time.monotonic() < deadline
+      time.sleep(0.1)
+    after = hosts.wait_for(0, 1)
+    assert not set(after.values()) & set(before.values()), "the others are started again too"
+    assert hosts.finish(0, 1) == [0, 0]
+    assert not os.path.exists(f"/proc/{before[1]}"), "nothing is left of it"
+
+
+def test_too_few_hosts_end_the_run_in_words(tmp_path):
+  with agents(tmp_path, 2, 2, timeout=3) as hosts:
+    hosts.wait_for(0, 1)
+    hosts.lose(0)
+    assert hosts.agents[1].wait(timeout=240) == 1
+    said = hosts.agents[1].stdout.read()
+  assert "host 0 is lost; 1 of the 2 hosts that elastic_min_slice_count asks for are there after" in said
+
+
+@pytest.mark.parametrize(("code", "ends"), [("2", 2), ("1", 1)])
+def test_a_mistake_ends_it_at_once_and_failures_after_so_many(tmp_path, code, ends):
+  (tmp_path / "code-1").write_text(code)
+  with agents(tmp_path, 2, 1) as hosts:
+    assert [hosts.agents[host].wait(timeout=240) for host in range(2)] == [ends, ends]
+  assert len(hosts.starts()) <= (2 if ends == 2 else 8)
+  assert len(hosts.starts()) >= ends
+
+
+def test_sigterm_of_one_host_leaves_the_others_running_and_of_all_ends_the_run(tmp_path):
+  with agents(tmp_path, 2, 1) as hosts:
+    os.kill(hosts.wait_for(0, 1)[0], signal.SIGTERM)  # JAX tells the other processes of a run; here the test does
+    hosts.lose(1, by=signal.SIGTERM)
+    assert hosts.agents[1].wait(timeout=240) == 143
+    hosts.wait_for(0)
+    hosts.lose(0, by=signal.SIGTERM)
+    assert hosts.agents[0].wait(timeout=240) == 143
+
+
+RECORD = HostRecord("n", 1, "", "", address="a:1", state="running", plan=1, step=3)
+
+
+def decide(plan, records, seconds=5.0):
+  """The leader's plan, when every host beats on."""
+  leader = Leader(ElasticPolicy(3, 1, 60.0, 2))
+  leader.next_plan(plan, records, 0.0)
+  return leader.next_plan(plan, {host: replace(r, beat=r.beat + 1) for host, r in records.items()}, seconds)
+
+
+def test_what_the_leader_decides():
+  plan = Plan(1, "run", {host: "n" for host in range(3)}, saved=10)
+  running = dict.fromkeys(range(3), RECORD)
+  assert decide(plan, running) is None
+  assert decide(plan, running | {1: replace(RECORD, state="done")}) is None, "the others still save"
+  done = decide(plan, dict.fromkeys(range(3), replace(RECORD, state="done")))
+  assert (done.action, done.code) == ("stop", 0)
+  failed = decide(plan, running | {1: replace(RECORD, state="failed", code=1, why="ended with code 1")})
+  assert (failed.action, set(failed.members), failed.retries) == ("run", {0, 1, 2}, 1)
+  assert decide(plan, running | {1: replace(RECORD, nonce="new", plan=0)}).action == "run", "it was started again"
+  assert set(decide(plan, running | {1: replace(RECORD, suspect=True, why="x")}).members) == {0, 2}
+  tired = replace(plan, retries=2)
+  again = running | {2: replace(RECORD, state="failed", code=1)}
+  assert decide(tired, again).action == "stop"
+  further = {host: replace(record, saved=11) for host, record in again.items()}
+  assert decide(tired, further).retries == 1, "a step was saved between"
+  grow = decide(replace(plan, members={0: "n", 1: "n"}), running, seconds=60.0)
+  assert (grow.action, set(grow.members)) == ("drain", {0, 1})
+
+
+def test_a_host_that_is_silent_is_not_waited_for():
+  plan, leader = Plan(1, "run", {host: "n" for host in range(3)}), Leader(ElasticPolicy(3, 1, 60.0, 2))
+  records = dict.fromkeys(range(3), RECORD) | {2: replace(RECORD, state="failed", code=1, why="ended")}
+  assert leader.next_plan(plan, records, 0.0) is None
+  beating = {host: replace(record, beat=1) for host, record in records.items() if host != 1} | {1: records[1]}
+  assert leader.next_plan(plan, beating, 4.0) is None, "it may answer yet"
+  assert set(leader.next_plan(plan, beating, 6.0).members) == {0, 2}
+
+
+def test_of_two_leaders_one_makes_the_plan(tmp_path):
+  one, other = Membership(tmp_path, 0), Membership(tmp_path, 1)
+  one.propose(Plan(1, "run", {0: "a"}))
+  other.propose(Plan(1, "run", {1: "b"}))
+  assert one.latest_plan() == other.latest_plan() == Plan(1, "run", {0: "a"})
+  (tmp_path / "host-7").write_bytes(b"\0 not a record")
+  assert set(one.live()) == {0}
+
+
+def test_liveness_is_what_changes_and_not_what_a_clock_says(tmp_path, monkeypatch):
+  one, other = Membership(tmp_path, 0, lost_seconds=2.0), Membership(tmp_path, 1)
+  monkeypatch.setattr(time, "time", lambda: 0.0)  # a clock that is far off
+  other.publish(step=1)
+  assert set(one.live()) == {0}, "what was there before may be of another day"
+  other.publish(step=2)
+  assert set(one.live()) == {0, 1}
+  os.utime(tmp_path / "host-1", (0, 0))
+  assert one.live()[1].step == 2
+  time.sleep(2.1)
+  assert set(one.live()) == {0}
