@@ -21,7 +21,7 @@ FORMATS: dict[str, dict[str, Any]] = {
   "fp8, static": {"quantization": "fp8_full"},
   "fp8, delayed": {"quantization": "fp8"} | DELAYED,
   "QAT, int8 weights": {"weight_format": "int8"},
-  "QAT, int4 weights": {"weight_format": "int4"},
+  "QAT, int4 weights": {"weight_format": "int4", "weight_block_size": 64},  # the model's widths divide by 64
   "QAT, nvfp4 weights": {"weight_format": "nvfp4"},
 }
 
