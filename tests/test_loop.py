@@ -78,6 +78,24 @@ def test_what_takes_the_state_is_not_in_a_steps_time():
 
 
 @pytest.mark.slow
+def test_a_steps_time_ends_when_it_has_finished_and_not_when_it_is_read():
+  """Metrics of two steps are read one after the other where a callback is due, long after both have finished."""
+  p, history = program(tiny()), History()
+
+  def slow_batches():
+    for batch in p.feed():
+      time.sleep(1.0)
+      yield batch
+
+  class Due(Callback):
+    def due(self, step):
+      return step == 5
+
+  run_loop(p.step, p.init(), slow_batches(), range(7), [Due(), history])
+  assert history.figures[4]["step_time_seconds"] > 0.3
+
+
+@pytest.mark.slow
 def test_a_callback_sees_the_state_and_the_position_of_its_step():
   seen = []
 

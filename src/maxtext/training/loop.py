@@ -41,7 +41,7 @@ def run_loop(
   def report() -> None:
     if pending is not None:
       step, metrics, waited = pending
-      _on_step(callbacks, step, timer.measure(metrics, waited))
+      _on_step(callbacks, step, timer.measure(metrics, waited, finishes.next()))
 
   step, position = steps.start, None
   with clock.within("data_wait"):
@@ -59,7 +59,7 @@ def run_loop(
       report()
       pending = step, metrics, used
       if due := [callback for callback in callbacks if callback.due(step)]:
-        measured, pending = timer.measure(metrics, used), None
+        measured, pending = timer.measure(metrics, used, finishes.next()), None
         ended = []
         for callback in due:
           with clock.within(callback.phase):
@@ -79,11 +79,12 @@ def run_loop(
 
 
 class _FinishTimes:
-  """When the last step that was dispatched has finished, which a thread waits for: a device whose next batch comes
-  later than that is idle."""
+  """When steps have finished, which a thread waits for: the loop may be busy with the next batch then, and a device
+  whose next batch comes later is idle."""
 
   def __init__(self) -> None:
     self._steps: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+    self._times: SimpleQueue[float] = SimpleQueue()
     self._dispatched = self._finished = 0
     self._finished_at = 0.0
     threading.Thread(target=self._wait, name="finish times", daemon=True).start()
@@ -92,6 +93,10 @@ class _FinishTimes:
     """A step has been dispatched, and these will be its metrics."""
     self._dispatched += 1
     self._steps.put(metrics)
+
+  def next(self) -> float:
+    """When the first step finished, or will, that this was not asked of yet."""
+    return self._times.get()
 
   def seconds_since(self, waited: float) -> float:
     """How much of the last `waited` seconds no step was running."""
@@ -107,6 +112,7 @@ class _FinishTimes:
         jax.block_until_ready(metrics)
       self._finished_at = time.perf_counter()
       self._finished += 1
+      self._times.put(self._finished_at)
 
 
 class _StepTimer:
@@ -120,12 +126,10 @@ class _StepTimer:
     """Starts the time of the next step; work since the last step belongs to none."""
     self._last = time.perf_counter()
 
-  def measure(self, device_metrics: dict[str, Any], data_wait: float) -> dict[str, float]:
-    """Waits for a step, and returns its metrics."""
+  def measure(self, device_metrics: dict[str, Any], data_wait: float, finished: float) -> dict[str, float]:
+    """The metrics of a step that finished at that time."""
     metrics = {name: float(value) for name, value in jax.device_get(device_metrics).items()}
-    before = self._last
-    self.start()
-    seconds = self._last - before
+    seconds, self._last = finished - self._last, finished
     flops = metrics["tokens"] / seconds * self._flops_per_token
     metrics |= {
       "step_time_seconds": seconds,
