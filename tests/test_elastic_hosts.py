@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from maxtext.cli.main import main
 from maxtext.distributed.agent import Agent
 from maxtext.distributed.leader import ElasticPolicy, Leader
 from maxtext.distributed.membership import HostRecord, Membership, Plan
@@ -266,3 +267,26 @@ def test_liveness_is_what_changes_and_not_what_a_clock_says(tmp_path, monkeypatc
   assert one.live()[1].step == 2
   time.sleep(2.1)
   assert set(one.live()) == {0}
+
+
+ELASTIC = ("--", "train", "small-llama", "run_name=a", "elastic_enabled=true", "enable_checkpointing=true")
+
+
+@pytest.mark.parametrize(
+  ("flags", "keys", "said"),
+  [
+    (["--restarts", "3"], [], "--restarts 3: an elastic run counts them by elastic_max_retries"),
+    (["--membership", "m"], [], "--membership m needs --host"),
+    (["--host", "2", "--membership", "m"], [], "--host 2 is one of 0 to 1"),
+    (["--host", "0"], [], "needs --membership FOLDER"),
+    (["--host", "0", "--membership", "m"], ["elastic_enabled=false"], "write elastic_enabled=true"),
+    (["--host", "0", "--membership", "m"], [], "--membership m is of a run that has ended: remove it"),
+    ([], ["elastic_min_slice_count=3"], "elastic_min_slice_count=3 is more than the --processes 2"),
+    ([], ["run_name="], "needs run_name"),
+  ],
+)
+def test_mistakes_are_named(flags, keys, said, tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  Membership(tmp_path / "m", 0).propose(Plan(1, "stop"))
+  assert main(["launch", "--processes", "2", *flags, *ELASTIC, *keys]) == 2
+  assert said in capsys.readouterr().err
