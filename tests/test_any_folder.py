@@ -154,6 +154,7 @@ def test_end_tokens_of_a_folder(tmp_path):
   [
     ({}, None, False),
     ({}, {"type": "ByteLevel"}, False),
+    ({}, {"type": "Sequence", "processors": None}, False),
     ({}, {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}}]}, True),
     ({}, {"type": "Sequence", "processors": [{"single": [{"SpecialToken": {"id": "<|begin|>"}}]}]}, True),
     ({}, {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}]}, False),
