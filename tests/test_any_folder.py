@@ -13,6 +13,7 @@ import pytest
 
 from maxtext import LLM, ConfigError, SamplingParams
 from maxtext.data.tokenizers import train_tokenizer
+from maxtext.inference.sampling import MAX_STOP_TOKENS
 from maxtext.weights.generation_config import end_token_ids
 from maxtext.weights.resolve import resolve_source
 from tests.cases import cases
@@ -122,7 +123,14 @@ def test_generation_settings_are_defaults(tmp_path):
   assert SamplingParams.of(found).temperature == 0, "what the user says wins"
   settings.write_text(json.dumps({"do_sample": False, "temperature": 0.6}))
   assert SamplingParams.of(resolve_source(str(folder), {}).config).temperature == 0
-  for wrong in ({"temperature": "hot"}, {"temperature": 0}, {"top_p": 2}, {"top_k": -1}, {"top_p": True}):
+  for wrong in (
+    {"temperature": "hot"},
+    {"temperature": 0},
+    {"top_p": 2},
+    {"top_k": -1},
+    {"top_p": True},
+    {"top_k": 1e999},
+  ):
     settings.write_text(json.dumps({"do_sample": True, **wrong}))
     with pytest.raises(ConfigError, match="generation_config.json has .*" + next(iter(wrong))):
       resolve_source(str(folder), {})
@@ -136,6 +144,8 @@ def test_end_tokens_of_a_folder(tmp_path):
   settings.write_text(json.dumps({"eos_token_id": ["</s>"]}))
   with pytest.raises(ConfigError, match="eos_token_id="):
     end_token_ids(str(folder))
+  settings.write_text(json.dumps({"eos_token_id": list(range(20))}))
+  assert len(end_token_ids(str(folder))) + 3 == MAX_STOP_TOKENS, "three are the tokenizer's"
   assert end_token_ids("") == () == end_token_ids(str(tmp_path / "nothing"))
 
 
@@ -144,6 +154,7 @@ def test_end_tokens_of_a_folder(tmp_path):
   [
     ({}, None, False),
     ({}, {"type": "ByteLevel"}, False),
+    ({}, {"type": "Sequence", "processors": None}, False),
     ({}, {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}}]}, True),
     ({}, {"type": "Sequence", "processors": [{"single": [{"SpecialToken": {"id": "<|begin|>"}}]}]}, True),
     ({}, {"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A", "type_id": 0}}]}, False),

@@ -14,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from maxtext.cli.config import resolve_overrides
 from maxtext.cli.main import main
 from tests.flags import flags
 from tests.slurm_cluster import find_daemons, slurm_cluster
@@ -68,6 +69,7 @@ def test_a_jobset_has_the_chips_that_were_planned(topology, capsys):
 
 def test_a_local_tier_numbers_its_hosts_and_outlives_them(capsys):
   _, job = jobset(capsys, *RUN, *TIER, "compile_topology=v5p-128", "compile_topology_num_slices=2")
+  assert job["template"]["spec"]["securityContext"] == {"runAsUser": 0}, "the node's folders are root's"
   container = job["template"]["spec"]["containers"][0]
   values = {entry["name"]: entry.get("value") for entry in container["env"]}
   assert (values["JAX_COORDINATOR_ADDRESS"], values["JAX_NUM_PROCESSES"]) == (
@@ -93,6 +95,17 @@ def test_a_file_of_keys_travels_as_keys(tmp_path, capsys):
   words = job["template"]["spec"]["containers"][0]["command"][-1]
   assert str(file) not in words
   assert all(word in words.split() for word in ("model_name=llama2-7b", "steps=7", "learning_rate=0.5", "run_name=own"))
+
+
+@pytest.mark.parametrize("target", ["jobset", "slurm", "skypilot", "tpu-vm"])
+def test_a_file_that_was_planned_is_launched_without_its_topology(target, tmp_path, capsys, monkeypatch):
+  """Nor does a secret of this shell get into the text, or in its way."""
+  monkeypatch.setenv("M_HF_ACCESS_TOKEN", "abc123")
+  (tmp_path / "own.yml").write_text("compile_topology: v5p-16\ndataset_type: synthetic\nrun_name: own\n")
+  text = launch(capsys, target, str(tmp_path / "own.yml"), BUCKET)
+  assert "abc123" not in text
+  (words,) = re.findall(r"maxtext train [^'\n]*", text)
+  assert resolve_overrides(words.split()[2:]).config.compile_topology == ""
 
 
 @pytest.mark.parametrize("topology", ["v4-16", "v5e-16", "v5p-128", "v6e-256", "a100-16", "h100-8", "b200-64"])

@@ -137,6 +137,12 @@ def test_equal_logits_are_kept_or_cut_together(top_k, kept):
   assert int((apply_top_k_top_p(logits, state) > -jnp.inf).sum()) == kept
 
 
+@pytest.mark.parametrize("top_p", [1e-50, 1e-40, 1e-30])
+def test_a_limit_below_what_floats_have_keeps_the_most_likely_token(top_p):
+  state = jax.tree.map(lambda x: jnp.asarray(x)[None], SamplingState.of(SamplingParams(top_p=top_p), 0, 3))
+  assert jnp.isfinite(apply_top_k_top_p(jnp.array([[1.0, 3.0, 2.0]]), state)).tolist() == [[False, True, False]]
+
+
 def test_limits_of_a_whole_vocabulary_are_those_of_a_sort():
   """Where bounds are close to each other."""
   logits = jnp.asarray(np.random.default_rng(1).normal(0, 1, (4, 20_000)), jnp.float32)

@@ -10,6 +10,7 @@ from typing import Any
 from maxtext.cli.config import METHODS, given_values, resolve_overrides
 from maxtext.configs import ConfigError
 from maxtext.configs.loader import Resolved, is_bundled
+from maxtext.configs.secrets import SECRET_KEYS
 
 _CLUSTERS = ("jobset", "slurm", "skypilot", "tpu-vm")
 
@@ -39,11 +40,16 @@ def text_for(arguments: argparse.Namespace, command: Sequence[str], processes: i
     raise ConfigError(f"{flags[0]}: flags of launch stand before the recipe, and the run has keys alone.")
   resolved = resolve_overrides([*words, *METHODS[name]])
 
+  own = [word for word in words if not word.startswith("compile_topology")]
+  if _is_file(words):
+    own = _own_words(resolved) if arguments.to == "jobset" else [*own, "compile_topology="]  # the file may have it
+  from_here = [key for key in SECRET_KEYS if resolved.origins.get(key) == "environment"]  # which stay here
+
   from maxtext.distributed.manifests import IMAGE, WRITERS, make_job
 
   job = make_job(
-    [name, *(_own_words(resolved) if arguments.to == "jobset" and _is_file(words) else words)],
-    resolved.config,
+    [name, *own],
+    resolved.config.model_copy(update=dict.fromkeys(from_here)),
     processes=processes,
     restarts=arguments.restarts,
     image=arguments.image or IMAGE,

@@ -100,16 +100,23 @@ def _launch_elastic(arguments: argparse.Namespace, command: Sequence[str], confi
     raise ConfigError(f"elastic_min_slice_count={least} is more than the --processes {hosts} of the run.")
   if not config.run_name:
     raise ConfigError("elastic_enabled=true needs run_name: processes that are started again resume the run of a name.")
+  if arguments.restarts:
+    raise ConfigError(f"--restarts {arguments.restarts}: an elastic run counts them by elastic_max_retries.")
   if arguments.host is None:
+    if arguments.membership:
+      raise ConfigError(f"--membership {arguments.membership} needs --host, the index of this host.")
     return _launch_local_hosts(arguments, hosts)
   if not 0 <= arguments.host < hosts or not arguments.membership:
     raise ConfigError(f"--host {arguments.host} is one of 0 to {hosts - 1}, and needs --membership FOLDER.")
   from maxtext.distributed.agent import Agent
   from maxtext.distributed.leader import ElasticPolicy
+  from maxtext.distributed.membership import Membership
 
   least = hosts if least == -1 else max(least, 1)
   policy = ElasticPolicy(hosts, least, config.elastic_timeout_seconds, config.elastic_max_retries)
   standby, folder = [sys.executable, "-m", "maxtext.cli.standby"], Path(arguments.membership)
+  if Membership(folder, arguments.host).latest_plan().action == "stop":
+    raise ConfigError(f"--membership {folder} is of a run that has ended: remove it, or name another folder.")
   agent = Agent(standby, command, arguments.host, policy, folder, arguments.address, arguments.stall_timeout)
   return agent.run()
 

@@ -61,7 +61,8 @@ def adds_bos(folder: Path) -> bool | None:
     return None
   processor = content.get("post_processor") or {}
   steps = processor.get("processors", [processor]) if isinstance(processor, Mapping) else []
-  firsts = [step["single"][:1] for step in steps if isinstance(step, Mapping) and isinstance(step.get("single"), list)]
+  rules = [step.get("single") for step in steps if isinstance(step, Mapping)] if isinstance(steps, list) else []
+  firsts = [rule[:1] for rule in rules if isinstance(rule, list)]
   return any(isinstance(part, Mapping) and "SpecialToken" in part for first in firsts for part in first)
 
 

@@ -89,8 +89,8 @@ class Agent:
       if self._process is not None:
         self._process.terminate()
     self._watch()
-    membership.publish()
     live = membership.live()
+    membership.publish(saved=max(record.saved for record in live.values()))  # known if that one is lost
     if self._leaving and self._process is None and (plan.number == 0 or self._host not in plan.members):
       return 128 + signal.SIGTERM
     first = time.monotonic() - self._started < _LISTEN_SECONDS  # it may not have heard of the others yet
@@ -128,10 +128,13 @@ class Agent:
     self._process, self._warm = self._warm or self._start_warm(), None
     self._process.begin(self._command, environment)
     self._began = self._moved = time.monotonic()
+    if self._leaving:  # the plan was made before this was heard
+      self._process.terminate()
 
   def _watch(self) -> None:
     """The process: whether it has ended, hangs or stalls. One that steps gets another one to take its place."""
     if self._warm is not None and self._warm.poll() is not None:
+      self._warm.kill()
       self._warm = None
     if (process := self._process) is None:
       return

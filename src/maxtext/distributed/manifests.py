@@ -94,8 +94,7 @@ def make_job(
     raise ConfigError("compile_topology is empty: name the chips, such as compile_topology=v5p-128, or --processes N.")
   if processes not in (None, hosts):
     raise ConfigError(f"--processes {processes}: compile_topology={config.compile_topology} has {hosts} hosts.")
-  words = [word for word in command if not word.startswith("compile_topology")]
-  return Job(_slug(config.run_name), words, config, topology, hosts, restarts, image, environment)
+  return Job(_slug(config.run_name), command, config, topology, hosts, restarts, image, environment)
 
 
 def jobset(job: Job) -> str:
@@ -127,6 +126,8 @@ def jobset(job: Job) -> str:
     "restartPolicy": "Never",
     "terminationGracePeriodSeconds": _GRACE_SECONDS,
     "nodeSelector": selector,
+    # Kubernetes makes folders of a node that root alone may write to, and the image's user is another.
+    "securityContext": {"runAsUser": 0} if folders else {},
     "containers": [_without_empty(container)],
     "volumes": [
       {"name": f"local-{i}", "hostPath": {"path": folder, "type": "DirectoryOrCreate"}}
@@ -162,7 +163,7 @@ def jobset(job: Job) -> str:
 
 def slurm(job: Job) -> str:
   """A batch script for Slurm: a task for each host, started again while restarts are left."""
-  where = "the folder that the script is submitted in" if not job.config.base_output_directory else "its folder"
+  where = job.config.base_output_directory or "the folder that the script is submitted in"
   chips = [f"--nodes={job.hosts}", "--ntasks-per-node=1", "--exclusive"] if job.topology else [f"--ntasks={job.hosts}"]
   if job.topology and job.topology.gpu:
     chips.append(f"--gpus-per-node={job.topology.chips // job.hosts}")

@@ -292,7 +292,8 @@ def apply_top_k_top_p(logits: jax.Array, state: SamplingState) -> jax.Array:
 
   def top_p(kept: jax.Array) -> jax.Array:
     share = jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), axis=-1)
-    return kept & (order >= _largest_with(order, share, jnp.where(state.top_p < 1, state.top_p, jnp.inf)))
+    least = jnp.maximum(state.top_p, jnp.finfo(jnp.float32).tiny)  # of 0 the most likely token would be cut too
+    return kept & (order >= _largest_with(order, share, jnp.where(state.top_p < 1, least, jnp.inf)))
 
   kept = jax.lax.cond(jnp.any(random & (state.top_k > 0)), top_k, lambda: kept)
   kept = jax.lax.cond(jnp.any(random & (state.top_p < 1)), top_p, lambda kept: kept, kept)

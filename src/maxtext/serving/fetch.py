@@ -85,7 +85,10 @@ class MediaFetcher:
         raise ConfigError(f"{_shown(url)}: the host does not answer as a web server does.") from None
       if isinstance(found, bytes):
         return found
-      url = urljoin(url, found)
+      try:
+        url = urljoin(url, found)
+      except ValueError:
+        raise ConfigError(f"{_shown(url)}: it is redirected to what is no URL.") from None
     raise ConfigError(f"{_shown(url)}: it is redirected more than {self._limits.redirects} times.")
 
   def _location(self, url: str) -> "_Location":

@@ -3,6 +3,7 @@
 Imports no JAX.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from maxtext.weights.detect import is_hugging_face
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
 
 _FILE = "generation_config.json"
-_MOST_ENDS = 8  # together with those of the tokenizer, at most so many as a request can have
+_MOST_ENDS = 7  # together with the three of the tokenizer, at most so many as a request can have
 
 
 def sampling_keys(folder: HuggingFaceFolder) -> dict[str, Any]:
@@ -52,6 +53,8 @@ def end_token_ids(path: str) -> tuple[int, ...]:
 
 def _number(folder: HuggingFaceFolder, content: Mapping[str, Any], name: str, default: float) -> float:
   value = content.get(name)
-  if isinstance(value, bool) or not isinstance(value, int | float | None):
+  if value is None:
+    return default
+  if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
     raise ConfigError(f"{folder.path / _FILE} has {name}={value!r}, which is no number.")
-  return default if value is None else value
+  return value
