@@ -367,6 +367,17 @@ def test_a_frozen_encoder_leaves_its_projector_to_train(folder):
   assert {name.split("/")[2] for name in model.params if name.startswith("towers/")} == {"projector"}
 
 
+@pytest.mark.parametrize(
+  "changes", [{"image_slots_per_row": 0}, {"use_sft": False, "dataset_type": "synthetic"}], ids=["SFT", "pre-training"]
+)
+def test_text_alone_leaves_encoder_and_projector_as_they_are(folder, changes):
+  """Weight decay would shrink what no gradient reaches, until pictures mean nothing."""
+  config = load_config(**keys(folder, **changes, freeze_vision_encoder_params=False))
+  model = Program.of(config, make_mesh(config, jax.devices()[:1])).model
+  assert [name for name in model.params if name.startswith("towers/")] == []
+  assert {name.split("/")[2] for name in model.buffers if name.startswith("towers/")} >= {"projector", "front_end"}
+
+
 def test_data_show_has_the_pictures_where_they_stand(folder, tmp_path, capsys):
   file = write(tmp_path / "rows.jsonl", [{"messages": [USER, ANSWER], "image": str(folder / "1.png")}])
   config = tmp_path / "tiny.yml"

@@ -2,7 +2,7 @@
 
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import Any, Protocol, cast
 
@@ -89,12 +89,15 @@ _DESCRIBES_IMAGES = {"image_size_for_vit", "use_mrope", "mrope_section"}
 _DESCRIBES_EXPERTS = {"moe_expert_input_dim", "base_moe_mlp_dim", "interleave_moe_layer_step", "norm_topk_prob"}
 
 
-def build_model(config: MaxTextConfig, mesh: Mesh, serving: bool = False) -> Model:
-  """Builds the abstract model of a run, for training or for inference (`serving`)."""
+def build_model(config: MaxTextConfig, mesh: Mesh, serving: bool = False, unfed: Collection[str] = ()) -> Model:
+  """Builds the abstract model of a run, for training or for inference (`serving`).
+
+  Towers that are `unfed`, since no batch brings their media, are left as they are: weight decay would shrink them.
+  """
   spec = model_spec(config)
   execution = execution_of_model(config, mesh, spec, serving)
   try:
-    model = Model.of(spec, execution, _trained(config))
+    model = Model.of(spec, execution, _trained(config, unfed))
     check_weight_format(config, model)
   except UnfitWeightError as error:
     raise ConfigError(str(error)) from None
@@ -184,14 +187,14 @@ _READ_ELSEWHERE = {
 }  # fmt: skip
 
 
-def _trained(config: MaxTextConfig) -> Callable[[str], bool]:
+def _trained(config: MaxTextConfig, unfed: Collection[str]) -> Callable[[str], bool]:
   if config.lora_rank:
     return is_adapter
   patterns = [re.compile(p) for p in config.student_params_to_update or config.trainable_parameters_mask]
-  frozen = tuple(f"towers/{tower}/" for tower in _frozen_towers(config))
+  frozen, idle = (tuple(f"towers/{tower}/" for tower in towers) for towers in (_frozen_towers(config), unfed))
 
   def trained(path: str) -> bool:
-    if path.startswith(frozen) and not _OF_A_PROJECTOR.search(path):
+    if path.startswith(idle) or (path.startswith(frozen) and not _OF_A_PROJECTOR.search(path)):
       return False
     return not patterns or any(pattern.search(path) for pattern in patterns)
 

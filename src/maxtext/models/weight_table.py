@@ -4,7 +4,7 @@ A table maps patterns of parameter paths to `Weight`s. `*` in a pattern matches 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from maxtext.layers.block import Layer
@@ -44,6 +44,14 @@ def fused(module: str, parts: Sequence[str], name: str, leaf: str = "weight", **
   """The table entries of several modules that share one tensor."""
   weight = Weight(name, parts=tuple(parts), **layout)
   return {f"{module}/{part}/{leaf}": weight for part in parts}
+
+
+def renamed(table: Table, prefix: str, by: str) -> dict[str, Weight]:
+  """The table with another beginning of the names that begin so: that of a text model within a larger one."""
+  return {
+    path: replace(weight, name=by + weight.name.removeprefix(prefix)) if weight.name.startswith(prefix) else weight
+    for path, weight in table.items()
+  }
 
 
 def find(table: Table, path: str) -> Weight | None:

@@ -1,5 +1,6 @@
 """The batch that an objective declares, as shapes, dtypes and placement on a mesh."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from maxtext.configs.derived import eval_batch_size, global_batch_size
 from maxtext.configs.types import DatasetType
 from maxtext.data.batch import BatchSource
 from maxtext.data.documents import LABEL
-from maxtext.data.media import VISION
+from maxtext.data.media import AUDIO, VISION
 from maxtext.data.options import image_options
 from maxtext.data.reference_log_probs import REFERENCE
 from maxtext.data.teacher_outputs import TEACHER_LOG_PROBS, TEACHER_TOKENS
@@ -72,6 +73,13 @@ def declared_batch(config: MaxTextConfig, objective: Objective, data: BatchSourc
       declared = replace(declared, segments=None)
     declared = replace(declared, media=_media(config, rows))
   return declared
+
+
+def unfed_towers(config: MaxTextConfig, data: BatchSource | None) -> Collection[str]:
+  """Towers for which the run's batches bring no media; a caller's own data may bring any."""
+  if data is not None and not config.use_grpo:
+    return ()
+  return {VISION, AUDIO} - _media(config, 1).keys()
 
 
 def _media(config: MaxTextConfig, rows: int) -> dict[str, TowerInputs]:

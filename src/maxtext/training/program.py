@@ -30,7 +30,7 @@ from maxtext.optim.optimizer import make_optimizer
 from maxtext.optim.options import optimizer_options, schedule_options
 from maxtext.optim.schedules import learning_rate
 from maxtext.training import diloco
-from maxtext.training.abstract_batch import abstract_batch, declared_batch, token_paths
+from maxtext.training.abstract_batch import abstract_batch, declared_batch, token_paths, unfed_towers
 from maxtext.training.elastic import deal_rows
 from maxtext.training.frozen import build_frozen, frozen_params
 from maxtext.training.learn_to_init import MappedModel, mapped_model
@@ -83,7 +83,7 @@ class Program:
     """Builds everything that needs no array. What is not given is as configured; of the configured optimizer the
     learning rate is reported. With `serving`, weights are stored as for inference: only evaluation is possible."""
     data = as_batch_source(data)
-    model = build_model(config, mesh, serving)
+    model = build_model(config, mesh, serving, unfed_towers(config, data))
     config = with_devices(config, mesh.devices.flatten().tolist())
     if not model.params:
       key = "student_params_to_update" if config.student_params_to_update else "trainable_parameters_mask"

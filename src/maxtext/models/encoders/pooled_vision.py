@@ -1,8 +1,6 @@
 """A vision encoder for images of any size, whose patches are pooled: keys to a tower, names of its weights, entries of
 `vision_config`."""
 
-from typing import Any
-
 from maxtext.configs import MaxTextConfig
 from maxtext.layers.attention import GQA, QueryKeyNorm
 from maxtext.layers.block import Block
@@ -15,7 +13,7 @@ from maxtext.media.processed import FeatureText, MediaProcessor
 from maxtext.media.video import Sampling, Videos
 from maxtext.models.encoders import vision
 from maxtext.models.encoders.vision import LAYER
-from maxtext.models.hugging_face import Entries, Field
+from maxtext.models.hugging_face import Field
 from maxtext.models.spec import Group, TowerSpec
 from maxtext.models.weight_table import Weight
 
@@ -70,13 +68,6 @@ def _stamp(seconds: float) -> str:
 
 def _tokens_per_image(c: MaxTextConfig) -> int:
   return _TOKENS if c.vision_output_length < 0 else c.vision_output_length
-
-
-def read(entries: Entries) -> dict[str, Any]:
-  """The RoPE base, which `vision_config` has had in two places."""
-  own = entries.get("vision_config.rope_parameters") or {}
-  theta = own.get("rope_theta", entries.get("vision_config.rope_theta"))
-  return {} if theta is None else {"rope_theta_for_vit": int(theta)}
 
 
 _LINEAR = {

@@ -2,7 +2,6 @@
 `vision_config`."""
 
 import math
-from typing import Any
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.norm import LayerNormSpec
@@ -11,7 +10,7 @@ from maxtext.media.image_processors import TiledImages
 from maxtext.media.patches import Patches
 from maxtext.models.encoders import vision
 from maxtext.models.encoders.vision import LAYER
-from maxtext.models.hugging_face import Entries, Field
+from maxtext.models.hugging_face import Field
 from maxtext.models.spec import Group, TowerSpec
 from maxtext.models.weight_table import Weight
 
@@ -75,13 +74,6 @@ def _adapter(c: MaxTextConfig, side: int) -> PixelShuffle:
       f"it must be {c.hidden_size_for_vit * block**2}."
     )
   return PixelShuffle(side, block, given, hidden, "exact gelu")
-
-
-def read(entries: Entries) -> dict[str, Any]:
-  """The RoPE base, which `vision_config` has had in two places."""
-  own = entries.get("vision_config.rope_parameters") or {}
-  theta = own.get("rope_theta", entries.get("vision_config.rope_theta"))
-  return {} if theta is None else {"rope_theta_for_vit": int(theta)}
 
 
 _LINEAR = {

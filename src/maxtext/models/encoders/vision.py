@@ -9,7 +9,7 @@ from maxtext.layers.block import Block
 from maxtext.layers.mlp import MLP
 from maxtext.layers.norm import LayerNormSpec
 from maxtext.layers.rope import RotaryEmbedding
-from maxtext.models.hugging_face import Field
+from maxtext.models.hugging_face import Entries, Field
 from maxtext.models.weight_table import Weight
 
 
@@ -65,6 +65,13 @@ def norm_weights(names: Mapping[str, str]) -> dict[str, Weight]:
     found[f"{ours}/scale"] = Weight(f"{theirs}.weight")
     found[f"{ours}/bias"] = Weight(f"{theirs}.bias")
   return found
+
+
+def read_rope(entries: Entries) -> dict[str, Any]:
+  """The RoPE base, which `vision_config` has had in two places."""
+  own = entries.get("vision_config.rope_parameters") or {}
+  theta = own.get("rope_theta", entries.get("vision_config.rope_theta"))
+  return {} if theta is None else {"rope_theta_for_vit": int(theta)}
 
 
 LAYER = "towers/vision/groups/*/layers/*"

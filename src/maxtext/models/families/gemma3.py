@@ -28,7 +28,7 @@ from maxtext.models.hugging_face import (
   rope_entries,
 )
 from maxtext.models.spec import DecoderSpec, ModelSpec, TowerSpec, cycles, towers_of
-from maxtext.models.weight_table import Table, Weight
+from maxtext.models.weight_table import Table, Weight, renamed
 
 # query_pre_attn_scalar of the models where it is not head_dim; there is no key for it.
 _QUERY_SCALAR = {"gemma3-27b": 168}
@@ -54,7 +54,7 @@ def weights(spec: DecoderSpec) -> Table:
   """The weights in files of the text model, or of the one with images."""
   if not (towers := towers_of(spec)):
     return WEIGHTS
-  text = {path: replace(weight, name=f"language_model.{weight.name}") for path, weight in WEIGHTS.items()}
+  text = renamed(WEIGHTS, "", "language_model.")
   return text | siglip.weights(towers[0], "vision_tower.vision_model") | _PROJECTOR
 
 

@@ -14,7 +14,7 @@ from maxtext.layers.dense_and_experts import DenseAndExperts
 from maxtext.layers.experts import MoE
 from maxtext.media.processed import MediaProcessor
 from maxtext.models import standard
-from maxtext.models.encoders import pooled_vision
+from maxtext.models.encoders import pooled_vision, vision
 from maxtext.models.hugging_face import (
   CAPPED,
   TIED_HEAD,
@@ -30,7 +30,7 @@ from maxtext.models.hugging_face import (
 )
 from maxtext.models.mixture import expert_width, mixture
 from maxtext.models.spec import DecoderSpec, ModelSpec, cycles, towers_of
-from maxtext.models.weight_table import Table, Weight, fused
+from maxtext.models.weight_table import Table, Weight, fused, renamed
 
 
 def spec(config: MaxTextConfig) -> DecoderSpec:
@@ -51,11 +51,7 @@ def weights(spec: DecoderSpec) -> Table:
   """The weights in files of the text model, or of the one with images."""
   if not towers_of(spec):
     return WEIGHTS
-  text = {
-    path: replace(weight, name=weight.name.replace("model.", "model.language_model.", 1))
-    for path, weight in WEIGHTS.items()
-  }
-  return text | pooled_vision.WEIGHTS
+  return renamed(WEIGHTS, "model.", "model.language_model.") | pooled_vision.WEIGHTS
 
 
 def processors(config: MaxTextConfig) -> dict[str, MediaProcessor]:
@@ -180,7 +176,7 @@ HUGGING_FACE = HuggingFace(
       | {"rope_type": "proportional", "partial_rotary_factor": c.global_rope_proportion},
     },
   },
-  (activation_keys, capped_keys, _read, _ALWAYS, pooled_vision.read),
+  (activation_keys, capped_keys, _read, _ALWAYS, vision.read_rope),
   absent=absent(tie_word_embeddings=True, head_dim=256, sliding_window=512, attention_k_eq_v=False),
   expects={
     "layer_types": layer_types("sliding_attention", lambda c: 6),

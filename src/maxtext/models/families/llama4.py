@@ -14,11 +14,11 @@ from maxtext.layers.attention import GQA, QueryKeyNorm, QueryTemperature
 from maxtext.layers.rope import LongContextScaling
 from maxtext.media.image_processors import TiledImages
 from maxtext.models import standard
-from maxtext.models.encoders import tiled_vision
+from maxtext.models.encoders import tiled_vision, vision
 from maxtext.models.hugging_face import LEFT_OUT, READS, STANDARD, Entries, HuggingFace, Multimodal, absent, rope
 from maxtext.models.mixture import expert_width, mixture
 from maxtext.models.spec import DecoderSpec, ModelSpec, cycles, towers_of
-from maxtext.models.weight_table import Table, Weight, fused
+from maxtext.models.weight_table import Table, Weight, fused, renamed
 
 
 def spec(config: MaxTextConfig) -> DecoderSpec:
@@ -40,7 +40,7 @@ def weights(spec: DecoderSpec) -> Table:
   """The weights in files of the text model, or of the one with images."""
   if not towers_of(spec):
     return WEIGHTS
-  text = {path: replace(weight, name=f"language_model.{weight.name}") for path, weight in WEIGHTS.items()}
+  text = renamed(WEIGHTS, "", "language_model.")
   return text | tiled_vision.WEIGHTS
 
 
@@ -123,7 +123,7 @@ HUGGING_FACE = HuggingFace(
     "no_rope_layers": lambda c: [int((i + 1) % c.nope_layer_interval > 0) for i in range(c.base_num_decoder_layers)],
     "rope_parameters": lambda c: rope(c, high=1.0),
   },
-  (*READS, _read, tiled_vision.read),
+  (*READS, _read, vision.read_rope),
   absent=absent(no_rope_layer_interval=4, interleave_moe_layer_step=1, use_qk_norm=True, attn_temperature_tuning=True),
   expects={"attn_scale": lambda c: 0.1, "layer_types": _layer_types, "moe_layers": _moe_layers},
   prefixes={"language_model.": ""},

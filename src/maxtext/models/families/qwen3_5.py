@@ -10,7 +10,7 @@ from maxtext.models.encoders import merged_vision
 from maxtext.models.hugging_face import HuggingFace, Multimodal
 from maxtext.models.mixture import mixture
 from maxtext.models.spec import DecoderSpec, ModelSpec, towers_of
-from maxtext.models.weight_table import Table, Weight, fused
+from maxtext.models.weight_table import Table, Weight, fused, renamed
 
 
 def spec(config: MaxTextConfig) -> DecoderSpec:
@@ -34,11 +34,7 @@ def weights(spec: DecoderSpec) -> Table:
   text = hybrid.weights(spec, _DELTA)
   if not (towers := towers_of(spec)):
     return text
-  named = {
-    path: replace(weight, name=weight.name.replace("model.", "model.language_model.", 1))
-    for path, weight in text.items()
-  }
-  return named | merged_vision.weights(towers[0], _NAMES)
+  return renamed(text, "model.", "model.language_model.") | merged_vision.weights(towers[0], _NAMES)
 
 
 def processors(config: MaxTextConfig) -> dict[str, MediaProcessor]:
