@@ -1705,6 +1705,9 @@ class ConfigKeys(TypedDict, total=False):
   remove_size_one_mesh_axis_from_type: bool
   """True leaves mesh axes of size one out of JAX array types. Default: True."""
 
+  replica_check_period: int
+  """Steps between comparisons of what replicas hold, bit by bit, and before every save; 0: none. Default: 0."""
+
   replicate_quant_scale: bool
   """True copies quantization scales to all devices rather than sharding them. Default: False."""
 
@@ -1994,6 +1997,9 @@ class ConfigKeys(TypedDict, total=False):
 
   step_deviation_interval_seconds: int
   """Seconds between metrics of step-time deviation. Default: 30."""
+
+  step_replay_period: int
+  """Steps from one step that is run twice, to compare its results bit by bit, to the next; 0: none. Default: 0."""
 
   steps: int
   """Optimizer steps; -1 takes learning_rate_schedule_steps. Default: 150001."""

@@ -55,6 +55,7 @@ from maxtext.status_line import StatusLine, status_line
 from maxtext.training import compiled
 from maxtext.training.arguments import check_arguments
 from maxtext.training.callbacks.base import Callback
+from maxtext.training.callbacks.compare_replicas import CompareReplicas
 from maxtext.training.callbacks.dump import Dump
 from maxtext.training.callbacks.evaluate import Evaluate
 from maxtext.training.callbacks.goodput import KeepJournal, MonitorGoodput, MonitorStepTime
@@ -69,6 +70,7 @@ from maxtext.training.loop import run_loop
 from maxtext.training.objectives.base import Objective
 from maxtext.training.preflight import check_hardware, check_host, check_sharding, describe, dry_run_lines
 from maxtext.training.program import Program, hlo_folder
+from maxtext.training.replayed_step import ReplayedStep
 from maxtext.training.resume import RunCheckpoints
 from maxtext.training.state import TrainState
 from maxtext.training.synchronized_compile import SynchronizedCompile
@@ -175,10 +177,13 @@ def train(
         run.store_config(record)
       if why := keep_tokenizer(data_options(config), tokenizer_folder(config), str(run.store or run.path)):
         _LOG.warning(f"maxtext: the run's folder has no tokenizer: {why}")
+    replicas = _replica_checks(program, steps.start, checkpoints)
+    check = replicas[0].check if replicas else _unchecked
     callbacks = [
       *_evaluations(program, checkpoints, frozen),
       *(callback for callback in callbacks if callback.evaluates),
-      *checkpoints.callbacks(guard, Criterion() if objective is None else objective.criterion),
+      *checkpoints.callbacks(guard, Criterion() if objective is None else objective.criterion, check),
+      *replicas,
       *_samples(config, sampler, run, steps),
       *(_goodput(config, run, clock, steps.start) if first else []),
       WriteMetrics(_sinks(config, steps, run, status) if first else []),
@@ -194,6 +199,8 @@ def train(
     flops = train_flops_per_token(program.model, config.max_target_length) / mesh.size
     if frozen:
       step = partial(_with_frozen, step, frozen)
+    if live.step_replay_period:
+      step = ReplayedStep(step, mesh, live.step_replay_period, steps.start, checkpoints.distrust)
     if isinstance(data, FollowsPolicy):
       data.follow(state)
       step = partial(_followed, step, data)
@@ -311,6 +318,24 @@ def _evaluations(program: Program, checkpoints: RunCheckpoints, frozen: Mapping[
   c = program.config
   evaluate = partial(program.evaluate, frozen=frozen, stop=checkpoints.stop_requested)
   return [Evaluate(evaluate, c.eval_interval, c.target_eval_loss)] if program.data.evaluates else []
+
+
+def _replica_checks(program: Program, step: int, checkpoints: RunCheckpoints) -> list[CompareReplicas]:
+  period = program.config.replica_check_period
+  if not period:
+    return []
+  mesh = program.model.execution.sharding.mesh
+  checks = CompareReplicas(mesh, program.state, period, step, checkpoints.distrust)
+  if not jax.process_index():
+    alone = (
+      "" if checks.share == 1 else "; of the rest there are none, and step_replay_period checks how it is computed"
+    )
+    _LOG.info(f"maxtext: replicas of {checks.share:.0%} of the state are compared every {period} steps{alone}.")
+  return [checks]
+
+
+def _unchecked(step: int, state: TrainState) -> None:
+  """Without `replica_check_period`."""
 
 
 def _samples(config: MaxTextConfig, sampler: Sampler | None, run: RunDirectory, steps: range) -> list[Callback]:

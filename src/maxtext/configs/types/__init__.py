@@ -93,7 +93,15 @@ from maxtext.configs.types.post_training import (
   RLMethod,
   SpecialTokens,
 )
-from maxtext.configs.types.run import AOT, Debug, DevelopmentAndDebugging, RunInfo, TrainingLoop, TrainingSamples
+from maxtext.configs.types.run import (
+  AOT,
+  CorruptionChecks,
+  Debug,
+  DevelopmentAndDebugging,
+  RunInfo,
+  TrainingLoop,
+  TrainingSamples,
+)
 from maxtext.configs.types.weights_at_rest import WeightsAtRest
 
 
@@ -146,6 +154,7 @@ class _Placement(
 class _Training(
   TrainingLoop,
   TrainingSamples,
+  CorruptionChecks,
   ManifoldConstrainedHyperConnections,
   DilocoParams,
   Optimizer,
@@ -245,6 +254,7 @@ __all__ = [
   "AttentionIndexer",
   "AudioEncoder",
   "Checkpointing",
+  "CorruptionChecks",
   "CustomRule",
   "DType",
   "DataTypes",
