@@ -26,7 +26,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
-  os.environ["JAX_PLATFORMS"] = "cpu"
+  os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "NPROC": "32",
+  }  # threads of XLA: with one for each device, collectives block all
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
 import jax

@@ -61,6 +61,7 @@ from maxtext.configs.types.model import (
 from maxtext.configs.types.multimodal import AudioEncoder, MultimodalGeneral, VisionProjector, VisionTower
 from maxtext.configs.types.numerics import DataTypes, Quantization
 from maxtext.configs.types.observability import (
+  Events,
   GcpMonitoring,
   Goodput,
   HloDump,
@@ -203,6 +204,7 @@ class _Observation(
   StackTrace,
   Metrics,
   Goodput,
+  Events,
   GcpMonitoring,
   Tensorboard,
   ManagedMLDiagnostics,
@@ -272,6 +274,7 @@ __all__ = [
   "ElasticTraining",
   "EmergencyCheckpointing",
   "Engram",
+  "Events",
   "FineTuning",
   "GcpMonitoring",
   "Goodput",
