@@ -1,6 +1,9 @@
 """Devices that are wrong: a bit that flips in the memory of one, or a step that is computed wrongly, is found."""
 
+import io
 import json
+import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -17,10 +20,12 @@ from maxtext.checkpoint.tree import named
 from maxtext.configs.errors import RunError
 from maxtext.distributed.agent import Agent
 from maxtext.distributed.leader import ElasticPolicy
+from maxtext.distributed.supervisor import supervise
 from maxtext.training.callbacks.base import Callback
 from maxtext.training.callbacks.compare_replicas import CompareReplicas
 from maxtext.training.device_checksums import DeviceChecksums, compare_replicas, first_holders
 from maxtext.training.replayed_step import ReplayedStep
+from tests.flags import flags
 from tests.support import program, tiny
 
 pytestmark = pytest.mark.mesh
@@ -169,6 +174,42 @@ def test_clean_steps_raise_no_alarm_and_a_flip_does(mesh, kind):
     with pytest.raises(RunError, match=f"device 6 of .* (in|of) {name}"):
       check.check(9, state)
     flip_bit(named(state)[name], 6, 77)
+
+
+# A process of a run whose host 1 has a wrong device.
+TRAINER = """if True:
+  import sys
+  import jax
+  from maxtext import train
+  from maxtext.configs.errors import RunError
+  from tests.support import tiny
+  from tests.test_corruption import DATA, RUN, Flip
+
+  class FlipOnHost1(Flip):
+    def on_update(self, step, state, position, metrics):
+      self.device = jax.local_devices()[1].id
+      return jax.process_index() == 1 and super().on_update(step, state, position, metrics)
+
+  config = tiny(**DATA | RUN, base_output_directory=sys.argv[1], run_name="run", enable_checkpointing=True,
+                checkpoint_period=2, replica_check_period=3, step_replay_period=2)
+  try:
+    train(config, callbacks=[FlipOnHost1("params/final_norm/scale", 0, 4)])
+  except RunError as error:
+    print("error:", error)
+    sys.exit(2)
+"""
+
+
+@pytest.mark.nightly
+def test_a_device_of_another_process_is_named_by_all(tmp_path):
+  said = io.StringIO()
+  environment = flags(2) | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+  assert supervise([sys.executable, "-c", TRAINER, str(tmp_path)], 2, environment=environment, out=said) == 2
+  for process in range(2):
+    line = next(line for line in said.getvalue().splitlines() if line.startswith(f"[{process}] error:"))
+    assert re.search(r"device \d+ of host 1 \(\S+\) holds other bits than the replicas in params/\S+ ", line)
+    assert "at step 6. The last step that was proven right is 4" in line
+  assert json.loads((tmp_path / "run" / "checkpoints" / "corrupt.json").read_text())["proven"] == 4
 
 
 # A process that trains nothing; that of host 1 finds itself suspected in its first start.
