@@ -43,7 +43,7 @@ def values(folder):
   return {step: score.value for step, score in scores_in(epath.Path(folder)).items()}
 
 
-def save(writer, folder, step, found, value=1.0, criterion=LOSS):
+def save(writer, folder, step, found, value=1.0, criterion=LOSS, check=lambda step, state: None):
   """The steps that are there after a save."""
   writer.save(step, state(value), {}, criterion.score(found))
   writer.wait()
@@ -178,7 +178,14 @@ def written(folder, body):
 def test_the_loss_of_a_step_is_saved_with_that_step_alone(tmp_path):
   """Also with the last step, which is saved at the end, and never with a later step."""
   writer = open_writer(tmp_path, keep=None, checkpoint_period=2)
-  callback = Save(writer, Interrupt(), LossGuard(on_nan=True, on_inf=True), on_completion=True, criterion=LOSS)
+  callback = Save(
+    writer,
+    Interrupt(),
+    LossGuard(on_nan=True, on_inf=True),
+    on_completion=True,
+    criterion=LOSS,
+    check=lambda step, state: None,
+  )
   for step, loss in enumerate((5.0, 4.0, 3.0, None, 2.0), 1):
     metrics = {"loss": 1.0} | ({} if loss is None else {"eval_loss": loss})
     if callback.due(step):

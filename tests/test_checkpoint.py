@@ -33,7 +33,7 @@ from maxtext.checkpoint.files import _groups, contents, handlers, read
 from maxtext.checkpoint.inspect import served_keys
 from maxtext.checkpoint.location import steps_in
 from maxtext.checkpoint.metadata import CheckpointMetadata, Criterion
-from maxtext.checkpoint.nonfinite import NonfiniteNote
+from maxtext.checkpoint.notes import NonfiniteNote
 from maxtext.checkpoint.options import array_storage, checkpoint_options, restore_options
 from maxtext.checkpoint.restore import load_parameters, load_state, quarantine_blamed, resume
 from maxtext.checkpoint.storage import is_storage_failure
@@ -114,7 +114,7 @@ def drive(folder, state, *callbacks, steps=range(4), **changes):
   """The callback that saves, as the loop calls it, with a state that stays the same; the others may ask its writer."""
   config = tiny(**SPLIT | {"enable_checkpointing": True} | changes)
   writer, guard = Writer(checkpoint_options(config), epath.Path(folder), {}), LossGuard(on_nan=True, on_inf=True)
-  save = Save(writer, Interrupt(), guard, config.save_checkpoint_on_completion, Criterion())
+  save = Save(writer, Interrupt(), guard, config.save_checkpoint_on_completion, Criterion(), lambda step, state: None)
   for callback in callbacks:
     callback.writer = writer
   rest = state, lambda: {"batches": np.array(1)}

@@ -122,3 +122,10 @@ def test_a_program_without_the_stream_says_nothing(monkeypatch):
   record = logging.LogRecord("maxtext", logging.INFO, "", 0, "text", (), None)
   record.console = "stderr"
   ConsoleHandler().emit(record)
+
+
+def test_modules_of_jax_log_where_the_user_asks(tmp_path):
+  command = ["-m", "maxtext", "train", *TINY[:-1], "jax_debug_log_modules=jax._src.interpreters.pxla, absent"]
+  errors = run(*command, cwd=tmp_path, stderr=subprocess.STDOUT)
+  assert re.search(r"DEBUG \S+ \S+ jax._src.interpreters.pxla:\d+: Compiling jit\(train_step\)", errors)
+  assert "dispatch" not in errors, "other modules do not"

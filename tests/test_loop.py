@@ -227,5 +227,36 @@ def test_traces_again_and_again(tmp_path):
   config = tiny(steps=9, run_name="traced", base_output_directory=str(tmp_path), profiler="xplane", profiler_steps=1,
                 skip_first_n_steps_for_profiler=2, profile_periodically_period=4)  # fmt: skip
   maxtext.train(config)
-  traces = (tmp_path / "traced" / "profile").rglob("*.xplane.pb")
-  assert sorted(path.parts[-5] for path in traces) == ["after-step-2", "after-step-6"]
+  traces = sorted((tmp_path / "traced" / "profile").rglob("*.xplane.pb"))
+  assert [path.parts[-5] for path in traces] == ["after-step-2", "after-step-6"]
+  assert [step_markers(path) for path in traces] == [[3], [7]]
+
+
+@pytest.mark.slow
+def test_a_trace_takes_options_of_tpus_and_may_leave_step_markers_out(tmp_path, monkeypatch):
+  given, start = [], jax.profiler.start_trace
+
+  def noting(folder, profiler_options):
+    given.append(dict(profiler_options.advanced_configuration))
+    start(folder, profiler_options=profiler_options)
+
+  monkeypatch.setattr(jax.profiler, "start_trace", noting)
+  config = tiny(steps=3, run_name="traced", base_output_directory=str(tmp_path), profiler="xplane", profiler_steps=1,
+                enable_tpu_profiling_options=True, tpu_num_chips_to_profile_per_task=3, profile_power_events=True,
+                xprof_tpu_power_trace_level=2, xprof_e2e_enable_fw_thermal_event=True,
+                hide_profiler_step_metric=True)  # fmt: skip
+  maxtext.train(config)
+  assert given == [{
+    "tpu_num_chips_to_profile_per_task": 3, "tpu_num_sparse_cores_to_trace": 2, "tpu_num_sparse_core_tiles_to_trace": 1,
+    "tpu_power_trace_level": 2, "tpu_e2e_enable_fw_throttle_event": False, "tpu_e2e_enable_fw_power_level_event": False,
+    "tpu_e2e_enable_fw_thermal_event": True,
+  }]  # fmt: skip
+  (trace,) = (tmp_path / "traced" / "profile").rglob("*.xplane.pb")
+  assert step_markers(trace) == []
+
+
+def step_markers(trace):
+  """The numbers of the steps that a trace marks."""
+  planes = jax.profiler.ProfileData.from_file(str(trace)).planes
+  events = [event for plane in planes for line in plane.lines for event in line.events if event.name == "train"]
+  return [dict(event.stats)["step_num"] for event in events]

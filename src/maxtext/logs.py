@@ -32,6 +32,17 @@ class ConsoleHandler(logging.Handler):
       pass
 
 
+def debug_loggers(names: str) -> None:
+  """Has the loggers of these modules, with commas between them, write everything to stderr. JAX's own switch
+  (`jax_debug_log_modules`) shows nothing unless `jax_logging_level` is set too, and for 'jax' itself never."""
+  handler = logging.StreamHandler()
+  handler.setFormatter(logging.Formatter("{levelname} {asctime} {name}:{lineno}: {message}", style="{"))
+  for name in filter(None, map(str.strip, names.split(","))):
+    logger = logging.getLogger(name)
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+
+
 def write_now(stream: TextIO, text: str) -> None:
   """Writes and flushes, also within a signal's handler that interrupted a write to the same stream: Python's buffer
   refuses that."""

@@ -47,6 +47,16 @@ def nonfinite_names(arrays: Mapping[str, Any]) -> list[str]:
   return sorted(name for name, parts in under_way.items() if not all(map(bool, parts)))
 
 
+def checksum(x: jax.Array, start: Sequence[int] | jax.Array) -> jax.Array:
+  """The checksum of an array whose first element has the index `start` in the whole; to be traced."""
+  bits = x.astype(jnp.uint32) if x.dtype == jnp.bool_ else _bits(x)
+  index = jnp.zeros(x.shape, jnp.uint32)
+  for dim in range(x.ndim):
+    first = jnp.asarray(start[dim], jnp.uint32) + np.uint32(1)
+    index = _mix(index + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) + first)
+  return jnp.sum(_mix(bits ^ index), dtype=jnp.uint32)
+
+
 def checksum_of_part(part: np.ndarray, start: Sequence[int]) -> int:
   """What a part of an array adds to its checksum, modulo 2^32; `start` is the index of the part's first element."""
   dim = next((d for d, size in enumerate(part.shape) if size > 1), None)
@@ -72,12 +82,7 @@ def _own_parts(array: jax.Array | np.ndarray) -> list[tuple[Any, np.ndarray]]:
 
 @jax.jit
 def _checksum(part: jax.typing.ArrayLike, start: jax.Array) -> tuple[jax.Array, jax.Array]:
-  x = jnp.asarray(part)
-  bits = x.astype(jnp.uint32) if x.dtype == jnp.bool_ else _bits(x)
-  index = jnp.zeros(x.shape, jnp.uint32)
-  for dim in range(x.ndim):
-    index = _mix(index + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) + start[dim] + np.uint32(1))
-  return jnp.sum(_mix(bits ^ index), dtype=jnp.uint32), _finite(x)
+  return checksum(jnp.asarray(part), start), _finite(part)
 
 
 @jax.jit

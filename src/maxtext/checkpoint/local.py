@@ -120,9 +120,11 @@ def _write(folder: epath.Path, step: int, files: Mapping[str, Mapping[str, np.nd
     old.rmtree()
 
 
-def resume_locally(folder: epath.Path, abstract: Any, at_least: int, blamed: int | None = None) -> Restored | None:
-  """The latest step, not before `at_least` and not the one that is `blamed`, of which the processes' disks hold every
-  part; None where there is none.
+def resume_locally(
+  folder: epath.Path, abstract: Any, at_least: int, blamed: int | None = None, at_most: int | None = None
+) -> Restored | None:
+  """The latest step, not before `at_least`, not after `at_most` and not the one that is `blamed`, of which the
+  processes' disks hold every part; None where there is none.
 
   All processes ask. What was never finished is removed. Steps that do not lead to the one that is taken are renamed,
   and those of another model are a mistake: nothing is lost by a wrong start.
@@ -131,8 +133,9 @@ def resume_locally(folder: epath.Path, abstract: Any, at_least: int, blamed: int
   for path in folder.glob(f"*{UNFINISHED}"):
     path.rmtree()
   found = None
-  for step in (step for step in _steps_of_all(folder) if step >= at_least and step != blamed):
-    if found := _assemble(folder / str(step), abstract):
+  for step in _steps_of_all(folder):
+    wanted = step >= at_least and step != blamed and (at_most is None or step <= at_most)
+    if wanted and (found := _assemble(folder / str(step), abstract)):
       break
   for step in steps_in(folder):
     if found is None or step > int(found.folder.name):

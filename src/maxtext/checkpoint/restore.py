@@ -23,7 +23,7 @@ from maxtext.checkpoint.metadata import (
   CorruptCheckpointError,
   NotFiniteError,
 )
-from maxtext.checkpoint.nonfinite import NonfiniteNote
+from maxtext.checkpoint.notes import CorruptionNote, NonfiniteNote
 from maxtext.checkpoint.options import RestoreOptions
 from maxtext.checkpoint.storage import StorageError
 from maxtext.checkpoint.tree import like, named
@@ -39,6 +39,7 @@ _LOG = logging.getLogger(__name__)
 _TRIED = 50  # the latest steps that are tried
 _DATA = "data/"
 _NONFINITE = "nonfinite"  # behind the name of a step that no run can resume from
+_UNPROVEN = "unproven"  # of one after which a device was found to be wrong
 
 
 T = TypeVar("T")
@@ -114,6 +115,37 @@ def quarantine_blamed(folder: epath.Path) -> int | None:
   if error:
     raise RunError(error)
   return int(number) if number else None
+
+
+def quarantine_unproven(folder: epath.Path) -> int | None:
+  """Prints whether the last start of this run found a device that was wrong. The steps after the last one that was
+  proven right are quarantined, and that one is returned. Where storage fails, the note stays for the next start."""
+  proven, error = None, ""
+  note = CorruptionNote.read(folder) if jax.process_index() == 0 else None
+  if note is not None:
+    proven, steps = note.proven, steps_in(folder)
+    later = [step for step in steps if step > proven]
+    if later and len(later) == len(steps) and proven:
+      error = (
+        f"{note.what} at step {note.step}, and of the checkpoints in {folder} none is from step {proven} or before, "
+        f"which were proven right. Choose another run_name to start anew, or remove {note.file(folder)} to trust step "
+        f"{steps[-1]}."
+      )
+    else:
+      names = [quarantine(folder / str(step), _UNPROVEN).name for step in later]
+      took = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} left out" if names else "none is later"
+      _LOG.warning(f"maxtext: {note.what} at step {note.step}: only steps up to {proven} are proven right; {took}.")
+  error, _, number = broadcast_from_first(f"{error}\n{'' if proven is None else proven}").partition("\n")
+  if error:
+    raise RunError(error)
+  return int(number) if number else None
+
+
+def forget_corruption(folder: epath.Path) -> None:
+  """Removes the note, once no process has a step that is not proven right; all of them call it."""
+  any_process(False)  # waits for all
+  if jax.process_index() == 0:
+    CorruptionNote.remove(folder)
 
 
 def load_state(

@@ -18,7 +18,7 @@ from maxtext.checkpoint.best import best_step, scores_in
 from maxtext.checkpoint.files import contents, handlers
 from maxtext.checkpoint.location import failures, unfinished_in
 from maxtext.checkpoint.metadata import Base, NotFiniteError, Score
-from maxtext.checkpoint.nonfinite import NonfiniteNote
+from maxtext.checkpoint.notes import NonfiniteNote
 from maxtext.checkpoint.options import CheckpointOptions
 from maxtext.checkpoint.quiet import quiet_failed_saves
 from maxtext.checkpoint.storage import reason

@@ -614,8 +614,7 @@ class ConfigKeys(TypedDict, total=False):
   """True writes metrics as TensorBoard events. Default: True."""
 
   enable_tpu_profiling_options: bool
-  """True passes the tpu_num_* chip and SparseCore settings to the profiler. Not supported yet: metrics go to the
-  console, the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: False."""
+  """True passes the tpu_num_* chip and SparseCore settings to the profiler. Default: False."""
 
   enable_tunix_perf_metrics: bool
   """True collects Tunix timing metrics in post-training runs. Not supported yet: metrics go to the console, the
@@ -697,6 +696,12 @@ class ConfigKeys(TypedDict, total=False):
 
   eval_steps: int
   """Batches per evaluation; -1 takes the whole evaluation set. Default: -1."""
+
+  event_command: str
+  """Command that gets a JSON object on its input on failure, stall and recovery; '' is none. Default: ''."""
+
+  event_stall_seconds: int
+  """Seconds without a finished step after which event_command hears of a stall; 0: never. Default: 0."""
 
   expansion_factor_real_data: float
   """Hosts per host that reads data, the others feed placeholders; -1: all hosts read. Not supported yet: every
@@ -912,8 +917,7 @@ class ConfigKeys(TypedDict, total=False):
   """Model width of the vision encoder. Default: 1408."""
 
   hide_profiler_step_metric: bool
-  """True leaves the per-step marker out of the trace. Not supported yet: metrics go to the console, the run's
-  folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: False."""
+  """True leaves the per-step marker out of the trace. Default: False."""
 
   ici_autoregressive_parallelism: int
   """Devices that split the weights in decoding. Not supported yet: this axis is not implemented yet; there are data,
@@ -1042,8 +1046,7 @@ class ConfigKeys(TypedDict, total=False):
   """Folder of compiled programs; empty keeps none. Default: '~/jax_cache'."""
 
   jax_debug_log_modules: str
-  """JAX modules that log at debug level, such as 'jax'; '' is none. Not supported yet: it belongs to a debugging
-  feature that is not implemented yet. Default: ''."""
+  """JAX modules that log at debug level, such as 'jax'; '' is none. Default: ''."""
 
   jax_distributed_initialization_timeout: int
   """Seconds to wait for the other processes. Default: 300."""
@@ -1602,8 +1605,7 @@ class ConfigKeys(TypedDict, total=False):
   """Steps from one trace to the next; -1 traces once. Default: -1."""
 
   profile_power_events: bool
-  """True records TPU power and firmware events, as set by the xprof_* keys. Not supported yet: metrics go to the
-  console, the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: False."""
+  """True records TPU power and firmware events, as set by the xprof_* keys. Default: False."""
 
   profiler: ProfilerType | Literal["", "xplane", "nsys"]
   """Trace tool: '' is none, 'xplane' is JAX's own, 'nsys' is NVIDIA Nsight. Not supported yet: only profiler=xplane
@@ -1704,6 +1706,9 @@ class ConfigKeys(TypedDict, total=False):
 
   remove_size_one_mesh_axis_from_type: bool
   """True leaves mesh axes of size one out of JAX array types. Default: True."""
+
+  replica_check_period: int
+  """Steps between comparisons of what replicas hold, bit by bit, and before every save; 0: none. Default: 0."""
 
   replicate_quant_scale: bool
   """True copies quantization scales to all devices rather than sharding them. Default: False."""
@@ -1995,6 +2000,9 @@ class ConfigKeys(TypedDict, total=False):
   step_deviation_interval_seconds: int
   """Seconds between metrics of step-time deviation. Default: 30."""
 
+  step_replay_period: int
+  """Steps from one that is run twice, to compare the results bit by bit, to the next; 0: none. Default: 0."""
+
   steps: int
   """Optimizer steps; -1 takes learning_rate_schedule_steps. Default: 150001."""
 
@@ -2052,16 +2060,13 @@ class ConfigKeys(TypedDict, total=False):
   """Groups a token may choose experts from; -1 is no limit. Default: -1."""
 
   tpu_num_chips_to_profile_per_task: int
-  """TPU chips traced per host process. Not supported yet: metrics go to the console, the run's folder, metrics_file,
-  prometheus_port, TensorBoard and gcs_metrics. Default: 1."""
+  """TPU chips traced per host process. Default: 1."""
 
   tpu_num_sparse_core_tiles_to_trace: int
-  """Tiles traced in each SparseCore. Not supported yet: metrics go to the console, the run's folder, metrics_file,
-  prometheus_port, TensorBoard and gcs_metrics. Default: 1."""
+  """Tiles traced in each SparseCore. Default: 1."""
 
   tpu_num_sparse_cores_to_trace: int
-  """SparseCores traced per TPU chip. Not supported yet: metrics go to the console, the run's folder, metrics_file,
-  prometheus_port, TensorBoard and gcs_metrics. Default: 2."""
+  """SparseCores traced per TPU chip. Default: 2."""
 
   train_data_columns: list[str] | tuple[str, ...]
   """Data columns that hold the training text, in order. Default: ['text']."""
@@ -2367,20 +2372,16 @@ class ConfigKeys(TypedDict, total=False):
   """Shape of the final decay of warmup-stable-decay: linear or cosine. Default: 'linear'."""
 
   xprof_e2e_enable_fw_power_level_event: bool
-  """True records firmware power-level changes in the trace. Not supported yet: metrics go to the console, the run's
-  folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: False."""
+  """True records firmware power-level changes in the trace. Default: False."""
 
   xprof_e2e_enable_fw_thermal_event: bool
-  """True records firmware temperature events in the trace. Not supported yet: metrics go to the console, the run's
-  folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: False."""
+  """True records firmware temperature events in the trace. Default: False."""
 
   xprof_e2e_enable_fw_throttle_event: bool
-  """True records firmware throttling events in the trace. Not supported yet: metrics go to the console, the run's
-  folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: False."""
+  """True records firmware throttling events in the trace. Default: False."""
 
   xprof_tpu_power_trace_level: XProfTPUPowerTraceMode | Literal[0, 1, 2]
-  """Detail of TPU power readings in the trace: none, normal or SPI. Not supported yet: metrics go to the console,
-  the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: 0."""
+  """Detail of TPU power readings in the trace: none, normal or SPI. Default: 0."""
 
   z_loss_multiplier: float
   """Weight of the squared log-partition in the loss. Default: 0.0."""

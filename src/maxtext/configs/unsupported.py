@@ -174,10 +174,21 @@ _AUDIO = (
   "activation_function_for_audio", "num_conv_layers_for_audio", "max_source_positions_for_audio",
   "max_timescale_for_audio", "conv_chunksize_for_audio",
 )  # fmt: skip
+_TPU_TRACE = (
+  "tpu_num_chips_to_profile_per_task", "tpu_num_sparse_cores_to_trace", "tpu_num_sparse_core_tiles_to_trace",
+)  # fmt: skip
+_POWER_TRACE = (
+  "xprof_tpu_power_trace_level", "xprof_e2e_enable_fw_throttle_event", "xprof_e2e_enable_fw_power_level_event",
+  "xprof_e2e_enable_fw_thermal_event",
+)  # fmt: skip
+_TRACED = (
+  "hide_profiler_step_metric", "enable_tpu_profiling_options", "profile_power_events", *_TPU_TRACE, *_POWER_TRACE,
+)  # fmt: skip
 _SHOWN = (
   "metrics_file", "prometheus_port", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
   "collect_stack_trace", "stack_trace_interval_seconds", "profile_cleanly", "profile_periodically_period",
-  "enable_jax_profiler", "jax_profiler_port", "enable_tensorboard", "upload_all_profiler_results", *_HLO, *_JAXPR,
+  "enable_jax_profiler", "jax_profiler_port", "enable_tensorboard", "upload_all_profiler_results", *_TRACED, *_HLO,
+  *_JAXPR,
 )  # fmt: skip
 
 _STORED = ("gcs_metrics", "save_config_to_gcs")
@@ -959,7 +970,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_set("enable_prefix_caching"),
   ),
   UnsupportedOption(
-    ("constant_bound_config", "jax_debug_log_modules", "max_checkify"),
+    ("constant_bound_config", "max_checkify"),
     "it belongs to a debugging feature that is not implemented yet",
   ),
   UnsupportedOption(
@@ -989,9 +1000,20 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   UnsupportedOption(("profiler",), "only profiler=xplane is implemented yet", allowed_values=(t.ProfilerType.XPLANE,)),
   NoEffectOption(
     ("skip_first_n_steps_for_profiler", "profiler_steps", "profile_cleanly", "profile_periodically_period",
-     "upload_all_profiler_results"),
+     "upload_all_profiler_results", "hide_profiler_step_metric", "enable_tpu_profiling_options",
+     "profile_power_events"),
     "it has no effect without profiler=xplane",
     unless=is_none_of("profiler", t.ProfilerType.NONE),
+  ),
+  NoEffectOption(
+    _TPU_TRACE, "it has no effect without enable_tpu_profiling_options=true",
+    unless=is_set("enable_tpu_profiling_options"),
+  ),
+  NoEffectOption(
+    _POWER_TRACE, "it has no effect without profile_power_events=true", unless=is_set("profile_power_events")
+  ),
+  NoEffectOption(
+    ("event_stall_seconds",), "it has no effect without event_command", unless=is_set("event_command")
   ),
   NoEffectOption(_HLO[1:], "it has no effect without dump_hlo=true", unless=is_set("dump_hlo")),
   NoEffectOption(_JAXPR[1:], "it has no effect without dump_jaxpr=true", unless=is_set("dump_jaxpr")),

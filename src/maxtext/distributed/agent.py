@@ -139,6 +139,8 @@ class Agent:
     if (process := self._process) is None:
       return
     code, now = process.poll(), time.monotonic()
+    if process.is_suspect:
+      self._membership.publish(suspect=True, why="its devices are wrong")
     step, saved = process.step, max(self._membership.own.saved, read_progress(self._progress))
     if (step, process.output.lines) != self._sign or process.output.forwarding:
       self._sign, self._moved = (step, process.output.lines), now
@@ -157,6 +159,8 @@ class Agent:
       return
     self._end_process()
     state = "done" if code == 0 else "stopped" if code in STOPPED else "failed"
+    if self._membership.own.suspect:
+      why = self._membership.own.why
     self._membership.publish(state=state, code=code, why=why, step=step, saved=saved)
 
   def _end_process(self) -> None:

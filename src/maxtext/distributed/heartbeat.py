@@ -11,6 +11,8 @@ from contextlib import suppress
 VARIABLE = "MAXTEXT_HEARTBEAT"
 """The descriptor of a pipe, in the environment."""
 BEAT_SECONDS = 0.5
+SUSPECT = b"suspect"
+"""The line of a process whose results are not to be trusted; all others are numbers of steps."""
 
 _step = -1
 
@@ -25,6 +27,13 @@ def finished_step(step: int) -> None:
   """Tells the agent, with the next beat, that a step has finished."""
   global _step
   _step = step
+
+
+def report_suspect() -> None:
+  """Tells the agent at once, if one listens, that this host is to be left out: its devices are wrong."""
+  if descriptor := os.environ.get(VARIABLE):
+    with suppress(OSError):
+      os.write(int(descriptor), SUSPECT + b"\n")
 
 
 def _beat(descriptor: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TextIO
 
-from maxtext.distributed.heartbeat import VARIABLE
+from maxtext.distributed.heartbeat import SUSPECT, VARIABLE
 from maxtext.distributed.supervisor import LogForwarder, end_processes, kill_with_stacks, start_process
 
 SILENT_SECONDS = 15.0
@@ -33,7 +33,7 @@ class WarmProcess:
     self._process = start_process(command, environment, self._held, (writes,), stdin=subprocess.PIPE)
     os.close(writes)
     self.output = LogForwarder(index, self._process, out)
-    self.step = -1
+    self.step, self.is_suspect = -1, False
     self._heard: float | None = None  # the last sign of life; None before the first
     self._polled = time.monotonic()
 
@@ -52,7 +52,8 @@ class WarmProcess:
     self._polled = now
     with suppress(BlockingIOError):
       if lines := os.read(self._beats, 65536).split():
-        self.step, self._heard = int(lines[-1]), now
+        self._heard, self.is_suspect = now, self.is_suspect or SUSPECT in lines
+        self.step = next((int(line) for line in reversed(lines) if line != SUSPECT), self.step)
     return self._process.poll()
 
   @property

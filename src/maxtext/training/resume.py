@@ -107,9 +107,23 @@ class RunCheckpoints:
     except Exception:  # damage, disks, object stores: it is only for a line
       return {}
 
-  def callbacks(self, guard: LossGuard, criterion: Criterion) -> list[Callback]:
+  def distrust(self, step: int, what: str, proven: int) -> None:
+    """Notes that something was found to be corrupt at a step, so that the next start takes no step after the last one
+    that was proven right. A failure is reported; all processes call it."""
+    if self._config.enable_checkpointing and jax.process_index() == 0:
+      from maxtext.checkpoint.notes import CorruptionNote
+
+      try:
+        self._lease.check()
+        CorruptionNote(step, what, proven).write(self._folder)
+      except Exception as error:  # disks, object stores: what is found is said anyway
+        _LOG.warning(f"maxtext: {self._folder} cannot be written, so later checkpoints than {proven} stay: {error}")
+
+  def callbacks(
+    self, guard: LossGuard, criterion: Criterion, check: Callable[[int, TrainState], None]
+  ) -> list[Callback]:
     """The callbacks that save, if checkpointing is enabled; a state that the guard rejects is not saved, and the best
-    by the criterion is kept."""
+    by the criterion is kept. `check` is asked before every save, and raises where the state is not to be saved."""
     c = self._config
     if not c.enable_checkpointing:
       return []
@@ -121,12 +135,12 @@ class RunCheckpoints:
     writer = Writer(
       checkpoint_options(c), self._folder, self._config_record, self._resumed_from, self._lease.check, self._base
     )
-    saves: list[Callback] = [Save(writer, self._interrupt, guard, c.save_checkpoint_on_completion, criterion)]
+    saves: list[Callback] = [Save(writer, self._interrupt, guard, c.save_checkpoint_on_completion, criterion, check)]
     if c.enable_emergency_checkpoint:
       from maxtext.checkpoint.local import LocalWriter, local_folder
 
       options = local_checkpoint_options(c)
-      saves.append(SaveLocally(LocalWriter(options, local_folder(options.directory, self._name)), guard))
+      saves.append(SaveLocally(LocalWriter(options, local_folder(options.directory, self._name)), guard, check))
     return saves
 
   def _latest_checkpoint(self, program: Program) -> "Restored | None":
@@ -136,17 +150,23 @@ class RunCheckpoints:
       return None
     # Hosts cache folder listings for a while, so process 0 decides.
     there = broadcast_from_first("there" if is_there(self._folder) else "") == "there"
-    from maxtext.checkpoint.restore import quarantine_blamed, resume
+    from maxtext.checkpoint.restore import forget_corruption, quarantine_blamed, quarantine_unproven, resume
 
+    proven = quarantine_unproven(self._folder) if there else None
     blamed = quarantine_blamed(self._folder) if there else None
+    found = None
     if c.enable_emergency_checkpoint:
       from maxtext.checkpoint.local import local_folder, resume_locally
 
       latest = int(broadcast_from_first(str(max(steps_in(self._folder), default=0))))
-      if found := resume_locally(local_folder(c.local_checkpoint_directory, self._name), program.state, latest, blamed):
-        # Local disks hold everything. Where no checkpoint names the base yet, none of this start does.
-        self._base = self._saved_base(latest)
-        return found
+      folder = local_folder(c.local_checkpoint_directory, self._name)
+      found = resume_locally(folder, program.state, latest, blamed, proven)
+    if proven is not None:
+      forget_corruption(self._folder)
+    if found:
+      # Local disks hold everything. Where no checkpoint names the base yet, none of this start does.
+      self._base = self._saved_base(latest)
+      return found
     if not there:
       return None
     found = resume(restore_options(c), self._folder, program.state, self._load_base(program))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -30,13 +31,14 @@ from maxtext.distributed.multihost import (
   join,
   process_folder,
 )
-from maxtext.logs import readable_duration, setup_logging
+from maxtext.logs import debug_loggers, readable_duration, setup_logging
 from maxtext.mesh.chips import find_chip
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.memory import memory_in_use
 from maxtext.models.flops import train_flops_per_token
 from maxtext.models.model import Params
 from maxtext.models.placement import table
+from maxtext.observe.events import EventHook
 from maxtext.observe.goodput_journal import GoodputJournal
 from maxtext.observe.metric_writers import (
   ConsoleWriter,
@@ -55,11 +57,13 @@ from maxtext.status_line import StatusLine, status_line
 from maxtext.training import compiled
 from maxtext.training.arguments import check_arguments
 from maxtext.training.callbacks.base import Callback
+from maxtext.training.callbacks.compare_replicas import CompareReplicas
 from maxtext.training.callbacks.dump import Dump
 from maxtext.training.callbacks.evaluate import Evaluate
 from maxtext.training.callbacks.goodput import KeepJournal, MonitorGoodput, MonitorStepTime
 from maxtext.training.callbacks.guard import LossGuard
 from maxtext.training.callbacks.profile import Profile
+from maxtext.training.callbacks.report_events import ReportEvents
 from maxtext.training.callbacks.samples import Sampler, Samples
 from maxtext.training.callbacks.write_metrics import WriteMetrics
 from maxtext.training.compilation_cache import compilation_cache
@@ -69,6 +73,7 @@ from maxtext.training.loop import run_loop
 from maxtext.training.objectives.base import Objective
 from maxtext.training.preflight import check_hardware, check_host, check_sharding, describe, dry_run_lines
 from maxtext.training.program import Program, hlo_folder
+from maxtext.training.replayed_step import ReplayedStep
 from maxtext.training.resume import RunCheckpoints
 from maxtext.training.state import TrainState
 from maxtext.training.synchronized_compile import SynchronizedCompile
@@ -175,12 +180,20 @@ def train(
         run.store_config(record)
       if why := keep_tokenizer(data_options(config), tokenizer_folder(config), str(run.store or run.path)):
         _LOG.warning(f"maxtext: the run's folder has no tokenizer: {why}")
+    events = None
+    if config.event_command and first:
+      events = EventHook(config.event_command, name, steps.start, config.event_stall_seconds)
+      closing.enter_context(events)
+    replicas = _replica_checks(program, steps.start, checkpoints)
+    check = replicas[0].check if replicas else _unchecked
     callbacks = [
       *_evaluations(program, checkpoints, frozen),
       *(callback for callback in callbacks if callback.evaluates),
-      *checkpoints.callbacks(guard, Criterion() if objective is None else objective.criterion),
+      *checkpoints.callbacks(guard, Criterion() if objective is None else objective.criterion, check),
+      *replicas,
       *_samples(config, sampler, run, steps),
       *(_goodput(config, run, clock, steps.start) if first else []),
+      *([ReportEvents(events)] if events else []),
       WriteMetrics(_sinks(config, steps, run, status) if first else []),
       guard,
       *(_jaxpr(program, run) if first and config.dump_jaxpr else []),
@@ -194,6 +207,10 @@ def train(
     flops = train_flops_per_token(program.model, config.max_target_length) / mesh.size
     if frozen:
       step = partial(_with_frozen, step, frozen)
+    if config.profiler is not ProfilerType.NONE and not config.hide_profiler_step_metric:
+      step = partial(_marked, step, count(steps.start + 1))
+    if config.step_replay_period:
+      step = ReplayedStep(step, mesh, config.step_replay_period, steps.start, checkpoints.distrust)
     if isinstance(data, FollowsPolicy):
       data.follow(state)
       step = partial(_followed, step, data)
@@ -237,6 +254,12 @@ def dry_run(
 
 def _with_frozen(step: Any, frozen: Mapping[str, Params], state: TrainState, batch: Any) -> Any:
   return step(state, batch, frozen)
+
+
+def _marked(step: Any, numbers: Iterator[int], *arguments: Any) -> Any:
+  """A step that a trace shows as one, with its number."""
+  with jax.profiler.StepTraceAnnotation("train", step_num=next(numbers)):
+    return step(*arguments)
 
 
 def _followed(step: Any, data: FollowsPolicy, state: TrainState, batch: Any) -> Any:
@@ -302,6 +325,7 @@ def _start(config: MaxTextConfig) -> None:
   join(config)
   check_joined(config)
   agree_on_start(config)
+  debug_loggers(config.jax_debug_log_modules)
   if config.enable_jax_profiler:
     jax.profiler.start_server(config.jax_profiler_port)
   check_hardware(config)
@@ -311,6 +335,24 @@ def _evaluations(program: Program, checkpoints: RunCheckpoints, frozen: Mapping[
   c = program.config
   evaluate = partial(program.evaluate, frozen=frozen, stop=checkpoints.stop_requested)
   return [Evaluate(evaluate, c.eval_interval, c.target_eval_loss)] if program.data.evaluates else []
+
+
+def _replica_checks(program: Program, step: int, checkpoints: RunCheckpoints) -> list[CompareReplicas]:
+  period = program.config.replica_check_period
+  if not period:
+    return []
+  mesh = program.model.execution.sharding.mesh
+  checks = CompareReplicas(mesh, program.state, period, step, checkpoints.distrust)
+  if not jax.process_index():
+    alone = (
+      "" if checks.share == 1 else "; of the rest there are none, and step_replay_period checks how it is computed"
+    )
+    _LOG.info(f"maxtext: replicas of {checks.share:.0%} of the state are compared every {period} steps{alone}.")
+  return [checks]
+
+
+def _unchecked(step: int, state: TrainState) -> None:
+  """Without `replica_check_period`."""
 
 
 def _samples(config: MaxTextConfig, sampler: Sampler | None, run: RunDirectory, steps: range) -> list[Callback]:
@@ -339,7 +381,27 @@ def _profilers(config: MaxTextConfig, run: RunDirectory) -> list[Callback]:
   part = Path("profile") / process_folder(c.upload_all_profiler_results)
   folder, period, clean = run.path / part, c.profile_periodically_period, c.profile_cleanly
   stored = [Dump(folder, run.store / part, "", -1, delete=False)] if run.store else []
-  return [*stored, Profile(folder, c.skip_first_n_steps_for_profiler, c.profiler_steps, period, clean)]
+  options = _trace_options(c)
+  return [*stored, Profile(folder, c.skip_first_n_steps_for_profiler, c.profiler_steps, period, clean, options)]
+
+
+def _trace_options(config: MaxTextConfig) -> dict[str, int | bool]:
+  """What the TPU's tracer is told, by its own names; another device's does not look at it."""
+  c, options = config, dict[str, int | bool]()
+  if c.enable_tpu_profiling_options:
+    options |= {
+      "tpu_num_chips_to_profile_per_task": c.tpu_num_chips_to_profile_per_task,
+      "tpu_num_sparse_cores_to_trace": c.tpu_num_sparse_cores_to_trace,
+      "tpu_num_sparse_core_tiles_to_trace": c.tpu_num_sparse_core_tiles_to_trace,
+    }
+  if c.profile_power_events:
+    options |= {
+      "tpu_power_trace_level": int(c.xprof_tpu_power_trace_level),
+      "tpu_e2e_enable_fw_throttle_event": c.xprof_e2e_enable_fw_throttle_event,
+      "tpu_e2e_enable_fw_power_level_event": c.xprof_e2e_enable_fw_power_level_event,
+      "tpu_e2e_enable_fw_thermal_event": c.xprof_e2e_enable_fw_thermal_event,
+    }
+  return options
 
 
 def _jaxpr(program: Program, run: RunDirectory) -> list[Callback]:

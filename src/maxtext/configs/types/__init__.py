@@ -61,6 +61,7 @@ from maxtext.configs.types.model import (
 from maxtext.configs.types.multimodal import AudioEncoder, MultimodalGeneral, VisionProjector, VisionTower
 from maxtext.configs.types.numerics import DataTypes, Quantization
 from maxtext.configs.types.observability import (
+  Events,
   GcpMonitoring,
   Goodput,
   HloDump,
@@ -93,7 +94,15 @@ from maxtext.configs.types.post_training import (
   RLMethod,
   SpecialTokens,
 )
-from maxtext.configs.types.run import AOT, Debug, DevelopmentAndDebugging, RunInfo, TrainingLoop, TrainingSamples
+from maxtext.configs.types.run import (
+  AOT,
+  CorruptionChecks,
+  Debug,
+  DevelopmentAndDebugging,
+  RunInfo,
+  TrainingLoop,
+  TrainingSamples,
+)
 from maxtext.configs.types.weights_at_rest import WeightsAtRest
 
 
@@ -146,6 +155,7 @@ class _Placement(
 class _Training(
   TrainingLoop,
   TrainingSamples,
+  CorruptionChecks,
   ManifoldConstrainedHyperConnections,
   DilocoParams,
   Optimizer,
@@ -194,6 +204,7 @@ class _Observation(
   StackTrace,
   Metrics,
   Goodput,
+  Events,
   GcpMonitoring,
   Tensorboard,
   ManagedMLDiagnostics,
@@ -245,6 +256,7 @@ __all__ = [
   "AttentionIndexer",
   "AudioEncoder",
   "Checkpointing",
+  "CorruptionChecks",
   "CustomRule",
   "DType",
   "DataTypes",
@@ -262,6 +274,7 @@ __all__ = [
   "ElasticTraining",
   "EmergencyCheckpointing",
   "Engram",
+  "Events",
   "FineTuning",
   "GcpMonitoring",
   "Goodput",

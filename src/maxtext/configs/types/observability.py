@@ -142,6 +142,17 @@ class Goodput(Section):
   )
 
 
+class Events(Section):
+  """Who hears of what happens to a run. The specification has no such keys."""
+
+  event_command: str = Field(
+    "", description="Command that gets a JSON object on its input on failure, stall and recovery; '' is none."
+  )
+  event_stall_seconds: int = Field(
+    0, ge=0, description="Seconds without a finished step after which event_command hears of a stall; 0: never."
+  )
+
+
 class GcpMonitoring(Section):
   """Monitoring by Google Cloud."""
 

@@ -71,6 +71,19 @@ class TrainingSamples(Section):
   )
 
 
+class CorruptionChecks(Section):
+  """Devices that compute or keep something wrongly. The specification has no such keys."""
+
+  replica_check_period: int = Field(
+    0, ge=0, description="Steps between comparisons of what replicas hold, bit by bit, and before every save; 0: none."
+  )
+  step_replay_period: int = Field(
+    0,
+    ge=0,
+    description="Steps from one that is run twice, to compare the results bit by bit, to the next; 0: none.",
+  )
+
+
 class AOT(Section):
   """Compilation for hardware that is not here."""
 

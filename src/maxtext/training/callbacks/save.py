@@ -20,14 +20,17 @@ from maxtext.training.state import TrainState
 
 _LOG = logging.getLogger(__name__)
 
+Check = Callable[[int, TrainState], None]
+"""Raises where the state of a step is not to be saved."""
+
 
 class SaveLocally(Callback):
   """Saves this process's shards of the state on its own disk, by period."""
 
   phase = "checkpoint_save"
 
-  def __init__(self, writer: LocalWriter, guard: LossGuard) -> None:
-    self._writer, self._guard = writer, guard
+  def __init__(self, writer: LocalWriter, guard: LossGuard, check: Check) -> None:
+    self._writer, self._guard, self._check = writer, guard, check
 
   def due(self, step: int) -> bool:
     self._writer.poll()
@@ -37,6 +40,7 @@ class SaveLocally(Callback):
     self, step: int, state: TrainState, position: Callable[[], IteratorState], metrics: dict[str, float]
   ) -> bool:
     if not self._guard.ends(metrics):
+      self._check(step, state)
       self._writer.save(step, state, position())
     return False
 
@@ -59,9 +63,10 @@ class Save(Callback):
     guard: LossGuard,
     on_completion: bool,
     criterion: Criterion,
+    check: Check,
   ) -> None:
     self._writer, self._interrupt, self._guard, self._on_completion = writer, interrupt, guard, on_completion
-    self._criterion = criterion
+    self._criterion, self._check = criterion, check
     self._saves = self._ends = False
     self._step, self._told = 0, writer.last
     self._scores: dict[int, Score | None] = {}  # of the last step alone
@@ -81,6 +86,7 @@ class Save(Callback):
   ) -> bool:
     self.on_step(step, metrics)
     if self._saves and not self._guard.ends(metrics):
+      self._check(step, state)
       self._writer.save(step, state, position(), self._scores.get(step))
     return self._ends
 
@@ -94,6 +100,7 @@ class Save(Callback):
     asked = self._interrupt.signal if self._interrupt.should_stop() else None  # the same on all processes
     self._writer.wait()
     if (self._on_completion or asked) and self._writer.last != step:
+      self._check(step, state)
       self._writer.save(step, state, position(), self._scores.get(step))
       self._writer.wait()
       if self._writer.last != step:
