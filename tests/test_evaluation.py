@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 
@@ -170,6 +171,13 @@ def test_words_that_are_no_task(tmp_path, capsys):
   for flags, message in ((["--tasks", path, "--limit", "0"], "--limit 0"), (["--tasks", ","], "--tasks names none")):
     assert main(["eval", str(tmp_path), *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_lm_eval_is_an_extra(monkeypatch):
+  monkeypatch.setitem(sys.modules, "lm_eval", None)
+  monkeypatch.delitem(sys.modules, "maxtext.evaluation.harness", raising=False)
+  with pytest.raises(ConfigError, match=r"lm_eval: pip install 'maxtext\[eval\]'"):
+    open_tasks(["hellaswag"], TaskOptions())
 
 
 def test_a_run_keeps_what_is_found_and_shows_it(here, folder, llm, capsys):
