@@ -113,7 +113,7 @@ def _print_table(found: "Sequence[EvaluationRecord]") -> None:
       shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
       rows.append([record.task, metric, shown, stderr, f"{record.samples:,}"])
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  task, metric, *numbers = widths
+  first, second, *others = widths
   for row in rows:
-    cells = [row[0].ljust(task), row[1].ljust(metric), *map(str.rjust, row[2:], numbers)]
+    cells = [row[0].ljust(first), row[1].ljust(second), *map(str.rjust, row[2:], others)]
     print("  ".join(cells))

@@ -34,11 +34,13 @@ class HarnessLM(LM):
     self._scorer = scorer
 
   def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[Loglikelihood]:
-    pairs = (self._scorer.encode_pair(*request.args, special=True) for request in requests)
+    texts = (request.args for request in requests)
+    pairs = (self._scorer.encode_pair(context, continuation, special=True) for context, continuation in texts)
     return list(self._scorer.loglikelihoods(pairs))
 
   def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-    windows = [list(self._scorer.rolling(self._scorer.encode(*request.args, special=True))) for request in requests]
+    documents = [self._scorer.encode(request.args[0], special=True) for request in requests]
+    windows = [list(self._scorer.rolling(document)) for document in documents]
     scores = self._scorer.loglikelihoods(pair for document in windows for pair in document)
     return [sum(next(scores).value for _ in document) for document in windows]
 
