@@ -15,7 +15,7 @@ from maxtext.cli.main import _parse, _parser
 from maxtext.configs import ConfigError
 
 GOLDEN = Path(__file__).parent / "data" / "cli_flags.txt"
-COMMANDS = (("train",), ("decode",), ("chat",), ("serve",), ("bench", "serve"), ("report",))
+COMMANDS = (("train",), ("decode",), ("chat",), ("serve",), ("eval",), ("bench", "serve"), ("report",))
 
 
 def subparser(parser, name):

@@ -127,6 +127,22 @@ def test_an_interrupt_ends_an_answer_and_then_the_chat(llm, monkeypatch):
   assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_chat_shows_reasoning_apart(llm, monkeypatch):
+  tokenizer = replace(llm.tokenizer, chat_template=TEMPLATE + "{# <think> </think> #}")
+  thinker = LLM.of(replace(llm._model, tokenizer=tokenizer))
+  conversations, shown = [], []
+
+  def answers(messages, params, on_text, *rest):
+    conversations.append([*messages])
+    for text in ("<thi", "nk>\nhm", "m\n</th", "ink>\n\nyes", "."):
+      on_text(text)
+
+  monkeypatch.setattr(thinker, "chat", answers)
+  chat(thinker, ["a\n", "b\n"], GREEDY, shown.append, lambda text: f"[{text}]")
+  assert "".join(shown) == "[hm][m]\n\nyes.\n" * 2
+  assert conversations[1][1] == {"role": "assistant", "content": "yes.", "reasoning_content": "hmm"}
+
+
 def test_log_probabilities_of_prompts_are_scores(tmp_path):
   """Of a prompt in several chunks, also where a prefix of it is cached."""
   llm = LLM.of(random_model(tmp_path, **CHUNKED))

@@ -126,7 +126,7 @@ def licence(name):
 
 
 def test_licences_of_what_comes_along_are_permissive():
-  names = closure("tpu", "prepare", "hf", "gcs", "multimodal", "video", "tfds", "rl", "serve")
+  names = closure("tpu", "prepare", "hf", "gcs", "multimodal", "video", "tfds", "rl", "serve", "eval")
   assert len(names) > 60
   assert {name: licence(name) for name in names if not PERMISSIVE.search(licence(name)) and name not in KNOWN} == {}
 

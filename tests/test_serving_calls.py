@@ -381,3 +381,89 @@ def test_the_page_needs_no_key(server):
   for path in ("/x", "/v1/models", "//"):
     with pytest.raises(urllib.error.HTTPError, match="401"):
       urllib.request.urlopen(server.address + path)
+
+
+def test_the_page_of_routes_lists_all_of_them(server):
+  """Behind the API key; it has no script, and loads nothing."""
+  status, page, headers = post(server, "/docs", None)
+  described = json.loads(post(server, "/openapi.json", None)[1])
+  assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+  for path in described["paths"]:
+    assert f" {path}</code>" in page.decode()
+  for field in described["components"]["schemas"]["ChatCompletionRequest"]["properties"]:
+    assert f'<th scope="row">{field}</th>' in page.decode()
+  assert b"<script" not in page
+  assert post(server, "/docs", None, authorization="Bearer other")[0] == 401
+
+
+LM_EVAL_TASKS = {
+  "choices": {
+    "output_type": "multiple_choice", "doc_to_text": "{{prompt}}", "doc_to_choice": "choices",
+    "doc_to_target": "answer", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+  },
+  "texts": {
+    "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+    "metric_list": [{"metric": "bits_per_byte"}],
+  },
+  "answers": {
+    "output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": "{{prompt}}",
+    "generation_kwargs": {"until": ["one", "\n\n"], "max_gen_toks": 12, "do_sample": False},
+    "metric_list": [{"metric": "exact_match"}],
+  },
+}  # fmt: skip
+LM_EVAL_DOCUMENTS = [
+  {"prompt": "the answer\n is", "choices": ["the one", "Q", "\n\nlast"], "answer": 0, "text": "the last\n one"},
+  {"prompt": "Q: ä</s> the  ", "choices": ["a", "the  other"], "answer": 1, "text": "é"},
+  {"prompt": "", "choices": ["the one", "and"], "answer": 0, "text": "and the last " * 120},
+  {"prompt": "the X " * 250, "choices": ["the other", "J"], "answer": 1, "text": "the"},
+]
+
+
+def lm_eval_responses(folder, model, **arguments):
+  """What a model of lm-eval answers to each request of each task."""
+  from lm_eval import simple_evaluate
+  from lm_eval.tasks import TaskManager
+
+  data = folder / "documents.jsonl"
+  data.write_text("".join(json.dumps(document) + "\n" for document in LM_EVAL_DOCUMENTS))
+  files = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "datasets")}
+  tasks = [
+    {"task": name, "dataset_path": "json", "dataset_kwargs": files, "test_split": "test"} | task
+    for name, task in LM_EVAL_TASKS.items()
+  ]
+  manager = TaskManager(include_defaults=False)
+  found = simple_evaluate(model, tasks=tasks, task_manager=manager, bootstrap_iters=0, **arguments)
+  samples = {name: [sample["resps"] for sample in found["samples"][name]] for name in LM_EVAL_TASKS}
+  return found["results"], samples
+
+
+def test_lm_eval_scores_alike_in_process_by_the_server_and_by_transformers(server, folder, monkeypatch):
+  """In process and by the server to the last digit, on one device each; the contexts that do not fit among them."""
+  pytest.importorskip("lm_eval")
+  import jax
+
+  from maxtext.cli.decode import key_overrides, load_model, resolve_model_config
+  from maxtext.cli.main import _parse
+  from maxtext.evaluation.harness import HarnessLM
+  from maxtext.evaluation.scoring import Scorer
+  from maxtext.inference import inference_model
+  from maxtext.inference.llm import LLM
+  from maxtext.mesh.devices import make_mesh
+
+  monkeypatch.setenv("OPENAI_API_KEY", "secret")
+  monkeypatch.setattr(inference_model, "make_mesh", lambda config: make_mesh(config, jax.devices()[:1]))
+  arguments = _parse(["decode", str(folder), *KEYS])
+  llm = LLM.of(load_model(arguments, resolve_model_config(key_overrides(arguments))))
+  results, samples = lm_eval_responses(folder, HarnessLM(Scorer(llm)))
+  of_server = {
+    "model": "tiny", "base_url": f"{server.address}/v1/completions", "tokenizer": str(folder),
+    "tokenizer_backend": "huggingface", "max_length": 640,
+  }  # fmt: skip
+  assert lm_eval_responses(folder, "local-completions", model_args=of_server, batch_size=3) == (results, samples)
+  of_transformers = {"pretrained": str(folder), "dtype": "float32", "max_length": 638}
+  theirs, expected = lm_eval_responses(folder, "hf", model_args=of_transformers, device="cpu", batch_size=1)
+  for name, tolerance in (("choices", {"atol": 1e-4, "rtol": 0}), ("texts", {"rtol": 1e-6})):
+    for own, other in zip(samples[name], expected[name], strict=True):
+      np.testing.assert_allclose(np.array(own, float), np.array(other, float), **tolerance)
+  assert samples["answers"] == expected["answers"]
+  assert results["choices"] == theirs["choices"]

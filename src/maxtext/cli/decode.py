@@ -1,6 +1,7 @@
 """`maxtext decode` and `maxtext chat`: text from a trained model, by one prompt, a file of prompts, or a chat."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -50,6 +51,7 @@ _KEY_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     {"action": "store_const", "const": "true", "help": "keep the KV cache of prompts for later ones"},
   ),
 }
+_SAMPLING_FLAGS = ("--temperature", "--top-p", "--top-k")
 _STRATEGIES = {(False, False): "weighted", (True, False): "nucleus", (False, True): "topk", (True, True): "composite"}
 
 
@@ -78,8 +80,8 @@ def _add_arguments(parser: argparse.ArgumentParser, run: Callable[[argparse.Name
   parser.set_defaults(run=run)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the arguments that describe a trained model."""
+def add_model_arguments(parser: argparse.ArgumentParser, sampling: bool = True) -> None:
+  """Adds the arguments that describe a trained model, and the defaults of `sampling`."""
   parser.add_argument(
     "overrides",
     nargs="*",
@@ -88,7 +90,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
   )
   add_strict(parser)
   for flag, (_, options) in _KEY_FLAGS.items():
-    parser.add_argument(flag, **options)
+    if sampling or flag not in _SAMPLING_FLAGS:
+      parser.add_argument(flag, **options)
   parser.add_argument(
     "--num-speculative-tokens",
     type=int,
@@ -109,7 +112,7 @@ def key_overrides(arguments: argparse.Namespace) -> list[str]:
   """The words of a command, with the keys that its flags are names for."""
   words = list(arguments.overrides)
   keys = {word.partition("=")[0] for word in words if "=" in word}
-  given = {flag: getattr(arguments, flag[2:].replace("-", "_")) for flag in _KEY_FLAGS}
+  given = {flag: getattr(arguments, flag[2:].replace("-", "_"), None) for flag in _KEY_FLAGS}
   for flag, value in given.items():
     key = _KEY_FLAGS[flag][0]
     if value is not None and key in keys:
@@ -119,7 +122,7 @@ def key_overrides(arguments: argparse.Namespace) -> list[str]:
     if longest < 2:
       raise ConfigError(f"--max-model-len {longest}: a prompt and an output have at least 2 tokens.")
     found |= {} if "max_prefill_predict_length" in keys else {"max_prefill_predict_length": longest - 1}
-  sampling = [given[flag] for flag in ("--temperature", "--top-p", "--top-k")]
+  sampling = [given[flag] for flag in _SAMPLING_FLAGS]
   if sampling != [None] * 3 and "decode_sampling_strategy" not in keys:
     greedy = sampling[0] == 0
     found["decode_sampling_strategy"] = (
@@ -187,7 +190,7 @@ def _chat(arguments: argparse.Namespace) -> int:
   llm, sampling_params = _load(arguments)
   from maxtext.inference.decode import chat
 
-  chat(llm, _lines(), sampling_params, _show)
+  chat(llm, _lines(), sampling_params, _show, _dim)
   return 0
 
 
@@ -205,6 +208,10 @@ def _load(arguments: argparse.Namespace) -> "tuple[LLM, SamplingParams]":
 
 def _show(text: str) -> None:
   print(text, end="", flush=True)
+
+
+def _dim(text: str) -> str:
+  return f"\x1b[2m{text}\x1b[22m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
 
 
 def _lines() -> Any:

@@ -18,6 +18,7 @@ from maxtext.cli import (
   data,
   decode,
   doctor,
+  eval,
   launch,
   models,
   plan,
@@ -128,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     )
   decode.add_commands(commands)
   serve.add_command(commands)
+  eval.add_command(commands)
   bench.add_commands(commands)
   launch.add_command(commands)
   report.add_command(commands)

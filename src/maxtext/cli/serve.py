@@ -19,7 +19,7 @@ def add_command(commands: Any) -> None:
     "serve",
     help="serve a trained model over HTTP",
     description="Serve a trained model: /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/models, /tokenize, "
-    "/health, /metrics, and a page to chat at /. "
+    "/health, /metrics, their fields at /docs, and a page to chat at /. "
     f"API keys come from {API_KEYS}, separated by commas, or --api-key-file; without any, all clients are accepted.",
   )
   add_model_arguments(parser)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
+from maxtext.data.chat_answers import AnswerFormat, AnswerParts, shown_tokens
 from maxtext.data.tokenizers import Message
 from maxtext.inference.llm import LLM
 from maxtext.inference.sampling import SamplingParams
@@ -51,23 +52,26 @@ def decode_file(llm: LLM, file: str, sampling_params: SamplingParams, show: Show
     show(json.dumps(asdict(record) | logprobs, ensure_ascii=False) + "\n")
 
 
-def chat(llm: LLM, lines: Iterable[str], sampling_params: SamplingParams, show: Show) -> None:
+def chat(
+  llm: LLM, lines: Iterable[str], sampling_params: SamplingParams, show: Show, dim: Callable[[str], str] = str
+) -> None:
   """Replies to each line by the chat template. The conversation is kept until it no longer fits.
 
-  Ctrl-C ends an answer, of which what was shown is kept; while no answer is shown it ends the chat.
+  Ctrl-C ends an answer, of which what was shown is kept; while no answer is shown it ends the chat. `dim` changes how
+  the model's reasoning is shown.
   """
-  messages: list[Message] = []
+  answer_format, messages = AnswerFormat.of(llm.tokenizer), list[Message]()
   for line in lines:
     messages.append({"role": "user", "content": line.rstrip("\n")})
     try:
-      text = _answer(llm, messages, sampling_params, show)
+      message = _answer(llm, messages, sampling_params, answer_format, show, dim)
     except ConfigError as error:
       if len(messages) == 1:
         raise
       show(f"({error} A new conversation starts.)\n")
       messages.clear()
       continue
-    messages.append({"role": "assistant", "content": text})
+    messages.append(message)
     show("\n")
 
 
@@ -75,13 +79,29 @@ class _InterruptedError(Exception):
   """Ctrl-C was pressed during an answer."""
 
 
-def _answer(llm: LLM, messages: list[Message], sampling_params: SamplingParams, show: Show) -> str:
-  """The text of an answer, as far as it was shown."""
-  shown, interrupted = list[str](), threading.Event()
+def _answer(
+  llm: LLM,
+  messages: list[Message],
+  sampling_params: SamplingParams,
+  answer_format: AnswerFormat | None,
+  show: Show,
+  dim: Callable[[str], str],
+) -> Message:
+  """The message of an answer, as far as it was shown."""
+  told, interrupted = AnswerParts(), threading.Event()
+  marks = shown_tokens(llm.tokenizer, answer_format.marks) if answer_format else frozenset[int]()
+  opening = llm.tokenizer.render(messages, answer=True)  # it may open the reasoning
+  parser = answer_format.parser(opening, ()) if answer_format else None
+
+  def tell(parts: AnswerParts) -> None:
+    if parts.reasoning:
+      show(dim(parts.reasoning))
+    if parts.content:
+      show("\n\n" + parts.content if told.reasoning + parts.reasoning and not told.content else parts.content)
+    told.reasoning, told.content = told.reasoning + parts.reasoning, told.content + parts.content
 
   def on_text(text: str) -> None:
-    show(text)
-    shown.append(text)
+    tell(parser.add(text) if parser else AnswerParts(text))
     if interrupted.is_set():  # here, since the engine must not be interrupted within a step
       raise _InterruptedError
 
@@ -92,12 +112,15 @@ def _answer(llm: LLM, messages: list[Message], sampling_params: SamplingParams, 
   before = signal.getsignal(signal.SIGINT)
   signal.signal(signal.SIGINT, on_interrupt)
   try:
-    llm.chat(messages, sampling_params, on_text)
+    llm.chat(messages, sampling_params, on_text, None, marks)
   except _InterruptedError:
     pass
   finally:
     signal.signal(signal.SIGINT, before)
-  return "".join(shown)
+  if parser:
+    tell(parser.finish())
+  reasoning = {"reasoning_content": told.reasoning} if told.reasoning else {}
+  return {"role": "assistant", "content": told.content} | reasoning
 
 
 def _with_logprobs(llm: LLM, sampling_params: SamplingParams) -> SamplingParams:

@@ -6,7 +6,7 @@ token outputs in an `IncrementalDetokenizer`.
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeGuard, Unpack, cast
@@ -220,17 +220,18 @@ class LLM:
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     on_text: OnText | None = None,
     adapter: AdapterName = None,
+    shown: Collection[int] = (),
   ) -> list[RequestOutput]:
     """Generates the next assistant message of one conversation, or of each of several, by the chat template.
 
     A message is a dict with `role` and `content`, a text or a list of parts: {"type": "text", "text": ...}, and
     {"type": "image", "image": ...} with a path, a file's bytes or a PIL image, or OpenAI's `image_url` with a data URL;
     likewise "audio" and "video", and OpenAI's `input_audio`. Names of special tokens in the content are encoded as
-    plain text.
+    plain text. `shown` are special tokens whose names are part of the output's text, such as marks of reasoning.
     """
     conversations = [messages] if _is_conversation(messages) else cast(Sequence[Sequence[Message]], messages)
     return self._generate(
-      [self._model.prompts.chat(one, {}) for one in conversations], sampling_params, on_text, adapter
+      [self._model.prompts.chat(one, {}) for one in conversations], sampling_params, on_text, adapter, shown
     )
 
   def score(self, token_ids: Sequence[int], adapter: str | None = None) -> np.ndarray:
@@ -302,6 +303,7 @@ class LLM:
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     on_text: OnText | None,
     adapter: AdapterName,
+    shown: Collection[int] = (),
   ) -> list[RequestOutput]:
     names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
     if len(names) != len(prompts):
@@ -318,7 +320,7 @@ class LLM:
       ]
       with self._generate_lock:
         try:
-          return [RequestOutput.of(detokenizer) for detokenizer in self._run(requests, on_text)]
+          return [RequestOutput.of(detokenizer) for detokenizer in self._run(requests, on_text, frozenset(shown))]
         except BaseException:  # including an interrupt: running requests must not continue in the next call
           self._scheduler = self._model.make_scheduler()
           raise
@@ -330,8 +332,10 @@ class LLM:
       return replace(params, stop_token_ids=[token for token in params.stop_token_ids if token not in ends])
     return replace(params, stop_token_ids=tuple(dict.fromkeys((*ends, *params.stop_token_ids))))
 
-  def _run(self, requests: list[Request], on_text: OnText | None) -> list[IncrementalDetokenizer]:
-    detokenizers = {request: IncrementalDetokenizer(request, self.tokenizer) for request in requests}
+  def _run(
+    self, requests: list[Request], on_text: OnText | None, shown: frozenset[int]
+  ) -> list[IncrementalDetokenizer]:
+    detokenizers = {request: IncrementalDetokenizer(request, self.tokenizer, shown) for request in requests}
     for request in requests:
       self._scheduler.submit(request)
     for output in self._scheduler.run():

@@ -11,6 +11,7 @@ from maxtext.observe.goodput_html import goodput_html
 from maxtext.observe.page import as_json, page
 from maxtext.observe.report_parts import (
   differences_html,
+  evaluations_html,
   facts_html,
   problems_html,
   samples_html,
@@ -101,9 +102,10 @@ class Report:
       for run, name in named
       for title, texts in (("Samples", run.samples), ("Rollouts", run.rollouts))
     )
+    evaluations = "".join(evaluations_html(run.evaluations, name if several else "") for run, name in named)
     facts = "".join(facts_html(run, name, several) for run, name in named)
     goodput = "".join(goodput_html(run.goodput(), name if several else "") for run, name in named)
-    return {"notes": self._notes(), "goodput": goodput, "samples": samples, "facts": facts}
+    return {"notes": self._notes(), "evaluations": evaluations, "goodput": goodput, "samples": samples, "facts": facts}
 
   def _notes(self) -> str:
     notes = []

@@ -9,6 +9,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
+from maxtext.observe.evaluation_records import EvaluationRecord
 from maxtext.observe.page import COLOURS
 from maxtext.observe.run_files import NOT_COMPARED, RunFiles, SampleRecord, Series
 
@@ -212,6 +213,31 @@ def samples_html(title: str, samples: Sequence[SampleRecord], name: str, several
     )
     blocks.append(_details(f"{title} {name} {step}", f"step {step:,}", texts, is_open=i == 0))
   return _section(f"{title} of {name}" if several else title, "".join(blocks))
+
+
+def evaluations_html(records: Sequence[EvaluationRecord], name: str) -> str:
+  """What `maxtext eval` found last for each step, task and metric, the latest step first. `name` is the run's where
+  there are several."""
+  found = {
+    (record.step, record.task, metric): (value, record.stderr.get(metric), record.samples)
+    for record in records
+    for metric, value in record.metrics.items()
+  }
+  if not found:
+    return ""
+  rows = "".join(
+    f'<tr><td class="number">{"-" if step is None else f"{step:,}"}</td><th scope="row">{_escaped(task)}</th>'
+    f'<td>{_escaped(metric)}</td><td class="number">{_metric(value)}</td>'
+    f'<td class="number">{"" if stderr is None else f"{stderr:.4f}"}</td><td class="number">{samples:,}</td></tr>'
+    for (step, task, metric), (value, stderr, samples) in sorted(found.items(), key=lambda one: -(one[0][0] or 0))
+  )
+  numbers = "".join(f'<th scope="col" class="number">{column}</th>' for column in ("value", "stderr", "samples"))
+  head = '<tr><th scope="col" class="number">step</th><th scope="col">task</th><th scope="col">metric</th>'
+  return _section(f"Evaluations of {name}" if name else "Evaluations", _table(f"{head}{numbers}</tr>{rows}"))
+
+
+def _metric(value: float) -> str:
+  return f"{value:,}" if isinstance(value, int) else _loss(value)
 
 
 def _note(sample: SampleRecord) -> str:

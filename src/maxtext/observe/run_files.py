@@ -15,6 +15,7 @@ from typing import Any
 from maxtext.configs import ConfigError
 from maxtext.configs.secrets import redact_arguments, redact_value
 from maxtext.configs.types import DerivedValues
+from maxtext.observe.evaluation_records import EVALUATIONS, EvaluationRecord, read_evaluations
 from maxtext.observe.goodput_journal import GoodputSummary, read_goodput
 from maxtext.observe.metric_lines import STARTED, parse_line
 
@@ -154,6 +155,7 @@ class RunFiles:
     config: {key: {"value", "from"}} of config.json; empty if it cannot be read.
     samples: the last of samples.jsonl, in the order of the file.
     rollouts: the last of rollouts.jsonl, likewise.
+    evaluations: the last of evaluations.jsonl, likewise.
     problem: why the metrics cannot be read; empty if they can.
     modified: when the metrics last changed, in seconds since the epoch; 0 if there are none.
   """
@@ -167,6 +169,7 @@ class RunFiles:
     self.config: dict[str, dict[str, Any]] = {}
     self.samples: list[SampleRecord] = []
     self.rollouts: list[SampleRecord] = []
+    self.evaluations: list[EvaluationRecord] = []
     self.problem, self.modified = "", 0.0
 
   @property
@@ -200,6 +203,8 @@ class RunFiles:
       self.samples, changed = _read_samples(self._folder / "samples.jsonl"), True
     if self._is_new("rollouts.jsonl"):
       self.rollouts, changed = _read_samples(self._folder / "rollouts.jsonl"), True
+    if self._is_new(EVALUATIONS):
+      self.evaluations, changed = read_evaluations(self._folder), True
     return changed
 
   @property

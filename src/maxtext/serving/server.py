@@ -30,6 +30,7 @@ from maxtext.inference.grammar import CompiledGrammar, GrammarSpec
 from maxtext.inference.inference_model import InferenceModel
 from maxtext.inference.multimodal import EncodedPrompt
 from maxtext.serving.adapter_handler import AdapterHandler
+from maxtext.serving.docs_page import docs_page_response
 from maxtext.serving.engine_thread import Client, EngineFailedError, EngineNotReadyError, EngineThread, QueueFullError
 from maxtext.serving.errors import error_body, error_response
 from maxtext.serving.fetch import MediaFetcher
@@ -124,6 +125,10 @@ def make_app(name: str, engine: EngineThread, limits: ServerLimits) -> FastAPI:
   @app.get("/tokenizer_info")
   async def tokenizer() -> dict[str, Any]:
     return tokenizer_info(_ready_model(engine))
+
+  @app.get("/docs", include_in_schema=False)
+  async def docs() -> Response:
+    return docs_page_response(app.openapi())
 
   @app.get("/metrics")
   async def metrics() -> Response:
