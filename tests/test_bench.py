@@ -42,9 +42,9 @@ def test_the_engine_by_its_keys(tmp_path):
       counts["prefill"] += 1
       return super().prefill_chunk(*arguments)
 
-    def decode_step(self, *arguments):
+    def start_step(self, *arguments):
       counts["generate"] += 1
-      return super().decode_step(*arguments)
+      return super().start_step(*arguments)
 
   loaded.engine.__class__ = Counted
   timings = bench_throughput(loaded, WORKLOAD)

@@ -222,10 +222,10 @@ def test_parameters_are_swapped_a_hundred_times_under_load(tmp_path):
         if version % 3 == 0:
           begun[request := Request(prompts[version % 5], params)] = version
           scheduler.submit(request)
-      for _ in range(2):
+      for step in range(2):
         for event in scheduler.step():
           found.setdefault(event.request, []).append(event)
-          assert event.version == version
+          assert event.version in (version, version - 1 + step), "the first reads what was started before the swap"
     scheduler._prefix_cache.clear()
     assert live_bytes() == before
     assert compiled == []

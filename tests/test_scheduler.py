@@ -1,6 +1,7 @@
 """Continuous batching: what a request gets does not depend on who else is there, and no slot is lost."""
 
 import random
+from dataclasses import replace
 
 import jax
 import pytest
@@ -105,8 +106,45 @@ def test_cancelled_requests_leave_at_once(engine):
   assert scheduler.num_running == SLOTS, "who waited has taken the slot"
   scheduler.cancel(patient[0])  # again, when it is over
   rest = collect(scheduler.run(), {})
+  assert rest.keys() == set(patient[1:-1]), "tokens of the step that ran meanwhile are dropped"
   assert all(rest[request][-1].finish_reason == "length" for request in patient[1:-1])
   assert (scheduler.num_running, scheduler.num_waiting, scheduler.busy) == (0, 0, False)
+
+
+class Noting(Engine):
+  """Notes when steps are started, of how many slots, and when they are read."""
+
+  def start_step(self, active, token_bitmask=None):
+    number, result = len(self.started), super().start_step(active, token_bitmask)
+    self.started.append(sum(active))
+
+    def read():
+      self.ahead.append(len(self.started) - 1 - number)
+      return result()
+
+    return read
+
+
+def test_a_step_is_started_before_the_one_before_is_read():
+  engine = make_engine(program(tiny(**KEYS)).model, kind=Noting)
+
+  def write(params):
+    engine.started, engine.ahead = [], []
+    scheduler = Scheduler(engine)
+    for number, one in enumerate(params):
+      scheduler.submit(Request([number + 1] * 5, one))
+    return list(collect(scheduler.run(), {}).values())
+
+  greedy = SamplingParams(temperature=0.0, max_tokens=7)
+  texts = write([replace(greedy, max_tokens=most) for most in (7, 1, 4, 9, 5)])
+  assert sum(engine.started) == sum(map(len, texts)) == 26, "the last token is known to be the last"
+  assert engine.ahead == [1] * (len(engine.started) - 1) + [0]
+  third = texts[0][2].token
+  first = next(i for i, event in enumerate(texts[0]) if event.token == third) + 1
+  ((*_, last),) = write([replace(greedy, stop_token_ids=(third,))])
+  assert (last.token, last.finish_reason) == (third, "stop")
+  assert engine.started == [1] * (first + 1), "it takes part in one more step, which is not read"
+  assert engine.ahead == [1] * first
 
 
 class Counting(Engine):

@@ -10,7 +10,7 @@ import statistics
 import threading
 import time
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -123,7 +123,11 @@ class CompletionsClient:
 
 
 def bench_serving(
-  client: CompletionsClient, model: str, workload: Workload, request_rate: float | None
+  client: CompletionsClient,
+  model: str,
+  workload: Workload,
+  request_rate: float | None,
+  extra_body: Mapping[str, Any] | None = None,
 ) -> ServingMetrics:
   """Sends a workload and waits for all responses.
 
@@ -132,6 +136,7 @@ def bench_serving(
     model: the served model name.
     workload: the requests; each generates `output_len` tokens.
     request_rate: mean requests per second with exponential inter-arrival times; None sends all at once.
+    extra_body: more fields of every request.
   """
   rng, timings, threads = random.Random(workload.seed), [], []
   start = time.perf_counter()
@@ -139,7 +144,7 @@ def bench_serving(
   for number, prompt in enumerate(workload.prompts()):
     body = {
       "model": model, "prompt": prompt, "seed": number, "stream": True, "stream_options": {"include_usage": True},
-      "min_tokens": workload.output_len, "max_tokens": workload.output_len,
+      "min_tokens": workload.output_len, "max_tokens": workload.output_len, **(extra_body or {}),
     }  # fmt: skip
     timings.append(RequestTiming())
     threads.append(threading.Thread(target=client.complete, args=(body, timings[-1]), daemon=True))

@@ -53,6 +53,8 @@ from maxtext.models.media import tower_inputs
 from maxtext.models.model import Model, Params
 from maxtext.models.spec import towers_of
 
+StepOutput = list[tuple[SamplerOutput, np.ndarray]]  # for each position the tokens, and the slots that commit them
+
 _MIN_CHUNK = 16  # shorter chunks are padded
 _MIN_CHUNK_SPLASH = 128  # the splash kernel needs whole blocks
 
@@ -400,27 +402,37 @@ class Engine:
       active: the slots that have a request.
       token_bitmask: the tokens that may be sampled in each slot; None allows all and needs no transfer.
     """
+    return jax.device_get(self._start_decode_step(active, token_bitmask))
+
+  def _start_decode_step(self, active: Sequence[bool], token_bitmask: np.ndarray | None) -> SamplerOutput:
     bitmask = self._full_bitmask if token_bitmask is None else jax.device_put(token_bitmask, self._replicated)
     self.state, output = self._decode_step(
       self._params, self.state, np.array(active, bool), self._device_block_table, bitmask
     )
-    return jax.device_get(output)
+    return output
 
-  def speculative_step(
-    self, active: Sequence[bool], token_bitmask: np.ndarray | None = None
-  ) -> list[tuple[SamplerOutput, np.ndarray]]:
+  def speculative_step(self, active: Sequence[bool], token_bitmask: np.ndarray | None = None) -> StepOutput:
     """One step that may commit several tokens: one output for each position, with the slots that commit it.
 
     It is a `decode_step` where `num_speculative_tokens` is 0, and where a bitmask is given: bitmasks are known for the
     next token only.
     """
+    return self.start_step(active, token_bitmask)()
+
+  def start_step(self, active: Sequence[bool], token_bitmask: np.ndarray | None = None) -> Callable[[], StepOutput]:
+    """Starts a `speculative_step`; what is returned waits for its result. Other work may be started before."""
+    slots = np.array(active, bool)
     if not self.num_speculative_tokens or token_bitmask is not None:
-      return [(self.decode_step(active, token_bitmask), np.array(active, bool))]
-    self.state, outputs = self._speculative_step(
-      self._params, self.state, np.array(active, bool), self._device_block_table
-    )
-    sampled, committed = jax.device_get(outputs)
-    return [(SamplerOutput(*arrays), slots) for *arrays, slots in zip(*sampled, committed, strict=True)]
+      output = self._start_decode_step(active, token_bitmask)
+      jax.tree.map(lambda array: array.copy_to_host_async(), output)
+      return lambda: [(jax.device_get(output), slots)]
+    self.state, outputs = self._speculative_step(self._params, self.state, slots, self._device_block_table)
+
+    def result() -> StepOutput:
+      sampled, committed = jax.device_get(outputs)
+      return [(SamplerOutput(*arrays), slots) for *arrays, slots in zip(*sampled, committed, strict=True)]
+
+    return result
 
   @property
   def _device_block_table(self) -> np.ndarray | None:

@@ -9,6 +9,11 @@ run out, the request that was admitted last is preempted: its pages are freed, i
 its prompt and output are prefilled again when there is room. So the oldest request always makes progress, and no
 request waits for one that came later.
 
+A step is started before the tokens of the one before it are read, so the devices never wait for the host. Which request
+reaches its length is known ahead: it takes no part in the next step. Who ends otherwise takes part in one step more,
+whose token for it is dropped. A step that depends on the tokens before it (a grammar's bitmask, the positions of draft
+tokens, preemption) is started after they were read.
+
 The engine's parameters may be swapped between two steps (`Engine.update_params`). Running requests keep their KV cache,
 even in the middle of their prompt; a preempted request is prefilled again with the new parameters. Rows computed with
 older parameters, in part or as a whole, are not reused for later requests.
@@ -16,7 +21,7 @@ older parameters, in part or as a whole, are not reused for later requests.
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -25,7 +30,7 @@ import numpy as np
 from maxtext.inference.adapters import Adapter
 from maxtext.inference.decode_state import Caches
 from maxtext.inference.disk_prefill_cache import DiskPrefillCache
-from maxtext.inference.engine import EncodedMedia, Engine, PrefillChunk
+from maxtext.inference.engine import EncodedMedia, Engine, PrefillChunk, StepOutput
 from maxtext.inference.multimodal import PromptMedia
 from maxtext.inference.prefix_cache import PrefixCache
 from maxtext.inference.sampling import SamplerOutput, SamplingParams
@@ -93,13 +98,15 @@ class TokenOutput:
   prompt_logprobs: tuple[PromptLogprob, ...] | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _RunningRequest:
   """A request with its output so far. While it is queued it has no slot."""
 
   request: Request
   remaining: int  # tokens that it may still generate
   output: list[int] = field(default_factory=list)
+  unread: int = 0  # tokens of steps that were started, but not read
+  ended: bool = False
   prompt_reported: bool = False  # its log-probabilities, which a preempted request does not report again
   matcher: "GrammarMatcher | None" = None
 
@@ -130,6 +137,14 @@ class _PrefillingRequest:
   encoding: Iterator[EncodedMedia | None] | None = None
   media: EncodedMedia | None = None
   prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+
+
+class _StartedStep(NamedTuple):
+  """A step whose tokens were not read: the request of each slot, the parameters' version, and what waits for them."""
+
+  running: Sequence[_RunningRequest | None]
+  version: int
+  result: Callable[[], StepOutput]
 
 
 class _LastPrefill(NamedTuple):
@@ -164,6 +179,7 @@ class Scheduler:
     self._waiting: deque[_RunningRequest] = deque()
     self._cancelled: set[Request] = set()
     self._prefilling: _PrefillingRequest | None = None
+    self._started: _StartedStep | None = None
     self._slots: list[_RunningRequest | None] = [None] * engine.slots
     self._block_table, self.num_preemptions = engine.block_table, 0
     self._block_table.clear()
@@ -171,7 +187,8 @@ class Scheduler:
   @property
   def busy(self) -> bool:
     """Whether any request is queued, prefilling or running."""
-    return bool(self._waiting) or self._prefilling is not None or self.num_running > 0
+    queued = bool(self._waiting) or self._prefilling is not None
+    return queued or self.num_running > 0 or self._started is not None
 
   @property
   def num_waiting(self) -> int:
@@ -206,12 +223,15 @@ class Scheduler:
       self._cancelled.add(request)
 
   def step(self) -> list[TokenOutput]:
-    """Ends cancelled requests, prefills one chunk, and decodes one step in all slots."""
+    """Ends cancelled requests, prefills one chunk, starts a step of all slots, and reads the one before."""
     with self._engine.hold_params():
       outputs = self._end_cancelled()
       self._drop_stale_rows()
       outputs += self._prefill()
-      return [*outputs, *self._decode()] if self.num_running else outputs
+      outputs += self._decode()
+      if self._started is not None and all(one is None or one.ended for one in self._started.running):
+        self._started = None  # nobody waits for its tokens
+      return outputs
 
   def run(self) -> Iterator[TokenOutput]:
     """Steps until no request is left, and yields all token outputs."""
@@ -225,7 +245,7 @@ class Scheduler:
       self._waiting = deque(waiting for waiting in self._waiting if waiting.request not in cancelled)
     for slot in self._block_table.allocated_slots:
       if self._request_of(slot).request in cancelled:
-        ended.append(self._release(slot))
+        ended.append(self._end(slot))
     return [TokenOutput(running.request, finish_reason="cancelled") for running in ended]
 
   def _drop_stale_rows(self) -> None:
@@ -317,17 +337,23 @@ class Scheduler:
 
   def _allocate(self, slot: int, running: _RunningRequest) -> bool:
     """Allocates the pages that the next step writes to: for all tokens of the request and its draft tokens."""
-    num_tokens = len(running.request.prompt) + len(running.output) + self._engine.num_speculative_tokens
-    return self._block_table.allocate(slot, num_tokens)
+    num_tokens = len(running.request.prompt) + len(running.output) + running.unread
+    return self._block_table.allocate(slot, num_tokens + self._engine.num_speculative_tokens)
 
-  def _allocate_or_preempt(self) -> None:
-    """Allocates the pages of the next step for all running requests, oldest first; preempts the newest if needed."""
+  def _allocate_or_preempt(self) -> list[TokenOutput]:
+    """Allocates the pages of the next step for all running requests, oldest first; preempts the newest if needed, once
+    its tokens were read. Returns these."""
+    outputs: list[TokenOutput] = []
     for slot in self._block_table.allocated_slots:
       while (running := self._slots[slot]) is not None and not self._allocate(slot, running):
+        if self._started is not None:
+          outputs += self._read()
+          continue
         preempted = self._release(self._block_table.allocated_slots[-1])
         self.num_preemptions += 1
         with self._lock:
           self._waiting.appendleft(preempted)
+    return outputs
 
   def _request_of(self, slot: int) -> _RunningRequest:
     """The request that runs in a slot, or is being prefilled for it."""
@@ -346,21 +372,62 @@ class Scheduler:
     self._block_table.free(slot)
     return running
 
+  def _end(self, slot: int) -> _RunningRequest:
+    """Ends the request of a slot, whose tokens that were not read yet are dropped."""
+    running = self._release(slot)
+    running.ended = True
+    return running
+
   def _decode(self) -> list[TokenOutput]:
-    outputs: list[TokenOutput] = []
-    self._allocate_or_preempt()
-    active = [running is not None for running in self._slots]
-    for sampled, committed in self._engine.speculative_step(active, self._token_bitmask()):
-      outputs += self._process(sampled, committed)
+    """Starts a step, and reads the one before it, or both where the next one depends on it."""
+    outputs = self._read() if self._reads_at_once else []
+    outputs += self._allocate_or_preempt()
+    before, self._started = self._started, self._start() if self.num_running else None
+    if before is not None:
+      outputs += self._process(before)
+    return [*outputs, *self._read()] if self._reads_at_once else outputs
+
+  @property
+  def _reads_at_once(self) -> bool:
+    """Whether a step must be read before the next one can start."""
+    matched = any(running and running.matcher for running in self._slots)
+    return matched or self._engine.num_speculative_tokens > 0
+
+  def _start(self) -> _StartedStep:
+    """Starts a step of all running requests. A slot whose request gets its last token is free for what comes after."""
+    running = list(self._slots)
+    result = self._engine.start_step([one is not None for one in running], self._token_bitmask())
+    for slot, one in enumerate(running):
+      if one is not None:
+        one.unread += 1
+        if one.unread == one.remaining:
+          self._release(slot)
+    return _StartedStep(running, self._engine.version, result)
+
+  def _read(self) -> list[TokenOutput]:
+    """The token outputs of the step that was started last, if it was not read."""
+    started, self._started = self._started, None
+    return [] if started is None else self._process(started)
+
+  def _process(self, step: _StartedStep) -> list[TokenOutput]:
+    outputs = list[TokenOutput]()
+    for sampled, committed in step.result():
+      outputs += self._process_position(step, sampled, committed)
+    for running in step.running:
+      if running is not None:
+        running.unread -= 1
     return outputs
 
-  def _process(self, sampled: SamplerOutput, committed: np.ndarray) -> list[TokenOutput]:
-    """The token outputs of one position in the slots that commit it. A finished request takes no more tokens."""
+  def _process_position(self, step: _StartedStep, sampled: SamplerOutput, committed: np.ndarray) -> list[TokenOutput]:
+    """The token outputs of one position in the slots that commit it. A request that has ended takes no more tokens."""
     outputs = []
-    ends = self._accept_tokens(sampled, committed)
-    for slot, running in enumerate(self._slots):
-      if running is None or not committed[slot]:
-        continue
+    taking = {
+      slot: running
+      for slot, running in enumerate(step.running)
+      if running is not None and not running.ended and committed[slot]
+    }
+    ends = self._accept_tokens(sampled, taking)
+    for slot, running in taking.items():
       request, token = running.request, int(sampled.token_ids[slot])
       running.remaining -= 1
       running.output.append(token)
@@ -371,18 +438,21 @@ class Scheduler:
         finish_reason = "length"
       count = request.sampling_params.logprobs or 0
       top = zip(sampled.top_token_ids[slot, :count].tolist(), sampled.top_logprobs[slot, :count].tolist(), strict=True)
-      logprob, version = float(sampled.logprobs[slot]), self._engine.version
-      outputs.append(TokenOutput(request, token, logprob, tuple(top), finish_reason, version))
+      outputs.append(
+        TokenOutput(request, token, float(sampled.logprobs[slot]), tuple(top), finish_reason, step.version)
+      )
       if finish_reason:
-        self._release(slot)
+        running.ended = True
+        if self._slots[slot] is running:
+          self._release(slot)
     return outputs
 
-  def _accept_tokens(self, sampled: SamplerOutput, committed: np.ndarray) -> "Mapping[GrammarMatcher, MatchEnd | None]":
+  def _accept_tokens(
+    self, sampled: SamplerOutput, taking: Mapping[int, _RunningRequest]
+  ) -> "Mapping[GrammarMatcher, MatchEnd | None]":
     """Passes the tokens to all grammar matchers at once; returns which matchers ended, and how."""
     tokens = {
-      running.matcher: int(sampled.token_ids[slot])
-      for slot, running in enumerate(self._slots)
-      if running and running.matcher and committed[slot]
+      running.matcher: int(sampled.token_ids[slot]) for slot, running in taking.items() if running.matcher is not None
     }
     if not tokens:
       return {}
