@@ -4,8 +4,10 @@
   python -m benchmarks.published_runs --cache plans v6e-8 llama3.1-8b     # only ids with all of these words
   python -m benchmarks.published_runs --cache plans gpt3 --depths 4 6     # from models of 4 and of 6 layers
 
-Each run is compiled in a process of its own with a time limit and kept in `--cache`: what is there already is not
-compiled again, so a campaign that was stopped goes on. `python -m benchmarks.fit_planner` fits the planner to it.
+Each run is compiled in a process of its own with a time limit. Its schedule is kept in `benchmarks/compiled_runs`, and
+what is there is not compiled again: a campaign goes on from those before it, on any machine. `--cache` has the compiled
+programs. With `--depths`, runs that are kept without a schedule, since they do not fit, are compiled again.
+`python -m benchmarks.fit_planner` fits the planner to all of them.
 """
 
 import argparse
@@ -27,7 +29,7 @@ def main() -> None:
   """Prints a line for every run, then a summary."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("words", nargs="*", help="of the ids; all must be in it")
-  parser.add_argument("--cache", type=Path, required=True, help="folder of what was compiled")
+  parser.add_argument("--cache", type=Path, required=True, help="folder of compiled programs")
   parser.add_argument("--timeout", type=float, default=1200.0, metavar="SECONDS", help="of one run (1200)")
   parser.add_argument("--jobs", type=int, default=1, help="compilations side by side (1)")
   parser.add_argument(
@@ -38,8 +40,10 @@ def main() -> None:
   runs = [run for run in published_runs().values() if _is_chosen(run, arguments.words)]
 
   def one(run: PublishedRun) -> PlannedRun | str:
-    kept = None if arguments.again else PlannedRun.read(arguments.cache, run)
-    return kept or plan(run, arguments.cache, arguments.timeout, arguments.depths)
+    kept = None if arguments.again else PlannedRun.read(run)
+    if kept and (kept.timed or not arguments.depths):
+      return kept
+    return plan(run, arguments.cache, arguments.timeout, arguments.depths)
 
   found: list[tuple[PublishedRun, PlannedRun | str]] = []
   print(f"{'run':52} {'published':>9} {'planned':>9} {'error':>7}  memory, GiB")
@@ -47,7 +51,7 @@ def main() -> None:
     for run, planned in zip(runs, pool.map(one, runs), strict=True):
       found.append((run, planned))
       print(_line(run, planned), flush=True)
-  print(summary({run.id: planned_seconds(p) for run, p in found if isinstance(p, PlannedRun) and p.schedules}))
+  print(summary({run.id: planned_seconds(p) for run, p in found if isinstance(p, PlannedRun) and p.timed}))
   unfit = [run.id for run, planned in found if isinstance(planned, PlannedRun) and not planned.fits]
   print(f"said not to fit: {', '.join(unfit) or 'none'}")
 
@@ -62,7 +66,7 @@ def plan(run: PublishedRun, cache: Path, timeout: float, depths: list[str]) -> P
     return f"not compiled in {timeout:.0f} s"
   if done.returncode:
     return done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
-  return PlannedRun.read(cache, run) or "not kept"
+  return PlannedRun.read(run) or "not kept"
 
 
 def planned_seconds(planned: PlannedRun) -> float:
@@ -103,7 +107,7 @@ def _line(run: PublishedRun, planned: PlannedRun | str) -> str:
   if isinstance(planned, str):
     return f"{head} {planned}"
   memory = f"{planned.peak_bytes / 2**30:.1f}{'' if planned.fits else ', does not fit'}"
-  if not planned.schedules:
+  if not planned.timed:
     return f"{head} {memory}"
   seconds = planned_seconds(planned)
   return f"{head} {seconds:7.2f} s {seconds / run.step_seconds - 1:+7.1%}  {memory}"
