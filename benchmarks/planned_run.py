@@ -10,6 +10,7 @@ of fewer than four iterations may be unrolled, and then they are another program
 
 import argparse
 import json
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,10 @@ def main() -> None:
   parser.add_argument("run", type=published_run)
   parser.add_argument("--cache", type=Path, required=True)
   parser.add_argument("--depths", type=int, nargs=2, default=[], metavar="LAYERS")
+  parser.add_argument("--timeout", type=int, metavar="SECONDS", help="of processor time, after which it is killed")
   arguments = parser.parse_args()
+  if arguments.timeout:
+    resource.setrlimit(resource.RLIMIT_CPU, (arguments.timeout, resource.RLIM_INFINITY))
   parts = compiled_parts(arguments.run.planned_keys, arguments.cache, arguments.depths)
   PlannedRun(arguments.run, parts).write()
 

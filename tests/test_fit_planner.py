@@ -9,6 +9,7 @@ import pytest
 from benchmarks.accuracy_picture import picture
 from benchmarks.fit_planner import START, constants_table, fit, predictions, table
 from benchmarks.planned_run import LAYERS, CompiledPart, PlannedRun, compiled_parts
+from benchmarks.published_runs import plan
 from maxtext import ConfigError, load_config
 from maxtext.planner.calibration import CALIBRATION, FITTED, Accuracy, predicted_runs, run_kind
 from maxtext.planner.estimate import Calibration, estimate
@@ -101,6 +102,11 @@ def test_a_kept_run_takes_as_long_as_the_compiled_one(tmp_path):
   PlannedRun(run, [replace(parts[0], schedule=None)]).write(tmp_path)
   assert PlannedRun.read(run, tmp_path).seconds(REACHED) == 0
   assert PlannedRun.read(published_run("v6e-32-llama2-7b-4k-bf16-20250731"), tmp_path) is None
+
+
+def test_a_run_that_takes_too_long_is_given_up(tmp_path):
+  run = published_run("v5p-1x128-64b-bf16-20231215")
+  assert plan(run, tmp_path, 1, []) == "not compiled in 1 s of processor time"
 
 
 def test_the_page_has_the_runs_and_constants_that_plans_use():
