@@ -1,7 +1,7 @@
 """Fits the planner's constants to published runs that were compiled, and tells how far plans of other runs are off.
 
-  python -m benchmarks.fit_planner --cache plans                # after `benchmarks.published_runs`: prints
-  python -m benchmarks.fit_planner --cache plans --write        # also writes planner/calibration.yml and the picture
+  python -m benchmarks.fit_planner           # after `benchmarks.published_runs`: prints
+  python -m benchmarks.fit_planner --write   # also writes planner/calibration.yml, the page's tables and the picture
 
 The factors of each chip minimize the errors of the logarithm of the step time, every model with the same weight, and
 stay near `START` as far as runs do not say otherwise. A run's error is that of constants fitted without any run of its
@@ -27,6 +27,7 @@ from maxtext.planner.calibration import FILE, PredictedRun, run_kind
 from maxtext.planner.estimate import Calibration
 from maxtext.planner.published_runs import PublishedRun, published_runs
 
+PAGE = Path("docs/planner-accuracy.md")
 PICTURE = Path("docs/pictures/planner-accuracy.svg")
 START = Calibration(compute=0.85)
 # From single published figures whose configurations are not known (docs/planner-accuracy.md), and their models.
@@ -53,10 +54,9 @@ HEAD = """\
 def main() -> None:
   """Prints constants and errors."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--cache", type=Path, required=True, help="folder of what was compiled")
-  parser.add_argument("--write", action="store_true", help=f"write {Path(str(FILE)).name} and {PICTURE}")
+  parser.add_argument("--write", action="store_true", help=f"write {Path(str(FILE)).name}, {PAGE} and {PICTURE}")
   arguments = parser.parse_args()
-  every = [one for run in published_runs().values() if (one := PlannedRun.read(arguments.cache, run))]
+  every = [one for run in published_runs().values() if (one := PlannedRun.read(run))]
   constants: dict[str, Calibration] = {}
   runs: list[PredictedRun] = []
   for chip in ("v4", "v5e", "v5p", "v6e", "tpu7x"):
@@ -71,13 +71,14 @@ def main() -> None:
     fields = {chip: {field: getattr(one, field) for field in SPREAD} for chip, one in constants.items()}
     values = {"constants": fields, "runs": [asdict(run) for run in runs]}
     Path(str(FILE)).write_text(HEAD + yaml.safe_dump(values, sort_keys=False, width=200))
+    PAGE.write_text(_with_table(_with_table(PAGE.read_text(), table(runs)), constants_table(constants)))
     if held_out := [run for run in timed_runs if run.held_out]:
       PICTURE.write_text(picture(held_out))
 
 
 def calibration_of(chip: str, runs: Sequence[PlannedRun]) -> Calibration:
   """The constants of a chip: of these runs, if they are of enough models."""
-  timed = [run for run in runs if run.schedules]
+  timed = [run for run in runs if run.timed]
   return fit(timed) if enough(timed) else FORMER.get(chip, Calibration())
 
 
@@ -102,7 +103,7 @@ def fit(runs: Sequence[PlannedRun]) -> Calibration:
 
 def predictions(runs: Sequence[PlannedRun], calibration: Calibration) -> Iterable[PredictedRun]:
   """The runs of one chip with their planned times."""
-  timed = [run for run in runs if run.schedules]
+  timed = [run for run in runs if run.timed]
   for one in runs:
     published, planned, held_out = one.run, one.seconds(calibration), 0.0
     if enough(timed):
@@ -119,7 +120,7 @@ def predictions(runs: Sequence[PlannedRun], calibration: Calibration) -> Iterabl
       round(held_out, 3),
       round(one.peak_bytes / 2**30, 1),
       one.fits,
-      list(one.depths) if len(one.depths) > 1 else [],
+      [part.layers for part in one.parts] if len(one.parts) > 1 else [],
     )
 
 
@@ -139,6 +140,13 @@ def constants_table(calibrations: Mapping[str, Calibration]) -> str:
   """The constants of every chip, for the documentation."""
   rows = [f"| {chip} | " + " | ".join(f"{getattr(c, f):g}" for f in SPREAD) + " |" for chip, c in calibrations.items()]
   return "\n".join([f"| chip | {' | '.join(SPREAD)} |", "| --- " * (1 + len(SPREAD)) + "|", *rows])
+
+
+def _with_table(page: str, table: str) -> str:
+  """The page with a table in the place of the one with the same header."""
+  before, header, after = page.partition(table.split("\n", 1)[0])
+  assert header, f"{PAGE} has this table"
+  return before + table + "\n\n" + after.partition("\n\n")[2]
 
 
 def _row(run: PredictedRun, published: PublishedRun) -> str:

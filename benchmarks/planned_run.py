@@ -9,16 +9,14 @@ of fewer than four iterations may be unrolled, and then they are another program
 """
 
 import argparse
-import gzip
 import json
+import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from jax.sharding import Mesh
-
+from benchmarks.short_schedule import from_json, short, to_json
 from maxtext.configs import ConfigError
 from maxtext.configs.loader import resolve
 from maxtext.mesh.topology import Topology
@@ -33,30 +31,18 @@ from maxtext.storage.atomic import atomic_file
 
 LAYERS = "base_num_decoder_layers"
 FEWEST_LAYERS = 4
+KEPT = Path(__file__).parent / "compiled_runs"  # part of the repository: campaigns go on from what others compiled
 
 
 @dataclass(frozen=True)
 class CompiledPart:
-  """A compiled step with all that its schedule is read from; the run takes `weight` times its time and memory."""
+  """A compiled step; the run takes `weight` times its time and memory. `schedule` is None if it does not fit."""
 
   weight: float
   layers: int
-  text: str | None
   peak: int
   seconds: float
-  kernel_efficiency: Mapping[str, float]
-  filled_rows: float
-  axes: Mapping[str, int]  # of its mesh
-  devices: Sequence[int]  # their ids, in the order of the mesh
-
-  def schedule(self, topology: Topology) -> Schedule | None:
-    """Its schedule; None if it does not fit."""
-    if self.text is None:
-      return None
-    by_id = {device.id: device for device in topology.devices()}
-    places = np.array([by_id[i] for i in self.devices]).reshape(tuple(self.axes.values()))
-    program, mesh = CompiledProgram.parse(self.text), Mesh(places, tuple(self.axes))
-    return schedule(program, topology, mesh, self.filled_rows, self.kernel_efficiency)
+  schedule: Schedule | None
 
 
 @dataclass(frozen=True)
@@ -64,31 +50,42 @@ class PlannedRun:
   """A published run as it was compiled here."""
 
   run: PublishedRun
-  schedules: Sequence[tuple[float, Schedule]]  # with weights
-  peak_bytes: float  # of a device
-  compile_seconds: float
-  depths: Sequence[int]  # of the models that were compiled; one if it was the whole one
+  parts: Sequence[CompiledPart]  # models of two depths, or the whole one
 
   @staticmethod
-  def read(cache: Path, run: PublishedRun) -> "PlannedRun | None":
+  def read(run: PublishedRun, kept: Path = KEPT) -> "PlannedRun | None":
     """What was kept of a run; None if nothing was."""
-    file = _file(cache, run)
+    file = kept / f"{run.id}.json"
     if not file.exists():
       return None
-    topology = Topology.named(run.topology, run.slices)
-    parts = [CompiledPart(**part) for part in json.loads(gzip.decompress(file.read_bytes()))]
-    schedules = [(part.weight, part.schedule(topology)) for part in parts]
-    return PlannedRun(
-      run,
-      [(weight, found) for weight, found in schedules if found],
-      sum(part.weight * part.peak for part in parts),
-      sum(part.seconds for part in parts),
-      [part.layers for part in parts],
-    )
+    parts = [
+      CompiledPart(**part | {"schedule": part["schedule"] and from_json(part["schedule"])})
+      for part in json.loads(file.read_text())
+    ]
+    return PlannedRun(run, parts)
+
+  def write(self, kept: Path = KEPT) -> None:
+    """Keeps it, for `read`."""
+    kept.mkdir(exist_ok=True)
+    values = [{**vars(part), "schedule": part.schedule and to_json(short(part.schedule))} for part in self.parts]
+    with atomic_file(kept / f"{self.run.id}.json") as target:
+      target.write((json.dumps(values, separators=(",", ":")).replace(',["', ',\n["') + "\n").encode())
 
   def seconds(self, calibration: Calibration) -> float:
     """A step on a chip of this calibration; 0 if there is no schedule."""
-    return sum(weight * estimate(schedule, calibration).seconds for weight, schedule in self.schedules)
+    if not self.timed:
+      return 0.0
+    return sum(part.weight * estimate(part.schedule, calibration).seconds for part in self.parts if part.schedule)
+
+  @property
+  def timed(self) -> bool:
+    """Whether there is a schedule."""
+    return all(part.schedule for part in self.parts)
+
+  @property
+  def peak_bytes(self) -> float:
+    """Of a device."""
+    return sum(part.weight * part.peak for part in self.parts)
 
   @property
   def fits(self) -> bool:
@@ -103,12 +100,12 @@ def main() -> None:
   parser.add_argument("run", type=published_run)
   parser.add_argument("--cache", type=Path, required=True)
   parser.add_argument("--depths", type=int, nargs=2, default=[], metavar="LAYERS")
+  parser.add_argument("--timeout", type=int, metavar="SECONDS", help="of processor time, after which it is killed")
   arguments = parser.parse_args()
+  if arguments.timeout:
+    resource.setrlimit(resource.RLIMIT_CPU, (arguments.timeout, resource.RLIM_INFINITY))
   parts = compiled_parts(arguments.run.planned_keys, arguments.cache, arguments.depths)
-  file = _file(arguments.cache, arguments.run)
-  file.parent.mkdir(parents=True, exist_ok=True)
-  with atomic_file(file) as target:
-    target.write(gzip.compress(json.dumps([asdict(part) for part in parts]).encode()))
+  PlannedRun(arguments.run, parts).write()
 
 
 def compiled_parts(keys: Mapping[str, Any], cache: Path, depths: Sequence[int] = ()) -> list[CompiledPart]:
@@ -124,23 +121,11 @@ def compiled_parts(keys: Mapping[str, Any], cache: Path, depths: Sequence[int] =
 
 def _compiled(keys: Mapping[str, Any], cache: Path, layers: int, weight: float) -> CompiledPart:
   program, topology = program_for(resolve(values={**keys, LAYERS: layers}).config)
-  step, execution = compiled_step(program, topology, cache), program.model.execution
-  mesh = execution.sharding.mesh
-  return CompiledPart(
-    weight,
-    layers,
-    step.text,
-    step.peak,
-    step.seconds,
-    dict(step.kernel_efficiency),
-    filled_rows(program.config, execution),
-    dict(mesh.shape),
-    [device.id for device in mesh.devices.flat],
-  )
-
-
-def _file(cache: Path, run: PublishedRun) -> Path:
-  return cache / "runs" / f"{run.id}.json.gz"
+  step, execution, work = compiled_step(program, topology, cache), program.model.execution, None
+  if step.text is not None:
+    filled, mesh = filled_rows(program.config, execution), execution.sharding.mesh
+    work = schedule(CompiledProgram.parse(step.text), topology, mesh, filled, step.kernel_efficiency)
+  return CompiledPart(weight, layers, step.peak, round(step.seconds, 1), work)
 
 
 if __name__ == "__main__":

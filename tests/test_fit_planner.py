@@ -9,8 +9,8 @@ import pytest
 from benchmarks.accuracy_picture import picture
 from benchmarks.fit_planner import START, constants_table, fit, predictions, table
 from benchmarks.planned_run import LAYERS, CompiledPart, PlannedRun, compiled_parts
+from benchmarks.published_runs import plan
 from maxtext import ConfigError, load_config
-from maxtext.mesh.topology import Topology
 from maxtext.planner.calibration import CALIBRATION, FITTED, Accuracy, predicted_runs, run_kind
 from maxtext.planner.estimate import Calibration, estimate
 from maxtext.planner.published_runs import published_run, published_runs
@@ -38,7 +38,7 @@ def ran(name, seconds=(), times=1.0):
   ]
   gather = Work("all-gather", "", "collective", "", "link", seconds[3], transfer="1", starts=True, ends=True)
   loop = Schedule(10, [replace(work, seconds=work.seconds / 10) for work in (*works, gather)])
-  planned = PlannedRun(published_run(name), [(1.0, Schedule(1, [loop]))], 2**34, 60.0, [1])
+  planned = PlannedRun(published_run(name), [CompiledPart(1.0, 1, 2**34, 60.0, Schedule(1, [loop]))])
   return replace(planned, run=replace(planned.run, step_seconds=times * planned.seconds(REACHED)))
 
 
@@ -74,6 +74,39 @@ def test_the_picture_has_a_mark_for_every_run():
   assert titles[1:] == [f"{run.id}: {run.error:+.1%}" for run in runs]
   assert "nan" not in picture(runs)
   ElementTree.fromstring(picture([]))
+
+
+def test_a_kept_run_takes_as_long_as_the_compiled_one(tmp_path):
+  """Transfers that pass beside operations and kernels, in two loops, and a part that does not fit."""
+  matmul = Work("fusion", "a matmul", "compute", "model.py:3", "compute", 2.0)
+  kernel = Work("splash_mha_fwd", "", "kernel", "", "kernel", 1.0, memory_seconds=1.9)
+  gather = Work("all-gather", "", "collective", "", "link", 5.0, transfer="a", starts=True, bytes=70, axes=("fsdp",))
+  host = Work("host transfer", "", "host", "", "host", 3.2e10, transfer="b", starts=True)
+  done = [replace(work, starts=False, ends=True, seconds=0.0) for work in (gather, host)]
+  body = [matmul, gather, matmul, matmul, host, kernel, done[0], matmul, done[1]]
+  whole = Schedule(
+    1, [matmul, Schedule(7, body), Schedule(3, [gather, matmul, Schedule(2, [matmul]), done[0]]), matmul]
+  )
+  run = published_run("v6e-8-mistral-7b-8k-bf16-20250321")
+  parts = [CompiledPart(-1.0, 4, 5, 6.5, whole), CompiledPart(2.0, 6, 2**40, 7.0, replace(whole, times=2))]
+  PlannedRun(run, parts).write(tmp_path)
+  kept = PlannedRun.read(run, tmp_path)
+  assert [replace(part, schedule=None) for part in kept.parts] == [replace(part, schedule=None) for part in parts]
+  for calibration in (REACHED, START, Calibration(link=0.1, host=1e9)):
+    ours, theirs = estimate(whole, calibration), estimate(kept.parts[0].schedule, calibration)
+    assert theirs.seconds == pytest.approx(ours.seconds, rel=1e-4)
+    assert theirs.seconds_by_kind() == pytest.approx(ours.seconds_by_kind(), rel=1e-4)
+  assert sum(o.bytes for o in theirs.operations) == sum(o.bytes for o in ours.operations)
+  assert kept.timed
+  assert not kept.fits
+  PlannedRun(run, [replace(parts[0], schedule=None)]).write(tmp_path)
+  assert PlannedRun.read(run, tmp_path).seconds(REACHED) == 0
+  assert PlannedRun.read(published_run("v6e-32-llama2-7b-4k-bf16-20250731"), tmp_path) is None
+
+
+def test_a_run_that_takes_too_long_is_given_up(tmp_path):
+  run = published_run("v5p-1x128-64b-bf16-20231215")
+  assert plan(run, tmp_path, 1, []) == "not compiled in 1 s of processor time"
 
 
 def test_the_page_has_the_runs_and_constants_that_plans_use():
@@ -116,10 +149,9 @@ def test_models_of_fewer_layers_stand_for_the_whole_one(tmp_path):
   """Time and memory of 12 layers from 4 and 6, within 2 %."""
   pytest.importorskip("libtpu")
   keys = TINY | {"compile_topology": "v6e-4", "attention": "dot_product", "max_target_length": 512, LAYERS: 12}
-  topology, calibration = Topology.named("v6e-4"), CALIBRATION["v6e"]
 
   def total(parts: list[CompiledPart]) -> tuple[float, float]:
-    times = [part.weight * estimate(part.schedule(topology), calibration).seconds for part in parts]
+    times = [part.weight * estimate(part.schedule, CALIBRATION["v6e"]).seconds for part in parts]
     return sum(times), sum(part.weight * part.peak for part in parts)
 
   with pytest.raises(ConfigError, match="--depths 2 6: two numbers of layers"):

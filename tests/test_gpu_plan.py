@@ -1,6 +1,7 @@
 """What a plan says of GPUs without JAX's CUDA plugin: the least that a run takes."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -63,7 +64,9 @@ def test_gradients_are_counted_in_their_format():
 
 
 def test_shardings_may_be_part_of_types():
-  assert plan(shard_mode="explicit").memory == plan().memory
+  explicit, auto = plan(shard_mode="explicit").memory, plan().memory
+  assert explicit.batch == 2 * auto.batch, "tokens are split over tensor by the compiler alone"
+  assert replace(explicit, batch=auto.batch, peak=auto.peak) == auto
 
 
 @pytest.mark.parametrize("key", ["optimizer_memory_host_offload", "parameter_memory_host_offload"])

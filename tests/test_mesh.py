@@ -1,15 +1,20 @@
 """Meshes, the table of logical axes, and topologies; no step is run."""
 
+from math import prod
+
 import jax
 import pytest
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from maxtext import ConfigError
+from maxtext import ConfigError, load_config
 from maxtext.configs.derived import parallelism
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.reduce_scatter import first_stage
-from maxtext.mesh.rules import LOGICAL_AXES, Rules
+from maxtext.mesh.rules import LOGICAL_AXES, Rules, num_shards_of
 from maxtext.mesh.topology import Topology
+from maxtext.models.build import abstract_model
+from maxtext.planner.published_runs import published_run
 from tests.support import tiny
 
 AXES = tiny().mesh_axes
@@ -57,11 +62,25 @@ def test_tables_with_mistakes_are_refused(table, message):
   assert message in str(error.value)
 
 
-def test_one_axis_for_two_dimensions_of_an_array_is_refused():
-  rules = Rules.parse(changed("mlp", ["fsdp"]), AXES)
-  with pytest.raises(ConfigError, match="sharded over mesh axis 'fsdp' twice, by 'embed' and by 'mlp'"):
-    rules.partition(mesh(fsdp=8), ("embed", "mlp"), (48, 80))
-  assert rules.partition(mesh(tensor=8), ("embed", "mlp"), (48, 80)) == P(None, None), "an axis of size one is free"
+def test_an_axis_that_two_dimensions_name_splits_the_first_of_the_table_that_it_can():
+  rules, m = Rules.parse(TABLE, AXES), mesh(fsdp_transpose=8)
+  assert rules.partition(m, ("embed", "mlp"), (48, 80)) == P(None, "fsdp_transpose")
+  assert rules.partition(m, ("embed", "heads", "head_dim"), (48, 4, 8)) == P("fsdp_transpose", None, None)
+  assert rules.partition(m, ("heads", "head_dim", "embed"), (4, 8, 48)) == P(None, None, "fsdp_transpose")
+  assert rules.partition(m, ("embed", "embed"), (48, 48)) == P("fsdp_transpose", None)
+  own = Rules.parse(changed("mlp", ["fsdp"]), AXES)
+  assert own.partition(mesh(fsdp=8), ("embed", "mlp"), (48, 80)) == P(None, "fsdp")
+
+
+def test_no_weight_of_a_published_run_stays_whole():
+  run = published_run("v6e-256-llama2-70b-4k-bf16-20250321")  # its 256 devices divide no number of heads
+  config = load_config(**run.planned_keys | {"gcs_metrics": False})
+  sizes = dict(zip(config.mesh_axes, parallelism(config, "ici", run.chips), strict=True))
+  model, m = abstract_model(config), AbstractMesh(tuple(sizes.values()), tuple(sizes))
+  rules = Rules.parse(config.logical_axis_rules, config.mesh_axes)
+  for path, weight in model.params.items():
+    parts = rules.partition(m, model.logical_axes[path], weight.shape)
+    assert weight.size < 1e6 or prod(num_shards_of(m, part) for part in parts) == m.size, path
 
 
 def test_every_logical_axis_has_a_rule():

@@ -73,6 +73,14 @@ def test_loss_curve(one_device, axes):
   np.testing.assert_allclose(curve, one_device, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(("mode", "kept"), [("auto", 8), ("explicit", 32)])
+def test_tokens_between_the_matmuls_are_split_over_tensor(mode, kept):
+  """So is what layers keep for the backward pass: [layers, rows, tokens, width]."""
+  axes = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4, "shard_mode": mode, "remat_policy": "full"}
+  text = program(tiny(**RUN, per_device_batch_size=1, **axes), 8).lower().compile().as_text()
+  assert {tokens for tokens in (8, 32) if f"f32[4,4,{tokens},48]" in text} == {kept}
+
+
 def rules_file(folder, text, axes=("data", "tensor", "fsdp")):
   """A table unlike the base one: fsdp splits what is wide, tensor the residual stream and the vocabulary."""
   named = {"mlp": ["fsdp"], "heads": ["fsdp"], "embed": ["tensor"], "vocab": ["fsdp"],

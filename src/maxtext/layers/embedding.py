@@ -14,7 +14,8 @@ from maxtext.layers.quantized_weight import QuantizedFormat
 from maxtext.layers.weight_format import StoredWeight
 from maxtext.mesh.explicit import auto_axes
 
-_TOKENS = ("activation_embed_and_logits_batch", "activation_length")
+# Of rows as they are looked up. A shard of the table has rows for all tokens, so what splits it does not split those.
+_ROWS = ("activation_embed_and_logits_batch", "activation_length", None)
 
 
 class Embedding(nnx.Module):
@@ -43,7 +44,8 @@ class Embedding(nnx.Module):
     # All-gather the width first, so that the partitioner indexes whole rows; otherwise it replicates the table.
     table = self.execution.sharding.constrain(table.astype(dtype), "vocab", None)
     if self.execution.kernels.one_hot_embedding:
-      return jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype) @ table
+      rows = jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype) @ table
+      return self.execution.sharding.constrain(rows, *_ROWS)
     return _rows(self.execution, table, tokens)
 
   def _stored_rows(self, tokens: jax.Array) -> jax.Array:
@@ -105,11 +107,9 @@ class AxisPositions(nnx.Module):
 
 def _rows(execution: ExecutionConfig, table: jax.Array, index: jax.Array) -> jax.Array:
   if not execution.sharding.explicit:
-    return table[index]
+    return execution.sharding.constrain(table[index], *_ROWS)
   shape = *index.shape, table.shape[1]
-  return table.at[index].get(
-    out_sharding=execution.sharding.rules.sharding(execution.sharding.mesh, (*_TOKENS, None), shape)
-  )
+  return table.at[index].get(out_sharding=execution.sharding.rules.sharding(execution.sharding.mesh, _ROWS, shape))
 
 
 def sinusoids(positions: jax.Array, width: int, dtype: jax.typing.DTypeLike, longest: float = 1e4) -> jax.Array:

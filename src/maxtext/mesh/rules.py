@@ -86,29 +86,29 @@ class Rules:
     table["expert_embed"] = tuple(a for a in table["expert_embed"] if a != axis)
     return Rules(tuple(table.items()))
 
+  def without_split_tokens(self) -> "Rules":
+    """Rules in which the mesh axes that split hidden units do not split tokens between the matmuls."""
+    table = dict(self.pairs)
+    tokens, hidden = table["activation_norm_length"], table["activation_mlp"]
+    table["activation_norm_length"] = tuple(a for a in tokens if a not in hidden)
+    return Rules(tuple(table.items()))
+
   def partition(self, mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
     """The partition spec of an array with these logical axes.
 
     A dimension takes the longest prefix of its mesh axes whose product divides it, so that a model with two key heads
-    still runs on eight tensor-parallel devices. Axes of size one are left out.
+    still runs on eight tensor-parallel devices. A mesh axis that several dimensions name belongs to the first of them,
+    in the order of the table, that takes it. Axes of size one are left out.
     """
     assert len(axes) == len(shape), (axes, shape)
     table: Mapping[str, tuple[str, ...]] = dict(self.pairs)
-    taken: dict[str, str] = {}
-    parts: list[tuple[str, ...] | None] = []
-    for name, size in zip(axes, shape, strict=True):
-      if name is None:
-        parts.append(None)
-        continue
-      wanted = [axis for axis in table[name] if mesh.shape.get(axis, 1) > 1]
-      for axis in wanted:
-        if axis in taken:
-          raise ConfigError(
-            f"logical_axis_rules: an array with axes {list(axes)} would be sharded over mesh axis '{axis}' twice, "
-            f"by '{taken[axis]}' and by '{name}'. Remove it from one of the two."
-          )
-        taken[axis] = name
-      parts.append(_dividing_prefix(wanted, mesh, size) or None)
+    order = {name: place for place, name in enumerate(table)}
+    parts: list[tuple[str, ...] | None] = [None] * len(axes)
+    taken: set[str] = set()
+    for i in sorted((i for i, name in enumerate(axes) if name is not None), key=lambda i: order[str(axes[i])]):
+      wanted = [a for a in table[str(axes[i])] if mesh.shape.get(a, 1) > 1 and a not in taken]
+      parts[i] = _dividing_prefix(wanted, mesh, shape[i]) or None
+      taken.update(parts[i] or ())
     return PartitionSpec(*parts)
 
   def mesh_axes(self, name: LogicalAxis) -> tuple[str, ...]:

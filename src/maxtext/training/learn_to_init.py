@@ -15,7 +15,6 @@ import numpy as np
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.layers.parameter_paths import join
 from maxtext.mesh.explicit import auto_axes, is_explicit
-from maxtext.mesh.rules import Rules
 from maxtext.models.model import Model, Params
 from maxtext.training.teacher import WeightSource, copied_weights, weight_sources
 
@@ -89,7 +88,7 @@ class LinearMap:
     sharding, found = student.execution.sharding, {}
     for name, dims in self.factors.items():
       own = (*self.axes[: self.stacked], *(self.axes[dim] for dim in dims))
-      axes = _without_repeats(sharding.rules, (*own, *("embed", *[None] * len(dims))[: len(dims)]))
+      axes = (*own, *("embed", *[None] * len(dims))[: len(dims)])
       shape = self._shape(name)
       place = sharding.rules.sharding(sharding.mesh, axes, shape)
       found[name] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
@@ -233,16 +232,6 @@ def _check_counterpart(path: str, student: Model, teacher: Model) -> None:
 def _evenly_spaced(count: int, there: int) -> np.ndarray:
   """So many of the indices that are there, from the first to the last."""
   return np.rint(np.linspace(0, there - 1, count)).astype(np.int32)
-
-
-def _without_repeats(rules: Rules, axes: tuple[str | None, ...]) -> list[str | None]:
-  """Axes without those whose mesh axes an earlier one has."""
-  table, taken, kept = dict(rules.pairs), set[str](), list[str | None]()
-  for name in axes:
-    own = table[name] if name is not None else ()
-    kept.append(None if taken & set(own) else name)
-    taken |= set(own)
-  return kept
 
 
 def _path(weight: str, name: str) -> str:

@@ -6,6 +6,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import compares_features
 from maxtext.configs.types import DType
 from maxtext.layers.execution import ExecutionConfig, Kernels, KVCacheConfig, Numerics, Sharding
+from maxtext.mesh.explicit import is_explicit
 from maxtext.mesh.rules import Rules
 from maxtext.models.execution.adapters import adapters
 from maxtext.models.execution.attention_kernel import attention, check_attention, for_spans
@@ -99,6 +100,8 @@ def _tower_dtype(config: MaxTextConfig) -> str:
 def sharding_rules(config: MaxTextConfig, mesh: Mesh) -> Rules:
   """The rules that map logical axes to mesh axes."""
   rules = Rules.parse(config.logical_axis_rules, config.mesh_axes)
+  if is_explicit(mesh):  # weights are gathered over axes that split tokens
+    rules = rules.without_split_tokens()
   if not config.shard_exp_on_fsdp:
     return rules
   rules = rules.with_experts_over("fsdp")
