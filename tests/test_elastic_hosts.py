@@ -14,7 +14,7 @@ import pytest
 from maxtext.cli.main import main
 from maxtext.distributed.agent import Agent
 from maxtext.distributed.leader import ElasticPolicy, Leader
-from maxtext.distributed.membership import HostRecord, Membership, Plan
+from maxtext.distributed.membership import HostPlan, HostRecord, Membership
 
 # A process that trains nothing: it notes its start, beats, and ends as files in the folder say.
 WORKER = """if True:
@@ -188,7 +188,7 @@ def test_a_host_that_leaves_is_not_kept_by_a_plan_that_was_made_before(tmp_path)
       return first.live().get(1, RECORD)
 
     wait_until(lambda: found() is not RECORD)
-    plan = Plan(1, "run", {0: first.own.nonce, 1: found().nonce}, found().address)
+    plan = HostPlan(1, "run", {0: first.own.nonce, 1: found().nonce}, found().address)
     (tmp_path / "code-1").write_text("1")
     first.propose(plan)
     wait_until(lambda: found().state == "failed")
@@ -219,7 +219,7 @@ def decide(plan, records, seconds=5.0):
 
 
 def test_what_the_leader_decides():
-  plan = Plan(1, "run", {host: "n" for host in range(3)}, saved=10)
+  plan = HostPlan(1, "run", {host: "n" for host in range(3)}, saved=10)
   running = dict.fromkeys(range(3), RECORD)
   assert decide(plan, running) is None
   assert decide(plan, running | {1: replace(RECORD, state="done")}) is None, "the others still save"
@@ -239,7 +239,7 @@ def test_what_the_leader_decides():
 
 
 def test_a_host_that_is_silent_is_not_waited_for():
-  plan, leader = Plan(1, "run", {host: "n" for host in range(3)}), Leader(ElasticPolicy(3, 1, 60.0, 2))
+  plan, leader = HostPlan(1, "run", {host: "n" for host in range(3)}), Leader(ElasticPolicy(3, 1, 60.0, 2))
   records = dict.fromkeys(range(3), RECORD) | {2: replace(RECORD, state="failed", code=1, why="ended")}
   assert leader.next_plan(plan, records, 0.0) is None
   beating = {host: replace(record, beat=1) for host, record in records.items() if host != 1} | {1: records[1]}
@@ -249,9 +249,9 @@ def test_a_host_that_is_silent_is_not_waited_for():
 
 def test_of_two_leaders_one_makes_the_plan(tmp_path):
   one, other = Membership(tmp_path, 0), Membership(tmp_path, 1)
-  one.propose(Plan(1, "run", {0: "a"}))
-  other.propose(Plan(1, "run", {1: "b"}))
-  assert one.latest_plan() == other.latest_plan() == Plan(1, "run", {0: "a"})
+  one.propose(HostPlan(1, "run", {0: "a"}))
+  other.propose(HostPlan(1, "run", {1: "b"}))
+  assert one.latest_plan() == other.latest_plan() == HostPlan(1, "run", {0: "a"})
   (tmp_path / "host-7").write_bytes(b"\0 not a record")
   assert set(one.live()) == {0}
 
@@ -287,6 +287,6 @@ ELASTIC = ("--", "train", "small-llama", "run_name=a", "elastic_enabled=true", "
 )
 def test_mistakes_are_named(flags, keys, said, tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
-  Membership(tmp_path / "m", 0).propose(Plan(1, "stop"))
+  Membership(tmp_path / "m", 0).propose(HostPlan(1, "stop"))
   assert main(["launch", "--processes", "2", *flags, *ELASTIC, *keys]) == 2
   assert said in capsys.readouterr().err

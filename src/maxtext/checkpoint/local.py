@@ -186,7 +186,7 @@ def _assemble(folder: epath.Path, abstract: Any) -> Restored | None:
 
 
 @dataclass
-class _Opened:
+class _OpenedParts:
   """The parts of one start of a run that this process can read, by key, and the data-iterator state beside them."""
 
   files: dict[str, Any]  # of each key, the archive
@@ -209,10 +209,10 @@ class _Held:
 
   holders: Mapping[str, set[int]]
   by_array: Mapping[str, list[tuple[str, _Box]]]
-  opened: _Opened | None
+  opened: _OpenedParts | None
 
   @staticmethod
-  def of(holders: Mapping[str, set[int]], opened: _Opened | None) -> "_Held":
+  def of(holders: Mapping[str, set[int]], opened: _OpenedParts | None) -> "_Held":
     by_array: dict[str, list[tuple[str, _Box]]] = {}
     for key in holders:
       array, _, where = key.rpartition(" ")
@@ -268,19 +268,19 @@ class _Held:
     return self.by_array.get(f"{name} {struct.dtype}{list(struct.shape)}", [])
 
 
-def _open_all(folder: epath.Path) -> tuple[dict[str, _Opened], StorageError | None]:
+def _open_all(folder: epath.Path) -> tuple[dict[str, _OpenedParts], StorageError | None]:
   """What this process can read of a step, by the start of the run that saved it: its own parts, and those that hosts
   left on the same disk which are not there now."""
   live = {f"process-{host}" for host in _from_all(np.array(host_index(jax.process_index()))).tolist()}
   left = [path / folder.name for path in folder.parent.parent.glob("process-*") if path.name not in live]
-  found: dict[str, _Opened] = {}
+  found: dict[str, _OpenedParts] = {}
   problem = None
   for one in (folder, *sorted(left)):
     parts, position, failed = _open_files(one)
     problem = problem or failed
     if parts is not None:
       start = str(np.load(io.BytesIO(position)).get(_START, ""))
-      opened = found.setdefault(start, _Opened({}, position))
+      opened = found.setdefault(start, _OpenedParts({}, position))
       opened.files |= dict.fromkeys(parts.files, parts)
   return found, problem
 

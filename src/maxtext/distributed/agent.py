@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from maxtext.distributed.hosts import ALL_HOSTS, THIS_HOST
 from maxtext.distributed.leader import ElasticPolicy, Leader
-from maxtext.distributed.membership import Membership, Plan
+from maxtext.distributed.membership import HostPlan, Membership
 from maxtext.distributed.progress import VARIABLE, read_progress
 from maxtext.distributed.supervisor import STOPPED, describe_end, free_port, joining, write
 from maxtext.distributed.warm_process import SILENT_SECONDS, WarmProcess
@@ -98,7 +98,7 @@ class Agent:
       membership.propose(following)
     return None
 
-  def _follow(self, plan: Plan) -> None:
+  def _follow(self, plan: HostPlan) -> None:
     own = self._membership.own
     if plan.why and own.plan and self._host == min(self._membership.live()):
       write(self._out, f"maxtext: {plan.why}.{self._describe(plan)}\n")
@@ -115,12 +115,12 @@ class Agent:
       self._end_process()
       self._membership.publish(plan=plan.number, state="ready", step=-1)
 
-  def _describe(self, plan: Plan) -> str:
+  def _describe(self, plan: HostPlan) -> str:
     if plan.action != "run":
       return ""
     return f" Going on with {len(plan.members)} of {self._policy.hosts} hosts: {', '.join(map(str, plan.members))}"
 
-  def _begin(self, plan: Plan) -> None:
+  def _begin(self, plan: HostPlan) -> None:
     members = sorted(plan.members)
     environment = joining(plan.address, len(members), members.index(self._host)) | {
       ALL_HOSTS: str(self._policy.hosts), THIS_HOST: str(self._host), VARIABLE: str(self._progress),

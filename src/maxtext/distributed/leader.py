@@ -4,7 +4,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from maxtext.distributed.membership import HostRecord, Plan, State
+from maxtext.distributed.membership import HostPlan, HostRecord, State
 from maxtext.distributed.supervisor import NOT_RETRIED
 
 _ANSWER_SECONDS = 5.0  # in which a host that is there beats again
@@ -37,7 +37,7 @@ class Leader:
     self._waiting: float | None = None  # since when hosts are wanted
     self._beats: dict[int, int] = {}  # of every host, when they began to be wanted
 
-  def next_plan(self, plan: Plan, live: Mapping[int, HostRecord], now: float) -> Plan | None:
+  def next_plan(self, plan: HostPlan, live: Mapping[int, HostRecord], now: float) -> HostPlan | None:
     """The plan after this one; None while nothing is to be changed."""
     if plan.number != self._plan:
       self._plan, self._since, self._waiting = plan.number, now, None
@@ -71,12 +71,12 @@ class Leader:
       return replace(plan, number=plan.number + 1, action="drain", why="a host is back: every process saves and ends")
     return None
 
-  def _may_grow(self, plan: Plan, live: Mapping[int, HostRecord], states: set[State], now: float) -> bool:
+  def _may_grow(self, plan: HostPlan, live: Mapping[int, HostRecord], states: set[State], now: float) -> bool:
     new = [host for host, record in live.items() if host not in plan.members and record.is_usable]
     stepping = states == {"running"} and all(live[host].step >= 0 for host in plan.members)
     return bool(new) and stepping and now - self._since > _SETTLE_SECONDS
 
-  def _form(self, plan: Plan, live: Mapping[int, HostRecord], now: float) -> Plan | None:
+  def _form(self, plan: HostPlan, live: Mapping[int, HostRecord], now: float) -> HostPlan | None:
     """A run of the hosts that have answered; None while more may."""
     if self._waiting is None:
       self._waiting, self._beats = now, {host: record.beat for host, record in live.items()}
@@ -92,5 +92,5 @@ class Leader:
     members = {host: record.nonce for host, record in usable.items()}
     return replace(plan, number=plan.number + 1, action="run", members=members, address=usable[min(usable)].address)
 
-  def _stop(self, plan: Plan, why: str, code: int) -> Plan:
+  def _stop(self, plan: HostPlan, why: str, code: int) -> HostPlan:
     return replace(plan, number=plan.number + 1, action="stop", why=why.removeprefix("; "), code=code)

@@ -67,7 +67,7 @@ class HostRecord:
 
 
 @dataclass(frozen=True)
-class Plan:
+class HostPlan:
   """What the hosts do next.
 
   Attributes:
@@ -105,7 +105,7 @@ class Membership:
     folder.mkdir(parents=True, exist_ok=True)
     self.own = HostRecord(uuid.uuid4().hex, os.getpid(), start_time(os.getpid()) or "", machine())
     self._seen: dict[int, tuple[HostRecord, float | None]] = {}  # since when it is unchanged; None is never changed
-    self._due, self._plan = 0.0, Plan(0, "drain")
+    self._due, self._plan = 0.0, HostPlan(0, "drain")
 
   def publish(self, **changes: object) -> None:
     """Writes this host's record, if it changed or is due."""
@@ -138,16 +138,16 @@ class Membership:
       host: record for host, (record, changed) in sorted(self._seen.items()) if self._is_live(record, changed)
     } | {self._host: self.own}
 
-  def latest_plan(self) -> Plan:
+  def latest_plan(self) -> HostPlan:
     """The plan with the highest number; number 0 before the first."""
     with suppress(OSError, ValueError, TypeError, KeyError):
       while (file := self._file(self._plan.number + 1)).exists():
         content = json.loads(file.read_text())
         content["members"] = {int(host): nonce for host, nonce in content["members"].items()}
-        self._plan = Plan(**content)
+        self._plan = HostPlan(**content)
     return self._plan
 
-  def propose(self, plan: Plan) -> None:
+  def propose(self, plan: HostPlan) -> None:
     """Makes a plan the next one, unless another host was faster."""
     with suppress(OSError):  # a disk that is full now may not be at the next poll
       content = json.dumps(asdict(plan)).encode()

@@ -133,7 +133,7 @@ class PromptEncoder:
 
   def _process(self, sources: Sources) -> "list[_Medium]":
     """What the towers take, in the order of the sources."""
-    numbers, opened = Counter[str](), list[tuple[str, _Opened]]()
+    numbers, opened = Counter[str](), list[tuple[str, _OpenedMedium]]()
     total, pixels = 0, Counter[str]()
     for kind, source in sources:  # headers first, since decoding is what costs
       if kind not in self.processors:
@@ -231,7 +231,7 @@ class _Medium:
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _OpenedMedium:
   """A medium of which the header was read: how many features and pixels it has at least, and what decodes it."""
 
   features: int
@@ -239,19 +239,19 @@ class _Opened:
   process: Callable[[], Processed]
 
 
-def _open_image(source: Any, processor: Any) -> _Opened:
+def _open_image(source: Any, processor: Any) -> _OpenedMedium:
   height, width = image_size(source)
-  return _Opened(processor.features(height, width), height * width, lambda: processor(load_image(source)))
+  return _OpenedMedium(processor.features(height, width), height * width, lambda: processor(load_image(source)))
 
 
-def _open_sound(source: Any, processor: Any) -> _Opened:
-  return _Opened(1, 0, lambda: processor(load_sound(source, processor.rate, processor.limits)))
+def _open_sound(source: Any, processor: Any) -> _OpenedMedium:
+  return _OpenedMedium(1, 0, lambda: processor(load_sound(source, processor.rate, processor.limits)))
 
 
-def _open_video(source: Any, processor: Any) -> _Opened:
+def _open_video(source: Any, processor: Any) -> _OpenedMedium:
   video = load_video(source)
   features = processor.features(video.total, video.rate, video.height, video.width)
-  return _Opened(features, video.total * video.height * video.width, lambda: processor(video))
+  return _OpenedMedium(features, video.total * video.height * video.width, lambda: processor(video))
 
 
 _DECODERS = {"image": "PIL.Image", "audio": "soundfile"}
