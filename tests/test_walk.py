@@ -1,4 +1,4 @@
-"""The commands of `docs/walk.md` and `docs/rl-walk.md`, in order: with few steps and little text, and as they stand."""
+"""The commands of the walks' pages, in order: with few steps and little text, and as they stand."""
 
 import json
 import os
@@ -14,6 +14,14 @@ ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 
 
+# What some programs take last: questions, or pictures.
+SHORT = {
+  "examples/walk/measure.py": ["4"],
+  "examples/vision/measure.py": ["--pictures", "2"],
+  "examples/vision/shapes.py": ["400"],
+}
+
+
 def commands(page):
   blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
   return [shlex.split(line) for block in blocks for line in block.replace("\\\n", "").splitlines()]
@@ -21,8 +29,8 @@ def commands(page):
 
 def shortened(words):
   """Three steps, four questions, and the pages of this repository for a text."""
-  if "examples/walk/measure.py" in words:
-    return [*words, "4"]
+  if short := SHORT.get(words[1]):
+    return [*words, *short]
   words = [re.sub(r"^(steps|num_batches)=.*", r"\1=3", word) for word in words]
   words = [re.sub(r"^eval_interval=\d+", "eval_interval=3", word) for word in words]
   if "--stdlib" not in words:
@@ -98,3 +106,23 @@ def test_rewards_teach_what_the_page_says(tmp_path):
   for name in ("sums", "sums-lag", "products"):
     assert last(tmp_path, name, "eval_pass_rate") >= 0.8
   assert last(tmp_path, "products", "turns") > 1.9, "the calculator is called"
+
+
+def answered(said):
+  """(right answers, questions, percent of right answers with another picture)."""
+  (text,) = [text for words, text in said if "examples/vision/measure.py" in words]
+  return tuple(map(int, re.search(r"^all +(\d+) of (\d+) +with another picture (\d+)%", text, re.MULTILINE).groups()))
+
+
+@pytest.mark.nightly
+def test_every_command_of_the_pictures_works(tmp_path):
+  assert answered(walk(tmp_path, shortened, "--xla_backend_optimization_level=1", "vision-walk.md"))[1] == 5
+  assert (tmp_path / "answers.png").stat().st_size > 1000
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_the_model_sees_as_the_page_says(tmp_path):
+  right, asked, swapped = answered(walk(tmp_path, page="vision-walk.md"))
+  assert right >= 0.9 * asked
+  assert swapped < 40

@@ -59,8 +59,8 @@ def shapes(order: random.Random) -> tuple[Image.Image, dict[str, str]]:
 def digit(order: random.Random) -> tuple[Image.Image, dict[str, str]]:
   """A digit, and the answers to questions about it."""
   image, colour, number = background(order), order.choice(list(COLOURS)), str(order.randrange(10))
-  font = ImageFont.load_default(order.randint(22, 26))
-  place = order.randint(5, 12), order.randint(0, 4)
+  font = ImageFont.load_default(order.randint(24, 26))
+  place = order.randint(7, 10), order.randint(0, 3)
   ImageDraw.Draw(image).text(place, number, fill=COLOURS[colour], font=font)
   return image, {"which digit?": number, "which colour?": colour}
 
@@ -114,7 +114,7 @@ def write_tokenizer(folder: Path, special: tuple[str, ...] = SPECIAL) -> None:
   (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
-def main(folder: Path, count: int = 6000) -> None:
+def main(folder: Path, count: int = 10_000) -> None:
   """Writes the files."""
   (folder / "images").mkdir(parents=True, exist_ok=True)
   order, rows = random.Random(1), list[dict[str, Any]]()
