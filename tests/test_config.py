@@ -164,7 +164,6 @@ MISTAKES = {
   "mesh of older pages": ({"ici_parallelism": [2]}, "write ici_data_parallelism, ici_fsdp_parallelism and so on."),
   "Pathways": ({"enable_single_controller": True}, "enable_single_controller=True is not supported: it needs Pathways"),
   "Pathways data": ({"colocated_python_data_input": True}, "not supported: it needs Pathways"),
-  "pathways": ({"enable_single_controller": True}, "enable_single_controller=True is not supported: it needs Pathways"),
   "scale": ({"global_parameter_scale": 3}, "global_parameter_scale=3 must be a power of two"),
   "kept in a bucket": (
     {"base_output_directory": "s3://a/b"},
