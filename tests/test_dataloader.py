@@ -435,14 +435,17 @@ from maxtext.mesh.devices import make_mesh
 from maxtext.training.program import Program
 from tests.support import tiny
 
-def rows_held(array):
-  return {(shard.index[0].start or 0): np.asarray(shard.data).tolist() for shard in array.addressable_shards}
+def parts_held(array):
+  shards = array.addressable_shards
+  return {",".join(str(part.start or 0) for part in shard.index): np.asarray(shard.data).tolist() for shard in shards}
 
 seen = {}
 for axis in ("fsdp", "tensor"):
   config = tiny(**(json.loads(sys.argv[3]) | {"ici_fsdp_parallelism": 1, f"ici_{axis}_parallelism": 4}))
   program = Program.of(config, make_mesh(config))
-  seen[axis] = [[rows_held(fed.batch.inputs), rows_held(fed.iterator_state()["streams"])] for fed in program.feed()]
+  seen[axis] = [
+    [parts_held(fed.batch.inputs), parts_held(fed.iterator_state()["streams"])] for fed in program.feed()
+  ]
 Path(sys.argv[4], sys.argv[2]).write_text(json.dumps(seen))
 """
 
@@ -450,7 +453,7 @@ Path(sys.argv[4], sys.argv[2]).write_text(json.dumps(seen))
 @pytest.mark.mesh
 @pytest.mark.slow
 def test_two_hosts_feed_what_one_does_and_end_together(folder, config, tmp_path):
-  """Rows split over hosts, and the same rows on both; a part of the rows ends before the others."""
+  """Rows split over hosts, or the tokens of all rows; a part of the rows ends before the others."""
   changes = GRAIN | {"grain_train_files": str(folder), "per_device_batch_size": 2, "generate_padding_batch_train": True}
   with socket.create_server(("127.0.0.1", 0)) as probe:
     address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -461,12 +464,14 @@ def test_two_hosts_feed_what_one_does_and_end_together(folder, config, tmp_path)
   found = [json.loads((tmp_path / str(i)).read_text()) for i in range(2)]
   whole = list(map(host, program(config(**changes | {"per_device_batch_size": 8})).feed()))
   assert len(whole[-1][0][3][(whole[-1][0][3] > 0).any(axis=1)]) < 8, "some rows have ended"
-  for axis, shared in (("fsdp", False), ("tensor", True)):
+  for axis in ("fsdp", "tensor"):
     assert [len(seen[axis]) for seen in found] == [len(whole)] * 2
     for number, (batch, position) in enumerate(whole):
       for kind, expected in enumerate((batch[0], position["streams"])):
         parts = [seen[axis][number][kind] for seen in found]
-        assert (parts[0].keys() == parts[1].keys()) is shared
-        for start, rows in (parts[0] | parts[1]).items():
-          assert np.array_equal(rows, expected[int(start) :][: len(rows)])
-        assert sum(map(len, (parts[0] | parts[1]).values())) == 8
+        rows_of_both = axis == "tensor" and kind == 1  # each host makes all rows, and keeps its tokens of them
+        assert (parts[0].keys() == parts[1].keys()) is rows_of_both
+        for starts, held in (parts[0] | parts[1]).items():
+          place = zip(map(int, starts.split(",")), np.shape(held), strict=True)
+          assert np.array_equal(held, expected[tuple(slice(start, start + size) for start, size in place)])
+        assert sum(map(np.size, (parts[0] | parts[1]).values())) == expected.size

@@ -22,6 +22,7 @@ EXTRAS = {
   "tfds": "tensorflow_datasets",
   "prepare": "apache_beam",
   "rl": "math_verify",
+  "eval": "lm_eval",
   "multimodal": "soundfile",
   "video": "av",
 }
