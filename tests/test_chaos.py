@@ -141,7 +141,7 @@ def documents(run: Run) -> list[int]:
   return [first for batch in range(1, STEPS + 1) for row in range(ROWS) for first in min(seen[batch, row])[1:]]
 
 
-@pytest.mark.parametrize("times", [5, pytest.param(20, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("times", [4, pytest.param(20, marks=pytest.mark.nightly)])
 def test_killed_again_and_again_the_history_is_the_same(whole, corpus, times):
   expected, start_up = whole
   run, rng = Run(corpus.parent / f"killed{times}", corpus), random.Random(11)

@@ -437,6 +437,7 @@ def lm_eval_responses(folder, model, **arguments):
   return found["results"], samples
 
 
+@pytest.mark.nightly
 def test_lm_eval_scores_alike_in_process_by_the_server_and_by_transformers(server, folder, monkeypatch):
   """In process and by the server to the last digit, on one device each; the contexts that do not fit among them."""
   pytest.importorskip("lm_eval")
