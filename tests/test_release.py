@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import maxtext
@@ -165,6 +166,21 @@ def test_the_lock_is_of_the_constraints_and_names_no_index():
   assert len(re.findall(r"^[\w.-]+==", text, re.MULTILINE)) == len(
     re.findall(r"^[\w.-]+==.*\\\n +--hash=", text, re.MULTILINE)
   )
+
+
+def test_what_is_pinned_installs_on_the_first_release_of_the_oldest_python():
+  """Distributions of Linux keep an early one: Debian 12 has 3.11.2."""
+  pythons = SpecifierSet(metadata.metadata("maxtext")["Requires-Python"])
+  (oldest,) = (clause.version for clause in pythons if clause.operator == ">=")
+  pins = {canonicalize_name(name) for name in pinned("constraints.txt")}
+  refused = {
+    name: requires
+    for each in metadata.distributions()
+    if (name := canonicalize_name(each.metadata["Name"])) in pins
+    and (requires := each.metadata["Requires-Python"])
+    and not SpecifierSet(requires).contains(f"{oldest}.0")
+  }
+  assert refused == {}
 
 
 def test_the_citation_is_of_this_version():
