@@ -299,11 +299,16 @@ def toy_loss(model, params, *inputs):
   return cross_entropy(toy_logits(model, params, *inputs), jnp.asarray(inputs[0].targets), 0.0).mean()
 
 
+def run_with_towers(config, devices=1):
+  """A run whose objective may feed towers, as one's own may."""
+  return Program.of(config, make_mesh(config, jax.devices()[:devices]), LanguageModeling())
+
+
 @pytest.fixture
 def toy(monkeypatch):
   """The family in the place of another, and a model of it."""
   monkeypatch.setitem(FAMILIES_OF_MODELS, DecoderBlockType.LLAMA2, Toy)
-  return program(tiny()).model
+  return run_with_towers(tiny()).model
 
 
 @pytest.fixture
@@ -399,7 +404,7 @@ MESHES = {
                                   for n, a in MESHES.items()])  # fmt: skip
 def test_a_mesh_gives_the_loss_of_one_device(toy, toy_params, axes):
   inputs = toy_batch(tiny())
-  split = program(tiny(per_device_batch_size=1, **axes), 8).model
+  split = run_with_towers(tiny(per_device_batch_size=1, **axes), 8).model
   params = jax.jit(split.init, out_shardings=_shardings((split.params, split.buffers)))(0)[0]
   wanted, found = (
     jax.jit(jax.value_and_grad(partial(toy_loss, model)))(own, *inputs)
@@ -418,7 +423,7 @@ def test_whatever_reads_a_model_sees_its_towers(toy):
   own = size * width + width + PATCHES * width + 3 * layer + 2 * width + 2 * (width + width * out)
   alone = Model.of(toy.spec.decoder, toy.execution)
   assert toy.size == alone.size + own
-  split = program(tiny(per_device_batch_size=1, ici_fsdp_parallelism=4, ici_tensor_parallelism=2), 8)
+  split = run_with_towers(tiny(per_device_batch_size=1, ici_fsdp_parallelism=4, ici_tensor_parallelism=2), 8)
   assert split.state.params.keys() == toy.params.keys()
   placed = {p.path: p for p in placements(split.model)}
   query = placed["towers/vision/groups/0/layers/0/mixer/query/weight"]

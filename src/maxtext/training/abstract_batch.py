@@ -75,9 +75,9 @@ def declared_batch(config: MaxTextConfig, objective: Objective, data: BatchSourc
   return declared
 
 
-def unfed_towers(config: MaxTextConfig, data: BatchSource | None) -> Collection[str]:
-  """Towers for which the run's batches bring no media; a caller's own data may bring any."""
-  if data is not None and not config.use_grpo:
+def unfed_towers(config: MaxTextConfig, objective: Objective | None, data: BatchSource | None) -> Collection[str]:
+  """Towers for which the run's batches bring no media; a caller's own objective or data may bring any."""
+  if not config.use_grpo and (objective is not None or data is not None):
     return ()
   return {VISION, AUDIO} - _media(config, 1).keys()
 

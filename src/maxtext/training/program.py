@@ -83,7 +83,7 @@ class Program:
     """Builds everything that needs no array. What is not given is as configured; of the configured optimizer the
     learning rate is reported. With `serving`, weights are stored as for inference: only evaluation is possible."""
     data = as_batch_source(data)
-    model = build_model(config, mesh, serving, unfed_towers(config, data))
+    model = build_model(config, mesh, serving, unfed_towers(config, objective, data))
     config = with_devices(config, mesh.devices.flatten().tolist())
     if not model.params:
       key = "student_params_to_update" if config.student_params_to_update else "trainable_parameters_mask"
