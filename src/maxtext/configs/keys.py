@@ -1253,6 +1253,9 @@ class ConfigKeys(TypedDict, total=False):
   mla_q: RematLocation | Literal["remat", "device", "offload"]
   """Low-rank query of latent attention (custom). Not supported yet: no layer has this tensor yet. Default: 'remat'."""
 
+  mlflow_experiment: str
+  """MLflow experiment that gets the metrics; '' is none. MLFLOW_TRACKING_URI says where it is. Default: ''."""
+
   mlp_activations: list[str] | tuple[str, ...]
   """Activation of the feed-forward layer; a second 'linear' makes it gated. Default: ['silu', 'linear']."""
 
@@ -2278,6 +2281,9 @@ class ConfigKeys(TypedDict, total=False):
 
   vocab_size: int
   """Entries of the vocabulary. Default: 32000."""
+
+  wandb_project: str
+  """Weights & Biases project that gets the metrics; '' is none. Its own variables say the rest. Default: ''."""
 
   warmup_steps_fraction: float
   """Share of the schedule that rises. Default: 0.1."""

@@ -23,6 +23,8 @@ EXTRAS = {
   "prepare": "apache_beam",
   "rl": "math_verify",
   "eval": "lm_eval",
+  "wandb": "wandb",
+  "mlflow": "mlflow",
   "multimodal": "soundfile",
   "video": "av",
 }

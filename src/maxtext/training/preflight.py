@@ -21,6 +21,7 @@ from maxtext.layers.quantized_weight import is_scale
 from maxtext.logs import readable_size
 from maxtext.mesh.memory import device_memory, host_memory
 from maxtext.models.placement import placements
+from maxtext.observe.experiment_trackers import check_trackers
 from maxtext.observe.metric_writers import warn
 from maxtext.observe.run_directory import RunDirectory, nearest_folder
 from maxtext.training.program import Program
@@ -50,6 +51,10 @@ def _needed_modules(config: MaxTextConfig) -> Iterator[tuple[str, str, str]]:
     yield "grain_file_type", "pyarrow", "hf"
   if c.use_grpo and "math_verify" in c.reward_functions:
     yield "reward_functions", "math_verify", "rl"
+  if c.wandb_project:
+    yield "wandb_project", "wandb", "wandb"
+  if c.mlflow_experiment:
+    yield "mlflow_experiment", "mlflow", "mlflow"
   for key, value in c:
     if isinstance(value, str) and value.startswith("gs://"):
       yield key, "gcsfs", "gcs"
@@ -76,6 +81,8 @@ def check_host(program: Program) -> None:
   problem: ConfigError | None = None
   try:
     check_extras(program.config)
+    if jax.process_index() == 0:
+      check_trackers(program.config.wandb_project, program.config.mlflow_experiment)
     check_teacher(program)
     _check_memory(program)
     program.data.check()

@@ -22,6 +22,7 @@ from maxtext.configs.derived import training_steps
 from maxtext.configs.errors import plural
 from maxtext.configs.loader import values_and_origins
 from maxtext.configs.types import ProfilerType
+from maxtext.configs.values import default_of, plain_value
 from maxtext.data.batch import BatchSource
 from maxtext.data.iterable import Batches
 from maxtext.data.options import data_options
@@ -39,6 +40,7 @@ from maxtext.models.flops import train_flops_per_token
 from maxtext.models.model import Params
 from maxtext.models.placement import table
 from maxtext.observe.events import EventHook
+from maxtext.observe.experiment_trackers import MlflowTracker, TrackerWriter, WandbTracker
 from maxtext.observe.goodput_journal import GoodputJournal
 from maxtext.observe.metric_writers import (
   ConsoleWriter,
@@ -194,7 +196,7 @@ def train(
       *_samples(config, sampler, run, steps),
       *(_goodput(config, run, clock, steps.start) if first else []),
       *([ReportEvents(events)] if events else []),
-      WriteMetrics(_sinks(config, steps, run, status) if first else []),
+      WriteMetrics(_sinks(config, record, steps, run, status) if first else []),
       guard,
       *(_jaxpr(program, run) if first and config.dump_jaxpr else []),
       *(_hlo(config, run) if config.dump_hlo and (first or config.dump_hlo_upload_all) else []),
@@ -428,7 +430,9 @@ def _peak_flops(mesh: Mesh) -> float:
   return chip.flops / chip.devices if chip else 0.0
 
 
-def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory, status: StatusLine) -> list[MetricWriter]:
+def _sinks(
+  config: MaxTextConfig, record: Mapping[str, Any], steps: range, run: RunDirectory, status: StatusLine
+) -> list[MetricWriter]:
   files: list[str | Path] = [run.metrics, *([config.metrics_file] if config.metrics_file else [])]
   sinks: dict[str, MetricWriter] = {str(file): JsonLinesWriter(file, after=steps.start) for file in files}
   if config.gcs_metrics and run.store:
@@ -439,6 +443,15 @@ def _sinks(config: MaxTextConfig, steps: range, run: RunDirectory, status: Statu
     sinks[str(folder)] = TensorBoardWriter(folder)
   if config.prometheus_port:
     sinks[f"prometheus_port={config.prometheus_port}"] = PrometheusWriter(config.prometheus_port)
+  known = {
+    key: entry["value"] for key, entry in record.items() if entry["value"] not in (None, plain_value(default_of(key)))
+  }
+  for key, library, tracker in (
+    ("wandb_project", "wandb", WandbTracker), ("mlflow_experiment", "mlflow.tracking", MlflowTracker),
+  ):  # fmt: skip
+    if place := getattr(config, key):
+      name = f"{key}={place}"
+      sinks[name] = TrackerWriter(name, library, partial(tracker, place, run.path.name, run.path, known))
   memory = partial(memory_in_use, jax.local_devices()[0])
   console = ConsoleWriter(config.log_period, steps, status=status, memory=memory)
   return [*(FaultTolerantWriter(sink, name) for name, sink in sinks.items()), console]

@@ -62,6 +62,7 @@ from maxtext.configs.types.multimodal import AudioEncoder, MultimodalGeneral, Vi
 from maxtext.configs.types.numerics import DataTypes, Quantization
 from maxtext.configs.types.observability import (
   Events,
+  ExperimentTrackers,
   GcpMonitoring,
   Goodput,
   HloDump,
@@ -205,6 +206,7 @@ class _Observation(
   Metrics,
   Goodput,
   Events,
+  ExperimentTrackers,
   GcpMonitoring,
   Tensorboard,
   ManagedMLDiagnostics,
@@ -275,6 +277,7 @@ __all__ = [
   "EmergencyCheckpointing",
   "Engram",
   "Events",
+  "ExperimentTrackers",
   "FineTuning",
   "GcpMonitoring",
   "Goodput",

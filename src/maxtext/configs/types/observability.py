@@ -153,6 +153,17 @@ class Events(Section):
   )
 
 
+class ExperimentTrackers(Section):
+  """Where a team has the curves of all its runs. The specification has no such keys."""
+
+  wandb_project: str = Field(
+    "", description="Weights & Biases project that gets the metrics; '' is none. Its own variables say the rest."
+  )
+  mlflow_experiment: str = Field(
+    "", description="MLflow experiment that gets the metrics; '' is none. MLFLOW_TRACKING_URI says where it is."
+  )
+
+
 class GcpMonitoring(Section):
   """Monitoring by Google Cloud."""
 
