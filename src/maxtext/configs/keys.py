@@ -1178,8 +1178,7 @@ class ConfigKeys(TypedDict, total=False):
   """Precision of matmuls outside attention kernels. Default: 'default'."""
 
   max_checkify: bool
-  """True adds run-time value checks to compiled code; slow. Not supported yet: it belongs to a debugging feature
-  that is not implemented yet. Default: False."""
+  """True adds run-time value checks to compiled code; slow. Default: False."""
 
   max_concurrency: int
   """Most rollouts in flight at once (use_agentic_rollout). Default: 256."""

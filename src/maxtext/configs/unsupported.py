@@ -969,9 +969,10 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     "it has no effect without enable_prefix_caching=true",
     unless=is_set("enable_prefix_caching"),
   ),
+  UnsupportedOption(("constant_bound_config",), "it belongs to a debugging feature that is not implemented yet"),
   UnsupportedOption(
-    ("constant_bound_config", "max_checkify"),
-    "it belongs to a debugging feature that is not implemented yet",
+    ("max_checkify",), "a step from compiled_trainstep_file has no checks: leave one of them out",
+    unless=is_unset("compiled_trainstep_file"), allowed_values=(False,),
   ),
   UnsupportedOption(
     _section(t.Metrics, t.Tensorboard, t.Profiling, t.HloDump, t.StackTrace, t.Goodput, t.GcpMonitoring,

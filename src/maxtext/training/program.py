@@ -213,6 +213,15 @@ class Program:
     replicated = NamedSharding(self.model.execution.sharding.mesh, PartitionSpec())
     return SynchronizedCompile(self._jit(run, out_shardings=replicated), batch=1)
 
+  def jit_step(self, transform: Callable[..., Any]) -> Any:
+    """The step transformed to one that returns something beside the state and the metrics, before them, and compiled
+    like the step itself."""
+    replicated = NamedSharding(self.model.execution.sharding.mesh, PartitionSpec())
+    shardings = jax.tree.map(lambda a: a.sharding, self.state)
+    return self._jit(
+      transform(self.step.__wrapped__), donate_argnums=0, out_shardings=(replicated, (shardings, replicated))
+    )
+
   @property
   def arguments(self) -> tuple[Any, ...]:
     """What the step takes, as shapes."""

@@ -68,6 +68,7 @@ from maxtext.training.callbacks.profile import Profile
 from maxtext.training.callbacks.report_events import ReportEvents
 from maxtext.training.callbacks.samples import Sampler, Samples
 from maxtext.training.callbacks.write_metrics import WriteMetrics
+from maxtext.training.checked_step import CheckedStep
 from maxtext.training.compilation_cache import compilation_cache
 from maxtext.training.consistency import agree_on_start, agree_on_step
 from maxtext.training.elastic import for_live_hosts
@@ -146,7 +147,9 @@ def train(
     check_host(program)
     sampler = Sampler.of(program)
     file = config.compiled_trainstep_file
-    step = compiled.load(program, Path(file)) if file else SynchronizedCompile(program.step, batch=1)
+    step: Any = compiled.load(program, Path(file)) if file else SynchronizedCompile(program.step, batch=1)
+    if config.max_checkify:
+      step = CheckedStep(program)
     name = broadcast_from_first(config.run_name or _new_name(config, config_name))
     record = values_and_origins(config, origins or {})
     checkpoints = RunCheckpoints(config, name, record)
