@@ -1690,8 +1690,7 @@ class ConfigKeys(TypedDict, total=False):
   """Tag that opens the reasoning in a response. Default: '<reasoning>'."""
 
   record_internal_nn_metrics: int
-  """Statistics of inner activations among the metrics when above 0; 0 is none. Not supported yet: metrics go to the
-  console, the run's folder, metrics_file, prometheus_port, TensorBoard and gcs_metrics. Default: 0."""
+  """Root mean squares of each layer's activations among the metrics when above 0; 0 is none. Default: 0."""
 
   reduce_scatter_gradients: bool
   """True sums gradients of layers over one part of a TPU's torus after the other, so that its compiler reduce-

@@ -188,7 +188,7 @@ _SHOWN = (
   "metrics_file", "prometheus_port", "profiler", "skip_first_n_steps_for_profiler", "profiler_steps",
   "collect_stack_trace", "stack_trace_interval_seconds", "profile_cleanly", "profile_periodically_period",
   "enable_jax_profiler", "jax_profiler_port", "enable_tensorboard", "upload_all_profiler_results", *_TRACED, *_HLO,
-  *_JAXPR,
+  *_JAXPR, "record_internal_nn_metrics",
 )  # fmt: skip
 
 _STORED = ("gcs_metrics", "save_config_to_gcs")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -19,6 +20,8 @@ from maxtext.layers.param_factory import Buffer, ParamFactory
 from maxtext.layers.rope import RotaryEmbedding
 from maxtext.layers.stack import LayerSpec, Report
 
+ACTIVATION_RMS = "activation_rms"
+"""Begins the names of the auxiliary outputs that `ExecutionConfig.measure_activations` asks for."""
 MIXER_OUTPUT = "mixer_output"
 """The auxiliary output [B,S,E] of a layer that `ExecutionConfig.keep_mixer_outputs` asks for."""
 RESIDUAL = ("activation_batch", "activation_norm_length", "activation_embed")
@@ -144,17 +147,27 @@ class DecoderBlock(nnx.Module):
       mixed, aux, updated = self.mixer(_apply_norm(self.mixer_norm, x), context, cache, repeat)
       if self.execution.keep_mixer_outputs:
         aux = aux | {MIXER_OUTPUT: mixed}
-      return _apply_norm(self.mixer_post_norm, mixed), (aux, updated)
+      y = _apply_norm(self.mixer_post_norm, mixed)
+      return y, (aux | self._measured("mixer", y, context.real), updated)
 
     def feed(x: jax.Array) -> tuple[jax.Array, Report]:
       fed, aux = self.feed_forward(_apply_norm(self.feed_forward_norm, x), context.real)
-      return _apply_norm(self.feed_forward_post_norm, fed), aux
+      y = _apply_norm(self.feed_forward_post_norm, fed)
+      return y, aux | self._measured("feed_forward", y, context.real)
 
     x, (mixer_aux, updated) = self._add_branch(self.mixer_streams, x, mix, context, 0)
     x, aux = self._add_branch(self.feed_forward_streams, x, feed, context, 1)
     if self.output_scale is not None:
       x = x * self.output_scale[...].astype(x.dtype)
-    return x, mixer_aux | aux, updated
+    return x, mixer_aux | aux | self._measured("residual", x, context.real), updated
+
+  def _measured(self, what: str, x: jax.Array, real: jax.Array | None) -> Report:
+    """The root mean square of activations [B,S,...] over tokens that are not padding."""
+    if not self.execution.measure_activations:
+      return {}
+    squares = jnp.square(x.astype(jnp.float32)).reshape(*x.shape[:2], -1).mean(-1)
+    mean = squares.mean() if real is None else (squares * real).sum() / jnp.maximum(real.sum(), 1)
+    return {f"{ACTIVATION_RMS}_{what}": jnp.sqrt(mean)}
 
   def _add_branch(
     self,

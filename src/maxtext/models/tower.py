@@ -148,4 +148,5 @@ def _execution(execution: ExecutionConfig, spec: TowerSpec) -> ExecutionConfig:
     batch_split=1,
     remat=(execution.tower_remat or execution.remat[0],),
     keep_mixer_outputs=False,
+    measure_activations=False,
   )

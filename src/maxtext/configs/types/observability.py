@@ -15,7 +15,7 @@ class Metrics(Section):
     False, description="True writes the resolved configuration to the run's bucket folder."
   )
   record_internal_nn_metrics: int = Field(
-    0, description="Statistics of inner activations among the metrics when above 0; 0 is none."
+    0, ge=0, description="Root mean squares of each layer's activations among the metrics when above 0; 0 is none."
   )
   prometheus_port: int = Field(0, description="Port of the Prometheus metrics server; 0 starts none.")
   enable_checkpoint_cloud_logger: bool = Field(

@@ -87,6 +87,7 @@ def execution_config(config: MaxTextConfig, mesh: Mesh, serving: bool = False) -
     weight_format=weights_at_rest(c, serving),
     dropout_rate=c.dropout_rate if c.enable_dropout else 0.0,
     keep_mixer_outputs=compares_features(c),
+    measure_activations=c.record_internal_nn_metrics > 0,
   )
 
 
