@@ -3,17 +3,20 @@
 import json
 import math
 import sys
+from contextlib import contextmanager
 
+import jax
 import pytest
 
 from maxtext import LLM, ConfigError, SamplingParams
 from maxtext.cli.main import main
+from maxtext.configs.errors import RunError
 from maxtext.configs.types import TokenizerType
 from maxtext.data.held_out import NO_RULE
 from maxtext.data.options import tokenizer_options
 from maxtext.data.prepare import in_processes, prepare
 from maxtext.data.raw_text import find_files
-from maxtext.evaluation.scoring import Scorer
+from maxtext.evaluation.scoring import Loglikelihood, Scorer
 from maxtext.evaluation.tasks import TaskOptions, open_tasks
 from maxtext.observe.evaluation_records import EVALUATIONS, EvaluationRecord, append_evaluations, read_evaluations
 from maxtext.observe.report import write_report
@@ -84,6 +87,8 @@ def test_a_score_is_of_the_continuation_alone_and_says_whether_it_is_greedy(llm)
   (cut,) = scorer.loglikelihoods([(long, greedy)])
   assert cut.value == pytest.approx(float(llm.score([*long, *greedy][-32:])[-4:].sum()), abs=1e-4)
   assert scorer.num_truncated == 1
+  (spaces,) = scorer.loglikelihoods([scorer.encode_pair(" \n", "ab")])
+  assert spaces.value == pytest.approx(score(llm, "", " \nab"), abs=1e-4), "white space alone is scored as a whole"
   with pytest.raises(ConfigError, match="continuation of 32 tokens"):
     list(scorer.loglikelihoods([(prompt, greedy * 8)]))
 
@@ -160,6 +165,46 @@ def test_a_wrong_line_is_named(tmp_path, row, message):
     open_tasks([path], TaskOptions())
 
 
+@contextmanager
+def damaged(llm):
+  """Inside it no weight is a number."""
+  model = llm.engine.model
+  shardings = {path: struct.sharding for path, struct in (model.params | model.buffers).items()}
+  params, buffers = jax.jit(model.init)(0)
+  placed = {path: jax.device_put(array, shardings[path]) for path, array in (params | buffers).items()}
+  llm.update_params(placed | {path: jax.device_put(placed[path] * math.nan, shardings[path]) for path in params}, 1)
+  yield
+  llm.update_params(placed, 2)
+
+
+def test_weights_that_are_damaged(llm, tmp_path):
+  """No score is made of NaN, which compares as neither more nor less than another."""
+  text, choices = write_lines(tmp_path / "texts.jsonl", [{"text": "a owl"}]), write_lines(tmp_path / "c.jsonl", CHOICES)
+  answers = write_lines(tmp_path / "answers.jsonl", [{"prompt": "Say", "answer": "a", "max_tokens": 2}])
+  with damaged(llm):
+    for path in (text, choices, answers):
+      with pytest.raises(RunError, match="log-probabilities are NaN"):
+        evaluate(Scorer(llm), path)
+
+
+def test_a_perplexity_that_no_float_holds(llm, tmp_path, monkeypatch):
+  monkeypatch.setattr(Scorer, "loglikelihoods", lambda self, pairs, what: (Loglikelihood(-1e4, False) for _ in pairs))
+  (record,) = evaluate(Scorer(llm), write_lines(tmp_path / "a.jsonl", [{"text": "a"}]))
+  assert record.metrics == {"perplexity": math.inf, "bits_per_byte": 1e4 / math.log(2), "tokens": 1, "bytes": 1}
+
+
+def test_files_of_other_programs(tmp_path):
+  """A byte order mark, a value that is the name of a field, and manifests that are none."""
+  (tmp_path / "marked.jsonl").write_text(json.dumps(CHOICES[0]), encoding="utf-8-sig")
+  write_lines(tmp_path / "named.jsonl", [{"prompt": "a", "answer": "b", "kind": "choices"}])
+  marked, named = open_tasks([str(tmp_path / "marked.jsonl"), str(tmp_path / "named.jsonl")], TaskOptions())
+  assert (len(marked.samples[0].choices), named.samples[0].answers) == (2, ["b"])
+  for content in ("[]", "[" * 9999):
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"manifest\.json"):
+      evaluate(None, str(tmp_path))
+
+
 def test_words_that_are_no_task(tmp_path, capsys):
   (tmp_path / "empty.txt").touch()
   for word, message in (("no/such.jsonl", "no such file"), (str(tmp_path / "empty.txt"), "has no text")):
@@ -196,6 +241,11 @@ def test_a_run_keeps_what_is_found_and_shows_it(here, folder, llm, capsys):
   assert main([*arguments, "--tasks", "night.txt", "--json"]) == 0
   (again,) = json.loads(capsys.readouterr().out)
   assert again["metrics"] == kept[1].metrics
+  (here / "damaged.txt").write_bytes(b"\xff")
+  assert main([*arguments, "--tasks", "birds.jsonl,damaged.txt"]) == 2
+  printed = capsys.readouterr()
+  assert ("acc_norm" in printed.out, "damaged.txt is not UTF-8" in printed.err) == (True, True)
+  assert [record.task for record in read_evaluations(here / "runs" / "owl")][3:] == ["birds"], "what was done is kept"
   page = write_report([here / "runs" / "owl"], here / "report.html").read_text()
   assert "<h2>Evaluations</h2>" in page
   assert page.count("bits_per_byte") == 1, "the last of two evaluations of a step"

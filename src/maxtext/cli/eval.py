@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxtext.cli.decode import add_model_arguments, key_overrides, load_model, resolve_model_config
+from maxtext.cli.interrupt import interrupt_exits, prompt_interrupt
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.status_line import status_line
 
 if TYPE_CHECKING:
   from maxtext.observe.evaluation_records import EvaluationRecord
+
+_GRACE_SECONDS = 3.0  # for a step to end after Ctrl-C, and the table of what was found to be printed
 
 
 def add_command(commands: Any) -> None:
@@ -48,28 +51,37 @@ def _eval(arguments: argparse.Namespace) -> int:
   if not words:
     raise ConfigError("--tasks names none: write --tasks FILE, or the name of a task of lm-eval.")
   config = _with_long_prompts(resolve_model_config(key_overrides(arguments), arguments.strict), arguments.overrides)
-  with status_line() as status:
+  with status_line() as status, prompt_interrupt(_GRACE_SECONDS):
     status.phase("loading tasks")
-    from maxtext.evaluation.tasks import TaskOptions, open_tasks
+    with interrupt_exits():
+      from maxtext.evaluation.scoring import Scorer
+      from maxtext.evaluation.tasks import TaskOptions, open_tasks
+      from maxtext.inference.llm import LLM
 
     options = TaskOptions(arguments.limit, arguments.column, arguments.num_fewshot, arguments.include_path)
     tasks = open_tasks(words, options)
     status.phase("loading the model")
-    from maxtext.evaluation.scoring import Scorer
-    from maxtext.inference.llm import LLM
-
     scorer = Scorer(LLM.of(load_model(arguments, config)))
     date, step = time.strftime("%Y-%m-%d %H:%M:%S %z"), _step(config.load_parameters_path)
-    found = [replace(record, step=step, date=date) for task in tasks for record in task.evaluate(scorer)]
-  if arguments.json:
-    print(json.dumps([asdict(record) for record in found]))
-  else:
-    _print_table(found)
-  if scorer.num_truncated:
-    count = f"{scorer.num_truncated:,} prompts"
-    print(f"maxtext: {count} were longer than fits, and lost their beginning: set max_target_length.", file=sys.stderr)
-  _keep(config.load_parameters_path, found)
+    found: list[EvaluationRecord] = []
+    try:
+      for task in tasks:
+        records = [replace(record, step=step, date=date) for record in task.evaluate(scorer)]
+        found += records
+        _keep(config.load_parameters_path, records)
+    finally:  # a task that fails takes nothing from those before it, which may have taken hours
+      _print(found, scorer.num_truncated, arguments.json)
   return 0
+
+
+def _print(found: "Sequence[EvaluationRecord]", num_truncated: int, as_json: bool) -> None:
+  if found and as_json:
+    print(json.dumps([asdict(record) for record in found]))
+  elif found:
+    _print_table(found)
+  if num_truncated:
+    count = f"{num_truncated:,} prompts"
+    print(f"maxtext: {count} were longer than fits, and lost their beginning: set max_target_length.", file=sys.stderr)
 
 
 def _with_long_prompts(config: MaxTextConfig, words: Sequence[str]) -> MaxTextConfig:

@@ -116,10 +116,11 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
   path = Path(folder, MANIFEST)
   try:
     manifest = json.loads(path.read_text())
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     raise ConfigError(f"{path} is not the manifest of a prepared corpus: {error}.") from None
-  if manifest.get("schema") != SCHEMA:
-    raise ConfigError(f"{path} has schema {manifest.get('schema')}, and this version reads {SCHEMA}: prepare it again.")
+  schema = manifest.get("schema") if isinstance(manifest, dict) else None
+  if schema != SCHEMA:
+    raise ConfigError(f"{path} has schema {schema}, and this version reads {SCHEMA}: prepare it again.")
   return manifest
 
 

@@ -5,6 +5,7 @@ the log-likelihood of each choice after the prompt. `{"prompt": ..., "answer": .
 scored by what greedy sampling generates until "stop" or "max_tokens".
 """
 
+import codecs
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,10 +93,11 @@ class GenerationTask:
 _Sample = TypeVar("_Sample", ChoiceSample, GenerationSample)
 
 
-def read_samples(path: Path, limit: int | None) -> MultipleChoiceTask | GenerationTask:
-  """The task of a file, of the kind of its first line; raises `ConfigError` with the line that is wrong."""
-  lines = [(number, line) for number, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()][:limit]
-  if b'"choices"' in lines[0][1]:
+def read_samples(path: Path, limit: int | None, has_choices: bool) -> MultipleChoiceTask | GenerationTask:
+  """The task of a file; raises `ConfigError` with the line that is wrong."""
+  content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+  lines = [(number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip()][:limit]
+  if has_choices:
     return MultipleChoiceTask(path.stem, _parsed(path, lines, ChoiceSample))
   return GenerationTask(path.stem, _parsed(path, lines, GenerationSample))
 

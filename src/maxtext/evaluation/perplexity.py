@@ -95,5 +95,13 @@ def _measure(name: str, counted: Iterable[tuple[list[int], int]], scorer: Scorer
   total = sum(one.value for one in scorer.loglikelihoods(pairs(), name))
   if not tokens or not size:
     raise RunError(f"{name} has no text to measure.")
-  metrics = {"perplexity": math.exp(-total / tokens), "bits_per_byte": -total / size / math.log(2)}
+  metrics = {"perplexity": _exp(-total / tokens), "bits_per_byte": -total / size / math.log(2)}
   return EvaluationRecord(name, metrics | {"tokens": tokens, "bytes": size}, samples=count)
+
+
+def _exp(exponent: float) -> float:
+  """Infinity for what floats do not hold, of models that are worse than any guess."""
+  try:
+    return math.exp(exponent)
+  except OverflowError:
+    return math.inf

@@ -3,18 +3,19 @@
 A server that echoes a prompt's log-probabilities gives the same numbers.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import NamedTuple
 
 from maxtext.configs import ConfigError
+from maxtext.configs.errors import RunError
 from maxtext.inference.llm import LLM, encode_prompt
 from maxtext.inference.sampling import SamplingParams
 from maxtext.status_line import show_phase
 
 DEFAULT_MAX_TOKENS = 256
-_BLOCK = 256  # requests that are with the scheduler at once
+_BLOCK = 256  # prompts that are with the scheduler at once
 
 TokenPair = tuple[Sequence[int], Sequence[int]]
 """The tokens of a context, at least one, and of the continuation that is scored."""
@@ -68,19 +69,24 @@ class Scorer:
     before = self.encode(stripped, special)
     after = self.encode(stripped + continuation, special)[len(before) :]
     # Where the last token of the context takes in all of the continuation, this is encoded alone.
-    return before, after or self.llm.tokenizer.encode_continuation(continuation, special=special)
+    after = after or self.llm.tokenizer.encode_continuation(continuation, special=special)
+    return before or [self.prefix], after  # a context of white space alone has no token
 
   def loglikelihoods(self, pairs: Iterable[TokenPair], what: str = "scoring") -> Iterator[Loglikelihood]:
-    """The log-likelihoods of continuations, in order. A context that does not fit loses tokens at its beginning."""
-    params, done, remaining = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1), 0, iter(pairs)
-    while block := list(islice(remaining, _BLOCK)):
+    """The log-likelihoods of continuations, in order. A context that does not fit loses tokens at its beginning.
+
+    Prompts are prefilled one after the other anyway, and the log-probabilities of many long ones would fill the memory.
+    """
+    params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1)
+    for done, (context, continuation) in enumerate(pairs):
       show_phase(f"{what}: {done:,} done")
-      outputs = self.llm.generate([self._joined(pair) for pair in block], params)
-      for (_, continuation), output in zip(block, outputs, strict=True):
-        assert output.prompt_logprobs is not None
-        scored = output.prompt_logprobs[-len(continuation) :]
-        yield Loglikelihood(sum(one.logprob for one in scored), all(one.logprob == one.top[0][1] for one in scored))
-      done += len(block)
+      (output,) = self.llm.generate(self._joined(context, continuation, what), params)
+      assert output.prompt_logprobs is not None
+      scored = output.prompt_logprobs[-len(continuation) :]
+      assert len(scored) == len(continuation), "a token stands before each one that is scored"
+      value = sum(one.logprob for one in scored)
+      _check_numbers(what, [value])
+      yield Loglikelihood(value, all(one.logprob == one.top[0][1] for one in scored))
 
   def rolling(self, tokens: Sequence[int]) -> Iterator[TokenPair]:
     """Pairs that predict each token of a document once: the first from `prefix`, and as few pairs as can be. The last
@@ -105,18 +111,25 @@ class Scorer:
             f"max_target_length, or fewer tokens in the task."
           )
         block.append(self._truncated(prompt or [self.prefix], min(longest - most, self.max_length)))
-        fitting.append(replace(one, max_tokens=most))
-      yield from (output.text for output in self.llm.generate(block, fitting))
+        fitting.append(replace(one, max_tokens=most, logprobs=0))
+      for output in self.llm.generate(block, fitting):
+        _check_numbers(what, output.logprobs or ())
+        yield output.text
 
-  def _joined(self, pair: TokenPair) -> list[int]:
-    context, continuation = pair
+  def _joined(self, context: Sequence[int], continuation: Sequence[int], what: str) -> list[int]:
     if not continuation or len(continuation) >= self.max_length:
       raise ConfigError(
-        f"A continuation of {len(continuation)} tokens cannot be scored: it needs at least one, and with a token "
-        f"before it at most max_prefill_predict_length={self.max_length}."
+        f"{what}: a continuation of {len(continuation)} tokens cannot be scored: it needs at least one, and with a "
+        f"token before it at most max_prefill_predict_length={self.max_length}."
       )
     return self._truncated([*context, *continuation], self.max_length)
 
   def _truncated(self, tokens: Sequence[int], length: int) -> list[int]:
     self.num_truncated += len(tokens) > length
     return list(tokens[-length:])
+
+
+def _check_numbers(what: str, log_probs: Iterable[float]) -> None:
+  """Raises `RunError` if one is no number, which comparisons would pass over in silence."""
+  if any(map(math.isnan, log_probs)):
+    raise RunError(f"{what}: the model's log-probabilities are NaN, so its weights are: take an earlier checkpoint.")

@@ -70,8 +70,9 @@ def open_tasks(words: Sequence[str], options: TaskOptions) -> list[EvaluationTas
 def _local_task(path: Path, options: TaskOptions) -> EvaluationTask:
   if (path / MANIFEST).is_file():
     return CorpusPerplexity(path, options.limit)
-  if path.is_file() and path.suffix == ".jsonl" and "answer" in _first_object(path):
-    return read_samples(path, options.limit)
+  first = _first_object(path) if path.is_file() and path.suffix == ".jsonl" else {}
+  if "answer" in first:
+    return read_samples(path, options.limit, "choices" in first)
   return TextPerplexity.of(path, options.column, options.limit)
 
 
