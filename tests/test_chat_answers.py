@@ -3,6 +3,7 @@
 # ruff: noqa: RUF001 (marks of DeepSeek)
 
 import json
+import time
 
 import jsonschema
 import pytest
@@ -145,6 +146,27 @@ def test_no_answer_makes_a_parser_fail(styles, style, pieces):
 def test_answers(styles, style, text, expected):
   for size in (1, 4, 1000):
     assert parse(styles, style, text, size=size) == expected
+
+
+_BEGIN, _CALL, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁calls▁end｜>"
+
+
+@pytest.mark.parametrize(
+  ("style", "pieces"),
+  [
+    ("deepseek", [f"{_BEGIN}{_CALL}add\n```json", "\n" * 600, f"x<｜tool▁call▁end｜>{_END}"]),
+    ("deepseek", [_BEGIN, _CALL, "<｜tool▁sep｜>" * 8000, _END]),
+    ("mistral", ["[TOOL_CALLS]add{}", " " * 12000, "!"]),
+    ("qwen3", ['<tool_call>{"name": "', *["</tool_call>"] * 20000]),
+    ("harmony", ['<|channel|>commentary to=functions.add<|message|>{"x": "', *["<|end|>"] * 20000]),
+  ],
+)
+def test_a_long_answer_takes_little_time(styles, style, pieces):
+  """Of what repeats, where an expression could match in many ways, or a call would be read again at each mark."""
+  begin = time.process_time()
+  content, _, found = read(styles[style][1].parser("", {"add"}), pieces)
+  assert (found, time.process_time() - begin < 2.0) == ([], True)
+  assert content
 
 
 def test_reasoning_that_the_prompt_has_opened(styles):

@@ -154,12 +154,16 @@ class _UnfinishedError(Exception):
   """A text in JSON has not ended, so that a mark within it is part of it."""
 
 
+_MOST_INNER_MARKS = 64  # within the texts of a call, which is read again at each
+
+
 class _MarkParser:
   """Handles one mark after the other of what has arrived."""
 
   def __init__(self) -> None:
     self._buffer = ""  # what has not been told yet
     self._searched = 0  # of the buffer, for the mark that comes next
+    self._inner_marks = 0  # of the buffer, in texts that go on
 
   def add(self, text: str) -> AnswerParts:
     self._buffer += text
@@ -212,7 +216,7 @@ class _TaggedParser(_MarkParser):
     self._show(parts, self._buffer[:place].rstrip())
     self._buffer, self._after_mark = self._buffer[place + len(mark) :], True
     if self._calls and mark == self._calls.begin:
-      self._begin, self._searched, self._at_start = mark, 0, False
+      self._begin, self._searched, self._inner_marks, self._at_start = mark, 0, 0, False
     else:
       self._reasoning = not self._reasoning
       self._at_start = True
@@ -224,8 +228,9 @@ class _TaggedParser(_MarkParser):
     while end and (place := self._buffer.find(end, self._searched)) >= 0:
       self._searched, body = place + 1, self._buffer[:place]
       try:
-        done = self._read_calls(parts, body)
+        done = self._read_calls(parts, body, final=self._inner_marks == _MOST_INNER_MARKS)
       except _UnfinishedError:
+        self._inner_marks += 1
         continue
       self._begin, self._buffer, self._after_mark = None, self._buffer[place + len(end) :], done
       if not done:
@@ -299,14 +304,15 @@ class _HarmonyParser(_MarkParser):
     if self._header is None:
       header, mark, rest = self._buffer.partition(_MESSAGE)
       if mark:
-        self._header, self._buffer, self._searched = header, rest, 0
+        self._header, self._buffer, self._searched, self._inner_marks = header, rest, 0, 0
       return bool(mark)
     marks = (*_ENDS, _START)
     while (place := min((p for m in marks if (p := self._buffer.find(m, self._searched)) >= 0), default=-1)) >= 0:
       self._searched = place + 1
       try:
-        self._end_message(parts, self._header, self._buffer[:place])
+        self._end_message(parts, self._header, self._buffer[:place], final=self._inner_marks == _MOST_INNER_MARKS)
       except _UnfinishedError:
+        self._inner_marks += 1
         continue
       mark = next(mark for mark in marks if self._buffer.startswith(mark, place))
       self._header, self._buffer = None, self._buffer[place + (len(mark) if mark in _ENDS else 0) :]
@@ -381,7 +387,8 @@ def _json_calls(text: str) -> _Calls:
   return _all([_object_call(one) for one in objects])
 
 
-_NAMED = re.compile(rf"\s*(?:\[TOOL_CALLS\])?\s*({NAME})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{{)")
+# An answer is what a client made of the model, and these patterns take no time that grows with more than its length.
+_NAMED = re.compile(rf"\s*(?:\[TOOL_CALLS\]\s*)?({NAME})(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{{)")
 
 
 def _named_calls(text: str) -> _Calls:
@@ -402,8 +409,8 @@ def _named_calls(text: str) -> _Calls:
 
 
 _DEEPSEEK_MARKS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")  # noqa: RUF001
-_DEEPSEEK_CALL = re.compile(r"\s*{}(?P<head>.*?){}(?P<rest>.*?){}\s*".format(*_DEEPSEEK_MARKS), re.DOTALL)
-_FENCED = re.compile(rf"({NAME})\s*```json\s*(.*?)\s*```", re.DOTALL)
+_DEEPSEEK_CALL = re.compile(r"\s*{}(?>(?P<head>.*?){})(?P<rest>.*?){}\s*".format(*_DEEPSEEK_MARKS), re.DOTALL)
+_FENCED = re.compile(rf"({NAME})\s*```json(.*)```", re.DOTALL)
 
 
 def _deepseek_calls(text: str) -> _Calls:
