@@ -163,7 +163,8 @@ def test_a_name_of_this_machine_is_refused_though_it_is_allowed():
 @pytest.mark.parametrize(
   "address",
   ["10.0.0.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1", "::1", "fd00::1", "::ffff:127.0.0.1",
-   "2002:7f00:1::", "fe80::1"],
+   "2002:7f00:1::", "fe80::1", "64:ff9b::a00:1", "64:ff9b:1::808:808", "::127.0.0.1", "::ffff:0:127.0.0.1",
+   "fec0::1"],
 )  # fmt: skip
 def test_names_of_private_addresses_are_refused(address, monkeypatch):
   """Also where a public address is beside it."""

@@ -160,7 +160,11 @@ def test_log_probabilities_of_prompts_are_scores(tmp_path):
 @pytest.mark.parametrize(
   ("wrong", "message"),
   [
-    ({"temperature": -1}, "temperature=-1: it must be at least 0"),
+    ({"temperature": -1}, r"temperature=-1: it must be 0 to 1e\+30"),
+    ({"temperature": float("inf")}, "temperature=inf"),
+    ({"presence_penalty": float("nan")}, "presence_penalty=nan"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty=1e-300"),
+    ({"top_k": 2**31}, "top_k=2147483648"),
     ({"top_p": 0}, "top_p=0"),
     ({"max_tokens": -1}, "max_tokens=-1"),
     ({"min_p": 2.0}, "min_p=2.0: it must be 0 to 1"),

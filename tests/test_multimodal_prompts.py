@@ -416,6 +416,10 @@ def test_the_server_answers_about_videos_and_refuses_hostile_ones(llm_of, monkey
         for url, said in hostile:
           status, body = await ask(app, "/v1/chat/completions", shown(url))
           assert (status, said in body) == (400, True), (url[:60], body)
+          status, body = await ask(app, "/tokenize", {"messages": shown(url)["messages"]})
+          assert (status, said in body) == (400, True), (url[:60], body)
+        status, body = await ask(app, "/tokenize", {"messages": shown(in_data_url(page))["messages"]})
+        assert (status, json.loads(body)["tokens"]) == (200, list(wanted.prompt_token_ids))
         assert (await ask(app, "/v1/chat/completions", shown(f"http://{host}/b", "image_url")))[0] == 400
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
         assert len(sent) == 2

@@ -7,7 +7,6 @@ Shapes: B rows, S tokens of a chunk, V vocabulary, W words of 32 bits for it, K 
 log-probabilities per token.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from maxtext.configs.types import SamplingStrategy
 MAX_STOP_TOKENS = 10  # stop tokens of a request: its own, and those of the tokenizer and its chat template
 MAX_LOGPROBS = 20  # most likely tokens that are reported with a token
 MAX_LOGIT_BIAS = 300  # tokens of a request that have a bias
+_LARGEST = 1e30  # of numbers that scale logits, which are float32 and stay finite
 _LOGITS_BLOCK = 64  # tokens of a prompt whose logits exist at once
 
 
@@ -76,12 +76,14 @@ class SamplingParams:
     object.__setattr__(self, "logit_bias", self.biases)
     reported = f"0 to {MAX_LOGPROBS}, or None"
     for name, allowed, valid_range in (
-      ("temperature", self.temperature >= 0, "at least 0"),
-      ("top_k", self.top_k >= 0, "at least 0, which is all tokens"),
+      ("temperature", 0 <= self.temperature <= _LARGEST, f"0 to {_LARGEST:g}"),
+      ("top_k", 0 <= self.top_k < 2**31, "at least 0, which is all tokens, and less than 2^31"),
       ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
       ("min_p", 0 <= self.min_p <= 1, "0 to 1"),
-      ("repetition_penalty", self.repetition_penalty > 0, "more than 0"),
-      ("min_tokens", self.min_tokens >= 0, "at least 0"),
+      ("repetition_penalty", 1 / _LARGEST <= self.repetition_penalty <= _LARGEST, f"more than 0, up to {_LARGEST:g}"),
+      ("presence_penalty", abs(self.presence_penalty) <= _LARGEST, f"at most {_LARGEST:g}, either way"),
+      ("frequency_penalty", abs(self.frequency_penalty) <= _LARGEST, f"at most {_LARGEST:g}, either way"),
+      ("min_tokens", 0 <= self.min_tokens < 2**30, "at least 0, and less than 2^30"),
       ("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "at least 0, or None"),
       ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, reported),
       ("prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS, reported),
@@ -90,8 +92,8 @@ class SamplingParams:
         raise ConfigError(f"{name}={getattr(self, name)}: it must be {valid_range}.")
     if len(self.logit_bias) > MAX_LOGIT_BIAS:
       raise ConfigError(f"logit_bias: {len(self.logit_bias)} tokens have a bias, and {MAX_LOGIT_BIAS} may.")
-    if wrong := [(token, bias) for token, bias in self.biases if not math.isfinite(bias)]:
-      raise ConfigError(f"logit_bias: token {wrong[0][0]} has {wrong[0][1]}: it must be finite.")
+    if wrong := [(token, bias) for token, bias in self.biases if not abs(bias) <= _LARGEST]:
+      raise ConfigError(f"logit_bias: token {wrong[0][0]} has {wrong[0][1]}: it must be finite, {_LARGEST:g} at most.")
     if "" in self.stop:
       raise ConfigError("stop: an empty string would end every output at once.")
 

@@ -9,7 +9,7 @@ import ssl
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from ipaddress import IPv6Address, ip_address
+from ipaddress import IPv6Address, IPv6Network, ip_address
 from urllib.parse import urljoin, urlsplit
 
 import h11
@@ -17,6 +17,7 @@ import h11
 from maxtext.configs import ConfigError
 
 _PORTS = {"http": 80, "https": 443}
+_NAT64, _UNICAST = IPv6Network("64:ff9b::/96"), IPv6Network("2000::/3")
 _REDIRECTS = (301, 302, 303, 307, 308)
 _LONGEST_URL, _LONGEST_HEADER = 4096, 2**14
 
@@ -190,9 +191,14 @@ def _check_size(location: _Location, size: int, most: int) -> None:
 
 
 def _is_private(address: str) -> bool:
+  """Whether an address, or that of IPv4 within it, is of no host of the internet."""
   found = ip_address(address)
-  within = (found.ipv4_mapped or found.sixtofour) if isinstance(found, IPv6Address) else None
-  return not (within or found).is_global or found.is_multicast
+  if isinstance(found, IPv6Address):
+    within = ip_address(int(found) % 2**32) if found in _NAT64 else found.ipv4_mapped or found.sixtofour
+    if within is None and found not in _UNICAST:
+      return True
+    found = within or found
+  return not found.is_global or found.is_multicast
 
 
 def _shown(url: str) -> str:

@@ -325,7 +325,7 @@ class GenerationRequest(RequestBody):
       frequency_penalty=self.frequency_penalty,
       min_tokens=self.min_tokens,
       max_tokens=self.max_output_tokens,
-      stop_token_ids=(*(() if self.ignore_eos else default.stop_token_ids), *self.stop_token_ids),
+      stop_token_ids=tuple(dict.fromkeys((*(() if self.ignore_eos else default.stop_token_ids), *self.stop_token_ids))),
       ignore_eos=self.ignore_eos,
       stop=tuple(self.stop),
       logprobs=self.num_logprobs,

@@ -60,6 +60,7 @@ _MOST_MEDIA_BYTES = 1 << 30
 _MOST_VIDEO_PIXELS = 1 << 32  # of a prompt: a minute in full HD, which takes some ten seconds to decode
 _Result = TypeVar("_Result")
 _Prompts = list[EncodedPrompt]
+_PromptRequest = CompletionRequest | ChatCompletionRequest | TokenizeRequest
 
 
 def prepare(model: InferenceModel, limits: ServerLimits) -> InferenceModel:
@@ -116,11 +117,11 @@ def make_app(name: str, engine: EngineThread, limits: ServerLimits) -> FastAPI:
 
   @app.post("/tokenize", openapi_extra=_openapi_body(TokenizeRequest))
   async def tokenize(http: Request) -> Response:
-    return await handler.answer(TokenizeRequest, http)
+    return await handler.tokenize(http)
 
   @app.post("/detokenize", openapi_extra=_openapi_body(DetokenizeRequest))
   async def detokenize(http: Request) -> Response:
-    return await handler.answer(DetokenizeRequest, http)
+    return await handler.detokenize(http)
 
   @app.get("/tokenizer_info")
   async def tokenizer() -> dict[str, Any]:
@@ -226,18 +227,32 @@ class _RequestHandler:
     text = await self._in_thread(lambda: "".join(_ENCODER.iterencode(builder.response(handle.outputs, prompts))))
     return Response(text, media_type="application/json")
 
-  async def answer(self, kind: type[TokenizeRequest] | type[DetokenizeRequest], http: Request) -> Response:
-    """The response of a request that needs no engine."""
+  async def tokenize(self, http: Request) -> Response:
+    """The tokens of a text or a chat, whose media are read as those of a chat that is answered."""
     start = asyncio.get_running_loop().time()
     model, raw = _ready_model(self._engine), await _read_json(http)
 
-    def work() -> str:
-      request: TokenizeRequest | DetokenizeRequest = parse(kind, raw, _request_limits(model, self._limits))
-      self._check_model(request.model, model)
-      return json.dumps(_tokenizing(lambda: request.answer(model)), ensure_ascii=False)
+    def read() -> tuple[TokenizeRequest, _Prompts | None]:
+      request = parse(TokenizeRequest, raw, _request_limits(model, self._limits))
+      return request, self._encode_text(request, model)
 
-    text = await self._with_timeout(self._in_thread(work), http, start, "Reading the request")
-    return Response(text, media_type="application/json")
+    request, prompts = await self._with_timeout(self._in_thread(read), http, start, "Reading the request")
+    if prompts is None:
+      prompts = await self._with_timeout(self._encode_media(request, model), http, start, "Reading the media")
+    ((tokens, _),) = prompts
+    return await self._in_thread(lambda: _json_response(_tokenizing(lambda: request.response(model, tokens))))
+
+  async def detokenize(self, http: Request) -> Response:
+    """The text of tokens."""
+    start = asyncio.get_running_loop().time()
+    model, raw = _ready_model(self._engine), await _read_json(http)
+
+    def work() -> Response:
+      request = parse(DetokenizeRequest, raw, _request_limits(model, self._limits))
+      self._check_model(request.model, model)
+      return _json_response(_tokenizing(lambda: request.response(model)))
+
+    return await self._with_timeout(self._in_thread(work), http, start, "Reading the request")
 
   async def embed(self, http: Request) -> Response:
     """The embeddings of a request, one after the other between the engine's steps."""
@@ -268,7 +283,7 @@ class _RequestHandler:
     body = request.response(served, found, sum(map(len, inputs)))
     return Response(await self._in_thread(lambda: json.dumps(body)), media_type="application/json")
 
-  async def _encode_media(self, request: CompletionRequest | ChatCompletionRequest, model: InferenceModel) -> _Prompts:
+  async def _encode_media(self, request: _PromptRequest, model: InferenceModel) -> _Prompts:
     """The prompts of a request with media: one request after the other, so that memory is bounded, and apart from those
     of text."""
     encoder = replace(model.prompts, video_pixels=_MOST_VIDEO_PIXELS)
@@ -296,10 +311,14 @@ class _RequestHandler:
   ) -> tuple[CompletionRequest | ChatCompletionRequest, GrammarSpec | None, _Prompts | None]:
     """The parsed request, its grammar if any, and the tokens of its prompts; None where media must be decoded first."""
     request: CompletionRequest | ChatCompletionRequest = parse(kind, raw, _request_limits(model, self._limits))
+    prompts = self._encode_text(request, model)
+    return request, _tokenizing(lambda: request.grammar_spec), prompts
+
+  def _encode_text(self, request: _PromptRequest, model: InferenceModel) -> _Prompts | None:
+    """The tokens of the prompts of a request; None where media must be decoded first."""
     self._check_model(request.model, model)
     self._fetcher.check(request.remote_media)
-    prompts = None if request.has_media else _tokenizing(lambda: request.encoded(model.prompts))
-    return request, _tokenizing(lambda: request.grammar_spec), prompts
+    return None if request.has_media else _tokenizing(lambda: request.encoded(model.prompts))
 
   def _check_model(self, name: str | None, model: InferenceModel) -> None:
     """Raises a 404 if a request asks for another model than the base, which it need not name, and its adapters."""
@@ -477,6 +496,10 @@ def _unavailable(engine: EngineThread) -> HTTPException:
 _ENCODER = json.JSONEncoder(
   ensure_ascii=False, allow_nan=False
 )  # incremental, so that other threads get the lock in between
+
+
+def _json_response(body: dict[str, Any]) -> Response:
+  return Response(json.dumps(body, ensure_ascii=False), media_type="application/json")
 
 
 def _event(body: dict[str, Any]) -> str:

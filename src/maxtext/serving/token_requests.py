@@ -1,11 +1,14 @@
 """Requests about tokens alone, with vLLM's paths and fields: `/tokenize`, `/detokenize` and `/tokenizer_info`."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import FailFast, Field, model_validator
 
 from maxtext.configs import ConfigError
 from maxtext.inference.inference_model import InferenceModel
+from maxtext.inference.multimodal import EncodedPrompt, PromptEncoder
 from maxtext.serving.protocol import (
   MAX_TOOLS,
   ChatCompletionRequest,
@@ -46,16 +49,26 @@ class TokenizeRequest(RequestBody):
     else:
       check_prompt(limits, self.prompt)
 
-  def answer(self, model: InferenceModel) -> dict[str, Any]:
-    """The tokens, as many as there are, and how many fit."""
-    tokenizer = model.tokenizer
+  @property
+  def has_media(self) -> bool:
+    return self._chat.has_media
+
+  @property
+  def remote_media(self) -> list[str]:
+    return self._chat.remote_media
+
+  def encoded(self, prompts: PromptEncoder, fetched: Mapping[str, bytes] = MappingProxyType({})) -> list[EncodedPrompt]:
+    """The tokens."""
     if self.prompt is None:
-      ((tokens, _),) = self._chat.encoded(model.prompts)
-    elif self.add_special_tokens:
-      tokens = tokenizer.encode(self.prompt).tolist()
-    else:
-      tokens = list(tokenizer.vocabulary.encode(self.prompt, special=False))
-    texts = {"token_strs": [tokenizer.vocabulary.name(token) for token in tokens]} if self.return_token_strs else {}
+      return self._chat.encoded(prompts, fetched)
+    if self.add_special_tokens:
+      return [(prompts.tokenizer.encode(self.prompt).tolist(), None)]
+    return [(list(prompts.tokenizer.vocabulary.encode(self.prompt, special=False)), None)]
+
+  def response(self, model: InferenceModel, tokens: list[int]) -> dict[str, Any]:
+    """The tokens, as many as there are, and how many fit."""
+    vocabulary = model.tokenizer.vocabulary
+    texts = {"token_strs": [vocabulary.name(token) for token in tokens]} if self.return_token_strs else {}
     return {"count": len(tokens), "max_model_len": model.engine.max_model_len, "tokens": tokens} | texts
 
 
@@ -65,7 +78,7 @@ class DetokenizeRequest(RequestBody):
   model: str | None = None
   tokens: Annotated[list[int], FailFast()]
 
-  def answer(self, model: InferenceModel) -> dict[str, Any]:
+  def response(self, model: InferenceModel) -> dict[str, Any]:
     """The text."""
     tokenizer = model.tokenizer
     if invalid := [token for token in self.tokens if not 0 <= token < tokenizer.vocab_size]:
