@@ -178,6 +178,37 @@ def test_sigterm_of_one_host_leaves_the_others_running_and_of_all_ends_the_run(t
     assert hosts.agents[0].wait(timeout=PATIENCE) == 143
 
 
+def test_a_host_that_leaves_ends_at_once_though_the_others_wait_for_another(tmp_path):
+  with agents(tmp_path, 2, 2) as hosts:
+    for process in hosts.wait_for(0, 1).values():
+      os.kill(process, signal.SIGTERM)  # as above
+    hosts.lose(1, by=signal.SIGTERM)
+    assert hosts.agents[1].wait(timeout=60) == 143
+    assert hosts.agents[0].poll() is None
+    hosts.agents[1] = hosts.start(1)
+    hosts.wait_for(0, 1)
+    assert hosts.finish(0, 1) == [0, 0]
+
+
+def test_two_agents_of_one_host_and_an_address_that_others_do_not_reach(tmp_path):
+  """The second of them ends, and the run does not notice."""
+  with agents(tmp_path, 2, 1) as hosts:
+    hosts.wait_for(0, 1)
+    hosts.agents[2] = hosts.start(1)
+    assert hosts.agents[2].wait(timeout=PATIENCE) == 1
+    assert "ConfigError: --host 1: another agent of this host takes part" in hosts.agents[2].stdout.read()
+    assert (len(hosts.starts()), Membership(tmp_path / "members", 9).latest_plan().number) == (2, 1)
+    other = Membership(tmp_path / "members", 5)
+    other.own = replace(other.own, machine="another boot")
+
+    def ended():
+      other.publish()
+      return hosts.agents[0].poll()
+
+    wait_until(lambda: ended() is not None)
+    assert "ConfigError: --address 127.0.0.1: host 5 is another machine" in hosts.agents[0].stdout.read()
+
+
 def test_a_host_that_leaves_is_not_kept_by_a_plan_that_was_made_before(tmp_path):
   first = Membership(tmp_path / "members", 0)
   with agents(tmp_path, 2, 1) as hosts:
@@ -253,7 +284,23 @@ def test_of_two_leaders_one_makes_the_plan(tmp_path):
   other.propose(HostPlan(1, "run", {1: "b"}))
   assert one.latest_plan() == other.latest_plan() == HostPlan(1, "run", {0: "a"})
   (tmp_path / "host-7").write_bytes(b"\0 not a record")
+  (tmp_path / "host-1.swp").touch()
   assert set(one.live()) == {0}
+
+
+def test_a_plan_that_was_never_written_as_a_whole_keeps_nobody(tmp_path, monkeypatch):
+  """On a disk without hard links, of a host that was lost at the wrong moment."""
+  monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError))
+  one = Membership(tmp_path, 0, lost_seconds=0.2)
+  (tmp_path / "plan-1").write_text('{"number": 1, "act')
+  plan = HostPlan(1, "run", {0: "a"})
+  assert one.latest_plan().number == 0
+  one.propose(plan)
+  assert (tmp_path / "plan-1").read_text().endswith('"act'), "it may be written yet"
+  time.sleep(0.3)
+  one.propose(plan)
+  one.propose(plan)
+  assert one.latest_plan() == plan
 
 
 def test_liveness_is_what_changes_and_not_what_a_clock_says(tmp_path, monkeypatch):
@@ -281,6 +328,7 @@ ELASTIC = ("--", "train", "small-llama", "run_name=a", "elastic_enabled=true", "
     (["--host", "0"], [], "needs --membership FOLDER"),
     (["--host", "0", "--membership", "m"], ["elastic_enabled=false"], "write elastic_enabled=true"),
     (["--host", "0", "--membership", "m"], [], "--membership m is of a run that has ended: remove it"),
+    (["--host", "0", "--membership", "m/plan-1"], [], "--membership m/plan-1 cannot be used: File exists"),
     ([], ["elastic_min_slice_count=3"], "elastic_min_slice_count=3 is more than the --processes 2"),
     ([], ["run_name="], "needs run_name"),
   ],

@@ -97,6 +97,36 @@ def test_a_file_of_keys_travels_as_keys(tmp_path, capsys):
   assert all(word in words.split() for word in ("model_name=llama2-7b", "steps=7", "learning_rate=0.5", "run_name=own"))
 
 
+HOSTILE = 'it\'s $(HOSTNAME) $$PATH `id` "x" #y\\ é😀\n*'
+
+
+def test_a_value_travels_whatever_is_in_it(tmp_path, capsys):
+  """Through YAML, Kubernetes' own variables and a shell, to a process that reads the same keys."""
+  values = {
+    "model_name": "llama2-7b", "run_name": "own", "base_output_directory": "gs://mine/a b", "hf_path": "null",
+    "sample_prompts": [HOSTILE, "null"], "prompt": HOSTILE, "dataset_type": "synthetic", "hf_name": "'1e5",
+  }  # fmt: skip
+  (tmp_path / "own.yml").write_text(yaml.safe_dump(values, allow_unicode=True))
+  words = ["--env", f"A={HOSTILE}", str(tmp_path / "own.yml"), "compile_topology=v5p-16"]
+  _, job = jobset(capsys, *words)
+  (container,) = job["template"]["spec"]["containers"]
+  known = {"HOSTNAME": "expanded"}
+
+  def expanded(text):  # as Kubernetes does it
+    return re.sub(r"\$\$|\$\((\w+)\)", lambda m: known.get(m[1], m[0]) if m[1] else "$", text)
+
+  assert expanded(container["env"][0]["value"]) == HOSTILE
+  command = expanded(container["command"][-1]).replace("exec maxtext", "printf '%s\\0'")
+  found = subprocess.run(["bash", "-c", command], capture_output=True, check=True).stdout.decode().split("\0")
+  config = resolve_overrides(found[1:-1]).config
+  assert {key: getattr(config, key) for key in values} == values
+
+
+def test_a_folder_of_two_lines_stays_in_its_comment(capsys):
+  text = launch(capsys, "slurm", *RUN[:3], "compile_topology=h100-16", "base_output_directory=/a\ntouch b")
+  assert "# The run's folder is in /a touch b, which" in text
+
+
 @pytest.mark.parametrize("target", ["jobset", "slurm", "skypilot", "tpu-vm"])
 def test_a_file_that_was_planned_is_launched_without_its_topology(target, tmp_path, capsys, monkeypatch):
   """Nor does a secret of this shell get into the text, or in its way."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from maxtext.cli.config import METHODS, given_values, resolve_overrides
 from maxtext.configs import ConfigError
-from maxtext.configs.loader import Resolved, is_bundled
+from maxtext.configs.loader import Resolved, is_bundled, parse_assignments
 from maxtext.configs.secrets import SECRET_KEYS
 
 _CLUSTERS = ("jobset", "slurm", "skypilot", "tpu-vm")
@@ -33,7 +33,7 @@ def text_for(arguments: argparse.Namespace, command: Sequence[str], processes: i
   if arguments.devices or math.isfinite(arguments.stall_timeout) or arguments.host is not None:
     raise ConfigError("--devices, --stall-timeout and --host are of one machine: leave them out with --to.")
   for pair in arguments.env:
-    if not re.match(r"[A-Za-z_]\w*=", pair):
+    if not re.match(r"[A-Za-z_]\w*=", pair, re.ASCII):
       raise ConfigError(f"--env {pair}: write NAME=VALUE.")
   name, *words = command if command[0] in METHODS else ["train", *command]
   if flags := [word for word in words if word.startswith("-")]:
@@ -66,4 +66,11 @@ def _is_file(words: Sequence[str]) -> bool:
 def _own_words(resolved: Resolved) -> list[str]:
   """All that the user said of a run, as keys."""
   values = given_values(resolved)
-  return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()]
+  return [_word(key, value) for key, value in values.items()]
+
+
+def _word(key: str, value: Any) -> str:
+  """A key and its value as they are read back: a text in quotes where it would be read as something else."""
+  quoted = f"{key}={json.dumps(value, ensure_ascii=False)}"
+  plain = f"{key}={value}" if isinstance(value, str) else quoted
+  return plain if parse_assignments([plain])[key] == value else quoted

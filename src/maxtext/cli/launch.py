@@ -115,7 +115,11 @@ def _launch_elastic(arguments: argparse.Namespace, command: Sequence[str], confi
   least = hosts if least == -1 else max(least, 1)
   policy = ElasticPolicy(hosts, least, config.elastic_timeout_seconds, config.elastic_max_retries)
   standby, folder = [sys.executable, "-m", "maxtext.cli.standby"], Path(arguments.membership)
-  if Membership(folder, arguments.host).latest_plan().action == "stop":
+  try:
+    plan = Membership(folder, arguments.host).latest_plan()
+  except OSError as error:
+    raise ConfigError(f"--membership {folder} cannot be used: {error.strerror}.") from None
+  if plan.action == "stop":
     raise ConfigError(f"--membership {folder} is of a run that has ended: remove it, or name another folder.")
   agent = Agent(standby, command, arguments.host, policy, folder, arguments.address, arguments.stall_timeout)
   return agent.run()

@@ -9,18 +9,20 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from maxtext.configs import ConfigError
 from maxtext.distributed.hosts import ALL_HOSTS, THIS_HOST
 from maxtext.distributed.leader import ElasticPolicy, Leader
-from maxtext.distributed.membership import HostPlan, Membership
+from maxtext.distributed.membership import HostPlan, HostRecord, Membership
 from maxtext.distributed.progress import VARIABLE, read_progress
 from maxtext.distributed.supervisor import STOPPED, describe_end, free_port, joining, write
 from maxtext.distributed.warm_process import SILENT_SECONDS, WarmProcess
 
 _POLL_SECONDS = 0.05
+_LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 _WARM_AFTER_SECONDS = 20.0  # of a run whose steps have not begun: until then the processor has other work
 _GRACE_SECONDS = 10.0
 _LISTEN_SECONDS = 2.0  # before a host leads
@@ -63,6 +65,9 @@ class Agent:
   def run(self) -> int:
     """Takes part until the run ends, and returns its exit code. SIGTERM makes this host leave after a saved step."""
     signal.signal(signal.SIGTERM, self._leave)
+    self._membership.wait_for_rival(_LISTEN_SECONDS)
+    if (rival := self._membership.rival) is not None:
+      raise self._mistaken(rival)
     self._warm = self._start_warm()
     self._membership.publish(address=self._new_address())
     with tempfile.TemporaryDirectory(prefix="maxtext-agent-") as own:
@@ -90,6 +95,9 @@ class Agent:
         self._process.terminate()
     self._watch()
     live = membership.live()
+    if (rival := membership.rival) is not None and self._yields_to(rival, plan):
+      raise self._mistaken(rival)
+    self._check_address(live)
     membership.publish(saved=max(record.saved for record in live.values()))  # known if that one is lost
     if self._leaving and self._process is None and (plan.number == 0 or self._host not in plan.members):
       return 128 + signal.SIGTERM
@@ -97,6 +105,27 @@ class Agent:
     if not first and self._host == min(live) and (following := self._leader.next_plan(plan, live, time.monotonic())):
       membership.propose(following)
     return None
+
+  def _yields_to(self, rival: HostRecord, plan: HostPlan) -> bool:
+    """Whether it is this one of two agents with the same index that ends: not the one that the plan counts on."""
+    own, counts_on = self._membership.own.nonce, plan.members.get(self._host)
+    return counts_on != own and (counts_on == rival.nonce or own > rival.nonce)
+
+  def _mistaken(self, rival: HostRecord) -> ConfigError:
+    return ConfigError(
+      f"--host {self._host}: another agent of this host takes part, process {rival.pid} at {rival.address}: give each "
+      "host an index of its own, or end that agent."
+    )
+
+  def _check_address(self, live: Mapping[int, HostRecord]) -> None:
+    """Raises `ConfigError` if this host's address leads other machines to themselves."""
+    boot = self._membership.own.machine.partition(" ")[0]
+    elsewhere = [host for host, record in live.items() if record.machine.partition(" ")[0] != boot]
+    if elsewhere and self._address.startswith(_LOOPBACK):
+      raise ConfigError(
+        f"--address {self._address}: host {elsewhere[0]} is another machine, which does not reach this one there: "
+        "write the address or the name that it has in their network."
+      )
 
   def _follow(self, plan: HostPlan) -> None:
     own = self._membership.own

@@ -65,6 +65,12 @@ class Leader:
     if not plan.number or (states and states <= {"stopped", "done", "ready"}):
       if all(record.leaving for record in live.values()):
         return self._stop(plan, "", 128 + signal.SIGTERM)
+      staying = {host: record.nonce for host, record in members.items() if not record.leaving}
+      usable = sum(record.is_usable for record in live.values())
+      if staying and len(staying) < len(members) and usable < self._policy.min_hosts:
+        # A plan without those that leave lets them end.
+        why = f"host {min(members.keys() - staying.keys())} leaves, and the others wait for enough hosts"
+        return replace(plan, number=plan.number + 1, action="drain", members=staying, why=why, saved=saved)
       why = "hosts come or go" if plan.number else ""
       return self._form(replace(plan, why=why, saved=saved), live, now)
     if plan.action == "run" and self._may_grow(plan, live, states, now):

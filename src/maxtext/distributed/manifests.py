@@ -102,8 +102,11 @@ def jobset(job: Job) -> str:
   chips, selector = _kubernetes_chips(job)
   _needs_bucket(job, "pods")
   per_slice = job.hosts // job.slices
-  environment: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in job.environment.items()]
-  command = f"exec {job.command}"
+  # Kubernetes puts variables in place of $(NAME) before a shell sees the text, and one $ in place of two.
+  environment: list[dict[str, Any]] = [
+    {"name": name, "value": value.replace("$", "$$")} for name, value in job.environment.items()
+  ]
+  command = f"exec {job.command.replace('$', '$$')}"
   if not job.detects:
     environment += [
       {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{job.name}-slice-0-0.{job.name}:{_PORT}"},
@@ -163,7 +166,7 @@ def jobset(job: Job) -> str:
 
 def slurm(job: Job) -> str:
   """A batch script for Slurm: a task for each host, started again while restarts are left."""
-  where = job.config.base_output_directory or "the folder that the script is submitted in"
+  where = " ".join(job.config.base_output_directory.split()) or "the folder that the script is submitted in"
   chips = [f"--nodes={job.hosts}", "--ntasks-per-node=1", "--exclusive"] if job.topology else [f"--ntasks={job.hosts}"]
   if job.topology and job.topology.gpu:
     chips.append(f"--gpus-per-node={job.topology.chips // job.hosts}")

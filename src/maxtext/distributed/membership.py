@@ -98,6 +98,10 @@ class Membership:
     folder: on storage that all hosts see; one for each run.
     host: the index of this one.
     lost_seconds: without a change, after which a host is lost.
+
+  Attributes:
+    own: the record of this host.
+    rival: the record of another agent that is alive and has the same index; None while none was seen.
   """
 
   def __init__(self, folder: Path, host: int, lost_seconds: float = LOST_SECONDS) -> None:
@@ -106,6 +110,18 @@ class Membership:
     self.own = HostRecord(uuid.uuid4().hex, os.getpid(), start_time(os.getpid()) or "", machine())
     self._seen: dict[int, tuple[HostRecord, float | None]] = {}  # since when it is unchanged; None is never changed
     self._due, self._plan = 0.0, HostPlan(0, "drain")
+    self._unreadable: float | None = None  # since when the next plan is there and cannot be read
+    self._other: HostRecord | None = None  # what another agent has written in the place of this host's record
+    self.rival: HostRecord | None = None
+
+  def wait_for_rival(self, seconds: float) -> None:
+    """Looks whether another agent has this index, before this one writes in its place."""
+    deadline, first = time.monotonic() + seconds, _read_record(self._folder / f"host-{self._host}")
+    ended = first is None or (first.machine == self.own.machine and start_time(first.pid) != first.pid_started)
+    while not ended and self.rival is None and time.monotonic() < deadline:
+      time.sleep(_BEAT_SECONDS)
+      found = _read_record(self._folder / f"host-{self._host}")
+      self.rival = found if found != first else None
 
   def publish(self, **changes: object) -> None:
     """Writes this host's record, if it changed or is due."""
@@ -126,9 +142,11 @@ class Membership:
   def live(self) -> dict[int, HostRecord]:
     """The hosts that are there, by index, with this one."""
     for file in self._folder.glob("host-*"):
-      found, host = _read_record(file), int(file.name.rpartition("-")[2])
-      if found is None:
+      if not (index := file.name.removeprefix("host-")).isdecimal() or (found := _read_record(file)) is None:
         continue
+      host = int(index)
+      if host == self._host and found.nonce != self.own.nonce:  # of one that is gone, unless it is written again
+        self.rival, self._other = found if self._other not in (None, found) else self.rival, found
       before = self._seen.get(host)
       if before is None:
         self._seen[host] = found, None
@@ -140,18 +158,23 @@ class Membership:
 
   def latest_plan(self) -> HostPlan:
     """The plan with the highest number; number 0 before the first."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
+    with suppress(OSError):
       while (file := self._file(self._plan.number + 1)).exists():
-        content = json.loads(file.read_text())
-        content["members"] = {int(host): nonce for host, nonce in content["members"].items()}
-        self._plan = HostPlan(**content)
+        if (plan := _read_plan(file)) is None:
+          self._unreadable = self._unreadable or time.monotonic()
+          break
+        self._plan, self._unreadable = plan, None
     return self._plan
 
   def propose(self, plan: HostPlan) -> None:
-    """Makes a plan the next one, unless another host was faster."""
+    """Makes a plan the next one, unless another host was faster. One that was lost while it wrote, on a disk without
+    hard links, has left a part of a plan, which is removed."""
     with suppress(OSError):  # a disk that is full now may not be at the next poll
-      content = json.dumps(asdict(plan)).encode()
-      create_atomically(self._file(plan.number), content, self._folder / f".plan-{self.own.nonce}")
+      content, file = json.dumps(asdict(plan)).encode(), self._file(plan.number)
+      created = create_atomically(file, content, self._folder / f".plan-{self.own.nonce}")
+      if not created and self._unreadable and time.monotonic() - self._unreadable > self._lost_seconds:
+        self._unreadable = None
+        file.unlink()
 
   def _file(self, number: int) -> Path:
     return self._folder / f"plan-{number}"
@@ -168,4 +191,13 @@ def _read_record(file: Path) -> HostRecord | None:
     content = file.read_bytes()
     if int(content[:8], 16) == zlib.crc32(content[8:].rstrip()):
       return HostRecord(**json.loads(content[8:]))
+  return None
+
+
+def _read_plan(file: Path) -> HostPlan | None:
+  """None for one that is being written, or was never written as a whole."""
+  with suppress(ValueError, TypeError, KeyError, AttributeError):
+    content = json.loads(file.read_text())
+    content["members"] = {int(host): nonce for host, nonce in content["members"].items()}
+    return HostPlan(**content)
   return None
