@@ -2,6 +2,8 @@
 
 import json
 import logging
+import resource
+import subprocess
 import sys
 import time
 
@@ -64,6 +66,28 @@ def test_a_command_that_fails_does_not_hide_the_failure(command, caplog, monkeyp
   with pytest.raises(RunError, match="own"), EventHook(command, "mine", 0, 0):
     raise RunError("own")
   assert "event_command did not take a failure" in caplog.text
+
+
+HANGS = (
+  "import subprocess, sys, time; subprocess.Popen(['sleep', '98765']); sys.stderr.write('x' * 10**8); time.sleep(99)"
+)
+
+
+def test_a_command_that_hangs_ends_with_what_it_started_and_is_not_kept_in_memory(monkeypatch, caplog):
+  monkeypatch.setattr(logging.getLogger("maxtext"), "propagate", True)
+  monkeypatch.setattr("maxtext.observe.events._TIMEOUT_SECONDS", 3.0)
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  with pytest.raises(RunError, match="own"), EventHook(f'{sys.executable} -c "{HANGS}"', "mine", 0, 0):
+    raise RunError("own")
+  assert "timed out after 3" in caplog.text
+  assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10
+  assert subprocess.run(["pgrep", "-f", "sleep 98765"], check=False, stdout=subprocess.DEVNULL).returncode == 1
+
+
+@pytest.mark.parametrize("command", ["curl 'x", "  "])
+def test_what_is_no_command(command):
+  with pytest.raises(ConfigError, match=r"event_command=.* is no command"):
+    tiny(event_command=command)
 
 
 class Broken(Callback):

@@ -216,6 +216,7 @@ FILES = {
   "GIF of two frames": encoded(PALETTE, "GIF", save_all=True, append_images=[noise(30, 20, seed=1).convert("P")]),
   "TIFF": encoded(noise(30, 20), "TIFF", compression="tiff_lzw"),
   **{f"turned {i}": rotated(i) for i in range(1, 9)},
+  **{f"turned {i}, TIFF": encoded(noise(30, 20), "TIFF", tiffinfo={0x0112: i}) for i in (2, 6)},
 }
 
 
@@ -227,8 +228,8 @@ def test_files_are_read_as_the_reference_reads_them(tmp_path, kind):
   path.write_bytes(FILES[kind])
   theirs = np.asarray(reference(str(path)))
   for source in (FILES[kind], path, str(path), Image.open(path)):
-    ours = load_image(source)
-    assert ours.mode == "RGB"
+    size, ours = image_size(source), load_image(source)
+    assert (ours.mode, size) == ("RGB", (ours.height, ours.width))
     np.testing.assert_array_equal(np.asarray(ours), theirs)
 
 

@@ -12,6 +12,7 @@ from typing import ClassVar, Self
 from etils import epath
 
 from maxtext.checkpoint.storage import retried
+from maxtext.storage.atomic import write_atomically
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Note:
   def write(self, folder: epath.Path) -> None:
     """Into a run's folder of checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
-    self.file(folder).write_text(json.dumps(asdict(self)))
+    write_atomically(self.file(folder), json.dumps(asdict(self)).encode())  # half of one would say nothing
 
   @classmethod
   def file(cls, folder: epath.Path) -> epath.Path:

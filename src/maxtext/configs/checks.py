@@ -1,6 +1,7 @@
 """Checks of values and of combinations of keys. No devices are known here."""
 
 import re
+import shlex
 from collections.abc import Callable
 
 from maxtext.configs.errors import ConfigError, did_you_mean
@@ -379,6 +380,14 @@ def _profile(c: MaxTextConfig) -> str | None:
   return None
 
 
+def _events(c: MaxTextConfig) -> str | None:
+  try:
+    words = shlex.split(c.event_command)
+  except ValueError as error:
+    return f"event_command={c.event_command} is no command: {str(error).lower()}."
+  return None if words or not c.event_command else f"event_command={c.event_command!r} is no command: leave it out."
+
+
 def _compiler_flags(c: MaxTextConfig) -> str | None:
   for key in ("dump_hlo_xla_flags", "compile_xla_flags"):
     for flag in getattr(c, key).split():
@@ -571,6 +580,7 @@ RULES: tuple[Callable[[MaxTextConfig], str | None], ...] = (
   _evaluation,
   _profile,
   _compiler_flags,
+  _events,
   _moment,
   _patterns,
   _checkpoints,

@@ -69,7 +69,10 @@ def _opened(source: Any, limits: ImageLimits) -> Iterator[Any]:
 
 
 def _orientation(image: Any) -> int:
-  """That of EXIF, from the header: what PNG's own `getexif` returns comes after the pixels, which it decodes."""
+  """That of EXIF, from the header: what PNG's own `getexif` returns comes after the pixels, which it decodes. Pillow
+  turns a TIFF itself when it decodes it, and says its size as it is then."""
+  if image.format == "TIFF":
+    return 1
   return optional("PIL.Image", "multimodal").Image.getexif(image).get(0x0112, 1)
 
 

@@ -2,11 +2,14 @@
 
 import json
 import logging
+import os
 import shlex
+import signal
 import socket
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Literal, Self
 
@@ -18,6 +21,7 @@ _LOG = logging.getLogger(__name__)
 Event = Literal["failure", "stall", "recovery"]
 
 _TIMEOUT_SECONDS = 30.0  # for the command
+_SHOWN = 200  # characters of what it says when it fails
 
 
 class EventHook:
@@ -73,12 +77,48 @@ class EventHook:
   def _tell(self, event: Event, message: str) -> None:
     facts = {"event": event, "run_name": self._run, "step": self._step, "host": socket.gethostname(),
              "time": time.time(), "message": message}  # fmt: skip
-    try:
-      done = subprocess.run(
-        self._command, input=json.dumps(facts), capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
-      )
-      problem = f"ended with code {done.returncode}: {done.stderr.strip()[-200:]}" if done.returncode else ""
-    except (OSError, subprocess.TimeoutExpired) as error:
-      problem = str(error)
-    if problem:
+    if problem := _run(self._command, json.dumps(facts)):
       _LOG.warning(f"maxtext: event_command did not take a {event}: {redact(problem)}")
+
+
+def _run(command: list[str], text: str) -> str:
+  """Runs a command with a text on its input; what is wrong with it, if anything."""
+  said = _Tail()
+  try:
+    process = subprocess.Popen(
+      command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said.write, text=True, start_new_session=True
+    )
+  except (OSError, ValueError) as error:
+    return str(error)
+  finally:
+    os.close(said.write)
+    said.start()
+  try:
+    process.communicate(text, _TIMEOUT_SECONDS)
+  except BaseException as error:  # also Ctrl-C
+    with suppress(ProcessLookupError):
+      os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+    process.wait()
+    if not isinstance(error, subprocess.TimeoutExpired):
+      raise
+    return str(error)
+  said.join(1.0)  # longer where something that it has started goes on
+  return f"ended with code {process.returncode}: {said.text}" if process.returncode else ""
+
+
+class _Tail(threading.Thread):
+  """Reads all that a command writes, which may be without end, and keeps its last characters."""
+
+  def __init__(self) -> None:
+    super().__init__(name="event output", daemon=True)
+    self._read, self.write = os.pipe()
+    self._last = b""
+
+  @property
+  def text(self) -> str:
+    return self._last.decode(errors="replace").strip()[-_SHOWN:]
+
+  def run(self) -> None:
+    while found := os.read(self._read, 1 << 16):
+      self._last = (self._last + found)[-4 * _SHOWN :]
+    os.close(self._read)
