@@ -179,6 +179,12 @@ def test_a_reader_that_has_enough():
   assert (len(done.stdout.splitlines()), done.stderr) == (1, "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_full_disk_is_one_line():
+  done = subprocess.run(f"{MAXTEXT} config show small-llama > /dev/full", shell=True, capture_output=True, text=True)
+  assert (done.returncode, done.stderr) == (1, "maxtext: what is written: No space left on device.\n")
+
+
 @pytest.fixture
 def hears_control_c():
   """What a shell starts in the background ignores SIGINT, and so does all that it starts."""

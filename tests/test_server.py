@@ -97,6 +97,24 @@ def test_stop_texts_are_searched_where_they_may_begin():
     assert answer.text == shown
 
 
+def test_bytes_that_never_become_a_character_are_not_decoded_again_and_again():
+  decoded = []
+
+  class Bytes:
+    def decode(self, tokens, shown=()):
+      decoded.append(len(tokens))
+      return bytes(tokens).decode(errors="replace")
+
+  request = SimpleNamespace(sampling_params=SamplingParams())
+  for content in (b"\x80" * 500, "é€😀 ".encode() * 125):
+    answer = IncrementalDetokenizer(request, Bytes())
+    for byte in content:
+      answer.add(TokenOutput(request, byte))
+    answer.add(TokenOutput(request, finish_reason="length"))
+    assert answer.text == content.decode(errors="replace")
+  assert max(decoded) < 32
+
+
 def test_a_client_that_left_stays_away():
   """Whoever asks twice is told twice."""
   told = []

@@ -1,11 +1,12 @@
 """Entry point. Each command imports what it needs when it runs, so that `--help` is instant."""
 
 import argparse
+import errno
 import os
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import maxtext
@@ -73,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   leave_out_absent_accelerators(os.environ)
   quiet_libraries(os.environ, getattr(arguments, "library_log_level", ERRORS))
   try:
-    return arguments.run(arguments)
+    code = arguments.run(arguments)
+    sys.stdout.flush()
+    return code
   except ConfigError as error:
     print(f"maxtext: {redact(str(error))}", file=sys.stderr)
     return 2
@@ -83,6 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
+  except OSError as error:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+      raise
+    print(f"maxtext: {error.filename or 'what is written'}: {error.strerror}.", file=sys.stderr)
+    with suppress(OSError, ValueError):  # the output, if it is what is full, is not tried again
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
   except KeyboardInterrupt:
     print(at_line_start("maxtext: stopped.", sys.stderr), file=sys.stderr)
     return 130

@@ -8,6 +8,7 @@ from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.scheduler import FinishReason, PromptLogprob, Request, TokenOutput
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_MOST_HELD = 16  # tokens whose text ends in an incomplete character; what goes on so is no text of any encoding
 _CONTEXT = 4  # tokens decoded again in front of new ones: the space in front of a word may depend on the word before
 
 
@@ -60,7 +61,8 @@ class IncrementalDetokenizer:
     first = max(self._num_decoded - _CONTEXT, 0)
     before = self.tokenizer.decode(self.token_ids[first : self._num_decoded], self.shown)
     tail = self.tokenizer.decode(self.token_ids[first:], self.shown)[len(before) :]
-    if not final and tail.endswith(_INCOMPLETE):  # some bytes of the last character are missing
+    held = len(self.token_ids) - self._num_decoded
+    if not final and held < _MOST_HELD and tail.endswith(_INCOMPLETE):  # some bytes of the last character are missing
       return self._decoded + tail.rstrip(_INCOMPLETE)
     self._decoded, self._num_decoded = self._decoded + tail, len(self.token_ids)
     return self._decoded
