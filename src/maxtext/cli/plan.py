@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,7 @@ def _planned(arguments: argparse.Namespace) -> int:
     given, own = parse_assignments(arguments.overrides), published.planned_keys
     resolved = resolve_keys(own | given, arguments.strict, recorded=own.keys() - given.keys())
   else:
-    given, resolved = {}, config.resolve_overrides(arguments.overrides, arguments.strict)
+    given, resolved = {}, _on_its_chips(config.resolve_overrides(arguments.overrides, arguments.strict))
   if arguments.search:
     return _search(arguments, resolved)
   with status_line() as status:
@@ -101,6 +102,14 @@ def _planned(arguments: argparse.Namespace) -> int:
     if not arguments.json:
       print(f"drawn in {arguments.html}")
   return 0
+
+
+def _on_its_chips(resolved: Resolved) -> Resolved:
+  """For the chips in the name of the recipe, where `compile_topology` says none."""
+  from maxtext.mesh.topology import Topology
+
+  topology = resolved.config.compile_topology or Topology.named_in(resolved.name)
+  return replace(resolved, config=resolved.config.model_copy(update={"compile_topology": topology}))
 
 
 def _list_published(arguments: argparse.Namespace) -> int:

@@ -109,6 +109,12 @@ class Topology:
       )
     return Topology(kind, shapes[count], slices)
 
+  @staticmethod
+  def named_in(name: str) -> str:
+    """The hardware that the name of a recipe has, such as v5p-128 of llama2-70b-v5p-128-fast; '' where it has none."""
+    found = re.search(rf"(?:^|-)((?:{'|'.join((*_GENERATIONS, *_GPUS))})-\d+(?:x\d+)*)(?=-|$)", name)
+    return found[1] if found else ""
+
   @property
   def chip(self) -> Chip:
     """The chip, with its peak numbers."""
