@@ -1036,8 +1036,8 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   NoEffectOption(
     ("train_image_column", "eval_image_column", "max_num_images_per_example", "image_slots_per_row"),
-    "it has no effect without use_multimodal=true, and use_sft=true or use_dpo=true",
-    unless=all_of(is_set("use_multimodal"), any_of(is_set("use_sft"), is_set("use_dpo"))),
+    "it has no effect without use_multimodal=true, and use_sft=true, use_dpo=true or use_grpo=true",
+    unless=all_of(is_set("use_multimodal"), any_of(is_set("use_sft"), is_set("use_dpo"), is_set("use_grpo"))),
   ),
   NoEffectOption(_VISION, "it has no effect without use_multimodal=true", unless=is_set("use_multimodal")),
   NoEffectOption(_AUDIO, "it has no effect without use_audio=true", unless=is_set("use_audio")),

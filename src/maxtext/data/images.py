@@ -94,6 +94,22 @@ class ConversationImages:
         number += 1
     return found
 
+  def opened(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[PlannedImage]]:
+    """The messages with the files of their images, wherever they are read, and these images."""
+    images = [image for own in self.planned(messages) for image in own]
+    left = iter(images)
+
+    def found(part: Any) -> Any:
+      return {"type": _KIND, _KIND: next(left).source} if media_kind(part) else part
+
+    parts = [
+      {**message, "content": list(map(found, message["content"]))}
+      if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
+      else message
+      for message in messages
+    ]
+    return parts, images
+
   def expanded(self, text: str, images: Sequence[PlannedImage]) -> str:
     """A rendered text with the tokens of images in place of their placeholders."""
     return expand_placeholders(text, {_KIND: self.options.placeholder}, [(_KIND, image.text) for image in images])[0]
@@ -175,6 +191,15 @@ def located(images: np.ndarray, where: str) -> np.ndarray:
   """The images of tokens, see `IMAGE` in `documents`, which know their row."""
   there = {image: replace(image, where=where) for image in set(images[images.astype(bool)])}
   return np.array([there.get(image) for image in images], object)
+
+
+def images_of_columns(values: Sequence[Any]) -> list[Any]:
+  """The images in the values of columns, of which each may hold several, or none."""
+  found = list[Any]()
+  for value in values:
+    several = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object)
+    found += [] if value is None else value if several else [value]
+  return found
 
 
 def with_column_images(messages: Sequence[Any], images: Sequence[Any]) -> list[Any]:

@@ -229,14 +229,19 @@ def image_options(config: MaxTextConfig) -> ImageOptions | None:
     ConfigError: the model cannot be trained on images.
   """
   c = config
-  talks = (c.use_sft or c.use_dpo) and c.dataset_type != DatasetType.SYNTHETIC
+  talks = (c.use_sft or c.use_dpo or c.use_grpo) and c.dataset_type != DatasetType.SYNTHETIC
   if not c.use_multimodal or not talks or not c.image_slots_per_row:
     return None
-  for key, wrong in (("offline_data_dir", bool(c.offline_data_dir)), ("precompute_ref_log_probs", c.use_dpo)):
+  for key, wrong, what in (
+    ("offline_data_dir", True, "what is saved of another model"),
+    ("precompute_ref_log_probs", c.use_dpo, "what is saved of another model"),
+    ("rl_environment", c.use_grpo, "a conversation with an environment"),
+    ("sampler_address", c.use_grpo, "what is sent to another process"),
+  ):
     if wrong and getattr(c, key):
       raise ConfigError(
-        f"{key}={getattr(c, key)}: what is saved of another model is for text: leave it out or set it to false, or "
-        f"write image_slots_per_row=0 to train on text alone."
+        f"{key}={getattr(c, key)}: {what} is for text: leave it out or set it to false, or write image_slots_per_row=0 "
+        f"to train on text alone."
       )
   from maxtext.models.build import media_processors  # with JAX, which reader processes of data do without
 
@@ -247,14 +252,16 @@ def image_options(config: MaxTextConfig) -> ImageOptions | None:
       f"use_multimodal=true: decoder_block={c.decoder_block.value} cannot be trained on images yet, "
       f"since they have sizes of their own; write image_slots_per_row=0 to train on text alone."
     )
-  fitting, most = c.max_target_length // shape.features, c.max_num_images_per_example
+  room = "max_prefill_predict_length" if c.use_grpo else "max_target_length"
+  fitting, most = getattr(c, room) // shape.features, c.max_num_images_per_example
   if not fitting or not most:
-    key, least = ("max_num_images_per_example", 1) if fitting else ("max_target_length", shape.features + 1)
+    key, least = ("max_num_images_per_example", 1) if fitting else (room, shape.features + 1)
     raise ConfigError(
       f"{key}={getattr(c, key)} leaves no room for an image: write at least {least}, or image_slots_per_row=0 to train "
       f"on text alone."
     )
-  wanted = shape.most * most if most > 0 and not c.packing else fitting
+  one = c.use_grpo or not c.packing  # conversation in a row
+  wanted = shape.most * most if most > 0 and one else fitting
   slots = wanted if c.image_slots_per_row < 0 else c.image_slots_per_row
   return ImageOptions(processor, shape, c.image_placeholder, min(slots, fitting), most)
 

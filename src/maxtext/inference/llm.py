@@ -214,6 +214,12 @@ class LLM:
     (output,) = self._generate([encoded], sampling_params, on_text, None)
     return output
 
+  def answer(
+    self, prompts: Sequence[EncodedPrompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+  ) -> list[RequestOutput]:
+    """As `generate`, for prompts that are encoded already, with their media."""
+    return self._generate(list(prompts), sampling_params, None, None)
+
   def chat(
     self,
     messages: Sequence[Message] | Sequence[Sequence[Message]],

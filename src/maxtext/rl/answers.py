@@ -13,6 +13,7 @@ import numpy as np
 from maxtext.configs import MaxTextConfig
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.inference_model import default_stop_token_ids
+from maxtext.inference.multimodal import PromptEncoder, PromptMedia
 from maxtext.inference.sampling import SamplingParams
 from maxtext.models.model import Params
 from maxtext.rl.advantages import overlong_penalties
@@ -54,13 +55,20 @@ def rollout_sampling(config: MaxTextConfig, tokenizer: TextTokenizer) -> Samplin
 class Answerer:
   """Asks policies, and rewards what they answer. Nothing is compiled before the first question.
 
-  With `multi_turn`, a policy has conversations with an environment in place of one answer.
+  With `multi_turn`, a policy has conversations with an environment in place of one answer. `prompts` reads the images
+  of tasks, which are opened when they are asked.
   """
 
   def __init__(
-    self, config: MaxTextConfig, engine: RolloutEngine, rewards: Rewards, multi_turn: MultiTurn | None = None
+    self,
+    config: MaxTextConfig,
+    engine: RolloutEngine,
+    rewards: Rewards,
+    multi_turn: MultiTurn | None = None,
+    prompts: PromptEncoder | None = None,
   ) -> None:
     self._config, self._rewards, self._multi_turn, self.engine = config, rewards, multi_turn, engine
+    self._prompts = prompts
 
   def ask(
     self, policy: Policy, tasks: Sequence[Task], count: int, seed: tuple[int, ...], sampling_params: SamplingParams
@@ -71,7 +79,9 @@ class Answerer:
     each = [replace(sampling_params, seed=int(seed)) for seed in seeds]
     generate = partial(self.engine.generate, policy.params, policy.version)
     if self._multi_turn is None:
-      answers = [Trajectory.of(output) for output in generate([task.tokens for task in asked], each)]
+      media = [medium for task in tasks for medium in [self._media(task)] * count]
+      outputs = generate([task.tokens for task in asked], each, media)
+      answers = [Trajectory.of(output, own) for output, own in zip(outputs, media, strict=True)]
     else:
       answers = self._multi_turn(generate, asked, each)
     texts = [answer.text for answer in answers]
@@ -88,3 +98,11 @@ class Answerer:
       AnswerGroup(task, answers[own], {name: part[own] for name, part in parts.items()}, total[own])
       for task, own in zip(tasks, places, strict=True)
     ]
+
+  def _media(self, task: Task) -> PromptMedia | None:
+    if task.messages is None:
+      return None
+    assert self._prompts is not None, "a task has images, and the model takes none"
+    tokens, media = self._prompts.chat(task.messages, {})
+    assert tuple(tokens) == task.tokens, "an image has another size than when the tasks were read"
+    return media

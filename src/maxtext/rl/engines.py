@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.inference.llm import RequestOutput
+from maxtext.inference.multimodal import PromptMedia
 from maxtext.inference.sampling import SamplingParams
 from maxtext.models.model import Model, Params
 from maxtext.training.live_engine import LiveEngine
@@ -28,9 +29,14 @@ class RolloutEngine(Protocol):
     that trains."""
 
   def generate(
-    self, params: Params, version: int, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams]
+    self,
+    params: Params,
+    version: int,
+    prompts: Sequence[Sequence[int]],
+    sampling_params: Sequence[SamplingParams],
+    media: Sequence[PromptMedia | None] = (),
   ) -> list[RequestOutput]:
-    """Outputs, in the order of the prompts. `params` are what `load` returned."""
+    """Outputs, in the order of the prompts, with their media if any has some. `params` are what `load` returned."""
 
   def close(self, finished: bool) -> None:
     """The run has ended, or reached its last update (`finished`)."""

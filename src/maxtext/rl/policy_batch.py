@@ -10,11 +10,16 @@ import numpy as np
 
 from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import Batch
+from maxtext.data.images import ImageOptions, ImageRows
+from maxtext.data.media import VISION
+from maxtext.data.options import image_options
+from maxtext.models.media import TowerInputs
 from maxtext.rl.advantages import ADVANTAGE_FUNCTIONS, SHARE_FUNCTIONS, is_degenerate
 from maxtext.rl.answers import AnswerGroup
 from maxtext.training.objectives.policy import ADVANTAGES, SAMPLED, SHARES
 
 Arrays = dict[str, np.ndarray]
+_IMAGES, _FEATURES = "images", "image_features"  # inputs of the tower, and the feature of each token
 _TOKENS = ("inputs", "targets", "positions", "segments", "weights")
 
 
@@ -32,7 +37,8 @@ def policy_arrays(config: MaxTextConfig, groups: Sequence[AnswerGroup], advantag
     arrays["positions"][row, :used], arrays["segments"][row, :used] = np.arange(used), 1
     for name, values in (("weights", 1.0), (ADVANTAGES, advantage), (SHARES, share), (SAMPLED, answer.logprobs)):
       arrays[name][row, own] = np.where(mask, values, 0.0)
-  return arrays
+  options = image_options(config)
+  return arrays if options is None else arrays | _images(options, groups, shape)
 
 
 def policy_advantages(config: MaxTextConfig, groups: Sequence[AnswerGroup]) -> np.ndarray:
@@ -43,7 +49,20 @@ def policy_advantages(config: MaxTextConfig, groups: Sequence[AnswerGroup]) -> n
 def as_batch(arrays: Arrays) -> Batch:
   """Arrays by name as a batch of the objective."""
   tokens: dict[str, Any] = {name: arrays[name] for name in _TOKENS}
-  return Batch(**tokens, extra={name: a for name, a in arrays.items() if name not in tokens})
+  media: Any = {VISION: TowerInputs(arrays[_IMAGES], arrays[_FEATURES])} if _IMAGES in arrays else {}
+  extra = {name: a for name, a in arrays.items() if name not in (*tokens, _IMAGES, _FEATURES)}
+  return Batch(**tokens, extra=extra, media=media)
+
+
+def _images(options: ImageOptions, groups: Sequence[AnswerGroup], shape: tuple[int, int]) -> Arrays:
+  """What the engine was given of the images of each prompt, in the row of the answer."""
+  rows = ImageRows.empty(options, *shape)
+  for row, answer in enumerate(answer for group in groups for answer in group.answers):
+    if answer.media is not None:
+      inputs = np.concatenate([medium.inputs for _, medium in answer.media.media])
+      rows.inputs[row, : len(inputs)] = inputs
+      rows.indices[row, : len(answer.media.indices)] = answer.media.indices
+  return {_IMAGES: rows.inputs, _FEATURES: rows.indices}
 
 
 def _shares(config: MaxTextConfig, groups: Sequence[AnswerGroup]) -> np.ndarray:

@@ -24,7 +24,9 @@ from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import BatchWithState, IteratorState
 from maxtext.data.fingerprint import check_same_data, to_array
 from maxtext.data.iterable import place_batch
+from maxtext.data.options import image_options
 from maxtext.data.tokenizers import TextTokenizer
+from maxtext.inference.multimodal import PromptEncoder
 from maxtext.observe.growing_file import GrowingFile
 from maxtext.observe.metric_lines import truncate_after
 from maxtext.rl.advantages import is_degenerate
@@ -92,7 +94,9 @@ class RolloutSource:
     """Begins a run: nothing is compiled yet. What is written goes into `folder`."""
     c = self.config
     engine = rollout_engine(c, program, self.tokenizer, self.sampler_devices)
-    self._answerer, self._folder = Answerer(c, engine, self.rewards, self.multi_turn), folder
+    images = image_options(c) is not None
+    prompts = PromptEncoder.of(c, self.tokenizer, c.max_prefill_predict_length + 1) if images else None
+    self._answerer, self._folder = Answerer(c, engine, self.rewards, self.multi_turn, prompts), folder
     if c.use_agentic_rollout:
       self._thread = ThreadPoolExecutor(1, "rollouts")
     if c.num_iterations > 1:
@@ -143,7 +147,8 @@ class RolloutSource:
     """What a position among the tasks depends on."""
     c = self.config
     keys = ("batch_size", "num_generations", "num_iterations", "data_shuffle_seed", "enable_data_shuffling")
-    tasks = hashlib.sha256(repr([(task.tokens, task.answer) for task in self.tasks]).encode()).hexdigest()
+    told = [(t.tokens, t.answer, *([] if t.messages is None else [t.prompt])) for t in self.tasks]
+    tasks = hashlib.sha256(repr(told).encode()).hexdigest()
     return {key: getattr(c, key) for key in keys} | {"tasks": tasks}
 
   def figures_of(self, step: int) -> dict[str, float]:

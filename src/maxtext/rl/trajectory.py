@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from maxtext.inference.llm import RequestOutput
+from maxtext.inference.multimodal import PromptMedia
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Trajectory:
     turns: answers.
     reward: by an environment.
     tool_errors: what failed in an environment.
+    media: of the prompt; None where it is text.
   """
 
   prompt_token_ids: tuple[int, ...]
@@ -30,10 +32,11 @@ class Trajectory:
   turns: int = 1
   reward: float = 0.0
   tool_errors: int = 0
+  media: PromptMedia | None = None
 
   @staticmethod
-  def of(output: RequestOutput) -> "Trajectory":
-    """A single answer."""
+  def of(output: RequestOutput, media: PromptMedia | None = None) -> "Trajectory":
+    """A single answer to a prompt with these media."""
     assert output.logprobs is not None
     mask, prompt = (True,) * len(output.token_ids), output.prompt_token_ids
-    return Trajectory(prompt, output.token_ids, mask, output.logprobs, output.text, output.finish_reason)
+    return Trajectory(prompt, output.token_ids, mask, output.logprobs, output.text, output.finish_reason, media=media)

@@ -71,6 +71,7 @@ def declared_batch(config: MaxTextConfig, objective: Objective, data: BatchSourc
       )
     if config.dataset_type == DatasetType.SYNTHETIC and not extra:  # its rows are one document each
       declared = replace(declared, segments=None)
+  if data is None or config.use_grpo:
     declared = replace(declared, media=_media(config, rows))
   return declared
 

@@ -13,6 +13,7 @@ from maxtext.training.program import Program
 
 if TYPE_CHECKING:  # inference takes half a second to import, which runs without samples do not wait for
   from maxtext.inference.llm import LLM, RequestOutput
+  from maxtext.inference.multimodal import PromptMedia
   from maxtext.inference.sampling import SamplingParams
 
 _AXES = {"data", "fsdp", "tensor"}  # of a mesh on which the engine runs the model of training as it is
@@ -59,13 +60,16 @@ class LiveEngine:
     version: int,
     prompts: Sequence[Sequence[int]],
     sampling_params: "SamplingParams | Sequence[SamplingParams]",
+    media: "Sequence[PromptMedia | None]" = (),
   ) -> "list[RequestOutput]":
-    """Outputs with these parameters and buffers, which no step may take over meanwhile. Other threads wait."""
+    """Outputs with these parameters and buffers, which no step may take over meanwhile. Other threads wait. `media` are
+    those of each prompt; empty where none has any."""
     with self._lock:
       if self._llm is None:
         self._llm = self._make(params)
       self._llm.engine.update_params(params, version)  # the train step has donated those that the engine had
-      return self._llm.generate([list(prompt) for prompt in prompts], sampling_params)
+      given = zip(map(list, prompts), media or [None] * len(prompts), strict=True)
+      return self._llm.answer(list(given), sampling_params)
 
   def _make(self, params: Params) -> "LLM":
     from maxtext.inference.engine import Engine

@@ -19,7 +19,7 @@ from maxtext.data.conversations import (
   join_sequences,
 )
 from maxtext.data.documents import TokenCounts
-from maxtext.data.images import ConversationImages, with_column_images
+from maxtext.data.images import ConversationImages, images_of_columns, with_column_images
 from maxtext.data.options import ConversationOptions
 from maxtext.data.tokenizers import TextTokenizer
 
@@ -169,12 +169,7 @@ class ConversationEncoding:
     return conversation_sequences(self.tokenizer, messages, values, only, self.with_roles, self.images)
 
   def _column_images(self, row: Mapping[str, Any]) -> list[Any]:
-    """Of all columns of images; one may hold several."""
-    found = list[Any]()
-    for value in (row.get(name) for name in self.image_columns):
-      several = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype == object)
-      found += [] if value is None else value if several else [value]
-    return found
+    return images_of_columns([row.get(name) for name in self.image_columns])
 
 
 def _parsed(value: Any, column: str) -> Any:

@@ -145,7 +145,7 @@ class TokenLogProbs:
 
 def token_log_probs(decoder: Decoder, batch: Batch, temperature: float, tiles: int) -> tuple[TokenLogProbs, list[Any]]:
   """What a model says of the targets of a batch, and the auxiliary outputs of its layers."""
-  hidden, auxiliary, _ = decoder.hidden(batch.inputs, batch.positions, batch.segments)
+  hidden, auxiliary, _ = decoder.hidden(batch.inputs, batch.positions, batch.segments, media=batch.media)
 
   def of_tile(hidden: jax.Array, targets: jax.Array) -> TokenLogProbs:
     logits = decoder.logits(hidden).astype(jnp.float32)
