@@ -56,7 +56,8 @@ def hang(prompts, completions, answers):
   return [1.0] * len(answers)
 
 def wrong(prompts, completions, answers):
-  return [float("nan")] * len(answers)
+  return {"nan": [float("nan")], "inf": [float("inf")], "none": [None], "more": [1.0, 1.0], "fewer": [], "one": 1.0,
+          "text": ["good"], "nothing": None}[answers[0]]
 """
 
 
@@ -73,6 +74,10 @@ def folder(tmp_path_factory):
   (path / "vocabulary" / "tokenizer_config.json").write_text(json.dumps(names))
   (path / "tasks.jsonl").write_text("".join(f'{{"prompt": "{i}=", "answer": "{i}"}}\n' for i in range(10)))
   (path / "own_rewards.py").write_text(OWN)
+  (path / "broken.py").write_text("def f(:\n")
+  (path / "leaves.py").write_text("raise SystemExit(0)\n")
+  (path / "blank.jsonl").write_text("\n \n")
+  (path / "number.jsonl").write_text('{"prompt": 5, "answer": "5"}\n')
   return path
 
 
@@ -258,8 +263,9 @@ def test_a_reward_function_that_hangs_or_fails_costs_its_answers_alone(folder, m
   assert hang([""], ["go"], [""]) == [1.0], "a new process"
   hang.close()
   wrong = RewardProcess("own_rewards:wrong", 10)
-  assert wrong(["", ""], ["", ""], ["", ""]) == [0.0, 0.0]
-  assert wrong.failures == 1
+  for number, kind in enumerate(("nan", "inf", "none", "more", "fewer", "one", "text", "nothing"), 1):
+    assert wrong([""], [""], [kind]) == [0.0], kind
+    assert wrong.failures == number, kind
   wrong.close()
   share = RewardProcess("own_rewards:share", 10)
   share._process.kill()
@@ -468,11 +474,45 @@ def test_a_mismatch_ends_the_run(run):
     ({"generation_configs": {"greedy": {"temprature": 0}}}, "may have temperature, top_k, top_p"),
     ({"off_policy_steps": 1, "decode_sampling_temperature": 0.5}, "importance_sampling_cap=0"),
     ({"sampler_devices_fraction": 0.5}, "write 1.0 for both"),
+    ({"reward_weights": [float("nan")]}, r"reward_weights=\[nan\] must be within 1e\+06"),
+    ({"reward_exact_answer": float("inf")}, r"reward_exact_answer=inf must be within 1e\+06"),
+    ({"grain_train_files": "blank.jsonl"}, "grain_train_files=blank.jsonl: there is no task in it"),
+    ({"grain_eval_files": "blank.jsonl"}, "grain_eval_files=blank.jsonl: there is no task in it"),
+    ({"grain_train_files": "~nobody-of-this-name/a.jsonl"}, "there is no such file"),
+    (
+      {"grain_train_files": "number.jsonl", "use_chat_template": True},
+      "line 1: its prompt is neither",
+    ),
+    ({"reward_functions": ["broken:f"]}, r"reward_functions: broken:f: SyntaxError: .*broken.py, line 1"),
+    ({"reward_functions": ["leaves:f"]}, "reward_functions: leaves:f: its process ended"),
   ],
 )
 def test_keys_that_do_not_fit_are_named(run, changes, says):
   with pytest.raises(ConfigError, match=says):
     run(**changes)
+
+
+@pytest.mark.nightly
+def test_adapters_train_by_rewards(run):
+  figures, state = run(num_batches=15, lora_rank=4, grpo_beta=0.01)
+  rewards = [step["reward"] for step in figures]
+  assert np.mean(rewards[-3:]) > 1.5 * np.mean(rewards[:3]), rewards
+  assert max(step["mismatch_max"] for step in figures) < 1e-4
+  assert figures[0]["kl"] == 0.0 < figures[-1]["kl"], "the base is the reference"
+  assert all("/lora/" in path for path in state.params)
+
+
+def test_a_trainer_of_several_processes_is_refused_by_name(run, monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  monkeypatch.setattr("maxtext.rl.train_policy.check_joined", lambda config: None)
+  with pytest.raises(ConfigError, match=r"use_grpo=true trains in one process, and this run has 2: .*sampler_address"):
+    run()
+
+
+def test_a_policy_without_numbers_ends_the_run(run):
+  """Where the loss may be no number: what differs from the trainer is told all the same."""
+  with pytest.raises(RunError, match="differs by nan between engine and trainer at step"):
+    run(learning_rate=1e30, abort_on_nan_loss=False, abort_on_inf_loss=False, mismatch_limit=1.0)
 
 
 def test_the_command_checks_without_a_run(folder, tmp_path, capsys, monkeypatch):

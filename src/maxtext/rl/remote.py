@@ -22,6 +22,7 @@ from jax.sharding import SingleDeviceSharding
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.inference.llm import RequestOutput
+from maxtext.inference.multimodal import PromptMedia
 from maxtext.inference.sampling import SamplingParams
 from maxtext.models.model import Model, Params
 from maxtext.rl.engines import check_same_model, chunks, copies_on_sampler, sync_metrics
@@ -74,8 +75,14 @@ class RemoteEngine:
     return {}
 
   def generate(
-    self, params: Params, version: int, prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams]
+    self,
+    params: Params,
+    version: int,
+    prompts: Sequence[Sequence[int]],
+    sampling_params: Sequence[SamplingParams],
+    media: Sequence[PromptMedia | None] = (),
   ) -> list[RequestOutput]:
+    assert not any(media), "a message has text alone"
     asked = {
       "do": "generate",
       "version": version,

@@ -35,10 +35,7 @@ def rollout_engine(
     ConfigError: the engine cannot run this model on this mesh.
   """
   c = config
-  if c.sampler_address or devices is not None:
-    if jax.process_count() > 1:
-      raise ConfigError(f"use_grpo=true is for trainers of one process, and this one has {jax.process_count()}.")
-  elif problem := engine_problem(program):
+  if not c.sampler_address and devices is None and (problem := engine_problem(program)):
     raise ConfigError(f"use_grpo=true: rollouts cannot be generated here: {problem}")
   if c.sampler_address:
     return RemoteEngine(c, program.model)

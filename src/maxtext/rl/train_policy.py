@@ -116,6 +116,11 @@ def _prepare(config: MaxTextConfig) -> tuple[RolloutSource, list[Task], PolicyUp
   check_extras(config)  # before the processes of rewards import them
   join(config)  # devices are counted
   check_joined(config)
+  if (count := jax.process_count()) > 1:
+    raise ConfigError(
+      f"use_grpo=true trains in one process, and this run has {count}: start one, on the chips of one host, and let "
+      f"another host generate by sampler_address=HOST:PORT."
+    )
   updates = policy_updates(config, jax.devices())
   return *_source(config, updates.sampler_devices), updates
 
