@@ -281,6 +281,15 @@ def test_a_reward_function_that_hangs_or_fails_costs_its_answers_alone(folder, m
       RewardProcess(name, 10)
 
 
+def test_a_reward_function_that_hangs_ends_with_the_run(folder, monkeypatch):
+  monkeypatch.chdir(folder)
+  hang = RewardProcess("own_rewards:hang", 60)
+  hang._pipe.send([[""], ["stop"], [""]])
+  time.sleep(0.5)
+  hang._pipe.close()  # as where the run is killed
+  assert hang._process.wait(timeout=20) == 0
+
+
 MATHEMATICS = [
   ("1/2", r"\frac{1}{2}", 1), ("0.5", "1/2", 1), ("x+1", "1+x", 1), (r"is $\boxed{42}$", "42", 1), ("42", "43", 0),
   (r"\sqrt{2}/2", r"\frac{\sqrt{2}}{2}", 1), ("<answer>7.0</answer>", "7", 1), ("8 <answer>7</answer> 8", "8", 0),

@@ -1,11 +1,12 @@
 """A reward function in processes of its own, so that it may fail or hang without the run.
 
-The process ends when the other end of its pipe closes: with the run, however that ends.
+The process ends when the other end of its pipe closes: with the run, however that ends, and whatever the function does.
 """
 
 import importlib
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -157,6 +158,14 @@ def describe(error: BaseException) -> str:
   return f"{type(error).__name__}: {error}"
 
 
+def _end_with(pipe: Connection) -> None:
+  """Ends the process with the other end of its pipe, also within a function that does not return."""
+  closing = select.poll()
+  closing.register(pipe.fileno(), 0)  # nothing but its end
+  closing.poll()
+  os._exit(0)
+
+
 def _serve(pipe: Connection) -> None:
   """Imports the function from the user's folder, then answers calls."""
   name, folder = pipe.recv()
@@ -177,7 +186,9 @@ def _serve(pipe: Connection) -> None:
 
 if __name__ == "__main__":
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then closes the pipe
+  ours = Connection(int(sys.argv[1]))
+  threading.Thread(target=_end_with, args=(ours,), daemon=True).start()
   try:
-    _serve(Connection(int(sys.argv[1])))
+    _serve(ours)
   except (BrokenPipeError, ConnectionResetError, EOFError):
     sys.exit(0)
