@@ -483,6 +483,12 @@ def test_a_mismatch_ends_the_run(run):
     ({"generation_configs": {"greedy": {"temprature": 0}}}, "may have temperature, top_k, top_p"),
     ({"off_policy_steps": 1, "decode_sampling_temperature": 0.5}, "importance_sampling_cap=0"),
     ({"sampler_devices_fraction": 0.5}, "write 1.0 for both"),
+    ({"generation_configs": {"greedy": {"temperature": "hot"}}}, "generation_configs: greedy=.*'hot'"),
+    (
+      {"generation_configs": {"greedy": {"top_p": 2.0}}},
+      "greedy=.*top_p=2.0: it must be",
+    ),
+    ({"stop_strings": [""]}, "has an empty text"),
     ({"reward_weights": [float("nan")]}, r"reward_weights=\[nan\] must be within 1e\+06"),
     ({"reward_exact_answer": float("inf")}, r"reward_exact_answer=inf must be within 1e\+06"),
     ({"grain_train_files": "blank.jsonl"}, "grain_train_files=blank.jsonl: there is no task in it"),

@@ -111,6 +111,8 @@ def _reinforcement(c: MaxTextConfig) -> str | None:
     return f"reward_functions={c.reward_functions} must name at least one function, and each once."
   if c.rl_environment and not all(c.rl_environment.partition(":")):
     return f"rl_environment={c.rl_environment} must be module:Class."
+  if "" in (c.stop_strings or ()):
+    return f"stop_strings={c.stop_strings} has an empty text, which would end every answer at once: leave it out."
   marks = {key: getattr(c, key) for key in SpecialTokens.model_fields}
   for key, mark in marks.items():
     if not mark:

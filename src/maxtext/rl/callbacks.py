@@ -54,7 +54,10 @@ def evaluation_sampling(config: MaxTextConfig, tokenizer: TextTokenizer) -> Samp
   if not isinstance(given, dict) or given.keys() - set(known):
     raise ConfigError(f"generation_configs: {config.eval_sampling_strategy}={given} may have {', '.join(known)}.")
   own = rollout_sampling(config, tokenizer)
-  return SamplingParams(**given, stop_token_ids=own.stop_token_ids, stop=own.stop, logprobs=0)
+  try:
+    return SamplingParams(**given, stop_token_ids=own.stop_token_ids, stop=own.stop, logprobs=0)
+  except (ConfigError, TypeError) as error:  # a number out of its range, or no number
+    raise ConfigError(f"generation_configs: {config.eval_sampling_strategy}={given}: {error}") from None
 
 
 class EvaluatePolicy(Callback):
