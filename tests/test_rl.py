@@ -489,11 +489,8 @@ def test_a_mismatch_ends_the_run(run):
       "greedy=.*top_p=2.0: it must be",
     ),
     ({"stop_strings": [""]}, "has an empty text"),
-    ({"reward_weights": [float("nan")]}, r"reward_weights=\[nan\] must be within 1e\+06"),
-    ({"reward_exact_answer": float("inf")}, r"reward_exact_answer=inf must be within 1e\+06"),
     ({"grain_train_files": "blank.jsonl"}, "grain_train_files=blank.jsonl: there is no task in it"),
     ({"grain_eval_files": "blank.jsonl"}, "grain_eval_files=blank.jsonl: there is no task in it"),
-    ({"grain_train_files": "~nobody-of-this-name/a.jsonl"}, "there is no such file"),
     (
       {"grain_train_files": "number.jsonl", "use_chat_template": True},
       "line 1: its prompt is neither",

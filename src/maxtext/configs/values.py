@@ -17,9 +17,6 @@ MESH_AXES = (
 )  # fmt: skip
 """Axes that a mesh can have, as `ici_*_parallelism` and `dcn_*_parallelism` name them."""
 
-LARGEST_REWARD = 1e6
-"""Of a function, of an environment or of a key: advantages of much larger ones are no numbers in float32."""
-
 STORES = ("gs",)
 """Schemes of the buckets that Orbax reads and writes."""
 

@@ -4,6 +4,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+LARGEST_REWARD = 1e6  # advantages of much larger ones are no numbers in float32
+
 
 class EnvironmentTask(NamedTuple):
   """A row of the tasks: its prompt, as JSON where it is messages, and its answer."""

@@ -19,8 +19,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NamedTuple
 
 from maxtext.configs import ConfigError
-from maxtext.configs.values import LARGEST_REWARD
-from maxtext.rl.environment import EnvironmentTask, Observation
+from maxtext.rl.environment import LARGEST_REWARD, EnvironmentTask, Observation
 from maxtext.rl.reward_process import ENDED, LATE, START_SECONDS, describe, import_from, start_module
 
 _LONGEST_PROBLEM = 500  # characters of an exception that the policy reads

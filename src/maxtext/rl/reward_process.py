@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from maxtext.configs import ConfigError
-from maxtext.configs.values import LARGEST_REWARD
+from maxtext.rl.environment import LARGEST_REWARD
 
 _LOG = logging.getLogger(__name__)
 MOST_PROCESSES = 16  # that check answers, unless told otherwise; one for mathematics has 75 MB
