@@ -147,7 +147,7 @@ class RolloutSource:
     """What a position among the tasks depends on."""
     c = self.config
     keys = ("batch_size", "num_generations", "num_iterations", "data_shuffle_seed", "enable_data_shuffling")
-    told = [(t.tokens, t.answer, *([] if t.messages is None else [t.prompt])) for t in self.tasks]
+    told = [(task.tokens, task.answer, *task.pictures) for task in self.tasks]
     tasks = hashlib.sha256(repr(told).encode()).hexdigest()
     return {key: getattr(c, key) for key in keys} | {"tasks": tasks}
 

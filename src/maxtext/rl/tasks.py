@@ -11,7 +11,7 @@ from typing import Any
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
-from maxtext.data.chat_messages import media_parts, template_messages
+from maxtext.data.chat_messages import media_parts, media_sources, template_messages
 from maxtext.data.conversations import chat_prompt
 from maxtext.data.images import ConversationImages, images_of_columns, with_column_images
 from maxtext.data.options import data_options, image_options
@@ -29,6 +29,12 @@ class Task:
   tokens: tuple[int, ...]
   answer: str
   messages: Sequence[Mapping[str, Any]] | None = None
+
+  @property
+  def pictures(self) -> list[Any]:
+    """The names of its files, wherever they are, or their bytes."""
+    sources = [source for _, source in media_sources(self.messages)]
+    return [os.path.basename(source) if isinstance(source, str) else source for source in sources]
 
 
 def task_order(config: MaxTextConfig, count: int) -> DocumentOrder:
