@@ -26,7 +26,7 @@ def main(folder: Path, files: list[str]) -> None:
 
 def task(row: dict[str, str]) -> dict[str, str]:
   """A prompt with what is asked of the answer's form, and the number behind the solution's last ####."""
-  solution, mark, answer = row["answer"].rpartition("####")
+  _, mark, answer = row["answer"].rpartition("####")
   if not mark:
     raise SystemExit(f"a row of GSM8K has no ####: {row['answer'][:80]}")
   return {"prompt": f"{row['question'].strip()}\n\n{ASK}", "answer": answer.strip().replace(",", "")}
