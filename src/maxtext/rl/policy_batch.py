@@ -48,10 +48,10 @@ def policy_advantages(config: MaxTextConfig, groups: Sequence[AnswerGroup]) -> n
 
 def as_batch(arrays: Arrays) -> Batch:
   """Arrays by name as a batch of the objective."""
-  tokens: dict[str, Any] = {name: arrays[name] for name in _TOKENS}
-  media: Any = {VISION: TowerInputs(arrays[_IMAGES], arrays[_FEATURES])} if _IMAGES in arrays else {}
-  extra = {name: a for name, a in arrays.items() if name not in (*tokens, _IMAGES, _FEATURES)}
-  return Batch(**tokens, extra=extra, media=media)
+  values: dict[str, Any] = dict(arrays)
+  tokens = {name: values.pop(name) for name in _TOKENS}
+  media = {VISION: TowerInputs(values.pop(_IMAGES), values.pop(_FEATURES))} if _IMAGES in values else {}
+  return Batch(**tokens, extra=values, media=media)
 
 
 def _images(options: ImageOptions, groups: Sequence[AnswerGroup], shape: tuple[int, int]) -> Arrays:

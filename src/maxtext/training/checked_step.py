@@ -9,7 +9,6 @@ from typing import Any
 
 from jax.experimental import checkify
 
-import maxtext
 from maxtext.configs.errors import RunError
 from maxtext.training.program import Program
 from maxtext.training.state import TrainState
@@ -17,7 +16,7 @@ from maxtext.training.synchronized_compile import SynchronizedCompile
 
 # JAX 0.10 fails to trace checks of indices in gathers with batch dimensions, which experts have.
 _CHECKS = checkify.float_checks | checkify.user_checks
-_PACKAGE = Path(maxtext.__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 
 
 class CheckedStep:
