@@ -115,10 +115,13 @@ class Membership:
     self.rival: HostRecord | None = None
 
   def wait_for_rival(self, seconds: float) -> None:
-    """Looks whether another agent has this index, before this one writes in its place."""
+    """Looks whether another agent has this index, before this one writes in its place: on this machine whether its
+    process is there, elsewhere whether its record changes."""
     deadline, first = time.monotonic() + seconds, _read_record(self._folder / f"host-{self._host}")
-    ended = first is None or (first.machine == self.own.machine and start_time(first.pid) != first.pid_started)
-    while not ended and self.rival is None and time.monotonic() < deadline:
+    if first is not None and first.machine == self.own.machine:
+      self.rival = first if start_time(first.pid) == first.pid_started else None
+      return
+    while first is not None and self.rival is None and time.monotonic() < deadline:
       time.sleep(_BEAT_SECONDS)
       found = _read_record(self._folder / f"host-{self._host}")
       self.rival = found if found != first else None

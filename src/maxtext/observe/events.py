@@ -101,7 +101,7 @@ def _run(command: list[str], text: str) -> str:
     process.wait()
     if not isinstance(error, subprocess.TimeoutExpired):
       raise
-    return str(error)
+    return f"it has not ended within {_TIMEOUT_SECONDS:g} s, and was ended."
   said.join(1.0)  # longer where something that it has started goes on
   return f"ended with code {process.returncode}: {said.text}" if process.returncode else ""
 
