@@ -23,10 +23,9 @@ from maxtext.mesh.topology import Topology
 from maxtext.planner.compile import program_for
 from maxtext.planner.compiled_step import compiled_step
 from maxtext.planner.estimate import Calibration, estimate
-from maxtext.planner.hlo import CompiledProgram
-from maxtext.planner.plan import filled_rows
+from maxtext.planner.plan import step_schedule
 from maxtext.planner.published_runs import PublishedRun, published_run
-from maxtext.planner.schedule import Schedule, schedule
+from maxtext.planner.schedule import Schedule
 from maxtext.storage.atomic import atomic_file
 
 LAYERS = "base_num_decoder_layers"
@@ -121,10 +120,8 @@ def compiled_parts(keys: Mapping[str, Any], cache: Path, depths: Sequence[int] =
 
 def _compiled(keys: Mapping[str, Any], cache: Path, layers: int, weight: float) -> CompiledPart:
   program, topology = program_for(resolve(values={**keys, LAYERS: layers}).config)
-  step, execution, work = compiled_step(program, topology, cache), program.model.execution, None
-  if step.text is not None:
-    filled, mesh = filled_rows(program.config, execution), execution.sharding.mesh
-    work = schedule(CompiledProgram.parse(step.text), topology, mesh, filled, step.kernel_efficiency)
+  step = compiled_step(program, topology, cache, stand_ins=True)
+  work = step_schedule(program, topology, step, cache)
   return CompiledPart(weight, layers, step.peak, round(step.seconds, 1), work)
 
 

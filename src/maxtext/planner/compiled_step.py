@@ -9,7 +9,6 @@ import re
 import time
 import warnings
 import zlib
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,13 +18,13 @@ import jax
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.mesh.compiler import FLAG_VARIABLES
 from maxtext.mesh.topology import Topology
-from maxtext.planner.kernel_blocks import kernel_efficiency
+from maxtext.planner.standin_kernels import stand_in_for_kernels
 from maxtext.status_line import show_phase
 from maxtext.storage.atomic import atomic_file
 from maxtext.training.compiled import save
 from maxtext.training.program import Program, run_compiler_options
 
-_FORMAT = 2  # of files in a cache; another number is another file
+_FORMAT = 3  # of files in a cache; another number is another file
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 _EFFORTS = ("jax_exec_time_optimization_effort", "jax_memory_fitting_effort")
 
@@ -38,24 +37,32 @@ class CompiledStep:
     text: the scheduled program; None if it does not fit.
     peak: bytes of a device that it needs at its peak.
     temporaries: of them, what is neither argument nor result.
-    kernel_efficiency: speed of each attention kernel relative to default blocks.
     seconds: what the compiler took.
   """
 
   text: str | None
   peak: int
   temporaries: int
-  kernel_efficiency: Mapping[str, float]
   seconds: float
 
 
-def compiled_step(program: Program, topology: Topology, cache: Path | None = None) -> CompiledStep:
+def compiled_step(
+  program: Program, topology: Topology, cache: Path | None = None, *, stand_ins: bool = False
+) -> CompiledStep:
   """Compiles a step, or finds it in the folder `cache`.
 
   A folder knows programs by their operations: the source lines of one that it keeps may be those of another release.
+
+  Args:
+    program: with the step.
+    topology: what it is compiled for.
+    cache: folder of compiled steps.
+    stand_ins: without what is in its Pallas kernels, for which the compiler needs longest.
   """
   show_phase("tracing the step")
   lowered = _lower(program)
+  if stand_ins:
+    stand_in_for_kernels(lowered)
   if cache is None:
     return _compile(program, topology, lowered)
   config, digest = program.config, _digest(program, topology, lowered)
@@ -69,6 +76,11 @@ def compiled_step(program: Program, topology: Topology, cache: Path | None = Non
   with atomic_file(file, unfinished=file.with_suffix(f".{os.getpid()}")) as target:
     target.write(gzip.compress(json.dumps(asdict(found)).encode()))
   return found
+
+
+def compiler_versions() -> list[str]:
+  """Of what compiles here."""
+  return [found for name in _COMPILERS if (found := _version(name))]
 
 
 def _lower(program: Program) -> jax.stages.Lowered:
@@ -111,16 +123,13 @@ def _compile(
     if unknown := re.search("No such compile option: '(.*?)'", str(error)):
       raise ConfigError(f"compile_xla_flags: the compiler has no option '{unknown[1]}'; leave it out.") from error
     needed = _needed_bytes(str(error))
-    return CompiledStep(None, needed, needed, {}, time.perf_counter() - start)
+    return CompiledStep(None, needed, needed, time.perf_counter() - start)
   if program.config.compiled_trainstep_file:
     save(program, lowered, compiled, Path(program.config.compiled_trainstep_file))
   stats, text = compiled.memory_analysis(), compiled.as_text()
   assert stats is not None, "the compilers for TPUs and GPUs return both"
   assert text is not None
-  show_phase("compiling the kernels of attention at their blocks")
-  efficiency = kernel_efficiency(program, topology)
-  seconds = time.perf_counter() - start
-  return CompiledStep(text, stats.peak_memory_in_bytes, stats.temp_size_in_bytes, efficiency, seconds)
+  return CompiledStep(text, stats.peak_memory_in_bytes, stats.temp_size_in_bytes, time.perf_counter() - start)
 
 
 def _digest(program: Program, topology: Topology, lowered: jax.stages.Lowered) -> str:
@@ -134,7 +143,7 @@ def _digest(program: Program, topology: Topology, lowered: jax.stages.Lowered) -
     "options": run_compiler_options(program.config, mesh),
     "environment": {name: os.environ.get(name, "") for name in FLAG_VARIABLES},
     "efforts": [jax.config.values[name] for name in _EFFORTS],
-    "versions": [found for name in _COMPILERS if (found := _version(name))],
+    "versions": compiler_versions(),
   }
   return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
 

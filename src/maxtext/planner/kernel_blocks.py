@@ -5,12 +5,14 @@ mask hides. Kernels are compiled alone in a subprocess, since the compiler write
 it was loaded.
 """
 
+import hashlib
+import json
 import multiprocessing
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,9 @@ from maxtext.layers.attention import GQA
 from maxtext.layers.mla import MLA
 from maxtext.mesh.compiler import compiler_options
 from maxtext.mesh.topology import Topology
+from maxtext.planner.compiled_step import compiler_versions
 from maxtext.planner.kernel_schedule import KernelSchedule
+from maxtext.storage.atomic import atomic_file
 from maxtext.training.program import Program
 
 # Block sizes of queries, of keys, and of keys in one matmul.
@@ -62,14 +66,14 @@ class Cost:
   cycles: float
 
 
-def kernel_efficiency(program: Program, topology: Topology) -> dict[str, float]:
+def kernel_efficiency(program: Program, topology: Topology, cache: Path | None = None) -> dict[str, float]:
   """The FLOP/s of each kernel relative to default blocks; empty if the run has default blocks, or if these do not
-  divide its rows."""
+  divide its rows. The folder `cache` keeps what was compiled for it."""
   blocks, shapes, default = program.model.execution.kernels.attention.blocks, attention_shapes(program), SplashBlocks()
   length = program.config.max_target_length
   if blocks == default or not shapes or length % min(default.q, length):
     return {}
-  ours, plain = _costs(program, topology, shapes, [blocks, default])
+  ours, plain = _costs(program, topology, shapes, [blocks, default], cache)
   return {name: ours[name].flops / ours[name].cycles * plain[name].cycles / plain[name].flops for name in ours}
 
 
@@ -121,19 +125,26 @@ _SEPARATE = {
 _FUSED = {"fwd": _FORWARD, "dkv": replace(_SEPARATE["dkv"], by_query=3)}
 _PROCESSES = 2  # processes that compile
 _HEADS = 4  # that are compiled: more than a device has cores, so that there is a loop
+_KERNEL_FLAGS = ("vmem", "mosaic")  # in names of compiler flags that a kernel's program may depend on
 _KEYS = dict(zip((field.name for field in fields(SplashBlocks)), SplashAttention.model_fields, strict=False))
 
 
 @dataclass(frozen=True)
 class _CompileJob:
-  """What the compiling subprocess needs."""
+  """Kernels to compile, for a process of its own."""
 
   topology: Topology
-  shapes: tuple[AttentionShape, ...]
+  shape: AttentionShape
+  blocks: SplashBlocks
   length: int
   dtype: str
   segments: bool
   flags: str
+
+  def file(self, folder: Path) -> Path:
+    """Where their schedules are kept: by all that they depend on, which of the hardware is the chip alone."""
+    about = [self.topology.name, str(replace(self, topology=None)), compiler_versions()]  # type: ignore[arg-type]
+    return folder / f"kernels-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]}.json"
 
 
 def _attention_shape(mixer: Any) -> AttentionShape | None:
@@ -153,67 +164,101 @@ def _blocks(q: int, kv: int, compute: int, fused: bool) -> SplashBlocks:
 
 
 def _costs(
-  program: Program, topology: Topology, shapes: Mapping[AttentionShape, int], tried: Sequence[SplashBlocks]
+  program: Program,
+  topology: Topology,
+  shapes: Mapping[AttentionShape, int],
+  tried: Sequence[SplashBlocks],
+  cache: Path | None = None,
 ) -> list[dict[str, Cost]]:
   """The costs of every choice of blocks, by kernel; empty for a choice that does not fit into on-chip memory."""
   config = program.config
-  job = _CompileJob(
+  job = partial(
+    _CompileJob,
     topology,
-    tuple(shapes),
-    config.max_target_length,
-    jnp.dtype(program.model.execution.numerics.dtype).name,
-    program.batch.segments is not None,
-    config.compile_xla_flags,
+    length=config.max_target_length,
+    dtype=jnp.dtype(program.model.execution.numerics.dtype).name,
+    segments=program.batch.segments is not None,
+    flags=" ".join(flag for flag in config.compile_xla_flags.split() if any(word in flag for word in _KERNEL_FLAGS)),
   )
-  spawned = multiprocessing.get_context("spawn")
-  with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(_PROCESSES, spawned) as pool:
-    found = list(pool.map(partial(_compile_schedules, job, folder), tried))
+  jobs = [[job(kind, blocks) for kind in shapes] for blocks in tried]
+  found = _schedules([one for choice in jobs for one in choice], cache)
   return [
-    {name: _cost(name, blocks, shapes, kinds, job) for name in _kernels(blocks.fused_backward) if all(kinds)}
-    for blocks, kinds in zip(tried, found, strict=True)
+    {
+      name: _cost(name, [(layers, one, found[one]) for layers, one in zip(shapes.values(), choice, strict=True)])
+      for name in _kernels(blocks.fused_backward)
+      if all(found[one] for one in choice)
+    }
+    for blocks, choice in zip(tried, jobs, strict=True)
   ]
 
 
-def _cost(
-  name: str,
-  blocks: SplashBlocks,
-  shapes: Mapping[AttentionShape, int],
-  schedules: Sequence[Mapping[str, KernelSchedule]],
-  job: _CompileJob,
-) -> Cost:
-  chip, length = job.topology.chip, job.length
-  kernel, done, cycles = _kernels(blocks.fused_backward)[name], 0.0, 0.0
-  q, kv = (min(getattr(blocks, field), length) for field in kernel.fields[:2])
-  for (kind, layers), one in zip(shapes.items(), schedules, strict=True):
+def _cost(name: str, kinds: Sequence[tuple[int, _CompileJob, Mapping[str, KernelSchedule]]]) -> Cost:
+  """Of a kernel over layers of several kinds, each with their number."""
+  done = cycles = 0.0
+  for layers, job, schedules in kinds:
+    chip, length, kind = job.topology.chip, job.length, job.shape
+    kernel = _kernels(job.blocks.fused_backward)[name]
+    q, kv = (min(getattr(job.blocks, field), length) for field in kernel.fields[:2])
     by_segments = kind.scoring.chunked and job.segments  # compared in the kernel, which skips no block then
     seen = seen_blocks(ScoreSpec(1.0) if by_segments else kind.scoring, length, q, kv)
     grid = seen.T if kernel.keys_down else seen
     flops = 2.0 * (kernel.by_query * kind.query_width + kernel.by_value * kind.value_width) * q * kv
     steps = len(grid) * int(grid.sum(1).max())
     least = flops * chip.clock * chip.devices * chip.cores / chip.flops
-    cycles += layers * one[name].cycles(len(grid), steps, int(seen.sum()), least)
+    cycles += layers * schedules[name].cycles(len(grid), steps, int(seen.sum()), least)
     done += layers * int(seen.sum()) * flops
   return Cost(done, cycles)
 
 
-def _compile_schedules(job: _CompileJob, folder: str, blocks: SplashBlocks) -> list[dict[str, KernelSchedule]]:
-  """The schedules of the kernels of each attention shape; empty if one does not fit. Runs in a subprocess that has not
-  loaded the compiler before."""
+def _schedules(jobs: Sequence[_CompileJob], cache: Path | None) -> dict[_CompileJob, dict[str, KernelSchedule]]:
+  """The schedules of the kernels of every job by their names, of one that does not fit none: kept ones, and others
+  compiled."""
+  found = {job: kept for job in jobs if cache and (kept := _read(job.file(cache))) is not None}
+  missing = [job for job in jobs if job not in found]
+  if not missing:
+    return found
+  spawned = multiprocessing.get_context("spawn")
+  with (
+    tempfile.TemporaryDirectory() as folder,
+    ProcessPoolExecutor(_PROCESSES, spawned, _write_schedules, (folder,)) as pool,
+  ):
+    for job, schedules in zip(missing, pool.map(partial(_compile_kernels, folder), missing), strict=True):
+      found[job] = schedules
+      if cache:
+        _keep(job.file(cache), schedules)
+  return found
+
+
+def _read(file: Path) -> dict[str, KernelSchedule] | None:
+  if not file.exists():
+    return None
+  return {name: KernelSchedule(**cycles) for name, cycles in json.loads(file.read_text()).items()}
+
+
+def _keep(file: Path, schedules: Mapping[str, KernelSchedule]) -> None:
+  file.parent.mkdir(parents=True, exist_ok=True)
+  with atomic_file(file, unfinished=file.with_suffix(f".{os.getpid()}")) as target:
+    target.write(json.dumps({name: asdict(one) for name, one in schedules.items()}).encode())
+
+
+def _write_schedules(folder: str) -> None:
+  """Lets the compiler of this process, which has not loaded it yet, write schedules."""
   jax.config.update("jax_enable_compilation_cache", False)
-  own = Path(folder) / str(os.getpid())
-  own.mkdir(exist_ok=True)
+  own = _own_folder(folder)
+  own.mkdir()
   dump = {"to": own, "llo_text": "true", "llo_pass_label_regex": ".*final_bundles.*"}
   flags = " ".join(f"--xla_jf_dump_{name}={value}" for name, value in dump.items())
   os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}"
-  device = job.topology.devices()[0]
-  return [_compile_kernels(job, kind, blocks, device, own) for kind in job.shapes]
 
 
-def _compile_kernels(
-  job: _CompileJob, kind: AttentionShape, blocks: SplashBlocks, device: jax.Device, folder: Path
-) -> dict[str, KernelSchedule]:
+def _own_folder(folder: str) -> Path:
+  return Path(folder) / str(os.getpid())
+
+
+def _compile_kernels(folder: str, job: _CompileJob) -> dict[str, KernelSchedule]:
+  device, kind, own = job.topology.devices()[0], job.shape, _own_folder(folder)
   mesh = Mesh(np.array([device]), ("one",))
-  attend, whole = AttentionKernel("splash", blocks=blocks), PartitionSpec(None, None, None, None)
+  attend, whole = AttentionKernel("splash", blocks=job.blocks), PartitionSpec(None, None, None, None)
   sharding = AttentionSharding(mesh, whole, whole)
 
   def total(floats: list[jax.Array], positions: jax.Array, segments: jax.Array | None) -> jax.Array:
@@ -229,7 +274,7 @@ def _compile_kernels(
     struct((*rows, _HEADS, width), job.dtype) for width in (kind.query_width, kind.query_width, kind.value_width)
   ] + [struct((_HEADS,), jnp.float32)] * kind.sinks
   tokens = struct(rows, jnp.int32)
-  for file in folder.iterdir():
+  for file in own.iterdir():
     file.unlink()
   step = jax.jit(jax.grad(total), compiler_options=compiler_options(device, job.flags))
   try:
@@ -238,6 +283,6 @@ def _compile_kernels(
     if "vmem" not in str(error).lower():
       raise
     return {}
-  kernels = _kernels(blocks.fused_backward)
-  files = {name: next(folder.glob(f"*-splash_mha_{name}_*[0-9]-final_bundles.txt")) for name in kernels}
+  kernels = _kernels(job.blocks.fused_backward)
+  files = {name: next(own.glob(f"*-splash_mha_{name}_*[0-9]-final_bundles.txt")) for name in kernels}
   return {name: KernelSchedule.parse(file.read_text()) for name, file in files.items()}

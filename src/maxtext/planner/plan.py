@@ -21,8 +21,10 @@ from maxtext.planner.compiled_step import CompiledStep, compiled_step
 from maxtext.planner.cost_model import forward_costs, policy_that_fits, saved_bytes
 from maxtext.planner.estimate import Estimate, Operation, estimate
 from maxtext.planner.hlo import CompiledProgram
-from maxtext.planner.schedule import schedule
+from maxtext.planner.kernel_blocks import kernel_efficiency
+from maxtext.planner.schedule import Schedule, schedule
 from maxtext.planner.torus import TorusSide, torus_sides
+from maxtext.status_line import show_phase
 from maxtext.training.program import Program
 from maxtext.training.state import bytes_per_device
 
@@ -161,7 +163,7 @@ def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = N
   rows, length = program.batch.inputs.shape
   chips = mesh.size // chip.devices
   memory = _memory(program, topology, step.peak, step.temporaries) if step else _memory_lower_bound(program, topology)
-  found = _estimate(program, topology, step) if step else None
+  found = _estimate(program, topology, step, cache) if step else None
   return Plan(
     config_name or config.model_name,
     config.compile_topology,
@@ -184,6 +186,23 @@ def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = N
   )
 
 
+def step_schedule(
+  program: Program, topology: Topology, step: CompiledStep, cache: Path | None = None
+) -> Schedule | None:
+  """The schedule of a compiled step, with its kernels at their blocks; None if it does not fit."""
+  if step.text is None:
+    return None
+  show_phase("compiling the kernels of attention at their blocks")
+  execution = program.model.execution
+  return schedule(
+    CompiledProgram.parse(step.text),
+    topology,
+    execution.sharding.mesh,
+    filled_rows(program.config, execution),
+    kernel_efficiency(program, topology, cache),
+  )
+
+
 def filled_rows(config: MaxTextConfig, execution: ExecutionConfig) -> float:
   """The fraction of a device's expert rows that hold a token if tokens are spread evenly over experts."""
   owners = num_shards_of(
@@ -203,18 +222,9 @@ def _rollouts(
   return plan_rollouts(config, topology, program, found.seconds, peak)
 
 
-def _estimate(program: Program, topology: Topology, step: CompiledStep) -> Estimate | None:
-  if step.text is None:
-    return None
-  execution = program.model.execution
-  work = schedule(
-    CompiledProgram.parse(step.text),
-    topology,
-    execution.sharding.mesh,
-    filled_rows(program.config, execution),
-    step.kernel_efficiency,
-  )
-  return estimate(work, CALIBRATION[topology.name])
+def _estimate(program: Program, topology: Topology, step: CompiledStep, cache: Path | None) -> Estimate | None:
+  work = step_schedule(program, topology, step, cache)
+  return estimate(work, CALIBRATION[topology.name]) if work else None
 
 
 def _memory_lower_bound(program: Program, topology: Topology) -> Memory:
