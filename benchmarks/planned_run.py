@@ -26,7 +26,10 @@ from maxtext.planner.estimate import Calibration, estimate
 from maxtext.planner.plan import step_schedule
 from maxtext.planner.published_runs import PublishedRun, published_run
 from maxtext.planner.schedule import Schedule
+from maxtext.planner.scheduled_step import scheduled_step
 from maxtext.storage.atomic import atomic_file
+
+SCHEDULED = Path(__file__).parent / "scheduled_runs"  # the same of runs that were compiled as far as their schedule
 
 LAYERS = "base_num_decoder_layers"
 FEWEST_LAYERS = 4
@@ -50,9 +53,10 @@ class PlannedRun:
 
   run: PublishedRun
   parts: Sequence[CompiledPart]  # models of two depths, or the whole one
+  quick: bool = False  # compiled as far as its schedule
 
   @staticmethod
-  def read(run: PublishedRun, kept: Path = KEPT) -> "PlannedRun | None":
+  def read(run: PublishedRun, kept: Path = KEPT, quick: bool = False) -> "PlannedRun | None":
     """What was kept of a run; None if nothing was."""
     file = kept / f"{run.id}.json"
     if not file.exists():
@@ -61,7 +65,12 @@ class PlannedRun:
       CompiledPart(**part | {"schedule": part["schedule"] and from_json(part["schedule"])})
       for part in json.loads(file.read_text())
     ]
-    return PlannedRun(run, parts)
+    return PlannedRun(run, parts, quick)
+
+  @staticmethod
+  def best(run: PublishedRun) -> "PlannedRun | None":
+    """The whole compilation that was kept, or else the schedule."""
+    return PlannedRun.read(run) or PlannedRun.read(run, SCHEDULED, quick=True)
 
   def write(self, kept: Path = KEPT) -> None:
     """Keeps it, for `read`."""
@@ -99,15 +108,18 @@ def main() -> None:
   parser.add_argument("run", type=published_run)
   parser.add_argument("--cache", type=Path, required=True)
   parser.add_argument("--depths", type=int, nargs=2, default=[], metavar="LAYERS")
+  parser.add_argument("--quick", action="store_true", help="only as far as the schedule")
   parser.add_argument("--timeout", type=int, metavar="SECONDS", help="of processor time, after which it is killed")
   arguments = parser.parse_args()
   if arguments.timeout:
     resource.setrlimit(resource.RLIMIT_CPU, (arguments.timeout, resource.RLIM_INFINITY))
-  parts = compiled_parts(arguments.run.planned_keys, arguments.cache, arguments.depths)
-  PlannedRun(arguments.run, parts).write()
+  parts = compiled_parts(arguments.run.planned_keys, arguments.cache, arguments.depths, quick=arguments.quick)
+  PlannedRun(arguments.run, parts).write(SCHEDULED if arguments.quick else KEPT)
 
 
-def compiled_parts(keys: Mapping[str, Any], cache: Path, depths: Sequence[int] = ()) -> list[CompiledPart]:
+def compiled_parts(
+  keys: Mapping[str, Any], cache: Path, depths: Sequence[int] = (), *, quick: bool = False
+) -> list[CompiledPart]:
   """A run of these keys, or models of two depths that stand for it; what is compiled is kept in `cache`."""
   layers = getattr(resolve(values=dict(keys)).config, LAYERS)
   low, high = sorted(depths) if depths else (layers, layers)
@@ -115,13 +127,13 @@ def compiled_parts(keys: Mapping[str, Any], cache: Path, depths: Sequence[int] =
     raise ConfigError(f"--depths {low} {high}: two numbers of layers, each {FEWEST_LAYERS} or more.")
   share = (layers - low) / (high - low) if depths else 1.0
   weights = {low: 1 - share, high: share}  # a whole run: both are its own depth
-  return [_compiled(keys, cache, depth, weight) for depth, weight in weights.items()]
+  return [_compiled(keys, cache, depth, weight, quick) for depth, weight in weights.items()]
 
 
-def _compiled(keys: Mapping[str, Any], cache: Path, layers: int, weight: float) -> CompiledPart:
+def _compiled(keys: Mapping[str, Any], cache: Path, layers: int, weight: float, quick: bool) -> CompiledPart:
   program, topology = program_for(resolve(values={**keys, LAYERS: layers}).config)
-  step = compiled_step(program, topology, cache, stand_ins=True)
-  work = step_schedule(program, topology, step, cache)
+  step = scheduled_step(program) if quick else compiled_step(program, topology, cache)
+  work = step_schedule(program, topology, step, cache, blocks=not quick)
   return CompiledPart(weight, layers, step.peak, round(step.seconds, 1), work)
 
 

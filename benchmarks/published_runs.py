@@ -1,13 +1,14 @@
 """Compiles published runs for chips that are not here, and sets their planned times beside those that were measured.
 
   python -m benchmarks.published_runs --cache plans                       # current runs
+  python -m benchmarks.published_runs --cache plans --quick               # in a fraction of the time
   python -m benchmarks.published_runs --cache plans v6e-8 llama3.1-8b     # only ids with all of these words
   python -m benchmarks.published_runs --cache plans gpt3 --depths 4 6     # from models of 4 and of 6 layers
 
 Each run is compiled in a process of its own with a time limit, those with small attention kernels first. Its schedule
-is kept in `benchmarks/compiled_runs`, and what is there is not compiled again: a campaign goes on from those before it,
-on any machine. `--cache` has the compiled programs. With `--depths`, runs that are kept without a schedule, since they
-do not fit, are compiled again.
+is kept in `benchmarks/compiled_runs`, with `--quick` in `benchmarks/scheduled_runs`, and what is there is not compiled
+again: a campaign goes on from those before it, on any machine. `--cache` has the compiled programs. With `--depths`,
+runs that are kept without a schedule, since they do not fit, are compiled again.
 `python -m benchmarks.fit_planner` fits the planner to all of them.
 """
 
@@ -37,15 +38,16 @@ def main() -> None:
   parser.add_argument(
     "--depths", nargs=2, default=[], metavar="LAYERS", help="compile models of so many layers instead"
   )
+  parser.add_argument("--quick", action="store_true", help="compile only as far as the schedule: no cycles, no blocks")
   parser.add_argument("--again", action="store_true", help="also trace what is kept, as after a change of the model")
   arguments = parser.parse_args()
   runs = sorted((run for run in published_runs().values() if _is_chosen(run, arguments.words)), key=_kernel_size)
 
   def one(run: PublishedRun) -> PlannedRun | str:
-    kept = None if arguments.again else PlannedRun.read(run)
-    if kept and (kept.timed or not arguments.depths):
+    kept = None if arguments.again else PlannedRun.best(run)
+    if kept and (kept.timed or not arguments.depths) and (arguments.quick or not kept.quick):
       return kept
-    return plan(run, arguments.cache, arguments.timeout, arguments.depths)
+    return plan(run, arguments.cache, arguments.timeout, arguments.depths, quick=arguments.quick)
 
   found: list[tuple[PublishedRun, PlannedRun | str]] = []
   print(f"{'run':52} {'published':>9} {'planned':>9} {'error':>7}  memory, GiB")
@@ -58,17 +60,18 @@ def main() -> None:
   print(f"said not to fit: {', '.join(unfit) or 'none'}")
 
 
-def plan(run: PublishedRun, cache: Path, timeout: int, depths: list[str]) -> PlannedRun | str:
+def plan(run: PublishedRun, cache: Path, timeout: int, depths: list[str], *, quick: bool = False) -> PlannedRun | str:
   """Compiles a run in a process of its own; why not, if it could not. The limit is of processor time: on a busy machine
   that is what stays the same."""
   command = [sys.executable, "-m", "benchmarks.planned_run", run.id, "--cache", str(cache), "--timeout", str(timeout)]
   command += ["--depths", *depths] if depths else []
+  command += ["--quick"] if quick else []
   done = subprocess.run(command, capture_output=True, text=True, check=False)
   if done.returncode == -signal.SIGXCPU:
     return f"not compiled in {timeout} s of processor time"
   if done.returncode:
     return done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
-  return PlannedRun.read(run) or "not kept"
+  return PlannedRun.best(run) or "not kept"
 
 
 def planned_seconds(planned: PlannedRun) -> float:

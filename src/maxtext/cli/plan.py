@@ -35,6 +35,7 @@ def add_command(commands: Any) -> None:
   )
   config.add_overrides(parser)
   parser.add_argument("--json", action="store_true", help="as a JSON object")
+  parser.add_argument("--quick", action="store_true", help="compile only as far as the schedule: sooner, and rougher")
   parser.add_argument("--html", type=Path, metavar="FILE.html", help="also draw it")
   parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keep what the compiler made, and find it again")
   parser.add_argument(
@@ -85,7 +86,8 @@ def _planned(arguments: argparse.Namespace) -> int:
     from maxtext.planner.plan import plan
     from maxtext.planner.text import as_text, compared_with
 
-    found = plan(resolved.config, config_name=published.id if published else resolved.name, cache=arguments.cache)
+    name = published.id if published else resolved.name
+    found = plan(resolved.config, config_name=name, cache=arguments.cache, quick=arguments.quick)
   whole = _run_estimate(arguments, found)
   if arguments.json:
     more = {"run": whole.as_json() if whole else None, "published": published.as_json() if published else None}

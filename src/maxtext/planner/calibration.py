@@ -31,6 +31,7 @@ class PredictedRun:
     held_out: with constants that no run of its model had a part in; 0 if there are none.
     memory: GiB of a device.
     layers: of the models that were compiled, if they had fewer.
+    quick: compiled as far as the schedule.
   """
 
   id: str
@@ -43,6 +44,7 @@ class PredictedRun:
   memory: float
   fits: bool
   layers: Sequence[int] = ()
+  quick: bool = False
 
   @property
   def error(self) -> float:
@@ -82,9 +84,9 @@ def run_kind(config: MaxTextConfig) -> RunKind:
   return "offloading" if any(turn.offloaded for turn in remat(config)) else "dense"
 
 
-def accuracy(chip: str, kind: RunKind) -> Accuracy:
-  """That of plans of this chip and kind."""
-  runs = [run for run in predicted_runs() if (run.chip, run.kind) == (chip, kind) and run.held_out]
+def accuracy(chip: str, kind: RunKind, quick: bool = False) -> Accuracy:
+  """That of plans of this chip and kind, quick ones or others."""
+  runs = [run for run in predicted_runs() if (run.chip, run.kind, run.quick) == (chip, kind, quick) and run.held_out]
   return Accuracy(chip, kind, [run.error for run in runs])
 
 

@@ -18,7 +18,6 @@ import jax
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.mesh.compiler import FLAG_VARIABLES
 from maxtext.mesh.topology import Topology
-from maxtext.planner.standin_kernels import stand_in_for_kernels
 from maxtext.status_line import show_phase
 from maxtext.storage.atomic import atomic_file
 from maxtext.training.compiled import save
@@ -46,23 +45,13 @@ class CompiledStep:
   seconds: float
 
 
-def compiled_step(
-  program: Program, topology: Topology, cache: Path | None = None, *, stand_ins: bool = False
-) -> CompiledStep:
+def compiled_step(program: Program, topology: Topology, cache: Path | None = None) -> CompiledStep:
   """Compiles a step, or finds it in the folder `cache`.
 
   A folder knows programs by their operations: the source lines of one that it keeps may be those of another release.
-
-  Args:
-    program: with the step.
-    topology: what it is compiled for.
-    cache: folder of compiled steps.
-    stand_ins: without what is in its Pallas kernels, for which the compiler needs longest.
   """
   show_phase("tracing the step")
   lowered = _lower(program)
-  if stand_ins:
-    stand_in_for_kernels(lowered)
   if cache is None:
     return _compile(program, topology, lowered)
   config, digest = program.config, _digest(program, topology, lowered)
@@ -122,7 +111,7 @@ def _compile(
   except jax.errors.JaxRuntimeError as error:
     if unknown := re.search("No such compile option: '(.*?)'", str(error)):
       raise ConfigError(f"compile_xla_flags: the compiler has no option '{unknown[1]}'; leave it out.") from error
-    needed = _needed_bytes(str(error))
+    needed = needed_bytes(str(error))
     return CompiledStep(None, needed, needed, time.perf_counter() - start)
   if program.config.compiled_trainstep_file:
     save(program, lowered, compiled, Path(program.config.compiled_trainstep_file))
@@ -155,7 +144,7 @@ def _version(package: str) -> str | None:
     return None
 
 
-def _needed_bytes(message: str) -> int:
+def needed_bytes(message: str) -> int:
   """The bytes that an out-of-memory message of the compiler reports; raises `RuntimeError` for other messages."""
   units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
   found = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])", message)

@@ -23,8 +23,8 @@ class Calibration:
     link: share of a link's speed that a collective reaches.
     between_slices: bytes per second and chip over the data-centre network; of GPUs, between nodes.
     host: bytes per second and chip between its memory and the host's.
-    matmul: share of a GPU's peak that a matmul reaches.
-    memory: share of its memory's speed that kernels and operations of a GPU reach.
+    matmul: share of the peak that a matmul reaches, where the compiler has no estimate.
+    memory: share of the memory's speed that kernels and such operations reach.
   """
 
   compute: float = 1.0

@@ -23,6 +23,7 @@ from maxtext.planner.estimate import Estimate, Operation, estimate
 from maxtext.planner.hlo import CompiledProgram
 from maxtext.planner.kernel_blocks import kernel_efficiency
 from maxtext.planner.schedule import Schedule, schedule
+from maxtext.planner.scheduled_step import scheduled_step
 from maxtext.planner.torus import TorusSide, torus_sides
 from maxtext.status_line import show_phase
 from maxtext.training.program import Program
@@ -144,7 +145,7 @@ class Plan:
     } | ({"rollouts": self.rollouts.as_json()} if self.rollouts else {})
 
 
-def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = None) -> Plan:
+def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = None, quick: bool = False) -> Plan:
   """Compiles the train step for `compile_topology` and estimates its memory and time: `maxtext.plan`.
 
   No device of that topology is needed. Without JAX's CUDA plugin, memory and time of GPUs are lower bounds.
@@ -153,17 +154,20 @@ def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = N
     config: a run with `compile_topology`, such as "v5p-128".
     config_name: what to call it; empty is `model_name`.
     cache: a folder of compiled steps, in which this one is found or kept.
+    quick: compile only as far as the schedule, and take times from FLOPs and bytes.
 
   Raises:
     ConfigError: (a ValueError) there is no `compile_topology`, or the run does not fit to its mesh.
   """
   program, topology = program_for(config)
   mesh, chip = program.model.execution.sharding.mesh, topology.chip
-  step = compiled_step(program, topology, cache) if topology.compiles else None
+  if quick and (topology.gpu or config.use_grpo):
+    raise ConfigError("--quick is for training steps on TPUs: leave it out.")
+  step = _step(program, topology, cache, quick) if topology.compiles else None
   rows, length = program.batch.inputs.shape
   chips = mesh.size // chip.devices
   memory = _memory(program, topology, step.peak, step.temporaries) if step else _memory_lower_bound(program, topology)
-  found = _estimate(program, topology, step, cache) if step else None
+  found = _estimate(program, topology, step, cache, quick) if step else None
   return Plan(
     config_name or config.model_name,
     config.compile_topology,
@@ -182,14 +186,19 @@ def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = N
     if found and found.recomputed_share >= WORTH_MENTIONING
     else None,
     _rollouts(config, topology, program, found, memory.peak),
-    accuracy(topology.name, run_kind(config)) if found else None,
+    accuracy(topology.name, run_kind(config), quick) if found else None,
   )
 
 
+def _step(program: Program, topology: Topology, cache: Path | None, quick: bool) -> CompiledStep:
+  return scheduled_step(program) if quick else compiled_step(program, topology, cache)
+
+
 def step_schedule(
-  program: Program, topology: Topology, step: CompiledStep, cache: Path | None = None
+  program: Program, topology: Topology, step: CompiledStep, cache: Path | None = None, *, blocks: bool = True
 ) -> Schedule | None:
-  """The schedule of a compiled step, with its kernels at their blocks; None if it does not fit."""
+  """The schedule of a compiled step, with its kernels at their blocks, or as if these were the default; None if it does
+  not fit."""
   if step.text is None:
     return None
   show_phase("compiling the kernels of attention at their blocks")
@@ -199,7 +208,7 @@ def step_schedule(
     topology,
     execution.sharding.mesh,
     filled_rows(program.config, execution),
-    kernel_efficiency(program, topology, cache),
+    kernel_efficiency(program, topology, cache) if blocks else {},
   )
 
 
@@ -222,8 +231,10 @@ def _rollouts(
   return plan_rollouts(config, topology, program, found.seconds, peak)
 
 
-def _estimate(program: Program, topology: Topology, step: CompiledStep, cache: Path | None) -> Estimate | None:
-  work = step_schedule(program, topology, step, cache)
+def _estimate(
+  program: Program, topology: Topology, step: CompiledStep, cache: Path | None, quick: bool
+) -> Estimate | None:
+  work = step_schedule(program, topology, step, cache, blocks=not quick)
   return estimate(work, CALIBRATION[topology.name]) if work else None
 
 

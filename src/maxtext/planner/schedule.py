@@ -22,6 +22,7 @@ from maxtext.mesh.topology import Topology
 from maxtext.planner.gpu_cost import gpu_cost
 from maxtext.planner.hlo import CompiledProgram, Computation, Instruction, Transfer, called_computations, loop_body
 from maxtext.planner.operation_names import RECOMPUTED, operation_name, source_lines
+from maxtext.planner.tpu_cost import tpu_cost
 
 Kind = Literal["compute", "kernel", "collective", "host"]
 Resource = Literal["compute", "kernel", "grouped", "matmul", "link", "between_slices", "host"]
@@ -153,7 +154,9 @@ class _ScheduleReader:
     )
 
   def _on_chip(self, computation: Computation, i: Instruction) -> Work | None:
-    kernel, resource, seconds, memory_seconds = self._on_gpu(computation, i) if self._topology.gpu else self._on_tpu(i)
+    kernel, resource, seconds, memory_seconds = (
+      self._on_gpu(computation, i) if self._topology.gpu else self._on_tpu(computation, i)
+    )
     if not seconds and not memory_seconds:
       return None
     op_name, stack = self._program.origin(i)
@@ -161,9 +164,11 @@ class _ScheduleReader:
     kind: Kind = "kernel" if kernel else "compute"
     return Work(kernel or i.name, label, kind, source, resource, seconds, memory_seconds, recomputed=again)
 
-  def _on_tpu(self, i: Instruction) -> tuple[str | None, Resource, float, float]:
+  def _on_tpu(self, computation: Computation, i: Instruction) -> tuple[str | None, Resource, float, float]:
     """The name of the Pallas kernel, if it is one, what it keeps busy, and seconds of that and of the memory."""
     if not (kernel := _kernel_name(i)):
+      if not self._has_cycles:
+        return None, "matmul", *self._at_peak(computation, i)
       return None, "compute", i.cycles / self._chip.clock, 0.0
     flops, moved = _kernel_cost(kernel, i)
     faster = (times for part, times in self._kernel_efficiency.items() if f"{_ATTENTION}{part}" in kernel)
@@ -174,6 +179,18 @@ class _ScheduleReader:
       peak = self._chip.peak(a.dtype for a in i.operand_arrays if len(a.shape) > 1)
     devices = self._chip.devices  # each has its part of the chip
     return kernel, resource, flops / peak * devices, moved / self._chip.hbm_bandwidth * devices
+
+  @cached_property
+  def _has_cycles(self) -> bool:
+    """Whether the compiler has estimated operations; it does so while it writes their code."""
+    return any(i.cycles for i, _ in self._program.walk())
+
+  def _at_peak(self, computation: Computation, i: Instruction) -> tuple[float, float]:
+    """Seconds of the matrix units and of the memory."""
+    if i.opcode.endswith("-start"):  # passes beside other work
+      return 0.0, 0.0
+    cost, devices = tpu_cost(self._program, computation, i), self._chip.devices  # each has its part of the chip
+    return cost.flops / self._chip.peak(cost.dtypes) * devices, cost.bytes / self._chip.hbm_bandwidth * devices
 
   def _on_gpu(self, computation: Computation, i: Instruction) -> tuple[str | None, Resource, float, float]:
     """The same of the library's kernel; what is no matmul keeps the memory busy alone."""
