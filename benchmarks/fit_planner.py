@@ -29,7 +29,7 @@ from maxtext.planner.published_runs import PublishedRun, published_runs
 
 PAGE = Path("docs/planner-accuracy.md")
 PICTURE = Path("docs/pictures/planner-accuracy.svg")
-START = Calibration(compute=0.85, matmul=0.85, memory=0.8)
+START = Calibration(compute=0.85, matmul=0.95, memory=0.8)
 # From single published figures whose configurations are not known (docs/planner-accuracy.md), and their models.
 FORMER: Mapping[str, Calibration] = {
   "v5p": Calibration(compute=0.88, grouped=0.82),
@@ -46,6 +46,7 @@ SPREAD = {
   "matmul": 0.15,
   "memory": 0.2,
 }  # of their logarithms, before any run is seen
+OF_OPERATIONS = {False: ("compute",), True: ("matmul", "memory")}  # constants of whole compilations, and of quick ones
 NOISE = 0.05  # of a run's logarithm
 HEAD = """\
 # Constants of each chip (`estimate.Calibration`), and published runs as they were planned. Written by
@@ -79,9 +80,13 @@ def main() -> None:
 
 
 def calibration_of(chip: str, runs: Sequence[PlannedRun]) -> Calibration:
-  """The constants of a chip: of these runs, if they are of enough models."""
-  timed = [run for run in runs if run.timed]
-  return fit(timed) if enough(timed) else FORMER.get(chip, Calibration())
+  """The constants of a chip: of these runs, if they are of enough models; the former ones where they say nothing."""
+  timed, former = [run for run in runs if run.timed], FORMER.get(chip, Calibration())
+  if not enough(timed):
+    return former
+  seen = {run.quick for run in timed}
+  unseen = [field for quick, fields in OF_OPERATIONS.items() if quick not in seen for field in fields]
+  return replace(fit(timed), **{field: getattr(former, field) for field in unseen})
 
 
 def enough(runs: Iterable[PlannedRun]) -> bool:

@@ -109,8 +109,6 @@ def _compile(
       warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
       compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
-    if unknown := re.search("No such compile option: '(.*?)'", str(error)):
-      raise ConfigError(f"compile_xla_flags: the compiler has no option '{unknown[1]}'; leave it out.") from error
     needed = needed_bytes(str(error))
     return CompiledStep(None, needed, needed, time.perf_counter() - start)
   if program.config.compiled_trainstep_file:
@@ -145,7 +143,9 @@ def _version(package: str) -> str | None:
 
 
 def needed_bytes(message: str) -> int:
-  """The bytes that an out-of-memory message of the compiler reports; raises `RuntimeError` for other messages."""
+  """The bytes that an out-of-memory message of the compiler reports; raises for other messages."""
+  if unknown := re.search("No such compile option: '(.*?)'", message):
+    raise ConfigError(f"compile_xla_flags: the compiler has no option '{unknown[1]}'; leave it out.")
   units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
   found = re.search(r"(?:Used |temporaries \()([\d.]+)([KMGT])", message)
   if not found:
