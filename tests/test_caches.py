@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from maxtext import ConfigError, load_config
+from maxtext.inference import programs
 from maxtext.inference.decode_state import forward_step
 from maxtext.inference.engine import Engine, PrefillChunk, dropless
 from maxtext.inference.prefix_cache import PrefixCache
@@ -111,6 +112,21 @@ def paged_reader(name, keys):
     return np.stack(found)
 
   return read if any(kind.paged for kind in jax.tree.leaves(kinds)) else None
+
+
+def test_a_short_row_leaves_nothing_of_the_request_before(monkeypatch):
+  """Not even where no query sees it: what is infinite there would spoil the sums."""
+  monkeypatch.setattr(programs, "_SHORTEST_ROW", 8)
+  used, new = (engine_of("gemma2") for _ in range(2))
+  lengths = [max(array.shape[-2] for array in jax.tree.leaves(used.prefill(TEXT[:n]))) for n in (6, 20)]
+  assert lengths == [32, LENGTH]  # a chunk has at least 16 tokens
+  for count, steps in ((20, 16), (6, 12), (3, 0)):
+    used.insert(used.prefill(TEXT[:count]), 1, TEXT[:count], SamplingParams(temperature=0.0))
+    for _ in range(steps):
+      used.decode_step([False, True])
+  new.insert(new.prefill(TEXT[:3]), 1, TEXT[:3], SamplingParams(temperature=0.0))
+  slots = [[array[:, 1] for array in jax.tree.leaves(engine.state.cache)] for engine in (used, new)]
+  jax.tree.map(np.testing.assert_array_equal, *slots)
 
 
 def forward(name):

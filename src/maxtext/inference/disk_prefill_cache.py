@@ -84,7 +84,8 @@ class DiskPrefillCache:
     """Writes the row of a prompt if it covers all tokens but the last; rows of earlier chunks are ignored."""
     if count != len(prompt) - 1:
       return
-    leaves = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in jax.tree.leaves(jax.device_get(row))]
+    whole = jax.tree.map(_padded, jax.device_get(row), self._like)
+    leaves = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in jax.tree.leaves(whole)]
     size = sum(leaf.nbytes for leaf in leaves)
     if size > self._max_bytes:
       return
@@ -123,6 +124,11 @@ class DiskPrefillCache:
     shapes = [(s.shape, str(s.dtype)) for s in jax.tree.leaves(self._like)]
     key = repr((self._fingerprint(), *([adapter] if adapter else []), shapes, list(map(int, tokens))))
     return self._directory / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
+
+
+def _padded(array: np.ndarray, like: jax.ShapeDtypeStruct) -> np.ndarray:
+  """An array of a row that may be shorter than the longest sequence."""
+  return np.pad(array, [(0, most - size) for size, most in zip(array.shape, like.shape, strict=True)])
 
 
 def _warn(message: str) -> None:

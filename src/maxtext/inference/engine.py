@@ -27,7 +27,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -164,6 +164,8 @@ class Engine:
     # Preempted requests are prefilled with their output, which may be longer than the longest prompt.
     resumes_long = self._paged and self.max_model_len > self.chunk_sizes[-1]
     self._multi_chunk = chunk_size is not None or reuse_rows or resumes_long
+    self._rows = {length: programs.row_shapes(length) for length in programs.row_lengths}
+    self._reach = np.zeros(slots, np.int64)  # positions of each slot below which anything was written
 
     self.state = jax.jit(programs.init_state)(self._params)
     shardings = jax.tree.map(lambda a: a.sharding, self.state)
@@ -173,6 +175,7 @@ class Engine:
     self._prefill = jax.jit(programs.prefill)
     self._prefill_with_logprobs = jax.jit(programs.prefill_with_logprobs)
     self._prefill_chunk = jax.jit(programs.prefill_chunk, donate_argnums=() if reuse_rows else 1)
+    self._grow = jax.jit(programs.grow, static_argnames="length")
     self._insert = jax.jit(partial(insert, programs.cache_specs()), donate_argnums=0, out_shardings=shardings)
     out_shardings = (shardings, self._replicated)
     self._decode_step = jax.jit(programs.decode_step, donate_argnums=1, out_shardings=out_shardings)
@@ -181,11 +184,10 @@ class Engine:
     table_shardings = {path: table.sharding for path, table in self._tables.items()}
     self._write_tables = jax.jit(_write_tables, donate_argnums=0, out_shardings=table_shardings)
 
-  @cached_property
+  @property
   def row(self) -> Caches:
-    """Shapes and dtypes of what `prefill` returns."""
-    tokens, one = np.zeros((1, self.chunk_sizes[0]), np.int32), np.ones(1, np.int32)
-    return self._prefill.eval_shape(self._params, tokens, one, one)
+    """Shapes and dtypes of a row of the longest sequence; `prefill` returns shorter ones for short prompts."""
+    return self._rows[self.max_model_len]
 
   @property
   def fingerprint(self) -> str:
@@ -341,7 +343,7 @@ class Engine:
     if row is None:
       assert chunk.start == 0
       return self._prefill(self._params, tokens, *rest)
-    return self._prefill_chunk(self._params, row, tokens, np.int32(chunk.start), *rest)
+    return self._prefill_chunk(self._params, self._grown(row, self.max_model_len), tokens, np.int32(chunk.start), *rest)
 
   def prefill_with_logprobs(
     self,
@@ -357,6 +359,7 @@ class Engine:
     """
     tokens, *rest = self._chunk_arguments(chunk, adapter, media)
     after = _pad(next_tokens, tokens.shape[1], 0)[None]
+    row = None if row is None else self._grown(row, self.max_model_len)
     row, found = self._prefill_with_logprobs(self._params, row, tokens, after, np.int32(chunk.start), *rest)
     return row, jax.device_get(found)
 
@@ -387,13 +390,25 @@ class Engine:
     adapter: int = 0,
     rotary_offset: int = 0,
   ) -> None:
-    """Puts a prefilled prompt, and its output so far, into a slot. The row stays valid."""
+    """Puts a prefilled prompt, and its output so far, into a slot. The row stays valid.
+
+    What the slot's last request has written is overwritten, with zeros beyond the row.
+    """
+    row = self._grown(row, int(self._reach[slot]) + 1 + self.num_speculative_tokens)  # idle slots write the next token
     sampling = SamplingState.of(sampling_params, len(prompt), self.vocab)
     sequence, pages = [*prompt, *output], self.block_table.entries[slot].copy()
     counts = np.array([len(prompt), len(sequence)], np.int32)
     tokens = _pad(sequence, self.max_model_len, self.vocab)
     numbers = np.int32(adapter), np.int32(rotary_offset)
     self.state = self._insert(self.state, row, np.int32(slot), pages, tokens, counts, sampling, *numbers)
+    self._reach[slot] = len(sequence)
+
+  def _grown(self, row: Caches, length: int) -> Caches:
+    """A row with room for so many positions, or for the longest sequence."""
+    shapes = [array.shape for array in jax.tree.leaves(row)]
+    own = next(n for n, like in self._rows.items() if shapes == [struct.shape for struct in jax.tree.leaves(like)])
+    wanted = next((n for n in self._rows if n >= length), self.max_model_len)
+    return row if own >= wanted else self._grow(row, length=wanted)
 
   def decode_step(self, active: Sequence[bool], token_bitmask: np.ndarray | None = None) -> SamplerOutput:
     """One step of all slots. Inactive slots do not change, and their output is undefined.
@@ -405,6 +420,7 @@ class Engine:
     return jax.device_get(self._start_decode_step(active, token_bitmask))
 
   def _start_decode_step(self, active: Sequence[bool], token_bitmask: np.ndarray | None) -> SamplerOutput:
+    self._reach += np.array(active, bool)
     bitmask = self._full_bitmask if token_bitmask is None else jax.device_put(token_bitmask, self._replicated)
     self.state, output = self._decode_step(
       self._params, self.state, np.array(active, bool), self._device_block_table, bitmask
@@ -426,6 +442,7 @@ class Engine:
       output = self._start_decode_step(active, token_bitmask)
       jax.tree.map(lambda array: array.copy_to_host_async(), output)
       return lambda: [(jax.device_get(output), slots)]
+    self._reach += slots * (1 + self.num_speculative_tokens)
     self.state, outputs = self._speculative_step(self._params, self.state, slots, self._device_block_table)
 
     def result() -> StepOutput:
@@ -443,9 +460,10 @@ class Engine:
     """Compiles every program."""
     for size in self.chunk_sizes:
       row = self.prefill_chunk(PrefillChunk(0, [0] * size))
+      for length in self._rows:
+        self.insert(self._grown(row, length), 0, [0], SamplingParams())
       if self._multi_chunk:
-        row = self.prefill_chunk(PrefillChunk(size, [0] * size), row)
-    self.insert(row, 0, [0], SamplingParams())
+        self.prefill_chunk(PrefillChunk(size, [0] * size), row)
     for step in (self.decode_step, self.speculative_step):
       step([False] * self.slots)
     if self._tables:

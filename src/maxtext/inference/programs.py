@@ -3,6 +3,7 @@
 Shapes: B slots, S tokens of a chunk, T longest sequence, M most pages of a slot, W draft tokens, V vocabulary.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import jax
@@ -27,6 +28,8 @@ from maxtext.layers.kv_cache import CacheSpec
 from maxtext.layers.paged_kv_cache import PagedKVCache
 from maxtext.models.model import Model, Params
 from maxtext.models.spec import towers_of
+
+_SHORTEST_ROW = 256  # positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +81,30 @@ class Programs:
     if self.pages is None:
       return BlockTable(self.slots, self.max_model_len + self.num_speculative_tokens, self.slots, 1)
     return BlockTable(self.pages.count, self.pages.size, self.slots, self.pages.per_row(self.max_model_len))
+
+  @property
+  def row_lengths(self) -> tuple[int, ...]:
+    """Lengths that the cache of a row may have, in few sizes; the last is that of the longest sequence.
+
+    The row of a short prompt is short, so that little is copied into its slot. Pages are cut from whole rows.
+    """
+    shorter = (_SHORTEST_ROW * 4**i for i in itertools.count())
+    lengths = itertools.takewhile(lambda length: length < self.max_model_len, shorter)
+    return (*(() if self.pages else lengths), self.max_model_len)
+
+  def row_shapes(self, length: int) -> Caches:
+    """Shapes and dtypes of a row of this length."""
+    specs = self.row_model.shapes.cache_specs(1, length)
+    specs += [] if self.draft_model is None else self.draft_model.cache_specs(1, length)
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
+
+  def grow(self, row: Caches, length: int) -> Caches:
+    """A row as one of a greater length."""
+
+    def pad(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+      return jnp.pad(array, [(0, most - size) for size, most in zip(array.shape, like.shape, strict=True)])
+
+    return jax.tree.map(pad, row, self.row_shapes(length))
 
   def cache_specs(self) -> list[list[dict[str, CacheSpec]]]:
     """The description of each array of the slots' KV cache."""
@@ -212,9 +239,10 @@ class Programs:
     """The hidden states of a chunk, and its row, which is new if none is given."""
     fresh = row is None
     if row is None:
-      row = self.row_model.bind(params).init_cache(1, self.max_model_len)
+      length = next((length for length in self.row_lengths if length >= tokens.shape[1]), self.max_model_len)
+      row = self.row_model.bind(params).init_cache(1, length)
       if self.draft_model is not None:
-        row = row + self.draft_model.init_cache(params, 1, self.max_model_len)
+        row = row + self.draft_model.init_cache(params, 1, length)
     own, draft = self._split(row)
     hidden, cache = prefill(self.row_model, params, own, tokens, start, count, fresh, adapter, media)
     if self.draft_model is None:
