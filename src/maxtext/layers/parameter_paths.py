@@ -89,6 +89,11 @@ def one_layer(path: str, repeat: int) -> str:
   return f"{path}[{repeat}]"
 
 
+def outputs_first(path: str) -> str:
+  """The name of a matrix that is stored as [outputs, inputs], for programs that take it so."""
+  return f"{path}.T"
+
+
 def all_layers(path: str) -> str:
   """The stacked parameter of which a name may be one repeat."""
   return re.sub(r"\[\d+\]$", "", path)

@@ -3,6 +3,7 @@
 At run time parameters are a flat dict {path: array}; the modules are bound to them inside `jax.jit`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ from flax import nnx
 
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.param_factory import Buffer, UpdateStatistic
-from maxtext.layers.parameter_paths import join, one_layer
+from maxtext.layers.parameter_paths import all_layers, join, one_layer, outputs_first
 from maxtext.layers.quantized_weight import is_scale
 from maxtext.models.decoder import Decoder
 from maxtext.models.spec import DecoderSpec
@@ -136,19 +137,56 @@ class Model:
     return {name for name in layered if not any(self.struct(name).sharding.spec[:1])}
 
   def unstack_layers(self, params: Params) -> Params:
-    """Empties `params` and returns them with one entry per layer, where a program takes that."""
-    unstacked, found = self.unstacked, Params()
+    """Empties `params` and returns them as programs take them: with one entry per layer of those that are `unstacked`,
+    and the matrices that are `turned`."""
+    unstacked, turned, found = self.unstacked, self.turned, Params()
     while params:
       name, value = params.popitem()
-      found |= {one_layer(name, i): value[i] for i in range(value.shape[0])} if name in unstacked else {name: value}
+      layers = {one_layer(name, i): value[i] for i in range(value.shape[0])} if name in unstacked else {name: value}
+      del value
+      while layers:
+        one, array = layers.popitem()
+        if all_layers(name) in turned:
+          one, array = outputs_first(one), self._turn(all_layers(name), array)
+        found[one] = array
     return found
 
+  @property
+  def turned(self) -> set[str]:
+    """Matrices that a program of one CPU takes as [outputs, inputs], both flat, if the layers do not run in a scan.
+
+    So its matmuls read memory in order, which counts where there are few rows, as in a decode step.
+    """
+    mesh = self.execution.sharding.mesh
+    if self.execution.scan_layers or mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
+      return set()
+    unstacked, axes = self.unstacked, self.logical_axes
+    plain = {name for name in self.weight_names if f"{name}_scale" not in axes}
+    return {
+      name
+      for name, (stacked, contracted) in self.contracted.items()
+      if contracted and stacked == int(name in unstacked) and name in plain
+    }
+
+  def _turn(self, name: str, matrix: jax.Array) -> jax.Array:
+    """A matrix of one layer as [outputs, inputs]."""
+    contracted = self.contracted[name][1]
+    return matrix.reshape(math.prod(matrix.shape[:contracted]), -1).T
+
   def _stacked(self, params: Params, name: str) -> jax.Array:
+    """A parameter from the entries that a program takes."""
     if name in params:
       return params[name]
     if (statistic := self.statistics.get(name)) is not None:
       return jnp.zeros(statistic.shape, statistic.dtype)
-    return jnp.stack([params[one_layer(name, i)] for i in range(self.struct(name).shape[0])])
+    shape = self.struct(name).shape
+
+    def entry(name: str, shape: tuple[int, ...]) -> jax.Array:
+      return params[name] if name in params else params[outputs_first(name)].T.reshape(shape)
+
+    if outputs_first(name) in params:
+      return entry(name, shape)
+    return jnp.stack([entry(one_layer(name, i), shape[1:]) for i in range(shape[0])])
 
   def _bound(self, values: Mapping[str, Any]) -> Decoder:
     state = [(path, kind(values[name], **metadata)) for name, path, kind, metadata in self._variables]
