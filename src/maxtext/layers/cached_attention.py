@@ -71,14 +71,21 @@ class CachedAttention:
     self, q: jax.Array, new: Cache, cache: Cache, repeat: jax.Array, context: Context, size: int
   ) -> tuple[jax.Array, Cache]:
     cache, blocks = update_by_blocks(cache, repeat, context, new, size, self.execution.kv_cache.quantization)
-
-    def read(block: jax.Array) -> tuple[jax.Array, jax.Array, Tokens]:
-      seen, where = blocks.read(block)
-      return seen["key"], seen["value"], where
-
-    tokens = Tokens(context.positions, spans=context.spans)
+    rows, parts = q.shape[0], self.execution.kv_cache.parts
+    each = rows // parts if rows % parts == 0 else rows
     precision, matmuls = self.execution.numerics.precision, self.matmuls
-    return blockwise(q, read, blocks.count, tokens, self.scoring, self.sinks, precision, matmuls), cache
+
+    def attend(first: int) -> jax.Array:
+      def read(block: jax.Array) -> tuple[jax.Array, jax.Array, Tokens]:
+        seen, where = blocks.read(block, first, each)
+        return seen["key"], seen["value"], where
+
+      tokens = jax.tree.map(lambda x: x[first : first + each], Tokens(context.positions, spans=context.spans))
+      return blockwise(
+        q[first : first + each], read, blocks.count, tokens, self.scoring, self.sinks, precision, matmuls
+      )
+
+    return jnp.concatenate([attend(first) for first in range(0, rows, each)]), cache
 
   def _kernel_fits(self, cache: Cache, where: PartitionSpec, context: Context) -> bool:
     """Whether the decode kernel, for one new token per row, supports this step."""

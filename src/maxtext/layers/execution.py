@@ -112,12 +112,14 @@ class KVCacheConfig:
     quantization: of keys and values; None stores them in the dtype of activations.
     pages: the pool that rows share, for layers that attend to all earlier tokens; None gives each row its own ring.
     block: most positions that a decode step reads at once; None reads a row whole.
+    parts: of the rows, which a step that reads blocks attends to side by side, if they can be divided so.
     speculative_tokens: slots after a row's last token for draft tokens.
   """
 
   quantization: KVCacheQuantization | None = None
   pages: PagedKVCache | None = None
   block: int | None = None
+  parts: int = 1
   speculative_tokens: int = 0
 
 

@@ -130,14 +130,18 @@ def update_cache(
     return _update_pages(cache, repeat, context, table, stored, new, rounding)
   whole = cache | {n: _write(cache[n], repeat, context, x) for n, x in stored.items()}
   if context.fresh:
-    return whole, _dequantize(stored, new, rounding), _tokens(context, positions)
+    return whole, _dequantize(stored, new, rounding), _tokens(context.positions, context.spans, positions)
   if positions.shape[1] == 1:  # one token overwrites one that it does not see
     layer = {n: _layer(whole[n], repeat) for n in stored}
-    return whole, _dequantize(layer, new, rounding), _tokens(context, _positions_in_ring(layer, positions[:, -1]))
+    return (
+      whole,
+      _dequantize(layer, new, rounding),
+      _tokens(context.positions, context.spans, _positions_in_ring(layer, positions[:, -1])),
+    )
   before = {n: _layer(cache[n], repeat) for n in stored}
   seen = {n: jnp.concatenate([before[n], x.astype(before[n].dtype)], axis=1) for n, x in stored.items()}
   seen_positions = jnp.concatenate([_positions_in_ring(before, positions[:, 0] - 1), positions], axis=1)
-  return whole, _dequantize(seen, new, rounding), _tokens(context, seen_positions)
+  return whole, _dequantize(seen, new, rounding), _tokens(context.positions, context.spans, seen_positions)
 
 
 @dataclass(frozen=True)
@@ -146,11 +150,11 @@ class CacheBlocks:
 
   Attributes:
     count: number of blocks that the longest row needs.
-    read: the content of a block [B,T,D] or [B,T,H,D], and its positions.
+    read: the content [B,T,D] or [B,T,H,D] of a block, of B rows from a first one on, and its positions.
   """
 
   count: jax.Array
-  read: Callable[[jax.Array], tuple[Cache, Tokens]]
+  read: Callable[[jax.Array, int, int], tuple[Cache, Tokens]]
 
 
 def update_by_blocks(
@@ -163,12 +167,14 @@ def update_by_blocks(
   T = next(whole[n].shape[-2] for n in stored)
   size = min(size, T)
 
-  def read(block: jax.Array) -> tuple[Cache, Tokens]:
+  def read(block: jax.Array, first: int, rows: int) -> tuple[Cache, Tokens]:
     start = jnp.minimum(block * size, T - size)  # the last block may overlap the one before
-    layer = {n: _layer(whole[n], repeat, (start, size)) for n in stored}
+    like = {n: x[first : first + rows] for n, x in new.items()}
+    layer = {n: _layer(whole[n], repeat, (first, rows), (start, size)) for n in stored}
     slots = start + jnp.arange(size)
-    positions = jnp.where(slots >= block * size, _positions_in_slots(slots, last, T), _UNSEEN)
-    return _dequantize(layer, new, rounding), _tokens(context, positions)
+    positions = _positions_in_slots(slots, last[first : first + rows], T)
+    part = jax.tree.map(lambda x: x[first : first + rows], (context.positions, context.spans))
+    return _dequantize(layer, like, rounding), _tokens(*part, jnp.where(slots >= block * size, positions, _UNSEEN))
 
   return whole, CacheBlocks(-(-jnp.minimum(context.end, T) // size), read)
 
@@ -217,16 +223,20 @@ def _update_pages(
   whole = cache | {n: write_pages(cache[n], repeat, table, context.positions, x) for n, x in stored.items()}
   seen = _dequantize({n: read_pages(whole[n], repeat, table, x) for n, x in stored.items()}, new, rounding)
   length = next(iter(seen.values())).shape[1]
-  return whole, seen, _tokens(context, jnp.broadcast_to(jnp.arange(length), (table.shape[0], length)))
+  return (
+    whole,
+    seen,
+    _tokens(context.positions, context.spans, jnp.broadcast_to(jnp.arange(length), (table.shape[0], length))),
+  )
 
 
-def _tokens(context: Context, positions: jax.Array) -> Tokens:
+def _tokens(queries: jax.Array, spans: jax.Array | None, positions: jax.Array) -> Tokens:
   """The tokens at these positions [B,T]. Spans are known for the new tokens only, whose positions are consecutive."""
-  if context.spans is None:
+  if spans is None:
     return Tokens(positions)
-  index, count = positions - context.positions[:, :1], context.positions.shape[1]
-  spans = jnp.take_along_axis(context.spans, jnp.clip(index, 0, count - 1), axis=1)
-  return Tokens(positions, spans=jnp.where((index >= 0) & (index < count), spans, 0))
+  index, count = positions - queries[:, :1], queries.shape[1]
+  found = jnp.take_along_axis(spans, jnp.clip(index, 0, count - 1), axis=1)
+  return Tokens(positions, spans=jnp.where((index >= 0) & (index < count), found, 0))
 
 
 def _write(array: jax.Array, repeat: jax.Array, context: Context, new: jax.Array) -> jax.Array:
@@ -239,15 +249,20 @@ def _write(array: jax.Array, repeat: jax.Array, context: Context, new: jax.Array
   return array.at[repeat, rows, *heads, jnp.where(stored, positions % T, T)].set(new.astype(array.dtype), mode="drop")
 
 
-def _layer(array: jax.Array, repeat: jax.Array, part: tuple[jax.Array, int] | None = None) -> jax.Array:
-  """The arrays of one layer, with tokens before heads; `part` is the first slot and the number of slots."""
-  if part is None:
+def _layer(
+  array: jax.Array,
+  repeat: jax.Array,
+  rows: tuple[int, int] | None = None,
+  part: tuple[jax.Array, int] | None = None,
+) -> jax.Array:
+  """The arrays of one layer, with tokens before heads; of some rows and slots, given by the first and their number."""
+  if rows is None or part is None:
     layer = jax.lax.dynamic_index_in_dim(array, repeat, axis=0, keepdims=False)
   else:
-    start, count = part
-    outer = array.shape[1:-2]
-    starts: list[jax.Array | int] = [repeat, *(0 for _ in outer), start, 0]
-    layer = jax.lax.dynamic_slice(array, starts, (1, *outer, count, array.shape[-1]))[0]
+    (first, some), (start, count) = rows, part
+    outer = array.shape[2:-2]
+    starts: list[jax.Array | int] = [repeat, first, *(0 for _ in outer), start, 0]
+    layer = jax.lax.dynamic_slice(array, starts, (1, some, *outer, count, array.shape[-1]))[0]
   return layer.swapaxes(1, 2) if layer.ndim == 4 else layer
 
 

@@ -12,7 +12,7 @@ from maxtext.models.execution.adapters import adapters
 from maxtext.models.execution.attention_kernel import attention, check_attention, for_spans
 from maxtext.models.execution.batch_split import batch_split
 from maxtext.models.execution.expert_dispatch import check_experts, dispatch
-from maxtext.models.execution.kv_cache import kv_cache_block, kv_cache_pages, kv_cache_quantization
+from maxtext.models.execution.kv_cache import kv_cache_block, kv_cache_pages, kv_cache_parts, kv_cache_quantization
 from maxtext.models.execution.pipeline_stages import pipelines
 from maxtext.models.execution.quantization import (
   quantized_matmuls,
@@ -76,7 +76,9 @@ def execution_config(config: MaxTextConfig, mesh: Mesh, serving: bool = False) -
     tower_dtype=_tower_dtype(c) if c.use_multimodal or c.use_audio else None,
     tower_remat=tower_remat(c) if c.use_multimodal or c.use_audio else None,
     scan_layers=c.scan_layers,
-    kv_cache=KVCacheConfig(kv_cache_quantization(c), kv_cache_pages(c, mesh), kv_cache_block(c, mesh)),
+    kv_cache=KVCacheConfig(
+      kv_cache_quantization(c), kv_cache_pages(c, mesh), kv_cache_block(c, mesh), kv_cache_parts(mesh)
+    ),
     # The quantized one must be the last.
     matmul=(
       *((lora,) if lora else ()),

@@ -1,5 +1,7 @@
 """From keys to the KV cache of a run: pages, quantization, and how many positions a step reads at once."""
 
+import math
+import os
 from collections.abc import Mapping
 from typing import Literal
 
@@ -12,6 +14,8 @@ from maxtext.layers.paged_kv_cache import PagedKVCache
 
 # Positions per block, by platform. Elsewhere small matmuls are slow: launching one takes longer than its reads.
 _BLOCKS = {"cpu": 32}
+
+_MOST_PARTS = 8  # of which each is a loop in the program of a layer
 
 _BITS: Mapping[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
 
@@ -41,3 +45,10 @@ def kv_cache_block(config: MaxTextConfig, mesh: Mesh) -> int | None:
   if config.use_ragged_attention:
     return config.ragged_block_size
   return _BLOCKS.get(mesh.devices.flat[0].platform)
+
+
+def kv_cache_parts(mesh: Mesh) -> int:
+  """In how many parts of the rows a step reads blocks: a CPU reads one with each of its cores, up to a few."""
+  if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
+    return 1
+  return 2 ** int(math.log2(min(len(os.sched_getaffinity(0)), _MOST_PARTS)))
