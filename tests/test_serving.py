@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,9 +16,10 @@ import openai
 import pytest
 
 from maxtext import LLM, SamplingParams
+from maxtext.cli import serve
 from maxtext.cli.main import main
 from tests.flags import flags
-from tests.support import TINY
+from tests.support import TINY, tiny
 
 MAXTEXT = str(Path(sys.executable).with_name("maxtext"))
 SENTENCE = "the cat sat on the mat. "
@@ -52,6 +54,15 @@ def decode(run, *words, code=0, command="decode", **kwargs):
   )  # fmt: skip
   assert done.returncode == code, done.stderr
   return done
+
+
+@pytest.mark.parametrize(
+  ("words", "layers", "looped"), [([], 2, False), (["scan_layers=true"], 2, True), ([], 33, True)]
+)
+def test_a_cpu_serves_layers_without_a_loop(monkeypatch, words, layers, looped):
+  monkeypatch.setattr(serve, "load_model", lambda arguments, config, adapters: config.scan_layers)
+  config = tiny(base_num_decoder_layers=layers)
+  assert serve._load(Namespace(overrides=words), config, None) is looped
 
 
 @pytest.mark.slow

@@ -5,12 +5,17 @@ import math
 import os
 import sys
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maxtext.cli.decode import add_model_arguments, folder_name, key_overrides, load_model, resolve_model_config
-from maxtext.configs import ConfigError
+from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.inference.adapter_options import AdapterOptions
 from maxtext.serving.api_keys import API_KEYS, is_loopback, read_api_keys
+
+if TYPE_CHECKING:
+  from maxtext.inference.inference_model import InferenceModel
+
+_MOST_UNROLLED = 32  # layers
 
 
 def add_command(commands: Any) -> None:
@@ -153,9 +158,22 @@ def _serve(arguments: argparse.Namespace) -> int:
   name = a.served_model_name or config.run_name or folder_name(config) or config.model_name
   if adapter_options and name in adapter_options.folders:
     raise ConfigError(f"--lora {name}: the base model has that name: choose another, or set --served-model-name.")
-  load = partial(load_model, a, config, adapter_options)
+  load = partial(_load, a, config, adapter_options)
   serve(load, name, a.host, a.port, limits, a.access_log, not a.no_chat_page)
   return 0
+
+
+def _load(
+  arguments: argparse.Namespace, config: MaxTextConfig, adapter_options: AdapterOptions | None
+) -> "InferenceModel":
+  """The model, in the engine's process. On a CPU its layers do not run in a loop, unless `scan_layers` is given: every
+  step would copy their weights out of the stack. What many layers take to compile is more than that."""
+  import jax
+
+  given = any(word.startswith("scan_layers=") for word in arguments.overrides) or "M_SCAN_LAYERS" in os.environ
+  if not given and config.base_num_decoder_layers <= _MOST_UNROLLED and jax.default_backend() == "cpu":
+    config = config.model_copy(update={"scan_layers": False})
+  return load_model(arguments, config, adapter_options)
 
 
 def _adapter_options(arguments: argparse.Namespace) -> AdapterOptions | None:
