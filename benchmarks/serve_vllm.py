@@ -113,7 +113,7 @@ def our_command(folder: Path, cache: Path, port: int) -> list[str]:
   keys = [
     "dtype=float32",
     "weight_dtype=float32",
-    "scan_layers=false",
+    "use_chunked_prefill=true",
     "enable_model_warmup=true",
     f"jax_cache_dir={cache}",
   ]
