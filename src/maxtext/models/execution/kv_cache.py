@@ -51,4 +51,4 @@ def kv_cache_parts(mesh: Mesh) -> int:
   """In how many parts of the rows a step reads blocks: a CPU reads one with each of its cores, up to a few."""
   if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
     return 1
-  return 2 ** int(math.log2(min(len(os.sched_getaffinity(0)), _MOST_PARTS)))
+  return 2 ** int(math.log2(min(os.cpu_count() or 1, _MOST_PARTS)))
