@@ -173,8 +173,9 @@ def update_by_blocks(
     layer = {n: _layer(whole[n], repeat, (first, rows), (start, size)) for n in stored}
     slots = start + jnp.arange(size)
     positions = _positions_in_slots(slots, last[first : first + rows], T)
-    part = jax.tree.map(lambda x: x[first : first + rows], (context.positions, context.spans))
-    return _dequantize(layer, like, rounding), _tokens(*part, jnp.where(slots >= block * size, positions, _UNSEEN))
+    queries, spans = jax.tree.map(lambda x: x[first : first + rows], (context.positions, context.spans))
+    seen = jnp.where(slots >= block * size, positions, _UNSEEN)
+    return _dequantize(layer, like, rounding), _tokens(queries, spans, seen)
 
   return whole, CacheBlocks(-(-jnp.minimum(context.end, T) // size), read)
 

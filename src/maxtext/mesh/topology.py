@@ -111,7 +111,7 @@ class Topology:
 
   @staticmethod
   def named_in(name: str) -> str:
-    """The hardware that the name of a recipe has, such as v5p-128 of llama2-70b-v5p-128-fast; '' where it has none."""
+    """The hardware that the name of a recipe has, such as v5p-128 of model-v5p-128-fast; '' where it has none."""
     found = re.search(rf"(?:^|-)((?:{'|'.join((*_GENERATIONS, *_GPUS))})-\d+(?:x\d+)*)(?=-|$)", name)
     return found[1] if found else ""
 
