@@ -12,6 +12,7 @@ from maxtext.planner.schedule import Kind, Resource, Schedule, Work
 _DIGITS = 5
 _KINDS: dict[Resource, Kind] = {
   "compute": "compute",
+  "matmul": "compute",
   "host": "host",
   "link": "collective",
   "between_slices": "collective",
