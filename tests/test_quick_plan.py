@@ -82,7 +82,7 @@ def test_a_quick_plan_by_the_command():
 @pytest.mark.nightly
 @pytest.mark.aot
 def test_the_schedule_is_that_of_the_whole_compilation():
-  """With attention kernels: every instruction, in its order; memory but for the code."""
+  """With attention kernels: every instruction, in its order; and the memory of them."""
   pytest.importorskip("libtpu")
   program, topology = program_for(load_config(**WITH_KERNELS))
   quick, whole = scheduled_step(program), compiled_step(program, topology)
@@ -90,7 +90,7 @@ def test_the_schedule_is_that_of_the_whole_compilation():
     [(i.opcode, i.type, times) for i, times in CompiledProgram.parse(step.text).walk()] for step in (quick, whole)
   )
   assert ours == theirs
-  assert quick.temporaries == pytest.approx(whole.temporaries, rel=0.01)
+  assert quick.temporaries == pytest.approx(whole.temporaries, abs=4 * 2**20)  # of gigabytes where it counts
 
 
 @pytest.mark.nightly

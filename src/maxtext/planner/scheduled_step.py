@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,16 @@ def scheduled_step(program: Program) -> CompiledStep:
     return CompiledStep(None, needed, needed, seconds)
 
 
+def _end_with_parent() -> None:
+  """Ends this process when its parent has ended, in whatever way."""
+  parent = multiprocessing.parent_process()
+  assert parent is not None
+  parent.join()
+  os._exit(1)
+
+
 def _compile(config: MaxTextConfig, folder: str) -> None:
+  threading.Thread(target=_end_with_parent, daemon=True).start()
   options: dict[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_dump_hlo_module_re": ".*"}
   jax.config.update("jax_enable_compilation_cache", False)  # what is found there is not compiled, and writes no files
   try:
