@@ -9,9 +9,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
-ASK = (
-  "Think between <reasoning> and </reasoning>. Then write the answer, a number alone, between <answer> and </answer>."
-)
+ASK = "Think between <reasoning> and </reasoning>. Then write the answer, a number, between <answer> and </answer>."
 
 
 def main(folder: Path, files: list[str]) -> None:
