@@ -98,6 +98,8 @@ def test_a_server(address, capsys, monkeypatch):
   monkeypatch.setenv("MAXTEXT_API_KEYS", "secret,other")
   assert main([*flags, "--num-prompts", "1"]) == 0  # compiles
   assert capsys.readouterr().out.startswith("1 completed, 0 failed")
+  assert main([*flags, "--num-prompts", "1", "--input-len", "999"]) != 0
+  assert "HTTP Error 400: Bad Request: {" in capsys.readouterr().err, "what the server says of it"
   assert main([*flags, "--num-prompts", "12", "--request-rate", "6", "--json"]) == 0
   report = json.loads(capsys.readouterr().out)
   assert (report["completed"], report["failed"]) == (12, 0)

@@ -9,6 +9,7 @@ import random
 import statistics
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
 
 _TIMEOUT = 600  # seconds for one request
+_MOST_SHOWN = 300  # bytes of what a server answers to a request that it refuses
 
 
 @dataclass
@@ -104,6 +106,8 @@ class CompletionsClient:
       with urllib.request.urlopen(self._request("/v1/completions", body), timeout=_TIMEOUT) as reply:
         for line in reply:
           self._record(line, timing)
+    except urllib.error.HTTPError as error:
+      timing.error = f"{error}: {error.read(_MOST_SHOWN).decode(errors='replace')}"
     except (OSError, ValueError, http.client.HTTPException) as error:
       timing.error = str(error)
 
