@@ -13,6 +13,7 @@ import pytest
 import qwix
 import torch
 import transformers
+from flax import nnx
 
 import maxtext
 from maxtext import LLM, ConfigError, SamplingParams, load_config
@@ -25,6 +26,7 @@ from maxtext.layers.lora import is_adapter
 from maxtext.layers.matmul import matmul
 from maxtext.layers.matmul_call import MatmulCall, Site
 from maxtext.layers.merged_lora import MergedLora
+from maxtext.layers.parameter_paths import join
 from maxtext.layers.quantized_weight import QuantizedFormat, WeightRounding
 from maxtext.layers.weight_format import StoredWeight
 from maxtext.mesh.devices import make_mesh
@@ -316,9 +318,9 @@ def test_layers_that_are_loaded_one_by_one_are_those_of_the_stack(devices, train
     model = build_model(config, make_mesh(config, jax.devices()[:devices]), serving=True)
     found = load_params(config, model)
     assert not found.keys() & model.unstacked
+    bound = {join(*path): v.get_value() for path, v in nnx.to_flat_state(nnx.state(model.bind(dict(found))))}
     for name, stack in stacks.items():
-      layers = [found[f"{name}[{i}]"] for i in range(len(stack))] if name in model.unstacked else found[name]
-      np.testing.assert_array_equal(np.asarray(layers), np.asarray(stack), err_msg=name)
+      np.testing.assert_array_equal(np.asarray(bound[name]), np.asarray(stack), err_msg=name)
     whole = "groups/0/layers/0/feed_forward/experts/gate/weight"
     assert found[f"{whole}[0]"].sharding.num_devices == devices
     assert (found[f"{whole}[0]"].sharding.is_fully_replicated) == (devices == 1)
