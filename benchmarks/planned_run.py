@@ -21,12 +21,11 @@ from maxtext.configs import ConfigError
 from maxtext.configs.loader import resolve
 from maxtext.mesh.topology import Topology
 from maxtext.planner.compile import program_for
-from maxtext.planner.compiled_step import compiled_step
 from maxtext.planner.estimate import Calibration, estimate
+from maxtext.planner.kept_steps import find_step
 from maxtext.planner.plan import step_schedule
 from maxtext.planner.published_runs import PublishedRun, published_run
 from maxtext.planner.schedule import Schedule
-from maxtext.planner.scheduled_step import scheduled_step
 from maxtext.storage.atomic import atomic_file
 
 SCHEDULED = Path(__file__).parent / "scheduled_runs"  # the same of runs that were compiled as far as their schedule
@@ -132,7 +131,7 @@ def compiled_parts(
 
 def _compiled(keys: Mapping[str, Any], cache: Path, layers: int, weight: float, quick: bool) -> CompiledPart:
   program, topology = program_for(resolve(values={**keys, LAYERS: layers}).config)
-  step = scheduled_step(program) if quick else compiled_step(program, topology, cache)
+  step = find_step(program, topology, cache, quick=quick)
   work = step_schedule(program, topology, step, cache, blocks=not quick)
   return CompiledPart(weight, layers, step.peak, round(step.seconds, 1), work)
 

@@ -80,7 +80,8 @@ def planned_seconds(planned: PlannedRun) -> float:
 
 
 def summary(planned: dict[str, float]) -> str:
-  """Median error, how many are near, and whether pairs of one model, chips and batch are in the right order."""
+  """Median error, how many are near, and whether two configurations of one model, chips and batch are in the right
+  order."""
   runs = published_runs()
   errors = sorted(abs(seconds / runs[name].step_seconds - 1) for name, seconds in planned.items())
   if not errors:
@@ -88,7 +89,7 @@ def summary(planned: dict[str, float]) -> str:
   pairs = [
     (planned[one] - planned[other]) * (runs[one].step_seconds - runs[other].step_seconds) > 0
     for one, other in combinations(planned, 2)
-    if _kind(runs[one]) == _kind(runs[other])
+    if _kind(runs[one]) == _kind(runs[other]) and runs[one].planned_keys != runs[other].planned_keys
   ]
   return (
     f"{len(errors)} runs planned: median error {median(errors):.1%}, "

@@ -13,6 +13,7 @@ _DIGITS = 5
 _KINDS: dict[Resource, Kind] = {
   "compute": "compute",
   "matmul": "compute",
+  "matmul_8bit": "compute",
   "host": "host",
   "link": "collective",
   "between_slices": "collective",

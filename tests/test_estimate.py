@@ -122,6 +122,29 @@ def test_grouped_products_cost_what_their_rows_do(name, dtype, faster):
   )
 
 
+IN_PLACE = """
+ENTRY %main (q: bf16[32,12,128], keys: bf16[28,32,2,1536,128]) -> bf16[28,32,2,1536,128] {
+  %q = bf16[32,12,128]{2,1,0} parameter(0)
+  %keys = bf16[28,32,2,1536,128]{4,3,2,1,0} parameter(1)
+  ROOT %attend.1 = bf16[28,32,2,1536,128]{4,3,2,1,0} custom-call(%q, %keys), custom_call_target="tpu_custom_call", \
+operand_layout_constraints={bf16[32,12,128]{2,1,0}, bf16[28,32,2,1536,128]{4,3,2,1,0}}ESTIMATE
+}
+"""
+IN_PLACE_ESTIMATE = ', backend_config={"custom_call_config":{"cost_estimate":{"bytes_accessed":"25165824"}}}'
+
+
+@pytest.mark.parametrize(
+  ("stated", "moved"), [(IN_PLACE_ESTIMATE, 25165824), ("", 2 * (32 * 12 * 128 + 2 * 28 * 32 * 2 * 1536 * 128))]
+)
+def test_a_kernel_that_works_in_place_moves_what_it_says(stated, moved):
+  """One layer of a stack; without its word, all operands and results."""
+  topology = Topology.named("v5p-8")
+  mesh = Mesh(mesh_utils.create_device_mesh((4,), topology.devices()), ("data",))
+  program = CompiledProgram.parse(IN_PLACE.replace("ESTIMATE", stated))
+  found = estimate(schedule_of(program, topology, mesh), Calibration())
+  assert found.seconds_by_kind()["kernel"] == pytest.approx(moved / topology.chip.hbm_bandwidth)
+
+
 BETWEEN_SLICES = """
 ENTRY %main (grads: bf16[4096,1024]) -> bf16[4096,1024] {
   %grads = bf16[4096,1024]{1,0} parameter(0)
@@ -180,6 +203,39 @@ def test_a_sum_of_which_each_keeps_its_part_passes_once(schedule):
   (waited,) = found.operations
   assert (waited.name, waited.axes) == ("reduce-scatter", ("fsdp",))
   assert waited.seconds == pytest.approx(7 / 8 * 4096 * 1024 * 2 / (3 * topology.chip.link_bandwidth))
+
+
+# As the compiler for tpu7x gives a gather to a sparse core: a call within a call, beside a matmul.
+ON_A_SPARSE_CORE = """
+%gathered (shard: bf16[512,1024]) -> bf16[4096,1024] {
+  %shard = bf16[512,1024]{1,0} parameter(0)
+  ROOT %all-gather.1 = bf16[4096,1024]{1,0} all-gather(%shard), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, \
+dimensions={0}
+}
+
+%async_computation (shard: bf16[512,1024]) -> bf16[4096,1024] {
+  %shard = bf16[512,1024]{1,0} parameter(0)
+  ROOT %all-gather.2 = bf16[4096,1024]{1,0} call(%shard), to_apply=%gathered
+}
+
+ENTRY %main (shard: bf16[512,1024]) -> bf16[4096,1024] {
+  %shard = bf16[512,1024]{1,0} parameter(0)
+  %start = ((bf16[512,1024]{1,0}), bf16[4096,1024]{1,0}) async-start(%shard), async_execution_thread="sparsecore", \
+calls=%async_computation
+  %product = bf16[512,1024]{1,0} fusion(%shard), kind=kOutput, backend_config={"estimated_cycles":"1750"}
+  ROOT %done = bf16[4096,1024]{1,0} async-done(%start)
+}
+"""
+
+
+def test_a_gather_on_a_sparse_core_is_one():
+  topology = Topology.named("v5p-16")
+  mesh = Mesh(mesh_utils.create_device_mesh((8,), topology.devices()), ("fsdp",))
+  found = estimate(schedule_of(CompiledProgram.parse(ON_A_SPARSE_CORE), topology, mesh), Calibration(link=1.0))
+  product, waited = found.operations
+  assert (waited.name, waited.axes) == ("all-gather", ("fsdp",))
+  there = 7 / 8 * 4096 * 1024 * 2 / (3 * topology.chip.link_bandwidth)
+  assert product.seconds + waited.seconds == pytest.approx(there)
 
 
 # As the TPU compiler writes an activation that is kept on the host: a part of an array there is written, and read.

@@ -6,7 +6,15 @@ import pytest
 
 from maxtext import load_config, plan
 from maxtext.cli.main import main
+from maxtext.inference.as_read import as_read
+from maxtext.inference.engine import dropless
+from maxtext.planner.calibration import CALIBRATION
+from maxtext.planner.compile import program_for
+from maxtext.planner.decode_step import compiled_decode_step
+from maxtext.planner.estimate import estimate
+from maxtext.planner.schedule import schedule
 from maxtext.planner.text import as_text
+from maxtext.rl.engines import engine_slots
 
 pytest.importorskip("libtpu")
 pytestmark = [pytest.mark.aot, pytest.mark.slow, pytest.mark.nightly]
@@ -56,3 +64,17 @@ def test_the_fastest_division_is_found(capsys, tmp_path):
   assert best["rollouts"]["batch_seconds"] == pytest.approx(
     min(float(line.split(" s a batch")[0]) for line in lines if "s a batch" in line), abs=0.01
   )
+
+
+def test_a_step_of_rollouts_takes_little_longer_than_its_bytes():
+  """On a mesh that divides the slots, with weights that are trained in float32: four layers of the recipe."""
+  few = {"override_model_config": True, "base_num_decoder_layers": 4, "vocab_size": 16384}
+  config = load_config("qwen2.5-1.5b-grpo-v5p-8", compile_topology="v5p-8", **few)
+  program, topology = program_for(config)
+  model = dropless(program.model)
+  step = compiled_decode_step(model, engine_slots(config), config.max_target_length, as_read(model))
+  found = estimate(schedule(step.program, topology, model.execution.sharding.mesh), CALIBRATION[topology.name])
+  read = step.weights + step.cache
+  assert step.moved < 1.3 * read
+  assert found.seconds < 2.2 * read / topology.chip.hbm_bandwidth
+  assert found.seconds_by_kind()["collective"] < 0.01 * found.seconds, "nothing of all slots is gathered"

@@ -17,7 +17,7 @@ from maxtext.cli.main import main
 from maxtext.configs.loader import resolve
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.topology import Topology
-from maxtext.planner.compiled_step import _digest
+from maxtext.planner.kept_steps import _digest
 from maxtext.planner.plan import plan
 from maxtext.planner.published_runs import NOT_COMPILER_OPTIONS, published_run, published_runs
 from maxtext.training.program import Program

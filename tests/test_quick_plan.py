@@ -9,8 +9,9 @@ import pytest
 
 from maxtext import ConfigError, load_config, plan
 from maxtext.planner.compile import program_for
-from maxtext.planner.compiled_step import compiled_step
 from maxtext.planner.hlo import CompiledProgram
+from maxtext.planner.kept_steps import find_step
+from maxtext.planner.memory_traffic import bytes_moved
 from maxtext.planner.scheduled_step import scheduled_step
 from maxtext.planner.tpu_cost import tpu_cost
 from tests.support import TINY
@@ -47,6 +48,41 @@ ENTRY %main (x: bf16[2048,512,1], w: bf16[4,512,2,128], q: s8[6,32,64], k: s8[6,
 }
 
 """
+# As compilers for tpu7x have layers of a stack: behind a change of layout, and as one of two results.
+OF_STACKS = """\
+HloModule step, is_scheduled=true
+
+%tiled (whole: bf16[80,512,256]) -> bf16[80,512,256] {
+  %whole = bf16[80,512,256]{2,1,0:T(16,128)(2,1)} parameter(0)
+  ROOT %copy = bf16[80,512,256]{2,1,0:T(8,128)(2,1)} copy(%whole)
+}
+
+%taken (p0: bf16[80,512,256], p1: s32[]) -> bf16[512,256] {
+  %p0 = bf16[80,512,256]{2,1,0:T(16,128)(2,1)} parameter(0)
+  %p1 = s32[] parameter(1)
+  %other = bf16[80,512,256]{2,1,0:T(8,128)(2,1)} fusion(%p0), kind=kLoop, calls=%tiled
+  %layer = bf16[1,512,256]{2,1,0} dynamic-slice(%other, %p1, %p1, %p1), dynamic_slice_sizes={1,512,256}
+  ROOT %flat = bf16[512,256]{1,0} bitcast(%layer)
+}
+
+%put (p0: bf16[80,512,256], p1: bf16[512,256], p2: s32[]) -> (bf16[80,512,256], bf16[512,256]) {
+  %p0 = bf16[80,512,256]{2,1,0} parameter(0)
+  %p1 = bf16[512,256]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %layer = bf16[1,512,256]{2,1,0} bitcast(%p1)
+  %stack = bf16[80,512,256]{2,1,0} dynamic-update-slice(%p0, %layer, %p2, %p2, %p2)
+  %twice = bf16[512,256]{1,0} add(%p1, %p1)
+  ROOT %both = (bf16[80,512,256]{2,1,0}, bf16[512,256]{1,0}) tuple(%stack, %twice)
+}
+
+ENTRY %main (w: bf16[80,512,256], i: s32[]) -> bf16[80,512,256] {
+  %w = bf16[80,512,256]{2,1,0:T(16,128)(2,1)} parameter(0)
+  %i = s32[]{:S(6)} parameter(1)
+  %one = bf16[512,256]{1,0} fusion(%w, %i), kind=kLoop, calls=%taken
+  ROOT %written = (bf16[80,512,256]{2,1,0}, bf16[512,256]{1,0:S(1)}) fusion(%w, %one, %i), kind=kLoop, calls=%put
+}
+
+"""
 
 
 def test_flops_and_bytes_of_matmuls_as_tpus_have_them():
@@ -61,8 +97,15 @@ def test_flops_and_bytes_of_matmuls_as_tpus_have_them():
   assert many.bytes == 6 * (32 * 64 + 64 * 16), "the result stays on the chip"
 
 
-def test_quick_plans_are_of_training_steps_on_tpus():
-  with pytest.raises(ConfigError, match="--quick is for training steps on TPUs"):
+def test_of_a_stack_a_layer_is_moved():
+  program = CompiledProgram.parse(OF_STACKS)
+  entry, layer = program.computations[program.entry], 2 * 512 * 256
+  assert bytes_moved(program, entry, entry.by_name["one"]) == 2 * layer, "read in one layout, written in another"
+  assert bytes_moved(program, entry, entry.by_name["written"]) == 2 * layer, "the second result stays on the chip"
+
+
+def test_quick_plans_are_of_tpus():
+  with pytest.raises(ConfigError, match="--quick is for TPUs"):
     plan(load_config(**SMALL | {"compile_topology": "h100-8"}), quick=True)
 
 
@@ -85,7 +128,7 @@ def test_the_schedule_is_that_of_the_whole_compilation():
   """With attention kernels: every instruction, in its order; and the memory of them."""
   pytest.importorskip("libtpu")
   program, topology = program_for(load_config(**WITH_KERNELS))
-  quick, whole = scheduled_step(program), compiled_step(program, topology)
+  quick, whole = scheduled_step(program), find_step(program, topology)
   ours, theirs = (
     [(i.opcode, i.type, times) for i, times in CompiledProgram.parse(step.text).walk()] for step in (quick, whole)
   )

@@ -28,7 +28,9 @@ def forward_costs(program: Program) -> tuple[dict[str, TensorCost], int]:
   model, batch = program.model, program.batch
 
   def forward(params: Any, batch: Any) -> Any:
-    return model.bind(params).hidden(batch.inputs, batch.positions, batch.segments, media=batch.media)[0]
+    return model.bind(params).hidden(
+      batch.inputs, batch.positions, batch.segments, media=batch.media, rotary_positions=batch.rotary_positions
+    )[0]
 
   traced = jax.make_jaxpr(forward)(model.params | model.buffers, batch)
   sizes: dict[str, int] = defaultdict(int)

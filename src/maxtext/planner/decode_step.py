@@ -1,5 +1,6 @@
 """The engine's decode step, compiled for a topology that is not here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,10 +40,15 @@ class CompiledDecodeStep:
     return sum(size for _, size in memory_traffic(self.program))
 
 
-def compiled_decode_step(model: Model, slots: int, max_model_len: int) -> CompiledDecodeStep:
-  """The step of an engine of this model (`dropless`), which may be for devices that are not here."""
-  mesh = model.execution.sharding.mesh
-  params, everywhere = model.params | model.buffers, NamedSharding(mesh, PartitionSpec())
+def compiled_decode_step(
+  model: Model, slots: int, max_model_len: int, params: Mapping[str, jax.ShapeDtypeStruct] | None = None
+) -> CompiledDecodeStep:
+  """The step of an engine of this model (`dropless`), which may be for devices that are not here.
+
+  `params` are shapes and dtypes of its parameters and buffers; None is as the model stores them.
+  """
+  everywhere = NamedSharding(model.execution.sharding.mesh, PartitionSpec())
+  params = dict(params or model.params | model.buffers)
   begin = partial(init_decode_state, model, slots=slots, max_model_len=max_model_len)
   shardings = jax.jit(begin).lower(params).compile().output_shardings
 

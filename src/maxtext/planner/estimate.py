@@ -24,6 +24,7 @@ class Calibration:
     between_slices: bytes per second and chip over the data-centre network; of GPUs, between nodes.
     host: bytes per second and chip between its memory and the host's.
     matmul: share of the peak that a matmul reaches, where the compiler has no estimate.
+    matmul_8bit: the same of one of eight bits, whose peak is higher.
     memory: share of the memory's speed that kernels and such operations reach.
   """
 
@@ -34,6 +35,7 @@ class Calibration:
   between_slices: float = 6.25e9
   host: float = 32e9
   matmul: float = 1.0
+  matmul_8bit: float = 1.0
   memory: float = 1.0
 
   def seconds(self, work: Work) -> float:
@@ -43,6 +45,7 @@ class Calibration:
       "kernel": self.kernel,
       "grouped": self.grouped,
       "matmul": self.matmul,
+      "matmul_8bit": self.matmul_8bit,
       "link": self.link,
       "between_slices": self.between_slices * self.link,
       "host": self.host,

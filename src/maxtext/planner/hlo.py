@@ -100,7 +100,7 @@ class Instruction:
     if self.sent:
       return min(array.bytes for array in (*arrays, *array_types(self.sent)))
     if self.opcode.endswith("-start") and self.opcode != "all-reduce-start":
-      arrays = array_types(_tuple_parts(self.type)[1])
+      arrays = array_types(tuple_parts(self.type)[1])
     return sum(array.bytes for array in arrays)
 
   @property
@@ -293,7 +293,7 @@ class CompiledProgram:
       return Transfer(i, i.operands[0], starts=False)
     if i.opcode not in (*_ASYNC_STARTS, "fusion"):
       return None
-    inside = [j for target in called_computations(i) for j in self.computations[target].instructions]
+    inside = list(self._inside(i))
     collective = next((j for j in inside if j.collective), None)
     if not collective:
       return None
@@ -303,6 +303,14 @@ class CompiledProgram:
       return Transfer(replace(collective, opcode="reduce-scatter", type=i.type), i.name)
     starts, ends = (any(f'custom_call_target="{mark}"' in j.rest for j in inside) for mark in _FUSED_COLLECTIVES)
     return Transfer(collective, f"channel {collective.channel}", starts, ends) if starts or ends else None
+
+  def _inside(self, i: Instruction) -> Iterator[Instruction]:
+    """The instructions that one runs, also behind calls: sparse cores are given a call of what they do."""
+    for target in called_computations(i):
+      for j in self.computations[target].instructions:
+        yield j
+        if j.opcode == "call":
+          yield from self._inside(j)
 
 
 def loop_body(loop: Instruction) -> str:
@@ -363,7 +371,7 @@ def _split_parentheses(text: str) -> tuple[str, str]:
   raise ValueError(f"unbalanced: {text[:80]}")
 
 
-def _tuple_parts(text: str) -> list[str]:
+def tuple_parts(text: str) -> list[str]:
   """The types in a tuple's type, each of which may be a tuple."""
   parts, depth = [""], 0
   for character in text[1:-1]:

@@ -7,7 +7,7 @@ operand reads the slice; one that updates a part writes that part. A Pallas call
 import re
 from collections.abc import Iterator
 
-from maxtext.planner.hlo import ArrayType, CompiledProgram, Computation, Instruction, called_computations
+from maxtext.planner.hlo import ArrayType, CompiledProgram, Computation, Instruction, called_computations, tuple_parts
 
 _NO_TRAFFIC = (
   "parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while", "conditional", "call", "call-start",
@@ -32,15 +32,14 @@ def bytes_moved(program: CompiledProgram, computation: Computation, i: Instructi
   if i.opcode in _NO_TRAFFIC or i.opcode.endswith("-done"):
     return 0
   if i.opcode == "custom-call":
-    found = _ESTIMATE.search(i.rest)
-    return int(found[1]) if found else 0
+    return own_estimate(i)
   operands = [computation.by_name[o] for o in i.operands if o in computation.by_name]
   if i.opcode == "fusion":
     inside = program.computations[called_computations(i)[0]]
     taken = sum(
       min(_bytes_read(program, inside, n), size) for n, o in enumerate(operands) if (size := _hbm_bytes(o.type))
     )
-    return taken + _bytes_written(inside, inside.instructions[-1], i)
+    return taken + _bytes_written(program, inside, inside.instructions[-1], i.type)
   if i.opcode in _PARTS:
     return 2 * _hbm_bytes(i.type)
   if i.opcode in ("slice-start", "dynamic-slice-start"):  # its type: operand, part, flag
@@ -56,6 +55,12 @@ def bytes_moved(program: CompiledProgram, computation: Computation, i: Instructi
   return result + sum(_hbm_bytes(o.type) for o in operands)
 
 
+def own_estimate(i: Instruction) -> int:
+  """Bytes that a Pallas call says it moves; 0 if it says nothing."""
+  found = _ESTIMATE.search(i.rest)
+  return int(found[1]) if found else 0
+
+
 def _bytes_read(program: CompiledProgram, inside: Computation, number: int) -> int:
   """Bytes that a fusion reads of one of its parameters; fusions may be nested."""
   [parameter] = [i for i in inside.instructions if i.opcode == "parameter" and int(i.operands[0]) == number]
@@ -65,7 +70,7 @@ def _bytes_read(program: CompiledProgram, inside: Computation, number: int) -> i
     taken = [place for place, name in enumerate(use.operands) if name in names]
     if not taken or use.opcode == "parameter":
       continue
-    if use.opcode == "bitcast":
+    if _is_view(program, use):
       names.append(use.name)
     elif use.opcode == "fusion":
       read += sum(_bytes_read(program, program.computations[called_computations(use)[0]], place) for place in taken)
@@ -76,13 +81,24 @@ def _bytes_read(program: CompiledProgram, inside: Computation, number: int) -> i
   return whole if inside.instructions[-1].name in names else read
 
 
-def _bytes_written(inside: Computation, root: Instruction, i: Instruction) -> int:
-  """Bytes that a fusion writes."""
-  if root.opcode == "bitcast":
-    return _bytes_written(inside, inside.by_name[root.operands[0]], i)
+def _is_view(program: CompiledProgram, use: Instruction) -> bool:
+  """Whether an instruction within a fusion gives an array in another form, of which a later one may take a part."""
+  if use.opcode == "fusion":
+    [target] = called_computations(use)
+    return all(i.opcode == "parameter" or _is_view(program, i) for i in program.computations[target].instructions)
+  return use.opcode in ("bitcast", "copy")
+
+
+def _bytes_written(program: CompiledProgram, inside: Computation, root: Instruction, written: str) -> int:
+  """Bytes of this type that a fusion writes by this instruction."""
+  if root.opcode == "tuple":
+    results = zip(root.operands, tuple_parts(written), strict=True)
+    return sum(_bytes_written(program, inside, inside.by_name[name], part) for name, part in results)
+  if _is_view(program, root):
+    return _bytes_written(program, inside, inside.by_name[root.operands[0]], written)
   if root.opcode in _UPDATES:
     return sum(a.bytes for a in inside.by_name[root.operands[_UPDATES[root.opcode]]].arrays)
-  return _hbm_bytes(i.type)
+  return _hbm_bytes(written)
 
 
 def _arrays_in_hbm(text: str) -> list[tuple[str, str, str]]:

@@ -17,13 +17,13 @@ from maxtext.models.flops import train_flops_per_token
 from maxtext.planner.advice import WORTH_MENTIONING, advice
 from maxtext.planner.calibration import CALIBRATION, Accuracy, accuracy, run_kind
 from maxtext.planner.compile import program_for
-from maxtext.planner.compiled_step import CompiledStep, compiled_step
+from maxtext.planner.compiled_step import CompiledStep
 from maxtext.planner.cost_model import forward_costs, policy_that_fits, saved_bytes
 from maxtext.planner.estimate import Estimate, Operation, estimate
 from maxtext.planner.hlo import CompiledProgram
+from maxtext.planner.kept_steps import find_step
 from maxtext.planner.kernel_blocks import kernel_efficiency
 from maxtext.planner.schedule import Schedule, schedule
-from maxtext.planner.scheduled_step import scheduled_step
 from maxtext.planner.torus import TorusSide, torus_sides
 from maxtext.status_line import show_phase
 from maxtext.training.program import Program
@@ -154,16 +154,16 @@ def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = N
     config: a run with `compile_topology`, such as "v5p-128".
     config_name: what to call it; empty is `model_name`.
     cache: a folder of compiled steps, in which this one is found or kept.
-    quick: compile only as far as the schedule, and take times from FLOPs and bytes.
+    quick: compile the train step only as far as the schedule, and take times from FLOPs and bytes.
 
   Raises:
     ConfigError: (a ValueError) there is no `compile_topology`, or the run does not fit to its mesh.
   """
   program, topology = program_for(config)
   mesh, chip = program.model.execution.sharding.mesh, topology.chip
-  if quick and (topology.gpu or config.use_grpo):
-    raise ConfigError("--quick is for training steps on TPUs: leave it out.")
-  step = _step(program, topology, cache, quick) if topology.compiles else None
+  if quick and topology.gpu:
+    raise ConfigError("--quick is for TPUs: leave it out.")
+  step = find_step(program, topology, cache, quick=quick) if topology.compiles else None
   rows, length = program.batch.inputs.shape
   chips = mesh.size // chip.devices
   memory = _memory(program, topology, step.peak, step.temporaries) if step else _memory_lower_bound(program, topology)
@@ -188,10 +188,6 @@ def plan(config: MaxTextConfig, *, config_name: str = "", cache: Path | None = N
     _rollouts(config, topology, program, found, memory.peak),
     accuracy(topology.name, run_kind(config), quick) if found else None,
   )
-
-
-def _step(program: Program, topology: Topology, cache: Path | None, quick: bool) -> CompiledStep:
-  return scheduled_step(program) if quick else compiled_step(program, topology, cache)
 
 
 def step_schedule(

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.inference.as_read import as_read
 from maxtext.inference.engine import dropless
 from maxtext.mesh.topology import Topology
 from maxtext.models.flops import train_flops_per_token
@@ -112,18 +113,21 @@ def plan_rollouts(
     raise ConfigError(f"use_grpo=true: rollouts cannot be generated there: {problem}")
   model = dropless(sampler_model(c, sampler) if apart else program.model)
   slots = slots_on(len(sampler), engine_slots(c))
-  step = compiled_decode_step(model, slots, c.max_target_length)
+  read = as_read(model)
+  step = compiled_decode_step(model, slots, c.max_target_length, read)
+  stored = model.params | model.buffers
+  narrowed = bytes_per_device([struct for path, struct in read.items() if struct.dtype != stored[path].dtype])
   scheduled = estimate(schedule(step.program, topology, model.execution.sharding.mesh), calibration).seconds
   decode_step = max(scheduled, step.moved / (chip.hbm_bandwidth / chip.devices))
   answers, tokens = c.batch_size * c.num_generations, c.max_target_length - c.max_prefill_predict_length
   flops = train_flops_per_token(model, c.max_prefill_predict_length) * _FORWARD * c.batch_size
   peak = chip.flops / chip.devices * len(sampler) * _PREFILL
   prefill = flops * c.max_prefill_predict_length / peak
-  weights = bytes_per_device(model.params | model.buffers)
+  weights = bytes_per_device(stored)
   copies = copies_on_sampler(c) if apart or generates_ahead(c) else 0
   sent, speed = weights, chip.link_bandwidth * calibration.link
   if c.sampler_address:  # from one device to one device
-    sent, speed = total_bytes(model.params | model.buffers), calibration.between_slices
+    sent, speed = total_bytes(stored), calibration.between_slices
   return RolloutPlan(
     answers=answers,
     slots=slots,
@@ -133,7 +137,7 @@ def plan_rollouts(
     overlaps=apart and generates_ahead(c),
     weights=weights,
     cache=step.cache,
-    needed_bytes=step.cache + step.temporary + copies * weights + (0 if apart else train_peak),
+    needed_bytes=step.cache + step.temporary + narrowed + copies * weights + (0 if apart else train_peak),
     memory_bytes=chip.hbm_bytes // chip.devices,
     decode_step_seconds=decode_step,
     prefill_seconds=prefill,

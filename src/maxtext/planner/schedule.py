@@ -21,12 +21,13 @@ from maxtext.kernels.splash_attention import seen_blocks
 from maxtext.mesh.topology import Topology
 from maxtext.planner.gpu_cost import gpu_cost
 from maxtext.planner.hlo import CompiledProgram, Computation, Instruction, Transfer, called_computations, loop_body
+from maxtext.planner.memory_traffic import own_estimate
 from maxtext.planner.operation_names import RECOMPUTED, operation_name, source_lines
 from maxtext.planner.tpu_cost import tpu_cost
 
 Kind = Literal["compute", "kernel", "collective", "host"]
-Resource = Literal["compute", "kernel", "grouped", "matmul", "link", "between_slices", "host"]
-_GROUPED = "gmm"  # in the names of grouped matmul kernels
+Resource = Literal["compute", "kernel", "grouped", "matmul", "matmul_8bit", "link", "between_slices", "host"]
+_GROUPED = ("gmm", "ragged-dot-none")  # in the names of grouped matmul kernels: megablox's and XLA's own
 _ATTENTION = "splash_mha_"  # prefix of attention kernels
 
 
@@ -168,13 +169,13 @@ class _ScheduleReader:
     """The name of the Pallas kernel, if it is one, what it keeps busy, and seconds of that and of the memory."""
     if not (kernel := _kernel_name(i)):
       if not self._has_cycles:
-        return None, "matmul", *self._at_peak(computation, i)
+        return None, *self._at_peak(computation, i)
       return None, "compute", i.cycles / self._chip.clock, 0.0
     flops, moved = _kernel_cost(kernel, i)
     faster = (times for part, times in self._kernel_efficiency.items() if f"{_ATTENTION}{part}" in kernel)
     resource: Resource = "kernel"
     peak = self._chip.flops * next(faster, 1.0)
-    if _GROUPED in kernel:
+    if any(part in kernel for part in _GROUPED):
       resource, flops = "grouped", flops * self._filled_rows
       peak = self._chip.peak(a.dtype for a in i.operand_arrays if len(a.shape) > 1)
     devices = self._chip.devices  # each has its part of the chip
@@ -185,12 +186,14 @@ class _ScheduleReader:
     """Whether the compiler has estimated operations; it does so while it writes their code."""
     return any(i.cycles for i, _ in self._program.walk())
 
-  def _at_peak(self, computation: Computation, i: Instruction) -> tuple[float, float]:
-    """Seconds of the matrix units and of the memory."""
+  def _at_peak(self, computation: Computation, i: Instruction) -> tuple[Resource, float, float]:
+    """What the matrix units multiply, and seconds of them and of the memory."""
     if i.opcode.endswith("-start"):  # passes beside other work
-      return 0.0, 0.0
+      return "matmul", 0.0, 0.0
     cost, devices = tpu_cost(self._program, computation, i), self._chip.devices  # each has its part of the chip
-    return cost.flops / self._chip.peak(cost.dtypes) * devices, cost.bytes / self._chip.hbm_bandwidth * devices
+    peak = self._chip.peak(cost.dtypes)
+    resource: Resource = "matmul_8bit" if peak > self._chip.flops else "matmul"
+    return resource, cost.flops / peak * devices, cost.bytes / self._chip.hbm_bandwidth * devices
 
   def _on_gpu(self, computation: Computation, i: Instruction) -> tuple[str | None, Resource, float, float]:
     """The same of the library's kernel; what is no matmul keeps the memory busy alone."""
@@ -250,16 +253,18 @@ def _kernel_name(i: Instruction) -> str | None:
 
 
 def _kernel_cost(name: str, i: Instruction) -> tuple[float, int]:
-  """FLOPs and bytes of a Pallas call; for an unknown kernel, bytes alone."""
-  arrays = i.operand_arrays
-  moved = sum(a.bytes for a in (*arrays, *i.arrays))
-  work = next((work for part, work in _FLOPS.items() if part in name), None)
-  return (work(i) if work else 0.0), moved
+  """FLOPs and bytes of a Pallas call; for an unknown kernel, bytes alone: its own estimate of them where it has one, as
+  a kernel that works in place on a stack's cache touches one layer of its operands."""
+  moved = sum(a.bytes for a in (*i.operand_arrays, *i.arrays))
+  if work := next((work for part, work in _FLOPS.items() if part in name), None):
+    return work(i), moved
+  return 0.0, own_estimate(i) or moved
 
 
 def _attention(part: str, products: int, i: Instruction) -> float:
   """FLOPs of `products` matmuls of queries and keys over the blocks that are not masked. The mask's table lists all
-  blocks if it is causal, else the largest number in a row of blocks. Where rows are split, all are counted."""
+  blocks if it is causal, else the largest number in a row of blocks. Where rows are split, all are counted. A head
+  narrower than the lanes of a register takes as long as one that fills them."""
   mask = next(a.shape for a in i.operand_arrays if a.dtype == "s8")
   arrays = [a.shape for a in i.operand_arrays if len(a.shape) >= 3 and a.dtype != "s8"]
   queries, keys = (_head_dim_last(i, name, shape) for name, shape in zip("qk", arrays, strict=False))
@@ -267,7 +272,8 @@ def _attention(part: str, products: int, i: Instruction) -> float:
   down, across = queries[-2] // q, keys[-2] // kv
   causal = prod(mask[-2:]) == down * across and queries[-2] == keys[-2]
   seen = int(seen_blocks(ScoreSpec(1.0), queries[-2], q, kv).sum()) if causal else prod(mask[-2:])
-  return products * 2.0 * prod(queries) / queries[-2] * seen * q * kv
+  heads, width = prod(queries[:-2]), max(queries[-1], _LANES)
+  return products * 2.0 * heads * width * seen * q * kv
 
 
 def _head_dim_last(i: Instruction, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -296,10 +302,11 @@ def _grouped(i: Instruction) -> float:
   return 2.0 * (inner * outer / each) ** 0.5 * each
 
 
+_LANES = 128
 # FLOPs of Pallas kernels, by a part of their names; for splash kernels with the number of their matmuls.
 _FLOPS: Mapping[str, Callable[[Instruction], float]] = {
   f"{_ATTENTION}fwd": partial(_attention, "", 2),
   f"{_ATTENTION}dq": partial(_attention, "_dq", 3),
   f"{_ATTENTION}dkv": _gradients,
-  _GROUPED: _grouped,
+  **dict.fromkeys(_GROUPED, _grouped),
 }
