@@ -33,7 +33,7 @@ from maxtext.bench.serving import CompletionsClient, ServingMetrics, bench_servi
 from maxtext.bench.workload import Workload
 
 SIZE = replace(Size(), vocab=20480, length=1024)
-SLOTS, START_SECONDS, WARM_UP = 16, 900, 16
+SLOTS, START_SECONDS, END_SECONDS, WARM_UP = 16, 900, 20, 16
 END = 256  # the end-of-sequence token, after those of single bytes
 INTEGERS = {"type": "array", "items": {"type": "integer"}, "minItems": 1000}  # cut off by the length of the answer
 
@@ -149,7 +149,11 @@ def serving(command: list[str], port: int, environment: Mapping[str, str], log: 
   finally:
     for number in (signal.SIGCONT, signal.SIGTERM):
       os.killpg(process.pid, number)
-    process.wait()
+    try:
+      process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:  # a server of several processes may wait for one that has ended
+      os.killpg(process.pid, signal.SIGKILL)
+      process.wait()
 
 
 def free_port() -> int:

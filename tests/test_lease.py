@@ -82,6 +82,27 @@ def test_a_second_run_on_this_machine_is_refused(folder, monkeypatch):
   first.release()
 
 
+def test_of_two_starts_that_find_a_lease_abandoned_one_takes_it(folder, monkeypatch):
+  """The first takes it between the moment in which the second reads it and that in which it writes."""
+  monkeypatch.setattr(leases, "_ENDING_SECONDS", 0.2)
+  elsewhere(folder, time=0.0)
+  first, second = quick(folder), quick(folder)
+  wait = second._wait_for_holder
+
+  def overtaken(found):
+    wait(found)
+    if found.term == 9:
+      first.acquire()
+
+  monkeypatch.setattr(second, "_wait_for_holder", overtaken)
+  with pytest.raises(RunError, match=rf"run_name=run is held by the run of process {os.getpid()} on"):
+    second.acquire()
+  first.check()
+  assert contents(folder)["term"] == 10
+  first.release()
+  assert list(folder.iterdir()) == []
+
+
 def test_a_killed_run_is_taken_over_at_once(folder):
   script = (
     "import os, sys; from etils import epath; from maxtext.distributed.lease import Lease\n"

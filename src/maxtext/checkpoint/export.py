@@ -8,6 +8,8 @@ from maxtext.checkpoint.layout import Layout
 from maxtext.checkpoint.location import absolute, locate
 from maxtext.checkpoint.metadata import CheckpointMetadata, CorruptCheckpointError
 from maxtext.checkpoint.options import ArrayStorage
+from maxtext.checkpoint.quiet import quiet_failed_saves
+from maxtext.checkpoint.storage import writing
 from maxtext.checkpoint.tokenizer import copy_tokenizer
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
@@ -33,7 +35,8 @@ def export_parameters(storage: ArrayStorage, source: str, target: str, stacked: 
     raise ConfigError(f"{folder} holds exported parameters already; export from a checkpoint of a run.")
   layout = Layout(stacked)
   stored = {f"params/{n}": a for path, name in names.items() for n, a in layout.store(path, arrays[name]).items()}
-  with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers(storage))) as writer:
+  quiet_failed_saves()
+  with writing(out), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers(storage))) as writer:
     writer.save(out, args=contents(storage, stored, metadata.step, layout.stacked, metadata.config, base=metadata.base))
   copy_tokenizer(source, out)
   return out

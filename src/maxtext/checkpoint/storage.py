@@ -9,7 +9,8 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from maxtext.configs.errors import RunError
@@ -49,6 +50,17 @@ def retried(what: object, read: Callable[[], _T]) -> _T:
       _LOG.warning(f"maxtext: {what} cannot be read: {why}; trying again in {delay:g} s.")
       time.sleep(delay)
   raise AssertionError("the last attempt returns or raises")
+
+
+@contextmanager
+def writing(folder: object) -> Iterator[None]:
+  """Makes of what storage raises while a folder is written one line that names the folder."""
+  try:
+    yield
+  except Exception as error:
+    if isinstance(error, RunError) or not is_storage_failure(error):
+      raise
+    raise StorageError(f"{folder} cannot be written: {reason(error)}. Start again when it can.") from error
 
 
 def is_storage_failure(error: BaseException) -> bool:

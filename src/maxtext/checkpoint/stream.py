@@ -34,7 +34,7 @@ from maxtext.checkpoint.metadata import (
 )
 from maxtext.checkpoint.options import ArrayStorage
 from maxtext.checkpoint.restore import readable
-from maxtext.checkpoint.storage import StorageError, reason, retried
+from maxtext.checkpoint.storage import StorageError, reason, retried, writing
 from maxtext.checkpoint.tree import nested
 from maxtext.configs import ConfigError
 
@@ -96,39 +96,43 @@ class StreamWriter:
     assert about.shape[len(index) :] == piece.shape, (name, about.shape, index, piece.shape)
     dtype, sums = np.dtype(about.dtype), 0
     lead = (1,) * len(index)
-    store = self._store(name, (*lead, *_chunk(piece.shape, dtype.itemsize)))
-    for block in _blocks(piece.shape, dtype.itemsize):
-      values = np.asarray(piece[block], dtype, order="C")
-      values = values.reshape(lead + values.shape)
-      place = (*(slice(i, i + 1) for i in index), *block)
-      sums += checksum_of_part(values, [part.start for part in place])
-      self._writes.append(store[place].write(values, can_reference_source_data_indefinitely=True))
-      self._size += values.nbytes
-      if self._size >= _IN_FLIGHT:
-        self._wait()
+    with writing(self.folder):
+      store = self._store(name, (*lead, *_chunk(piece.shape, dtype.itemsize)))
+      for block in _blocks(piece.shape, dtype.itemsize):
+        values = np.asarray(piece[block], dtype, order="C")
+        values = values.reshape(lead + values.shape)
+        place = (*(slice(i, i + 1) for i in index), *block)
+        sums += checksum_of_part(values, [part.start for part in place])
+        self._writes.append(store[place].write(values, can_reference_source_data_indefinitely=True))
+        self._size += values.nbytes
+        if self._size >= _IN_FLIGHT:
+          self._wait()
     self._noted.append({"name": name, "index": index, "sum": sums % 2**32})
 
   def finish(self, step: int, keys: Mapping[str, Any]) -> Path:
     """Has Orbax describe what is there, adds the metadata and gives the folder its name."""
-    self._wait()
-    handler = ocp.PyTreeCheckpointHandler(
-      use_ocdbt=self._storage.use_ocdbt,
-      use_zarr3=self._storage.use_zarr3,
-      type_handler_registry=type_handlers.create_type_handler_registry(
-        (jax.Array, type_handlers.ArrayHandler()),
-        (np.ndarray, type_handlers.NumpyHandler()),
-        (_Written, _WrittenHandler()),
-      ),
-    )
-    state = epath.Path(self.folder / STATE)
-    handler.save(state, args=ocp.args.PyTreeSave(nested({name: _Written() for name in self._arrays})))
-    handler.finalize(state)
-    metadata = CheckpointMetadata(step, self._arrays, 0, keys, processes=1)
-    (self.folder / ITEM).mkdir(exist_ok=True)
-    (self.folder / ITEM / checksum_file(0)).write_text(json.dumps([self._sums[name] for name in sorted(self._arrays)]))
-    (self.folder / ITEM / FILE).write_text(json.dumps(metadata.to_json()))
-    (self.folder / ITEM / _MADE_FOR).write_text(digest_of(self._request))
-    return self._journal.finish()
+    with writing(self.folder):
+      self._wait()
+      handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=self._storage.use_ocdbt,
+        use_zarr3=self._storage.use_zarr3,
+        type_handler_registry=type_handlers.create_type_handler_registry(
+          (jax.Array, type_handlers.ArrayHandler()),
+          (np.ndarray, type_handlers.NumpyHandler()),
+          (_Written, _WrittenHandler()),
+        ),
+      )
+      state = epath.Path(self.folder / STATE)
+      handler.save(state, args=ocp.args.PyTreeSave(nested({name: _Written() for name in self._arrays})))
+      handler.finalize(state)
+      metadata = CheckpointMetadata(step, self._arrays, 0, keys, processes=1)
+      (self.folder / ITEM).mkdir(exist_ok=True)
+      (self.folder / ITEM / checksum_file(0)).write_text(
+        json.dumps([self._sums[name] for name in sorted(self._arrays)])
+      )
+      (self.folder / ITEM / FILE).write_text(json.dumps(metadata.to_json()))
+      (self.folder / ITEM / _MADE_FOR).write_text(digest_of(self._request))
+      return self._journal.finish()
 
   def _count(self, entry: Mapping[str, Any]) -> None:
     self._done.add((entry["name"], tuple(entry["index"])))

@@ -2,10 +2,10 @@
 
 The lease is a file with a heartbeat. Clocks of hosts differ, so a reader polls whether the heartbeat changes and does
 not compare its age. A run that takes over raises the term, and a holder that finds a higher term has lost the lease: a
-run that was suspended or disconnected for a while cannot commit a step any more.
+run that was suspended or disconnected for a while cannot commit a step any more. On a disk each term has a file that
+one start alone can create, so of several that find the same lease abandoned one takes it.
 """
 
-import errno
 import json
 import logging
 import os
@@ -26,15 +26,16 @@ from maxtext.distributed.local_process import machine, start_time
 from maxtext.distributed.multihost import gather_problems, unique_name
 from maxtext.logs import ON_STDERR
 from maxtext.storage.atomic import create_atomically, write_atomically
+from maxtext.storage.errors import OF_STORAGE
 
 _LOG = logging.getLogger(__name__)
 
 FILE = "lease.json"
+_TERM = ".term-"
 LOST = "this run has lost its lease: "  # prefix of a `LeaseLostError`, on any process
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0  # without a heartbeat, after which a lease is taken over
 _FORGOTTEN_SECONDS = 86400.0  # older than any difference of clocks: taken over without polling
-_TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ETIMEDOUT, errno.ESTALE)  # may go away without a change
 _READ_DELAYS = (0.2, 1.0)  # seconds before a lease that could not be read is read again
 _ENDING_SECONDS = 3.0  # for a killed process to end
 
@@ -97,7 +98,7 @@ class Lease:
       except Exception as error:  # a bucket's client has kinds of its own
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         problem = f"base_output_directory={self._file.parent.parent} cannot be written: {why}."
-        mistake = problem if isinstance(error, OSError) and error.errno not in _TRANSIENT else None
+        mistake = problem if isinstance(error, OSError) and error.errno not in OF_STORAGE else None
     problems = gather_problems(unique_name("lease"), problem, self._stale_seconds + 120)
     if mistake:
       raise ConfigError(mistake)
@@ -120,22 +121,52 @@ class Lease:
       found = self._read() if own else None
       if own and found and found.order == own.order:
         self._file.unlink(missing_ok=True)
+        self._remove_terms(own.term)
 
   def _acquire(self) -> None:
     self._file.parent.mkdir(parents=True, exist_ok=True)
     while True:
-      there, found = self._file.exists(), self._read()
+      found, last = self._latest()
       if found is not None:
         self._wait_for_holder(found)
       own = _Claim(
-        (found.term if found else 0) + 1, uuid.uuid4().hex, socket.gethostname(), os.getpid(),
+        last + 1, uuid.uuid4().hex, socket.gethostname(), os.getpid(),
         start_time(os.getpid()) or "", machine(), time.strftime("%Y-%m-%d %H:%M:%S %z"), time=time.time(),
       )  # fmt: skip
-      if self._write(own, exclusive=not there):
+      if self._take_term(own):
         break
+    self._write(own)
     self._own = own
     self._thread = threading.Thread(target=self._heartbeat, name="lease", daemon=True)
     self._thread.start()
+
+  def _latest(self) -> tuple[_Claim | None, int]:
+    """The greatest claim, and the last term: of the lease, or of a start that has not written the lease yet."""
+    found = self._read(self._file)
+    terms = self._terms()
+    claims = filter(None, [found, *map(self._read, terms.values())])
+    return max(claims, key=lambda claim: claim.order, default=None), max(0, found.term if found else 0, *terms)
+
+  def _terms(self) -> dict[int, Path]:
+    """The files of terms, which a bucket does not have."""
+    if "://" in str(self._file):
+      return {}
+    return {int(file.suffix.removeprefix(_TERM)): file for file in Path(self._file.parent).glob(f".{FILE}{_TERM}*")}
+
+  def _take_term(self, own: _Claim) -> bool:
+    """Creates the file of a term, which one start alone can, and removes those of earlier terms."""
+    if "://" in str(self._file):
+      return True
+    folder = Path(self._file.parent)
+    if not create_atomically(folder / f".{FILE}{_TERM}{own.term}", _content(own), folder / f".{FILE}-{own.holder}"):
+      return False
+    self._remove_terms(own.term - 1)
+    return max(self._terms()) == own.term  # a later one has gone on where this start was suspended meanwhile
+
+  def _remove_terms(self, last: int) -> None:
+    for term, file in self._terms().items():
+      if term <= last:
+        file.unlink(missing_ok=True)
 
   def _wait_for_holder(self, found: _Claim) -> None:
     """Returns when the holder is gone: on this machine its process has ended, elsewhere its heartbeat has stopped."""
@@ -152,7 +183,7 @@ class Lease:
     _LOG.info(f"maxtext: {self._describe(found)} Polling its heartbeat for {self._stale_seconds:g} s.")
     while time.monotonic() - start < self._stale_seconds:
       time.sleep(min(0.5, self._beat_seconds))
-      now, before = self._read(), now
+      now, before = self._latest()[0], now
       if now is None and before is None:  # a single miss may be the moment in which the file is replaced
         return
       if now is not None and (now.order, now.beat) != (found.order, found.beat):
@@ -194,17 +225,17 @@ class Lease:
         time.sleep(delay)
     return self._read()
 
-  def _read(self) -> _Claim | None:
+  def _read(self, file: epath.Path | Path | None = None) -> _Claim | None:
     try:
-      return _Claim(**json.loads(self._file.read_text()))
+      return _Claim(**json.loads((file or self._file).read_text()))
     except (FileNotFoundError, ValueError, TypeError):  # an unreadable lease blocks nobody
       return None
 
-  def _write(self, claim: _Claim, exclusive: bool = False) -> bool:
-    """Writes the file atomically; with `exclusive`, only if there is none. Returns whether it was written."""
-    content = (json.dumps(asdict(claim), indent=1) + "\n").encode()
+  def _write(self, claim: _Claim) -> None:
+    """Writes the file atomically."""
     unfinished = Path(self._file).with_name(f".{FILE}-{claim.holder}")
-    if exclusive and "://" not in str(self._file):
-      return create_atomically(Path(self._file), content, unfinished)
-    write_atomically(self._file, content, durable=False, unfinished=unfinished)
-    return True
+    write_atomically(self._file, _content(claim), durable=False, unfinished=unfinished)
+
+
+def _content(claim: _Claim) -> bytes:
+  return (json.dumps(asdict(claim), indent=1) + "\n").encode()
