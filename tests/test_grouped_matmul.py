@@ -13,6 +13,7 @@ SIZES = {"uneven": [70, 0, 130, 100], "one": [0, 300, 0, 0], "rest": [17, 33, 0,
 SMALL = Tiles(128, 128, 128)
 KERNELS = {
   "ragged_dot": GroupedMatmul("ragged_dot"),
+  "ragged_dot, weights by megablox": GroupedMatmul("ragged_dot", "megablox", interpret=True),
   "tiled": GroupedMatmul("tiled"),
   "megablox": GroupedMatmul(
     "megablox", forward=SMALL, by_rows=Tiles(128, 256, 128), by_weights=Tiles(256, 128, 128), interpret=True

@@ -16,8 +16,8 @@ import maxtext
 from examples.vision.shapes import SPECIAL, TEMPLATE, write_tokenizer
 from maxtext import ConfigError, load_config
 from maxtext.cli.main import main
+from maxtext.data.conversation_media import media_places
 from maxtext.data.dataloader import make_dataloader, make_packing, open_data
-from maxtext.data.images import distinct
 from maxtext.data.mixture import SourceMixture
 from maxtext.data.options import data_options
 from maxtext.data.sources import open_sources
@@ -99,7 +99,7 @@ def rows_of(config, rows, count):
   options = data_options(config)
   mixture = SourceMixture(open_sources(options, options.train), rows, 0, True, 1, options.vocab_size)
   packing = make_packing(options, options.length)
-  streams = PackedStreams(mixture, packing, range(rows), images=options.images)
+  streams = PackedStreams(mixture, packing, range(rows), media=options.media)
   return [streams.rows(range(rows)) for _ in range(count)]
 
 
@@ -137,7 +137,7 @@ def test_placeholders_and_features_agree_and_no_example_is_split(folder, talks, 
     changes |= TILED | {"tokenizer_path": str(folder / "tiled")}
   config = load_config(**keys(folder, rows, **changes))
   options = data_options(config)
-  images = options.images
+  media, shape = options.media, options.media.rooms["vision"].shape
   prompts = PromptEncoder.of(config, load_tokenizer(options.tokenizer), 1000)
   documents = open_sources(options, options.train)[0].documents
   expected = []
@@ -149,35 +149,36 @@ def test_placeholders_and_features_agree_and_no_example_is_split(folder, talks, 
     spans = [(one, begin) for one in found for begin, _ in one.answers]
     assert len(spans) == len(row["messages"]) // 2
     for turn, (one, begin) in enumerate(spans):
-      tokens, media = prompts.chat(absolute[: 2 * turn + 1], {})
+      tokens, prompted = prompts.chat(absolute[: 2 * turn + 1], {})
       assert one.tokens[:begin] == tokens
-      inputs = [image.inputs(images) for image in distinct(one.images[:begin])]
-      prompted = [] if media is None else [processed.inputs for _, processed in media.media]
-      assert len(inputs) == len(prompted)
-      assert all(map(np.array_equal, inputs, prompted))
+      inputs = inputs_of(one.media[:begin], media)
+      wanted = [] if prompted is None else [processed.inputs for _, processed in prompted.media]
+      assert len(inputs) == len(wanted)
+      assert all(map(np.array_equal, inputs, wanted))
     for one in documents.encoding.fitting(found):
       assert len(one.tokens) <= length + 1
-      assert most < 0 or len(distinct(one.images)) <= most
-      inputs = [image.inputs(images) for image in distinct(one.images)]
-      expected.append((one.tokens, np.concatenate(inputs) if inputs else np.zeros((0, *images_shape(images)))))
+      inputs = inputs_of(one.media, media)
+      assert most < 0 or len(inputs) <= most
+      expected.append((one.tokens, np.concatenate(inputs) if inputs else np.zeros((0, shape.patches, shape.values))))
   seen = []
   for made in rows_of(config, 1, 2 * len(rows)):
-    row_inputs, indices = made.images.inputs[0], made.images.indices[0]
-    assert row_inputs.shape[0] == images.slots
-    assert not row_inputs[(indices.max() + 1) // images.shape.features :].any()
+    row_inputs, indices = (made.media.towers["vision"][name][0] for name in ("inputs", "indices"))
+    assert row_inputs.shape[0] == media.rooms["vision"].slots
+    assert not row_inputs[(indices.max() + 1) // shape.features :].any()
     for segment in range(1, made.segments.max() + 1):
       here = made.segments[0] == segment
       own = indices[here][indices[here] >= 0]
       tokens = [int(made.inputs[0][here][0]), *made.targets[0][here].tolist()]
-      seen.append((tokens, row_inputs[np.unique(own // images.shape.features)]))
+      seen.append((tokens, row_inputs[np.unique(own // shape.features)]))
       assert not made.loss_weights[0][here][:-1][indices[here][1:] >= 0].any(), "no token of an image trains"
   assert sorted(tokens for tokens, _ in seen) == sorted(tokens for tokens, _ in expected)
   for tokens, inputs in seen:
     assert any(tokens == a and np.array_equal(inputs, b) for a, b in expected)
 
 
-def images_shape(images):
-  return images.shape.patches, images.shape.values
+def inputs_of(sequence, options):
+  """The tower's inputs of each medium of a sequence, in order."""
+  return [medium.process(options).inputs for medium, _ in media_places(sequence)]
 
 
 def test_columns_of_paths_bytes_and_lists_are_the_same_images(folder):
@@ -207,10 +208,10 @@ def test_columns_of_paths_bytes_and_lists_are_the_same_images(folder):
       (in_parts, {"train_image_column": []}),
     )
   ]  # fmt: skip
-  assert made[0].images.indices.max() + 1 == 3 * 4
+  assert made[0].media.towers["vision"]["indices"].max() + 1 == 3 * 4
   for other in made[1:]:
     assert np.array_equal(made[0].inputs, other.inputs)
-    assert all(map(np.array_equal, made[0].images, other.images))
+    assert all(map(np.array_equal, jax.tree.leaves(made[0].media), jax.tree.leaves(other.media)))
 
 
 USER, ANSWER = {"role": "user", "content": "which?"}, {"role": "assistant", "content": "red"}
@@ -230,7 +231,7 @@ def opened(folder, rows, **changes):
     ({"messages": [USER, ANSWER], "image": 3}, {}, "a path, bytes, a data URL or a PIL image, not int"),
     ({"messages": [USER, ANSWER], "image": "data:image/png;base64,@@"}, {}, "no valid base64"),
     ({"messages": [{**USER, "content": [{"type": "image"}]}, ANSWER]}, {}, "more parts of images than the 0"),
-    ({"messages": [USER, {**ANSWER, "content": [{"type": "image", "image": "0.png"}]}]}, {}, "an answer has an image"),
+    ({"messages": [USER, {**ANSWER, "content": [{"type": "image", "image": "0.png"}]}]}, {}, "an answer has media"),
     ({"messages": [USER, ANSWER], "image": "0.png"}, {"chat_template_path": "plain.jinja"}, "0 placeholders"),
     (
       {"prompt": "a", "completion": "b", "image": "0.png"},
@@ -256,12 +257,6 @@ def test_a_damaged_picture_is_named_with_its_row_when_it_is_read(folder):
   rows = [{"messages": [USER, ANSWER], "image": name} for name in ("0.png", "cut.jpg")]
   with pytest.raises(ConfigError, match=r"record 1: .*cut.jpg: The image cannot be decoded"):
     rows_of(load_config(**keys(folder, rows)), 1, 1)
-
-
-def test_images_of_any_size_are_refused_by_name(folder):
-  config = load_config(**keys(folder, decoder_block="gemma4", model_name="gemma4-31b", override_model_config=True))
-  with pytest.raises(ConfigError, match="cannot be trained on images yet"):
-    data_options(config)
 
 
 def evaluated(folder, devices=1, **changes):
@@ -319,13 +314,13 @@ def test_every_host_makes_its_rows_alone(folder):
   mixture = SourceMixture(open_sources(options, options.train), 4, 0, True, 1, options.vocab_size)
 
   def made(streams):
-    rows = PackedStreams(mixture, make_packing(options, options.length), streams, images=options.images)
+    rows = PackedStreams(mixture, make_packing(options, options.length), streams, media=options.media)
     return [rows.rows(range(len(streams))) for _ in range(2)]
 
   for whole, *parts in zip(made(range(4)), made([0, 1]), made([2, 3]), strict=True):
     joined = Rows.join(parts)
-    assert all(map(np.array_equal, (*whole.images, whole.inputs), (*joined.images, joined.inputs)))
-    assert (whole.images.indices >= 0).any(axis=1).sum() > 1
+    assert all(map(np.array_equal, jax.tree.leaves(whole), jax.tree.leaves(joined)))
+    assert (whole.media.towers["vision"]["indices"] >= 0).any(axis=1).sum() > 1
 
 
 def coloured(folder, name, swapped):

@@ -33,14 +33,14 @@ KINDS = {
     PixelBudget(32, 4096, 65536, frames=2),
     Sampling(fps=2, to_end=True),
     FeatureText(PAD, "<|vision_start|>", "<|vision_end|>"),
-    stamp=lambda at: f"<{at:.1f} seconds>",
+    stamp="<{seconds:.1f} seconds>",
   ),
   "pooled": Videos(
     Patches(16, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), channels_last=True),
     FeatureBudget(48, 70),
     Sampling(count=8),
     FeatureText("<|video|>", "<|image>", "<image|>"),
-    stamp=lambda at: f"{int(at // 60):02d}:{int(at % 60):02d} ",
+    stamp="{minute:02d}:{second:02d} ",
     between=" ",
   ),
 }

@@ -5,6 +5,7 @@
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,10 +19,11 @@ from safetensors.numpy import load_file
 from maxtext import ConfigError, load_config
 from maxtext.kernels.attention import AttentionKernel
 from maxtext.layers.embedding import feature_indices, sinusoids
+from maxtext.layers.mel import halved
 from maxtext.mesh.devices import make_mesh
 from maxtext.models.build import abstract_model, build_model, media_processors, model_spec, weight_table
 from maxtext.models.execution.attention_kernel import for_spans
-from maxtext.models.media import TowerInputs, audio_segments, mrope_positions, patch_places
+from maxtext.models.media import TowerInputs
 from maxtext.weights.config_json import config_json_entries, hugging_face_class, keys_of_folder, our_name
 from maxtext.weights.from_hugging_face import load_from_hugging_face
 from maxtext.weights.hugging_face_folder import HuggingFaceFolder
@@ -171,6 +173,101 @@ def square_images():
 def gemma3_example():
   example = square_images()
   return replace(example, inputs=example.inputs | {"token_type_ids": (example.tokens == IMAGE).astype(np.int64)})
+
+
+def patch_places(
+  grids: Sequence[tuple[int, int, int]], merged: int, length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """`positions` [T,2], `grid` [T,2] and `segments` [T] of one input of a tower that holds several images.
+
+  Patches are in the order in which they are merged: blocks from left to right and top to bottom, and so within a block.
+  Each frame of a video is a segment.
+
+  Args:
+    grids: of the images, in order.
+    merged: rows, and columns, of patches that become one token.
+    length: patches of the input; what images leave is padding.
+
+  Raises:
+    ValueError: images have more patches than the input.
+  """
+  positions, grid, segments = (
+    np.zeros((length, 2), np.int32),
+    np.ones((length, 2), np.int32),
+    np.zeros(length, np.int32),
+  )
+  first = frame = 0
+  for frames, rows, columns in grids:
+    places = np.indices((rows, columns), np.int32).reshape(2, rows // merged, merged, columns // merged, merged)
+    places = places.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
+    for _ in range(frames):
+      frame, last = frame + 1, first + len(places)
+      if last > length:
+        raise ValueError(f"images of {list(grids)} patches do not fit in an input of {length} patches.")
+      positions[first:last], grid[first:last], segments[first:last] = places, (rows, columns), frame
+      first = last
+  return positions, grid, segments
+
+
+def mrope_positions(
+  positions: np.ndarray,
+  images: np.ndarray,
+  grids: Sequence[Sequence[tuple[int, int, int]]],
+  merged: int,
+  interval: int = 1,
+) -> np.ndarray:
+  """`rotary_positions` [B,S,3] (time, row, column) of tokens in the order of the text.
+
+  Text has three equal components. Tokens of an image count from the position after the text before it: time by frame,
+  and the other two by row and column. The text behind it continues after the largest of them.
+
+  Args:
+    positions: [B,S] of tokens in their document.
+    images: [B,S] whether a token has a feature of an image.
+    grids: of the images of each row, in order.
+    merged: rows, and columns, of patches that become one token.
+    interval: between frames of a video.
+
+  Raises:
+    ValueError: a row has another number of tokens of images than its grids.
+  """
+  found = np.repeat(np.asarray(positions, np.int32)[..., None], 3, axis=-1)
+  for row, own in enumerate(grids):
+    marked = np.flatnonzero(images[row])
+    counts = [frames * rows * columns // merged**2 for frames, rows, columns in own]
+    if sum(counts) != len(marked):
+      raise ValueError(f"row {row} has {len(marked)} tokens of images, and its grids have {sum(counts)}.")
+    starts = np.flatnonzero(positions[row] == 0)
+    for places, (frames, rows, columns) in zip(np.split(marked, np.cumsum(counts))[:-1], own, strict=True):
+      axes = np.indices((frames, rows // merged, columns // merged)).reshape(3, -1).T * (interval, 1, 1)
+      behind = places[-1] + 1
+      end = next((start for start in starts if start >= behind), positions.shape[1])
+      found[row, places] = found[row, places[0]] + axes
+      found[row, behind:end] += axes.max() + 1 - len(places)
+  return found
+
+
+def audio_segments(clips: Sequence[int], chunk: int, window: int, chunks: int, halvings: int = 3) -> np.ndarray:
+  """`segments` [T] of one input of an audio tower that holds several clips, one after the other in whole chunks.
+
+  Tokens attend within their window; those of the frames that a clip's last chunk lacks are padding, 0. The n-th audio
+  token of a row has the n-th feature whose segment is not 0.
+
+  Args:
+    clips: number of frames of each clip.
+    chunk: frames of a chunk.
+    window: frames of an attention window, a multiple of `chunk`.
+    chunks: of the input.
+    halvings: by the tower's convolutions.
+  """
+  tokens, number, first = halved(chunk, halvings), 0, 0
+  segments = np.zeros(chunks * tokens, np.int32)
+  for frames in clips:
+    for start in range(0, frames, window):
+      inside, place, number = min(window, frames - start), first + start // chunk * tokens, number + 1
+      segments[place : place + inside // chunk * tokens + halved(inside % chunk, halvings)] = number
+    first += -(-frames // chunk) * tokens
+  return segments
 
 
 GRIDS = ([(1, 4, 6), (1, 4, 4)], [(1, 6, 4)])  # of the images in each row

@@ -156,10 +156,30 @@ def test_shards_of_a_batch_have_their_own_scales():
   )
 
 
-def test_long_sums_do_not_overflow():
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_long_sums_do_not_overflow(devices):
   x, seen = jnp.ones((4, 40_000, 2)), jnp.ones((4, 40_000, 3))  # 160,000 times 127 * 127 is more than an int32 holds
-  matmul = QuantizedMatmul(input=EVERY["int8"], weight=EVERY["int8"], gradient=EVERY["int8"])
+  matmul = QuantizedMatmul(input=EVERY["int8"], weight=EVERY["int8"], gradient=EVERY["int8"], batch_shards=devices)
   np.testing.assert_allclose(passes(LINEAR, matmul, x, jnp.ones((2, 3)), seen)[2], 160_000, rtol=0.01)
+
+
+@pytest.mark.parametrize("name", ["int8", "e4m3"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_devices_multiply_their_parts_with_the_scales_of_the_batch(name, shards):
+  x, weight, seen = values(8, 4, 32), values(32, 24, seed=1), values(8, 4, 24, seed=2)
+  x = x.at[:2].multiply(100.0)
+  kinds = {"input": EVERY[name], "weight": EVERY[name], "gradient": EVERY[name], "shards": shards}
+  one, four = (passes(LINEAR, QuantizedMatmul(**kinds, batch_shards=n), x, weight, seen)[2] for n in (1, 4))
+  np.testing.assert_allclose(four, one, rtol=1e-5, atol=1e-5 * float(jnp.abs(one).max()))
+
+
+@pytest.mark.mesh
+def test_devices_send_gradients_in_the_dtype_of_the_run():
+  """What is summed over devices is the gradient, not the integers that it is made of."""
+  made = program(tiny(**RUN | {"per_device_batch_size": 1, "quantization": "int8", "ici_fsdp_parallelism": 8}), 8)
+  sums = re.findall(r" = (.*?) (?:all-reduce|reduce-scatter)\(", made.lower().compile().as_text())
+  assert any("f32[48,4,8]" in kinds for kinds in sums), "of the queries' weight"
+  assert not any("s32" in kinds for kinds in sums)
 
 
 def products(text):
@@ -222,7 +242,7 @@ WAYS = {
   "unrolled": ("dense", {"scan_layers": False}, 2e-4),
   "less remat": ("experts", {"remat_policy": "minimal"}, 2e-4),
   "accumulation": ("dense", {"gradient_accumulation_steps": 4, "per_device_batch_size": 2}, 4e-3),
-  "fsdp 4 x tensor 2": ("dense", EIGHT | {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}, 2e-4),
+  "fsdp 4 x tensor 2": ("dense", EIGHT | {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}, 3e-4),
   "fsdp 2 x tensor 2 x expert 2": (
     "experts",
     EIGHT | {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "ici_expert_parallelism": 2},
@@ -263,6 +283,19 @@ def test_losses_are_the_same_wherever_a_model_runs(way, scaling, one_device):
   keys = RUN | MODELS[model] | SCALINGS[scaling] | keys
   devices = keys.pop("devices", 1)
   np.testing.assert_allclose(losses(tiny(**keys), devices), one_device[scaling, model], rtol=tolerance)
+
+
+@MESH
+def test_devices_send_weights_of_experts_in_eight_bits():
+  keys = RUN | EXPERTS | {"shard_exp_on_fsdp": True, "ici_fsdp_parallelism": 4, "per_device_batch_size": 1}
+  gathers = {}
+  for name, quantization in (("plain", {}), ("int8", {"quantization": "int8"})):
+    p = program(tiny(**keys | quantization), 4)
+    text = p.lower().compile().as_text()
+    shape = p.model.struct(next(n for n in p.model.params if n.endswith("experts/gate/weight"))).shape
+    inner = ",".join(map(str, shape[-2:]))
+    gathers[name] = set(re.findall(rf"= (\w+)\[[\d,]*{inner}\]\S* all-gather\(", text))
+  assert gathers == {"plain": {"f32"}, "int8": {"s8"}}
 
 
 def test_losses_follow_those_of_float32(one_device):

@@ -134,7 +134,7 @@ def test_two_processes_are_one(processes, tmp_path):
 
 def test_evaluations_and_rollouts_ask_one_sampler_at_the_same_time(processes, folder):
   shared = {"num_batches": 6, "off_policy_steps": 1, "use_agentic_rollout": True, "eval_interval": 1,
-            "grain_eval_files": str(folder / "tasks.jsonl"), "num_test_batches": 1}  # fmt: skip
+            "grain_eval_files": str(folder / "tasks.jsonl"), "num_test_batches": 1, **EXPERTS}  # fmt: skip
   processes.finish(processes.start(run_name="one", **shared))
   shared |= {"sampler_address": processes.address, "run_name": "two"}
   sampler = processes.start("--sampler", **shared)

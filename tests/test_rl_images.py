@@ -11,8 +11,10 @@ from maxtext.rl import policy_batch
 from tests.support import History
 from tests.test_image_training import TINY
 from tests.test_image_training import folder as pictures_folder
+from tests.test_media_training import folder as media_folder_
+from tests.test_media_training import keys as media_keys
 
-folder = pictures_folder
+folder, media_folder = pictures_folder, media_folder_
 ASK = {"type": "text", "text": "which?"}
 ROWS = [
   {"prompt": [{"role": "user", "content": [{"type": "image", "image": "0.png"}, ASK]}], "answer": "red"},
@@ -22,7 +24,7 @@ ROWS = [
 ]
 
 
-def keys(folder, output, rows=ROWS, **changes):
+def keys(folder, output, rows=ROWS, base=None, **changes):
   file = folder / "tasks.jsonl"
   file.write_text("".join(json.dumps(row) + "\n" for row in rows))
   left_out = ("use_sft", "per_device_batch_size", "grain_worker_count", "grain_worker_count_eval")
@@ -32,7 +34,9 @@ def keys(folder, output, rows=ROWS, **changes):
     "learning_rate": 1e-2, "warmup_steps_fraction": 0.0, "gradient_clipping_threshold": 1.0, "grpo_beta": 0.1,
     "reward_functions": ["exact_match"], "base_output_directory": str(output), "run_name": "run",
   }  # fmt: skip
-  return {name: value for name, value in TINY.items() if name not in left_out} | own | changes
+  return (
+    {name: value for name, value in (TINY if base is None else base).items() if name not in left_out} | own | changes
+  )
 
 
 def run(folder, output, **changes):
@@ -43,14 +47,22 @@ def run(folder, output, **changes):
 
 def test_trainer_and_engine_see_the_same_pictures(folder, tmp_path, monkeypatch):
   assert max(run(folder, tmp_path)) < 1e-5
-  images = policy_batch._images
+  media = policy_batch._media
 
   def swapped(*arguments):
-    found = images(*arguments)
-    return found | {"images": np.roll(found["images"], 2, axis=0)}
+    found = media(*arguments)
+    return found | {"vision/inputs": np.roll(found["vision/inputs"], 2, axis=0)}
 
-  monkeypatch.setattr(policy_batch, "_images", swapped)
+  monkeypatch.setattr(policy_batch, "_media", swapped)
   assert run(folder, tmp_path, num_batches=1, run_name="swapped")[0] > 1e-3, "pictures of other tasks"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["qwen3_omni", "gemma4"])
+def test_trainer_and_engine_see_the_same_pictures_of_any_size(media_folder, tmp_path, family):
+  """And, with positions of three components, the same ones of the answer."""
+  base = media_keys(media_folder, family, use_audio=False)
+  assert max(run(media_folder, tmp_path, base=base, max_prefill_predict_length=128, max_target_length=144)) < 1e-5
 
 
 @pytest.mark.parametrize(

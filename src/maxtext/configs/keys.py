@@ -44,8 +44,8 @@ class ConfigKeys(TypedDict, total=False):
   """How the range of activations is found, such as absmax, fixed or delayed. Default: 'absmax'."""
 
   activation_dropout_for_audio: float
-  """Dropout rate inside the audio feed-forward; 0 is none. Not supported yet: it is not implemented yet. Default:
-  0.0."""
+  """Dropout rate inside the audio feed-forward; 0 is none. Not supported yet: no encoder here has it: leave it out.
+  Default: 0.0."""
 
   activation_function_for_audio: str
   """Activation in the audio encoder's feed-forward. Default: 'gelu'."""
@@ -100,7 +100,8 @@ class ConfigKeys(TypedDict, total=False):
   """True adds a bias to the attention projections. Default: False."""
 
   attention_dropout_for_audio: float
-  """Dropout rate of audio attention weights; 0 is none. Not supported yet: it is not implemented yet. Default: 0.0."""
+  """Dropout rate of audio attention weights; 0 is none. Not supported yet: no encoder here has it: leave it out.
+  Default: 0.0."""
 
   attention_out: RematLocation | Literal["remat", "device", "offload"]
   """Attention result before the output projection (custom). Not supported yet: no layer has this tensor yet.
@@ -270,8 +271,8 @@ class ConfigKeys(TypedDict, total=False):
   """Audio chunks put through the convolutions at once, to bound memory. Default: 500."""
 
   conv_stride_for_vit: int
-  """Pixels between patches; the patch size means no overlap. Not supported yet: it is not implemented yet. Default:
-  14."""
+  """Pixels between patches; the patch size means no overlap. Not supported yet: no encoder here has it: leave it
+  out. Default: 14."""
 
   cost_estimate_flops_bwd: int
   """Backward FLOPs reported to the compiler; -1 leaves it to the kernel. It has no effect on JAX's own splash
@@ -697,6 +698,15 @@ class ConfigKeys(TypedDict, total=False):
   eval_steps: int
   """Batches per evaluation; -1 takes the whole evaluation set. Default: -1."""
 
+  eval_tasks: list[str] | tuple[str, ...]
+  """Tasks scored while training: files, folders and names, as maxtext eval --tasks takes; [] is none. Default: []."""
+
+  eval_tasks_interval: int
+  """Training steps between evaluations of eval_tasks; the last step has one too. 0: that one alone. Default: 0."""
+
+  eval_tasks_limit: int | None
+  """Only so many samples or documents of each of eval_tasks; None is all. Default: None."""
+
   event_command: str
   """Command that gets a JSON object on its input on failure, stall and recovery; '' is none. Default: ''."""
 
@@ -972,7 +982,8 @@ class ConfigKeys(TypedDict, total=False):
   """Image side in pixels, or [height, width], into the vision encoder. Default: 896."""
 
   image_slots_per_row: int
-  """Images, or tiles, that a training row has room for; 0 trains on text alone, -1: all that fit. Default: -1."""
+  """Images, tiles or, of any size, image tokens that a training row has room for; 0: text alone, -1: all. Default:
+  -1."""
 
   importance_sampling_cap: float
   """Largest weight by which tokens of an older policy are corrected (truncated importance sampling); 0 corrects
@@ -1566,8 +1577,8 @@ class ConfigKeys(TypedDict, total=False):
   """Scale of the patch grid's sides before projection; 0.5 quarters the tokens. Default: 0.5."""
 
   posemb_type_for_vit: str
-  """Kind of position embedding in the vision encoder; 'learn' is trained. Not supported yet: it is not implemented
-  yet. Default: 'learn'."""
+  """Kind of position embedding in the vision encoder; 'learn' is trained. Not supported yet: no encoder here has it:
+  leave it out. Default: 'learn'."""
 
   position_id_per_seconds: int
   """Time positions per second of video or audio (use_mrope). Default: 25."""
@@ -1617,7 +1628,7 @@ class ConfigKeys(TypedDict, total=False):
   """Steps in one trace. Default: 5."""
 
   projector_dropout_for_vit: float
-  """Dropout rate in the vision projector; 0 is none. Not supported yet: it is not implemented yet. Default: 0.0."""
+  """Dropout rate of the features that the vision projector makes; 0 is none. Default: 0.0."""
 
   projector_input_dim_for_vit: int
   """Width of the features into the vision projector. Default: 4096."""
@@ -1835,6 +1846,10 @@ class ConfigKeys(TypedDict, total=False):
   routed_score_func: str
   """Router score function, e.g. sigmoid; '' is softmax. Default: ''."""
 
+  routing_replay: bool
+  """The trainer routes tokens to the experts that the engine chose when it wrote them (rollout routing replay, R3).
+  Default: True."""
+
   run_name: str
   """Name of the run; empty: the recipe, file or model, and the time. Default: ''."""
 
@@ -1894,8 +1909,8 @@ class ConfigKeys(TypedDict, total=False):
   """Where weights are written after quantization at load; '' is nowhere. Default: ''."""
 
   scale_embedding_for_audio: bool
-  """True multiplies audio embeddings by the square root of the width. Not supported yet: it is not implemented yet.
-  Default: True."""
+  """True multiplies audio embeddings by the square root of the width. Not supported yet: no encoder here has it:
+  leave it out. Default: True."""
 
   scan_layers: bool
   """Compile one layer and loop over it, instead of every layer. Default: True."""

@@ -113,6 +113,7 @@ _NOT_OF_RL = (
   "z_loss_multiplier", "num_epoch", "packing", "grain_worker_count", "grain_worker_count_eval", "use_truncation",
   "enable_rampup_batch_size", "reuse_example_batch", "grain_train_mixture_config_path", "sample_prompts", "eval_steps",
   "target_eval_loss", "eval_per_device_batch_size", "mtp_loss_scaling_factor",
+  *_section(t.TrainingTasks),
 )  # fmt: skip
 _ANSWER_LISTS = ("eval_corr_lst", "eval_make_lst")
 _RL = (
@@ -164,7 +165,7 @@ _VISION = (
   "num_hidden_layers_for_vit", "patch_size_for_vit", "vision_output_length", "tile_size_for_vit",
   "rope_theta_for_vit", "vision_output_dim_for_vit", "spatial_merge_size_for_vit", "temporal_patch_size_for_vit",
   "num_position_embeddings_for_vit", "out_hidden_size_for_vit", "deepstack_visual_indexes_for_vit", "use_mrope",
-  "mrope_section", *_section(t.VisionProjector, but=("projector_dropout_for_vit",)),
+  "mrope_section", *_section(t.VisionProjector),
 )  # fmt: skip
 _AUDIO = (
   "audio_path", "audio_placeholder", "use_audio_in_video", "freeze_audio_encoder_params", "d_model_for_audio",
@@ -535,7 +536,11 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     ("use_ring_of_experts",), "it has no effect without expert parallelism: set ici_expert_parallelism",
     unless=is_parallel_over("expert"),
   ),
-  NoEffectOption(_TILES, "it has no effect without megablox=true", unless=is_set("megablox")),
+  NoEffectOption(
+    tuple(key for key in _TILES if "_drhs_" not in key),
+    "it has no effect without megablox=true",
+    unless=is_set("megablox"),
+  ),
   NoEffectOption(
     ("topk_routing_group",), "it has no effect without n_routing_groups", unless=is_above("n_routing_groups", 0)
   ),
@@ -714,6 +719,9 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
     unless=is_above("eval_interval", 0),
   ),
   NoEffectOption(
+    ("eval_tasks_interval", "eval_tasks_limit"), "it has no effect without eval_tasks", unless=is_set("eval_tasks")
+  ),
+  NoEffectOption(
     ("sft_train_on_completion_only",), "it has no effect without use_sft=true", unless=is_set("use_sft")
   ),
   NoEffectOption(_DPO, "it has no effect without use_dpo=true", unless=is_set("use_dpo")),
@@ -747,9 +755,12 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   NoEffectOption(
     ("z_loss_multiplier", "use_truncation"), "it has no effect on pairs (use_dpo=true)", unless=is_unset("use_dpo")
   ),
-  NoEffectOption(("dropout_rate",), "it has no effect with enable_dropout=false", unless=is_set("enable_dropout")),
+  NoEffectOption(
+    ("dropout_rate", "projector_dropout_for_vit"), "it has no effect with enable_dropout=false",
+    unless=is_set("enable_dropout"),
+  ),
   UnsupportedOption(
-    ("dropout_rate",),
+    ("dropout_rate", "projector_dropout_for_vit"),
     "the replicas of enable_diloco=true would draw the same masks for different rows: leave one of them out",
     unless=any_of(is_unset("enable_diloco"), is_unset("enable_dropout")),
   ),
@@ -851,6 +862,9 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   ),
   NoEffectOption(
     _NOT_OF_RL, "it has no effect with use_grpo=true, whose rows are answers of its own", unless=is_unset("use_grpo")
+  ),
+  NoEffectOption(
+    ("routing_replay",), "it has no effect without num_experts above 1", unless=is_above("num_experts", 1)
   ),
   NoEffectOption(
     ("mismatch_limit",), "it has no effect with off_policy_steps, where the trainer is not the policy that answered",
@@ -1031,7 +1045,7 @@ UNSUPPORTED: tuple[UnsupportedOption, ...] = (
   UnsupportedOption(
     _section(t.MultimodalGeneral, t.VisionTower, t.VisionProjector, t.AudioEncoder,
              but=("use_multimodal", "use_audio", "max_num_images_per_example", *_VISION, *_AUDIO)),
-    "it is not implemented yet",
+    "no encoder here has it: leave it out",
     allowed_values=(False,),
   ),
   NoEffectOption(

@@ -21,6 +21,7 @@ class Batch:
     weights: [B,S] weight of each target in the loss: the loss mask.
     extra: [B,S,...] other values of targets by name, which an objective declares and its data brings.
     media: what the model's towers encode, `Media`; {} where rows are text alone.
+    rotary_positions: [B,S,3] for RoPE of three components, where rows have media; None takes `positions`.
   """
 
   inputs: Any
@@ -30,6 +31,7 @@ class Batch:
   weights: Any
   extra: Mapping[str, Any] = field(default_factory=dict)
   media: Mapping[str, Any] = field(default_factory=dict)
+  rotary_positions: Any = None
 
 
 IteratorState = dict[str, jax.Array | np.ndarray]

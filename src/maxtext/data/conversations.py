@@ -19,8 +19,8 @@ import numpy as np
 from maxtext.configs import ConfigError
 from maxtext.data.chat_messages import REASONING, template_messages
 from maxtext.data.chat_template import GENERATION_BEGIN, GENERATION_END, MARK_GENERATION, remove_marks
-from maxtext.data.documents import IMAGE, SEGMENTED
-from maxtext.data.images import ConversationImages, PlannedImage
+from maxtext.data.conversation_media import ConversationMedia, PlannedMedium
+from maxtext.data.documents import MEDIUM, SEGMENTED
 from maxtext.data.tokenizers import TextTokenizer
 
 
@@ -33,27 +33,27 @@ class TrainingSequence:
     weights: of each token in the loss.
     answers: [begin, end) of each answer that trains.
     roles: of each token, whose turn it is in; empty unless they were asked for.
-    images: that each token stands for a feature of, None for text; empty where there are none.
+    media: that each token stands for a feature of, None for text; empty where there are none.
   """
 
   tokens: list[int]
   weights: list[float]
   answers: list[tuple[int, int]]
   roles: list[str] = field(default_factory=list)
-  images: list[PlannedImage | None] = field(default_factory=list)
+  media: list[PlannedMedium | None] = field(default_factory=list)
 
   def truncated(
-    self, most: int, fit: Callable[[Sequence[PlannedImage | None]], bool] = lambda images: True
+    self, most: int, fit: Callable[[Sequence[PlannedMedium | None]], bool] = lambda media: True
   ) -> "TrainingSequence | None":
-    """The sequence up to the last answer that is whole within so many tokens and whose images `fit`; None if there is
-    none. So no image is cut."""
-    if len(self.tokens) <= most and fit(self.images):
+    """The sequence up to the last answer that is whole within so many tokens and whose media `fit`; None if there is
+    none. So no medium is cut."""
+    if len(self.tokens) <= most and fit(self.media):
       return self
-    answers = [span for span in self.answers if span[1] <= most and fit(self.images[: span[1]])]
+    answers = [span for span in self.answers if span[1] <= most and fit(self.media[: span[1]])]
     if not answers:
       return None
     end = answers[-1][1]
-    return TrainingSequence(self.tokens[:end], self.weights[:end], answers, self.roles[:end], self.images[:end])
+    return TrainingSequence(self.tokens[:end], self.weights[:end], answers, self.roles[:end], self.media[:end])
 
 
 def conversation_sequences(
@@ -62,7 +62,7 @@ def conversation_sequences(
   values: Mapping[str, Any],
   completion_only: bool,
   with_roles: bool = False,
-  images: ConversationImages | None = None,
+  media: ConversationMedia | None = None,
 ) -> list[TrainingSequence]:
   """The sequences that train all answers of the assistant.
 
@@ -74,15 +74,15 @@ def conversation_sequences(
     values: other variables of the template, such as `tools`.
     completion_only: weight 0 for all other tokens; otherwise 1.
     with_roles: finds the role of each token, which renders every beginning of the conversation.
-    images: finds those of the messages; None allows none. No token of an image trains.
+    media: finds those of the messages; None allows none. No token of a medium trains.
   """
-  checked, found = template_messages(messages, media=images is not None), list[TrainingSequence]()
-  planned = [] if images is None else images.planned(messages)
+  checked, found = template_messages(messages, media=media is not None), list[TrainingSequence]()
+  planned = [] if media is None else media.planned(messages)
 
   def chat(count: int, answer: bool) -> np.ndarray:
     """The tokens of the first messages."""
-    there = [image for own in planned[:count] for image in own]
-    expand = partial(images.expanded, images=there) if images is not None and there else None
+    there = [medium for own in planned[:count] for medium in own]
+    expand = partial(media.expanded, media=there) if media is not None and there else None
     return tokenizer.chat(checked[:count], answer=answer, expand=expand, **values)
 
   for number, message in enumerate(messages):
@@ -92,7 +92,7 @@ def conversation_sequences(
     if not number:
       raise ConfigError("messages.0: a conversation cannot begin with an answer.")
     if planned and planned[number]:
-      raise ConfigError(f"messages.{number}: an answer has an image, and models answer by text.")
+      raise ConfigError(f"messages.{number}: an answer has media, and models answer by text.")
     tokens = chat(number, answer=True)
     prompt = tokens.tolist()
     answer = answer_tokens(tokenizer, checked[: number + 1], values)
@@ -104,10 +104,10 @@ def conversation_sequences(
     new = prompt[len(current.tokens) :]
     current.tokens += new + answer
     current.weights += [0.0 if completion_only else 1.0] * len(new) + [weight] * len(answer)
-    if images is not None and any(planned[:number]):
-      there = images.of_tokens(tokens, [image for own in planned[:number] for image in own])
-      current.images = [*there, *[None] * len(answer)]
-      current.weights = [0.0 if image else w for image, w in zip(current.images, current.weights, strict=True)]
+    if media is not None and any(planned[:number]):
+      there = media.of_tokens(tokens, [medium for own in planned[:number] for medium in own])
+      current.media = [*there, *[None] * len(answer)]
+      current.weights = [0.0 if medium else w for medium, w in zip(current.media, current.weights, strict=True)]
     current.answers.append((len(prompt), len(prompt) + len(answer)))
     if with_roles:
       roles = _prompt_roles(chat, checked[:number], prompt)
@@ -200,15 +200,15 @@ class ChatContinuation:
 
 def join_sequences(sequences: Sequence[TrainingSequence], kind: np.dtype = SEGMENTED) -> np.ndarray:
   """The sequences as one document, whose last field numbers them; empty where there are none."""
-  images = [(IMAGE, object)] if any(sequence.images for sequence in sequences) else []
-  document = np.zeros(sum(len(sequence.tokens) for sequence in sequences), [*kind.descr, *images])
+  media = [(MEDIUM, object)] if any(sequence.media for sequence in sequences) else []
+  document = np.zeros(sum(len(sequence.tokens) for sequence in sequences), [*kind.descr, *media])
   end = 0
   for number, sequence in enumerate(sequences):
     here, end = slice(end, end + len(sequence.tokens)), end + len(sequence.tokens)
     document["token"][here], document["weight"][here] = sequence.tokens, sequence.weights
     document[kind.descr[-1][0]][here] = number
-    if sequence.images:
-      document[IMAGE][here] = sequence.images
+    if sequence.media:
+      document[MEDIUM][here] = sequence.media
   return document
 
 

@@ -116,12 +116,12 @@ def make_dataloader(
 
 def make_packing(options: DataOptions, length: int) -> Packing:
   """The packing of documents into rows."""
-  features = 0 if options.images is None else options.images.features
+  slots = () if options.media is None else options.media.slots
   if options.kind == DatasetType.OLMO_GRAIN or not options.pack:
-    return Packing(length, "first_fit", max_segments=1, look_ahead=1, features=features)
+    return Packing(length, "first_fit", max_segments=1, look_ahead=1, slots=slots)
   kind = "concat_then_split" if options.kind == DatasetType.C4MLPERF else options.packing_kind
   look_ahead = 1 if kind == "concat_then_split" else LOOK_AHEAD
-  return Packing(length, kind, max(options.max_segments, 0), look_ahead, features)
+  return Packing(length, kind, max(options.max_segments, 0), look_ahead, slots)
 
 
 def is_streamed(options: DataOptions, split: Split) -> bool:

@@ -22,8 +22,8 @@ PAIRED = np.dtype([*WEIGHTED.descr, ("side", np.int32)])
 """Of a preference pair: two sequences, chosen (side 0) and rejected (side 1), each with its prompt. One row has both,
 side by side."""
 
-IMAGE = "image"
-"""The field of the image that a token stands for a feature of: a `PlannedImage` for each of its tokens, else None."""
+MEDIUM = "medium"
+"""The field of the medium that a token stands for a feature of: a `PlannedMedium` for each of its tokens, else None."""
 
 LABEL = "label"
 """The extra value of targets of an answer that is labelled, in place of a pair: 1 at the last token of a desirable

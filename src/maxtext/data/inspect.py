@@ -5,21 +5,25 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from maxtext.configs.errors import plural
 from maxtext.data.batch import Batch
+from maxtext.data.conversation_media import MediaOptions
 from maxtext.data.conversations import join_sequences
 from maxtext.data.dataloader import make_dataloader, open_data
 from maxtext.data.documents import DataSource
-from maxtext.data.images import ImageOptions
 from maxtext.data.media import VISION
 from maxtext.data.options import DataOptions
 from maxtext.data.sources.columns import ColumnDocuments
 from maxtext.data.sources.conversation_encoding import ConversationEncoding
 from maxtext.data.tokenizers import TextTokenizer
+from maxtext.models.media import TowerInputs
+
+if TYPE_CHECKING:
+  from maxtext.media.processed import ImageProcessor
 
 _ANCHOR = "\u263a"  # decoded before a text, since some vocabularies drop the first space of all that they decode
 
@@ -37,7 +41,7 @@ class TokenRun:
     weight: of each in the loss, as a target; 0 is context only.
     role: whose turn it is in; empty where the data has no roles.
     special: whether it is a special token.
-    image: what these tokens stand for, as a PNG file of what the encoder sees; empty for text.
+    image: what these tokens stand for, as a PNG file of what the encoder sees; empty for text and sound.
   """
 
   text: str
@@ -50,8 +54,8 @@ class TokenRun:
 
 @dataclass(frozen=True)
 class RowView:
-  """A row: the runs of its sequences, each of which attention sees alone, and positions without a token; inputs of the
-  encoder of images that tokens stand for, and those it has room for."""
+  """A row: the runs of its sequences, each of which attention sees alone, and positions without a token; slots of
+  the encoder of images that are used, and those there are."""
 
   sequences: tuple[tuple[TokenRun, ...], ...]
   padding: int
@@ -105,7 +109,7 @@ def read_rows(options: DataOptions, batch: Batch, tokenizer: TextTokenizer | Non
   sources = tuple(_with_roles(source, roles) for source in opened.sources)
   rows = list[RowView]()
   for fed in make_dataloader(options, batch, data=opened._replace(sources=sources)):
-    rows += _rows(fed.batch, _Describer(tokenizer, roles, options.images), count - len(rows))
+    rows += _rows(fed.batch, _Describer(tokenizer, roles, options.media), count - len(rows))
     if len(rows) >= count:
       break
   return rows
@@ -114,18 +118,15 @@ def read_rows(options: DataOptions, batch: Batch, tokenizer: TextTokenizer | Non
 def _rows(batch: Batch, describer: "_Describer", count: int) -> list[RowView]:
   inputs, targets, weights = (np.asarray(array) for array in (batch.inputs, batch.targets, batch.weights))
   segments = np.ones_like(inputs) if batch.segments is None else np.asarray(batch.segments)
-  media = batch.media.get(VISION)
-  slots = np.full_like(inputs, -1) if media is None else describer.slots(np.asarray(media.indices))
   rows = []
   for row in range(min(count, len(inputs))):
     numbers = [int(number) for number in np.unique(segments[row]) if number]
-    sequences = []
+    sequences, media = [], describer.media(batch, row)
     for here in (segments[row] == number for number in numbers):
       tokens = [*inputs[row][here][:1].tolist(), *targets[row][here].tolist()]
-      own = describer.images(tokens, [*slots[row][here].tolist(), -1], None if media is None else media.inputs[row])
+      own = [*(run for run, inside in zip(media, here, strict=True) if inside), None]
       sequences.append(tuple(describer.runs(tokens, [0.0, *weights[row][here].tolist()], own)))
-    room = 0 if media is None else media.inputs.shape[1]
-    rows.append(RowView(tuple(sequences), int((segments[row] == 0).sum()), (int(slots[row].max()) + 1, room)))
+    rows.append(RowView(tuple(sequences), int((segments[row] == 0).sum()), describer.slots(batch, row)))
   return rows
 
 
@@ -133,32 +134,45 @@ class _Describer:
   """Makes runs of the tokens of a sequence. `roles` are those of the tokens of known sequences, by their bytes."""
 
   def __init__(
-    self, tokenizer: TextTokenizer | None, roles: Mapping[bytes, list[str]], images: ImageOptions | None
+    self, tokenizer: TextTokenizer | None, roles: Mapping[bytes, list[str]], media: MediaOptions | None
   ) -> None:
-    self._tokenizer, self._roles, self._images = tokenizer, roles, images
+    self._tokenizer, self._roles, self._media = tokenizer, roles, media
     self._anchor = [] if tokenizer is None else list(tokenizer.vocabulary.encode(_ANCHOR, special=False))
 
-  def slots(self, indices: np.ndarray) -> np.ndarray:
-    """The encoder's input that each token stands for a feature of; -1 for text."""
-    assert self._images is not None, "media come from images"
-    return indices // self._images.shape.features
+  def slots(self, batch: Batch, row: int) -> tuple[int, int]:
+    """Slots of the encoder of images that a row uses, and those it has."""
+    if self._media is None or VISION not in batch.media:
+      return 0, 0
+    room = self._media.rooms[VISION]
+    return -(-(int(np.asarray(batch.media[VISION].indices[row]).max()) + 1) // room.shape.features), room.slots
 
-  def images(self, tokens: Sequence[int], slots: Sequence[int], inputs: Any) -> list[TokenRun | None]:
-    """The run of the image that each token stands for a feature of; None for text."""
-    found: list[TokenRun | None] = [None] * len(tokens)
-    for slot in {slot for slot in slots if slot >= 0}:
-      places = [place for place, own in enumerate(slots) if own == slot]
-      run = self._image_run(np.asarray(inputs[slot]), len(places))
-      for place in places:
-        found[place] = run
+  def media(self, batch: Batch, row: int) -> list[TokenRun | None]:
+    """The run of the image, frame or window of sound that each token stands for a feature of; None for text."""
+    found: list[TokenRun | None] = [None] * batch.inputs.shape[1]
+    for tower, media in batch.media.items():
+      assert self._media is not None, "media come with options"
+      room = self._media.rooms[tower]
+      each = room.shape.features * (1 if media.segments is None else room.slots)
+      numbers = np.asarray(media.spans(each)[row])
+      for number in np.unique(numbers[numbers > 0]).tolist():
+        places = np.flatnonzero(numbers == number)
+        run = self._image(media, row, number, len(places)) if tower == VISION else _sound(len(places))
+        for place in places:
+          found[place] = run
     return found
 
-  def _image_run(self, inputs: np.ndarray, tokens: int) -> TokenRun:
-    assert self._images is not None, "media come from images"
+  def _image(self, media: TowerInputs, row: int, number: int, tokens: int) -> TokenRun:
+    """The run of the image with this number in a row."""
+    assert self._media is not None, "media come with options"
     from PIL import Image
 
-    pixels, file = self._images.processor.patches.pixels(inputs), io.BytesIO()
-    image = Image.fromarray(pixels)
+    patches = cast("ImageProcessor", self._media.processors["image"]).patches
+    if media.segments is None or media.positions is None:
+      pixels = patches.pixels(np.asarray(media.inputs[row, number - 1]))
+    else:
+      own = np.asarray(media.segments[row, 0]) == number
+      pixels = patches.pixels(np.asarray(media.inputs[row, 0])[own], np.asarray(media.positions[row, 0])[own])
+    image, file = Image.fromarray(pixels), io.BytesIO()
     image.thumbnail((_LARGEST, _LARGEST))
     image.save(file, "PNG")
     text = f"[image {pixels.shape[1]}x{pixels.shape[0]}, {plural(tokens, 'token')}]"
@@ -195,6 +209,10 @@ class _Describer:
       return "".join(f"{token} " for token in tokens)
     anchor, text = self._tokenizer.decode(self._anchor), self._tokenizer.decode([*self._anchor, *tokens])
     return text.removeprefix(anchor) if text.startswith(anchor) else self._tokenizer.decode(tokens)
+
+
+def _sound(tokens: int) -> TokenRun:
+  return TokenRun(f"[sound, {plural(tokens, 'token')}]", tokens, 0.0)
 
 
 def _with_roles(source: DataSource, roles: dict[bytes, list[str]]) -> DataSource:

@@ -9,8 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from maxtext.data.batch import Batch, BatchWithState, IteratorState
-from maxtext.data.images import ImageRows
-from maxtext.data.media import VISION
+from maxtext.data.media_rows import MediaRows
 from maxtext.data.streams import Rows
 from maxtext.models.media import TowerInputs
 
@@ -74,13 +73,21 @@ def place_rows(
 
   batch = make_batch(rows, lambda array: local_rows.array(array, count))
   values = {name: local_rows.array(rows.extra_values(name, like), count, like.sharding) for name, like in extra.items()}
-  media = {} if rows.images is None else {VISION: _tower_inputs(rows.images, local_rows, count)}
-  return BatchWithState(replace(batch, extra=values, media=media), position), np.any(real, axis=1)
+  batch = replace(batch, extra=values)
+  if rows.media is not None:
+    batch = _with_media(batch, rows.media, local_rows, count)
+  return BatchWithState(batch, position), np.any(real, axis=1)
 
 
-def _tower_inputs(images: ImageRows, local_rows: LocalRows, count: int) -> TowerInputs:
-  inputs = local_rows.array(images.inputs, count, local_rows.by_rows)
-  return TowerInputs(inputs, local_rows.array(images.indices, count))
+def _with_media(batch: Batch, media: MediaRows, local_rows: LocalRows, count: int) -> Batch:
+  towers = dict[str, TowerInputs]()
+  for tower, arrays in media.towers.items():
+    indices = local_rows.array(arrays["indices"], count)
+    others = {name: array for name, array in arrays.items() if name != "indices"}
+    placed = {name: local_rows.array(array, count, local_rows.by_rows) for name, array in others.items()}
+    towers[tower] = TowerInputs(indices=indices, **placed)
+  rotary = None if media.rotary_positions is None else local_rows.array(media.rotary_positions, count)
+  return replace(batch, media=towers, rotary_positions=rotary)
 
 
 def make_batch(rows: Rows, place: Callable[[np.ndarray], jax.Array]) -> Batch:

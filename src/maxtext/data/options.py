@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.types import DatasetType, TokenizerType
-from maxtext.data.images import ImageOptions
+from maxtext.data.conversation_media import MediaOptions, TowerRoom
+from maxtext.data.media import AUDIO, TOWERS, VISION
 from maxtext.data.splits import Split, SplitName
-
-if TYPE_CHECKING:
-  from maxtext.media.processed import ImageProcessor
+from maxtext.media.positions import RotaryAxes
+from maxtext.media.processed import MediaProcessor, SlotShape
+from maxtext.media.video import Videos, VideosWithSound
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class ConversationOptions:
     labelled: instead of pairs, a row has one answer and a label, whether it is desirable.
     reference_log_probs: the file of the reference model's log-probabilities and the digest of that model; None where
       the data does not bring them.
-    images: how images in them train; None where there are none.
+    media: how media in them train; None where there are none.
   """
 
   completion_only: bool
@@ -85,7 +86,7 @@ class ConversationOptions:
   pairs: bool = False
   labelled: bool = False
   reference_log_probs: tuple[str, str] | None = None
-  images: ImageOptions | None = None
+  media: MediaOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,9 @@ class DataOptions:
     return self.kind != DatasetType.SYNTHETIC
 
   @property
-  def images(self) -> ImageOptions | None:
-    """How images train; None where rows have none."""
-    return None if self.conversations is None else self.conversations.images
+  def media(self) -> MediaOptions | None:
+    """How media train; None where rows have none."""
+    return None if self.conversations is None else self.conversations.media
 
   def split(self, name: SplitName) -> Split:
     """Of training or of evaluation."""
@@ -194,7 +195,7 @@ def data_options(config: MaxTextConfig) -> DataOptions:
     method="use_dpo" if c.use_dpo else "use_sft",
     pairs=c.use_dpo,
     labelled=c.use_dpo and "kto" in c.dpo_loss_type,
-    images=image_options(c),
+    media=media_options(c),
   )
   return DataOptions(
     kind=c.dataset_type,
@@ -222,21 +223,22 @@ def data_options(config: MaxTextConfig) -> DataOptions:
   )
 
 
-def image_options(config: MaxTextConfig) -> ImageOptions | None:
-  """How images of conversations train; None where they have none.
+def media_options(config: MaxTextConfig) -> MediaOptions | None:
+  """How media of conversations train; None where they have none.
 
   Raises:
-    ConfigError: the model cannot be trained on images.
+    ConfigError: a key does not go with media, or leaves no room for them.
   """
   c = config
   talks = (c.use_sft or c.use_dpo or c.use_grpo) and c.dataset_type != DatasetType.SYNTHETIC
-  if not c.use_multimodal or not talks or not c.image_slots_per_row:
+  if not (c.use_multimodal or c.use_audio) or not talks or not c.image_slots_per_row:
     return None
   for key, wrong, what in (
     ("offline_data_dir", True, "what is saved of another model"),
     ("precompute_ref_log_probs", c.use_dpo, "what is saved of another model"),
     ("rl_environment", c.use_grpo, "a conversation with an environment"),
     ("sampler_address", c.use_grpo, "what is sent to another process"),
+    ("use_audio_in_video", c.use_multimodal and c.use_audio, "the sound track of a video is not trained on, and this"),
   ):
     if wrong and getattr(c, key):
       raise ConfigError(
@@ -245,25 +247,40 @@ def image_options(config: MaxTextConfig) -> ImageOptions | None:
       )
   from maxtext.models.build import media_processors  # with JAX, which reader processes of data do without
 
-  processor = cast("ImageProcessor | None", media_processors(c).get("image"))
-  shape = None if processor is None else processor.slot
-  if processor is None or shape is None:
-    raise ConfigError(
-      f"use_multimodal=true: decoder_block={c.decoder_block.value} cannot be trained on images yet, "
-      f"since they have sizes of their own; write image_slots_per_row=0 to train on text alone."
-    )
-  room = "max_prefill_predict_length" if c.use_grpo else "max_target_length"
-  fitting, most = getattr(c, room) // shape.features, c.max_num_images_per_example
+  processors = {kind: processor for kind, processor in media_processors(c).items() if kind == "image" or not c.use_grpo}
+  shapes = {TOWERS[kind]: processor.slot for kind, processor in processors.items()}
+  length = c.max_prefill_predict_length if c.use_grpo else c.max_target_length
+  rooms = {tower: TowerRoom(shape, _slots(c, tower, shape, length)) for tower, shape in shapes.items()}
+  placeholders = {"image": c.image_placeholder, "video": c.video_placeholder, "audio": c.audio_placeholder}
+  return MediaOptions(processors, placeholders, rooms, c.max_num_images_per_example, rotary_axes(c, processors))
+
+
+def _slots(c: MaxTextConfig, tower: str, shape: SlotShape, length: int) -> int:
+  """Slots of a tower that a row of so many tokens has."""
+  fitting, most = length // shape.features, c.max_num_images_per_example if tower == VISION else -1
   if not fitting or not most:
+    room = "max_prefill_predict_length" if c.use_grpo else "max_target_length"
     key, least = ("max_num_images_per_example", 1) if fitting else (room, shape.features + 1)
     raise ConfigError(
-      f"{key}={getattr(c, key)} leaves no room for an image: write at least {least}, or image_slots_per_row=0 to train "
-      f"on text alone."
+      f"{key}={getattr(c, key)} leaves no room for {_MEDIA[tower]}: write at least {least}, or image_slots_per_row=0 "
+      f"to train on text alone."
     )
   one = c.use_grpo or not c.packing  # conversation in a row
   wanted = shape.most * most if most > 0 and one else fitting
-  slots = wanted if c.image_slots_per_row < 0 else c.image_slots_per_row
-  return ImageOptions(processor, shape, c.image_placeholder, min(slots, fitting), most)
+  return min(wanted if tower == AUDIO or c.image_slots_per_row < 0 else c.image_slots_per_row, fitting)
+
+
+_MEDIA = {VISION: "an image", AUDIO: "a sound"}
+
+
+def rotary_axes(config: MaxTextConfig, processors: Mapping[str, MediaProcessor]) -> RotaryAxes | None:
+  """The axes of media in positions; None without mRoPE."""
+  if not (config.use_multimodal and config.use_mrope):
+    return None
+  videos = processors.get("video")
+  videos = videos.videos if isinstance(videos, VideosWithSound) else videos
+  interval = round(config.position_id_per_seconds * videos.seconds) if isinstance(videos, Videos) else 1
+  return RotaryAxes(config.spatial_merge_size_for_vit, interval)
 
 
 def _listed(columns: str | Sequence[str]) -> Sequence[str]:

@@ -16,8 +16,8 @@ import numpy as np
 
 from maxtext.configs import ConfigError
 from maxtext.configs.errors import RunError
-from maxtext.data.documents import IMAGE, DataSource, Documents, DocumentSpans, tokens_of
-from maxtext.data.images import located
+from maxtext.data.conversation_media import located
+from maxtext.data.documents import MEDIUM, DataSource, Documents, DocumentSpans, tokens_of
 
 SPANS_PER_STREAM = 64
 """Streams end at most one span apart, a 64th of an epoch."""
@@ -98,8 +98,8 @@ class Items:
       tokens = self._documents.tokens(record)
       if self._vocab_size is not None:
         check_token_ids(tokens, self._vocab_size)
-      if IMAGE in (tokens.dtype.names or ()):
-        tokens[IMAGE] = located(tokens[IMAGE], self._documents.where(document))
+      if MEDIUM in (tokens.dtype.names or ()):
+        tokens[MEDIUM] = located(tokens[MEDIUM], self._documents.where(document))
       return tokens
     except (ConfigError, RunError) as error:
       raise type(error)(f"{self._documents.where(document)}: {error}") from None

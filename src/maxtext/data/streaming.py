@@ -47,7 +47,7 @@ def streamed_rows(
     share: the number of its blocks of rows, and of all blocks.
   """
   documents = _Windows(options, split, group, state)
-  stream = PackedStreams(documents, packing, [0], state[None, :3], images=options.images)
+  stream = PackedStreams(documents, packing, [0], state[None, :3], media=options.media)
   for number in itertools.count(batch):
     rows = stream.rows([0] * (sizes.of(number) * share[0] // share[1]))
     after = np.concatenate([rows.after[0], documents.cursor(int(rows.after[0, 0]))])

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from maxtext.data.documents import IMAGE, tokens_of
-from maxtext.data.images import ImageOptions, ImageRows
-from maxtext.data.packing import Packing, TokenSpan
+from maxtext.data.conversation_media import MediaOptions, used_slots
+from maxtext.data.documents import MEDIUM, tokens_of
+from maxtext.data.media_rows import MediaRows
+from maxtext.data.packing import Packing, TokenSpan, fit
 
 
 class StreamDocuments(Protocol):
@@ -32,7 +33,7 @@ class Rows(NamedTuple):
 
   Segments are 0 in padding. Weights are those of the targets in the loss; None where no document of these rows brings
   any, and then all but padding counts alike. Extra values of targets are there by name if a document brings them.
-  Images are None where data has none by its options.
+  Media are None where data has none by its options.
   """
 
   inputs: np.ndarray
@@ -42,7 +43,7 @@ class Rows(NamedTuple):
   after: np.ndarray
   weights: np.ndarray | None = None
   extra: Mapping[str, np.ndarray] = {}
-  images: ImageRows | None = None
+  media: MediaRows | None = None
 
   @property
   def loss_weights(self) -> np.ndarray:
@@ -59,8 +60,8 @@ class Rows(NamedTuple):
     extra = {
       name: np.concatenate([part.extra_values(name, values) for part in parts]) for name, values in examples.items()
     }
-    images = [part.images for part in parts if part.images is not None]
-    joined = ImageRows(*map(np.concatenate, zip(*images, strict=True))) if images else None
+    media = [part.media for part in parts if part.media is not None]
+    joined = MediaRows.join(media) if media else None
     return Rows(inputs, targets, positions, segments, after, weights, extra, joined)
 
   def extra_values(self, name: str, like: Any) -> np.ndarray:
@@ -80,7 +81,7 @@ class PackedStreams:
     streams: Sequence[int],
     state: np.ndarray | None = None,
     read_ahead: int = 16,
-    images: ImageOptions | None = None,
+    media: MediaOptions | None = None,
   ) -> None:
     """Reads nothing yet.
 
@@ -88,12 +89,13 @@ class PackedStreams:
       streams: their numbers.
       state: int32[len(streams), 3]; None is the beginning.
       read_ahead: documents per stream read beyond those that packing looks at.
-      images: of rows that have room for them.
+      media: of rows that have room for them.
     """
     self._documents, self._packing, self._streams = documents, packing, [int(s) for s in streams]
     self._state = np.zeros((len(streams), 3), np.int32) if state is None else np.array(state, np.int32)
     assert self._state.shape == (len(streams), 3), self._state.shape
-    self._read_ahead, self._images = read_ahead, images
+    self._read_ahead, self._media = read_ahead, media
+    self._towers = () if media is None else tuple(media.rooms)
     self._counting = np.arange(packing.length, dtype=np.int32)
     self._held: list[dict[int, _Document]] = [{} for _ in streams]
     self._sizes = [_Sizes(partial(self._read, s)) for s in range(len(streams))]
@@ -105,19 +107,19 @@ class PackedStreams:
     inputs, targets, positions, segments = (np.zeros(shape, np.int32) for _ in range(4))
     weights: np.ndarray | None = None
     extra: dict[str, np.ndarray] = {}
-    images = None if self._images is None else ImageRows.empty(self._images, *shape)
+    media = None if self._media is None else MediaRows.empty(self._media, *shape)
     for row, stream in enumerate(chosen):
       end, number, held = 0, 0, self._held[stream]
       for k, start, n in self._advance(stream):
         document, whole = held[k], slice(end, end + n)
-        if images is not None and self._images is not None and document.images is not None:
-          images.add(self._images, row, end, document.images[start : start + n])
         inputs[row, whole] = document.inputs[start : start + n]
         targets[row, whole] = document.targets[start : start + n]
         for size in document.sequence_sizes(start, n):
-          number, here, end = number + 1, slice(end, end + size), end + size
+          number, here, end, first = number + 1, slice(end, end + size), end + size, start + end - whole.start
           positions[row, here] = self._counting[:size]
           segments[row, here] = number
+          if media is not None and self._media is not None:
+            media.add(self._media, row, here, None if document.media is None else document.media[first : first + size])
         if document.weights is not None and weights is None:
           weights = (segments > 0).astype(np.float32)  # documents before it count wholly
         if weights is not None:
@@ -127,7 +129,7 @@ class PackedStreams:
             extra[name] = np.zeros((*shape, *values.shape[1:]), values.dtype)
           extra[name][row, whole] = values[start : start + n]
       self._forget(stream)
-    return Rows(inputs, targets, positions, segments, self._state.copy(), weights, extra, images)
+    return Rows(inputs, targets, positions, segments, self._state.copy(), weights, extra, media)
 
   def _advance(self, stream: int) -> list[TokenSpan]:
     first, offset, taken = self._state[stream].tolist()
@@ -135,8 +137,8 @@ class PackedStreams:
     spans, self._state[stream] = self._packing.row(
       (first, offset, taken),
       self._sizes[stream],
-      lambda k, start, room, features: held[k].cut(start, room, features),
-      lambda k, start, n: held[k].features(start, n),
+      lambda k, start, room, slots: held[k].cut(start, room, slots),
+      lambda k, start, n: held[k].slots(start, n),
     )
     return spans
 
@@ -156,7 +158,7 @@ class PackedStreams:
       self._ends[s] = end
     found = self._documents.read([(self._streams[s], j) for s, j in wanted])
     for (s, j), tokens in zip(wanted, found, strict=True):
-      self._held[s][j] = document = _NONE if tokens is None else _Document.of(tokens)
+      self._held[s][j] = document = _NONE if tokens is None else _Document.of(tokens, self._towers)
       self._sizes[s][j] = -1 if tokens is None else len(document.inputs)
 
 
@@ -169,13 +171,14 @@ class _Document(NamedTuple):
   ends: tuple[int, ...] | None = None  # of its sequences, in inputs; None is one sequence that may be cut anywhere
   cuts: tuple[int, ...] = ()  # where a document of several sequences may be cut, in inputs
   extra: Mapping[str, np.ndarray] = {}
-  images: np.ndarray | None = None  # of inputs, see `IMAGE`
+  media: np.ndarray | None = None  # of inputs, see `MEDIUM`
+  used: np.ndarray | None = None  # slots of towers, see `used_slots`
 
   @staticmethod
-  def of(tokens: np.ndarray) -> "_Document":
+  def of(tokens: np.ndarray, towers: Sequence[str]) -> "_Document":
     names = tokens.dtype.names or ()
     numbering = next((name for name in ("sequence", "side") if name in names), None)
-    values, others = tokens_of(tokens), [name for name in names if name not in ("token", "weight", IMAGE, numbering)]
+    values, others = tokens_of(tokens), [name for name in names if name not in ("token", "weight", MEDIUM, numbering)]
     if numbering is None:
       weights = tokens["weight"][1:] if names else None
       return _Document(values[:-1], values[1:], weights, extra={name: tokens[name][1:] for name in others})
@@ -184,19 +187,23 @@ class _Document(NamedTuple):
     ends = tuple(np.cumsum(np.diff(first, append=len(tokens)) - 1).tolist())
     cuts = ends if numbering == "sequence" else ends[-1:]
     extra = {name: tokens[name][targets] for name in others}
-    images = tokens[IMAGE][targets - 1] if IMAGE in names else None
-    return _Document(values[targets - 1], values[targets], tokens["weight"][targets], ends, cuts, extra, images)
+    weights, found = tokens["weight"][targets], _Document(values[targets - 1], values[targets])
+    if MEDIUM not in names:
+      return found._replace(weights=weights, ends=ends, cuts=cuts, extra=extra)
+    media = tokens[MEDIUM][targets - 1]
+    used = used_slots(media, ends, towers)
+    return found._replace(weights=weights, ends=ends, cuts=cuts, extra=extra, media=media, used=used)
 
-  def features(self, start: int, n: int) -> int:
-    """How many of so many inputs stand for a feature of an image."""
-    return 0 if self.images is None else int(np.count_nonzero(self.images[start : start + n]))
+  def slots(self, start: int, n: int) -> tuple[int, ...]:
+    """The slots of each tower that the media of so many inputs take."""
+    return () if self.used is None else tuple((self.used[start + n] - self.used[start]).tolist())
 
-  def cut(self, start: int, room: int, features: int) -> int:
+  def cut(self, start: int, room: int, slots: Sequence[int]) -> int:
     """How many inputs from `start` go into less room than all of them take: whole sequences, or any number."""
     if self.ends is None:
       return room
     sizes = [end - start for end in self.cuts[: bisect_right(self.cuts, start + room)] if end > start]
-    return next((size for size in reversed(sizes) if self.features(start, size) <= features), 0)
+    return next((size for size in reversed(sizes) if fit(self.slots(start, size), slots)), 0)
 
   def sequence_sizes(self, start: int, n: int) -> Iterator[int]:
     """Sizes of the sequences, or parts of one, among so many inputs."""

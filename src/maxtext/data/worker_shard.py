@@ -50,7 +50,7 @@ class WorkerShard:
     opened = [replace(s, spans=cut) for s, cut in zip(sources or open_sources(options, split), self.spans, strict=True)]
     mixture = SourceMixture(opened, total, options.seed, split.shuffle, split.epochs, options.vocab_size)
     read_ahead = max(-(-split.read_ahead // len(self.streams)), 4)
-    streams = PackedStreams(mixture, self.packing, self.streams, self.state, read_ahead, options.images)
+    streams = PackedStreams(mixture, self.packing, self.streams, self.state, read_ahead, options.media)
     for batch in itertools.count(self.batch):
       per_row = total // self.sizes.of(batch)
       yield streams.rows(range(batch % per_row, len(self.streams), per_row))

@@ -3,7 +3,7 @@
 Shapes: B slots, S tokens of a chunk, T longest sequence, M most pages of a slot, V vocabulary.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,10 @@ from maxtext.layers.multi_lora import with_rows
 from maxtext.layers.paged_kv_cache import insert_row
 from maxtext.models.decoder import Decoder
 from maxtext.models.model import Model, Params
+from maxtext.models.routed_experts import as_vectors
 
 Caches = list[list[Cache]]
+_LOGITS = ("activation_embed_and_logits_batch", "activation_vocab")
 
 
 class DecodeState(NamedTuple):
@@ -55,7 +57,11 @@ def init_decode_state(
     sequence_len: length T of `DecodeState.sequences`.
   """
   zeros, vocab = jnp.zeros(slots, jnp.int32), model.spec.vocab
-  history = TokenHistory(jnp.zeros((slots, vocab), bool), jnp.zeros((slots, vocab), jnp.int32))
+  # Sharded as logits are: otherwise every device has the counts of all slots, and they are gathered after each step.
+  prompt, output = (
+    model.execution.sharding.constrain(jnp.zeros((slots, vocab), dtype), *_LOGITS) for dtype in (bool, jnp.int32)
+  )
+  history = TokenHistory(prompt, output)
   cache = model.bind(params).init_cache(slots, max_model_len)
   sequences = jnp.zeros((slots, sequence_len), jnp.int32)
   return DecodeState(cache, sequences, zeros, zeros, SamplingState.empty(slots, vocab), history, zeros, zeros)
@@ -92,7 +98,7 @@ def decode_step(
 
   `pages` [B,M] is the block table of a paged KV cache.
   """
-  logits, cache = forward_step(
+  logits, cache, routed_experts = forward_step(
     model,
     params,
     state.cache,
@@ -105,6 +111,8 @@ def decode_step(
   )
   sampling = state.sampling.where(active)
   output = sample(logits[:, 0], sampling, state.history, state.positions + 1, token_bitmask)
+  if routed_experts is not None:
+    output = output._replace(routed_experts=routed_experts[:, 0])
   return commit(state._replace(cache=cache), output.token_ids, active), output
 
 
@@ -118,9 +126,9 @@ def prefill(
   fresh: bool = False,
   adapters: jax.Array | None = None,
   media: MediaChunk | None = None,
-) -> tuple[jax.Array, Caches]:
-  """The hidden states [1,S,E] of a chunk [1,S], which begins at position `start`, and the cache of its row after the
-  first `count` [1] tokens.
+) -> tuple[jax.Array, Caches, jax.Array | None]:
+  """The hidden states [1,S,E] of a chunk [1,S], which begins at position `start`, the cache of its row after the
+  first `count` [1] tokens, and the experts [1,S,N] of its tokens with `keep_routed_experts`.
 
   `adapters` [1] is the slot of the row's adapter; None is the base. `media` are features of the tokens, if any.
   """
@@ -131,7 +139,7 @@ def prefill(
   )
   if features is not None and indices is not None:
     embeddings, layer_inputs = decoder.with_features(decoder.embed(tokens, positions), list(features), indices)
-  hidden, _, updated = decoder.hidden(
+  hidden, auxiliary, updated = decoder.hidden(
     tokens,
     positions,
     layer_inputs=layer_inputs,
@@ -143,7 +151,7 @@ def prefill(
     spans=spans,
   )
   assert updated is not None
-  return hidden, updated
+  return hidden, updated, _routed_experts(model, auxiliary)
 
 
 def insert(
@@ -215,8 +223,9 @@ def forward_step(
   pages: jax.Array | None = None,
   adapters: jax.Array | None = None,
   rotary_offsets: jax.Array | None = None,
-) -> tuple[jax.Array, Caches]:
-  """Feeds tokens [B,S] that begin at `positions` [B]; returns float32 logits [B,S,V] and the updated cache.
+) -> tuple[jax.Array, Caches, jax.Array | None]:
+  """Feeds tokens [B,S] that begin at `positions` [B]; returns float32 logits [B,S,V], the updated cache, and the
+  experts [B,S,N] of the tokens with `keep_routed_experts`.
 
   The cache is read up to the longest active row [B]. The logits of inactive rows are undefined.
   """
@@ -226,11 +235,15 @@ def forward_step(
   rotary = None
   if rotary_offsets is not None and model.spec.has_mrope:
     rotary = token_positions + rotary_offsets[:, None]
-  hidden, _, updated = decoder.hidden(
+  hidden, auxiliary, updated = decoder.hidden(
     tokens, token_positions, cache=cache, pages=pages, end=end, rotary_positions=rotary
   )
   assert updated is not None
-  return decoder.logits(hidden).astype(jnp.float32), updated
+  return decoder.logits(hidden).astype(jnp.float32), updated, _routed_experts(model, auxiliary)
+
+
+def _routed_experts(model: Model, auxiliary: list[Any]) -> jax.Array | None:
+  return as_vectors(auxiliary) if model.execution.keep_routed_experts else None
 
 
 def commit(state: DecodeState, tokens: jax.Array, active: jax.Array) -> DecodeState:

@@ -64,7 +64,7 @@ class DraftModel:
 
     def step(carry: tuple[DecodeState, Caches], _: None) -> tuple[tuple[DecodeState, Caches], jax.Array]:
       state, cache = carry
-      logits, cache = forward_step(self.model, own, cache, state.tokens[:, None], state.positions, active=active)
+      logits, cache = forward_step(self.model, own, cache, state.tokens[:, None], state.positions, active=active)[:2]
       tokens = sample(logits[:, 0], state.sampling, state.history, state.positions + 1).token_ids
       return (commit(state, tokens, active), cache), tokens
 

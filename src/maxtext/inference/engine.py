@@ -129,6 +129,7 @@ class Engine:
     model: the model without the tables of adapters.
     block_table: the pages of the slots; without a paged KV cache each slot has one page that holds a whole sequence.
     version: the version of the parameters as given to `update_params`; 0 at first.
+    keeps_routed_experts: whether steps report the experts of tokens (`ExecutionConfig.keep_routed_experts`).
     num_updates: how often the parameters were swapped. It identifies a parameter tree, which `version` need not do.
   """
 
@@ -157,6 +158,8 @@ class Engine:
     self._fingerprint = (-1, "")
     self.slots, self.max_model_len, self.max_prompt_len = slots, programs.max_model_len, max_prompt_len
     self.num_speculative_tokens = num_speculative_tokens
+    self.keeps_routed_experts = model.execution.keep_routed_experts
+    assert not (self.keeps_routed_experts and num_speculative_tokens), "a speculative step reports no experts"
     self._spec, self.vocab = model.spec, model.spec.vocab
     self._paged, self.block_table = programs.pages is not None, programs.block_table()
     min_chunk = _MIN_CHUNK_SPLASH if model.execution.kernels.attention.kernel == "splash" else _MIN_CHUNK
@@ -167,7 +170,8 @@ class Engine:
     self._rows = {length: programs.row_shapes(length) for length in programs.row_lengths}
     self._reach = np.zeros(slots, np.int64)  # positions of each slot below which anything was written
 
-    self.state = jax.jit(programs.init_state)(self._params)
+    self._init_state = jax.jit(programs.init_state)
+    self.state = self._init_state(self._params)
     shardings = jax.tree.map(lambda a: a.sharding, self.state)
     self._replicated = NamedSharding(model.execution.sharding.mesh, PartitionSpec())
     self._full_bitmask = jax.device_put(full_token_bitmask(slots, self.vocab), self._replicated)
@@ -175,6 +179,7 @@ class Engine:
     self._prefill = jax.jit(programs.prefill)
     self._prefill_with_logprobs = jax.jit(programs.prefill_with_logprobs)
     self._prefill_chunk = jax.jit(programs.prefill_chunk, donate_argnums=() if reuse_rows else 1)
+    self._prefill_with_routed_experts = jax.jit(programs.prefill_with_routed_experts)
     self._grow = jax.jit(programs.grow, static_argnames="length")
     self._insert = jax.jit(partial(insert, programs.cache_specs()), donate_argnums=0, out_shardings=shardings)
     out_shardings = (shardings, self._replicated)
@@ -220,6 +225,15 @@ class Engine:
       else:
         self._apply_update(update)
 
+  def release(self, *, slots: bool = False) -> None:
+    """Frees the parameters if nothing else has them, and the memory of the slots if asked to, until `update_params`.
+    Programs stay compiled. No request may be running."""
+    with self._params_lock:
+      assert not self._params_held, "a step is running"
+      self._weights, self._params = {}, {}
+      if slots:
+        self.state = None
+
   @property
   def tables(self) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of the tables of adapters [R, N, ...]: R layers of a stack, N slots."""
@@ -264,6 +278,8 @@ class Engine:
     self._weights, self.version = update
     self._params = self._all_params()
     self.num_updates, self._pending_update = self.num_updates + 1, _NO_UPDATE
+    if self.state is None:
+      self.state, self._reach = self._init_state(self._params), np.zeros_like(self._reach)
 
   def _apply_adapters(self) -> None:
     while self._pending_adapters:
@@ -363,6 +379,17 @@ class Engine:
     row, found = self._prefill_with_logprobs(self._params, row, tokens, after, np.int32(chunk.start), *rest)
     return row, jax.device_get(found)
 
+  def prefill_with_routed_experts(
+    self, chunk: PrefillChunk, row: Caches | None = None, adapter: int = 0, media: EncodedMedia | None = None
+  ) -> tuple[Caches, jax.Array]:
+    """`prefill_chunk` with the experts [S,N] of its tokens, and of padding behind them, as vectors of
+    `models/routed_experts.py`. For a model with `keep_routed_experts`."""
+    tokens, *rest = self._chunk_arguments(chunk, adapter, media)
+    row = None if row is None else self._grown(row, self.max_model_len)
+    row, routed = self._prefill_with_routed_experts(self._params, row, tokens, np.int32(chunk.start), *rest)
+    routed.copy_to_host_async()
+    return row, routed
+
   def _chunk_arguments(
     self, chunk: PrefillChunk, adapter: int, media: EncodedMedia | None
   ) -> tuple[np.ndarray, np.ndarray, np.ndarray, MediaChunk | None]:
@@ -447,7 +474,7 @@ class Engine:
 
     def result() -> StepOutput:
       sampled, committed = jax.device_get(outputs)
-      return [(SamplerOutput(*arrays), slots) for *arrays, slots in zip(*sampled, committed, strict=True)]
+      return [(jax.tree.map(lambda a, i=i: a[i], sampled), slots) for i, slots in enumerate(committed)]
 
     return result
 

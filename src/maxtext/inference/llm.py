@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard, Unpack, cast
 
 import jax
@@ -51,6 +51,8 @@ class RequestOutput:
     top_logprobs: for each token, the `SamplingParams.logprobs` most likely tokens at its position; None likewise.
     prompt_logprobs: log-probability, rank and most likely tokens of each token of the prompt but the first; None unless
       `SamplingParams.prompt_logprobs` is a number.
+    routed_experts: [tokens - 1, N] the experts of all tokens, prompt and output, but the last, as vectors of
+      `models/routed_experts.py`; None unless the engine keeps them.
   """
 
   prompt_token_ids: tuple[int, ...]
@@ -61,12 +63,14 @@ class RequestOutput:
   logprobs: tuple[float, ...] | None = None
   top_logprobs: tuple[dict[int, float], ...] | None = None
   prompt_logprobs: tuple[PromptLogprob, ...] | None = None
+  routed_experts: np.ndarray | None = field(default=None, compare=False)
 
   @staticmethod
   def of(detokenizer: IncrementalDetokenizer) -> "RequestOutput":
     """The output of a finished request."""
     assert detokenizer.finish_reason is not None
     generated = [(output.token, output) for output in detokenizer.outputs if output.token is not None]
+    routed = [output.routed_experts for output in detokenizer.outputs if output.routed_experts is not None]
     with_logprobs = detokenizer.request.sampling_params.logprobs is not None
     return RequestOutput(
       tuple(detokenizer.request.prompt),
@@ -77,6 +81,7 @@ class RequestOutput:
       tuple(output.logprob for _, output in generated) if with_logprobs else None,
       tuple(dict(output.top_logprobs) for _, output in generated) if with_logprobs else None,
       None if detokenizer.prompt_logprobs is None else tuple(detokenizer.prompt_logprobs),
+      np.concatenate(routed) if routed else None,
     )
 
 

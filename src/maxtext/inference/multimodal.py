@@ -11,14 +11,15 @@ import numpy as np
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.data.chat_messages import media_sources, template_messages
 from maxtext.data.media import TOWERS, expand_placeholders, feature_places, media_file, naming_medium
+from maxtext.data.options import rotary_axes
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.media.audio import load_sound
 from maxtext.media.images import image_size, load_image
+from maxtext.media.positions import RotaryAxes, prompt_rotary_positions
 from maxtext.media.processed import MediaProcessor, Processed
 from maxtext.media.sources import optional
-from maxtext.media.video import Videos, VideosWithSound, load_video
+from maxtext.media.video import load_video
 from maxtext.models.build import media_processors
-from maxtext.models.media import prompt_rotary_positions
 
 MOST_PIXELS = 1 << 25
 """Of all images of a prompt: half a second of decoding."""
@@ -78,8 +79,7 @@ class PromptEncoder:
     processors: makes inputs of the towers, for each kind of media that the model takes.
     placeholders: what the chat template, or the user in a plain prompt, writes where a medium of each kind stands.
     longest: most tokens of a prompt; media are not read further where theirs alone are more.
-    merged: rows, and columns, of patches that become one feature; None without mRoPE.
-    interval: time positions between the slots of a video.
+    axes: of media in positions; None without mRoPE.
     video_pixels: most pixels of all frames of a prompt's videos, which are decoded up to the last that is looked at;
       None for videos of one's own.
   """
@@ -88,8 +88,7 @@ class PromptEncoder:
   processors: Mapping[str, MediaProcessor]
   placeholders: Mapping[str, str]
   longest: int
-  merged: int | None = None
-  interval: int = 1
+  axes: RotaryAxes | None = None
   video_pixels: int | None = None
 
   @staticmethod
@@ -100,11 +99,7 @@ class PromptEncoder:
       for module in (_DECODERS[kind] for kind in _DECODERS if kind in processors):
         optional(module, "multimodal")
     placeholders = {"image": c.image_placeholder, "video": c.video_placeholder, "audio": c.audio_placeholder}
-    merged = c.spatial_merge_size_for_vit if c.use_multimodal and c.use_mrope else None
-    videos = processors.get("video")
-    videos = videos.videos if isinstance(videos, VideosWithSound) else videos
-    interval = round(c.position_id_per_seconds * videos.seconds) if isinstance(videos, Videos) else 1
-    return PromptEncoder(tokenizer, processors, placeholders, longest, merged, interval)
+    return PromptEncoder(tokenizer, processors, placeholders, longest, rotary_axes(c, processors))
 
   def chat(self, messages: Any, values: Mapping[str, Any]) -> EncodedPrompt:
     """The tokens that are prefilled for the assistant's answer to messages, and their media.
@@ -192,19 +187,14 @@ class PromptEncoder:
         first += processed.features
         parts.append((TOWERS[kind], processed))
         places.append(own)
-        axes.append(self._axes(kind, processed))
+        if self.axes is not None:
+          axes.append(self.axes(kind, processed))
         numbers.append(np.full(len(own), len(places)))
-      order = np.argsort(np.concatenate(places))
-      runs.append((np.concatenate(places)[order], np.concatenate(axes)[order], np.concatenate(numbers)[order]))
-    rotary = None if self.merged is None else prompt_rotary_positions(len(tokens), runs)
+      if axes:
+        order = np.argsort(np.concatenate(places))
+        runs.append((np.concatenate(places)[order], np.concatenate(axes)[order], np.concatenate(numbers)[order]))
+    rotary = None if self.axes is None else prompt_rotary_positions(len(tokens), runs)
     return tokens.tolist(), PromptMedia(tuple(parts), indices, spans, keys, rotary)
-
-  def _axes(self, kind: str, processed: Processed) -> np.ndarray:
-    """[F,3] time, row and column of the features of a medium, for mRoPE."""
-    if self.merged is None or kind == "audio":
-      return np.repeat(np.arange(processed.features)[:, None], 3, axis=1)
-    places = processed.grid.reshape(-1, 3)[:: self.merged**2]
-    return places * (self.interval, 1, 1) // (1, self.merged, self.merged)
 
 
 @dataclass(frozen=True)

@@ -161,8 +161,23 @@ class Programs:
     media: MediaChunk | None = None,
   ) -> tuple[Caches, PromptLogprobs]:
     """`prefill_chunk`, or `prefill` without a row, with the log-probabilities of the token [1,S] after each."""
-    hidden, cache = self._prefill(params, row, tokens, start, count, adapter, media)
+    hidden, cache, _ = self._prefill(params, row, tokens, start, count, adapter, media)
     return cache, prompt_logprobs(bind(self.row_model, params, adapter).logits, hidden, next_tokens)
+
+  def prefill_with_routed_experts(
+    self,
+    params: Params,
+    row: Caches | None,
+    tokens: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    adapter: jax.Array,
+    media: MediaChunk | None = None,
+  ) -> tuple[Caches, jax.Array]:
+    """`prefill_chunk`, or `prefill` without a row, with the experts [S,N] of its tokens, as vectors."""
+    _, cache, routed = self._prefill(params, row, tokens, start, count, adapter, media)
+    assert routed is not None, "the model keeps them"
+    return cache, routed[0]
 
   def score(self, params: Params, tokens: jax.Array, adapters: jax.Array) -> jax.Array:
     """Float32 log-probabilities [B,S-1] of all tokens [B,S] but the first, by the forward pass of training."""
@@ -210,7 +225,7 @@ class Programs:
       draft_tokens, updated = self.draft_model.propose(params, draft, state, active, self.num_speculative_tokens)
     draft_tokens = jnp.minimum(draft_tokens, self.slot_model.spec.vocab - 1)
     tokens = jnp.concatenate([state.tokens[:, None], draft_tokens], axis=1)
-    logits, cache = forward_step(
+    logits, cache, _ = forward_step(
       self.slot_model,
       params,
       own,
@@ -235,8 +250,8 @@ class Programs:
     count: jax.Array,
     adapter: jax.Array,
     media: MediaChunk | None,
-  ) -> tuple[jax.Array, Caches]:
-    """The hidden states of a chunk, and its row, which is new if none is given."""
+  ) -> tuple[jax.Array, Caches, jax.Array | None]:
+    """The hidden states of a chunk, its row, which is new if none is given, and the experts of its tokens."""
     fresh = row is None
     if row is None:
       length = next((length for length in self.row_lengths if length >= tokens.shape[1]), self.max_model_len)
@@ -244,10 +259,10 @@ class Programs:
       if self.draft_model is not None:
         row = row + self.draft_model.init_cache(params, 1, length)
     own, draft = self._split(row)
-    hidden, cache = prefill(self.row_model, params, own, tokens, start, count, fresh, adapter, media)
-    if self.draft_model is None:
-      return hidden, cache
-    return hidden, cache + self.draft_model.prefill(params, draft, tokens, start, count, fresh)
+    hidden, cache, routed = prefill(self.row_model, params, own, tokens, start, count, fresh, adapter, media)
+    if self.draft_model is not None:
+      cache = cache + self.draft_model.prefill(params, draft, tokens, start, count, fresh)
+    return hidden, cache, routed
 
   def _split(self, cache: Caches) -> tuple[Caches, Caches]:
     """The groups of the model, and those of the draft model."""

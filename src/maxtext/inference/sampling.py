@@ -180,12 +180,16 @@ class TokenHistory(NamedTuple):
 
 
 class SamplerOutput(NamedTuple):
-  """The sampled tokens [B] with the model's log-probabilities, and the most likely tokens [B,L] with theirs."""
+  """The sampled tokens [B] with the model's log-probabilities, and the most likely tokens [B,L] with theirs.
+
+  With `keep_routed_experts`, `routed_experts` are those [B,N] of the tokens in front of them, as vectors.
+  """
 
   token_ids: jax.Array
   logprobs: jax.Array
   top_token_ids: jax.Array
   top_logprobs: jax.Array
+  routed_experts: jax.Array | None = None
 
 
 class PromptLogprobs(NamedTuple):

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import jax
 import numpy as np
 
 from maxtext.inference.adapters import Adapter
@@ -87,6 +88,8 @@ class TokenOutput:
       or its grammar process ended.
     version: the version of the parameters that generated the token (`Engine.update_params`).
     prompt_logprobs: those of all tokens of the prompt but the first, once, if they were requested.
+    routed_experts: [tokens, N] the experts, as vectors, of the tokens in front of this one that none was reported with:
+      the whole prompt for the first, the token before for others. None where the engine does not keep them.
   """
 
   request: Request
@@ -96,6 +99,24 @@ class TokenOutput:
   finish_reason: FinishReason | None = None
   version: int = 0
   prompt_logprobs: tuple[PromptLogprob, ...] | None = None
+  routed_experts: np.ndarray | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class _PromptExperts:
+  """The experts [S,N] of the tokens of each prefilled chunk, with the number of those that are not padding."""
+
+  chunks: tuple[tuple[jax.Array, int], ...] = ()
+
+  def followed_by(self, last: np.ndarray, count: int) -> np.ndarray:
+    """Those of a prompt of `count` tokens, of which the last has been fed by a step. Tokens whose rows were found in
+    a cache have negative numbers."""
+    found = [np.asarray(chunk)[:size] for chunk, size in self.chunks]
+    unknown = count - 1 - sum(map(len, found))
+    return np.concatenate([np.full((unknown, last.size), -1, last.dtype), *found, last[None]])
+
+
+_NO_EXPERTS = _PromptExperts()
 
 
 @dataclass(eq=False)
@@ -107,6 +128,7 @@ class _RunningRequest:
   output: list[int] = field(default_factory=list)
   unread: int = 0  # tokens of steps that were started, but not read
   ended: bool = False
+  prompt_experts: _PromptExperts = _NO_EXPERTS
   prompt_reported: bool = False  # its log-probabilities, which a preempted request does not report again
   matcher: "GrammarMatcher | None" = None
 
@@ -137,6 +159,7 @@ class _PrefillingRequest:
   encoding: Iterator[EncodedMedia | None] | None = None
   media: EncodedMedia | None = None
   prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+  experts: _PromptExperts = _NO_EXPERTS
 
 
 class _StartedStep(NamedTuple):
@@ -148,11 +171,12 @@ class _StartedStep(NamedTuple):
 
 
 class _LastPrefill(NamedTuple):
-  """The keys of the tokens that were prefilled last, by which adapter, and their row."""
+  """The keys of the tokens that were prefilled last, by which adapter, their row, and their experts."""
 
   keys: Sequence[int]
   adapter: str
   row: Caches | None
+  experts: _PromptExperts = _NO_EXPERTS
 
 
 class Scheduler:
@@ -268,6 +292,7 @@ class Scheduler:
       shares = not running.reports_prompt
       if shares and self._share_last_prefill and self._last_prefill[:2] == (keys, adapter):
         self._prefilling = _PrefillingRequest(running, free[0], deque(), self._num_updates, self._last_prefill.row)
+        self._prefilling.experts = self._last_prefill.experts
       else:
         start, row = self._prefix_cache.lookup(keys, adapter) if self._prefix_cache and shares else (0, None)
         self._prefilling = _PrefillingRequest(running, free[0], None, self._num_updates, row, start)
@@ -279,10 +304,12 @@ class Scheduler:
     request, shares = running.request, not running.reports_prompt
     if prefilling.chunks:
       chunk = prefilling.chunks.popleft()
-      if shares:
-        prefilling.row = self._engine.prefill_chunk(chunk, prefilling.row, request.adapter_slot, prefilling.media)
-      else:
+      if not shares:
         self._prefill_with_logprobs(prefilling, chunk)
+      elif self._engine.keeps_routed_experts:
+        self._prefill_with_routed_experts(prefilling, chunk)
+      else:
+        prefilling.row = self._engine.prefill_chunk(chunk, prefilling.row, request.adapter_slot, prefilling.media)
       if self._prefix_cache and current and shares and chunk.tokens and not running.output:
         end = chunk.start + len(chunk.tokens)
         assert prefilling.row is not None
@@ -307,7 +334,9 @@ class Scheduler:
       0 if request.media is None else request.media.rotary_offset,
     )
     if self._share_last_prefill and current and shares:
-      self._last_prefill = _LastPrefill(running.keys, request.adapter_checksum, prefilling.row)
+      self._last_prefill = _LastPrefill(running.keys, request.adapter_checksum, prefilling.row, prefilling.experts)
+    if not running.output:
+      running.prompt_experts = prefilling.experts
     if request.grammar and not running.output:
       running.matcher = request.grammar.start_matcher()
     self._slots[slot], self._prefilling = running, None
@@ -322,6 +351,11 @@ class Scheduler:
     columns = (column[0, : len(chunk.tokens)].tolist() for column in found)
     for logprob, rank, top_ids, top in zip(*columns, strict=True):
       prefilling.prompt_logprobs.append(PromptLogprob(logprob, rank, tuple(zip(top_ids, top, strict=True))[:most]))
+
+  def _prefill_with_routed_experts(self, prefilling: _PrefillingRequest, chunk: PrefillChunk) -> None:
+    slot = prefilling.running.request.adapter_slot
+    prefilling.row, routed = self._engine.prefill_with_routed_experts(chunk, prefilling.row, slot, prefilling.media)
+    prefilling.experts = _PromptExperts((*prefilling.experts.chunks, (routed, len(chunk.tokens))))
 
   def _encode_media(self, prefilling: _PrefillingRequest) -> bool:
     """Encodes one image, frame or sound of the prompt; True once all were, and the chunks are known."""
@@ -429,6 +463,9 @@ class Scheduler:
     ends = self._accept_tokens(sampled, taking)
     for slot, running in taking.items():
       request, token = running.request, int(sampled.token_ids[slot])
+      routed = (
+        None if sampled.routed_experts is None else _new_experts(running, np.asarray(sampled.routed_experts[slot]))
+      )
       running.remaining -= 1
       running.output.append(token)
       finish_reason: FinishReason | None = ends.get(running.matcher) if running.matcher else None
@@ -438,8 +475,9 @@ class Scheduler:
         finish_reason = "length"
       count = request.sampling_params.logprobs or 0
       top = zip(sampled.top_token_ids[slot, :count].tolist(), sampled.top_logprobs[slot, :count].tolist(), strict=True)
+      logprob = float(sampled.logprobs[slot])
       outputs.append(
-        TokenOutput(request, token, float(sampled.logprobs[slot]), tuple(top), finish_reason, step.version)
+        TokenOutput(request, token, logprob, tuple(top), finish_reason, step.version, routed_experts=routed)
       )
       if finish_reason:
         running.ended = True
@@ -468,3 +506,9 @@ class Scheduler:
     from maxtext.inference.grammar import token_bitmask
 
     return token_bitmask(matchers, self._engine.slots, self._engine.vocab)
+
+
+def _new_experts(running: _RunningRequest, last: np.ndarray) -> np.ndarray:
+  """The experts of what is in front of the next token: of the whole prompt, or else of the token before it, whose
+  experts `last` are."""
+  return last[None] if running.output else running.prompt_experts.followed_by(last, len(running.request.prompt))

@@ -32,10 +32,13 @@ class GroupedMatmul:
   Attributes:
     kernel: megablox is JAX's Pallas kernel, for TPU; ragged_dot is XLA's, which multiplies every row by every group's
       weight on a CPU and on a GPU; tiled loops over tiles of rows, which is faster on a CPU.
+    gradient: the kernel of the gradient of weights, if another. XLA has none on a TPU for its ragged_dot: it multiplies
+      all rows for every group.
     forward, by_rows, by_weights: tiles of megablox in the forward matmul, and in the gradients of rows and of weights.
   """
 
   kernel: Kernel = "tiled"
+  gradient: Kernel | None = None
   precision: str = "default"
   forward: Tiles = Tiles()
   by_rows: Tiles = Tiles()
@@ -46,30 +49,41 @@ class GroupedMatmul:
     """The result, in the dtype of x."""
     if self.kernel == "reference":
       return reference(x, weights, sizes, self.precision)
-    if self.kernel == "ragged_dot":
-      out = jax.lax.ragged_dot(x, weights, sizes, precision=self.precision)
-      return jnp.where(_in_groups(x, sizes), out, 0)
+    if self.kernel == "ragged_dot" and self.gradient is None:
+      return self._matmul(x, weights, sizes, self.forward, transposed=False)
     return _with_vjp(self, x, weights, sizes)
 
-  def quantized(self, x: jax.Array, weights: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
-    """The result of operands of few bits, summed and returned in `dtype`. No gradients."""
+  def quantized(self, x: jax.Array, weights: jax.Array, sizes: jax.Array, total: Any, dtype: Any) -> jax.Array:
+    """The result of operands of few bits, summed in `total`, which a kernel for TPUs may return in the float `dtype`,
+    in fewer bytes. No gradients."""
     if self.kernel in ("tiled", "reference"):
-      return _tiled_matmul(x, weights, sizes, self.precision, dtype)
+      return _tiled_matmul(x, weights, sizes, self.precision, total)
     # XLA's kernel multiplies integers on a TPU; megablox takes floats only.
     if x.dtype != weights.dtype:
       x, weights = x.astype(jnp.bfloat16), weights.astype(jnp.bfloat16)  # exact
-    out = jax.lax.ragged_dot(x, weights, sizes, preferred_element_type=dtype)
+    out = jax.lax.ragged_dot(x, weights, sizes, preferred_element_type=total if total == jnp.int32 else dtype)
     return jnp.where(_in_groups(x, sizes), out, 0)
 
-  def quantized_weights_gradient(self, x: jax.Array, grad: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
-    """The gradient [G,I,O] from rows [M,I] and [M,O] of few bits in float32; tiles are summed in `dtype`."""
-    if self.kernel == "megablox":  # its operands are floats, and eight bits are exact in bfloat16
-      return self._weights_gradient(x.astype(jnp.bfloat16), grad.astype(jnp.bfloat16), sizes, jnp.float32)
-    return _tiled_weights_gradient(x, grad, sizes, self.precision, dtype)
+  def quantized_weights_gradient(
+    self, x: jax.Array, grad: jax.Array, sizes: jax.Array, total: Any, dtype: Any
+  ) -> jax.Array:
+    """The gradient [G,I,O] from rows [M,I] and [M,O] of few bits; tiles are summed in `total`. A kernel for TPUs sums
+    in float32 and returns it in `dtype`: the gradients of all experts are the largest arrays of a step."""
+    if self._gradient_kernel == "megablox":  # its operands are floats, and eight bits are exact in bfloat16
+      return self._weights_gradient(x.astype(jnp.bfloat16), grad.astype(jnp.bfloat16), sizes, dtype)
+    return _tiled_weights_gradient(x, grad, sizes, self.precision, total)
+
+  @property
+  def _gradient_kernel(self) -> Kernel:
+    return self.gradient or self.kernel
 
   def _matmul(self, x: jax.Array, weights: jax.Array, sizes: jax.Array, tiles: Tiles, transposed: bool) -> jax.Array:
-    if self.kernel == "tiled":
-      return _tiled_matmul(x, weights.swapaxes(1, 2) if transposed else weights, sizes, self.precision, x.dtype)
+    if self.kernel != "megablox":
+      weights = weights.swapaxes(1, 2) if transposed else weights
+      if self.kernel == "tiled":
+        return _tiled_matmul(x, weights, sizes, self.precision, x.dtype)
+      out = jax.lax.ragged_dot(x, weights, sizes, precision=self.precision)
+      return jnp.where(_in_groups(x, sizes), out, 0)
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     shape = weights.shape[:0:-1] if transposed else weights.shape[1:]
@@ -78,7 +92,7 @@ class GroupedMatmul:
     return gmm(x, weights, sizes, x.dtype, tiling, transpose_rhs=transposed, interpret=self.interpret)[:M]
 
   def _weights_gradient(self, x: jax.Array, grad: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
-    if self.kernel == "tiled":
+    if self._gradient_kernel == "tiled":
       return _tiled_weights_gradient(x, grad, sizes, self.precision, jnp.float32)
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 

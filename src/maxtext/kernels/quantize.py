@@ -28,6 +28,11 @@ class NumberFormat:
   dtype: Any
   bound: float
 
+  @property
+  def is_integer(self) -> bool:
+    """Whether its products are summed in integers."""
+    return jnp.issubdtype(self.dtype, jnp.integer)
+
 
 FORMATS = {
   "int8": NumberFormat(jnp.int8, 127.5),
@@ -120,7 +125,7 @@ def round_to(x: jax.Array, format_: NumberFormat) -> jax.Array:
   The largest value of a scale is exactly half a step beyond the last integer. Were -128 allowed, the last bit of a
   division would decide whether it is that or -127, and a mesh would not compute what one device does.
   """
-  if jnp.issubdtype(format_.dtype, jnp.integer):
+  if format_.is_integer:
     most = float(jnp.iinfo(format_.dtype).max)
     return jnp.clip(jnp.round(x), -most, most).astype(format_.dtype)
   most = float(jnp.finfo(format_.dtype).max)

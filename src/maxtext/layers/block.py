@@ -44,8 +44,11 @@ class MixerLayer(Protocol):
 class FeedForwardLayer(Protocol):
   """A feed-forward layer with its weights."""
 
-  def __call__(self, x: jax.Array, real: jax.Array | None = None) -> tuple[jax.Array, Report]:
-    """The output and auxiliary outputs; `real` says which tokens are not padding, None means all."""
+  def __call__(
+    self, x: jax.Array, real: jax.Array | None = None, replayed: jax.Array | None = None
+  ) -> tuple[jax.Array, Report]:
+    """The output and auxiliary outputs; `real` says which tokens are not padding, None means all, and `replayed` to
+    which experts they are routed, None leaves that to the layer."""
     ...
 
 
@@ -151,7 +154,7 @@ class DecoderBlock(nnx.Module):
       return y, (aux | self._measured("mixer", y, context.real), updated)
 
     def feed(x: jax.Array) -> tuple[jax.Array, Report]:
-      fed, aux = self.feed_forward(_apply_norm(self.feed_forward_norm, x), context.real)
+      fed, aux = self.feed_forward(_apply_norm(self.feed_forward_norm, x), context.real, context.routed_experts)
       y = _apply_norm(self.feed_forward_post_norm, fed)
       return y, aux | self._measured("feed_forward", y, context.real)
 

@@ -49,7 +49,7 @@ class BottleneckBlock(nnx.Module):
     if layer_input is not None:
       x = x + layer_input
     mixed, mixer_aux, cache = self.mixer(self.mixer_norm(x), context, cache, repeat)
-    fed, aux = self.feed_forward(self.feed_forward_norm(mixed), context.real)
+    fed, aux = self.feed_forward(self.feed_forward_norm(mixed), context.real, context.routed_experts)
     y = dropout(self.out(fed), context.dropout_keys, self.execution.dropout_rate)
     return self.execution.sharding.constrain(x + y, *RESIDUAL), mixer_aux | aux, cache
 

@@ -30,6 +30,8 @@ class Context:
     end: one more than the last valid position of any row, if the cache has a slot for every position; only slots below
       it are then read. None reads all slots.
     dropout_keys: [B,S,2] the random key of each token, from which layers draw dropout masks; None is no dropout.
+    routed_experts: [B,S,K] the experts that a token is routed to, negative where the router selects them; of a stack,
+      [B,S,L,K] those of all its layers. None leaves all to the routers.
   """
 
   positions: jax.Array
@@ -42,6 +44,7 @@ class Context:
   end: jax.Array | None = None
   spans: jax.Array | None = None
   dropout_keys: jax.Array | None = None
+  routed_experts: jax.Array | None = None
 
   @staticmethod
   def of(
@@ -71,6 +74,18 @@ class Context:
     if self.dropout_keys is None or number is None:
       return self
     return replace(self, dropout_keys=fold_in(self.dropout_keys, number))
+
+  @property
+  def differs_by_layer(self) -> bool:
+    """Whether the layers of a stack have contexts of their own."""
+    return self.dropout_keys is not None or self.routed_experts is not None
+
+  def of_layer(self, number: jax.Array | None) -> "Context":
+    """The context of a layer of a stack; None is the only one, where they do not differ."""
+    own = self.fold_in(number)
+    if self.routed_experts is None or number is None:
+      return own
+    return replace(own, routed_experts=jax.lax.dynamic_index_in_dim(self.routed_experts, number, 2, keepdims=False))
 
   def table(self, rope: RotaryEmbedding) -> Table:
     """The rotary table of a layer."""

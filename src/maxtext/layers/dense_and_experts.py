@@ -20,6 +20,11 @@ class DenseAndExperts:
   experts: MoE
   norm: RMSNormSpec
 
+  @property
+  def experts_per_token(self) -> int:
+    """Routed experts of a token."""
+    return self.experts.experts_per_token
+
   def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> "DenseAndExpertsLayer":
     """The layer."""
     return DenseAndExpertsLayer(factory, self, width, execution)
@@ -36,8 +41,10 @@ class DenseAndExpertsLayer(nnx.Module):
     self.experts = spec.experts.build(factory.scope("experts"), width, execution)
     self.experts_post_norm = spec.norm.build(factory.scope("experts_post_norm"), width)
 
-  def __call__(self, x: jax.Array, real: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+  def __call__(
+    self, x: jax.Array, real: jax.Array | None = None, replayed: jax.Array | None = None
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The output, and the auxiliary outputs of the experts."""
     dense, _ = self.dense(self.dense_norm(x))
-    selected, aux = self.experts(self.experts_norm(x), real, router_input=x)
+    selected, aux = self.experts(self.experts_norm(x), real, replayed, router_input=x)
     return self.dense_post_norm(dense) + self.experts_post_norm(selected), aux

@@ -33,10 +33,10 @@ def dropout(x: jax.Array, keys: jax.Array | None, rate: float, number: int = 0) 
   """x [B,S,E] with a share `rate` of its elements zeroed, and the others divided by 1 - rate.
 
   Args:
-    keys: [B,S,2] of the tokens, from `Context.dropout_keys`; None returns x.
+    keys: [B,S,2] of the tokens, from `Context.dropout_keys`; None returns x, and so does a rate of 0.
     number: tells apart several uses of the same keys.
   """
-  if keys is None:
+  if keys is None or not rate:
     return x
 
   def kept(key: jax.Array) -> jax.Array:

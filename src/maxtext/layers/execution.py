@@ -138,6 +138,7 @@ class ExecutionConfig:
     tower_remat: what a tower's layers save; None is what the decoder's first do.
     dropout_rate: share of activations zeroed where a call has dropout keys, as in training; 0 is no dropout.
     keep_mixer_outputs: layers return the output of their attention or other mixer as an auxiliary output.
+    keep_routed_experts: layers return the experts that their router selected as an auxiliary output.
     measure_activations: layers return the root mean square of what their branches add to the residual, and of the
       residual, as auxiliary outputs.
   """
@@ -156,6 +157,7 @@ class ExecutionConfig:
   tower_remat: RematSpec | None = None
   dropout_rate: float = 0.0
   keep_mixer_outputs: bool = False
+  keep_routed_experts: bool = False
   measure_activations: bool = False
 
   def splits_batch(self, rows: int) -> bool:

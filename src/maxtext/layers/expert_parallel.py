@@ -3,7 +3,7 @@
 Shapes: B batch, S sequence, K experts per token, E width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.expert_dispatch import Routing
+from maxtext.layers.linear import Linear
 from maxtext.layers.param_factory import Buffer, Combine, check_assigned
 from maxtext.layers.pipeline import AXIS as STAGE
 from maxtext.layers.weight_format import PlainFormat
@@ -60,7 +61,9 @@ def expert_parallel(
 
   graph, state = nnx.split(experts)
   variables = nnx.to_flat_state(state)
-  specs = [_spec(execution, variable) for _, variable in variables]
+  layers = {path: module for path, module in nnx.iter_graph(experts) if isinstance(module, Linear)}
+  values = [_local_value(execution, layers, path, variable) for path, variable in variables]
+  specs = [_specs(execution, variable, value) for (_, variable), value in zip(variables, values, strict=True)]
   buffers = [i for i, (_, variable) in enumerate(variables) if isinstance(variable, Buffer)]
   combined = [i for i in buffers if variables[i][1].combine is not None]
 
@@ -86,10 +89,9 @@ def expert_parallel(
     return y, dropped, found
 
   spec = PartitionSpec(*tokens, None)
-  values = [_local_value(execution, variable) for _, variable in variables]
   if execution.sharding.explicit:  # reshard the inputs here; with auto axes the compiler does it
     x, routing = jax.tree.map(lambda a: explicit.reshard(a, mesh, spec), (x, routing))
-    values = [explicit.reshard(value, mesh, own) for value, own in zip(values, specs, strict=True)]
+    values = jax.tree.map(lambda a, own: explicit.reshard(a, mesh, own), values, specs)
   y, dropped, assigned = jax.shard_map(
     local,
     mesh=mesh,
@@ -107,17 +109,22 @@ def _rebuild(variables: list[Any], values: list[jax.Array]) -> Any:
   )
 
 
-def _spec(execution: ExecutionConfig, variable: Any) -> PartitionSpec:
-  shape = variable[...].shape
-  axes = variable.axes[len(variable.axes) - len(shape) :]  # a scan over layers has removed the first
-  return execution.sharding.partition(shape, *(_COMPUTED.get(axis) for axis in axes))
+def _specs(execution: ExecutionConfig, variable: Any, value: Any) -> Any:
+  """The partition of each array that stands for a variable in the computation."""
+  dimensions = variable[...].ndim
+  axes = variable.axes[len(variable.axes) - dimensions :]  # a scan over layers has removed the first
+  return jax.tree.map(
+    lambda array: execution.sharding.partition(array.shape, *(_COMPUTED.get(axis) for axis in axes)), value
+  )
 
 
-def _local_value(execution: ExecutionConfig, variable: Any) -> jax.Array:
-  """The value of a variable, cast to the run's dtype, so that its gradient is summed over devices in that dtype.
-
-  With implementations of the matmul or a weight format, which need the stored value, it is not cast.
-  """
+def _local_value(
+  execution: ExecutionConfig, layers: Mapping[tuple[Any, ...], Linear], path: tuple[Any, ...], variable: Any
+) -> Any:
+  """What devices gather of a variable: in the run's dtype, so that its gradient is summed over them in that dtype.
+  With implementations of the matmul or a weight format, what they want of a weight, and others as they are stored."""
+  if path[-1] == "weight" and path[:-1] in layers:
+    return layers[path[:-1]].sent_weight()
   value = variable[...]
   plain = not execution.matmul and isinstance(execution.weight_format, PlainFormat)
   return value.astype(execution.numerics.dtype) if plain and not isinstance(variable, Buffer) else value

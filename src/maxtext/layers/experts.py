@@ -46,6 +46,11 @@ class MoE:
   shared: MLP | None = None
   shared_gate: bool = False
 
+  @property
+  def experts_per_token(self) -> int:
+    """Routed experts of a token."""
+    return self.router.per_token
+
   def build(self, factory: ParamFactory, width: int, execution: ExecutionConfig) -> "MixtureOfExperts":
     """The layer."""
     return MixtureOfExperts(factory, self, width, execution)
@@ -65,10 +70,14 @@ class MixtureOfExperts(nnx.Module):
     )
 
   def __call__(
-    self, x: jax.Array, real: jax.Array | None = None, router_input: jax.Array | None = None
+    self,
+    x: jax.Array,
+    real: jax.Array | None = None,
+    replayed: jax.Array | None = None,
+    router_input: jax.Array | None = None,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The output and auxiliary outputs; the router takes `router_input`, or x where that is None."""
-    routing, aux = self.router(x if router_input is None else router_input, real)
+    """The output and auxiliary outputs; the router takes `router_input`, or x where that is None, and `replayed`."""
+    routing, aux = self.router(x if router_input is None else router_input, real, replayed)
     y, dropped = self._dispatch(x, routing)
     y = y.astype(x.dtype)
     if self.execution.kernels.experts.drops:

@@ -9,9 +9,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.layers.execution import ExecutionConfig
-from maxtext.layers.matmul import matmul, matmul_variables
+from maxtext.layers.matmul import matmul, matmul_variables, sent_weight
 from maxtext.layers.matmul_call import LETTERS, MatmulCall, Role, Site
 from maxtext.layers.param_factory import ParamFactory
+from maxtext.layers.sent_weight import SentWeight
 from maxtext.layers.weight_format import StoredWeight
 from maxtext.mesh import explicit
 
@@ -79,6 +80,20 @@ class Linear(nnx.Module):
     )
     return self._run(call, x, None)
 
+  def sent_weight(self) -> Any:
+    """The weight of experts as devices gather it, a second operand of the matmul in place of what is stored."""
+    assert self.weight is not None
+    value = self.weight[...]
+    if len(self.stored) > 1:
+      return value
+    sent = sent_weight(self.execution.matmul, self.site, value, self.execution.numerics.dtype)
+    gathered = any(pipeline is not None and pipeline.gather_once for pipeline in self.execution.pipelines)
+    if not isinstance(sent, SentWeight) or gathered:
+      return sent
+    axes = self.weight.axes[len(self.weight.axes) - value.ndim :]  # a scan over layers has removed the first
+    # Without this the compiler may gather what is stored, and round it on every device.
+    return jax.tree.map(lambda array: self.execution.sharding.constrain(array, *axes), sent)
+
   def end_update(self) -> None:
     """Calls `end_update` of the implementations of the matmul."""
     for one in self.execution.matmul:
@@ -88,7 +103,7 @@ class Linear(nnx.Module):
   def _run(self, call: MatmulCall, x: jax.Array, tied: jax.Array | StoredWeight | None) -> jax.Array:
     weight: Any = tied
     if self.weight is not None:
-      arrays = {name: getattr(self, name)[...] for name in self.stored}
+      arrays = {name: getattr(self, name).get_value() for name in self.stored}  # an array, or what `sent_weight` made
       weight = self.execution.weight_format.load(self.site, arrays)
     assert weight is not None
     return matmul(

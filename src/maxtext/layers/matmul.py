@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from maxtext.kernels.attention_matmuls import PLAIN, AttentionMatmuls
 from maxtext.layers.matmul_call import ATTENTION, MatmulCall, Next, Site
 from maxtext.layers.param_factory import ParamFactory
+from maxtext.layers.sent_weight import SentWeight
 from maxtext.layers.weight_format import StoredWeight
 from maxtext.mesh import explicit
 
@@ -57,6 +58,11 @@ class Matmul:
     be assigned to, if they have a `combine` (`ParamFactory`).
     """
     return next_(call, x, weight)
+
+  def sent(self, site: Site, weight: jax.Array, dtype: Any) -> Any:
+    """What devices gather of the experts' weight at a site, which is then the second operand: the weight as it is
+    stored, or a pytree of arrays with as many dimensions. Asked only where no other implementation wants the site."""
+    return weight
 
   def table(self, path: str, table: jax.Array, dtype: Any) -> jax.Array:
     """The table [V,E] of the embedding at a path, for a lookup in that dtype."""
@@ -98,6 +104,14 @@ def matmul(
     if one.wants(call.site):
       step = partial(_link, one, variables.get(one.name, {}), step)
   return step(call, x, weight)
+
+
+def sent_weight(implementations: Sequence[Matmul], site: Site, weight: jax.Array, dtype: Any) -> Any:
+  """What devices gather of the experts' weight at a site: in the run's dtype where nothing needs the stored value."""
+  wanting = [one for one in implementations if one.wants(site)]
+  if not wanting:
+    return weight.astype(dtype)
+  return wanting[0].sent(site, weight, dtype) if len(wanting) == 1 else weight
 
 
 def innermost(next_: Next) -> Next:
@@ -172,11 +186,11 @@ class PlainMatmul:
 
 
 def each_pass(
-  operation: Callable[[MatmulCall, Next, jax.Array, jax.Array], jax.Array],
+  operation: Callable[[MatmulCall, Next, jax.Array, Any], jax.Array],
   call: MatmulCall,
   next_: Next,
   x: jax.Array,
-  weight: jax.Array,
+  weight: jax.Array | SentWeight,
 ) -> jax.Array:
   """A matmul whose three passes are all computed by `operation(call, next_, first, second)`, distinguished by
   `call.site.pass_`.
@@ -198,23 +212,26 @@ def each_pass(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _each_pass(operation: Any, plain: Next, call: MatmulCall, x: jax.Array, weight: jax.Array) -> jax.Array:
+def _each_pass(
+  operation: Any, plain: Next, call: MatmulCall, x: jax.Array, weight: jax.Array | SentWeight
+) -> jax.Array:
   return operation(call, plain, x, weight)
 
 
 def _each_pass_forward(
-  operation: Any, plain: Next, call: MatmulCall, x: jax.Array, weight: jax.Array
-) -> tuple[jax.Array, tuple[MatmulCall, jax.Array, jax.Array]]:
+  operation: Any, plain: Next, call: MatmulCall, x: jax.Array, weight: jax.Array | SentWeight
+) -> tuple[jax.Array, tuple[MatmulCall, jax.Array, jax.Array | SentWeight]]:
   return operation(call, plain, x, weight), (call, x, weight)
 
 
 def _each_pass_backward(
-  operation: Any, plain: Next, saved: tuple[MatmulCall, jax.Array, jax.Array], grad: jax.Array
-) -> tuple[None, jax.Array, jax.Array]:
+  operation: Any, plain: Next, saved: tuple[MatmulCall, jax.Array, jax.Array | SentWeight], grad: jax.Array
+) -> tuple[None, jax.Array, jax.Array | SentWeight]:
   call, x, weight = saved
   by_input = operation(call.transposed("input_gradient"), plain, grad, weight)
   by_weight = operation(call.transposed("weight_gradient"), plain, x, grad)
-  return None, by_input.astype(x.dtype), by_weight.astype(weight.dtype)
+  of_weight = weight.with_gradient(by_weight) if isinstance(weight, SentWeight) else by_weight.astype(weight.dtype)
+  return None, by_input.astype(x.dtype), of_weight
 
 
 _each_pass.defvjp(_each_pass_forward, _each_pass_backward)

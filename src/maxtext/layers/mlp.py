@@ -58,7 +58,9 @@ class MLPLayer(nnx.Module):
     self.up = Linear(factory.scope("up"), x, wide, execution, "mlpwi_1" if spec.gated else "mlpwi", bias=spec.bias)
     self.down = Linear(factory.scope("down"), wide, x, execution, "mlpwo", bias=spec.bias)
 
-  def __call__(self, x: jax.Array, real: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+  def __call__(
+    self, x: jax.Array, real: jax.Array | None = None, replayed: jax.Array | None = None
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The output, and auxiliary outputs, of which there are none."""
     return self.down(self.execution.sharding.constrain(self._hidden(x), *_HIDDEN)), {}
 

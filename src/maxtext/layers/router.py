@@ -17,6 +17,9 @@ from maxtext.layers.norm import unit_rms
 from maxtext.layers.param_factory import Buffer, ParamFactory, UpdateStatistic
 from maxtext.mesh.explicit import auto_axes
 
+ROUTED_EXPERTS = "routed_experts"
+"""The auxiliary output [B,S,K] of a layer that `ExecutionConfig.keep_routed_experts` asks for."""
+
 
 @dataclass(frozen=True)
 class ExpertGroups:
@@ -95,11 +98,20 @@ class TopKRouterLayer(nnx.Module):
     self.expert_scale = factory("expert_scale", *per_expert, fill=1.0) if spec.expert_scale else None
     self.input_scale = factory("input_scale", (width,), ("norm",), fill=1.0) if spec.input_norm is not None else None
 
-  def __call__(self, x: jax.Array, real: jax.Array | None = None) -> tuple[Routing, dict[str, jax.Array]]:
-    """Tokens that are not `real` [B,S] are routed too, but are not included in the load."""
+  def __call__(
+    self, x: jax.Array, real: jax.Array | None = None, replayed: jax.Array | None = None
+  ) -> tuple[Routing, dict[str, jax.Array]]:
+    """Tokens that are not `real` [B,S] are routed too, but are not included in the load.
+
+    With `replayed` [B,S,K] a token is routed to these experts, weighted by their scores here; where they are negative,
+    to those that are selected here.
+    """
     spec = self.spec
     scores = _SCORES[spec.score](self._logits(x))
     experts = self._select(jax.lax.stop_gradient(scores))
+    if replayed is not None:
+      replayed = self.execution.sharding.constrain(replayed.astype(experts.dtype), *_TOKENS, None)
+      experts = jnp.where(replayed >= 0, replayed, experts)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if spec.normalize:
       weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
@@ -112,6 +124,8 @@ class TopKRouterLayer(nnx.Module):
     load = tokens / total  # of each expert, per token
     even = spec.per_token / spec.count
     aux = {"expert_load": load.max() / even}
+    if self.execution.keep_routed_experts:
+      aux[ROUTED_EXPERTS] = experts
     if spec.balance_weight:
       share = _sum(scores / scores.sum(-1, keepdims=True), counted)[0] / total
       aux["load_balance_loss"] = spec.balance_weight * spec.count * (load * share).sum()

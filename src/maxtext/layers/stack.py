@@ -118,8 +118,8 @@ class Stack(nnx.Module):
       (x, caches), results = loop(partial(body, context), (x, caches), (jnp.arange(0, count, policies), *folded))
       return x, jax.tree.map(lambda w: w.reshape(count, *w.shape[2:]), results), caches
 
-    # The place of each layer in the stack, for dropout; it is data, because a pipeline stage has only its own layers.
-    places = None if context.dropout_keys is None else jnp.arange(self.repeats) * len(graphs)
+    # The place of each layer in the stack, for its context; it is data, since a pipeline stage has only its own layers.
+    places = jnp.arange(self.repeats) * len(graphs) if context.differs_by_layer else None
     numbers = [None if places is None else places + i for i in range(len(graphs))]
     layers, empty = (weights, inputs, numbers), [None] * len(graphs)
     if self.pipeline is not None and cache is None:
@@ -223,7 +223,7 @@ def _pass(graph: Any) -> Callable[..., tuple[jax.Array, Cache | None, _LayerResu
   ) -> tuple[jax.Array, Cache | None, _LayerResults]:
     layer = nnx.merge(graph, weights)
     before = [variable.get_value() for _, variable in nnx.to_flat_state(nnx.state(layer, Buffer))]
-    x, aux, cache = layer(x, layer_input, context.fold_in(number), cache, repeat)
+    x, aux, cache = layer(x, layer_input, context.of_layer(number), cache, repeat)
     buffers = nnx.state(layer, Buffer)
     for (path, variable), value in zip(nnx.to_flat_state(buffers), before, strict=True):
       check_assigned(path, value, variable)

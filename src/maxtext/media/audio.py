@@ -3,12 +3,15 @@
 import io
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from maxtext.media.processed import FeatureText, Processed
+from maxtext.media.processed import FeatureText, Processed, SlotShape
 from maxtext.media.sources import MediaError, optional, read_bytes
 
 FORMATS = ("FLAC", "MP3", "OGG", "WAV", "WAVEX")
@@ -31,21 +34,36 @@ def load_sound(
 ) -> np.ndarray:
   """A sound as float32 [S] at `rate`: the mean of its channels, resampled."""
   limits = limits or SoundLimits()
-  soundfile = optional("soundfile", "multimodal")
-  data = read_bytes(source, limits.bytes)
   blocks, samples = [], 0
+  with _opened(source, limits) as file:
+    own_rate = check_rate(file.samplerate, rate)
+    while len(block := file.read((1 << 20) // file.channels, dtype="float32", always_2d=True)):
+      blocks.append(block.mean(1))
+      samples += len(block)
+      check_samples(samples, own_rate, limits)
+  return joined(blocks, own_rate, rate)
+
+
+def sound_samples(source: bytes | str | os.PathLike[str], rate: int = 16_000, limits: SoundLimits | None = None) -> int:
+  """How many samples `load_sound` would return, from the header of a file."""
+  limits = limits or SoundLimits()
+  with _opened(source, limits) as file:
+    own_rate, samples = check_rate(file.samplerate, rate), file.frames
+  check_samples(samples, own_rate, limits)
+  return resampled_length(samples, own_rate, rate)
+
+
+@contextmanager
+def _opened(source: bytes | str | os.PathLike[str], limits: SoundLimits) -> Iterator[Any]:
+  """The sound with its header read; whatever is wrong with it is a MediaError."""
+  soundfile = optional("soundfile", "multimodal")
   try:
-    with soundfile.SoundFile(io.BytesIO(data)) as file:
+    with soundfile.SoundFile(io.BytesIO(read_bytes(source, limits.bytes))) as file:
       if file.format not in FORMATS:
         raise MediaError(f"The sound is {file.format}; it can be {', '.join(FORMATS)}.")
-      own_rate = check_rate(file.samplerate, rate)
-      while len(block := file.read((1 << 20) // file.channels, dtype="float32", always_2d=True)):
-        blocks.append(block.mean(1))
-        samples += len(block)
-        check_samples(samples, own_rate, limits)
+      yield file
   except soundfile.LibsndfileError as error:
     raise MediaError(f"The file is no sound of a known format ({', '.join(FORMATS)}): {error.error_string}") from error
-  return joined(blocks, own_rate, rate)
 
 
 def check_rate(own_rate: int, rate: int) -> int:
@@ -72,6 +90,11 @@ def joined(blocks: list[np.ndarray], own_rate: int, rate: int) -> np.ndarray:
   return resample(whole, own_rate, rate)
 
 
+def resampled_length(samples: int, own_rate: int, rate: int) -> int:
+  """Samples of a sound at another rate."""
+  return -(-samples * rate // own_rate)
+
+
 def resample(samples: np.ndarray, own_rate: int, rate: int) -> np.ndarray:
   """float32 [S] at another rate: a sinc over 64 of its zeros under a Kaiser window, as resampy's `kaiser_best`.
 
@@ -83,7 +106,7 @@ def resample(samples: np.ndarray, own_rate: int, rate: int) -> np.ndarray:
   up, down = rate // divisor, own_rate // divisor
   cutoff = 0.9475937167399596 * min(1, rate / own_rate)
   width = math.ceil(64 / cutoff)
-  count = math.ceil(len(samples) * up / down)
+  count = resampled_length(len(samples), own_rate, rate)
   windows = np.lib.stride_tricks.sliding_window_view(np.pad(samples, (width, width + down)), 2 * width + 1)
   sinc = _windowed_sinc()
   found = np.empty(count, np.float32)
@@ -130,6 +153,14 @@ class MelSounds:
   @property
   def limits(self) -> SoundLimits:
     return SoundLimits(seconds=(self.longest + 1) * self.hop / self.rate)
+
+  @property
+  def slot(self) -> SlotShape:
+    most = math.ceil(self.longest / self.chunk)
+    return SlotShape(self.chunk, self.bins, self.features(self.chunk * self.hop), most, "sound", 2**self.halvings)
+
+  def standing_for(self, samples: int) -> str:
+    return self.text(self.features(samples))
 
   def features(self, samples: int) -> int:
     chunks, rest = divmod(samples // self.hop, self.chunk)

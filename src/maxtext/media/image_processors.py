@@ -93,6 +93,11 @@ class PixelBudget:
   frames: int = 0
   max_ratio: int = 200
 
+  @property
+  def most_features(self) -> int:
+    """Of an image, or of a video where frames count together."""
+    return self.max_pixels // self.multiple**2
+
   def size(self, height: int, width: int, count: int = 1) -> tuple[int, int]:
     factor, count = self.multiple, max(count, self.frames)  # a group that is not full is filled
     if self.frames and min(height, width) < factor:
@@ -119,6 +124,11 @@ class FeatureBudget:
 
   multiple: int
   max_features: int
+
+  @property
+  def most_features(self) -> int:
+    """Of an image."""
+    return self.max_features
 
   def size(self, height: int, width: int, count: int = 1) -> tuple[int, int]:
     """The same whatever the `count` of images."""
@@ -150,8 +160,8 @@ class FittedImages:
     return height * width // self.budget.multiple**2
 
   @property
-  def slot(self) -> None:
-    return None
+  def slot(self) -> SlotShape:
+    return self.patches.slot(self.budget.most_features)
 
   def standing_for(self, height: int, width: int) -> str:
     return self.text(self.features(height, width))

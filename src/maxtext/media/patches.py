@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from maxtext.media.processed import SlotShape
 from maxtext.media.sources import optional
 
 if TYPE_CHECKING:
@@ -49,13 +50,24 @@ class Patches:
     time = np.broadcast_to(np.arange(G)[:, None, None], (G, rows * columns, 1))
     return inputs, np.concatenate([time, np.repeat(grid, G, 0)], -1).astype(np.int32)
 
-  def pixels(self, inputs: np.ndarray) -> np.ndarray:
-    """The square image [H,W,3] in uint8 whose patches [T,P] these are."""
-    assert self.merge == self.frames == 1, "the image may have any size"
-    assert not self.channels_last
-    side, size = math.isqrt(len(inputs)), self.size
-    values = inputs.reshape(side, side, 3, size, size).transpose(0, 3, 1, 4, 2).reshape(side * size, side * size, 3)
-    return np.clip(np.rint((values * self.std + self.mean) * 255), 0, 255).astype(np.uint8)
+  def slot(self, most: int) -> SlotShape:
+    """The patches of one feature; a medium has so many features at most."""
+    return SlotShape(self.merge**2, self.frames * len(self.mean) * self.size**2, 1, most, "patches")
+
+  def pixels(self, inputs: np.ndarray, places: np.ndarray | None = None) -> np.ndarray:
+    """The image [H,W,3] in uint8 whose patches [T,P] these are, at rows and columns [T,2]; without places, it is
+    square, and they come row by row. Of several frames, the first."""
+    size, channels = self.size, len(self.mean)
+    if places is None:
+      places = np.indices((math.isqrt(len(inputs)),) * 2).reshape(2, -1).T
+    order = (self.frames, size, size, channels) if self.channels_last else (channels, self.frames, size, size)
+    values = inputs.reshape(-1, *order)
+    first = values[:, 0] if self.channels_last else values[:, :, 0].transpose(0, 2, 3, 1)
+    rows, columns = places.max(0) + 1
+    found = np.zeros((rows, size, columns, size, channels))
+    found[places[:, 0], :, places[:, 1]] = first
+    pixels = found.reshape(rows * size, columns * size, channels)
+    return np.clip(np.rint((pixels * self.std + self.mean) * 255), 0, 255).astype(np.uint8)
 
 
 def resized(image: "Image", height: int, width: int, how: Filter) -> np.ndarray:

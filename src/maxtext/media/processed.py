@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -46,13 +46,24 @@ class FeatureText:
 
 @dataclass(frozen=True)
 class SlotShape:
-  """A slot of a tower whose slots are all alike: so many `patches` of so many `values` become so many `features`; an
-  image takes at most so many slots."""
+  """The unit in which the inputs of a tower are counted, since all of its slots are alike.
+
+  Attributes:
+    patches: of a slot; of sound, the frames of a chunk.
+    values: of a patch, or a frame.
+    features: that a slot becomes; the last slot of a sound may become fewer.
+    most: slots that a medium takes.
+    layout: a slot is an input of the tower (`separate`), or the patches of one feature, in one input with those of all
+      images of a row (`patches`), or a chunk, in one input with those of all sounds (`sound`).
+    stride: frames of a feature of sound.
+  """
 
   patches: int
   values: int
   features: int
   most: int
+  layout: Literal["separate", "patches", "sound"] = "separate"
+  stride: int = 1
 
 
 class MediaProcessor(Protocol):
@@ -68,6 +79,16 @@ class MediaProcessor(Protocol):
     """The number of features of an image of (height, width), of a sound of so many samples, or of a video."""
     ...
 
+  @property
+  def standing_for(self) -> Callable[..., str]:
+    """The text of a medium, `Processed.text`, from the same as its features."""
+    ...
+
+  @property
+  def slot(self) -> SlotShape:
+    """What all slots of the tower are like."""
+    ...
+
   def __call__(self, medium: Any, /) -> Processed: ...
 
 
@@ -77,13 +98,4 @@ class ImageProcessor(MediaProcessor, Protocol):
   @property
   def patches(self) -> "Patches":
     """How pixels become inputs."""
-    ...
-
-  @property
-  def slot(self) -> SlotShape | None:
-    """What all slots are like; None where images have sizes of their own."""
-    ...
-
-  def standing_for(self, height: int, width: int) -> str:
-    """The text of an image, `Processed.text`, from its size alone."""
     ...

@@ -3,7 +3,7 @@
 import io
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import numpy as np
 from maxtext.media.audio import MelSounds, SoundLimits, check_rate, check_samples, joined
 from maxtext.media.image_processors import FeatureBudget, PixelBudget
 from maxtext.media.patches import Filter, Patches, resized
-from maxtext.media.processed import FeatureText, Processed
+from maxtext.media.processed import FeatureText, Processed, SlotShape
 from maxtext.media.sources import MediaError, optional, read_bytes
 
 if TYPE_CHECKING:
@@ -147,14 +147,15 @@ class Sampling:
 class Videos:
   """Frames of one size in the video's proportions, each group of `patches.frames` in a slot of its own.
 
-  stamp: the text before a group, of the seconds at its middle; None: the whole video is one text.
+  stamp: the format of the text before a group, of the time at its middle: `seconds`, or whole `minute` and `second`;
+    empty: the whole video is one text.
   """
 
   patches: Patches
   budget: PixelBudget | FeatureBudget
   sampling: Sampling
   text: FeatureText
-  stamp: Callable[[float], str] | None = None
+  stamp: str = ""
   between: str = ""
   how: Filter = "bicubic"
 
@@ -167,6 +168,15 @@ class Videos:
     """What a slot lasts."""
     return self.patches.frames / self.sampling.fps
 
+  @property
+  def slot(self) -> SlotShape:
+    return self.patches.slot(self.budget.most_features)
+
+  def standing_for(self, total: int, rate: float, height: int, width: int) -> str:
+    indices = self.sampling(total, rate)
+    filled = indices + indices[-1:] * (-len(indices) % self.patches.frames)
+    return self._text(filled, rate, self.features(total, rate, height, width))
+
   def features(self, total: int, rate: float, height: int, width: int) -> int:
     frames = len(self.sampling(total, rate))
     return math.ceil(frames / self.patches.frames) * self._each(*self.budget.size(height, width, frames))
@@ -178,7 +188,8 @@ class Videos:
     missing = -len(frames) % self.patches.frames
     inputs, grid = self.patches(np.stack(frames + frames[-1:] * missing))
     features = len(inputs) * self._each(*size)
-    return Processed(inputs, grid, self._text(indices + indices[-1:] * missing, video.rate, features), features)
+    text = self.standing_for(video.total, video.rate, video.height, video.width)
+    return Processed(inputs, grid, text, features)
 
   def _each(self, height: int, width: int) -> int:
     return height * width // self.budget.multiple**2
@@ -188,7 +199,9 @@ class Videos:
       return self.text(features)
     step = self.patches.frames
     middles = [(a / rate + b / rate) / 2 for a, b in zip(indices[::step], indices[step - 1 :: step], strict=True)]
-    return self.between.join(self.stamp(at) + self.text(features // len(middles)) for at in middles)
+    each = self.text(features // len(middles))
+    stamps = [self.stamp.format(seconds=at, minute=int(at // 60), second=int(at % 60)) for at in middles]
+    return self.between.join(stamp + each for stamp in stamps)
 
 
 @dataclass(frozen=True)
@@ -208,8 +221,16 @@ class VideosWithSound:
   def token(self) -> str:
     return self.videos.token
 
+  @property
+  def slot(self) -> SlotShape:
+    return self.videos.slot
+
   def features(self, total: int, rate: float, height: int, width: int) -> int:
     return self.videos.features(total, rate, height, width)
+
+  def standing_for(self, total: int, rate: float, height: int, width: int) -> str:
+    """Without sound, whose length no header of a video tells."""
+    return self.videos.standing_for(total, rate, height, width)
 
   def __call__(self, video: Video) -> Processed:
     track = video.sound(self.sounds.rate, self.sounds.limits)

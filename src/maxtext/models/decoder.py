@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, E width, V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from maxtext.layers.linear import Linear
 from maxtext.layers.param_factory import ParamFactory
 from maxtext.layers.stack import Stack
 from maxtext.models.media import Media
+from maxtext.models.routed_experts import of_groups
 from maxtext.models.spec import DecoderSpec, towers_of
 from maxtext.models.tower import Tower
 
@@ -91,6 +93,7 @@ class Decoder(nnx.Module):
     rotary_positions: jax.Array | None = None,
     spans: jax.Array | None = None,
     media: Media | None = None,
+    routed_experts: jax.Array | None = None,
   ) -> tuple[jax.Array, list[Any], list[list[Cache]] | None]:
     """Runs the layers on tokens [B,S].
 
@@ -110,6 +113,7 @@ class Decoder(nnx.Module):
         With a cache, one call must have all tokens of a span.
       media: inputs of towers, whose features replace the embeddings of their tokens; they set `spans` where the tower
         says so.
+      routed_experts: [B,S,N], from `models/routed_experts.py`; tokens are routed to these experts.
 
     Returns:
       The normed hidden states [B,S,E], the auxiliary outputs of each group's layers, and the updated cache.
@@ -144,9 +148,11 @@ class Decoder(nnx.Module):
     x = execution.sharding.constrain(embeddings, *RESIDUAL)
     x = dropout(x, context.dropout_keys, execution.dropout_rate, len(self.groups))
     x, auxiliary, caches = self._expand_streams(x), [], []
+    replayed = [None] * len(self.groups) if routed_experts is None else of_groups(self.spec.groups, routed_experts)
     for i, group in enumerate(self.groups):
       group_inputs, group_cache = (None if tree is None else tree[i] for tree in (layer_inputs, cache))
-      x, outputs, updated = group(x, group_inputs, context.fold_in(i), group_cache)
+      own = replace(context.fold_in(i), routed_experts=replayed[i])
+      x, outputs, updated = group(x, group_inputs, own, group_cache)
       auxiliary.append(outputs)
       caches.append(updated)
     return self.final_norm(self._merge_streams(x)), auxiliary, None if cache is None else caches
@@ -172,23 +178,32 @@ class Decoder(nnx.Module):
         assert spans is None, "one tower or the caller numbers the spans"
         spans = one.spans(features[0].shape[1])
       of_rows = [f.reshape(rows, -1, f.shape[-1]) for f in features]
-      embeddings, early = self.with_features(embeddings, of_rows, one.indices)
+      rate = self.towers[name].spec.projector_dropout
+      embeddings, early = self.with_features(embeddings, of_rows, one.indices, self._dropout_keys(positions), rate)
       if early:
         assert layer_inputs is None, "one tower or the caller has inputs of layers"
         layer_inputs = early
     return embeddings, spans, layer_inputs
 
   def with_features(
-    self, embeddings: jax.Array, features: Sequence[jax.Array], indices: jax.Array
+    self,
+    embeddings: jax.Array,
+    features: Sequence[jax.Array],
+    indices: jax.Array,
+    dropout_keys: jax.Array | None = None,
+    rate: float = 0.0,
   ) -> tuple[jax.Array, list[list[Any] | None] | None]:
     """Embeddings with the first of the features [B,N,E] in their places, and what `hidden` takes as `layer_inputs` of
-    the others, which join the residual in the first layers (DeepStack)."""
+    the others, which join the residual in the first layers (DeepStack). All have dropout where there are keys."""
     first, *early = features
+    nothing, parts = jnp.zeros_like(embeddings), len(self.groups) + len(self.mtp) + 1  # that draw masks of their own
     embeddings = merge_features(embeddings, first, indices)
+    if rate:
+      embeddings = jnp.where((indices >= 0)[..., None], dropout(embeddings, dropout_keys, rate, parts), embeddings)
     if not early:
       return embeddings, None
-    nothing = jnp.zeros_like(embeddings)
-    joined = [merge_features(nothing, one, indices) for one in early]
+    merged = [merge_features(nothing, one, indices) for one in early]
+    joined = [dropout(one, dropout_keys, rate, parts + i) for i, one in enumerate(merged, 1)]
     return embeddings, [[jnp.stack([nothing, *joined])], *[None] * (len(self.groups) - 1)]
 
   def mtp_hidden(
@@ -257,6 +272,12 @@ class Decoder(nnx.Module):
     if spec.logit_scale != 1.0:
       logits = logits * spec.logit_scale
     return logits if spec.logit_cap is None else spec.logit_cap * jnp.tanh(logits / spec.logit_cap)
+
+  @property
+  def has_dropout(self) -> bool:
+    """Whether any part draws dropout masks, where there is a key."""
+    rates = [tower.projector_dropout for tower in towers_of(self.spec)]
+    return max(self.execution.dropout_rate, *rates, 0.0) > 0
 
   @property
   def supports_rollback(self) -> bool:

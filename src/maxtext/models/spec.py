@@ -87,7 +87,7 @@ class TowerSpec:
   Attributes:
     name: its parameters are under `towers/<name>/`.
     width: hidden size of its layers.
-    length: maximum number of tokens of one input; where images have any size, the usual number.
+    length: maximum number of tokens of one input; where media have any size, the usual number.
     front_end: maps inputs to tokens.
     projector: maps the tower's width to the decoder's.
     final_norm: the norm before the projector; None if there is none.
@@ -105,6 +105,7 @@ class TowerSpec:
     deepstack: indices of groups whose outputs are features too, each with its own projector (DeepStack). They are added
       to the outputs of the decoder's first layers, of which its first group has one more than there are features.
     deepstack_projector: of those features; None is one like `projector`.
+    projector_dropout: share of the values of features that is zeroed in training.
   """
 
   name: str
@@ -124,11 +125,12 @@ class TowerSpec:
   bidirectional_features: bool = False
   deepstack: tuple[int, ...] = ()
   deepstack_projector: Projector | None = None
+  projector_dropout: float = 0.0
 
   @property
   def any_size(self) -> bool:
-    """Whether images may have any size, and several share an input."""
-    return self.position_grid is not None or self.axis_positions is not None
+    """Whether media may have any size, and several share an input: no table has a place for each token."""
+    return not self.learned_positions and self.rotary_grid is None
 
   @property
   def ropes(self) -> tuple[RotaryEmbedding, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-_SECONDS = 1  # to read an expression, and to compare two
+_SECONDS = 2  # to read an expression, and to compare two
 _LONGEST = 2000  # characters at the end of a text in which its answer is sought
 _MARKS = re.compile(r"\$|\\\(|\\\[|\\boxed|(?<![\\A-Za-z])[A-Za-z]{2,}")  # of LaTeX within a text, or a word
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it would write every expression that is none
@@ -33,3 +33,7 @@ def _gold(answer: str) -> list[Any]:
 
 def _parsed(text: str) -> list[Any]:
   return parse(text if _MARKS.search(text) else f"${text}$", parsing_timeout=_SECONDS)
+
+
+# What is loaded at first use is loaded here, so that no answer's seconds are spent on it.
+verify(parse("$x+1$", parsing_timeout=60), parse("$1+x$", parsing_timeout=60), timeout_seconds=60)

@@ -8,7 +8,9 @@ of the policy, the task, the seed and its environment, whichever others run besi
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.data.conversations import ChatContinuation
@@ -115,6 +117,7 @@ class _Conversation:
   token_ids: list[int] = field(default_factory=list)
   is_generated: list[bool] = field(default_factory=list)
   logprobs: list[float] = field(default_factory=list)
+  routed_experts: np.ndarray | None = None
   text: str = ""
   finish_reason: str = ""
   turns: int = 0
@@ -128,6 +131,10 @@ class _Conversation:
   def add_answer(self, output: RequestOutput) -> None:
     assert output.logprobs is not None
     self.add(output.token_ids, is_generated=True, logprobs=output.logprobs)
+    if output.routed_experts is not None:
+      # A turn prefills those before it again, where rounding may choose otherwise: those that answers came from stay.
+      known = output.routed_experts[:0] if self.routed_experts is None else self.routed_experts
+      self.routed_experts = np.concatenate([known, output.routed_experts[len(known) :]])
     self.text, self.turns = output.text, self.turns + 1
 
   def add(self, tokens: Sequence[int], *, is_generated: bool, logprobs: Sequence[float] | None = None) -> None:
@@ -138,4 +145,5 @@ class _Conversation:
   def trajectory(self) -> Trajectory:
     tokens = tuple(self.token_ids), tuple(self.is_generated), tuple(self.logprobs)
     prompt, errors = self.prompt or self.task.tokens, len(self.problems)
-    return Trajectory(prompt, *tokens, self.text, self.finish_reason, self.turns, self.reward, errors)
+    own = Trajectory(prompt, *tokens, self.text, self.finish_reason, self.turns, self.reward, errors)
+    return replace(own, routed_experts=self.routed_experts)

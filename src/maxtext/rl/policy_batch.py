@@ -10,16 +10,17 @@ import numpy as np
 
 from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import Batch
-from maxtext.data.images import ImageOptions, ImageRows
-from maxtext.data.media import VISION
-from maxtext.data.options import image_options
+from maxtext.data.conversation_media import MediaOptions
+from maxtext.data.media_rows import MediaRows
+from maxtext.data.options import media_options
+from maxtext.layers.router import ROUTED_EXPERTS
 from maxtext.models.media import TowerInputs
 from maxtext.rl.advantages import ADVANTAGE_FUNCTIONS, SHARE_FUNCTIONS, is_degenerate
 from maxtext.rl.answers import AnswerGroup
-from maxtext.training.objectives.policy import ADVANTAGES, SAMPLED, SHARES
+from maxtext.training.objectives.policy import ADVANTAGES, SAMPLED, SHARES, replayed_experts
 
 Arrays = dict[str, np.ndarray]
-_IMAGES, _FEATURES = "images", "image_features"  # inputs of the tower, and the feature of each token
+_ROTARY = "rotary_positions"
 _TOKENS = ("inputs", "targets", "positions", "segments", "weights")
 
 
@@ -30,6 +31,8 @@ def policy_arrays(config: MaxTextConfig, groups: Sequence[AnswerGroup], advantag
   numbers = ("weights", ADVANTAGES, SHARES, SAMPLED)
   arrays: Arrays = {name: np.zeros(shape, np.float32 if name in numbers else np.int32) for name in (*_TOKENS, *numbers)}
   answers = (answer for group in groups for answer in group.answers)
+  if size := replayed_experts(config):
+    arrays[ROUTED_EXPERTS] = np.full((*shape, size), -1, np.int16)
   for row, (answer, advantage, share) in enumerate(zip(answers, advantages.flat, shares.flat, strict=True)):
     prompt, tokens = answer.prompt_token_ids, np.array([*answer.prompt_token_ids, *answer.token_ids], np.int32)
     used, own, mask = len(tokens) - 1, slice(len(prompt) - 1, len(tokens) - 1), np.array(answer.is_generated, bool)
@@ -37,8 +40,10 @@ def policy_arrays(config: MaxTextConfig, groups: Sequence[AnswerGroup], advantag
     arrays["positions"][row, :used], arrays["segments"][row, :used] = np.arange(used), 1
     for name, values in (("weights", 1.0), (ADVANTAGES, advantage), (SHARES, share), (SAMPLED, answer.logprobs)):
       arrays[name][row, own] = np.where(mask, values, 0.0)
-  options = image_options(config)
-  return arrays if options is None else arrays | _images(options, groups, shape)
+    if size and answer.routed_experts is not None:
+      arrays[ROUTED_EXPERTS][row, : len(answer.routed_experts)] = answer.routed_experts
+  options = media_options(config)
+  return arrays if options is None else arrays | _media(options, groups, shape)
 
 
 def policy_advantages(config: MaxTextConfig, groups: Sequence[AnswerGroup]) -> np.ndarray:
@@ -50,19 +55,30 @@ def as_batch(arrays: Arrays) -> Batch:
   """Arrays by name as a batch of the objective."""
   values: dict[str, Any] = dict(arrays)
   tokens = {name: values.pop(name) for name in _TOKENS}
-  media = {VISION: TowerInputs(values.pop(_IMAGES), values.pop(_FEATURES))} if _IMAGES in values else {}
-  return Batch(**tokens, extra=values, media=media)
+  towers: dict[str, dict[str, Any]] = {}
+  for path in [name for name in values if "/" in name]:
+    tower, name = path.split("/")
+    towers.setdefault(tower, {})[name] = values.pop(path)
+  media = {tower: TowerInputs(**inputs) for tower, inputs in towers.items()}
+  return Batch(**tokens, rotary_positions=values.pop(_ROTARY, None), extra=values, media=media)
 
 
-def _images(options: ImageOptions, groups: Sequence[AnswerGroup], shape: tuple[int, int]) -> Arrays:
-  """What the engine was given of the images of each prompt, in the row of the answer."""
-  rows = ImageRows.empty(options, *shape)
+def _media(options: MediaOptions, groups: Sequence[AnswerGroup], shape: tuple[int, int]) -> Arrays:
+  """What the engine was given of the images of each prompt, in the row of the answer, by tower and name."""
+  rows = MediaRows.empty(options, *shape)
   for row, answer in enumerate(answer for group in groups for answer in group.answers):
-    if answer.media is not None:
-      inputs = np.concatenate([medium.inputs for _, medium in answer.media.media])
-      rows.inputs[row, : len(inputs)] = inputs
-      rows.indices[row, : len(answer.media.indices)] = answer.media.indices
-  return {_IMAGES: rows.inputs, _FEATURES: rows.indices}
+    if rows.rotary_positions is not None:
+      rows.rotary_positions[row] = np.arange(shape[1])[:, None]
+    if (media := answer.media) is None:
+      continue
+    places, first = np.argsort(media.indices, kind="stable")[-int(media.indices.max()) - 1 :], 0
+    for tower, medium in media.media:
+      rows.put(options, row, tower, medium, places[first : (first := first + medium.features)])
+    if rows.rotary_positions is not None and media.rotary_positions is not None:
+      rows.rotary_positions[row] += media.rotary_offset
+      rows.rotary_positions[row, : len(media.keys)] = media.rotary_positions
+  arrays = {f"{tower}/{name}": array for tower, own in rows.towers.items() for name, array in own.items()}
+  return arrays if rows.rotary_positions is None else arrays | {_ROTARY: rows.rotary_positions}
 
 
 def _shares(config: MaxTextConfig, groups: Sequence[AnswerGroup]) -> np.ndarray:

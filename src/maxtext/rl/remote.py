@@ -11,12 +11,14 @@ import logging
 import socket
 import threading
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from maxtext.configs import ConfigError, MaxTextConfig
@@ -36,6 +38,7 @@ _LOG = logging.getLogger(__name__)
 _PATIENCE = 300.0  # seconds for the sampler to start
 _BUSY = 90.0  # seconds for another trainer to leave
 _ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that vanished is noticed in a minute
+_EXPERTS = "<i2"  # numbers of experts, as bytes
 Message = dict[str, Any]
 
 
@@ -200,8 +203,7 @@ class _Sampler:
     sampling_params = [SamplingParams(**each) for each in asked["sampling_params"]]
     version = int(asked["version"])
     found = self._engine.generate(self._versions[version], version, asked["prompts"], sampling_params)
-    fields = ("text", "token_ids", "finish_reason", "versions", "logprobs")
-    return {"outputs": [{name: getattr(output, name) for name in fields} for output in found]}
+    return {"outputs": [_as_message(output) for output in found]}
 
   def _end(self, asked: Message) -> Message:
     self.ended.set()
@@ -283,8 +285,15 @@ def _transfer_server(host: str) -> "TransferServer":
 
 def _agreed_keys(config: MaxTextConfig) -> Message:
   """What trainer and sampler must agree on beside the model: lengths of prompts and outputs, and versions to keep."""
-  keys = ("max_target_length", "max_prefill_predict_length", "off_policy_steps", "num_iterations", "rl_environment")
+  lengths = "max_target_length", "max_prefill_predict_length"
+  keys = (*lengths, "off_policy_steps", "num_iterations", "rl_environment", "routing_replay")
   return {key: getattr(config, key) for key in keys}
+
+
+def _as_message(output: RequestOutput) -> Message:
+  fields = ("text", "token_ids", "finish_reason", "versions", "logprobs")
+  found, routed = {name: getattr(output, name) for name in fields}, output.routed_experts
+  return found if routed is None else found | {"routed_experts": b64encode(routed.astype(_EXPERTS).tobytes()).decode()}
 
 
 def _output(prompt: Sequence[int], found: Mapping[str, Any]) -> RequestOutput:
@@ -295,4 +304,11 @@ def _output(prompt: Sequence[int], found: Mapping[str, Any]) -> RequestOutput:
     found["finish_reason"],
     tuple(found["versions"]),
     tuple(found["logprobs"]),
+    routed_experts=_experts(found, len(prompt) + len(found["token_ids"]) - 1),
   )
+
+
+def _experts(found: Mapping[str, Any], tokens: int) -> np.ndarray | None:
+  if "routed_experts" not in found:
+    return None
+  return np.frombuffer(b64decode(found["routed_experts"]), _EXPERTS).astype(np.int16).reshape(tokens, -1)

@@ -24,7 +24,7 @@ from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import BatchWithState, IteratorState
 from maxtext.data.fingerprint import check_same_data, to_array
 from maxtext.data.iterable import place_batch
-from maxtext.data.options import image_options
+from maxtext.data.options import media_options
 from maxtext.data.tokenizers import TextTokenizer
 from maxtext.inference.multimodal import PromptEncoder
 from maxtext.observe.growing_file import GrowingFile
@@ -94,7 +94,7 @@ class RolloutSource:
     """Begins a run: nothing is compiled yet. What is written goes into `folder`."""
     c = self.config
     engine = rollout_engine(c, program, self.tokenizer, self.sampler_devices)
-    images = image_options(c) is not None
+    images = media_options(c) is not None
     prompts = PromptEncoder.of(c, self.tokenizer, c.max_prefill_predict_length + 1) if images else None
     self._answerer, self._folder = Answerer(c, engine, self.rewards, self.multi_turn, prompts), folder
     if c.use_agentic_rollout:
@@ -102,7 +102,7 @@ class RolloutSource:
     if c.num_iterations > 1:
       temperature, tiles = rollout_sampling(c, self.tokenizer).temperature, c.num_vocab_tiling
       self._old = program.forward(
-        lambda decoder, batch: token_log_probs(decoder, batch, temperature, tiles)[0].tempered
+        lambda decoder, batch: token_log_probs(decoder, batch, temperature, tiles, replay=True)[0].tempered
       )
 
   @property

@@ -22,6 +22,7 @@ from maxtext.rl.engines import (
 from maxtext.rl.remote import RemoteEngine, serve_rollouts
 from maxtext.training.compilation_cache import compilation_cache
 from maxtext.training.live_engine import LiveEngine, engine_problem
+from maxtext.training.objectives.policy import replayed_experts
 from maxtext.training.preflight import check_hardware
 from maxtext.training.program import Program
 
@@ -61,4 +62,7 @@ def _live(config: MaxTextConfig, model: Model, tokenizer: TextTokenizer) -> Live
   c, sampling = config, rollout_sampling(config, tokenizer)
   longest = c.max_target_length
   prompt = longest - 1 if c.rl_environment else c.max_prefill_predict_length  # a turn follows those before it
-  return LiveEngine(c, model, tokenizer, sampling, engine_slots(c), longest, prompt, multi_sampling=True)
+  slots, keep = engine_slots(c), replayed_experts(c) > 0
+  return LiveEngine(
+    c, model, tokenizer, sampling, slots, longest, prompt, multi_sampling=True, keep_routed_experts=keep
+  )

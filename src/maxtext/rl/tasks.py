@@ -12,9 +12,10 @@ from typing import Any
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.data.chat_messages import media_parts, media_sources, template_messages
+from maxtext.data.conversation_media import ConversationMedia
 from maxtext.data.conversations import chat_prompt
-from maxtext.data.images import ConversationImages, images_of_columns, with_column_images
-from maxtext.data.options import data_options, image_options
+from maxtext.data.media_columns import images_of_columns, with_column_images
+from maxtext.data.options import data_options, media_options
 from maxtext.data.order import FEW_SHARDS, DocumentOrder
 from maxtext.data.sources.json_lines import json_values
 from maxtext.data.tokenizers import TextTokenizer
@@ -52,15 +53,15 @@ def load_tasks(config: MaxTextConfig, tokenizer: TextTokenizer, split: str) -> l
   columns = config.train_data_columns if split == "train" else config.eval_data_columns
   if len(columns) != 2:
     raise ConfigError(f"{split}_data_columns={columns} must name two columns: of prompts, and of their answers.")
-  tasks, options, data = [], image_options(config), data_options(config)
+  tasks, options, data = [], media_options(config), data_options(config)
   image_columns = () if options is None else (data.train if split == "train" else data.evaluation).image_columns
   for path in _files(key, files):
-    images = None if options is None else ConversationImages(options, tokenizer, str(Path(path).parent))
+    media = None if options is None else ConversationMedia(options, tokenizer, str(Path(path).parent))
     for number, line in enumerate(_read(key, path).splitlines(), 1):
       if line.strip():
         try:
           prompt, answer, *pictures = json_values(line, columns, image_columns)
-          tasks.append(_task(config, tokenizer, prompt, answer, images_of_columns(pictures), images))
+          tasks.append(_task(config, tokenizer, prompt, answer, images_of_columns(pictures), media))
         except (RunError, ValueError, TypeError) as error:  # a ConfigError is a ValueError
           raise ConfigError(f"{path}, line {number}: {error}") from None
   if files and not tasks:
@@ -117,7 +118,7 @@ def _task(
   prompt: Any,
   answer: Any,
   pictures: Sequence[Any],
-  images: ConversationImages | None,
+  media: ConversationMedia | None,
 ) -> Task:
   """A task from the values of its columns; a prompt is a text or the messages of a conversation."""
   if prompt is None or answer is None:
@@ -125,17 +126,17 @@ def _task(
   if isinstance(answer, bool | list | dict):
     raise ConfigError("its answer is neither a text nor a number.")
   text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-  if images is None or not (pictures or media_parts(prompt)):
+  if media is None or not (pictures or media_parts(prompt)):
     return Task(text, prompt_tokens(config, tokenizer, prompt), str(answer))
   if not config.use_chat_template:
     raise ConfigError("images need use_chat_template=true, whose template writes where they stand.")
-  messages, found = images.opened(with_column_images(_messages(config, prompt), pictures))
-  parts, expand = template_messages(messages, media=True), partial(images.expanded, images=found)
+  messages, found = media.opened(with_column_images(_messages(config, prompt), pictures))
+  parts, expand = template_messages(messages, media=True), partial(media.expanded, media=found)
   tokens = tokenizer.chat(parts, answer=True, expand=expand)
   own = _checked(config, tokens.tolist())
-  if not images.fit(images.of_tokens(tokens, found)):
+  if not media.fit(media.of_tokens(tokens, found)):
     raise ConfigError(
-      f"it has {len(found)} images, and a row has room for {images.options.slots} inputs of the encoder: see "
+      f"it has {len(found)} images, and a row has room for {sum(media.options.slots)} inputs of the encoder: see "
       f"image_slots_per_row and max_num_images_per_example."
     )
   return Task(text, own, str(answer), messages)

@@ -107,6 +107,7 @@ def policy_config(config: MaxTextConfig, devices: int) -> MaxTextConfig:
       "steps": steps,
       "learning_rate_schedule_steps": schedule,
       "eval_interval": -1,
+      "eval_tasks": [],
     }
   )
 

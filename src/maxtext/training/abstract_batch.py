@@ -14,7 +14,8 @@ from maxtext.configs.types import DatasetType
 from maxtext.data.batch import BatchSource
 from maxtext.data.documents import LABEL
 from maxtext.data.media import AUDIO, VISION
-from maxtext.data.options import image_options
+from maxtext.data.media_rows import tower_arrays
+from maxtext.data.options import media_options
 from maxtext.data.reference_log_probs import REFERENCE
 from maxtext.data.teacher_outputs import TEACHER_LOG_PROBS, TEACHER_TOKENS
 from maxtext.layers.execution import ExecutionConfig
@@ -72,7 +73,7 @@ def declared_batch(config: MaxTextConfig, objective: Objective, data: BatchSourc
     if config.dataset_type == DatasetType.SYNTHETIC and not extra:  # its rows are one document each
       declared = replace(declared, segments=None)
   if data is None or config.use_grpo:
-    declared = replace(declared, media=_media(config, rows))
+    declared = replace(declared, **_media(config, rows))
   return declared
 
 
@@ -80,17 +81,26 @@ def unfed_towers(config: MaxTextConfig, objective: Objective | None, data: Batch
   """Towers for which the run's batches bring no media; a caller's own objective or data may bring any."""
   if not config.use_grpo and (objective is not None or data is not None):
     return ()
-  return {VISION, AUDIO} - _media(config, 1).keys()
+  return {VISION, AUDIO} - _media(config, 1).get("media", {}).keys()
 
 
-def _media(config: MaxTextConfig, rows: int) -> dict[str, TowerInputs]:
-  images = image_options(config)
-  if images is None:
+def _media(config: MaxTextConfig, rows: int) -> dict[str, Any]:
+  """The fields of a batch with media; {} of text alone."""
+  options, length = media_options(config), config.max_target_length
+  if options is None:
     return {}
-  shape = rows, images.slots, images.shape.patches, images.shape.values
-  inputs: Any = Field(shape, jnp.float32, (BATCH, None, None, None))
-  indices: Any = token_field(rows, config.max_target_length)
-  return {VISION: TowerInputs(inputs, indices)}
+  towers = dict[str, TowerInputs]()
+  for tower, room in options.rooms.items():
+    arrays = tower_arrays(room, length)
+    del arrays["indices"]
+    fields: dict[str, Any] = {
+      name: Field((rows, *array.shape), array.dtype, (BATCH, *(None,) * len(array.shape)))
+      for name, array in arrays.items()
+    }
+    indices: Any = token_field(rows, length)
+    towers[tower] = TowerInputs(indices=indices, **fields)
+  axes = Field((rows, length, 3), jnp.int32, (BATCH, LENGTH, None))
+  return {"media": towers, "rotary_positions": None if options.axes is None else axes}
 
 
 def _brought(config: MaxTextConfig) -> tuple[str, ...]:

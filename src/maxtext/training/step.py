@@ -124,7 +124,7 @@ def gradients(
 
   def loss_of(params: Params, buffers: Params, part: Any, here: StepContext) -> tuple[jax.Array, Any]:
     decoder = model.bind(params | buffers)
-    if model.execution.dropout_rate:
+    if decoder.has_dropout:
       decoder.dropout_key = nnx.Variable(here.key("dropout"))
     loss, metrics = objective(_models(decoder, frozen), part, here)
     means = {n: m if n in objective.maxima else m / total for n, m in metrics.items()}

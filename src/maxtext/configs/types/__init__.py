@@ -103,6 +103,7 @@ from maxtext.configs.types.run import (
   RunInfo,
   TrainingLoop,
   TrainingSamples,
+  TrainingTasks,
 )
 from maxtext.configs.types.weights_at_rest import WeightsAtRest
 
@@ -156,6 +157,7 @@ class _Placement(
 class _Training(
   TrainingLoop,
   TrainingSamples,
+  TrainingTasks,
   CorruptionChecks,
   ManifoldConstrainedHyperConnections,
   DilocoParams,
@@ -345,6 +347,7 @@ __all__ = [
   "TokenizerType",
   "TrainingLoop",
   "TrainingSamples",
+  "TrainingTasks",
   "VisionProjector",
   "VisionTower",
   "WeightsAtRest",

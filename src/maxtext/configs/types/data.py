@@ -57,7 +57,7 @@ class DatasetGeneral(Section):
   image_slots_per_row: int = Field(
     -1,
     ge=-1,
-    description="Images, or tiles, that a training row has room for; 0 trains on text alone, -1: all that fit.",
+    description="Images, tiles or, of any size, image tokens that a training row has room for; 0: text alone, -1: all.",
   )
   eval_data_columns: list[str] = Field(["text"], description="Data columns that hold the evaluation text, in order.")
   eval_image_column: str | list[str] = Field(

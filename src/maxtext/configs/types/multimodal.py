@@ -74,7 +74,9 @@ class VisionProjector(Section):
   pixel_shuffle_ratio_for_vit: float = Field(
     0.5, gt=0, le=1, description="Scale of the patch grid's sides before projection; 0.5 quarters the tokens."
   )
-  projector_dropout_for_vit: float = Field(0.0, description="Dropout rate in the vision projector; 0 is none.")
+  projector_dropout_for_vit: float = Field(
+    0.0, ge=0, lt=1, description="Dropout rate of the features that the vision projector makes; 0 is none."
+  )
 
 
 class AudioEncoder(Section):

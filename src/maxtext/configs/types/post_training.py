@@ -230,6 +230,11 @@ class RLMethod(Section):
     description="HOST:PORT of a process that generates the rollouts, the same command with --sampler; '' generates "
     "here.",
   )
+  routing_replay: bool = Field(
+    True,
+    description="The trainer routes tokens to the experts that the engine chose when it wrote them (rollout routing "
+    "replay, R3).",
+  )
   mismatch_limit: float = Field(
     0.0,
     ge=0,

@@ -71,6 +71,22 @@ class TrainingSamples(Section):
   )
 
 
+class TrainingTasks(Section):
+  """Evaluation tasks while training. The specification has no such keys."""
+
+  eval_tasks: list[str] = Field(
+    [], description="Tasks scored while training: files, folders and names, as maxtext eval --tasks takes; [] is none."
+  )
+  eval_tasks_interval: int = Field(
+    0,
+    ge=0,
+    description="Training steps between evaluations of eval_tasks; the last step has one too. 0: that one alone.",
+  )
+  eval_tasks_limit: int | None = Field(
+    None, ge=1, description="Only so many samples or documents of each of eval_tasks; None is all."
+  )
+
+
 class CorruptionChecks(Section):
   """Devices that compute or keep something wrongly. The specification has no such keys."""
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from maxtext.configs import ConfigError
 from maxtext.data.chat_messages import template_tools
+from maxtext.data.conversation_media import ConversationMedia
 from maxtext.data.conversations import (
   TrainingSequence,
   completion_sequence,
@@ -19,7 +20,7 @@ from maxtext.data.conversations import (
   join_sequences,
 )
 from maxtext.data.documents import TokenCounts
-from maxtext.data.images import ConversationImages, images_of_columns, with_column_images
+from maxtext.data.media_columns import images_of_columns, with_column_images
 from maxtext.data.options import ConversationOptions
 from maxtext.data.tokenizers import TextTokenizer
 
@@ -42,8 +43,8 @@ class ConversationEncoding:
     options: which tokens train, and the formatting function.
     formatting_func: makes a conversation of a row.
     with_roles: finds the role of each token, for showing them.
-    images: finds those of a conversation; None where there are none.
-    image_columns: their columns, which a row may lack; their values follow the others.
+    media: finds those of a conversation; None where there are none.
+    image_columns: columns of images, which a row may lack; their values follow the others.
   """
 
   columns: tuple[str, ...]
@@ -53,7 +54,7 @@ class ConversationEncoding:
   options: ConversationOptions
   formatting_func: Callable[..., Any] | None
   with_roles: bool = False
-  images: ConversationImages | None = None
+  media: ConversationMedia | None = None
   image_columns: tuple[str, ...] = ()
 
   @staticmethod
@@ -67,9 +68,9 @@ class ConversationEncoding:
   ) -> "ConversationEncoding":
     """With the formatting function that the options name."""
     function = _load_function(options.formatting_func) if options.formatting_func else None
-    images = None if options.images is None else ConversationImages(options.images, tokenizer)
+    media = None if options.media is None else ConversationMedia(options.media, tokenizer)
     return ConversationEncoding(
-      columns, tokenizer, most, truncate, options, function, images=images, image_columns=image_columns
+      columns, tokenizer, most, truncate, options, function, media=media, image_columns=image_columns
     )
 
   @property
@@ -88,13 +89,13 @@ class ConversationEncoding:
     if self.formatting_func is not None:
       arguments = json.dumps(dict(self.options.formatting_kwargs), sort_keys=True, default=str)
       found["formatting_func"] = [self.options.formatting_func, _source(self.formatting_func), arguments]
-    if self.images is not None:
-      found["images"] = [repr(self.images.options), list(self.image_columns)]
+    if self.media is not None:
+      found["media"] = [repr(self.media.options), list(self.image_columns)]
     return found
 
   def in_folder(self, folder: str | None) -> "ConversationEncoding":
-    """With paths of images relative to a folder; None where the data is in several."""
-    return self if self.images is None else replace(self, images=replace(self.images, folder=folder))
+    """With paths of media relative to a folder; None where the data is in several."""
+    return self if self.media is None else replace(self, media=replace(self.media, folder=folder))
 
   def counts(self, shards: int) -> TokenCounts:
     """A conversation is never cut."""
@@ -125,7 +126,7 @@ class ConversationEncoding:
 
   def fitting(self, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
     """Those that fit in a row, or as much of them as does."""
-    fit = {} if self.images is None else {"fit": self.images.fit}
+    fit = {} if self.media is None else {"fit": self.media.fit}
     cut = [sequence.truncated(self.most, **fit) for sequence in sequences]
     return [
       found
@@ -164,9 +165,9 @@ class ConversationEncoding:
       )
     tools = template_tools(row.get(TOOLS))
     values, only = {} if tools is None else {TOOLS: tools}, self.options.completion_only
-    if self.images is not None:
+    if self.media is not None:
       messages = with_column_images(messages, self._column_images(row))
-    return conversation_sequences(self.tokenizer, messages, values, only, self.with_roles, self.images)
+    return conversation_sequences(self.tokenizer, messages, values, only, self.with_roles, self.media)
 
   def _column_images(self, row: Mapping[str, Any]) -> list[Any]:
     return images_of_columns([row.get(name) for name in self.image_columns])

@@ -67,7 +67,7 @@ def make_encoding(options: DataOptions, split: Split) -> Encoding:
 
 
 def _image_columns(options: DataOptions, split: Split) -> tuple[str, ...]:
-  has_images = options.conversations is not None and options.conversations.images is not None
+  has_images = options.media is not None
   return tuple(split.image_columns) if has_images else ()
 
 

@@ -48,7 +48,7 @@ class PreferenceEncoding:
     return {**self.conversations.identity, "pairs": True} | ({"labelled": True} if self.labelled else {})
 
   def in_folder(self, folder: str | None) -> "PreferenceEncoding":
-    """With paths of images relative to a folder; None where the data is in several."""
+    """With paths of media relative to a folder; None where the data is in several."""
     return replace(self, conversations=self.conversations.in_folder(folder))
 
   def counts(self, shards: int) -> TokenCounts:
@@ -95,8 +95,8 @@ class PreferenceEncoding:
 
   def fitting(self, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
     """Both, or none where one row does not hold them."""
-    inputs, images = sum(len(sequence.tokens) - 1 for sequence in sequences), self.conversations.images
-    fit = images is None or images.fit(*(sequence.images for sequence in sequences))
+    inputs, media = sum(len(sequence.tokens) - 1 for sequence in sequences), self.conversations.media
+    fit = media is None or media.fit(*(sequence.media for sequence in sequences))
     return list(sequences) if inputs < self.conversations.most and fit else []
 
   def _side(self, row: Mapping[str, Any], side: str) -> TrainingSequence:

@@ -46,6 +46,7 @@ def tower(config: MaxTextConfig, early: list[int] | None = None) -> TowerSpec:
     position_grid=_position_grid(c),
     deepstack=tuple(range(len(ends))),
     deepstack_projector=PatchMerger(merger.count, norm, "exact gelu", grouped_norm=True) if ends else None,
+    projector_dropout=vision.projector_dropout(c),
   )
 
 
@@ -114,7 +115,7 @@ def video_processor(config: MaxTextConfig, stamped: bool) -> Videos:
     return Videos(patches, _budget(patches, 128, 768), sampling, FeatureText("<|video_pad|>"))
   text = FeatureText("<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
   budget = _budget(patches, 4, 24_576, frames=patches.frames)
-  return Videos(patches, budget, Sampling(to_end=True), text, lambda seconds: f"<{seconds:.1f} seconds>")
+  return Videos(patches, budget, Sampling(to_end=True), text, "<{seconds:.1f} seconds>")
 
 
 def _patches(c: MaxTextConfig) -> Patches:

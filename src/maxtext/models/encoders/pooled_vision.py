@@ -21,6 +21,7 @@ _EPSILON = 1e-6  # of the norms
 _BLACK, _WHITE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 _TOKENS, _FRAME_TOKENS = 280, 70  # of an image, and of a frame of a video
 _FRAMES = 32  # of a video
+_STAMP = "{minute:02d}:{second:02d} "
 
 
 def tower(config: MaxTextConfig) -> TowerSpec:
@@ -48,6 +49,7 @@ def tower(config: MaxTextConfig) -> TowerSpec:
     axis_positions=c.num_position_embeddings_for_vit,
     adapter=PatchPooling(pooled, c.hidden_size_for_vit),
     bidirectional_features=True,
+    projector_dropout=vision.projector_dropout(c),
   )
 
 
@@ -59,11 +61,7 @@ def processors(config: MaxTextConfig) -> dict[str, MediaProcessor]:
   images = FittedImages(patches, FeatureBudget(side, _tokens_per_image(c)), FeatureText("<|image|>", start, end))
   frames = FeatureBudget(side, min(_FRAME_TOKENS, _tokens_per_image(c)))
   text = FeatureText("<|video|>", start, end)
-  return {"image": images, "video": Videos(patches, frames, Sampling(_FRAMES), text, _stamp, between=" ")}
-
-
-def _stamp(seconds: float) -> str:
-  return f"{int(seconds // 60):02d}:{int(seconds % 60):02d} "
+  return {"image": images, "video": Videos(patches, frames, Sampling(_FRAMES), text, _STAMP, between=" ")}
 
 
 def _tokens_per_image(c: MaxTextConfig) -> int:

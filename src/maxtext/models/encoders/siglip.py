@@ -26,6 +26,7 @@ def tower(config: MaxTextConfig, projector: Projector, **changes: Any) -> TowerS
     "projector": projector,
     "final_norm": norm,
     "learned_positions": True,
+    "projector_dropout": vision.projector_dropout(c),
   }
   return TowerSpec(**(values | changes))
 

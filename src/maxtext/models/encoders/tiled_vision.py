@@ -34,6 +34,7 @@ def tower(config: MaxTextConfig) -> TowerSpec:
     first_norm=norm,
     rotary_grid=side,
     adapter=_adapter(c, side),
+    projector_dropout=vision.projector_dropout(c),
   )
 
 

@@ -29,6 +29,11 @@ def head_dim(config: MaxTextConfig) -> int:
   return width // heads
 
 
+def projector_dropout(config: MaxTextConfig) -> float:
+  """Share of the values of features that is zeroed in training."""
+  return config.projector_dropout_for_vit if config.enable_dropout else 0.0
+
+
 def axial_rope(config: MaxTextConfig, **changes: Any) -> RotaryEmbedding:
   """RoPE by the two axes of an image, each for half of a head."""
   c, width = config, head_dim(config)

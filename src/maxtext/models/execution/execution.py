@@ -84,7 +84,7 @@ def execution_config(config: MaxTextConfig, mesh: Mesh, serving: bool = False) -
       *((lora,) if lora else ()),
       *sparse_matmuls(c),
       *rounded_weights(c, serving),
-      *quantized_matmuls(c, mesh),
+      *quantized_matmuls(c, mesh, rules.num_shards(mesh, "activation_batch")),
     ),
     weight_format=weights_at_rest(c, serving),
     dropout_rate=c.dropout_rate if c.enable_dropout else 0.0,

@@ -22,7 +22,9 @@ def dispatch(config: MaxTextConfig, mesh: Mesh) -> ExpertDispatch:
   c = config
   platform = mesh.devices.flat[0].platform
   kernel = _KERNELS.get(platform, "ragged_dot") if c.megablox else "ragged_dot"
-  settings: dict[str, Any] = {"kernel": kernel, "precision": c.matmul_precision.value}
+  taken = c.matmul_precision.value == "default" and c.dtype.value != "float16"  # by megablox
+  gradient = "megablox" if platform == "tpu" and kernel == "ragged_dot" and taken else None
+  settings: dict[str, Any] = {"kernel": kernel, "gradient": gradient, "precision": c.matmul_precision.value}
   wi = GroupedMatmul(
     forward=Tiles(c.wi_tile_fwd_batch_seq, c.wi_tile_fwd_embed_dim, c.wi_tile_fwd_mlp_dim),
     by_rows=Tiles(c.wi_tile_dlhs_batch_seq, c.wi_tile_dlhs_mlp_dim, c.wi_tile_dlhs_embed_dim),

@@ -35,8 +35,8 @@ _METHODS = {
 }
 
 
-def quantized_matmuls(config: MaxTextConfig, mesh: Mesh) -> tuple[QuantizedMatmul, ...]:
-  """The implementations that `quantization` asks for; none without it.
+def quantized_matmuls(config: MaxTextConfig, mesh: Mesh, batch_shards: int) -> tuple[QuantizedMatmul, ...]:
+  """The implementations that `quantization` asks for, on a mesh that splits the batch so; none without it.
 
   Raises:
     ConfigError: a calibration method or the file of quant_cfg_path cannot be read.
@@ -47,6 +47,7 @@ def quantized_matmuls(config: MaxTextConfig, mesh: Mesh) -> tuple[QuantizedMatmu
   shards = config.quantization_local_shard_count
   common: dict[str, Any] = {
     "shards": max(config.num_slices, 1) if shards == -1 else shards,
+    "batch_shards": batch_shards,
     "replicated_scales": mesh if config.replicate_quant_scale and mesh.size > 1 else None,
   }
   if kind == QuantizationType.INTMP:

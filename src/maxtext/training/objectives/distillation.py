@@ -11,7 +11,7 @@ import optax
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.derived import compares_features, training_steps
 from maxtext.data.batch import Batch
-from maxtext.data.options import image_options
+from maxtext.data.options import media_options
 from maxtext.data.teacher_outputs import TEACHER_LOG_PROBS, TEACHER_TOKENS
 from maxtext.kernels.cross_entropy import cross_entropy, tiled
 from maxtext.kernels.divergence import kl_divergence, top_k_kl_divergence
@@ -125,7 +125,7 @@ class KnowledgeDistillation(Objective):
     """
     c, saved = config, saved_outputs(config)
     teacher = None if saved else teacher_config(config)
-    if teacher is not None and image_options(c) is not None and not teacher.use_multimodal:
+    if teacher is not None and media_options(c) is not None and not teacher.use_multimodal:
       raise ConfigError("use_multimodal=true: the teacher is a model of text: leave use_multimodal out for both.")
     if teacher is not None and compares_features(c):
       _check_features(c, model_spec(c), model_spec(teacher))
@@ -158,7 +158,9 @@ class KnowledgeDistillation(Objective):
     """The sum over all targets, each times its weight."""
     student = models.decoder
     alpha, temperature, beta = (ramp(context.step) for ramp in (self.alpha, self.temperature, self.beta))
-    hidden, auxiliary, _ = student.hidden(batch.inputs, batch.positions, batch.segments, media=batch.media)
+    hidden, auxiliary, _ = student.hidden(
+      batch.inputs, batch.positions, batch.segments, media=batch.media, rotary_positions=batch.rotary_positions
+    )
     compare, known, teacher_auxiliary = self._compared(models, batch, temperature)
 
     def of_tile(hidden: jax.Array, targets: jax.Array, *known: jax.Array) -> dict[str, jax.Array]:
@@ -194,7 +196,9 @@ class KnowledgeDistillation(Objective):
       return compare_saved, (batch.extra[TEACHER_TOKENS], batch.extra[TEACHER_LOG_PROBS]), []
     teacher = models.frozen[TEACHER]
     read, auxiliary, _ = jax.lax.stop_gradient(
-      teacher.hidden(batch.inputs, batch.positions, batch.segments, media=batch.media)
+      teacher.hidden(
+        batch.inputs, batch.positions, batch.segments, media=batch.media, rotary_positions=batch.rotary_positions
+      )
     )
 
     def compare(ours: jax.Array, targets: jax.Array, read: jax.Array) -> dict[str, jax.Array]:

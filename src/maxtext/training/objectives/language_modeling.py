@@ -35,7 +35,9 @@ class LanguageModeling(Objective):
   def __call__(self, models: Models, batch: Batch, context: StepContext) -> tuple[jax.Array, Metrics]:
     """The sum of the losses of all targets, each times its weight; auxiliary losses count for every target."""
     decoder = models.decoder
-    hidden, auxiliary, _ = decoder.hidden(batch.inputs, batch.positions, batch.segments, media=batch.media)
+    hidden, auxiliary, _ = decoder.hidden(
+      batch.inputs, batch.positions, batch.segments, media=batch.media, rotary_positions=batch.rotary_positions
+    )
     losses = tiled_cross_entropy(hidden, decoder.logits, batch.targets, self.z_loss, self.tiles)
     if self.next_token_only:
       return (losses * batch.weights).sum(), self._mtp_acceptance(decoder, hidden, batch)
@@ -63,7 +65,8 @@ class LanguageModeling(Objective):
     """The weighted mean loss of multi-token prediction over its layers, by name, and their auxiliary outputs."""
     if not decoder.mtp:
       return {}, []
-    states, auxiliary = decoder.mtp_hidden(hidden, batch.targets, batch.positions, batch.segments)
+    places = batch.positions, batch.segments, batch.rotary_positions
+    states, auxiliary = decoder.mtp_hidden(hidden, batch.targets, *places)
     losses = []
     for distance, state in enumerate(states, 1):
       targets, weights = _further_targets(batch, distance)
@@ -75,7 +78,8 @@ class LanguageModeling(Objective):
     """How many of its targets a multi-token prediction layer finds most likely, and the number of these targets."""
     if not self.mtp_eval_layer:
       return {}
-    states, _ = decoder.mtp_hidden(hidden, batch.targets, batch.positions, batch.segments)
+    places = batch.positions, batch.segments, batch.rotary_positions
+    states, _ = decoder.mtp_hidden(hidden, batch.targets, *places)
     targets, weights = _further_targets(batch, self.mtp_eval_layer)
     state = states[self.mtp_eval_layer - 1]
     hits = tiled(lambda state, targets: is_hit(decoder.logits(state), targets), self.tiles, state, targets)

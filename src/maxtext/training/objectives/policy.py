@@ -15,9 +15,15 @@ from maxtext.configs import MaxTextConfig
 from maxtext.data.batch import Batch
 from maxtext.data.reference_log_probs import REFERENCE
 from maxtext.kernels.cross_entropy import cross_entropy, tiled
+from maxtext.layers.router import ROUTED_EXPERTS
+from maxtext.models import routed_experts
+from maxtext.models.build import model_spec
 from maxtext.models.decoder import Decoder
 from maxtext.training.objectives.auxiliary import collect_auxiliary
 from maxtext.training.objectives.base import (
+  BATCH,
+  LENGTH,
+  Field,
   FrozenModel,
   Metrics,
   Models,
@@ -55,6 +61,7 @@ class PolicyOptimization(Objective):
     is_off_policy: answers were written by an older policy; the temperature is then 1, if tokens are corrected.
     importance_cap: largest weight by which such tokens are corrected; 0 corrects nothing.
     tiles: parts in which the logits are computed.
+    replayed: numbers of a token's vector of experts that the rollouts bring (`replayed_experts`); 0 are none.
   """
 
   parameters: PolicyLossParameters = DEFAULT_PARAMETERS
@@ -63,6 +70,7 @@ class PolicyOptimization(Objective):
   is_off_policy: bool = False
   importance_cap: float = 0.0
   tiles: int = 1
+  replayed: int = 0
 
   maxima: ClassVar[frozenset[str]] = frozenset({"mismatch_max", "off_policy_max", "ratio_deviation"})
   criterion: ClassVar[Criterion] = Criterion("eval_pass_rate", highest=True)
@@ -75,7 +83,8 @@ class PolicyOptimization(Objective):
     sequence = c.loss_algo == "gspo-token"
     parameters = PolicyLossParameters(c.grpo_epsilon, high, c.grpo_beta, sequence, c.rl_clipping)
     lags, cap = c.off_policy_steps > 0, c.importance_sampling_cap
-    return PolicyOptimization(parameters, temperature, c.num_iterations > 1, lags, cap, c.num_vocab_tiling)
+    several = c.num_iterations > 1
+    return PolicyOptimization(parameters, temperature, several, lags, cap, c.num_vocab_tiling, replayed_experts(c))
 
   @property
   def frozen(self) -> Mapping[str, FrozenModel]:
@@ -85,12 +94,15 @@ class PolicyOptimization(Objective):
   def batch(self, rows: int, length: int) -> Any:
     """Tokens, with what the rollouts bring for each."""
     names = (ADVANTAGES, SHARES, SAMPLED, *([OLD] if self.several_updates else []))
-    return replace(token_batch(rows, length), extra={n: token_field(rows, length, jnp.float32) for n in names})
+    extra = {n: token_field(rows, length, jnp.float32) for n in names}
+    if self.replayed:
+      extra[ROUTED_EXPERTS] = Field((rows, length, self.replayed), routed_experts.DTYPE, (BATCH, LENGTH, None))
+    return replace(token_batch(rows, length), extra=extra)
 
   def __call__(self, models: Models, batch: Batch, context: StepContext) -> tuple[jax.Array, Metrics]:
     """The sum over rows; auxiliary losses of layers count for every row."""
     p, mask, rows = self.parameters, batch.weights, self.weight(batch)
-    policy, auxiliary = token_log_probs(models.decoder, batch, self.temperature, self.tiles)
+    policy, auxiliary = token_log_probs(models.decoder, batch, self.temperature, self.tiles, replay=True)
     policy = jax.tree.map(lambda x: jnp.where(mask > 0, x, 0.0), policy)  # no number from where nothing was written
     old = batch.extra[OLD] * mask if self.several_updates else jax.lax.stop_gradient(policy.tempered)
     ratio = jnp.exp(log_importance(policy.tempered, old, mask, p.by_sequence))
@@ -143,9 +155,25 @@ class TokenLogProbs:
   entropy: jax.Array
 
 
-def token_log_probs(decoder: Decoder, batch: Batch, temperature: float, tiles: int) -> tuple[TokenLogProbs, list[Any]]:
-  """What a model says of the targets of a batch, and the auxiliary outputs of its layers."""
-  hidden, auxiliary, _ = decoder.hidden(batch.inputs, batch.positions, batch.segments, media=batch.media)
+def replayed_experts(config: MaxTextConfig) -> int:
+  """Numbers of the vector of experts that a token is routed to as the engine chose; 0 where routers choose."""
+  return routed_experts.vector_size(model_spec(config).groups) if config.routing_replay else 0
+
+
+def token_log_probs(
+  decoder: Decoder, batch: Batch, temperature: float, tiles: int, replay: bool = False
+) -> tuple[TokenLogProbs, list[Any]]:
+  """What a model says of the targets of a batch, and the auxiliary outputs of its layers; with `replay`, of the policy
+  that wrote them, whose experts the batch may bring."""
+  experts = batch.extra.get(ROUTED_EXPERTS) if replay else None
+  hidden, auxiliary, _ = decoder.hidden(
+    batch.inputs,
+    batch.positions,
+    batch.segments,
+    media=batch.media,
+    rotary_positions=batch.rotary_positions,
+    routed_experts=experts,
+  )
 
   def of_tile(hidden: jax.Array, targets: jax.Array) -> TokenLogProbs:
     logits = decoder.logits(hidden).astype(jnp.float32)

@@ -167,7 +167,9 @@ class PreferenceOptimization(Objective):
 def answer_log_probs(decoder: Decoder, batch: Batch, tiles: int) -> tuple[jax.Array, list[Any]]:
   """Log-probabilities [B,P,2] of the chosen and the rejected answer of each pair, 0 where a row has fewer; and the
   auxiliary outputs of the layers."""
-  hidden, auxiliary, _ = decoder.hidden(batch.inputs, batch.positions, batch.segments, media=batch.media)
+  hidden, auxiliary, _ = decoder.hidden(
+    batch.inputs, batch.positions, batch.segments, media=batch.media, rotary_positions=batch.rotary_positions
+  )
   losses = tiled_cross_entropy(hidden, decoder.logits, batch.targets, 0.0, tiles)
   return pair_sums(-losses * batch.weights, batch.segments), auxiliary
 
