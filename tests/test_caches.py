@@ -82,7 +82,7 @@ def reader(name, keys=()):
   def read(row):
     found = []
     for position in range(READ, LENGTH):
-      logits, row = step(parameters(name), row, jnp.array([TEXT[position : position + 1]]), jnp.array([position]))
+      logits, row, _ = step(parameters(name), row, jnp.array([TEXT[position : position + 1]]), jnp.array([position]))
       found.append(logits[0, 0])
     return np.stack(found)
 
@@ -107,7 +107,7 @@ def paged_reader(name, keys):
     found, cache = [], in_pages(row)
     for position in range(READ, LENGTH):
       fed = jnp.array([TEXT[position : position + 1]]), jnp.array([position])
-      logits, cache = step(parameters(name), cache, *fed, pages=PAGES)
+      logits, cache, _ = step(parameters(name), cache, *fed, pages=PAGES)
       found.append(logits[0, 0])
     return np.stack(found)
 
@@ -163,11 +163,11 @@ def test_a_step_reads_as_far_as_any_row_has_come(keys):
   rows = jax.tree.map(lambda a: jnp.concatenate([a, a], axis=1), row)
   tokens, positions, params = jnp.array([[3], [4]]), jnp.array([READ, LENGTH - 1]), parameters("gemma2")
   step = jax.jit(partial(forward_step, by_blocks))
-  alone, cache = step(params, rows, tokens, positions, active=jnp.array([True, False]))
-  beside, same = step(params, rows, tokens, positions, active=jnp.array([True, True]))
+  alone, cache, _ = step(params, rows, tokens, positions, active=jnp.array([True, False]))
+  beside, same, _ = step(params, rows, tokens, positions, active=jnp.array([True, True]))
   np.testing.assert_array_equal(alone[0], beside[0])
   np.testing.assert_array_equal(*(jax.tree.leaves(c)[0][:, 0] for c in (cache, same)))
-  whole, _ = jax.jit(partial(forward_step, Model.of(model.spec, model.execution.replace(block=None))))(
+  whole, *_ = jax.jit(partial(forward_step, Model.of(model.spec, model.execution.replace(block=None))))(
     params, rows, tokens, positions
   )
   np.testing.assert_allclose(beside, whole, atol=1e-5, rtol=0)
@@ -195,7 +195,7 @@ def test_the_kernel_for_one_token_reads_and_writes_a_layer_in_place(monkeypatch,
     execution = model.execution.replace(attention=replace(model.execution.kernels.attention, interpret=True), **changes)
     return jax.jit(partial(forward_step, Model.of(model.spec, execution)))(params, rows, tokens, positions)
 
-  (logits, cache), (expected, written) = advanced(decode_attention=True), advanced(block=None)
+  (logits, cache, _), (expected, written, _) = advanced(decode_attention=True), advanced(block=None)
   assert np.abs(expected - advanced(block=16)[0]).max() < 1e-5
   np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=0)
   jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5, rtol=0), cache, written)

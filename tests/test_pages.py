@@ -249,13 +249,13 @@ def test_a_model_reads_pages_by_the_kernel(axes, calls):
   slots = model.bind(params).cache_specs(2, 32)
   cache = jax.tree.map(lambda kind: draw(0, *kind.shape).astype(kind.dtype), slots)
   pages, fed = np.array([[7, 2, 12, 12], [0, 11, 4, 12]]), (jnp.array([[5], [6]]), jnp.array([10, 16]))
-  plain, _ = jax.jit(partial(forward_step, gathers))(params, cache, *fed, pages=pages)
+  plain, *_ = jax.jit(partial(forward_step, gathers))(params, cache, *fed, pages=pages)
   with pltpu.force_tpu_interpret_mode():
     step = jax.jit(partial(forward_step, model)).trace(params, cache, *fed, pages=pages)
-    found, _ = step.lower().compile()(params, cache, *fed, pages=pages)
+    found, *_ = step.lower().compile()(params, cache, *fed, pages=pages)
   assert ("paged_attention" in str(step.jaxpr)) == calls
   np.testing.assert_allclose(found, plain, atol=0.02 * float(np.abs(plain).max()), rtol=0)
-  elsewhere, _ = jax.jit(partial(forward_step, gathers))(params, cache, *fed, pages=pages[::-1])
+  elsewhere, *_ = jax.jit(partial(forward_step, gathers))(params, cache, *fed, pages=pages[::-1])
   assert np.abs(elsewhere - plain).max() > 0.2 * np.abs(plain).max(), "it matters which pages"
 
 

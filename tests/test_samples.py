@@ -31,15 +31,19 @@ def sentence(number):
   return " ".join(rng.choice(WORDS, 12)) + ".\n"
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("samples")
-  (folder / "input.txt").write_text("".join(map(sentence, range(3000))))
+def prepared(folder, sentences, held_out):
+  """A prepared corpus of so many sentences, with a tokenizer of its words."""
+  (folder / "input.txt").write_text("".join(map(sentence, range(sentences))))
   vocabulary = vocabularies.hugging_face(folder / "vocabulary", texts=map(sentence, range(20)))
   config = tiny(dataset_type="grain", tokenizer_type="huggingface", tokenizer_path=str(vocabulary), vocab_size=512)
   files, to = find_files([str(folder / "input.txt")]), str(folder / "out")
-  prepare(tokenizer_options(config), files, to, in_processes(1), held_out=HeldOutRule(0.05))
+  prepare(tokenizer_options(config), files, to, in_processes(1), held_out=HeldOutRule(held_out))
   return to
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+  return prepared(tmp_path_factory.mktemp("samples"), 3000, held_out=0.05)
 
 
 @pytest.fixture

@@ -17,9 +17,10 @@ import pytest
 
 from maxtext import LLM, SamplingParams
 from maxtext.cli import serve
+from maxtext.cli.decode import resolve_model_config
 from maxtext.cli.main import main
 from tests.flags import flags
-from tests.support import TINY, tiny
+from tests.support import TINY
 
 MAXTEXT = str(Path(sys.executable).with_name("maxtext"))
 SENTENCE = "the cat sat on the mat. "
@@ -57,12 +58,23 @@ def decode(run, *words, code=0, command="decode", **kwargs):
 
 
 @pytest.mark.parametrize(
-  ("words", "layers", "looped"), [([], 2, False), (["scan_layers=true"], 2, True), ([], 33, True)]
+  ("text", "words", "environment", "looped"),
+  [
+    ("base_num_decoder_layers: 2", [], {}, False),
+    ("base_num_decoder_layers: 2", ["scan_layers=true"], {}, True),
+    ("base_num_decoder_layers: 2", [], {"M_SCAN_LAYERS": "true"}, True),
+    ("base_num_decoder_layers: 2\nscan_layers: true", [], {}, True),
+    ("base_num_decoder_layers: 33", [], {}, True),
+  ],
+  ids=["left out", "a word", "the environment", "a file", "many layers"],
 )
-def test_a_cpu_serves_layers_without_a_loop(monkeypatch, words, layers, looped):
+def test_a_cpu_serves_layers_without_a_loop(monkeypatch, tmp_path, text, words, environment, looped):
   monkeypatch.setattr(serve, "load_model", lambda arguments, config, adapters: config.scan_layers)
-  config = tiny(base_num_decoder_layers=layers)
-  assert serve._load(Namespace(overrides=words), config, None) is looped
+  for name, value in environment.items():
+    monkeypatch.setenv(name, value)
+  (tmp_path / "mine.yml").write_text(text)
+  words = [str(tmp_path / "mine.yml"), *words]
+  assert serve._load(Namespace(overrides=words), resolve_model_config(words), None) is looped
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Entry point. Each command imports what it needs when it runs, so that `--help` is instant."""
 
 import argparse
-import errno
 import os
 import re
 import sys
@@ -36,6 +35,7 @@ from maxtext.configs.secrets import redact, redact_arguments
 from maxtext.configs.types import MaxTextConfig
 from maxtext.logs import setup_logging
 from maxtext.status_line import at_line_start, status_line
+from maxtext.storage.errors import OF_STORAGE
 
 _GRACE_SECONDS = 3.0  # for a start to end after Ctrl-C; a compiler may need minutes
 _TEACHERS = ("teacher_overrides", "offline_data_dir")
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
   except OSError as error:
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno not in OF_STORAGE:
       raise
     print(f"maxtext: {error.filename or 'what is written'}: {error.strerror}.", file=sys.stderr)
     with suppress(OSError, ValueError):  # the output, if it is what is full, is not tried again

@@ -170,7 +170,7 @@ def _load(
   step would copy their weights out of the stack. What many layers take to compile is more than that."""
   import jax
 
-  given = any(word.startswith("scan_layers=") for word in arguments.overrides) or "M_SCAN_LAYERS" in os.environ
+  given = "scan_layers" in config.model_fields_set  # by a word, a file or the environment
   if not given and config.base_num_decoder_layers <= _MOST_UNROLLED and jax.default_backend() == "cpu":
     config = config.model_copy(update={"scan_layers": False})
   return load_model(arguments, config, adapter_options)

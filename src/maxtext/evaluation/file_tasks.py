@@ -116,8 +116,8 @@ def _parsed(path: Path, lines: Sequence[tuple[int, bytes]], kind: type[_Sample])
 
 def _pair(scorer: Scorer, prompt: str, choice: str) -> TokenPair:
   """The tokens of a prompt and a choice, with a space between them unless there is one or a new line."""
-  if scorer.llm.config.use_chat_template:
-    return scorer.encode_prompt(prompt), scorer.llm.tokenizer.encode_continuation(choice, special=False)
+  if scorer.chat:
+    return scorer.encode_prompt(prompt), scorer.tokenizer.encode_continuation(choice, special=False)
   joined = not prompt or prompt[-1].isspace() or choice[0].isspace()
   return scorer.encode_pair(prompt, choice if joined else f" {choice}")
 

@@ -4,10 +4,14 @@ Tokens, prefixes and windows are those of its `hf` model, so that scores can be 
 """
 
 import os
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from maxtext.configs import ConfigError
 from maxtext.evaluation.scoring import Loglikelihood, Scorer
@@ -53,14 +57,14 @@ class HarnessLM(LM):
   def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
     if not add_generation_prompt:
       raise ConfigError("A task begins the assistant's answer itself (gen_prefix): write use_chat_template=false.")
-    return self._scorer.llm.tokenizer.render(chat_history, answer=True)
+    return self._scorer.tokenizer.render(chat_history, answer=True)
 
   def chat_template(self, chat_template: bool | str = False) -> str | None:
-    return self._scorer.llm.tokenizer.chat_template
+    return self._scorer.tokenizer.chat_template
 
   @property
   def tokenizer_name(self) -> str:
-    return self._scorer.llm.tokenizer.sha256
+    return self._scorer.tokenizer.sha256
 
 
 @dataclass(frozen=True)
@@ -92,19 +96,31 @@ class HarnessTasks:
   def evaluate(self, scorer: Scorer) -> list[EvaluationRecord]:
     """The metrics of all tasks, then of their groups."""
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork this process, which has threads
-    found = simple_evaluate(
-      HarnessLM(scorer),
-      tasks=[str(Path(name).expanduser()) if name.startswith("~") else name for name in self.names],
-      num_fewshot=self.num_fewshot,
-      limit=self.limit,
-      task_manager=self.manager,
-      bootstrap_iters=_BOOTSTRAP,
-      log_samples=False,
-      apply_chat_template=scorer.llm.config.use_chat_template,
-    )
+    with _own_random_state():
+      found = simple_evaluate(
+        HarnessLM(scorer),
+        tasks=[str(Path(name).expanduser()) if name.startswith("~") else name for name in self.names],
+        num_fewshot=self.num_fewshot,
+        limit=self.limit,
+        task_manager=self.manager,
+        bootstrap_iters=_BOOTSTRAP,
+        log_samples=False,
+        apply_chat_template=scorer.chat,
+      )
     results = found["results"] | found.get("groups", {})
     counts = found.get("n-samples", {})
     return [_record(name, metrics, counts.get(name, {}).get("effective", 0)) for name, metrics in results.items()]
+
+
+@contextmanager
+def _own_random_state() -> Iterator[None]:
+  """lm-eval seeds the generators of Python and NumPy, which belong to the process: a training run may use them."""
+  python, numpy = random.getstate(), np.random.get_state()
+  try:
+    yield
+  finally:
+    random.setstate(python)
+    np.random.set_state(numpy)
 
 
 def _record(name: str, metrics: Mapping[str, Any], count: int) -> EvaluationRecord:

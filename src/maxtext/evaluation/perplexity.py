@@ -49,7 +49,7 @@ class TextPerplexity:
       for span in split_file(file, self.column, _SPAN)
       for text in documents(span, self.column)
     )
-    vocabulary = scorer.llm.tokenizer.vocabulary
+    vocabulary = scorer.tokenizer.vocabulary
     counted = ((list(vocabulary.encode(text, special=False)), len(text.encode())) for text in texts)
     return [_measure(self.name, islice(counted, self.limit), scorer)]
 
@@ -64,7 +64,7 @@ class CorpusPerplexity:
 
   def evaluate(self, scorer: Scorer) -> list[EvaluationRecord]:
     """The metrics of the documents."""
-    manifest, tokenizer = read_manifest(self.path), scorer.llm.tokenizer
+    manifest, tokenizer = read_manifest(self.path), scorer.tokenizer
     if manifest["tokenizer"].get("sha256") != tokenizer.sha256:
       raise ConfigError(f"--tasks {self.path} was prepared with another tokenizer than the model's: give its text.")
     corpus = PreparedCorpus(self.path, held_out=held_out_documents(manifest) > 0)

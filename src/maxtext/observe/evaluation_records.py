@@ -1,10 +1,15 @@
-"""`evaluations.jsonl` of a run's folder: what `maxtext eval` has found, a line for each task of each evaluation."""
+"""`evaluations.jsonl` of a run's folder: what `maxtext eval` and the run have found, a line for each task of each
+evaluation."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from maxtext.storage.atomic import write_atomically
 
 EVALUATIONS = "evaluations.jsonl"
 _MAX_BYTES, _MAX_RECORDS, _MAX_METRICS = 2**21, 1000, 50
@@ -21,6 +26,7 @@ class EvaluationRecord:
     samples: how many were scored.
     step: of the checkpoint; None where the model is not of a run.
     date: when, as text.
+    while_training: whether the run found it, rather than `maxtext eval`.
   """
 
   task: str
@@ -29,12 +35,36 @@ class EvaluationRecord:
   samples: int = 0
   step: int | None = None
   date: str = ""
+  while_training: bool = False
+
+
+def metric_name(text: str) -> str:
+  """A name that every metric writer takes."""
+  return re.sub(r"\W+", "_", text)
 
 
 def append_evaluations(folder: Path, records: Sequence[EvaluationRecord]) -> None:
-  """Appends lines to the file of a run's folder; raises `OSError` if they cannot be written."""
-  with (folder / EVALUATIONS).open("a", encoding="utf-8") as file:
-    file.write("".join(json.dumps(asdict(record)) + "\n" for record in records))
+  """Appends lines to the file of a run's folder, after the end of one that was torn; raises `OSError` if they cannot be
+  written."""
+  lines = "".join(json.dumps(asdict(record)) + "\n" for record in records)
+  with (folder / EVALUATIONS).open("ab+") as file:
+    file.seek(max(0, file.seek(0, 2) - 1))
+    file.write((b"" if file.read(1) in (b"", b"\n") else b"\n") + lines.encode())
+
+
+def forget_after(folder: Path, step: int) -> None:
+  """Removes what the run itself found at later steps, which it writes again; raises `OSError` if that fails."""
+  with suppress(FileNotFoundError):
+    lines = (folder / EVALUATIONS).read_bytes().splitlines(keepends=True)
+    kept = [
+      line for line in lines if (found := _record(line)) is None or not found.while_training or _at(found) <= step
+    ]
+    if len(kept) < len(lines):
+      write_atomically(folder / EVALUATIONS, b"".join(kept))
+
+
+def _at(record: EvaluationRecord) -> int:
+  return record.step or 0
 
 
 def read_evaluations(folder: Path) -> list[EvaluationRecord]:
@@ -63,6 +93,7 @@ def _record(line: bytes) -> EvaluationRecord | None:
     samples if isinstance(samples, int) else 0,
     step if isinstance(step, int) else None,
     date if isinstance(date, str) else "",
+    row.get("while_training") is True,
   )
 
 

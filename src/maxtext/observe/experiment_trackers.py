@@ -1,13 +1,12 @@
 """Weights & Biases and MLflow, where a team has the curves of all its runs. Their libraries are imported when asked.
 
-A thread talks to the tracker: a server that is slow or away delays no step. Both libraries are told as little as they
-need; addresses and keys come from the environment variables and files that they document.
+Both are told as little as they need; addresses and keys come from the environment variables and files that they
+document.
 """
 
 import logging
 import os
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from maxtext.configs import ConfigError
-from maxtext.observe.metric_writers import Metrics
+from maxtext.observe.metric_writers import BackgroundWriter, Metrics
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,36 +50,22 @@ class Tracker(Protocol):
   def close(self) -> None: ...
 
 
-class TrackerWriter:
-  """A metric writer that connects to a tracker at the first metrics, and again after a failure.
+class TrackerWriter(BackgroundWriter):
+  """Connects to a tracker at the first metrics, and again after a failure. `library` is slow to import, so that begins
+  at once: beside compiling, and not beside the first steps."""
 
-  The run waits for it only at its end, at most `patience` seconds.
-  """
+  silence = "no answer"
 
   def __init__(self, name: str, library: str, connect: Callable[[], Tracker], patience: float = 30.0) -> None:
-    """`library` is slow to import, so that begins here: beside compiling, and not beside the first steps."""
-    self._name, self._library, self._connect, self._patience = name, library, connect, patience
+    self._name, self._library, self._connect = name, library, connect
     self._pending: deque[TrackedStep] = deque(maxlen=_MAX_PENDING)
-    self._error: Exception | None = None
-    self._closing, self._changed = False, threading.Condition()
-    self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-    self._thread.start()
+    super().__init__(patience)
 
-  def write(self, step: int, metrics: Metrics) -> None:
-    with self._changed:
-      self._pending.append(TrackedStep(step, dict(metrics), time.time()))
-      self._changed.notify()
-      error, self._error = self._error, None
-    if error is not None:
-      raise error
+  def _take(self, step: int, metrics: Metrics) -> None:
+    self._pending.append(TrackedStep(step, dict(metrics), time.time()))
 
-  def close(self) -> None:
-    with self._changed:
-      self._closing = True
-      self._changed.notify()
-    self._thread.join(self._patience)
-    if self._thread.is_alive() or self._pending:
-      raise self._error or TimeoutError(f"no answer for {self._patience:g} seconds")
+  def _has_left(self) -> bool:
+    return self._thread.is_alive() or bool(self._pending)
 
   def _serve(self) -> None:
     with suppress(Exception):  # the next import of it raises

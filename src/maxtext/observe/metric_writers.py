@@ -8,10 +8,11 @@ import struct
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, ClassVar, Protocol, TextIO
 
 from etils import epath
 
@@ -222,27 +223,26 @@ class JsonLinesWriter:
     self._file.close()
 
 
-class ObjectStoreWriter:
-  """Writes the same lines to a folder of an object store, where files cannot grow: a file for every `period` steps.
+class BackgroundWriter(ABC):
+  """A metric writer with a thread that hands metrics on, so that a target which is slow or away delays no step.
 
-  A store may be slow, so a thread writes to it. The run waits for it only at its end, at most `patience` seconds. Lines
-  that could not be written go into the next file.
+  The run waits for it only at its end, at most `patience` seconds. A subclass has its own state before it calls
+  `__init__`, which starts the thread.
   """
 
-  def __init__(self, folder: epath.Path, period: int, after: int = 0, patience: float = 30.0) -> None:
-    self._folder, self._period, self._after, self._patience = folder, period, after, patience
-    self._lines: list[str] = []
-    self._error: Exception | None = None
-    self._flush_due, self._closing = True, False
-    self._changed = threading.Condition()
-    self._thread = threading.Thread(target=self._serve, daemon=True)
+  silence: ClassVar[str]
+  """What is said of a target that takes nothing, before the number of seconds."""
+
+  def __init__(self, patience: float) -> None:
+    self._patience = patience
+    self._error: Exception | None = None  # the last one of the thread, for the next step to raise
+    self._closing, self._changed = False, threading.Condition()
+    self._thread = threading.Thread(target=self._serve, name=type(self).__name__, daemon=True)
     self._thread.start()
 
   def write(self, step: int, metrics: Metrics) -> None:
     with self._changed:
-      if len(self._lines) < _MAX_PENDING_LINES:
-        self._lines.append(format_line(step, metrics))
-      self._flush_due |= step % self._period == 0
+      self._take(step, metrics)
       self._changed.notify()
       error, self._error = self._error, None
     if error is not None:
@@ -253,8 +253,41 @@ class ObjectStoreWriter:
       self._closing = True
       self._changed.notify()
     self._thread.join(self._patience)
-    if self._lines:
-      raise self._error or TimeoutError(f"the store did not answer for {self._patience:g} seconds")
+    if self._has_left():
+      raise self._error or TimeoutError(f"{self.silence} for {self._patience:g} seconds")
+
+  @abstractmethod
+  def _take(self, step: int, metrics: Metrics) -> None:
+    """Keeps the metrics of a step for the thread."""
+
+  @abstractmethod
+  def _has_left(self) -> bool:
+    """Whether metrics were not handed on."""
+
+  @abstractmethod
+  def _serve(self) -> None:
+    """The thread: hands on what was taken, until the writer is closed."""
+
+
+class ObjectStoreWriter(BackgroundWriter):
+  """Writes the same lines to a folder of an object store, where files cannot grow: a file for every `period` steps.
+  Lines that could not be written go into the next file."""
+
+  silence = "the store did not answer"
+
+  def __init__(self, folder: epath.Path, period: int, after: int = 0, patience: float = 30.0) -> None:
+    self._folder, self._period, self._after = folder, period, after
+    self._lines: list[str] = []
+    self._flush_due = True
+    super().__init__(patience)
+
+  def _take(self, step: int, metrics: Metrics) -> None:
+    if len(self._lines) < _MAX_PENDING_LINES:
+      self._lines.append(format_line(step, metrics))
+    self._flush_due |= step % self._period == 0
+
+  def _has_left(self) -> bool:
+    return bool(self._lines)
 
   def _serve(self) -> None:
     cut = False

@@ -67,6 +67,11 @@ class RunCheckpoints:
       return self._config.enable_checkpointing and bool(steps_in(self._folder))
     return False
 
+  @property
+  def resumed(self) -> bool:
+    """Whether the state to start from is a step of this run."""
+    return self._resumed_from > 0
+
   def stop_requested(self) -> bool:
     """Whether a signal asks all processes to end now, with a checkpoint; all of them call it at the same time."""
     return self._config.enable_checkpointing and self._interrupt.should_stop()

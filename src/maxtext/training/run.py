@@ -67,6 +67,7 @@ from maxtext.training.callbacks.guard import LossGuard
 from maxtext.training.callbacks.profile import Profile
 from maxtext.training.callbacks.report_events import ReportEvents
 from maxtext.training.callbacks.samples import Sampler, Samples
+from maxtext.training.callbacks.score_tasks import OpenedTasks, OpenTasks, ScoreTasks
 from maxtext.training.callbacks.write_metrics import WriteMetrics
 from maxtext.training.checked_step import CheckedStep
 from maxtext.training.compilation_cache import compilation_cache
@@ -106,6 +107,7 @@ def train(
   origins: Mapping[str, str] | None = None,
   config_name: str = "",
   devices: Sequence[jax.Device] | None = None,
+  open_tasks: OpenTasks | None = None,
 ) -> TrainState:
   """Trains as configured, and returns the last state.
 
@@ -120,6 +122,7 @@ def train(
     config_name: what to call the configuration, on the console and in the name of a run without `run_name`: a recipe,
       the stem of a file; empty is `model_name`.
     devices: those that train; None is all that JAX finds.
+    open_tasks: opens `eval_tasks`; None only without them.
 
   Raises:
     ConfigError: (a ValueError) the configuration, the data or another argument is invalid; nothing was written.
@@ -143,6 +146,7 @@ def train(
     if config.debug_sharding and not jax.process_index():
       _LOG.info(table(program.model))
     check_sharding(program)
+    tasks = OpenedTasks.of(program, open_tasks)
     status.phase("opening the data")
     check_host(program)
     sampler = Sampler.of(program)
@@ -173,6 +177,10 @@ def train(
       state = start_from_teacher(program, state, frozen[TEACHER])
     feed = agree_on_step(program, feed)
     steps = range(int(state.step), training_steps(config))
+    scoring = _scoring(tasks, run, steps, guard, checkpoints)
+    if scoring and checkpoints.resumed:
+      with clock.within("evaluation"):
+        scoring[0].make_up(steps.start, state)
     if steps.start and not steps:
       if first:
         _LOG.info(f"maxtext: {_nothing_left(config, name, steps)}")
@@ -193,6 +201,7 @@ def train(
     check = replicas[0].check if replicas else _unchecked
     callbacks = [
       *_evaluations(program, checkpoints, frozen),
+      *scoring,
       *(callback for callback in callbacks if callback.evaluates),
       *checkpoints.callbacks(guard, Criterion() if objective is None else objective.criterion, check),
       *replicas,
@@ -239,6 +248,7 @@ def dry_run(
   data: BatchSource | None = None,
   config_name: str = "",
   devices: Sequence[jax.Device] | None = None,
+  open_tasks: OpenTasks | None = None,
 ) -> list[str]:
   """Does the checks of `train`, and returns lines that say what it would do. Compiles nothing and writes nothing."""
   setup_logging()
@@ -247,6 +257,7 @@ def dry_run(
     _start(config)
     program = Program.of(config, make_mesh(config, devices), objective, data=data)
     check_sharding(program)
+    OpenedTasks.of(program, open_tasks)
     check_host(program)
   config_name = config_name or config.model_name
   run = RunDirectory.of(
@@ -340,6 +351,12 @@ def _evaluations(program: Program, checkpoints: RunCheckpoints, frozen: Mapping[
   c = program.config
   evaluate = partial(program.evaluate, frozen=frozen, stop=checkpoints.stop_requested)
   return [Evaluate(evaluate, c.eval_interval, c.target_eval_loss)] if program.data.evaluates else []
+
+
+def _scoring(
+  tasks: OpenedTasks | None, run: RunDirectory, steps: range, guard: LossGuard, checkpoints: RunCheckpoints
+) -> list[ScoreTasks]:
+  return [] if tasks is None else [ScoreTasks(tasks, run, steps.start, steps.stop, guard, checkpoints.stop_requested)]
 
 
 def _replica_checks(program: Program, step: int, checkpoints: RunCheckpoints) -> list[CompareReplicas]:
