@@ -27,7 +27,8 @@ from maxtext.configs.errors import RunError
 from maxtext.rl.advantages import ADVANTAGE_FUNCTIONS, SHARE_FUNCTIONS, is_degenerate, overlong_penalties
 from maxtext.rl.answers import AnswerGroup
 from maxtext.rl.callbacks import is_solved
-from maxtext.rl.policy_batch import policy_arrays
+from maxtext.rl.outcomes import Outcomes
+from maxtext.rl.policy_batch import policy_arrays, policy_shares
 from maxtext.rl.reward_process import RewardProcess
 from maxtext.rl.rewards import Rewards, extract_answer, parse_number
 from maxtext.rl.tasks import Task, task_order
@@ -180,7 +181,8 @@ def test_only_what_the_policy_wrote_has_a_weight(folder):
   other = Trajectory((7,), (5, 6), (True, True), (-1.0, -2.0), "", "stop")
   group = AnswerGroup(Task("", (7, 8), ""), [answer, other], {}, np.array([1.0, 0.0]))
   config = load_config(**keys(folder, folder, max_target_length=6))
-  arrays = policy_arrays(config, [group], np.array([[3.0, -3.0]]))
+  shares = policy_shares(config, Outcomes.of([group]))
+  arrays = policy_arrays(config, [group], np.array([[3.0, -3.0]]), shares)
   np.testing.assert_array_equal(arrays["targets"], [[8, 1, 2, 3, 4, 0], [5, 6, 0, 0, 0, 0]])
   np.testing.assert_array_equal(arrays["segments"], [[1, 1, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0]])
   mask = np.array([[0, 1, 0, 0, 1, 0], [1, 1, 0, 0, 0, 0]])
@@ -513,13 +515,6 @@ def test_adapters_train_by_rewards(run):
   assert max(step["mismatch_max"] for step in figures) < 1e-4
   assert figures[0]["kl"] == 0.0 < figures[-1]["kl"], "the base is the reference"
   assert all("/lora/" in path for path in state.params)
-
-
-def test_a_trainer_of_several_processes_is_refused_by_name(run, monkeypatch):
-  monkeypatch.setattr(jax, "process_count", lambda: 2)
-  monkeypatch.setattr("maxtext.rl.train_policy.check_joined", lambda config: None)
-  with pytest.raises(ConfigError, match=r"use_grpo=true trains in one process, and this run has 2: .*sampler_address"):
-    run()
 
 
 def test_the_command_checks_without_a_run(folder, tmp_path, capsys, monkeypatch):

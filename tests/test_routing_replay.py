@@ -16,7 +16,8 @@ from maxtext.models.model import Model
 from maxtext.models.routed_experts import as_vectors, vector_size
 from maxtext.rl.answers import AnswerGroup, rollout_sampling
 from maxtext.rl.multi_turn import _Conversation
-from maxtext.rl.policy_batch import as_batch, policy_arrays
+from maxtext.rl.outcomes import Outcomes
+from maxtext.rl.policy_batch import as_batch, policy_arrays, policy_shares
 from maxtext.rl.remote import _as_message, _output
 from maxtext.rl.sampler import rollout_engine
 from maxtext.rl.tasks import Task
@@ -87,7 +88,8 @@ class Rollouts:
       for i, one in enumerate(answers)
       if i % groups == 0
     ]
-    self.arrays = policy_arrays(self.config, self.groups, np.zeros((len(self.groups), groups)))
+    shares = policy_shares(self.config, Outcomes.of(self.groups))
+    self.arrays = policy_arrays(self.config, self.groups, np.zeros(shares.shape), shares)
 
   def trainer_choices(self, replay):
     """The experts [B,S,N] that the trainer routes tokens to, and the log-probabilities of its targets."""

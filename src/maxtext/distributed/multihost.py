@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from maxtext.distributed.rendezvous import missing_processes
 
 INIT_FILE = "jax-init-info.txt"
 _USED = itertools.count()
+_GATHERED = 1 << 28  # bytes that a device holds at once of what is gathered
+_LEAST_PIECE = 1 << 16
+_PATIENCE = 3600  # seconds for the slowest process to come; one that has ended is found by its heartbeat
 
 
 def join(config: MaxTextConfig) -> None:
@@ -68,6 +72,30 @@ def broadcast_from(index: int, data: bytes) -> bytes:
   size = int(multihost_utils.broadcast_one_to_all(np.array(len(data)), is_source=source))
   array = np.frombuffer(data, np.uint8) if source else np.zeros(size, np.uint8)
   return multihost_utils.broadcast_one_to_all(array, is_source=source).tobytes()
+
+
+def gather_bytes(own: bytes, sizes: Sequence[int]) -> list[bytes]:
+  """The bytes of every process, on every process, through the devices and a piece at a time.
+
+  Args:
+    own: of this process.
+    sizes: of each process, which all of them know.
+  """
+  count = jax.process_count()
+  assert len(own) == sizes[jax.process_index()], "a process has other bytes than the others expect"
+  if count == 1:
+    return [own]
+  coordinator_client().wait_at_barrier(unique_name("gather"), timeout_in_ms=_PATIENCE * 1000)
+  # In sizes that come again, for which nothing is compiled anew.
+  size = min(max(1 << (max(sizes) - 1).bit_length(), _LEAST_PIECE), max(_GATHERED // count, _LEAST_PIECE))
+  found: list[list[bytes]] = [[] for _ in sizes]
+  for first in range(0, max(sizes), size):
+    piece = np.zeros(size, np.uint8)
+    part = np.frombuffer(own[first : first + size], np.uint8)
+    piece[: len(part)] = part
+    for parts, whole, gathered in zip(found, sizes, multihost_utils.process_allgather(piece), strict=True):
+      parts.append(gathered[: max(whole - first, 0)].tobytes())
+  return [b"".join(parts) for parts in found]
 
 
 def any_process(value: bool) -> bool:

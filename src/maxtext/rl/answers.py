@@ -71,11 +71,21 @@ class Answerer:
     self._prompts = prompts
 
   def ask(
-    self, policy: Policy, tasks: Sequence[Task], count: int, seed: tuple[int, ...], sampling_params: SamplingParams
+    self,
+    policy: Policy,
+    tasks: Sequence[Task],
+    own: range,
+    count: int,
+    seed: tuple[int, ...],
+    sampling_params: SamplingParams,
   ) -> list[AnswerGroup]:
-    """`count` answers to each task; which ones is a function of the policy, the tasks and the seed."""
+    """`count` answers to each of the tasks with these numbers; which ones is a function of the policy, all the tasks
+    and the seed."""
+    seeds = np.random.SeedSequence(seed).generate_state(len(tasks) * count) >> 1
+    seeds, tasks = seeds[own.start * count : own.stop * count], tasks[own.start : own.stop]
+    if not tasks:
+      return []
     asked = [task for task in tasks for _ in range(count)]
-    seeds = np.random.SeedSequence(seed).generate_state(len(asked)) >> 1
     each = [replace(sampling_params, seed=int(seed)) for seed in seeds]
     generate = partial(self.engine.generate, policy.params, policy.version)
     if self._multi_turn is None:

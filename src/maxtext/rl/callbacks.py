@@ -4,15 +4,19 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
+import jax
 import numpy as np
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.data.batch import IteratorState
 from maxtext.data.tokenizers import TextTokenizer
+from maxtext.distributed.exchange import Exchange
 from maxtext.inference.sampling import SamplingParams
-from maxtext.rl.answers import AnswerGroup, rollout_sampling
+from maxtext.rl.answers import AnswerGroup, Policy, rollout_sampling
+from maxtext.rl.outcomes import from_bytes, share_of, to_bytes
 from maxtext.rl.rewards import extract_answer
 from maxtext.rl.rollouts import RolloutSource
 from maxtext.rl.tasks import Task
@@ -67,13 +71,16 @@ class EvaluatePolicy(Callback):
 
   def __init__(self, source: RolloutSource, tasks: Sequence[Task], interval: int, last: int) -> None:
     self._source, self._tasks, self._interval, self._last = source, tasks, interval, last
+    self._exchange = Exchange("evaluation")
 
   def due(self, step: int) -> bool:
     return step == self._last or (self._interval > 0 and step % self._interval == 0)
 
   def before(self) -> None:
     """Logs what the policy can do before the first update."""
-    _LOG.info(f"maxtext: before the first update: {_as_text(self.evaluate())}")
+    found = _as_text(self.evaluate())
+    if not jax.process_index():
+      _LOG.info(f"maxtext: before the first update: {found}")
 
   def on_update(
     self, step: int, state: TrainState, position: Callable[[], IteratorState], metrics: dict[str, float]
@@ -86,15 +93,29 @@ class EvaluatePolicy(Callback):
 
   def evaluate(self) -> dict[str, float]:
     """The share of tasks that are solved by `eval_mode`, and the mean reward, of the current policy."""
-    c = self._source.config
-    sampling = evaluation_sampling(c, self._source.tokenizer)
-    groups: list[AnswerGroup] = []
+    c, policy = self._source.config, self._source.loaded_policy()
     size = c.batch_size * c.num_generations
+    told: list[bytes] = []
     for i in range(0, len(self._tasks), size):
-      tasks, seed = self._tasks[i : i + size], (c.init_weights_seed, _EVALUATION, i)
-      groups += self._source.answerer.ask(self._source.loaded_policy(), tasks, c.num_eval_passes, seed, sampling)
-    solved = [is_solved(c, self._source, group) for group in groups]
-    return {"pass_rate": float(np.mean(solved)), "reward": float(np.mean([group.rewards for group in groups]))}
+      told += self._exchange(partial(self._scores, policy, self._tasks[i : i + size], i))
+    self._source.let_go()
+    scores = [from_bytes(data) for data in told]
+    return {
+      "pass_rate": float(np.concatenate([one["solved"] for one in scores]).mean()),
+      "reward": float(np.concatenate([one["rewards"] for one in scores]).mean()),
+    }
+
+  def close(self) -> None:
+    self._exchange.end("its run is over")
+
+  def _scores(self, policy: Policy, tasks: Sequence[Task], first: int) -> bytes:
+    """Of this process's share of the tasks: whether each is solved, and the rewards of its answers."""
+    c = self._source.config
+    sampling, seed = evaluation_sampling(c, self._source.tokenizer), (c.init_weights_seed, _EVALUATION, first)
+    groups = self._source.answerer.ask(policy, tasks, share_of(len(tasks)), c.num_eval_passes, seed, sampling)
+    solved = np.array([is_solved(c, self._source, group) for group in groups])
+    rewards = np.array([group.rewards for group in groups]).reshape(-1, c.num_eval_passes)
+    return to_bytes({"solved": solved, "rewards": rewards})
 
 
 def is_solved(config: MaxTextConfig, source: RolloutSource, group: AnswerGroup) -> float:

@@ -3,13 +3,18 @@
 from collections.abc import Sequence
 
 import jax
+from jax.sharding import Mesh
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import plural
 from maxtext.configs.types import ShardMode
 from maxtext.mesh.devices import make_mesh
+from maxtext.mesh.memory import device_memory, host_memory
 from maxtext.models.build import build_model
 from maxtext.models.model import Model
+from maxtext.rl.engines import process_part
+from maxtext.training.program import Program
+from maxtext.training.state import bytes_per_device
 
 Devices = list[jax.Device]
 _FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
@@ -58,6 +63,30 @@ def sampler_model(config: MaxTextConfig, devices: Sequence[jax.Device]) -> Model
       f"multiply to the {plural(len(devices), 'device')} that generate: one of the first two may be -1."
     ) from None
   return build_model(changed, mesh)
+
+
+def process_model(config: MaxTextConfig, mesh: Mesh) -> Model:
+  """The model of the trainer on the part of its mesh that this process has.
+
+  Raises:
+    ConfigError: its devices are no part of that mesh.
+  """
+  return build_model(config, Mesh(process_part(mesh, jax.process_index()), mesh.axis_names))
+
+
+def check_room(config: MaxTextConfig, program: Program, model: Model) -> None:
+  """Raises where the devices of a process cannot hold all parameters beside their part of the trainer's state."""
+  devices, state = model.execution.sharding.mesh.local_devices, bytes_per_device((program.state, program.frozen))
+  own = bytes_per_device(model.params | model.buffers) * (2 if config.off_policy_steps else 1)
+  is_cpu = devices[0].platform == "cpu"
+  count, there = (len(devices), host_memory()) if is_cpu else (1, device_memory(devices[0]))
+  if there and count * (state + own) > there:
+    raise ConfigError(
+      f"{config.model_name}: every process generates with all parameters on its {plural(len(devices), 'device')}. They "
+      f"take {count * own / 1e9:,.1f} GB beside {count * state / 1e9:,.1f} GB of the trainer, and "
+      f"{'this host' if is_cpu else 'a device'} has {there / 1e9:,.1f} GB: take more devices a process, a smaller "
+      f"model, or lora_rank."
+    )
 
 
 def _by_slice(devices: Sequence[jax.Device]) -> list[Devices]:

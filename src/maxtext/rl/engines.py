@@ -6,6 +6,8 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.inference.llm import RequestOutput
@@ -20,9 +22,11 @@ class RolloutEngine(Protocol):
 
   Attributes:
     sync_metrics: of the last transfer of parameters; empty where none are transferred.
+    crowds_training: what `load` returns takes memory of the devices that train, and is to be let go before they do.
   """
 
   sync_metrics: dict[str, float]
+  crowds_training: bool
 
   def load(self, params: Params, version: int) -> Params:
     """The parameters where `generate` reads them, whatever the trainer does with its own afterwards. For the thread
@@ -45,6 +49,8 @@ class RolloutEngine(Protocol):
 class SharedEngine:
   """On the trainer's devices, with its arrays; with `keep`, with a copy of them, which the trainer goes on beside."""
 
+  crowds_training = False
+
   def __init__(self, engine: LiveEngine, keep: bool) -> None:
     self.sync_metrics: dict[str, float] = {}
     self.generate, self._keep = engine.generate, keep
@@ -58,6 +64,8 @@ class SharedEngine:
 
 class SeparateEngine:
   """On devices of its own in this process, with parameters in the layout of its model."""
+
+  crowds_training = False
 
   def __init__(self, engine: LiveEngine, model: Model, chunk: int | None) -> None:
     self.sync_metrics: dict[str, float] = {}
@@ -75,6 +83,67 @@ class SeparateEngine:
 
   def close(self, finished: bool) -> None:
     pass
+
+
+class ProcessEngine:
+  """One of several processes, each of which generates its share on its devices, with all parameters brought there.
+
+  Bringing them is a collective, and generating is none: how long a process takes to answer is its own matter.
+
+  Args:
+    engine: of this process.
+    model: its model, on the part of the trainer's mesh that this process has.
+    mesh: the trainer's.
+  """
+
+  crowds_training = True
+
+  def __init__(self, engine: LiveEngine, model: Model, mesh: Mesh) -> None:
+    self.sync_metrics: dict[str, float] = {}
+    self.generate, self._structs = engine.generate, model.params | model.buffers
+    parts = [process_part(mesh, process) for process in range(jax.process_count())]
+    self._all_parts = Mesh(np.stack(parts), ("processes", *mesh.axis_names))
+
+  def load(self, params: Params, version: int) -> Params:
+    jax.block_until_ready(params)  # the step that makes them is no part of the transfer
+    began = time.monotonic()
+    shardings = {path: NamedSharding(self._all_parts, _spec(struct)) for path, struct in self._structs.items()}
+    everywhere = jax.block_until_ready(jax.device_put({path: params[path] for path in shardings}, shardings))
+    placed = {path: _local(array, self._structs[path]) for path, array in everywhere.items()}
+    self.sync_metrics = sync_metrics(params, time.monotonic() - began)
+    return placed
+
+  def close(self, finished: bool) -> None:
+    pass
+
+
+def process_part(mesh: Mesh, process: int) -> np.ndarray:
+  """The devices of a process, as they lie in a mesh.
+
+  Raises:
+    ConfigError: they are no part along its axes.
+  """
+  own = np.vectorize(lambda device: device.process_index == process, otypes=[bool])(mesh.devices)
+  axes = range(own.ndim)
+  places = [np.flatnonzero(own.any(axis=tuple(other for other in axes if other != axis))) for axis in axes]
+  if not own[np.ix_(*places)].all():
+    sizes = {name: size for name, size in mesh.shape.items() if size > 1}
+    raise ConfigError(
+      f"use_grpo=true: every process generates on its part of the mesh, and the devices of process {process} are no "
+      f"part of {sizes} along its axes: choose axes that processes divide."
+    )
+  return mesh.devices[np.ix_(*places)]
+
+
+def _spec(struct: jax.ShapeDtypeStruct) -> PartitionSpec:
+  assert isinstance(struct.sharding, NamedSharding)
+  return struct.sharding.spec
+
+
+def _local(array: jax.Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
+  """The array that the devices of this process hold among themselves."""
+  shards = [shard.data for shard in array.addressable_shards]
+  return jax.make_array_from_single_device_arrays(struct.shape, struct.sharding, shards)
 
 
 def chunks(params: Mapping[str, jax.Array], size: int | None) -> Iterator[list[str]]:
@@ -114,12 +183,12 @@ def copies_on_sampler(config: MaxTextConfig) -> int:
   return (c.off_policy_steps if c.use_agentic_rollout else 0) + 2
 
 
-def engine_slots(config: MaxTextConfig) -> int:
-  """Sequences that are generated at once."""
+def engine_slots(config: MaxTextConfig, engines: int = 1) -> int:
+  """Sequences that one of the engines generates at once."""
   c = config
   prompts = c.batch_size if c.rollout_micro_batch_size == -1 else c.rollout_micro_batch_size
   limits = c.max_concurrency if c.use_agentic_rollout else None, c.max_num_seqs
-  return min([prompts * c.num_generations, *(limit for limit in limits if limit is not None)])
+  return -(-min([prompts * c.num_generations, *(limit for limit in limits if limit is not None)]) // engines)
 
 
 def _named(shape: tuple[tuple[int, ...], str] | None) -> str:

@@ -53,6 +53,8 @@ def split_address(address: str) -> tuple[str, int]:
 class RemoteEngine:
   """The trainer's side. It connects with the first parameters, and waits for a sampler that is not there yet."""
 
+  crowds_training = False
+
   def __init__(self, config: MaxTextConfig, model: Model) -> None:
     self.sync_metrics: dict[str, float] = {}
     self._address = config.sampler_address

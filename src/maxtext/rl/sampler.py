@@ -10,8 +10,9 @@ from maxtext.inference.inference_model import load_run_tokenizer
 from maxtext.logs import setup_logging
 from maxtext.models.model import Model
 from maxtext.rl.answers import rollout_sampling
-from maxtext.rl.devices import sampler_model
+from maxtext.rl.devices import check_room, process_model, sampler_model
 from maxtext.rl.engines import (
+  ProcessEngine,
   RolloutEngine,
   SeparateEngine,
   SharedEngine,
@@ -21,7 +22,7 @@ from maxtext.rl.engines import (
 )
 from maxtext.rl.remote import RemoteEngine, serve_rollouts
 from maxtext.training.compilation_cache import compilation_cache
-from maxtext.training.live_engine import LiveEngine, engine_problem
+from maxtext.training.live_engine import LiveEngine, model_problem
 from maxtext.training.objectives.policy import replayed_experts
 from maxtext.training.preflight import check_hardware
 from maxtext.training.program import Program
@@ -31,15 +32,22 @@ def rollout_engine(
   config: MaxTextConfig, program: Program, tokenizer: TextTokenizer, devices: Sequence[jax.Device] | None
 ) -> RolloutEngine:
   """The engine of a run: on `devices`, with the trainer's arrays (None), or in another process (`sampler_address`).
+  Each of several processes has one on its own devices.
 
   Raises:
     ConfigError: the engine cannot run this model on this mesh.
   """
   c = config
-  if not c.sampler_address and devices is None and (problem := engine_problem(program)):
+  if not c.sampler_address and devices is None and (problem := model_problem(program)):
     raise ConfigError(f"use_grpo=true: rollouts cannot be generated here: {problem}")
   if c.sampler_address:
     return RemoteEngine(c, program.model)
+  if jax.process_count() > 1:
+    mesh = program.model.execution.sharding.mesh
+    model = process_model(c, mesh)
+    check_same_model(program.model.params | program.model.buffers, model.params | model.buffers)
+    check_room(c, program, model)
+    return ProcessEngine(_live(c, model, tokenizer, jax.process_count()), model, mesh)
   if devices is None:
     return SharedEngine(_live(c, program.model, tokenizer), keep=generates_ahead(c))
   model = sampler_model(c, devices)
@@ -58,11 +66,11 @@ def sample(config: MaxTextConfig) -> None:
     serve_rollouts(config, model, _live(config, model, load_run_tokenizer(config)))
 
 
-def _live(config: MaxTextConfig, model: Model, tokenizer: TextTokenizer) -> LiveEngine:
+def _live(config: MaxTextConfig, model: Model, tokenizer: TextTokenizer, engines: int = 1) -> LiveEngine:
   c, sampling = config, rollout_sampling(config, tokenizer)
   longest = c.max_target_length
   prompt = longest - 1 if c.rl_environment else c.max_prefill_predict_length  # a turn follows those before it
-  slots, keep = engine_slots(c), replayed_experts(c) > 0
+  slots, keep = engine_slots(c, engines), replayed_experts(c) > 0
   return LiveEngine(
     c, model, tokenizer, sampling, slots, longest, prompt, multi_sampling=True, keep_routed_experts=keep
   )

@@ -8,6 +8,8 @@ import jax
 import optax
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.distributed.agreement import agree
+from maxtext.distributed.exchange import Exchange
 from maxtext.distributed.multihost import check_joined, join
 from maxtext.inference.inference_model import load_run_tokenizer
 from maxtext.inference.sampling import SamplingParams
@@ -15,15 +17,18 @@ from maxtext.rl.callbacks import EvaluatePolicy, RolloutFigures, evaluation_samp
 from maxtext.rl.devices import split_devices
 from maxtext.rl.multi_turn import MultiTurn
 from maxtext.rl.rewards import Rewards
-from maxtext.rl.rollouts import RolloutSource
+from maxtext.rl.rollouts import RolloutSource, fingerprint
 from maxtext.rl.tasks import Task, load_tasks
 from maxtext.training import run
 from maxtext.training.callbacks.base import Callback
+from maxtext.training.consistency import agree_on_start, description_values
 from maxtext.training.objectives.policy import PolicyOptimization
 from maxtext.training.preflight import check_extras
 from maxtext.training.state import TrainState
 
 _LOG = logging.getLogger(__name__)
+_PATIENCE = 600  # seconds for the slowest process to read its tasks
+_Opened = tuple[RolloutSource, list[Task]]
 
 
 def train_policy(
@@ -40,7 +45,7 @@ def train_policy(
   evaluate = [EvaluatePolicy(source, held_out, config.eval_interval, updates.config.steps)] if held_out else []
   for callback in evaluate:
     source.at_start = callback.before
-  finished = False
+  finished, problem = False, ""
   try:
     state = run.train(
       updates.config,
@@ -54,8 +59,11 @@ def train_policy(
     )
     finished = int(state.step) >= updates.config.steps
     return state
+  except Exception as error:
+    problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    raise
   finally:
-    source.close(finished)
+    source.close(finished, problem)
 
 
 def dry_run_policy(config: MaxTextConfig, *, config_name: str = "") -> list[str]:
@@ -117,16 +125,47 @@ def _prepare(config: MaxTextConfig) -> tuple[RolloutSource, list[Task], PolicyUp
   check_extras(config)  # before the processes of rewards import them
   join(config)  # devices are counted
   check_joined(config)
-  if (count := jax.process_count()) > 1:
+  agree_on_start(config)
+  if jax.process_count() > 1:
+    _check_shares_devices(config)
+  updates, opened, exchange = policy_updates(config, jax.devices()), list[_Opened](), Exchange("rollouts")
+
+  def open_source() -> bytes:
+    opened.append(_source(config, updates.sampler_devices, exchange))
+    return b""
+
+  try:
+    exchange(open_source)  # what one host lacks ends the run on all of them
+    [(source, held_out)] = opened
+    agree("tasks", description_values(source.about | {"held_out": fingerprint(held_out)}), _PATIENCE)
+  except Exception:
+    for source, _ in opened:
+      source.close()
+    raise
+  return source, held_out, updates
+
+
+def _check_shares_devices(config: MaxTextConfig) -> None:
+  """Raises where a run of several processes would send parameters to devices of their own."""
+  c, count = config, jax.process_count()
+  if c.sampler_address:
     raise ConfigError(
-      f"use_grpo=true trains in one process, and this run has {count}: start one, on the chips of one host, and let "
-      f"another host generate by sampler_address=HOST:PORT."
+      f"sampler_address={c.sampler_address} generates for a trainer of one process, and this run has {count}: leave it "
+      f"out, and every process generates its share."
     )
-  updates = policy_updates(config, jax.devices())
-  return *_source(config, updates.sampler_devices), updates
+  if c.num_trainer_slices != -1:
+    raise ConfigError(
+      f"num_trainer_slices={c.num_trainer_slices} is for a run of one process, and this run has {count}, each of which "
+      f"generates its share on its own devices: leave num_trainer_slices and num_samplers_slices out."
+    )
+  if c.sampler_devices_fraction != 1:
+    raise ConfigError(
+      f"sampler_devices_fraction={c.sampler_devices_fraction:g} is for a run of one process, and this run has {count}, "
+      f"each of which generates its share on its own devices: write 1.0 for it and for trainer_devices_fraction."
+    )
 
 
-def _source(config: MaxTextConfig, devices: Sequence[jax.Device] | None) -> tuple[RolloutSource, list[Task]]:
+def _source(config: MaxTextConfig, devices: Sequence[jax.Device] | None, exchange: Exchange) -> _Opened:
   """The rollouts of a run, and the tasks that it is evaluated with."""
   tokenizer = load_run_tokenizer(config)
   tasks, held_out = (load_tasks(config, tokenizer, split) for split in ("train", "eval"))
@@ -137,7 +176,7 @@ def _source(config: MaxTextConfig, devices: Sequence[jax.Device] | None) -> tupl
     tasks, held_out = tasks[:kept], tasks[kept:]
   first = config.test_batch_start_index * config.batch_size
   held_out = held_out[first : first + config.num_test_batches * config.batch_size]
-  if config.eval_interval > 0 and not held_out:
+  if config.eval_interval > 0 and not held_out and not jax.process_index():
     _LOG.warning(
       f"maxtext: eval_interval={config.eval_interval} evaluates nothing: there are no tasks in grain_eval_files, or in "
       f"what train_fraction and num_test_batches leave."
@@ -149,4 +188,4 @@ def _source(config: MaxTextConfig, devices: Sequence[jax.Device] | None) -> tupl
   except ConfigError:
     rewards.close()
     raise
-  return RolloutSource(config, tokenizer, tasks, rewards, multi_turn, devices), held_out
+  return RolloutSource(config, tokenizer, tasks, rewards, exchange, multi_turn, devices), held_out

@@ -157,11 +157,16 @@ def slots_on(devices: int, slots: int) -> int:
 
 
 def engine_problem(program: Program) -> str:
-  """Why the engine cannot run the model of training; empty where it can."""
-  c, sharding = program.config, program.model.execution.sharding
-  axes = {name: size for name, size in sharding.mesh.shape.items() if size > 1 and name not in _AXES}
+  """Why the engine cannot run the model of training with the trainer's arrays; empty where it can."""
   if jax.process_count() > 1:
     return f"they are for runs of one process, and this one has {jax.process_count()}."
+  return model_problem(program)
+
+
+def model_problem(program: Program) -> str:
+  """Why the engine cannot run the model of training, wherever its arrays are; empty where it can."""
+  c, sharding = program.config, program.model.execution.sharding
+  axes = {name: size for name, size in sharding.mesh.shape.items() if size > 1 and name not in _AXES}
   if axes:
     return f"they are for meshes of {', '.join(sorted(_AXES))}, and this one has {axes}."
   for key, set_to in {

@@ -175,7 +175,7 @@ def train(
     frozen = program.init_frozen()
     if not int(state.step) and TEACHER in frozen:
       state = start_from_teacher(program, state, frozen[TEACHER])
-    feed = agree_on_step(program, feed)
+    feed = agree_on_step(program, feed, compares_data=not isinstance(data, FollowsPolicy))
     steps = range(int(state.step), training_steps(config))
     scoring = _scoring(tasks, run, steps, guard, checkpoints)
     if scoring and checkpoints.resumed:
