@@ -270,6 +270,10 @@ def test_a_reward_function_that_hangs_or_fails_costs_its_answers_alone(folder, m
     assert wrong([""], [""], [kind]) == [0.0], kind
     assert wrong.failures == number, kind
   wrong.close()
+  rewards = Rewards.of(load_config(**keys(folder, folder, reward_functions=["own_rewards:wrong"])))
+  assert rewards([""], [""], ["nan"])["own_rewards:wrong"].tolist() == [0.0]
+  assert rewards.failures == 1
+  rewards.close()
   share = RewardProcess("own_rewards:share", 10)
   share._process.kill()
   share._process.wait()

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import plural
 from maxtext.configs.types import ShardMode
+from maxtext.logs import readable_size
 from maxtext.mesh.devices import make_mesh
 from maxtext.mesh.memory import device_memory, host_memory
 from maxtext.models.build import build_model
@@ -83,8 +84,8 @@ def check_room(config: MaxTextConfig, program: Program, model: Model) -> None:
   if there and count * (state + own) > there:
     raise ConfigError(
       f"{config.model_name}: every process generates with all parameters on its {plural(len(devices), 'device')}. They "
-      f"take {count * own / 1e9:,.1f} GB beside {count * state / 1e9:,.1f} GB of the trainer, and "
-      f"{'this host' if is_cpu else 'a device'} has {there / 1e9:,.1f} GB: take more devices a process, a smaller "
+      f"take {readable_size(count * own)} beside {readable_size(count * state)} of the trainer's, and "
+      f"{'this host' if is_cpu else 'a device'} has {readable_size(there)}: take more devices a process, a smaller "
       f"model, or lora_rank."
     )
 

@@ -70,7 +70,7 @@ class Rewards:
   @property
   def failures(self) -> int:
     """How often a function failed, and its answers got 0."""
-    return sum(getattr(function, "failures", 0) for function in (*self._processes, *self.functions.values()))
+    return sum(getattr(function, "failures", 0) for function in self.functions.values())
 
   def close(self) -> None:
     """Ends the processes of functions."""
