@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from maxtext import ConfigError, load_config
+from maxtext.mesh.devices import make_mesh
 from maxtext.rl.devices import check_room
 from maxtext.rl.engines import process_part
 from maxtext.rl.outcomes import share_of
+from maxtext.rl.train_policy import policy_updates
+from maxtext.training.program import Program
 from tests.flags import flags
-from tests.support import program
 from tests.test_agreement import ended, free_port
 from tests.test_rl import EXPERTS, MAXTEXT, keys
 from tests.test_rl import folder as tasks_folder
@@ -189,16 +191,14 @@ def test_a_process_that_is_killed_while_it_answers_is_noticed(processes):
 
 @pytest.mark.slow
 def test_rewards_that_end_on_one_process_end_both(processes, tmp_path):
-  """With one message, and in less time than a process waits for another that is lost; in a thread."""
-  began = time.monotonic()
+  """With one message, and before anybody looks for a process that is lost; in a thread."""
   lags = {"off_policy_steps": 1, "use_agentic_rollout": True}
   codes, said = ended(processes(1, reward_functions=["gone:judge"], run_name="two", **lags), 200)
   assert codes == [2, 2], said
   message = "reward_functions: gone:judge: RuntimeError: the judge has gone."
   assert f"maxtext: process 1: {message}" in said[0], said
   assert f"maxtext: {message}" in said[1], said
-  assert not any("Traceback" in text for text in said)
-  assert time.monotonic() - began < 100
+  assert not any("Traceback" in text or "heartbeat" in text for text in said)
   assert not (tmp_path / "two").exists(), "nothing was written"
 
 
@@ -223,8 +223,9 @@ def test_a_process_generates_on_its_part_of_the_mesh():
 
 
 def test_a_model_that_a_process_cannot_hold_is_named(folder, tmp_path, monkeypatch):
-  config = load_config(**keys(folder, tmp_path, batch_size=1))
-  small = program(config)
+  updates = policy_updates(load_config(**keys(folder, tmp_path)), jax.devices()[:1])
+  config, mesh = updates.config, make_mesh(updates.config, updates.devices)
+  small = Program.of(config, mesh, updates.objective)
   check_room(config, small, small.model)
   monkeypatch.setattr("maxtext.rl.devices.host_memory", lambda: 500_000)
   with pytest.raises(ConfigError, match=r"on its 1 device\. They take .* of the trainer's, and this host has 5"):
