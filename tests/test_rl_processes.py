@@ -225,7 +225,7 @@ def test_a_process_generates_on_its_part_of_the_mesh():
 def test_a_model_that_a_process_cannot_hold_is_named(folder, tmp_path, monkeypatch):
   updates = policy_updates(load_config(**keys(folder, tmp_path)), jax.devices()[:1])
   config, mesh = updates.config, make_mesh(updates.config, updates.devices)
-  small = Program.of(config, mesh, updates.objective)
+  small = Program.of(config, mesh, updates.objective, data=[])
   check_room(config, small, small.model)
   monkeypatch.setattr("maxtext.rl.devices.host_memory", lambda: 500_000)
   with pytest.raises(ConfigError, match=r"on its 1 device\. They take .* of the trainer's, and this host has 5"):

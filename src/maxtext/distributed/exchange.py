@@ -6,6 +6,7 @@ Turns may be taken in such a thread. They are for what is small: all of it passe
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import jax
 
@@ -60,7 +61,8 @@ class Exchange:
     """This process takes no further turn. Processes that wait for one raise a `RunError` with the reason."""
     if self._several:
       self._several = False
-      self._tell(_FAILURE + f"it has ended: {why}".encode())
+      with suppress(jax.errors.JaxRuntimeError):  # the coordinator is gone, and the others with it
+        self._tell(_FAILURE + f"it has ended: {why}".encode())
 
   def _tell(self, value: bytes) -> None:
     coordinator_client().key_value_set_bytes(self._key(self._turn, jax.process_index()), value, allow_overwrite=True)
