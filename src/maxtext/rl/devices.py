@@ -78,7 +78,8 @@ def process_model(config: MaxTextConfig, mesh: Mesh) -> Model:
 def check_room(config: MaxTextConfig, program: Program, model: Model) -> None:
   """Raises where the devices of a process cannot hold all parameters beside their part of the trainer's state."""
   devices, state = model.execution.sharding.mesh.local_devices, bytes_per_device((program.state, program.frozen))
-  own = bytes_per_device(model.params | model.buffers) * (2 if config.off_policy_steps else 1)
+  copies = config.off_policy_steps + 1 if config.use_agentic_rollout else 1
+  own = bytes_per_device(model.params | model.buffers) * copies
   is_cpu = devices[0].platform == "cpu"
   count, there = (len(devices), host_memory()) if is_cpu else (1, device_memory(devices[0]))
   if there and count * (state + own) > there:
