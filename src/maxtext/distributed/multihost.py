@@ -14,7 +14,9 @@ from jax._src import distributed  # JAX has no other way to its coordinator
 from jax.experimental import multihost_utils
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.errors import RunError
 from maxtext.distributed.cluster import find_cluster
+from maxtext.distributed.hosts import ALL_HOSTS
 from maxtext.distributed.rendezvous import missing_processes
 
 INIT_FILE = "jax-init-info.txt"
@@ -114,7 +116,8 @@ def gather_problems(name: str, own: str, seconds: float) -> dict[int, str]:
 def _join_by_address(address: str, index: int, seconds: int) -> None:
   count = _read_number("JAX_NUM_PROCESSES")
   if missing := missing_processes(address, count, index, seconds):
-    raise ConfigError(
+    # The agents of an elastic run have started every process: one that is missing is lost, which is nobody's mistake.
+    raise (RunError if ALL_HOSTS in os.environ else ConfigError)(
       f"Process {index} of {count} waited {seconds} s at {address} for process {', '.join(map(str, missing))}. "
       f"See that every process is started, or raise jax_distributed_initialization_timeout={seconds}."
     )
