@@ -17,6 +17,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.distributed.cluster import find_cluster
 from maxtext.distributed.hosts import ALL_HOSTS
+from maxtext.distributed.peers import watch_peers
 from maxtext.distributed.rendezvous import missing_processes
 
 INIT_FILE = "jax-init-info.txt"
@@ -28,10 +29,16 @@ def join(config: MaxTextConfig) -> None:
 
   Processes that were started by hand or by `maxtext launch` find the address of process 0 in the environment. With
   local checkpoints the orchestrator assigns the process indices, so that a machine gets its own shards again, and
-  writes them to a file there. Otherwise JAX's cluster detection decides (`cluster.py`).
+  writes them to a file there. Otherwise JAX's cluster detection decides (`cluster.py`). Then the processes watch each
+  other (`peers.py`).
   """
   if config.skip_jax_distributed_system or jax.distributed.is_initialized():
     return
+  _join(config)
+  watch_peers()
+
+
+def _join(config: MaxTextConfig) -> None:
   seconds, env = config.jax_distributed_initialization_timeout, os.environ
   if not config.enable_checkpointing:  # it would hold back SIGTERM for a save that never comes
     jax.config.update("jax_enable_preemption_service", False)
