@@ -83,6 +83,12 @@ class Network:
     for here, there in ((one, other), (other, one)):
       self._on_switch(f"ip rule add iif {_link(here)} to {self.address(there)}/32 blackhole")
 
+  def give_up_early(self, *hosts: int) -> None:
+    """Connections end some 15 seconds after nothing more is confirmed, instead of 15 minutes."""
+    for host in hosts:
+      words = ["nsenter", "-t", _first_of(self._held[host]), "-n", "sh", "-c"]
+      subprocess.run([*words, "echo 5 > /proc/sys/net/ipv4/tcp_retries2"], check=True)
+
   def heal_pair(self, one: int, other: int) -> None:
     """Undoes that."""
     for here, there in ((one, other), (other, one)):

@@ -17,7 +17,7 @@ from maxtext.configs import ConfigError, MaxTextConfig
 from maxtext.configs.errors import RunError
 from maxtext.distributed.cluster import find_cluster
 from maxtext.distributed.hosts import ALL_HOSTS
-from maxtext.distributed.peers import watch_peers
+from maxtext.distributed.peers import JAX_LOST_SECONDS, watch_peers
 from maxtext.distributed.rendezvous import missing_processes
 
 INIT_FILE = "jax-init-info.txt"
@@ -51,7 +51,9 @@ def _join(config: MaxTextConfig) -> None:
     if "JAX_NUM_PROCESSES" in env:
       _join_by_address(address, index, seconds)
     else:
-      jax.distributed.initialize(address, process_id=index, initialization_timeout=seconds)
+      jax.distributed.initialize(
+        address, process_id=index, initialization_timeout=seconds, heartbeat_timeout_seconds=JAX_LOST_SECONDS
+      )
   elif cluster:
     _join_by_detection(config)
 
@@ -128,12 +130,20 @@ def _join_by_address(address: str, index: int, seconds: int) -> None:
       f"Process {index} of {count} waited {seconds} s at {address} for process {', '.join(map(str, missing))}. "
       f"See that every process is started, or raise jax_distributed_initialization_timeout={seconds}."
     )
-  jax.distributed.initialize(address, num_processes=count, process_id=index, initialization_timeout=seconds)
+  jax.distributed.initialize(
+    address,
+    num_processes=count,
+    process_id=index,
+    initialization_timeout=seconds,
+    heartbeat_timeout_seconds=JAX_LOST_SECONDS,
+  )
 
 
 def _join_by_detection(config: MaxTextConfig) -> None:
   try:
-    jax.distributed.initialize(initialization_timeout=config.jax_distributed_initialization_timeout)
+    jax.distributed.initialize(
+      initialization_timeout=config.jax_distributed_initialization_timeout, heartbeat_timeout_seconds=JAX_LOST_SECONDS
+    )
   except ValueError as error:
     raise ConfigError(
       f"hardware={config.hardware}, but JAX finds no cluster here that it can join ({error}) Start the run with Slurm, "

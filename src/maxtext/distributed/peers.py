@@ -1,8 +1,8 @@
 """Whether the other processes of a run are still there: one that is silent is named, and the run ends on all of them.
 
-JAX ends a run whose process is silent for 100 seconds by a signal, with a number and no host. Here each process tells
-the coordinator, process 0, that it is there, and learns from it who is not. What is closed instead of silent, such as
-the connections of a process that was killed, JAX finds at once.
+JAX ends a run whose process is silent by a signal, with a number and no host. Here each process tells the coordinator,
+process 0, that it is there, and learns from it who is not, before JAX acts. That process 0 was killed, which closes its
+connections, JAX finds at once.
 """
 
 import logging
@@ -22,9 +22,12 @@ from maxtext.logs import ON_STDERR
 _LOG = logging.getLogger(__name__)
 
 LOST_SECONDS = 60.0
-"""Without a sign of life, after which a process is lost: before JAX says so."""
+"""Without a sign of life, after which a process is lost."""
+JAX_LOST_SECONDS = 200
+"""The same for JAX, which hears a process once in half of that time, so that it finds one after half of it or later."""
 _BEAT_SECONDS = 5.0
 _POLL_SECONDS = 0.5
+_LISTENED_SECONDS = 3.0  # at most, from one poll to the next: what takes longer is a machine that was suspended
 _NAMED = 5  # how many processes a message names
 _ALIVE, _LOST = "maxtext/alive", "maxtext/lost"
 
@@ -49,7 +52,7 @@ def watch_peers() -> None:
 
 @dataclass
 class Silence:
-  """How long others have said nothing new, in polls: a machine that was suspended has not listened.
+  """How long others have said nothing new, while this process listened.
 
   Attributes:
     said: by process, the last that it said and for how many seconds that is so.
@@ -107,10 +110,12 @@ class _Watch:
 
   def judge(self) -> None:
     """Ends this process when another one is lost."""
+    polled = time.monotonic()
     while not self._parted:
       time.sleep(_POLL_SECONDS)
+      before, polled = polled, time.monotonic()
       with self._lock:
-        self._silence.pass_by(_POLL_SECONDS)
+        self._silence.pass_by(min(polled - before, _LISTENED_SECONDS))
         lost = self._silence.lost()
       if self._notice:
         _end(self._notice)
