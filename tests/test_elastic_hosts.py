@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from maxtext.cli.main import main
+from maxtext.distributed import reach
 from maxtext.distributed.agent import Agent
 from maxtext.distributed.leader import ElasticPolicy, Leader
 from maxtext.distributed.membership import HostPlan, HostRecord, Membership
@@ -46,14 +47,15 @@ WORKER = """if True:
 AGENT = """if True:
   import sys
   from pathlib import Path
-  from maxtext.distributed import agent, heartbeat, leader, membership, warm_process
+  from maxtext.distributed import agent, heartbeat, leader, membership, reach, warm_process
   folder, host, hosts, least, timeout = sys.argv[1], *map(int, sys.argv[2:6])
   heartbeat.BEAT_SECONDS, warm_process.SILENT_SECONDS, agent.SILENT_SECONDS = 0.1, 5.0, 5.0
   membership._BEAT_SECONDS, leader._SETTLE_SECONDS, leader._ANSWER_SECONDS = 0.1, 0.5, 3.0
   agent._LISTEN_SECONDS = 0.5
+  reach.CUT_SECONDS, reach._EVERY_SECONDS, reach._CONNECT_SECONDS = 1.0, 0.2, 0.5
   policy = leader.ElasticPolicy(hosts, least, timeout, 3)
   standby = [sys.executable, "-c", sys.argv[6]]
-  sys.exit(agent.Agent(standby, [folder], host, policy, Path(folder) / "members").run())
+  sys.exit(agent.Agent(standby, [folder], host, policy, Path(folder) / "members", sys.argv[7]).run())
 """
 
 
@@ -68,9 +70,11 @@ class Hosts:
     self.agents = {host: self.start(host) for host in range(hosts)}
 
   def start(self, host):
+    return subprocess.Popen(self.command(host), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+  def command(self, host, address="127.0.0.1"):
     words = [str(self.folder), *map(str, (host, self.hosts, self.least, self.timeout))]
-    command = [sys.executable, "-c", AGENT, *words, WORKER]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return [sys.executable, "-c", AGENT, *words, WORKER, address]
 
   def starts(self):
     """Host, processes, index and process id of every process that was started."""
@@ -267,6 +271,40 @@ def test_what_the_leader_decides():
   assert decide(tired, further).retries == 1, "a step was saved between"
   grow = decide(replace(plan, members={0: "n", 1: "n"}), running, seconds=60.0)
   assert (grow.action, set(grow.members)) == ("drain", {0, 1})
+
+
+def test_hosts_that_the_network_parts_are_left_out():
+  """Of two sides the smaller one, though all of them meet in the folder."""
+  plan = HostPlan(1, "run", {host: f"n{host}" for host in range(4)}, saved=10)
+  running = {host: replace(RECORD, nonce=f"n{host}", door="a:2", reaches="n0") for host in range(4)}
+  cut = replace(RECORD, door="a:2", cut_from="n0")
+  one = decide(plan, running | {2: replace(cut, nonce="n2")})
+  assert (one.action, set(one.members)) == ("run", {0, 1, 3})
+  assert one.why == "the network does not lead from host 2 to host 0"
+  three = decide(plan, running | {host: replace(cut, nonce=f"n{host}") for host in (1, 2, 3)})
+  assert (three.action, set(three.members)) == ("run", {1, 2, 3})
+  rest = replace(plan, members={0: "n0", 1: "n1"})
+  assert decide(rest, running | {2: replace(cut, nonce="n2"), 3: replace(cut, nonce="n3")}, seconds=60.0) is None
+  back = decide(rest, running | {3: replace(cut, nonce="n3")}, seconds=60.0)
+  assert back.action == "drain", "host 2 reaches the others again"
+  gone = {host: record for host, record in running.items() if host} | {2: replace(cut, nonce="n2")}
+  assert decide(plan, gone).why == "host 0 is lost"
+
+
+def test_a_host_is_cut_off_when_it_has_reached_nothing_for_so_long(monkeypatch):
+  monkeypatch.setattr(reach, "_EVERY_SECONDS", 0.05)
+  monkeypatch.setattr(reach, "CUT_SECONDS", 0.3)
+  door, there = reach.Door("127.0.0.1"), reach.Reach()
+  assert there.reached == there.cut_from == ""
+  there.look_at("n", door.address)
+  wait_until(lambda: there.reached == "n")
+  door.answer()
+  door.close()
+  wait_until(lambda: there.cut_from == "n")
+  assert not there.reached
+  there.look_at("m", door.address)
+  assert not there.cut_from, "of another host nothing is known yet"
+  assert reach.Door("203.0.113.1").address == "", "an address that this machine does not have"
 
 
 def test_a_host_that_is_silent_is_not_waited_for():

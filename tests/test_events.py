@@ -60,6 +60,13 @@ def test_what_is_a_failure(log, error, heard):
   assert [event["message"] for event in read(len(heard))] == heard
 
 
+def test_a_run_whose_peers_are_lost_tells_before_it_ends(log):
+  command, read = log
+  with EventHook(command, "mine", 4, 0) as hook:
+    hook.failed("nothing was heard from process 2")
+  assert [(event["event"], event["message"]) for event in read(1)] == [("failure", "nothing was heard from process 2")]
+
+
 @pytest.mark.parametrize("command", ["/nowhere/at-all", f"{sys.executable} -c 'import sys; sys.exit(3)'"])
 def test_a_command_that_fails_does_not_hide_the_failure(command, caplog, monkeypatch):
   monkeypatch.setattr(logging.getLogger("maxtext"), "propagate", True)

@@ -1,6 +1,7 @@
 """Short portions of the campaigns of faults, with counts of their own."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -8,7 +9,9 @@ from pathlib import PurePath
 
 import pytest
 
+from benchmarks.campaign.network import Network, can_make_networks
 from benchmarks.campaign.power_loss import Call, Disk
+from tests.test_elastic_hosts import Hosts
 
 pytestmark = pytest.mark.chaos
 
@@ -48,6 +51,36 @@ def test_a_power_loss_keeps_what_was_synced_and_that_alone(tmp_path):
   assert left_by_power_losses(tmp_path, "new") >= {b"", b"new", b"\0\0\0"}
 
 
+class CutHosts(Hosts):
+  """Agents whose hosts have a network of their own."""
+
+  def __init__(self, network, *arguments):
+    self.network = network
+    super().__init__(*arguments)
+
+  def start(self, host):
+    with open(self.folder / f"host-{host}.log", "w") as log:
+      return self.network.start(host, self.command(host, self.network.address(host)), os.environ, log)
+
+
+@pytest.mark.skipif(not can_make_networks(), reason="needs namespaces of Linux")
+@pytest.mark.parametrize("cut", [2, 0])
+def test_a_host_that_the_network_parts_is_left_out_and_taken_back(tmp_path, cut):
+  """Though all agents meet in one folder, and their processes seem to be well."""
+  rest = [host for host in range(3) if host != cut]
+  with Network(3) as network:
+    hosts = CutHosts(network, tmp_path, 3, 1)
+    hosts.wait_for(0, 1, 2)
+    network.cut(cut)
+    hosts.wait_for(*rest)
+    network.heal(cut)
+    hosts.wait_for(0, 1, 2)
+    assert hosts.finish(0, 1, 2) == [0, 0, 0]
+  said = (tmp_path / f"host-{rest[0]}.log").read_text()
+  parted = "host 2 to host 0" if cut else "hosts 1, 2 to host 0"
+  assert f"maxtext: the network does not lead from {parted}. Going on with 2 of 3 hosts" in said
+
+
 @pytest.mark.slow
 def test_kills_and_power_losses_leave_no_wrong_state(tmp_path):
   targets = ["local save", "prepare"]
@@ -61,5 +94,5 @@ def test_kills_and_power_losses_leave_no_wrong_state(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
 def test_an_hour_of_faults(tmp_path):
-  found = portion(tmp_path, "kills", "power-loss", "errors", "names", "hosts", "--seconds", "720")
-  assert len(found) == 5
+  found = portion(tmp_path, "kills", "power-loss", "errors", "names", "hosts", "partitions", "--seconds", "600")
+  assert len(found) == 6

@@ -3,14 +3,18 @@
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
+import time
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import pytest
 
+from maxtext.distributed import rendezvous
+from maxtext.distributed.rendezvous import missing_processes
 from tests.flags import flags
 from tests.support import TINY
 
@@ -203,3 +207,38 @@ def test_several_processes_of_gpus_without_a_cluster_are_a_mistake():
   done = subprocess.run(command, env=os.environ | flags(), capture_output=True, text=True, check=False)
   assert done.returncode == 2
   assert "hardware=gpu_multiprocess, but JAX finds no cluster here" in done.stderr
+
+
+def test_strangers_at_the_rendezvous_keep_nobody_waiting():
+  """A scanner that connects and says nothing, one that says something else, and a process that has gone."""
+  where, found = ("127.0.0.1", int(free_port())), {}
+  address = f"127.0.0.1:{where[1]}"
+
+  def join(index):
+    found[index] = missing_processes(address, 3, index, 30.0)
+
+  first = Thread(target=join, args=(0,))
+  first.start()
+  with ExitStack() as closing:
+    for text in (b"", b"7\n", b"0\n", b"GET / HTTP/1.1\r\n" * 100, b"1\n"):
+      while True:
+        with suppress(ConnectionRefusedError):
+          stranger = closing.enter_context(socket.create_connection(where))
+          break
+      stranger.sendall(text)
+    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stranger.close()
+    began = time.monotonic()
+    others = [Thread(target=join, args=(index,)) for index in (1, 2)]
+    for thread in others:
+      thread.start()
+    for thread in (first, *others):
+      thread.join(timeout=60)
+  assert found == {0: [], 1: [], 2: []}
+  assert time.monotonic() - began < 10
+
+
+def test_a_coordinator_that_accepts_and_never_answers_is_named(monkeypatch):
+  monkeypatch.setattr(rendezvous, "_LATER_SECONDS", 0.5)
+  with socket.create_server(("127.0.0.1", 0)) as silent:
+    assert missing_processes(f"127.0.0.1:{silent.getsockname()[1]}", 3, 1, 0.5) == [0]

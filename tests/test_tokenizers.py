@@ -19,7 +19,7 @@ import tokenizers
 from maxtext import ConfigError, MaxTextConfig, load_config
 from maxtext.data import chat_template, special_tokens
 from maxtext.data.options import tokenizer_options
-from maxtext.data.tokenizers import TextTokenizer, load_tokenizer, tiktoken_special
+from maxtext.data.tokenizers import TextTokenizer, load_tokenizer, tiktoken_special, train_tokenizer
 from maxtext.inference.grammar import GrammarCompiler, GrammarSpec
 from maxtext.inference.grammar_process import load_token_table
 from tests import vocabularies
@@ -473,3 +473,10 @@ def test_a_vocabulary_by_name_with_its_token(made, tmp_path):
   assert "A gated name needs a token: set HF_TOKEN in the environment." in refused
   assert found == open_kind(made, "huggingface").identity["sha256"]
   assert not list(tmp_path.rglob("model.safetensors")), "weights are left where they are"
+
+
+def test_a_disk_that_is_full_is_an_error_of_the_disk(tmp_path):
+  """The library raises a bare `Exception`, of which a command has no line."""
+  (tmp_path / "tokenizer.json").symlink_to("/dev/full")
+  with pytest.raises(OSError, match="No space left on device"):
+    train_tokenizer(["a text"], 300, 100, tmp_path)

@@ -22,13 +22,14 @@ from itertools import cycle
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.campaign import errors, hosts, kills, names, power_loss
+from benchmarks.campaign import errors, hosts, kills, names, partitions, power_loss
 from benchmarks.campaign.child import WrongError, cache_compiled, imported_by
 from benchmarks.campaign.results import FOLDER, WRONG, Results
 from benchmarks.campaign.targets import make_inputs
 
 FAULTS: dict[str, ModuleType] = {
-  "kills": kills, "power-loss": power_loss, "errors": errors, "names": names, "hosts": hosts
+  "kills": kills, "power-loss": power_loss, "errors": errors, "names": names, "hosts": hosts,
+  "partitions": partitions,
 }  # fmt: skip
 
 

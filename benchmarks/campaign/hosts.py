@@ -1,43 +1,40 @@
-"""Hosts of an elastic run that are lost, replaced and taken back, with packed documents of a mixture.
+"""Hosts of an elastic run that are lost, replaced and taken back, with packed documents of a mixture; and, to compare
+with, processes of a run that is started again as a whole.
 
 A host is lost when its agent is killed, and its processes with it; `maxtext launch` starts another agent in its place.
 A portion is one run. At its end the tokens of every step must be those of a run that nothing disturbs: no document is
 lost or repeated.
 """
 
-import json
 import os
 import queue
 import random
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.campaign.child import WrongError
+from benchmarks.campaign.packed import MAXTEXT, STEP, PackedRuns, environment
 from benchmarks.campaign.results import Count
-from benchmarks.campaign.targets import MODEL
-from tests.corpora import write_corpus
 
-TARGETS, INPUTS = {"4 hosts": 4, "8 hosts": 8}, False
+_AS_A_WHOLE = "4 processes, restarted as a whole"
+TARGETS, INPUTS = {"4 hosts": (4, True), "8 hosts": (8, True), _AS_A_WHOLE: (4, False)}, False
 _LOSSES = 3  # of a run
-_ROWS = 24  # of a batch; they divide among any number of hosts, or are filled up
 _PATIENCE = 240.0
-_STEP = re.compile(r"^(?:\[\d+\] )?step (\d+)/")
+_STARTING_ALL = re.compile(r"maxtext: starting all")
 _GOING_ON = re.compile(r"Going on with (\d+) of \d+ hosts")
 
 
 class Campaign:
-  """Runs of so many hosts; `following` is the number of the next."""
+  """Runs of so many hosts, elastic or not; `following` is the number of the next."""
 
-  def __init__(self, hosts: int, folder: Path) -> None:
-    self._hosts, self._folder = hosts, folder
-    corpora = [write_corpus(folder / f"corpus{n}", (37, 1, 50, 12), seed=n) for n in range(2)]
-    self._mixture = ";".join(f"{corpus},{weight}" for corpus, weight in zip(corpora, (0.7, 0.3), strict=True))
+  def __init__(self, target: tuple[int, bool], folder: Path) -> None:
+    self._runs = PackedRuns(folder)
+    self._hosts, self._elastic = target
 
   def portion(self, count: Count) -> None:
     """One run. `seconds` of `count` are those from a loss to the next step."""
@@ -45,45 +42,36 @@ class Campaign:
     rng, name = random.Random(number), f"run{number}"
     run = _Run(self._launch(name))
     try:
-      run.wait_for(_STEP)
+      run.wait_for(STEP)
       for _ in range(_LOSSES):
         lost = time.monotonic()
         os.kill(rng.choice(_children(run.process.pid)), signal.SIGKILL)
+        if not self._elastic:
+          run.wait_for(_STARTING_ALL)
+          run.wait_for(STEP)
+          count.seconds.append(round(time.monotonic() - lost, 1))
+          count.add("lost, and all were started again")
+          continue
         run.wait_for(_GOING_ON, lambda found: int(found[1]) < self._hosts)
-        run.wait_for(_STEP)
+        run.wait_for(STEP)
         count.seconds.append(round(time.monotonic() - lost, 1))
         count.add("lost, and the others went on")
         run.wait_for(_GOING_ON, lambda found: int(found[1]) == self._hosts)
-        run.wait_for(_STEP)
+        run.wait_for(STEP)
         count.add("back, and all went on")
     finally:
       code = run.end()
     if code != 128 + signal.SIGTERM:
       raise WrongError(f"{name} ended with {code}: {run.text[-3000:]}")
-    ours = self._tokens(name)
-    subprocess.run(self._train(f"{name}-whole", 1, len(ours)), check=True, capture_output=True, env=_environment())
-    if ours != self._tokens(f"{name}-whole"):
-      raise WrongError(f"{name}: the tokens of its steps are not those of a run that nothing disturbs")
+    self._runs.expect_undisturbed(name)
     count.following = [number + 1]
 
-  def _train(self, name: str, hosts: int, steps: int) -> list[str]:
-    data = {"dataset_type": "grain", "tokenize_train_data": False, "tokenizer_path": "", "num_epoch": 10_000}
-    keys = MODEL | data | {
-      "vocab_size": 1024, "grain_train_files": self._mixture, "per_device_batch_size": _ROWS / hosts, "steps": steps,
-      "base_output_directory": self._folder, "run_name": name, "ici_fsdp_parallelism": -1, "checkpoint_period": 5,
-      "jax_cache_dir": self._folder / "compiled",
-    }  # fmt: skip
-    return [sys.executable, "-m", "maxtext.cli", "train", *(f"{key}={value}" for key, value in keys.items())]
-
   def _launch(self, name: str) -> subprocess.Popen[str]:
-    words = self._train(name, self._hosts, 100_000)[3:]
+    words = self._runs.train(name, self._hosts, 100_000)
     elastic = ["elastic_enabled=true", "elastic_min_slice_count=1", "elastic_max_retries=100"]
-    command = [sys.executable, "-m", "maxtext.cli", "launch", "--processes", str(self._hosts), "--", *words, *elastic]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment())
-
-  def _tokens(self, name: str) -> list[tuple[int, float]]:
-    lines = (self._folder / name / "metrics.jsonl").read_text().splitlines()
-    return [(row["step"], row["tokens"]) for row in map(json.loads, lines)]
+    flags, keys = ([], elastic) if self._elastic else (["--restarts", "100"], [])
+    command = [*MAXTEXT, "launch", "--processes", str(self._hosts), *flags, "--", *words, *keys]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment())
 
 
 class _Run:
@@ -122,8 +110,3 @@ class _Run:
 
 def _children(pid: int) -> list[int]:
   return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _environment() -> dict[str, str]:
-  """Without the library that this process has loaded, and with one device for each process."""
-  return {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "XLA_FLAGS")}

@@ -98,7 +98,8 @@ def train_tokenizer(texts: Iterable[str], size: int, characters: int, folder: Pa
   bpe.decoder = decoders.ByteLevel()
   bpe.train_from_iterator(_first_characters(texts, characters), trainer)
   files = {name: folder / name for name in ("tokenizer.json", "tokenizer_config.json")}
-  bpe.save(str(files["tokenizer.json"]))
+  # The library itself raises no `OSError` when a disk is full.
+  files["tokenizer.json"].write_text(bpe.to_str(pretty=True), encoding="utf-8")
   files["tokenizer_config.json"].write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
   return files
 

@@ -18,6 +18,7 @@ from maxtext.distributed.hosts import ALL_HOSTS, THIS_HOST
 from maxtext.distributed.leader import ElasticPolicy, Leader
 from maxtext.distributed.membership import HostPlan, HostRecord, Membership
 from maxtext.distributed.progress import VARIABLE, read_progress
+from maxtext.distributed.reach import Door, Reach
 from maxtext.distributed.supervisor import STOPPED, describe_end, free_port, joining, write
 from maxtext.distributed.warm_process import SILENT_SECONDS, WarmProcess
 
@@ -56,6 +57,7 @@ class Agent:
     self._standby, self._command, self._host, self._policy, self._out = standby, command, host, policy, out
     self._address, self._stall_timeout = address, stall_timeout
     self._membership, self._leader = Membership(folder, host), Leader(policy)
+    self._door, self._reach = Door(address), Reach()
     self._process: WarmProcess | None = None
     self._warm: WarmProcess | None = None
     self._began = self._moved = 0.0
@@ -69,7 +71,7 @@ class Agent:
     if (rival := self._membership.rival) is not None:
       raise self._mistaken(rival)
     self._warm = self._start_warm()
-    self._membership.publish(address=self._new_address())
+    self._membership.publish(address=self._new_address(), door=self._door.address)
     with tempfile.TemporaryDirectory(prefix="maxtext-agent-") as own:
       self._progress = Path(own) / "step"
       try:
@@ -79,6 +81,7 @@ class Agent:
         for process in (self._process, self._warm):
           if process is not None:
             process.kill()
+        self._door.close()
     return code
 
   def _turn(self) -> int | None:
@@ -98,6 +101,7 @@ class Agent:
     if (rival := membership.rival) is not None and self._yields_to(rival, plan):
       raise self._mistaken(rival)
     self._check_address(live)
+    self._look_at_coordinator(plan, live)
     membership.publish(saved=max(record.saved for record in live.values()))  # known if that one is lost
     if self._leaving and self._process is None and (plan.number == 0 or self._host not in plan.members):
       return 128 + signal.SIGTERM
@@ -127,9 +131,20 @@ class Agent:
         "write the address or the name that it has in their network."
       )
 
+  def _look_at_coordinator(self, plan: HostPlan, live: Mapping[int, HostRecord]) -> None:
+    """Whether the network between this host and that one is there; the folder in which they meet may be elsewhere."""
+    self._door.answer()
+    host = plan.coordinator
+    if host is not None and host != self._host and host in live and live[host].nonce == plan.members[host]:
+      self._reach.look_at(plan.members[host], live[host].door)
+    else:
+      self._reach.look_at("", "")
+    self._membership.publish(reaches=self._reach.reached, cut_from=self._reach.cut_from)
+
   def _follow(self, plan: HostPlan) -> None:
     own = self._membership.own
-    if plan.why and own.plan and self._host == min(self._membership.live()):
+    # Where the network parts the host that leads from the run, both say so.
+    if plan.why and own.plan and self._host in (min(self._membership.live()), plan.coordinator):
       write(self._out, f"maxtext: {plan.why}.{self._describe(plan)}\n")
     if plan.action == "drain" and self._process is not None:
       self._process.terminate()

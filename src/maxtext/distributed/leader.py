@@ -48,10 +48,13 @@ class Leader:
     if mistakes := [(host, r) for host, r in following.items() if r.state == "failed" and r.code in NOT_RETRIED]:
       host, record = mistakes[0]
       return self._stop(plan, f"the process of host {host} {record.why}", max(record.code, 1))
+    apart, why = _cut_off(plan, live)
     problems = [f"host {host} is lost" for host in plan.members if host not in members]
+    problems += [why] if apart & plan.members.keys() else []
     problems += [f"host {host} is suspected: {r.why}" for host, r in members.items() if r.suspect]
     problems += [f"the process of host {host} {r.why}" for host, r in following.items() if r.state == "failed"]
     saved = max((record.saved for record in live.values()), default=-1)
+    live = {host: record for host, record in live.items() if host not in apart}
     if problems:
       retries = 1 if saved > plan.saved else plan.retries + 1
       if retries > self._policy.max_retries:
@@ -78,7 +81,11 @@ class Leader:
     return None
 
   def _may_grow(self, plan: HostPlan, live: Mapping[int, HostRecord], states: set[State], now: float) -> bool:
-    new = [host for host, record in live.items() if host not in plan.members and record.is_usable]
+    new = [
+      host
+      for host, record in live.items()
+      if host not in plan.members and record.is_usable and _reaches_coordinator(record, plan, live)
+    ]
     stepping = states == {"running"} and all(live[host].step >= 0 for host in plan.members)
     return bool(new) and stepping and now - self._since > _SETTLE_SECONDS
 
@@ -100,3 +107,23 @@ class Leader:
 
   def _stop(self, plan: HostPlan, why: str, code: int) -> HostPlan:
     return replace(plan, number=plan.number + 1, action="stop", why=why.removeprefix("; "), code=code)
+
+
+def _cut_off(plan: HostPlan, live: Mapping[int, HostRecord]) -> tuple[set[int], str]:
+  """The hosts that the network parts from the others, and how: of two sides the one with fewer members of the plan,
+  or the one that does not coordinate."""
+  first = plan.coordinator
+  if first is None or first not in live or live[first].nonce != plan.members[first]:
+    return set(), ""
+  apart = {host for host, record in live.items() if record.cut_from == plan.members[first]}
+  members, named = plan.members.keys() & apart, ", ".join(map(str, sorted(apart)))
+  why = f"the network does not lead from host{'s' if len(apart) > 1 else ''} {named} to host {first}"
+  if 2 * len(members) > len(plan.members):
+    return set(plan.members.keys() - apart), why
+  return apart, why
+
+
+def _reaches_coordinator(record: HostRecord, plan: HostPlan, live: Mapping[int, HostRecord]) -> bool:
+  """Whether a host that is back would find the others; one that cannot tell does."""
+  first = plan.coordinator
+  return first is None or first not in live or not live[first].door or record.reaches == plan.members[first]

@@ -43,6 +43,9 @@ class HostRecord:
     saved: the last step of the run that is safely saved; -1 is none.
     leaving: whether it is about to end.
     suspect: whether its results are not to be trusted.
+    door: where others see that they reach it (`reach.py`).
+    reaches: the nonce of the host that coordinates, if this one reaches it now.
+    cut_from: the same, if this one has not reached it for so long that it is cut off.
   """
 
   nonce: str
@@ -59,6 +62,9 @@ class HostRecord:
   saved: int = -1
   leaving: bool = False
   suspect: bool = False
+  door: str = ""
+  reaches: str = ""
+  cut_from: str = ""
 
   @property
   def is_usable(self) -> bool:
@@ -89,6 +95,11 @@ class HostPlan:
   retries: int = 0
   saved: int = -1
   code: int = 0
+
+  @property
+  def coordinator(self) -> int | None:
+    """The host whose process the others join; None before the first plan."""
+    return min(self.members, default=None)
 
 
 class Membership:

@@ -15,7 +15,10 @@ from jax._src import distributed  # JAX has no other way to its coordinator
 from jax.experimental import multihost_utils
 
 from maxtext.configs import ConfigError, MaxTextConfig
+from maxtext.configs.errors import RunError
 from maxtext.distributed.cluster import find_cluster
+from maxtext.distributed.hosts import ALL_HOSTS
+from maxtext.distributed.peers import JAX_LOST_SECONDS, watch_peers
 from maxtext.distributed.rendezvous import missing_processes
 
 INIT_FILE = "jax-init-info.txt"
@@ -30,10 +33,16 @@ def join(config: MaxTextConfig) -> None:
 
   Processes that were started by hand or by `maxtext launch` find the address of process 0 in the environment. With
   local checkpoints the orchestrator assigns the process indices, so that a machine gets its own shards again, and
-  writes them to a file there. Otherwise JAX's cluster detection decides (`cluster.py`).
+  writes them to a file there. Otherwise JAX's cluster detection decides (`cluster.py`). Then the processes watch each
+  other (`peers.py`).
   """
   if config.skip_jax_distributed_system or jax.distributed.is_initialized():
     return
+  _join(config)
+  watch_peers()
+
+
+def _join(config: MaxTextConfig) -> None:
   seconds, env = config.jax_distributed_initialization_timeout, os.environ
   if not config.enable_checkpointing:  # it would hold back SIGTERM for a save that never comes
     jax.config.update("jax_enable_preemption_service", False)
@@ -46,7 +55,9 @@ def join(config: MaxTextConfig) -> None:
     if "JAX_NUM_PROCESSES" in env:
       _join_by_address(address, index, seconds)
     else:
-      jax.distributed.initialize(address, process_id=index, initialization_timeout=seconds)
+      jax.distributed.initialize(
+        address, process_id=index, initialization_timeout=seconds, heartbeat_timeout_seconds=JAX_LOST_SECONDS
+      )
   elif cluster:
     _join_by_detection(config)
 
@@ -142,16 +153,25 @@ def gather_problems(name: str, own: str, seconds: float) -> dict[int, str]:
 def _join_by_address(address: str, index: int, seconds: int) -> None:
   count = _read_number("JAX_NUM_PROCESSES")
   if missing := missing_processes(address, count, index, seconds):
-    raise ConfigError(
+    # The agents of an elastic run have started every process: one that is missing is lost, which is nobody's mistake.
+    raise (RunError if ALL_HOSTS in os.environ else ConfigError)(
       f"Process {index} of {count} waited {seconds} s at {address} for process {', '.join(map(str, missing))}. "
       f"See that every process is started, or raise jax_distributed_initialization_timeout={seconds}."
     )
-  jax.distributed.initialize(address, num_processes=count, process_id=index, initialization_timeout=seconds)
+  jax.distributed.initialize(
+    address,
+    num_processes=count,
+    process_id=index,
+    initialization_timeout=seconds,
+    heartbeat_timeout_seconds=JAX_LOST_SECONDS,
+  )
 
 
 def _join_by_detection(config: MaxTextConfig) -> None:
   try:
-    jax.distributed.initialize(initialization_timeout=config.jax_distributed_initialization_timeout)
+    jax.distributed.initialize(
+      initialization_timeout=config.jax_distributed_initialization_timeout, heartbeat_timeout_seconds=JAX_LOST_SECONDS
+    )
   except ValueError as error:
     raise ConfigError(
       f"hardware={config.hardware}, but JAX finds no cluster here that it can join ({error}) Start the run with Slurm, "

@@ -52,6 +52,10 @@ class EventHook:
     if isinstance(error, Exception) and not isinstance(error, ConfigError):
       self._tell("failure", redact(str(error)) or type(error).__name__)
 
+  def failed(self, why: str) -> None:
+    """The run ends here, without an error that leaves the block."""
+    self._tell("failure", why)
+
   def finished(self, step: int) -> None:
     """A step has finished."""
     with self._lock:

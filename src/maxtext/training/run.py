@@ -32,6 +32,7 @@ from maxtext.distributed.multihost import (
   join,
   process_folder,
 )
+from maxtext.distributed.peers import before_end
 from maxtext.logs import debug_loggers, readable_duration, setup_logging
 from maxtext.mesh.chips import find_chip
 from maxtext.mesh.devices import make_mesh
@@ -197,6 +198,7 @@ def train(
     if config.event_command and first:
       events = EventHook(config.event_command, name, steps.start, config.event_stall_seconds)
       closing.enter_context(events)
+      closing.callback(before_end(events.failed))
     replicas = _replica_checks(program, steps.start, checkpoints)
     check = replicas[0].check if replicas else _unchecked
     callbacks = [

@@ -25,7 +25,7 @@ def write_tokenizer(tokenizer: TextTokenizer, folder: Path) -> None:
   converted = _CONVERT[TokenizerType(tokenizer.kind)](folder)
   if converted.post_processor is None and tokenizer.add_bos and tokenizer.bos is not None:
     converted.post_processor = _prefix_template(tokenizer.vocabulary.name(tokenizer.bos), tokenizer.bos)
-  converted.save(str(folder / _VOCABULARY))
+  write_file(folder / _VOCABULARY, [converted.to_str(pretty=True).encode()])
   existing = json.loads((folder / _CONFIG).read_text(encoding="utf-8")) if (folder / _CONFIG).exists() else {}
   tokens = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.vocabulary.pad}
   names = {name: tokenizer.vocabulary.name(token) for name, token in tokens.items() if token is not None}
@@ -38,7 +38,7 @@ def write_tokenizer(tokenizer: TextTokenizer, folder: Path) -> None:
 def _hugging_face(folder: Path) -> Any:
   import tokenizers
 
-  return tokenizers.Tokenizer.from_file(str(folder / _VOCABULARY))
+  return tokenizers.Tokenizer.from_str((folder / _VOCABULARY).read_text(encoding="utf-8"))
 
 
 def _sentence_piece(folder: Path) -> Any:
