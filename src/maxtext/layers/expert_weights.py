@@ -1,9 +1,9 @@
 """The gradient of the weights of experts' outputs, without the outputs.
 
-An expert's output is out = hidden x down, so the weight's gradient <gradient, out> is <gradient x down^T, hidden>, and
-the backward pass has both: the gradient of the hidden values, which holds the weight as a factor, and the hidden values,
+An expert's output is out = hidden x down, so the weight's gradient <gradient, out> is <gradient x down^T, hidden>. The
+backward pass has both: the gradient of the hidden values, which holds the weight as a factor, and the hidden values,
 which the gradient of `down` needs too. With the outputs, rematerialization would compute `down` a second time, and sort
-and send its outputs again, for this gradient alone.
+its outputs again, for this gradient alone.
 """
 
 import jax
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 def weigh_by_gradient(values: jax.Array, weights: jax.Array) -> jax.Array:
   """The values [...,I] themselves, of which outputs are linear that are multiplied by the weights [...] later.
 
-  The gradient of the weights comes from here, so it must not from there. A weight of 0, which is that of a row without a
-  token, has none.
+  The gradient of the weights comes from here, so it must not from there. A weight of 0, which is that of a row without
+  a token, has none.
   """
   return values
 
