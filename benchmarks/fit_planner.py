@@ -76,7 +76,7 @@ def main() -> None:
     fields = {chip: {field: getattr(one, field) for field in SPREAD} for chip, one in constants.items()}
     values = {"constants": fields, "runs": [asdict(run) for run in runs]}
     Path(str(FILE)).write_text(HEAD + yaml.safe_dump(values, sort_keys=False, width=200))
-    PAGE.write_text(_with_table(_with_table(PAGE.read_text(), table(runs)), constants_table(constants)))
+    PAGE.write_text(with_table(with_table(PAGE.read_text(), table(runs)), constants_table(constants)))
     if held_out := [run for run in timed_runs if run.held_out]:
       PICTURE.write_text(picture(held_out))
 
@@ -152,10 +152,10 @@ def constants_table(calibrations: Mapping[str, Calibration]) -> str:
   return "\n".join([f"| chip | {' | '.join(SPREAD)} |", "| --- " * (1 + len(SPREAD)) + "|", *rows])
 
 
-def _with_table(page: str, table: str) -> str:
+def with_table(page: str, table: str) -> str:
   """The page with a table in the place of the one with the same header."""
   before, header, after = page.partition(table.split("\n", 1)[0])
-  assert header, f"{PAGE} has this table"
+  assert header, "the page has this table"
   return before + table + "\n\n" + after.partition("\n\n")[2]
 
 

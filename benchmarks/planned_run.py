@@ -111,9 +111,14 @@ def main() -> None:
   parser.add_argument("--timeout", type=int, metavar="SECONDS", help="of processor time, after which it is killed")
   arguments = parser.parse_args()
   if arguments.timeout:
-    resource.setrlimit(resource.RLIMIT_CPU, (arguments.timeout, resource.RLIM_INFINITY))
+    limit_processor_time(arguments.timeout)
   parts = compiled_parts(arguments.run.planned_keys, arguments.cache, arguments.depths, quick=arguments.quick)
   PlannedRun(arguments.run, parts).write(SCHEDULED if arguments.quick else KEPT)
+
+
+def limit_processor_time(seconds: int) -> None:
+  """Has this process killed after so many seconds of processor time: on a busy machine that is what stays the same."""
+  resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
 
 
 def compiled_parts(

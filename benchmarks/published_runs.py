@@ -16,6 +16,7 @@ import argparse
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
@@ -61,17 +62,21 @@ def main() -> None:
 
 
 def plan(run: PublishedRun, cache: Path, timeout: int, depths: list[str], *, quick: bool = False) -> PlannedRun | str:
-  """Compiles a run in a process of its own; why not, if it could not. The limit is of processor time: on a busy machine
-  that is what stays the same."""
+  """Compiles a run in a process of its own; why not, if it could not."""
   command = [sys.executable, "-m", "benchmarks.planned_run", run.id, "--cache", str(cache), "--timeout", str(timeout)]
   command += ["--depths", *depths] if depths else []
   command += ["--quick"] if quick else []
+  return why_it_ended(command, timeout) or PlannedRun.best(run) or "not kept"
+
+
+def why_it_ended(command: Sequence[str], timeout: int) -> str:
+  """Runs a command that gives itself so many seconds of processor time; why it failed, empty if it did not."""
   done = subprocess.run(command, capture_output=True, text=True, check=False)
   if done.returncode == -signal.SIGXCPU:
     return f"not compiled in {timeout} s of processor time"
   if done.returncode:
     return done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
-  return PlannedRun.best(run) or "not kept"
+  return ""
 
 
 def planned_seconds(planned: PlannedRun) -> float:

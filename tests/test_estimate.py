@@ -1,5 +1,7 @@
 """The planner's clock, on schedules that are short enough to reckon by hand."""
 
+import re
+
 import pytest
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
@@ -257,10 +259,13 @@ dynamic-slice-start(%write-done, %zero, %zero, %zero), dynamic_slice_sizes={1,51
 """
 
 
-def test_what_the_host_keeps_goes_there_beside_products():
+@pytest.mark.parametrize("before_code", [False, True])
+def test_what_the_host_keeps_goes_there_beside_products(before_code):
+  """Also in a schedule before code, where such operations have no names of their own."""
+  text = re.sub(r"dynamic-(update-)?slice-(start|done)", r"async-\2", OFFLOADED) if before_code else OFFLOADED
   topology = Topology.named("v6e-4")
   mesh = Mesh(mesh_utils.create_device_mesh((4,), topology.devices()), ("fsdp",))
-  schedule = schedule_of(CompiledProgram.parse(OFFLOADED), topology, mesh)
+  schedule = schedule_of(CompiledProgram.parse(text), topology, mesh)
   found = estimate(schedule, Calibration(host=1e10)).seconds_by_kind()
   one_way, product = 512 * 256 * 2 / 1e10, 1750 / topology.chip.clock
   assert found["compute"] == pytest.approx(product)

@@ -123,6 +123,41 @@ def test_dispatches_agree(execution, dense, name, way):
   assert report.get("dropped_tokens", 0) == 0
 
 
+@pytest.mark.parametrize("method", ["dropless", "capacity"])
+def test_outputs_are_not_computed_again_for_the_gradient_of_their_weights(execution, dense, method):
+  """Under rematerialization; the gradients are those of the usual way."""
+  spec, flops, gradients = SPECS["biased, clamped"], [], []
+  for hidden in (False, True):
+    experts = ExpertDispatch(method, capacity=float(X), hidden_gradient=hidden)
+    gradients.append(run(spec, execution.replace(experts=experts), INPUT, PROBE)[0])
+    layer = randomised(spec.build(ParamFactory(0, jnp.float32), E, execution.replace(experts=experts)))
+    graph, state = nnx.split(layer)
+
+    def loss(x, state, graph=graph):
+      once = jax.checkpoint(lambda x: nnx.merge(graph, state, copy=True)(x)[0])
+      return jnp.square(once(jnp.sin(x))).sum()
+
+    flops.append(_flops(jax.make_jaxpr(jax.grad(loss))(INPUT, state).jaxpr))
+  check(gradients[1], gradients[0])
+  rows = X * B * S if method == "capacity" else 0  # a loop over tiles has no FLOPs of its own to count
+  assert flops[0] - flops[1] >= 2 * rows * F * E
+  assert flops[1] < flops[0]
+
+
+def _flops(jaxpr):
+  """Of the matmuls of a trace, each counted once."""
+  own = 0
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == "dot_general":
+      (contracted, _), _ = eqn.params["dimension_numbers"]
+      own += 2 * eqn.outvars[0].aval.size * np.prod([eqn.invars[0].aval.shape[d] for d in contracted])
+    for value in eqn.params.values():
+      for inner in value if isinstance(value, tuple | list) else (value,):
+        inner = getattr(inner, "jaxpr", inner)
+        own += _flops(inner) if hasattr(inner, "eqns") else 0
+  return own
+
+
 @pytest.mark.mesh
 @pytest.mark.parametrize(
   ("name", "way"),

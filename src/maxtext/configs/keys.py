@@ -2148,6 +2148,9 @@ class ConfigKeys(TypedDict, total=False):
   use_grpo: bool | None
   """True trains with GRPO from sampled, rewarded completions; None is unset. Default: None."""
 
+  use_hidden_router_gradient: bool
+  """True takes the router's gradient from the experts' hidden values, not from their outputs. Default: True."""
+
   use_indexer: bool
   """True has a small scorer choose the tokens each query attends to. Default: False."""
 

@@ -29,9 +29,15 @@ class Routing(NamedTuple):
 
 class Experts(Protocol):
   """The module of the experts of one device, applied to rows [M,E] sorted by expert with their sizes [X], or to [X,C,E]
-  without. Their hidden width is sharded over `parts` devices."""
+  without. Their hidden width is sharded over `parts` devices. With `weights` of the rows, which multiply the outputs
+  later, their gradient is of the hidden values (`expert_weights.py`), where that is `exact`."""
 
-  def __call__(self, x: jax.Array, sizes: jax.Array | None, parts: int = 1) -> jax.Array: ...
+  @property
+  def exact(self) -> bool: ...
+
+  def __call__(
+    self, x: jax.Array, sizes: jax.Array | None, parts: int = 1, weights: jax.Array | None = None
+  ) -> jax.Array: ...
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,8 @@ class ExpertDispatch:
     float32_logits: the router's logits are computed in float32.
     random: tokens are routed to random experts, to measure speed under an even load.
     gather_gradients: the gradient of sorting is a gather, instead of the scatter that JAX derives.
+    hidden_gradient: the gradient of the weights is of the experts' hidden values, where that is exact and tokens are
+      not sent to other devices.
   """
 
   method: Literal["dense", "capacity", "dropless"] = "dropless"
@@ -63,6 +71,7 @@ class ExpertDispatch:
   float32_logits: bool = False
   random: bool = False
   gather_gradients: bool = True
+  hidden_gradient: bool = True
 
   @property
   def drops(self) -> bool:
@@ -134,11 +143,16 @@ class ExpertDispatch:
     where = row, jnp.where(fits, expert, count), slot
     occupant = jnp.full((B, count, capacity), S).at[where].set(jnp.broadcast_to(token, (B, S * K)), mode="drop")
     rows = x.at[jnp.arange(B)[:, None, None], occupant].get(mode="fill", fill_value=0)
-    weights = jnp.where(fits, part.weights.reshape(B, S * K), 0)
-    if weigh_inputs:
+    weights, scale = jnp.where(fits, part.weights.reshape(B, S * K), 0), None
+    if weigh_inputs or (self.hidden_gradient and experts.exact):
       scale = jnp.zeros((B, count, capacity)).at[where].set(weights, mode="drop")
-      rows, weights = rows * scale[..., None].astype(x.dtype), fits.astype(jnp.float32)
-    out = experts(rows.swapaxes(0, 1).reshape(count, B * capacity, E), None, parts).reshape(count, B, capacity, E)
+    if weigh_inputs:
+      assert scale is not None
+      rows, weights, scale = rows * scale[..., None].astype(x.dtype), fits.astype(jnp.float32), None
+    if scale is not None:
+      weights, scale = jax.lax.stop_gradient(weights), scale.swapaxes(0, 1).reshape(count, B * capacity)
+    out = experts(rows.swapaxes(0, 1).reshape(count, B * capacity, E), None, parts, scale)
+    out = out.reshape(count, B, capacity, E)
     back = out.at[jnp.where(fits, expert, count), row, slot].get(mode="fill", fill_value=0)
     y = self._weighted(back, weights[..., None]).reshape(B, S, K, E).sum(2)
     return y, ((expert < count) & ~fits).sum()
@@ -170,8 +184,10 @@ class ExpertDispatch:
     if over:
       out, sent = self._send(experts, sorted_rows, wanted.reshape(-1, count), parts, over)
     else:
-      sizes = jnp.diff(jnp.minimum(jnp.cumsum(wanted), rows), prepend=0)
-      out, sent = experts(sorted_rows, sizes, parts), sizes.sum()
+      sizes, scale = jnp.diff(jnp.minimum(jnp.cumsum(wanted), rows), prepend=0), None
+      if self.hidden_gradient and experts.exact and not weigh_inputs:
+        weights, scale = jax.lax.stop_gradient(weights), move(weights, order, slot, 1)[:, 0]
+      out, sent = experts(sorted_rows, sizes, parts, scale), sizes.sum()
     y = self._weighted(move(out, slot, order, 1), weights).reshape(B, S, K, E).sum(2)
     return y, wanted.sum() - sent
 

@@ -15,6 +15,7 @@ from maxtext.kernels.grouped_matmul import GroupedMatmul, group_of_each_row
 from maxtext.layers.execution import ExecutionConfig
 from maxtext.layers.expert_dispatch import Routing
 from maxtext.layers.expert_parallel import expert_parallel
+from maxtext.layers.expert_weights import weigh_by_gradient
 from maxtext.layers.linear import Linear
 from maxtext.layers.matmul_call import MatmulCall
 from maxtext.layers.mlp import ACTIVATIONS, MLP
@@ -114,12 +115,23 @@ class ExpertMLP(nnx.Module):
     self.up = ExpertLinear(factory.scope("up"), outside, inside, execution, "moe_mlpwi_1", **kind)
     self.down = ExpertLinear(factory.scope("down"), inside, outside, execution, "moe_mlpwo", **kind)
 
-  def __call__(self, x: jax.Array, sizes: jax.Array | None, parts: int = 1) -> jax.Array:
+  @property
+  def exact(self) -> bool:
+    """Whether no implementation of the matmul rounds what it multiplies, or adds to it."""
+    return not self.execution.matmul
+
+  def __call__(
+    self, x: jax.Array, sizes: jax.Array | None, parts: int = 1, weights: jax.Array | None = None
+  ) -> jax.Array:
     """Rows [M,E] sorted by expert with their sizes [X], or [X,C,E] without.
 
-    `parts` is the number of devices that the hidden width is sharded over, whose outputs will be summed.
+    `parts` is the number of devices that the hidden width is sharded over, whose outputs will be summed. `weights` are
+    those of the rows, if their gradient is taken here.
     """
-    return self.down.grouped(self._hidden(x, sizes), sizes, self.execution.kernels.experts.wo, parts)
+    hidden = self._hidden(x, sizes)
+    if weights is not None:
+      hidden = weigh_by_gradient(hidden, weights)
+    return self.down.grouped(hidden, sizes, self.execution.kernels.experts.wo, parts, weights)
 
   def _hidden(self, x: jax.Array, sizes: jax.Array | None) -> jax.Array:
     wi = self.execution.kernels.experts.wi
@@ -143,18 +155,29 @@ class ExpertMLP(nnx.Module):
 class ExpertLinear(Linear):
   """A `Linear` per expert; its factory stacks the variables of all experts."""
 
-  def grouped(self, x: jax.Array, sizes: jax.Array | None, kernel: GroupedMatmul, parts: int = 1) -> jax.Array:
-    """Rows [M,I] with sizes [X] to [M,O], or [X,C,I] to [X,C,O]."""
+  def grouped(
+    self,
+    x: jax.Array,
+    sizes: jax.Array | None,
+    kernel: GroupedMatmul,
+    parts: int = 1,
+    weights: jax.Array | None = None,
+  ) -> jax.Array:
+    """Rows [M,I] with sizes [X] to [M,O], or [X,C,I] to [X,C,O]; `weights` as of `finish`."""
     dtype = self.execution.numerics.dtype
     contraction = "xci,xio->xco" if sizes is None else "mi,xio->mo"
     call = MatmulCall(
       self.site, contraction, dtype, self.execution.numerics.precision, kernel=kernel, group_sizes=sizes
     )
-    return self.finish(self._run(call, x, None), sizes, parts)
+    return self.finish(self._run(call, x, None), sizes, parts, weights)
 
-  def finish(self, y: jax.Array, sizes: jax.Array | None, parts: int = 1) -> jax.Array:
-    """The output of a matmul with the bias, and the name by which a remat policy may save it."""
+  def finish(
+    self, y: jax.Array, sizes: jax.Array | None, parts: int = 1, weights: jax.Array | None = None
+  ) -> jax.Array:
+    """The output of a matmul with the bias, and the name by which a remat policy may save it. The bias has its part in
+    the gradient of the rows' `weights`, if that is taken here."""
     if self.bias is not None:
       bias = self.bias[...].astype(self.execution.numerics.dtype) / parts
-      y = y + (bias[:, None] if sizes is None else bias[group_of_each_row(sizes, y.shape[0])])
+      rows = bias[:, None] if sizes is None else bias[group_of_each_row(sizes, y.shape[0])]
+      y = y + (rows if weights is None else weigh_by_gradient(jnp.broadcast_to(rows, y.shape), weights))
     return checkpoint_name(y, self.name)

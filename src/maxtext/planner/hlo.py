@@ -33,7 +33,8 @@ _CHANNEL = re.compile(r"channel_id=(\d+)")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _REDUCE_SCATTER_NAME = "all-reduce-scatter"  # prefix of the names of computations that reduce and keep one shard
 _ASYNC_STARTS = ("async-start", "call-start")  # the latter runs on a core of the chip that moves data
-_MOVES = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
+# A schedule before code has the last three as the general form, and their names as names of instructions.
+_MOVES = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start", "async-start")
 _HOST = "S(5)"  # the host's memory, in layouts
 _FUSED_COLLECTIVES = ("AsyncCollectiveStart", "AsyncCollectiveDone")
 _TABLE_ROW = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')

@@ -76,6 +76,7 @@ class PublishedRun:
       **self.keys,
       "override_model_config": True,
       "dataset_type": "synthetic",
+      "use_hidden_router_gradient": False,  # this project's own; what they ran computed the experts' outputs again
       "compile_topology": self.topology,
       "compile_topology_num_slices": self.slices,
       "compile_xla_flags": " ".join(f"--{name}={_flag_value(value)}" for name, value in flags.items()),

@@ -113,16 +113,16 @@ class _ScheduleReader:
       elif i.opcode in ("call", "conditional"):
         for target in called_computations(i):
           parts += self.read(target)
-      elif transfer := self._program.transfer(i):
-        if transfer.starts:
-          in_flight[transfer.key] = transfer.collective
-        if transfer.key in in_flight:
-          parts.append(self._collective(in_flight[transfer.key], i, transfer))
       elif i.host_bytes:
         with_host.add(i.name)
         parts.append(self._with_host(i, i.name, i.host_bytes))
       elif with_host.intersection(i.operands) and i.opcode.endswith("-done"):
         parts.append(self._with_host(i, i.operands[0], 0))
+      elif transfer := self._program.transfer(i):
+        if transfer.starts:
+          in_flight[transfer.key] = transfer.collective
+        if transfer.key in in_flight:
+          parts.append(self._collective(in_flight[transfer.key], i, transfer))
       elif work := self._on_chip(computation, i):
         parts.append(work)
     return parts

@@ -25,6 +25,9 @@ class MoEGeneral(Section):
     0.0, ge=0, description="Weight of the loss for even use of experts; 0 is none."
   )
   use_custom_sort_vjp: bool = Field(True, description="True uses a hand-written gradient for sorting tokens by expert.")
+  use_hidden_router_gradient: bool = Field(
+    True, description="True takes the router's gradient from the experts' hidden values, not from their outputs."
+  )
   use_ring_of_experts: bool = Field(
     False,
     description="True gathers tokens on every expert shard and reduce-scatters the results; false sends each token "

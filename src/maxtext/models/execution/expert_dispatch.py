@@ -51,6 +51,7 @@ def dispatch(config: MaxTextConfig, mesh: Mesh) -> ExpertDispatch:
     float32_logits=c.float32_gate_logits,
     random=c.use_random_routing,
     gather_gradients=c.use_custom_sort_vjp,
+    hidden_gradient=c.use_hidden_router_gradient,
   )
 
 
