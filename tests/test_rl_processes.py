@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -183,11 +184,14 @@ LAGS = {
 @pytest.mark.slow
 def test_stopped_and_resumed_in_a_thread_the_bits_are_the_same(processes, tmp_path):
   """With a batch that was made ahead in the checkpoint; and process 1 takes longer to answer."""
-  finish(processes(1, **LAGS, run_name="whole"))
+  changes = LAGS | {"max_num_checkpoints_to_keep": 9}
+  finish(processes(1, **changes, run_name="whole"))
   assert [row["rollout_version"] for row in metrics(tmp_path / "whole")] == [0, 0, 1, 2]
-  slow = ({}, {"SLOW": "0.5"})
-  finish(processes(1, **LAGS | {"num_batches": 2}, run_name="parts", variables=slow))
-  finish(processes(1, **LAGS, run_name="parts", variables=slow))
+  shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+  for step in (3, 4):  # as where it is killed before they are saved
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / str(step))
+  (said, _) = finish(processes(1, **changes, run_name="parts", variables=({}, {"SLOW": "0.5"})))
+  assert "resuming from" in said
   same_run(tmp_path / "parts", tmp_path / "whole", exact=True)
 
 
