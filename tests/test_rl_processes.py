@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+import maxtext
 from maxtext import ConfigError, load_config
 from maxtext.mesh.devices import make_mesh
 from maxtext.rl.devices import check_room
@@ -24,10 +25,12 @@ from tests.test_agreement import ended, free_port
 from tests.test_rl import EXPERTS, MAXTEXT, keys
 from tests.test_rl import folder as tasks_folder
 from tests.test_rl import run as rl_run
+from tests.test_rl_images import folder as pictures_folder
+from tests.test_rl_images import keys as image_keys
 from tests.test_weights_at_rest import loaded
 
 pytestmark = pytest.mark.mesh
-folder, run = tasks_folder, rl_run
+folder, run, pictures = tasks_folder, rl_run, pictures_folder
 SAVED = {"enable_checkpointing": True, "async_checkpointing": False, "checkpoint_period": 1}
 MEASURED = ("loss", "grad_norm", "reward", "reward_deviation", "entropy", "answer_tokens", "groups")
 
@@ -67,8 +70,8 @@ def processes(folder, tmp_path):
   """Starts runs of two processes."""
   started = []
 
-  def start(devices=4, variables=({}, {}), **changes):
-    values = keys(folder, tmp_path, **changes)
+  def start(devices=4, variables=({}, {}), values=None, **changes):
+    values = values or keys(folder, tmp_path, **changes)
     words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     joining = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     pair = [
@@ -128,6 +131,14 @@ def test_conversations_of_two_processes_are_those_of_one(run, processes, folder,
   figures, _ = run(**changes, run_name="one")
   assert figures[0]["turns"] > 1
   finish(processes(**changes, run_name="two"))
+  same_run(tmp_path / "two", tmp_path / "one", exact=False)
+
+
+@pytest.mark.nightly
+def test_pictures_of_two_processes_are_those_of_one(processes, pictures, tmp_path):
+  values = image_keys(pictures, tmp_path, run_name="one", **SAVED)
+  maxtext.train(load_config(**values))
+  finish(processes(values=values | {"run_name": "two"}))
   same_run(tmp_path / "two", tmp_path / "one", exact=False)
 
 

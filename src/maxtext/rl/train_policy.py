@@ -8,7 +8,6 @@ import jax
 import optax
 
 from maxtext.configs import ConfigError, MaxTextConfig
-from maxtext.data.options import media_options
 from maxtext.distributed.agreement import agree
 from maxtext.distributed.exchange import Exchange
 from maxtext.distributed.multihost import check_joined, join
@@ -128,7 +127,7 @@ def _prepare(config: MaxTextConfig) -> tuple[RolloutSource, list[Task], PolicyUp
   check_joined(config)
   agree_on_start(config)
   if jax.process_count() > 1:
-    _check_processes(config)
+    _check_shares_devices(config)
   updates, opened, exchange = policy_updates(config, jax.devices()), list[_Opened](), Exchange("rollouts")
 
   def open_source() -> bytes:
@@ -146,14 +145,9 @@ def _prepare(config: MaxTextConfig) -> tuple[RolloutSource, list[Task], PolicyUp
   return source, held_out, updates
 
 
-def _check_processes(config: MaxTextConfig) -> None:
-  """Raises where a run of several processes would send parameters to devices of their own, or bring pictures."""
+def _check_shares_devices(config: MaxTextConfig) -> None:
+  """Raises where a run of several processes would send parameters to devices of their own."""
   c, count = config, jax.process_count()
-  if media_options(c) is not None:
-    raise ConfigError(
-      f"use_multimodal=true trains on pictures in a run of one process, and this run has {count}: write "
-      f"image_slots_per_row=0, which trains on text alone, or start one process."
-    )
   if c.sampler_address:
     raise ConfigError(
       f"sampler_address={c.sampler_address} generates for a trainer of one process, and this run has {count}: leave it "
