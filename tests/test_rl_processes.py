@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+import maxtext
 from maxtext import ConfigError, load_config
 from maxtext.mesh.devices import make_mesh
 from maxtext.rl.devices import check_room
@@ -23,10 +25,13 @@ from tests.test_agreement import ended, free_port
 from tests.test_rl import EXPERTS, MAXTEXT, keys
 from tests.test_rl import folder as tasks_folder
 from tests.test_rl import run as rl_run
+from tests.test_rl_images import folder as pictures_folder
+from tests.test_rl_images import keys as image_keys
 from tests.test_weights_at_rest import loaded
 
 pytestmark = pytest.mark.mesh
-folder, run = tasks_folder, rl_run
+folder, run, pictures = tasks_folder, rl_run, pictures_folder
+SAVED = {"enable_checkpointing": True, "async_checkpointing": False, "checkpoint_period": 1}
 MEASURED = ("loss", "grad_norm", "reward", "reward_deviation", "entropy", "answer_tokens", "groups")
 
 # Half of the tasks teach nothing; on a process that is slow, one batch takes its time.
@@ -65,8 +70,8 @@ def processes(folder, tmp_path):
   """Starts runs of two processes."""
   started = []
 
-  def start(devices=4, variables=({}, {}), **changes):
-    values = keys(folder, tmp_path, log_period=1, **changes)
+  def start(devices=4, variables=({}, {}), values=None, **changes):
+    values = values or keys(folder, tmp_path, **changes)
     words = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     joining = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     pair = [
@@ -109,7 +114,34 @@ def same_run(two, one, exact):
   assert (two / "rollouts.jsonl").read_text() == (one / "rollouts.jsonl").read_text()
 
 
-SAVED = {"enable_checkpointing": True, "async_checkpointing": False, "checkpoint_period": 1}
+TALKS = """
+class Talks:
+  def reset(self, task):
+    self.answer = task.answer
+
+  def step(self, text):
+    return "ab", float(text.count(self.answer)), False
+"""
+
+
+@pytest.mark.nightly
+def test_conversations_of_two_processes_are_those_of_one(run, processes, folder, tmp_path):
+  (folder / "talks.py").write_text(TALKS)
+  changes = {"rl_environment": "talks:Talks", "max_turns": 3, "max_target_length": 16, "num_batches": 2, **SAVED}
+  figures, _ = run(**changes, run_name="one")
+  assert figures[0]["turns"] > 1
+  finish(processes(**changes, run_name="two"))
+  same_run(tmp_path / "two", tmp_path / "one", exact=False)
+
+
+@pytest.mark.nightly
+def test_pictures_of_two_processes_are_those_of_one(processes, pictures, tmp_path):
+  values = image_keys(pictures, tmp_path, run_name="one", **SAVED)
+  maxtext.train(load_config(**values))
+  finish(processes(values=values | {"run_name": "two"}))
+  same_run(tmp_path / "two", tmp_path / "one", exact=False)
+
+
 DYNAMIC = {
   "batch_size": 5, "dynamic_sampling": 2, "reward_functions": ["picky:picky"], "num_batches": 3, "num_iterations": 2,
   "num_test_batches": 1, "eval_interval": 3, **SAVED,
@@ -152,11 +184,14 @@ LAGS = {
 @pytest.mark.slow
 def test_stopped_and_resumed_in_a_thread_the_bits_are_the_same(processes, tmp_path):
   """With a batch that was made ahead in the checkpoint; and process 1 takes longer to answer."""
-  finish(processes(1, **LAGS, run_name="whole"))
+  changes = LAGS | {"max_num_checkpoints_to_keep": 9}
+  finish(processes(1, **changes, run_name="whole"))
   assert [row["rollout_version"] for row in metrics(tmp_path / "whole")] == [0, 0, 1, 2]
-  slow = ({}, {"SLOW": "0.5"})
-  finish(processes(1, **LAGS | {"num_batches": 2}, run_name="parts", variables=slow))
-  finish(processes(1, **LAGS, run_name="parts", variables=slow))
+  shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+  for step in (3, 4):  # as where it is killed before they are saved
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / str(step))
+  (said, _) = finish(processes(1, **changes, run_name="parts", variables=({}, {"SLOW": "0.5"})))
+  assert "resuming from" in said
   same_run(tmp_path / "parts", tmp_path / "whole", exact=True)
 
 

@@ -107,9 +107,12 @@ class ProcessEngine:
   def load(self, params: Params, version: int) -> Params:
     jax.block_until_ready(params)  # the step that makes them is no part of the transfer
     began = time.monotonic()
-    shardings = {path: NamedSharding(self._all_parts, _spec(struct)) for path, struct in self._structs.items()}
-    everywhere = jax.block_until_ready(jax.device_put({path: params[path] for path in shardings}, shardings))
-    placed = {path: _local(array, self._structs[path]) for path, array in everywhere.items()}
+    placed: Params = {}
+    for path, struct in self._structs.items():
+      # One after the other: of those started together, a process may run some that wait for another process, which runs
+      # others and waits for this one.
+      everywhere = jax.device_put(params[path], NamedSharding(self._all_parts, _spec(struct)))
+      placed[path] = _local(jax.block_until_ready(everywhere), struct)
     self.sync_metrics = sync_metrics(params, time.monotonic() - began)
     return placed
 
