@@ -51,6 +51,7 @@ AGENT = """if True:
   folder, host, hosts, least, timeout = sys.argv[1], *map(int, sys.argv[2:6])
   heartbeat.BEAT_SECONDS, warm_process.SILENT_SECONDS, agent.SILENT_SECONDS = 0.1, 5.0, 5.0
   membership._BEAT_SECONDS, leader._SETTLE_SECONDS, leader._ANSWER_SECONDS = 0.1, 0.5, 3.0
+  leader._REPORT_SECONDS = 1.0
   agent._LISTEN_SECONDS = 0.5
   reach.CUT_SECONDS, reach._EVERY_SECONDS, reach._CONNECT_SECONDS = 1.0, 0.2, 0.5
   policy = leader.ElasticPolicy(hosts, least, timeout, 3)
@@ -246,11 +247,12 @@ def test_a_warm_process_that_ends_leaves_nothing(tmp_path):
 RECORD = HostRecord("n", 1, "", "", address="a:1", state="running", plan=1, step=3)
 
 
-def decide(plan, records, seconds=5.0):
-  """The leader's plan, when every host beats on."""
+def decide(plan, records, *seconds):
+  """The leader's plan at the last of these times, when every host beats on."""
   leader = Leader(ElasticPolicy(3, 1, 60.0, 2))
-  leader.next_plan(plan, records, 0.0)
-  return leader.next_plan(plan, {host: replace(r, beat=r.beat + 1) for host, r in records.items()}, seconds)
+  for beat, now in enumerate((0.0, *(seconds or (5.0,)))):
+    made = leader.next_plan(plan, {host: replace(r, beat=r.beat + beat) for host, r in records.items()}, now)
+  return made
 
 
 def test_what_the_leader_decides():
@@ -269,7 +271,7 @@ def test_what_the_leader_decides():
   assert decide(tired, again).action == "stop"
   further = {host: replace(record, saved=11) for host, record in again.items()}
   assert decide(tired, further).retries == 1, "a step was saved between"
-  grow = decide(replace(plan, members={0: "n", 1: "n"}), running, seconds=60.0)
+  grow = decide(replace(plan, members={0: "n", 1: "n"}), running, 60.0)
   assert (grow.action, set(grow.members)) == ("drain", {0, 1})
 
 
@@ -278,14 +280,15 @@ def test_hosts_that_the_network_parts_are_left_out():
   plan = HostPlan(1, "run", {host: f"n{host}" for host in range(4)}, saved=10)
   running = {host: replace(RECORD, nonce=f"n{host}", door="a:2", reaches="n0") for host in range(4)}
   cut = replace(RECORD, door="a:2", cut_from="n0")
-  one = decide(plan, running | {2: replace(cut, nonce="n2")})
+  one = decide(plan, running | {2: replace(cut, nonce="n2")}, 5.0, 6.0)
   assert (one.action, set(one.members)) == ("run", {0, 1, 3})
   assert one.why == "the network does not lead from host 2 to host 0"
-  three = decide(plan, running | {host: replace(cut, nonce=f"n{host}") for host in (1, 2, 3)})
+  assert decide(plan, running | {2: replace(cut, nonce="n2")}, 2.0, 3.0) is None, "others may report the same"
+  three = decide(plan, running | {host: replace(cut, nonce=f"n{host}") for host in (1, 2, 3)}, 5.0, 6.0)
   assert (three.action, set(three.members)) == ("run", {1, 2, 3})
   rest = replace(plan, members={0: "n0", 1: "n1"})
-  assert decide(rest, running | {2: replace(cut, nonce="n2"), 3: replace(cut, nonce="n3")}, seconds=60.0) is None
-  back = decide(rest, running | {3: replace(cut, nonce="n3")}, seconds=60.0)
+  assert decide(rest, running | {2: replace(cut, nonce="n2"), 3: replace(cut, nonce="n3")}, 5.0, 60.0) is None
+  back = decide(rest, running | {3: replace(cut, nonce="n3")}, 5.0, 60.0)
   assert back.action == "drain", "host 2 reaches the others again"
   gone = {host: record for host, record in running.items() if host} | {2: replace(cut, nonce="n2")}
   assert decide(plan, gone).why == "host 0 is lost"
