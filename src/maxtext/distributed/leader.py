@@ -8,7 +8,6 @@ from maxtext.distributed.membership import HostPlan, HostRecord, State
 from maxtext.distributed.supervisor import NOT_RETRIED
 
 _ANSWER_SECONDS = 5.0  # in which a host that is there beats again
-_REPORT_SECONDS = 4.0  # in which all hosts of one side find that the network parts them from the other
 _SETTLE_SECONDS = 10.0  # from a start to the next growth: hosts that return together are taken together
 
 
@@ -36,13 +35,12 @@ class Leader:
     self._policy = policy
     self._plan, self._since = -1, 0.0  # the last plan that was seen, and since when
     self._waiting: float | None = None  # since when hosts are wanted
-    self._parted: float | None = None  # since when the network parts some from others
     self._beats: dict[int, int] = {}  # of every host, when they began to be wanted
 
   def next_plan(self, plan: HostPlan, live: Mapping[int, HostRecord], now: float) -> HostPlan | None:
     """The plan after this one; None while nothing is to be changed."""
     if plan.number != self._plan:
-      self._plan, self._since, self._waiting, self._parted = plan.number, now, None, None
+      self._plan, self._since, self._waiting = plan.number, now, None
     if plan.action == "stop":
       return None
     members = {host: live[host] for host, nonce in plan.members.items() if host in live and live[host].nonce == nonce}
@@ -50,7 +48,7 @@ class Leader:
     if mistakes := [(host, r) for host, r in following.items() if r.state == "failed" and r.code in NOT_RETRIED]:
       host, record = mistakes[0]
       return self._stop(plan, f"the process of host {host} {record.why}", max(record.code, 1))
-    apart, why = self._cut_off(plan, live, now)
+    apart, why = _cut_off(plan, live)
     problems = [f"host {host} is lost" for host in plan.members if host not in members]
     problems += [why] if apart & plan.members.keys() else []
     problems += [f"host {host} is suspected: {r.why}" for host, r in members.items() if r.suspect]
@@ -82,22 +80,6 @@ class Leader:
       return replace(plan, number=plan.number + 1, action="drain", why="a host is back: every process saves and ends")
     return None
 
-  def _cut_off(self, plan: HostPlan, live: Mapping[int, HostRecord], now: float) -> tuple[set[int], str]:
-    """The hosts that the network parts from the others, and how: of two sides the one with fewer members of the plan,
-    or the one that does not coordinate. None until all have had the time to find it."""
-    first = plan.coordinator
-    apart = set[int]()
-    if first is not None and first in live and live[first].nonce == plan.members[first]:
-      apart = {host for host, record in live.items() if record.cut_from == plan.members[first]}
-    self._parted = (now if self._parted is None else self._parted) if apart else None
-    if self._parted is None or now - self._parted < _REPORT_SECONDS:
-      return set(), ""
-    members, named = plan.members.keys() & apart, ", ".join(map(str, sorted(apart)))
-    why = f"the network does not lead from host{'s' if len(apart) > 1 else ''} {named} to host {first}"
-    if 2 * len(members) > len(plan.members):
-      return set(plan.members.keys() - apart), why
-    return apart, why
-
   def _may_grow(self, plan: HostPlan, live: Mapping[int, HostRecord], states: set[State], now: float) -> bool:
     new = [
       host
@@ -125,6 +107,23 @@ class Leader:
 
   def _stop(self, plan: HostPlan, why: str, code: int) -> HostPlan:
     return replace(plan, number=plan.number + 1, action="stop", why=why.removeprefix("; "), code=code)
+
+
+def _cut_off(plan: HostPlan, live: Mapping[int, HostRecord]) -> tuple[set[int], str]:
+  """The hosts that the network parts from the others, and how: of two sides the one with fewer members of the plan, or
+  the one that does not coordinate."""
+  first = plan.coordinator
+  if first is None or first not in live or live[first].nonce != plan.members[first]:
+    return set(), ""
+  apart = {host for host, record in live.items() if record.cut_from == plan.members[first]}
+  others = [live[host] for host in plan.members if host in live and host != first]
+  if not apart or not all(record.cut_from or record.reaches for record in others):
+    return set(), ""  # some of one side may not know it yet
+  members, named = plan.members.keys() & apart, ", ".join(map(str, sorted(apart)))
+  why = f"the network does not lead from host{'s' if len(apart) > 1 else ''} {named} to host {first}"
+  if 2 * len(members) > len(plan.members):
+    return set(plan.members.keys() - apart), why
+  return apart, why
 
 
 def _reaches_coordinator(record: HostRecord, plan: HostPlan, live: Mapping[int, HostRecord]) -> bool:
