@@ -246,11 +246,12 @@ def test_a_warm_process_that_ends_leaves_nothing(tmp_path):
 RECORD = HostRecord("n", 1, "", "", address="a:1", state="running", plan=1, step=3)
 
 
-def decide(plan, records, seconds=5.0):
-  """The leader's plan, when every host beats on."""
+def decide(plan, records, *seconds):
+  """The leader's plan at the last of these times, when every host beats on."""
   leader = Leader(ElasticPolicy(3, 1, 60.0, 2))
-  leader.next_plan(plan, records, 0.0)
-  return leader.next_plan(plan, {host: replace(r, beat=r.beat + 1) for host, r in records.items()}, seconds)
+  for beat, now in enumerate((0.0, *(seconds or (5.0,)))):
+    made = leader.next_plan(plan, {host: replace(r, beat=r.beat + beat) for host, r in records.items()}, now)
+  return made
 
 
 def test_what_the_leader_decides():
@@ -269,7 +270,7 @@ def test_what_the_leader_decides():
   assert decide(tired, again).action == "stop"
   further = {host: replace(record, saved=11) for host, record in again.items()}
   assert decide(tired, further).retries == 1, "a step was saved between"
-  grow = decide(replace(plan, members={0: "n", 1: "n"}), running, seconds=60.0)
+  grow = decide(replace(plan, members={0: "n", 1: "n"}), running, 60.0)
   assert (grow.action, set(grow.members)) == ("drain", {0, 1})
 
 
@@ -281,11 +282,13 @@ def test_hosts_that_the_network_parts_are_left_out():
   one = decide(plan, running | {2: replace(cut, nonce="n2")})
   assert (one.action, set(one.members)) == ("run", {0, 1, 3})
   assert one.why == "the network does not lead from host 2 to host 0"
+  unsure = {2: replace(cut, nonce="n2"), 1: replace(running[1], reaches="")}
+  assert decide(plan, running | unsure) is None, "host 1 may find the same"
   three = decide(plan, running | {host: replace(cut, nonce=f"n{host}") for host in (1, 2, 3)})
   assert (three.action, set(three.members)) == ("run", {1, 2, 3})
   rest = replace(plan, members={0: "n0", 1: "n1"})
-  assert decide(rest, running | {2: replace(cut, nonce="n2"), 3: replace(cut, nonce="n3")}, seconds=60.0) is None
-  back = decide(rest, running | {3: replace(cut, nonce="n3")}, seconds=60.0)
+  assert decide(rest, running | {2: replace(cut, nonce="n2"), 3: replace(cut, nonce="n3")}, 60.0) is None
+  back = decide(rest, running | {3: replace(cut, nonce="n3")}, 60.0)
   assert back.action == "drain", "host 2 reaches the others again"
   gone = {host: record for host, record in running.items() if host} | {2: replace(cut, nonce="n2")}
   assert decide(plan, gone).why == "host 0 is lost"

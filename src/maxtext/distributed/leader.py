@@ -110,12 +110,15 @@ class Leader:
 
 
 def _cut_off(plan: HostPlan, live: Mapping[int, HostRecord]) -> tuple[set[int], str]:
-  """The hosts that the network parts from the others, and how: of two sides the one with fewer members of the plan,
-  or the one that does not coordinate."""
+  """The hosts that the network parts from the others, and how: of two sides the one with fewer members of the plan, or
+  the one that does not coordinate."""
   first = plan.coordinator
   if first is None or first not in live or live[first].nonce != plan.members[first]:
     return set(), ""
   apart = {host for host, record in live.items() if record.cut_from == plan.members[first]}
+  others = [live[host] for host in plan.members if host in live and host != first]
+  if not apart or not all(record.cut_from or record.reaches for record in others):
+    return set(), ""  # some of one side may not know it yet
   members, named = plan.members.keys() & apart, ", ".join(map(str, sorted(apart)))
   why = f"the network does not lead from host{'s' if len(apart) > 1 else ''} {named} to host {first}"
   if 2 * len(members) > len(plan.members):

@@ -77,7 +77,7 @@ def _answer(connection: socket.socket, missing: list[int]) -> None:
 def _report_to_first(where: tuple[str, int], index: int, deadline: float) -> list[int]:
   while (left := deadline - time.monotonic()) > 0:
     try:
-      with socket.create_connection(where, timeout=left) as connection:
+      with socket.create_connection(where, timeout=min(left, _ANSWER_SECONDS)) as connection:
         connection.sendall(f"{index}\n".encode())
         return json.loads(_receive_line(connection, deadline + _LATER_SECONDS))
     except (OSError, ValueError):
