@@ -73,10 +73,10 @@ class PublishedRun:
     """The keys with which it is planned."""
     flags = {name: value for name, value in self.flags.items() if name not in NOT_COMPILER_OPTIONS}
     return {
+      "use_hidden_router_gradient": False,  # this project's own; what they ran computed the experts' outputs again
       **self.keys,
       "override_model_config": True,
       "dataset_type": "synthetic",
-      "use_hidden_router_gradient": False,  # this project's own; what they ran computed the experts' outputs again
       "compile_topology": self.topology,
       "compile_topology_num_slices": self.slices,
       "compile_xla_flags": " ".join(f"--{name}={_flag_value(value)}" for name, value in flags.items()),
