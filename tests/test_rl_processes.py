@@ -181,7 +181,7 @@ LAGS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_stopped_and_resumed_in_a_thread_the_bits_are_the_same(processes, tmp_path):
   """With a batch that was made ahead in the checkpoint; and process 1 takes longer to answer."""
   changes = LAGS | {"max_num_checkpoints_to_keep": 9}
