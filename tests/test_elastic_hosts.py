@@ -30,6 +30,8 @@ WORKER = """if True:
   request = json.loads(line)
   os.environ |= request["environment"]
   folder, host = Path(request["arguments"][0]), os.environ["MAXTEXT_HOST"]
+  if (folder / "unhandled").exists():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
   start = [int(host), int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"]), os.getpid()]
   with open(folder / "starts", "a") as file:
     file.write(json.dumps(start) + "\\n")
@@ -180,6 +182,15 @@ def test_sigterm_of_one_host_leaves_the_others_running_and_of_all_ends_the_run(t
     hosts.wait_for(0)
     hosts.lose(0, by=signal.SIGTERM)
     assert hosts.agents[0].wait(timeout=PATIENCE) == 143
+
+
+def test_a_process_that_no_longer_handles_sigterm_has_stopped_and_not_failed(tmp_path):
+  """It has saved with the others and is about to end when its own agent asks it to."""
+  (tmp_path / "unhandled").touch()
+  with agents(tmp_path, 2, 1) as hosts:
+    hosts.wait_for(0, 1)
+    hosts.lose(0, 1, by=signal.SIGTERM)
+    assert [hosts.agents[host].wait(timeout=60) for host in (0, 1)] == [143, 143]
 
 
 def test_a_host_that_leaves_ends_at_once_though_the_others_wait_for_another(tmp_path):

@@ -202,7 +202,9 @@ class Agent:
         self._membership.publish(step=step, saved=saved)
       return
     self._end_process()
-    state = "done" if code == 0 else "stopped" if code in STOPPED else "failed"
+    # SIGTERM may come after the process has saved with the others and no longer handles it.
+    stopped = code in STOPPED or (code == -signal.SIGTERM and process.asked)
+    state = "done" if code == 0 else "stopped" if stopped else "failed"
     if self._membership.own.suspect:
       why = self._membership.own.why
     self._membership.publish(state=state, code=code, why=why, step=step, saved=saved)

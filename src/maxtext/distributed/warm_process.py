@@ -33,7 +33,7 @@ class WarmProcess:
     self._process = start_process(command, environment, self._held, (writes,), stdin=subprocess.PIPE)
     os.close(writes)
     self.output = LogForwarder(index, self._process, out)
-    self.step, self.is_suspect = -1, False
+    self.step, self.is_suspect, self.asked = -1, False, False
     self._heard: float | None = None  # the last sign of life; None before the first
     self._polled = time.monotonic()
 
@@ -63,6 +63,7 @@ class WarmProcess:
 
   def terminate(self) -> None:
     """Asks it to save and to end."""
+    self.asked = True
     self._process.terminate()
 
   def kill(self) -> None:
