@@ -253,7 +253,8 @@ def _row(contest: Contest) -> str:
   cells = [f"`{run.id}`", f"{run.step_seconds:.2f} s", f"{planned_seconds(theirs):.2f} s", f"{error:+.1%}"]
   memory, host = f"{theirs.peak_bytes / 2**30:.1f}", f"{_host_bytes(theirs) / 1e9:.0f}"
   if not best:
-    return f"| {' | '.join([*cells, 'none faster', '', '', memory, host, contest.limit])} |"
+    verdict = "none faster" if contest.attempts else "not tried"
+    return f"| {' | '.join([*cells, verdict, '', '', memory, host, contest.limit])} |"
   assert best.planned
   cells += [f"{contest.seconds(best):.2f} s", f"{contest.gain(best):+.1%}", f"{contest.gain_on_publication(best):+.1%}"]
   cells += [
