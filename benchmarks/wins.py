@@ -37,7 +37,7 @@ RECIPES = Path("src/maxtext/configs/recipes")
 SPARE = 0.05  # of a device's memory, that a configuration must leave free
 AIM = 0.05  # by which a dense run should be ahead; with experts, level is enough
 # Keys of published runs that have no part in the step: a recipe leaves them to whoever runs it.
-_NOT_OF_THE_STEP = frozenset(
+NOT_OF_THE_STEP = frozenset(
   {
     "async_checkpointing", "dataset_type", "enable_checkpointing", "gcs_metrics", "profile_periodically_period",
     "profiler", "profiler_steps", "reuse_example_batch", "skip_first_n_steps_for_profiler",
@@ -179,9 +179,7 @@ def recipe_text(contest: Contest, attempt: Attempt) -> str:
   )
   if flags := run.planned_keys["compile_xla_flags"]:
     about += f" The compiler got these flags, which LIBTPU_INIT_ARGS takes: {flags}"
-  keys = {key: value for key, value in run.keys.items() if key not in _NOT_OF_THE_STEP} | {
-    "override_model_config": True
-  }
+  keys = {key: value for key, value in run.keys.items() if key not in NOT_OF_THE_STEP} | {"override_model_config": True}
   return (
     textwrap.fill(about, 118, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
     + "\n"
@@ -198,14 +196,16 @@ def _attempt(
   run: PublishedRun, name: str, why: str, keys: Mapping[str, Any] | None = None, flags: Mapping[str, Any] | None = None
 ) -> Attempt:
   """`flags` are in the place of the run's; without any, the compiler gets those of the project's table."""
-  keys = keys or {}
+  keys, theirs = keys or {}, run.keys
+  if "custom" not in keys.get("remat_policy", "custom"):  # places of tensors then say nothing
+    theirs = {key: value for key, value in theirs.items() if value not in ("offload", "device")}
   batch = "per_device_batch_size"
   tokens = run.tokens * keys.get(batch, run.keys[batch]) / run.keys[batch]
   assert tokens <= run.tokens, f"{run.id} {name}: more tokens a step than the published run has"
   changed = replace(
     run,
     id=f"{run.id}-{name}",
-    keys={**run.keys, **keys},
+    keys={**theirs, **keys},
     flags=run.flags if flags is None else flags,
     tokens=int(tokens),
   )
@@ -253,7 +253,8 @@ def _row(contest: Contest) -> str:
   cells = [f"`{run.id}`", f"{run.step_seconds:.2f} s", f"{planned_seconds(theirs):.2f} s", f"{error:+.1%}"]
   memory, host = f"{theirs.peak_bytes / 2**30:.1f}", f"{_host_bytes(theirs) / 1e9:.0f}"
   if not best:
-    return f"| {' | '.join([*cells, 'none faster', '', '', memory, host, contest.limit])} |"
+    verdict = "none faster" if contest.attempts else "not tried"
+    return f"| {' | '.join([*cells, verdict, '', '', memory, host, contest.limit])} |"
   assert best.planned
   cells += [f"{contest.seconds(best):.2f} s", f"{contest.gain(best):+.1%}", f"{contest.gain_on_publication(best):+.1%}"]
   cells += [
