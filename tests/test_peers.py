@@ -21,24 +21,28 @@ WORKER = """if True:
   join(tiny(jax_distributed_initialization_timeout=120))
   peers.before_end(lambda why: print("told:", why, flush=True))
   print("joined", flush=True)
-  threading.Event().wait()
+  threading.Event().wait(float(sys.argv[1]) if sys.argv[1:] else None)
 """
 
 
-def start(index, port):
+def free_port():
+  with socket.create_server(("127.0.0.1", 0)) as probe:
+    return probe.getsockname()[1]
+
+
+def start(index, port, *stays):
   environment = os.environ | flags() | {
     "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": str(index)
   }  # fmt: skip
   return subprocess.Popen(
-    [sys.executable, "-c", WORKER], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    [sys.executable, "-c", WORKER, *stays], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
   )
 
 
 @pytest.mark.mesh
 @pytest.mark.parametrize("silent", [2, 0])
 def test_a_process_that_falls_silent_is_named_and_the_others_end(silent):
-  with socket.create_server(("127.0.0.1", 0)) as probe:
-    port = probe.getsockname()[1]
+  port = free_port()
   processes = [start(index, port) for index in range(3)]
   try:
     for process in processes:
@@ -58,6 +62,20 @@ def test_a_process_that_falls_silent_is_named_and_the_others_end(silent):
   for text in said:
     assert f"maxtext: {'nothing was heard from ' if silent else ''}{named}" in text
     assert "told: " in text
+
+
+@pytest.mark.mesh
+def test_a_process_that_leaves_before_the_others_is_not_missed():
+  """And none aborts as Python ends, whatever its threads are doing."""
+  port = free_port()
+  processes = [start(index, port, stays) for index, stays in enumerate(("5", "5", "0"))]
+  try:
+    said = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], said
+  finally:
+    for process in processes:
+      process.kill()
+      process.wait()
 
 
 def test_silence_is_counted_while_this_process_listens():

@@ -5,6 +5,7 @@ process 0, that it is there, and learns from it who is not, before JAX acts. Tha
 connections, JAX finds at once.
 """
 
+import atexit
 import logging
 import os
 import socket
@@ -29,7 +30,8 @@ _BEAT_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 _LISTENED_SECONDS = 3.0  # at most, from one poll to the next: what takes longer is a machine that was suspended
 _NAMED = 5  # how many processes a message names
-_ALIVE, _LOST = "maxtext/alive", "maxtext/lost"
+_LEAVE_SECONDS = 5.0  # at most, until the coordinator knows that this process leaves
+_ALIVE, _LOST, _LEFT = "maxtext/alive", "maxtext/lost", "left"
 
 _before_end: list[Callable[[str], None]] = []
 
@@ -46,8 +48,11 @@ def watch_peers() -> None:
   if state.client is None or state.num_processes == 1:
     return
   watch = _Watch(state.client, state.process_id, state.coordinator_address or "")
-  threading.Thread(target=watch.beat, name="peer beats", daemon=True).start()
+  beats = threading.Thread(target=watch.beat, name="peer beats", daemon=True)
+  beats.start()
   threading.Thread(target=watch.judge, name="peers", daemon=True).start()
+  # Before JAX leaves the run and Python ends: a thread that is within JAX's client then would abort the process.
+  atexit.register(watch.leave, beats)
 
 
 @dataclass
@@ -61,9 +66,11 @@ class Silence:
   said: dict[str, tuple[str, float]] = field(default_factory=dict)
 
   def hear(self, said: dict[str, str]) -> None:
-    """What all have said last."""
+    """What all have said last; those that have left are missed no more."""
     for who, text in said.items():
-      if self.said.get(who, ("",))[0] != text:
+      if text.startswith(_LEFT):
+        self.said.pop(who, None)
+      elif self.said.get(who, ("",))[0] != text:
         self.said[who] = text, 0.0
 
   def pass_by(self, seconds: float) -> None:
@@ -80,12 +87,17 @@ class _Watch:
   def __init__(self, client: Any, index: int, address: str) -> None:
     self._client, self._index, self._address = client, index, address
     self._silence, self._beat, self._lock = Silence(), 0, threading.Lock()
-    self._notice = ""
+    self._notice, self._leaving = "", threading.Event()
 
   @property
   def _parted(self) -> bool:
-    """Whether this program has left the run: nobody is missed then."""
-    return distributed.global_state.client is not self._client
+    """Whether this program leaves the run or has left it: nobody is missed then."""
+    return self._leaving.is_set() or distributed.global_state.client is not self._client
+
+  def leave(self, beats: threading.Thread) -> None:
+    """Ends the threads, and tells that this process leaves, which others may do much later."""
+    self._leaving.set()
+    beats.join(_LEAVE_SECONDS)
 
   def beat(self) -> None:
     """Tells that this process is there, and asks for the others."""
@@ -97,7 +109,9 @@ class _Watch:
         said = self._heard()
         with self._lock:
           self._silence.hear(said)
-      time.sleep(_BEAT_SECONDS)
+      self._leaving.wait(_BEAT_SECONDS)
+    with suppress(Exception):  # where JAX has left the run already, nobody listens
+      self._client.key_value_set(f"{_ALIVE}/{self._index}", f"{_LEFT} {host}", allow_overwrite=True)
 
   def _heard(self) -> dict[str, str]:
     """What process 0 knows of all, and the others of it."""
