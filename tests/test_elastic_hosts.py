@@ -54,7 +54,7 @@ AGENT = """if True:
   heartbeat.BEAT_SECONDS, warm_process.SILENT_SECONDS, agent.SILENT_SECONDS = 0.1, 5.0, 5.0
   membership._BEAT_SECONDS, leader._SETTLE_SECONDS, leader._ANSWER_SECONDS = 0.1, 0.5, 3.0
   agent._LISTEN_SECONDS = 0.5
-  reach.CUT_SECONDS, reach._EVERY_SECONDS, reach._CONNECT_SECONDS = 1.0, 0.2, 0.5
+  reach.CUT_SECONDS, reach._EVERY_SECONDS, reach._CONNECT_SECONDS = 10.0, 0.2, 2.0
   policy = leader.ElasticPolicy(hosts, least, timeout, 3)
   standby = [sys.executable, "-c", sys.argv[6]]
   sys.exit(agent.Agent(standby, [folder], host, policy, Path(folder) / "members", sys.argv[7]).run())
