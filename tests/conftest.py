@@ -21,6 +21,21 @@ def here(tmp_path, monkeypatch):
   return tmp_path
 
 
+@pytest.fixture
+def uncached():
+  """Compiles everything. CPU programs out of JAX's cache run collectives that do not depend on each other, such as
+  those of a pipeline that sends ahead, in any order and all at once, until every thread waits for another device."""
+  import jax
+  from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+  before = jax.config.values["jax_enable_compilation_cache"]
+  jax.config.update("jax_enable_compilation_cache", False)
+  reset_cache()
+  yield
+  jax.config.update("jax_enable_compilation_cache", before)
+  reset_cache()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   """Leaves out what is marked `nightly`, unless the marker expression names it."""
   if "nightly" in config.option.markexpr:

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import PartitionSpec
 
 import maxtext
@@ -40,18 +39,6 @@ def taught(tmp_path_factory):
   run = {"steps": 3, "enable_checkpointing": True, "base_output_directory": str(folder), "run_name": "teacher"}
   maxtext.train(tiny(**(STUDENT | TEACHER_SIZE | run | {"init_weights_seed": 7})))
   return folder / "teacher"
-
-
-@pytest.fixture
-def uncached():
-  """Compiles everything. CPU programs out of JAX's cache run collectives that do not depend on each other, such as
-  those of the maps, in any order and all at once, until every thread waits for another device."""
-  before = jax.config.values["jax_enable_compilation_cache"]
-  jax.config.update("jax_enable_compilation_cache", False)
-  reset_cache()
-  yield
-  jax.config.update("jax_enable_compilation_cache", before)
-  reset_cache()
 
 
 def phase(taught, **changes):

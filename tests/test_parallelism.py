@@ -101,7 +101,7 @@ def models_on(name):
     for model in models_on(name)
   ],
 )
-def test_like_one_device(one_device, axes, model):
+def test_like_one_device(one_device, uncached, axes, model):
   np.testing.assert_allclose(curve(model, 8, **named(axes)), one_device(model), atol=1e-5, rtol=0)
 
 
